@@ -1,0 +1,1 @@
+"""The engine: torch modules, shapes and numbers. Only `accel.hosts` knows ComfyUI or diffusers."""

@@ -1,0 +1,41 @@
+"""What happened, told to whoever listens: the log, the progress bar, the web panel, the bench."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger("accel")
+
+Listener = Callable[[str, dict[str, Any]], None]
+
+_lock = threading.Lock()
+_listeners: tuple[Listener, ...] = ()
+
+
+def subscribe(listener: Listener) -> Callable[[], None]:
+    """Call `listener(name, data)` for every event from now on; the function returned ends that.
+
+    Listeners run on the thread that emits, often inside a sampler step, so they must be quick.
+    """
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, listener)
+
+    def unsubscribe() -> None:
+        global _listeners
+        with _lock:
+            _listeners = tuple(known for known in _listeners if known is not listener)
+
+    return unsubscribe
+
+
+def emit(name: str, /, **data: Any) -> None:
+    """Tell every listener; one that raises is logged and the others still hear."""
+    for listener in _listeners:
+        try:
+            listener(name, data)
+        except Exception:
+            log.exception("a listener failed on the event %s", name)

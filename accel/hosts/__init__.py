@@ -1,0 +1,1 @@
+"""The programs that the engine works inside, one package or module each."""

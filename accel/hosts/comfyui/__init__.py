@@ -1,0 +1,1 @@
+"""ComfyUI as a host: model patchers, VAE objects, versions, routes."""

@@ -1,0 +1,40 @@
+"""Differences between versions of ComfyUI, all in this file.
+
+Supported: 0.3.75 to today's. Features are probed for, version numbers are not compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from comfy_api.latest import io
+
+
+def schema(**fields: Any) -> io.Schema:
+    """An `io.Schema` of the fields that this core knows; it raises TypeError on any other.
+
+    Later additions: `search_aliases` (0.11.0).
+    """
+    known = {field.name for field in dataclasses.fields(io.Schema)}
+    return io.Schema(**{name: value for name, value in fields.items() if name in known})
+
+
+def make_input(kind: type, /, input_id: str, **options: Any) -> Any:
+    """`kind.Input(input_id, ...)` with the options that this core knows.
+
+    `kind` is an io type such as `io.Int`. Later additions: `advanced` (0.10.0).
+    """
+    known = inspect.signature(kind.Input.__init__).parameters
+    return kind.Input(input_id, **{name: value for name, value in options.items() if name in known})
+
+
+def clone_for_compiling(model: Any) -> Any:
+    """A clone of a ModelPatcher whose weights stay where they are between calls.
+
+    Cores from 0.15.1 on may stream weights ("dynamic VRAM"); compiled blocks need them in place.
+    """
+    if "disable_dynamic" in inspect.signature(model.clone).parameters:
+        return model.clone(disable_dynamic=True)
+    return model.clone()
