@@ -1,0 +1,181 @@
+"""A block's stand-in: finds the compiled graph for a call, or runs the block as it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import call_spec, compilers, kinds
+from .events import emit
+from .graph_cache import Entry, GraphCache
+from .graph_key import GraphKey, tensor_spec
+from .regions import Region
+
+log = logging.getLogger("accel")
+
+_MAX_REMEMBERED = 64
+"""Call shapes a stand-in remembers the graph of; more than one model call ever has."""
+
+
+class RunEagerly(Exception):
+    """This call of a block is not for a graph; the message says why. Expected, so never `Trouble`."""
+
+
+class Trouble(RuntimeError):
+    """Raised instead of running eagerly, where the user asked to stop."""
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """How blocks are compiled.
+
+    backend: a name of `compilers.BACKENDS`, or any that torch knows.
+    any_size: one graph for all sizes; False makes one for each.
+    stop_on_trouble: raise `Trouble` where a block would fall back to eager.
+    min_repetitions: kinds with fewer blocks in the model stay eager.
+    """
+
+    backend: str = "inductor"
+    any_size: bool = True
+    stop_on_trouble: bool = False
+    min_repetitions: int = 1
+
+    def __post_init__(self) -> None:
+        if self.min_repetitions < 1:
+            raise ValueError(f"min_repetitions is {self.min_repetitions}; it must be 1 or more")
+
+
+@dataclass
+class Fallbacks:
+    """Which blocks ran eagerly and why; each reason is logged once per process."""
+
+    reasons: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def note(self, block: str, reason: str) -> None:
+        key = (block, reason)
+        first = key not in self.reasons
+        self.reasons[key] = self.reasons.get(key, 0) + 1
+        if first:
+            log.warning("%s runs uncompiled: %s", block, reason)
+            emit("fallback", block=block, reason=reason)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [{"block": block, "reason": reason, "calls": calls} for (block, reason), calls in self.reasons.items()]
+
+    def clear(self) -> None:
+        self.reasons.clear()
+
+
+fallbacks = Fallbacks()
+"""Of this process; the report reads it."""
+
+
+class BlockRunner:
+    """Stands in for one block's forward during model calls (a layer of `substitution`).
+
+    simplify_options: what a dict among the arguments is replaced by, so that a host's per-call options
+        do not reach the compiler; it raises `RunEagerly` when they concern the block.
+    interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        cache: GraphCache,
+        settings: CompileSettings,
+        simplify_options: Callable[[dict], dict] | None = None,
+        interrupts: tuple[type[BaseException], ...] = (),
+    ):
+        self._region = region
+        self._cache = cache
+        self._settings = settings
+        self._simplify = simplify_options
+        self._interrupts = interrupts
+        self._slots = kinds.weight_slots(region.block, region.kind.weights)
+        self._remembered: dict[tuple, tuple[Entry, compilers.CompiledGraph] | None] = {}
+        self._generation = cache.generation
+
+    def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        inputs: list[torch.Tensor] = []
+        try:
+            spec = call_spec.flatten((args, kwargs), inputs, self._simplify)
+        except RunEagerly as reason:
+            fallbacks.note(self._region.kind.name, str(reason))
+            return inner(*args, **kwargs)
+        except call_spec.UnsupportedArgument as reason:
+            return self._eagerly(inner, args, kwargs, f"it is called with {reason}")
+        tensors = (*self._slots.read(), *inputs)
+        found = self._look_up(spec, inputs, tensors)
+        if found is None:
+            return inner(*args, **kwargs)
+        entry, graph = found
+        entry.hits += 1
+        try:
+            return graph.run(tensors)
+        except self._interrupts:
+            raise
+        except Exception as error:
+            self._remembered.clear()
+            if not isinstance(error, torch.OutOfMemoryError):
+                entry.failure = compilers.one_line(error)
+                entry.graphs.clear()
+            return self._eagerly(inner, args, kwargs, f"its compiled graph failed: {compilers.one_line(error)}")
+
+    def _look_up(self, spec, inputs, tensors):
+        if self._generation != self._cache.generation:
+            self._remembered.clear()
+            self._generation = self._cache.generation
+        signature = (spec, tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs))
+        try:
+            return self._remembered[signature]
+        except KeyError:
+            pass
+        found = self._find_or_compile(spec, inputs, tensors)
+        if len(self._remembered) >= _MAX_REMEMBERED:
+            self._remembered.clear()
+        self._remembered[signature] = found
+        self._generation = self._cache.generation
+        return found
+
+    def _find_or_compile(self, spec, inputs, tensors):
+        region, settings = self._region, self._settings
+        key = GraphKey(
+            kind=region.kind,
+            call=spec,
+            inputs=tuple(tensor_spec(tensor) for tensor in inputs),
+            backend=settings.backend,
+            sizes=None if settings.any_size else tuple(tensor.shape for tensor in inputs),
+        )
+
+        def compile_graph() -> compilers.CompiledGraph:
+            try:
+                template = kinds.template_of(region.block)
+            except Exception as error:
+                raise compilers.CompileFailed(f"it cannot be copied: {compilers.one_line(error)}") from error
+            weights = tensors[: len(region.kind.weights)]
+            return compilers.compile_block(
+                template, region.kind, weights, spec, inputs, settings.backend, settings.any_size
+            )
+
+        try:
+            found = self._cache.find(key, region.kind.name, lambda graph: graph.accepts(tensors), compile_graph)
+        except torch.OutOfMemoryError as error:
+            self._note(f"out of memory while compiling: {compilers.one_line(error)}")
+            return None
+        if found is None:
+            failure = self._cache.failure(key)
+            self._note(failure or "the graph cache has no room for it")
+        return found
+
+    def _eagerly(self, inner, args, kwargs, reason):
+        self._note(reason)
+        return inner(*args, **kwargs)
+
+    def _note(self, reason: str) -> None:
+        if self._settings.stop_on_trouble:
+            raise Trouble(f"{self._region.kind.name} ({self._region.path}) cannot run compiled: {reason}")
+        fallbacks.note(self._region.kind.name, reason)

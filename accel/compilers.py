@@ -1,0 +1,212 @@
+"""From a block and the example of a call to a callable over tensors.
+
+A compiled graph takes the block's weights as inputs beside the call's own tensors, so it serves
+every block of the kind. It is made ahead of time where torch can (an object of ours: counted,
+dropped, saved), and by plain `torch.compile` on a function of the kind's own where it cannot.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import call_spec
+from .convolution import leave_to_library
+from .kinds import Kind
+
+BACKENDS = ("inductor", "eager")
+"""Offered to people: inductor generates fused kernels; eager captures the graph and runs it as it is."""
+
+
+class CompileFailed(RuntimeError):
+    """The block could not be compiled; the message says why in one line."""
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """One compiled callable: `run(tensors)` for calls that `accepts(tensors)`.
+
+    static_ones: (input, dimension) pairs that were 1 when it was compiled and are taken as 1.
+    nbytes: what the artifact weighs, bytes; 0 when unknown.
+    """
+
+    run: Callable[[Sequence[torch.Tensor]], Any]
+    guards: Callable[[Sequence[torch.Tensor]], bool]
+    static_ones: tuple[tuple[int, int], ...]
+    nbytes: int
+
+    def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return all(tensors[i].shape[d] == 1 for i, d in self.static_ones) and self.guards(tensors)
+
+
+def compile_block(
+    template: torch.nn.Module,
+    kind: Kind,
+    weights: Sequence[torch.Tensor],
+    spec: call_spec.Spec,
+    inputs: Sequence[torch.Tensor],
+    backend: str | Callable = "inductor",
+    dynamic: bool = True,
+) -> CompiledGraph:
+    """Compile a block for calls like this one, at any size.
+
+    template: the block with its weights on the meta device (`kinds.template_of`); it is changed.
+    kind: the block's kind. weights, inputs: real tensors, of which only shapes,
+        strides, dtypes and devices are used.
+    spec: how (args, kwargs) of the call are made from the inputs (`call_spec.flatten`).
+    dynamic: every dimension of every input may vary; False compiles for these sizes alone.
+
+    Raises:
+        CompileFailed: the compiler is missing, gave up, or met an operator it does not know.
+    """
+    leave_to_library(template)
+    function = _block_function(template, kind.weights, spec)
+    examples, static_ones = _examples(inputs, dynamic)
+    tensors = (*_example_weights(weights, kind), *examples)
+    offset = len(weights)
+    try:
+        with _settings(dynamic):
+            compile_with = _ahead_of_time if _can_compile_ahead_of_time() else _just_in_time
+            run, guards, nbytes = compile_with(function, tensors, backend)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise CompileFailed(one_line(error)) from error
+    return CompiledGraph(run, guards, tuple((i + offset, d) for i, d in static_ones), nbytes)
+
+
+def _block_function(template: torch.nn.Module, names: tuple[str, ...], spec: call_spec.Spec) -> Callable:
+    count = len(names)
+
+    def block(*tensors):
+        args, kwargs = call_spec.rebuild(spec, tensors[count:])
+        return torch.func.functional_call(template, dict(zip(names, tensors[:count])), args, kwargs)  # noqa: B905
+
+    # A code object of its own: torch counts recompilations per code object, and kinds must not share a count.
+    return types.FunctionType(block.__code__.replace(co_name=f"block_{id(template)}"), block.__globals__, "block", None, block.__closure__)
+
+
+def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.Tensor]:
+    """The weights, with an unfilled stand-in for each whose sizes vary within the kind, marked so."""
+    examples = list(weights)
+    for index, dimension in kind.varying:
+        weight = examples[index]
+        if weight is weights[index]:
+            weight = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
+            examples[index] = weight
+        torch._dynamo.maybe_mark_dynamic(weight, dimension)
+    return examples
+
+
+def _examples(inputs: Sequence[torch.Tensor], dynamic: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """Fresh tensors like the inputs, their dimensions marked; and the dimensions taken as 1.
+
+    A batch of 1 teaches the compiler nothing false: where every input has a first dimension of 1,
+    that dimension is the batch, and the example gets 2.
+    """
+    batch_is_one = all(tensor.shape[0] == 1 for tensor in inputs if tensor.ndim)
+    examples, ones = [], []
+    for index, tensor in enumerate(inputs):
+        shape = list(tensor.shape)
+        strides = list(tensor.stride())
+        if dynamic and batch_is_one and shape:
+            shape[0] = 2
+            strides[0] = max(strides[0], _extent(shape[1:], strides[1:]))
+        example = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+        for dimension, size in enumerate(shape):
+            if size == 1:
+                ones.append((index, dimension))
+            elif dynamic:
+                torch._dynamo.maybe_mark_dynamic(example, dimension)
+        examples.append(example)
+    return examples, ones
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements of storage that a strided tensor spans."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+@contextmanager
+def _settings(dynamic: bool):
+    """torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others."""
+    with ExitStack() as stack:
+        if dynamic:
+            config = torch.fx.experimental._config
+            wanted = {"use_duck_shape": False, "backed_size_oblivious": True}
+            stack.enter_context(config.patch({name: value for name, value in wanted.items() if hasattr(config, name)}))
+        yield
+
+
+def _can_compile_ahead_of_time() -> bool:
+    """torch 2.11 has the method while a switch is on; from 2.13 on it is documented."""
+    return hasattr(torch._dynamo.config, "enable_aot_compile")
+
+
+def _keep_guards_on_sizes(guards: Sequence[Any]) -> list[bool]:
+    """What a graph depends on besides sizes is in the key under which it is kept."""
+    return [guard.guard_type == "SHAPE_ENV" for guard in guards]
+
+
+def _ahead_of_time(function: Callable, tensors: Sequence[torch.Tensor], backend: str | Callable):
+    options = {"guard_filter_fn": _keep_guards_on_sizes}
+    with torch._dynamo.config.patch(enable_aot_compile=True):
+        compiled = torch.compile(function, fullgraph=True, backend=_serializable(backend), options=options)
+        compiled = compiled.aot_compile((tuple(tensors), {}))
+    check = compiled._artifacts.guard_manager.check
+    scope = compiled.prepare_f_locals()
+    call = compiled.fn
+
+    def guards(tensors: Sequence[torch.Tensor]) -> bool:
+        return check({**scope, "tensors": tuple(tensors)})
+
+    def run(tensors: Sequence[torch.Tensor]) -> Any:
+        return call(*tensors)
+
+    return run, guards, 0
+
+
+def _just_in_time(function: Callable, tensors: Sequence[torch.Tensor], backend: str | Callable):
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    compiled(*tensors)
+    return lambda tensors: compiled(*tensors), lambda tensors: True, 0
+
+
+def _serializable(backend: str | Callable) -> str | Callable:
+    """Ahead-of-time compiling asks every backend for a serializable callable; only inductor gives one."""
+    if backend == "inductor":
+        return backend
+    from torch._dynamo.aot_compile_types import SerializableCallable
+    from torch._dynamo.backends.registry import lookup_backend
+
+    make = lookup_backend(backend) if isinstance(backend, str) else backend
+
+    class InProcess(SerializableCallable):
+        """A callable that cannot leave the process."""
+
+        def __init__(self, function: Callable):
+            self._function = function
+
+        def __call__(self, *args: Any) -> Any:
+            return self._function(*args)
+
+        @classmethod
+        def serialize_compile_artifacts(cls, fn: Any) -> bytes:
+            raise RuntimeError(f"graphs of the backend {backend} cannot be saved")
+
+        @classmethod
+        def deserialize_compile_artifacts(cls, data: bytes) -> Any:
+            raise RuntimeError(f"graphs of the backend {backend} cannot be loaded")
+
+    return lambda graph, examples: InProcess(make(graph, examples))
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line for log and report: its type and the first line of its message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]

@@ -1,0 +1,79 @@
+"""Convolutions that a compiled block leaves to the library.
+
+Tracing torch's own convolution asks which backend will run it, and that answer depends on the
+batch (on CPU: 1, 2 to 15, 16 and more), so one graph could not serve every batch. The operator
+here is opaque to the compiler, which fuses what stands around it; cuDNN or oneDNN run it as in eager.
+"""
+
+from __future__ import annotations
+
+import types
+
+import torch
+
+_NAME = "convolution"
+_SCHEMA = (
+    f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
+    "SymInt groups) -> Tensor"
+)
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _memory_format(x: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    last = _CHANNELS_LAST.get(x.ndim)
+    if last is None:
+        return torch.contiguous_format
+    for tensor in (x, weight):
+        if tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous():
+            return last
+    return torch.contiguous_format
+
+
+def _run(x, weight, bias, stride, padding, dilation, groups):
+    out = torch.ops.aten.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    return out.contiguous(memory_format=_memory_format(x, weight))
+
+
+def _fake(x, weight, bias, stride, padding, dilation, groups):
+    sizes = [
+        (size + 2 * pad - spread * (kernel - 1) - 1) // step + 1
+        for size, kernel, step, pad, spread in zip(
+            x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
+        )
+    ]
+    out = x.new_empty([x.shape[0], weight.shape[0], *sizes])
+    return out.to(memory_format=_memory_format(x, weight))
+
+
+def _define() -> torch.library.Library | None:
+    """Register the operator once in the process, however many copies of the engine are imported."""
+    if hasattr(torch.ops.accel, _NAME):
+        return None
+    library = torch.library.Library("accel", "FRAGMENT")
+    library.define(_SCHEMA)
+    library.impl(_NAME, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"accel::{_NAME}", _fake, lib=library)
+    return library
+
+
+_library = _define()
+
+
+def _conv_forward(self, x, weight, bias):
+    # oneDNN adds the bias before it rounds, so there it stays inside; cuDNN after, so there it is fused with what follows.
+    inside = bias if x.device.type == "cpu" else None
+    out = torch.ops.accel.convolution(
+        x, weight, inside, list(self.stride), list(self.padding), list(self.dilation), self.groups
+    )
+    return out if bias is inside else out + bias.view(-1, *(1,) * (x.ndim - 2))
+
+
+def leave_to_library(template: torch.nn.Module) -> None:
+    """Make every plain convolution of a template (never of a user's model) call the opaque operator."""
+    for module in template.modules():
+        if (
+            isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d))
+            and module.padding_mode == "zeros"
+            and not isinstance(module.padding, str)
+        ):
+            module._conv_forward = types.MethodType(_conv_forward, module)

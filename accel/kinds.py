@@ -1,0 +1,271 @@
+"""What makes two blocks the same *kind*: the same code over weights of the same shapes.
+
+Blocks of one kind share their compiled graphs, so whatever can change what a block computes, and
+is not a tensor it is given, must be in the fingerprint. Something that cannot be described raises
+`Indescribable`, and the block stays eager: never the same fingerprint for different behaviour.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import hashlib
+import inspect
+import types
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .graph_key import tensor_spec
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout)
+_TORCH_STATE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook", "forward"}
+_NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class Indescribable(TypeError):
+    """A module holds something whose effect on its output cannot be told from its description."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of block.
+
+    name: for people. digest: for equality. weights: the names of its parameters and buffers.
+    varying: (weight, dimension) pairs whose size differs between blocks of the kind; graphs are
+        compiled with these dynamic, so that blocks which differ in channels alone share one.
+    """
+
+    name: str
+    digest: str
+    weights: tuple[str, ...]
+    varying: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Description:
+    """A block's code, settings and weights: all that decides its kind.
+
+    digest: of everything but the sizes of its weights. shapes: these, in the order of `weights`.
+    """
+
+    name: str
+    digest: str
+    weights: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+
+
+@dataclass(frozen=True)
+class WeightSlots:
+    """Where a block's parameters and buffers live, so that replaced ones are seen at every call."""
+
+    places: tuple[tuple[dict, str], ...]
+
+    def read(self) -> list[torch.Tensor]:
+        return [holder[name] for holder, name in self.places]
+
+
+def describe(block: torch.nn.Module) -> Description:
+    """What the block is now; its weights' dtypes, devices and layouts count, their values do not.
+
+    Raises:
+        Indescribable: with the path of what cannot be described.
+    """
+    digest = hashlib.sha256()
+    for path, module in block.named_modules():
+        digest.update(repr((path, _class_fingerprint(type(module)), _attributes(module, path))).encode())
+    names, shapes = [], []
+    for name, tensor in _named_weights(block):
+        names.append(name)
+        shapes.append(tensor.shape)
+        spec = tensor_spec(tensor)
+        strides = tensor.stride() if isinstance(spec.layout, tuple) else None
+        digest.update(repr((name, spec, strides)).encode())
+    return Description(type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes))
+
+
+def kinds_of(descriptions: Sequence[Description]) -> list[Kind]:
+    """The kind of each block of a model: blocks alike in all but the sizes of weights are of one kind."""
+    alike: dict[str, list[Description]] = {}
+    for description in descriptions:
+        alike.setdefault(description.digest, []).append(description)
+    kinds = {}
+    for digest, members in alike.items():
+        first = members[0]
+        varying = tuple(
+            (index, dimension)
+            for index, shape in enumerate(first.shapes)
+            for dimension in range(len(shape))
+            if len({member.shapes[index][dimension] for member in members}) > 1
+        )
+        sizes = [
+            [None if (index, dimension) in varying else size for dimension, size in enumerate(shape)]
+            for index, shape in enumerate(first.shapes)
+        ]
+        full = hashlib.sha256(repr((digest, sizes)).encode()).hexdigest()[:32]
+        kinds[digest] = Kind(first.name, full, first.weights, varying)
+    return [kinds[description.digest] for description in descriptions]
+
+
+def weight_slots(block: torch.nn.Module, names: tuple[str, ...]) -> WeightSlots:
+    """The slots of the named parameters and buffers, in that order."""
+    places = []
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        owner = block.get_submodule(path)
+        places.append((owner._parameters if leaf in owner._parameters else owner._buffers, leaf))
+    return WeightSlots(tuple(places))
+
+
+def template_of(block: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the block with its weights on the meta device: its code and settings, no memory, no tie to it."""
+    memo: dict[int, Any] = {}
+    for _, tensor in _named_weights(block):
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if isinstance(tensor, torch.nn.Parameter):
+            empty = torch.nn.Parameter(empty, requires_grad=False)
+        memo[id(tensor)] = empty
+    own = block.__dict__.pop("forward", None)
+    try:
+        return copy.deepcopy(block, memo)
+    finally:
+        if own is not None:
+            block.__dict__["forward"] = own
+
+
+def _named_weights(block: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from block.named_parameters()
+    yield from block.named_buffers()
+
+
+def _attributes(module: torch.nn.Module, path: str) -> tuple:
+    for hooks in _HOOKS:
+        if path and module.__dict__.get(hooks):
+            raise Indescribable(f"{path} has {hooks.strip('_').replace('_', ' ')}")
+    if path and "forward" in module.__dict__:
+        raise Indescribable(f"{path} has a forward of its own")
+    used = _code_of(type(module)).names
+    described = []
+    for name, value in module.__dict__.items():
+        if name in _TORCH_STATE or name.endswith("_hooks") or "_hooks_" in name:
+            continue
+        if type(value) is int and name not in used:
+            continue  # a block's own number in its model, which its code never reads
+        try:
+            described.append((name, _describe(value)))
+        except Indescribable as reason:
+            raise Indescribable(f"{path + '.' if path else ''}{name} holds {reason}") from None
+    return tuple(sorted(described))
+
+
+def _describe(value: Any) -> Any:
+    """A value whose repr says all there is to say about `value`."""
+    if isinstance(value, enum.Enum):
+        return (type(value).__qualname__, value.name)
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, (tuple, list, torch.Size)):
+        return (type(value).__name__, *(_describe(item) for item in value))
+    if isinstance(value, (set, frozenset)):
+        return ("set", *sorted(repr(_describe(item)) for item in value))
+    if isinstance(value, dict):
+        return ("dict", *sorted(repr((key, _describe(item))) for key, item in value.items()))
+    if isinstance(value, type):
+        return ("class", value.__module__, value.__qualname__)
+    if isinstance(value, functools.partial):
+        return ("partial", _describe(value.func), _describe(value.args), _describe(value.keywords))
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        return _function_fingerprint(value)
+    if isinstance(value, (types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return ("builtin", str(value))
+    raise Indescribable(f"a {type(value).__module__}.{type(value).__qualname__}")
+
+
+def _function_fingerprint(function: Any) -> tuple:
+    if isinstance(function, types.MethodType):
+        raise Indescribable(f"a bound method, {function.__qualname__}")
+    if function.__closure__:
+        cells = tuple(_describe(cell.cell_contents) for cell in function.__closure__)
+    else:
+        cells = ()
+    return ("function", function.__module__, function.__qualname__, _code_digest(function.__code__), cells)
+
+
+_digests: weakref.WeakKeyDictionary[types.CodeType, str] = weakref.WeakKeyDictionary()
+
+
+def _code_digest(code: types.CodeType) -> str:
+    known = _digests.get(code)
+    if known is None:
+        constants = tuple(
+            _code_digest(item) if isinstance(item, types.CodeType) else repr(item)
+            for item in code.co_consts
+            if not isinstance(item, frozenset)
+        )
+        known = hashlib.sha256(repr((code.co_code, code.co_names, constants)).encode()).hexdigest()[:16]
+        _digests[code] = known
+    return known
+
+
+def _functions(cls: type) -> Iterator[types.FunctionType]:
+    """The functions that a call of an instance may run: all but those of construction and printing."""
+    for base in cls.__mro__:
+        if base is torch.nn.Module or base is object:
+            continue
+        for name, value in vars(base).items():
+            function = inspect.unwrap(value) if callable(value) else getattr(value, "__func__", None)
+            if isinstance(function, types.FunctionType) and name not in _NOT_RUN:
+                yield function
+
+
+@dataclass(frozen=True)
+class _ClassCode:
+    """Digests of a class's functions, the attribute names and strings in them, and which module-level
+    functions they call, as (module's globals, name)."""
+
+    digests: tuple[str, ...]
+    names: frozenset[str]
+    strings: frozenset[str]
+    called: tuple[tuple[dict, str], ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def _code_of(cls: type) -> _ClassCode:
+    digests, names, strings, called = [], set(), set(), {}
+    for function in _functions(cls):
+        digests.append(_code_digest(function.__code__))
+        for code in _nested(function.__code__):
+            names.update(code.co_names)
+            strings.update(item for item in code.co_consts if isinstance(item, str))
+            for name in code.co_names:
+                if isinstance(function.__globals__.get(name), types.FunctionType):
+                    called[id(function.__globals__), name] = (function.__globals__, name)
+    return _ClassCode(tuple(digests), frozenset(names), frozenset(strings), tuple(called.values()))
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for item in code.co_consts:
+        if isinstance(item, types.CodeType):
+            yield from _nested(item)
+
+
+def strings_used(block: torch.nn.Module) -> frozenset[str]:
+    """Every string constant in the code of the block's classes: the dict keys it may look at are among them."""
+    return frozenset().union(*(_code_of(type(module)).strings for module in block.modules()))
+
+
+def _class_fingerprint(cls: type) -> tuple:
+    """Code of the class, and which functions its module-level names mean now: packs replace attention there."""
+    code_of_class = _code_of(cls)
+    current = []
+    for scope, name in code_of_class.called:
+        function = scope.get(name)
+        code = getattr(function, "__code__", None)
+        current.append((name, getattr(function, "__module__", None), _code_digest(code) if code else repr(type(function))))
+    return (cls.__module__, cls.__qualname__, code_of_class.digests, tuple(current))

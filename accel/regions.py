@@ -1,0 +1,103 @@
+"""Which parts of a model are worth compiling: its repeated blocks, found by structure alone.
+
+No model family is named here. A *block* is the innermost element of the model's module lists that
+is built of layers; blocks of one kind (see `kinds`) share one compiled graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .kinds import Indescribable, Kind, describe, kinds_of
+from .substitution import has_foreign_forward
+
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Region:
+    """One block to compile: where it stands in the model, itself, and its kind."""
+
+    path: str
+    block: torch.nn.Module
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was found in a model: the blocks to compile, and those left eager with the reason."""
+
+    regions: tuple[Region, ...]
+    left_eager: tuple[tuple[str, str], ...]
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        return tuple(dict.fromkeys(region.kind for region in self.regions))
+
+
+def survey(model: torch.nn.Module, min_repetitions: int = 1) -> Survey:
+    """Find a model's blocks and their kinds.
+
+    min_repetitions: kinds with fewer blocks stay eager, since compiling costs more than it gives.
+    """
+    described, left_eager = [], []
+    for path, block in blocks(model):
+        if has_foreign_forward(block):
+            left_eager.append((path, "another extension has replaced its forward"))
+            continue
+        try:
+            described.append((path, block, describe(block)))
+        except Indescribable as reason:
+            left_eager.append((path, str(reason)))
+    kinds = kinds_of([description for _, _, description in described])
+    regions = [Region(path, block, kind) for (path, block, _), kind in zip(described, kinds, strict=True)]
+    counts: dict[Kind, int] = {}
+    for region in regions:
+        counts[region.kind] = counts.get(region.kind, 0) + 1
+    kept = []
+    for region in regions:
+        if counts[region.kind] >= min_repetitions:
+            kept.append(region)
+        else:
+            left_eager.append((region.path, f"fewer than {min_repetitions} blocks of its kind"))
+    return Survey(tuple(kept), tuple(left_eager))
+
+
+def blocks(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The model's blocks with their paths, in the order of the module tree.
+
+    They are the elements of its lists, and whatever else is of the same class (a VAE's middle block).
+    """
+    classes = {type(block) for _, block in _blocks(model, "", False, frozenset())}
+    yield from _blocks(model, "", False, frozenset(classes))
+
+
+def _blocks(
+    module: torch.nn.Module, path: str, in_list: bool, classes: frozenset[type]
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    is_container = isinstance(module, _CONTAINERS)
+    if (in_list or type(module) in classes) and not is_container and _is_composite(module) and not _holds_blocks(module):
+        yield path, module
+        return
+    in_list = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)) or (in_list and is_container)
+    for name, child in module.named_children():
+        yield from _blocks(child, f"{path}.{name}" if path else name, in_list, classes)
+
+
+def _is_composite(module: torch.nn.Module) -> bool:
+    """Built of at least two layers with weights: around a single one there is nothing to fuse."""
+    layers = (part for part in module.modules() if part is not module and part._parameters)
+    return next(layers, None) is not None and next(layers, None) is not None
+
+
+def _holds_blocks(module: torch.nn.Module) -> bool:
+    """Whether a list further inside holds composite elements: then those are the blocks."""
+    return any(
+        _is_composite(element)
+        for inner in module.modules()
+        if inner is not module and isinstance(inner, torch.nn.ModuleList)
+        for element in inner
+    )
