@@ -1,0 +1,92 @@
+"""Accelerate Model's work: compiled stand-ins for a model patcher's blocks, for each model call."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.patcher_extension import WrappersMP
+
+from ...block_runner import BlockRunner, CompileSettings
+from ...events import emit
+from ...graph_cache import GraphCache, shared
+from ...regions import survey
+from ...substitution import Order, substituted
+from .options import simplifier
+from .versions import clone_for_compiling
+
+log = logging.getLogger("accel")
+
+KEY = "accel.compile"
+"""Under which our wrappers stand on a patcher, and the run's state in its transformer_options."""
+
+INTERRUPTS = (comfy.model_management.InterruptProcessingException,)
+
+
+class Run:
+    """The stand-ins for one sampling run; made at its start, dropped at its end.
+
+    They are bound at the first model call, since the weights are loaded only then.
+    """
+
+    def __init__(self, settings: CompileSettings, cache: GraphCache):
+        self._settings = settings
+        self._cache = cache
+        self._model: weakref.ref | None = None
+        self._layers: dict[torch.nn.Module, BlockRunner] = {}
+
+    def layers(self, model: torch.nn.Module) -> dict[torch.nn.Module, BlockRunner]:
+        if self._model is None or self._model() is not model:
+            self._layers = block_layers(model, self._settings, self._cache)
+            self._model = weakref.ref(model)
+        return self._layers
+
+
+def block_layers(
+    model: torch.nn.Module, settings: CompileSettings, cache: GraphCache = shared
+) -> dict[torch.nn.Module, BlockRunner]:
+    """A stand-in for every block of the model that can be compiled."""
+    found = survey(model, settings.min_repetitions)
+    for path, reason in found.left_eager:
+        log.debug("%s stays eager: %s", path, reason)
+    emit("survey", model=type(model).__name__, blocks=len(found.regions), kinds=len(found.kinds), left_eager=found.left_eager)
+    return {
+        region.block: BlockRunner(region, cache, settings, simplifier(region), INTERRUPTS) for region in found.regions
+    }
+
+
+def accelerate(model: Any, settings: CompileSettings, cache: GraphCache = shared) -> Any:
+    """A clone of a ModelPatcher whose repeated blocks run compiled; the model given is unchanged."""
+    patched = clone_for_compiling(model)
+    for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
+        patched.remove_wrappers_with_key(wrapper, KEY)
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _outer_sample(settings, cache))
+    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _apply_model(settings, cache))
+    return patched
+
+
+def _outer_sample(settings: CompileSettings, cache: GraphCache):
+    def wrapper(executor, *args, **kwargs):
+        options = executor.class_obj.model_options.setdefault("transformer_options", {})
+        options[KEY] = Run(settings, cache)
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            options.pop(KEY, None)
+
+    return wrapper
+
+
+def _apply_model(settings: CompileSettings, cache: GraphCache):
+    # Core's own compile node traces the whole model, this wrapper included, unless told not to.
+    @torch.compiler.disable
+    def wrapper(executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
+        options = {} if transformer_options is None else transformer_options
+        run = options.get(KEY) or Run(settings, cache)  # somebody may call the model outside a sampler
+        with substituted(run.layers(executor.class_obj.diffusion_model), Order.COMPILED):
+            return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+
+    return wrapper

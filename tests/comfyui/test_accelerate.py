@@ -1,0 +1,191 @@
+"""Accelerate Model in a real ComfyUI: right images, one compilation per kind, no trace left behind."""
+
+import comfy.model_management
+import pytest
+import tiny_models
+import torch
+from comfy.patcher_extension import WrappersMP
+from comfy_accel.accel.block_runner import CompileSettings, Trouble, fallbacks
+from comfy_accel.accel.graph_cache import GraphCache
+from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from torch._dynamo.utils import counters
+
+TOLERANCE = 2e-3  # of the largest value: another order of float32 additions over a few sampler steps
+
+warm = GraphCache()
+"""For tests that do not count compilations: tracing is most of a test's time."""
+
+
+@pytest.fixture(autouse=True)
+def clean_counters():
+    counters.clear()
+    fallbacks.clear()
+
+
+def fast(model, cache=warm, **settings):
+    """Accelerated with a backend that captures graphs and runs them as they are: same bits, in seconds."""
+    settings.setdefault("backend", "eager")
+    return accelerate(model, CompileSettings(**settings), cache)
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def forwards_in_place(model) -> list[str]:
+    return [name for name, module in model.model.diffusion_model.named_modules() if "forward" in module.__dict__]
+
+
+def test_any_size_batch_and_prompt_after_the_first_image_compiles_nothing(tiny_unet, sample):
+    fast_model = fast(tiny_unet, GraphCache())
+    assert torch.equal(sample(fast_model, 128, 128), sample(tiny_unet, 128, 128))
+    compiled = graphs()
+    assert compiled > 0
+    for width, height, batch, tokens in [
+        (128, 192, 1, 77),
+        (160, 240, 1, 77),
+        (240, 160, 2, 77),
+        (184, 248, 1, 154),
+        (128, 128, 4, 231),
+        (128, 128, 1, 77),
+    ]:
+        arguments = dict(width=width, height=height, batch=batch, tokens=tokens)
+        assert torch.equal(sample(fast_model, **arguments), sample(tiny_unet, **arguments))
+    assert graphs() == compiled
+    assert not counters["graph_break"]
+    assert fallbacks.rows() == []
+
+
+def test_first_image_of_batch_one_without_cfg_teaches_nothing_false(tiny_unet, sample):
+    fast_model = fast(tiny_unet, GraphCache())
+    assert torch.equal(sample(fast_model, 128, 128, cfg=1.0), sample(tiny_unet, 128, 128, cfg=1.0))
+    compiled = graphs()
+    for batch, cfg in [(1, 5.0), (3, 1.0), (9, 5.0)]:
+        assert torch.equal(sample(fast_model, 160, 240, batch, cfg=cfg), sample(tiny_unet, 160, 240, batch, cfg=cfg))
+    assert graphs() == compiled
+
+
+def test_second_checkpoint_of_one_architecture_compiles_nothing(sample):
+    cache = GraphCache()
+    sample(fast(tiny_models.unet(seed=0), cache))
+    compiled = graphs()
+    other = tiny_models.unet(seed=7)
+    assert torch.equal(sample(fast(other, cache)), sample(other))
+    assert graphs() == compiled
+
+
+def test_plain_model_is_bit_identical_after_an_accelerated_run(tiny_unet, sample):
+    before = sample(tiny_unet, 160, 240)
+    keys = list(tiny_unet.model.state_dict())
+    sample(fast(tiny_unet), 160, 240)
+    assert torch.equal(sample(tiny_unet, 160, 240), before)
+    assert forwards_in_place(tiny_unet) == []
+    assert list(tiny_unet.model.state_dict()) == keys
+
+
+def test_interrupt_in_mid_run_leaves_no_trace(tiny_unet, sample):
+    fast_model = fast(tiny_unet)
+    expected = sample(tiny_unet)
+
+    def interrupt(step, *_):
+        if step == 1:
+            raise comfy.model_management.InterruptProcessingException()
+
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        sample(fast_model, callback=interrupt)
+    assert forwards_in_place(tiny_unet) == []
+    assert torch.equal(sample(tiny_unet), expected)
+    assert torch.equal(sample(fast_model), expected)
+
+
+def test_compiler_that_fails_gives_the_eager_image_and_one_line(tiny_unet, sample, caplog):
+    def broken(graph, examples):
+        raise RuntimeError("the compiler is not installed")
+
+    fast_model = fast(tiny_unet, backend=broken)
+    assert torch.equal(sample(fast_model), sample(tiny_unet))
+    lines = [record.message for record in caplog.records if "runs uncompiled" in record.message]
+    assert lines and len(lines) == len(set(lines))
+    assert all("the compiler is not installed" in line for line in lines)
+
+
+def test_stop_with_the_reason_raises_instead(tiny_unet, sample):
+    def broken(graph, examples):
+        raise RuntimeError("the compiler is not installed")
+
+    with pytest.raises(Trouble, match="the compiler is not installed"):
+        sample(fast(tiny_unet, backend=broken, stop_on_trouble=True))
+    assert forwards_in_place(tiny_unet) == []
+
+
+def test_graph_that_fails_at_run_time_gives_the_eager_image(tiny_unet, sample):
+    def fails_when_run(graph, examples):
+        def run(*args):
+            raise RuntimeError("illegal instruction")
+
+        return run
+
+    assert torch.equal(sample(fast(tiny_unet, backend=fails_when_run)), sample(tiny_unet))
+    assert any("illegal instruction" in row["reason"] for row in fallbacks.rows())
+
+
+def test_cache_without_room_runs_eagerly(tiny_unet, sample):
+    assert torch.equal(sample(fast(tiny_unet, GraphCache(max_entries=0))), sample(tiny_unet))
+    assert graphs() == 0
+
+
+def test_attention_patch_runs_its_blocks_eagerly_and_the_rest_compiled(tiny_unet, sample):
+    patched = tiny_unet.clone()
+    patched.set_model_attn1_patch(lambda q, k, v, options: (q * 1.5, k, v))
+    fast_model = fast(patched)
+    assert torch.equal(sample(fast_model), sample(patched))
+    assert {row["block"] for row in fallbacks.rows()} == {"BasicTransformerBlock"}
+    assert warm.statistics()["hits"] > 0
+    assert (sample(patched) - sample(tiny_unet)).abs().max() > 0
+
+
+def test_attention_replacement_concerns_only_the_block_it_names(tiny_unet, sample):
+    patched = tiny_unet.clone()
+    patched.set_model_attn1_replace(lambda q, k, v, options: v, "middle", 0)
+    cache = GraphCache()
+    assert torch.equal(sample(fast(patched, cache)), sample(patched))
+    assert {row["reason"] for row in fallbacks.rows()} == {"an attention replacement (attn1) concerns it"}
+    compiled = graphs()
+    assert torch.equal(sample(fast(tiny_unet, cache)), sample(tiny_unet))
+    assert graphs() == compiled + 1  # the middle block's own kind, now that nothing concerns it
+
+
+def test_applying_twice_wraps_once(tiny_unet, sample):
+    cache = GraphCache()
+    twice = fast(fast(tiny_unet, cache), cache)
+    assert len(twice.get_all_wrappers(WrappersMP.APPLY_MODEL)) == 1
+    assert torch.equal(sample(twice), sample(tiny_unet))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_weights_match_eager(sample, dtype):
+    model = tiny_models.unet(dtype=dtype)
+    assert torch.equal(sample(fast(model), 160, 240), sample(model, 160, 240))
+    assert graphs() > 0
+
+
+def assert_close(actual, expected, tolerance=TOLERANCE):
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_inductor_matches_eager_at_an_odd_size(sample):
+    # One level and one transformer keep this the only real compilation of this file.
+    model = tiny_models.unet(
+        channel_mult=[1, 2],
+        num_res_blocks=[1, 1],
+        transformer_depth=[1, 0],
+        transformer_depth_output=[0, 0, 0, 0],
+        transformer_depth_middle=-1,
+    )
+    fast_model = accelerate(model, CompileSettings(backend="inductor"), GraphCache())
+    assert_close(sample(fast_model, 128, 128), sample(model, 128, 128))
+    compiled = graphs()
+    assert_close(sample(fast_model, 136, 248, 2), sample(model, 136, 248, 2))
+    assert graphs() == compiled
+    assert fallbacks.rows() == []
