@@ -1,0 +1,125 @@
+"""Compiled blocks: right at every size, batch and channel count, from one graph."""
+
+import pytest
+import torch
+from comfy_accel.accel import call_spec
+from comfy_accel.accel.compilers import CompileFailed, compile_block
+from comfy_accel.accel.kinds import describe, kinds_of, template_of, weight_slots
+from torch import nn
+from torch._dynamo.utils import counters
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, width=32, out=64):
+        super().__init__()
+        self.norm = nn.GroupNorm(8, width)
+        self.conv = nn.Conv2d(width, out, 3, padding=1)
+        self.time = nn.Linear(16, out)
+        self.skip = nn.Conv2d(width, out, 1)
+
+    def forward(self, x, emb):
+        return self.skip(x) + self.conv(torch.nn.functional.silu(self.norm(x))) + self.time(emb)[..., None, None]
+
+
+def compiled(block, inputs, kind=None, **options):
+    options.setdefault("backend", "eager")
+    kind = kind or kinds_of([describe(block)])[0]
+    tensors = []
+    spec = call_spec.flatten((tuple(inputs), {}), tensors)
+    weights = weight_slots(block, kind.weights)
+    graph = compile_block(template_of(block), kind, weights.read(), spec, tensors, **options)
+    return graph, weights
+
+
+def conv_inputs(batch, height, width, channels=32):
+    return torch.randn(batch, channels, height, width), torch.randn(batch, 16)
+
+
+@pytest.mark.parametrize("first", [(1, 8, 8), (2, 8, 8), (17, 4, 6)])
+def test_one_graph_serves_every_batch_and_size(first):
+    block = ConvBlock().eval().requires_grad_(False)
+    graph, weights = compiled(block, conv_inputs(*first))
+    for size in [(1, 8, 8), (1, 5, 9), (2, 7, 3), (3, 8, 8), (16, 2, 2), (33, 3, 4)]:
+        inputs = conv_inputs(*size)
+        tensors = (*weights.read(), *inputs)
+        assert graph.accepts(tensors), size
+        assert torch.equal(graph.run(tensors), block(*inputs)), size
+
+
+def test_one_graph_serves_blocks_that_differ_in_channels():
+    small, large = (ConvBlock(*widths).eval().requires_grad_(False) for widths in ((32, 64), (64, 96)))
+    kind = kinds_of([describe(small), describe(large)])[0]
+    graph, _ = compiled(small, conv_inputs(2, 8, 8), kind)
+    inputs = conv_inputs(3, 5, 6, channels=64)
+    tensors = (*weight_slots(large, kind.weights).read(), *inputs)
+    assert graph.accepts(tensors)
+    assert torch.equal(graph.run(tensors), large(*inputs))
+
+
+def test_new_weights_are_seen_at_the_next_call():
+    block = ConvBlock().eval().requires_grad_(False)
+    inputs = conv_inputs(2, 4, 4)
+    graph, weights = compiled(block, inputs)
+    block.conv.weight.mul_(0.5)
+    block.skip.weight = nn.Parameter(torch.randn_like(block.skip.weight), requires_grad=False)
+    assert torch.equal(graph.run((*weights.read(), *inputs)), block(*inputs))
+
+
+def test_channels_last_is_kept():
+    block = ConvBlock().eval().requires_grad_(False).to(memory_format=torch.channels_last)
+    inputs = [x.to(memory_format=torch.channels_last) if x.ndim == 4 else x for x in conv_inputs(2, 6, 5)]
+    graph, weights = compiled(block, inputs)
+    out, expected = graph.run((*weights.read(), *inputs)), block(*inputs)
+    assert torch.equal(out, expected)
+    assert out.stride() == expected.stride()
+
+
+class Broadcasts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, gate):
+        return self.second(self.first(x) * gate)
+
+
+def test_size_that_was_one_is_not_taken_for_granted():
+    block = Broadcasts().eval().requires_grad_(False)
+    inputs = torch.randn(3, 5, 4), torch.randn(3, 1, 4)
+    graph, weights = compiled(block, inputs)
+    assert graph.accepts((*weights.read(), torch.randn(2, 7, 4), torch.randn(2, 1, 4)))
+    assert not graph.accepts((*weights.read(), torch.randn(2, 7, 4), torch.randn(2, 7, 4)))
+
+
+def test_exact_size_matches_eager():
+    block = Broadcasts().eval().requires_grad_(False)
+    inputs = torch.randn(3, 5, 4), torch.randn(3, 1, 4)
+    graph, weights = compiled(block, inputs, dynamic=False)
+    assert torch.equal(graph.run((*weights.read(), *inputs)), block(*inputs))
+
+
+def test_broken_compiler_gives_one_line():
+    def broken(graph, examples):
+        raise OSError("g++ was not found\nand much more")
+
+    with pytest.raises(CompileFailed) as failed:
+        compiled(Broadcasts().eval(), (torch.randn(2, 3, 4), torch.randn(2, 3, 4)), backend=broken)
+    assert "g++ was not found" in str(failed.value) and "\n" not in str(failed.value)
+
+
+class AsksForValues(Broadcasts):
+    def forward(self, x, gate):
+        return super().forward(x, gate) if x.sum() > 0 else x
+
+
+def test_block_that_needs_values_cannot_be_compiled():
+    counters.clear()
+    with pytest.raises(CompileFailed):
+        compiled(AsksForValues().eval(), (torch.randn(2, 3, 4), torch.randn(2, 3, 4)))
+
+
+def test_settings_of_torch_are_as_before():
+    config, dynamo = torch.fx.experimental._config, torch._dynamo.config
+    before = config.use_duck_shape, config.backed_size_oblivious, dynamo.enable_aot_compile
+    compiled(ConvBlock().eval().requires_grad_(False), conv_inputs(2, 4, 4))
+    assert (config.use_duck_shape, config.backed_size_oblivious, dynamo.enable_aot_compile) == before

@@ -1,0 +1,156 @@
+"""The shared cache: one compilation a key, bounds, eviction, failures."""
+
+import threading
+import time
+
+import pytest
+from comfy_accel.accel.compilers import CompiledGraph, CompileFailed
+from comfy_accel.accel.events import subscribe
+from comfy_accel.accel.graph_cache import GraphCache
+
+
+def graph(nbytes=0, limit=None):
+    """A graph for calls of up to `limit` tensors."""
+    return CompiledGraph(len, lambda tensors: limit is None or len(tensors) <= limit, (), nbytes)
+
+
+def find(cache, key, make=graph, tensors=()):
+    return cache.find(key, f"name of {key}", lambda g: g.accepts(tensors), make)
+
+
+def test_second_look_up_hits_what_the_first_compiled():
+    cache = GraphCache()
+    _, first = find(cache, "a")
+    _, second = find(cache, "a", make=lambda: pytest.fail("compiled again"))
+    assert first is second
+    assert cache.statistics()["compilations"] == cache.statistics()["misses"] == 1
+
+
+def test_call_that_no_graph_fits_gets_one_of_its_own():
+    cache = GraphCache()
+    find(cache, "a", lambda: graph(limit=1), tensors=[1])
+    find(cache, "a", lambda: graph(limit=2), tensors=[1, 2])
+    assert cache.statistics()["entries"] == 1
+    assert cache.statistics()["graphs"] == 2
+
+
+def test_graphs_of_one_key_are_bounded():
+    cache = GraphCache(max_graphs=2)
+    for size in (1, 2):
+        find(cache, "a", lambda size=size: graph(limit=size), tensors=[0] * size)
+    assert find(cache, "a", lambda: pytest.fail("compiled a third"), tensors=[0] * 3) is None
+
+
+def test_threads_that_ask_for_one_key_share_one_compilation():
+    cache, made, found = GraphCache(), [], []
+
+    def make():
+        made.append(threading.get_ident())
+        time.sleep(0.05)
+        return graph()
+
+    threads = [threading.Thread(target=lambda: found.append(find(cache, "a", make)[1])) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert len(found) == 8
+    assert len(set(map(id, found))) == 1
+
+
+def test_different_keys_compile_side_by_side():
+    cache = GraphCache()
+    both = threading.Barrier(2, timeout=5)
+
+    def make():
+        both.wait()
+        return graph()
+
+    threads = [threading.Thread(target=find, args=(cache, key, make)) for key in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.statistics()["compilations"] == 2
+
+
+def test_least_recently_used_leaves_first():
+    cache = GraphCache(max_entries=2)
+    for key in ("a", "b", "a", "c"):
+        find(cache, key)
+    assert [row["name"] for row in cache.statistics()["table"]] == ["name of a", "name of c"]
+    assert cache.statistics()["evictions"] == 1
+
+
+def test_bytes_are_bounded():
+    cache = GraphCache(max_bytes=100)
+    for key in "abc":
+        find(cache, key, lambda: graph(nbytes=40))
+    assert cache.statistics()["bytes"] == 80
+    assert [row["name"] for row in cache.statistics()["table"]] == ["name of b", "name of c"]
+
+
+def test_smaller_budget_takes_effect_at_once():
+    cache = GraphCache()
+    for key in "abc":
+        find(cache, key)
+    cache.set_budget(max_entries=1)
+    assert cache.statistics()["entries"] == 1
+
+
+@pytest.mark.parametrize("budget", [{"max_entries": 0}, {"max_bytes": 0}])
+def test_budget_of_zero_compiles_nothing(budget):
+    assert find(GraphCache(**budget), "a", lambda: pytest.fail("compiled")) is None
+
+
+def test_failure_is_remembered_and_not_tried_again():
+    def fail():
+        raise CompileFailed("no compiler")
+
+    cache = GraphCache()
+    assert find(cache, "a", fail) is None
+    assert find(cache, "a", lambda: pytest.fail("tried again")) is None
+    assert cache.failure("a") == "no compiler"
+    assert cache.statistics()["compilations"] == 0
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
+def test_interrupted_compilation_leaves_nothing_behind(stop):
+    def interrupted():
+        raise stop
+
+    cache = GraphCache()
+    with pytest.raises(stop):
+        find(cache, "a", interrupted)
+    assert cache.statistics()["entries"] == 0
+    assert find(cache, "a") is not None
+
+
+def test_evict_and_clear_tell_holders_through_the_generation():
+    cache = GraphCache()
+    for key in "abc":
+        find(cache, key)
+    before = cache.generation
+    assert cache.evict("a") and not cache.evict("a")
+    assert cache.generation > before
+    assert cache.clear() == 2
+    assert cache.statistics()["entries"] == 0
+
+
+def test_hits_of_evicted_entries_still_count():
+    cache = GraphCache()
+    entry, _ = find(cache, "a")
+    entry.hits += 3
+    cache.clear()
+    assert cache.statistics()["hits"] == 3
+
+
+def test_events_tell_of_compilations():
+    heard = []
+    unsubscribe = subscribe(lambda name, data: heard.append((name, data["name"])))
+    try:
+        find(GraphCache(), "a")
+    finally:
+        unsubscribe()
+    assert heard == [("compile_start", "name of a"), ("compile_end", "name of a")]

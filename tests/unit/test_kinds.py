@@ -1,0 +1,105 @@
+"""Kinds: equal for equal behaviour, different for anything that could compute something else."""
+
+import pytest
+import torch
+from comfy_accel.accel.kinds import Indescribable, describe, kinds_of, template_of, weight_slots
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width=8, inner=16, groups=2, scale=1.0, number=0):
+        super().__init__()
+        self.number = number
+        self.scale = scale
+        self.norm = nn.GroupNorm(groups, width)
+        self.up = nn.Conv2d(width, inner, 1)
+        self.down = nn.Conv2d(inner, width, 1)
+
+    def forward(self, x):
+        return x + self.scale * self.down(torch.relu(self.up(self.norm(x))))
+
+
+def digest(block):
+    return describe(block).digest
+
+
+def test_blocks_that_differ_in_values_and_their_own_number_are_of_one_kind():
+    assert digest(Block(number=1)) == digest(Block(number=2))
+
+
+@pytest.mark.parametrize("change", [{"scale": 2.0}, {"groups": 4}])
+def test_settings_that_the_code_reads_make_another_kind(change):
+    assert digest(Block(**change)) != digest(Block())
+
+
+def test_training_mode_dtype_and_layout_make_another_kind():
+    plain = digest(Block())
+    assert digest(Block().eval()) != plain
+    assert digest(Block().half()) != plain
+    assert digest(Block().to(memory_format=torch.channels_last)) == plain  # 1 x 1 kernels: both layouts at once
+    wide = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3))
+    before = digest(wide)
+    assert digest(wide.to(memory_format=torch.channels_last)) != before
+
+
+def test_blocks_that_differ_in_channels_alone_share_a_kind_with_these_dimensions_varying():
+    narrow, wide, same = kinds_of([describe(Block(8)), describe(Block(12)), describe(Block(8))])
+    assert narrow == wide == same
+    varying = {(narrow.weights[index], dimension) for index, dimension in narrow.varying}
+    assert varying == {("norm.weight", 0), ("norm.bias", 0), ("up.weight", 1), ("down.weight", 0), ("down.bias", 0)}
+
+
+def test_same_size_alone_is_another_kind_than_among_varying_ones():
+    alone = kinds_of([describe(Block(8))])[0]
+    among = kinds_of([describe(Block(8)), describe(Block(12))])[0]
+    assert alone != among
+    assert alone.varying == ()
+
+
+def test_replaced_module_level_function_makes_another_kind(monkeypatch):
+    before = digest(CallsHelper())
+    monkeypatch.setitem(globals(), "helper", lambda x: x * 3)
+    assert digest(CallsHelper()) != before
+
+
+def helper(x):
+    return x * 2
+
+
+class CallsHelper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return helper(self.layer(x))
+
+
+def test_object_that_cannot_be_described_is_named():
+    block = Block()
+    block.up.patch = object()
+    with pytest.raises(Indescribable, match="up.patch"):
+        describe(block)
+
+
+def test_hook_on_a_part_is_named():
+    block = Block()
+    block.up.register_forward_hook(lambda *_: None)
+    with pytest.raises(Indescribable, match="up has forward hooks"):
+        describe(block)
+
+
+def test_template_holds_no_memory_and_leaves_the_block_alone():
+    block = Block()
+    before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    template = template_of(block)
+    assert all(tensor.is_meta for tensor in template.state_dict().values())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in block.state_dict().items())
+
+
+def test_slots_see_replaced_and_changed_weights():
+    block = Block()
+    slots = weight_slots(block, describe(block).weights)
+    block.up.weight = nn.Parameter(torch.zeros_like(block.up.weight))
+    names = describe(block).weights
+    assert slots.read()[names.index("up.weight")] is block.up.weight

@@ -1,0 +1,81 @@
+"""Blocks found by structure, in models nobody has heard of."""
+
+import torch
+from comfy_accel.accel.regions import blocks, survey
+from comfy_accel.accel.substitution import Order, substituted
+from torch import nn
+
+
+def mlp(width=4):
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+
+class Block(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.first, self.second = mlp(width), mlp(width)
+
+    def forward(self, x):
+        return x + self.second(self.first(x))
+
+
+class Wrapper(nn.Module):
+    """Holds a list of blocks, as a UNet's spatial transformer does."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.inner = nn.ModuleList(Block() for _ in range(count))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = mlp()
+        self.stages = nn.ModuleList(
+            [nn.Sequential(Block(), Wrapper(2)), nn.Sequential(Wrapper(1), nn.Conv2d(4, 4, 1)), nn.Linear(4, 4)]
+        )
+        self.middle = Block()
+        self.out = nn.Linear(4, 4)
+
+
+def test_innermost_elements_of_lists_and_others_of_their_class_are_the_blocks():
+    assert [path for path, _ in blocks(Model())] == [
+        "stages.0.0",
+        "stages.0.1.inner.0",
+        "stages.0.1.inner.1",
+        "stages.1.0.inner.0",
+        "middle",
+    ]
+
+
+def test_equal_blocks_are_one_kind_and_the_count_decides():
+    found = survey(Model())
+    assert len(found.regions) == 5 and len(found.kinds) == 1
+    assert survey(Model(), min_repetitions=6).regions == ()
+
+
+def test_parts_of_a_block_that_repeat_are_not_blocks():
+    model = nn.Module()
+    model.layers = nn.ModuleList(Block() for _ in range(3))
+    assert len(survey(model).regions) == 3
+
+
+def test_block_with_somebody_elses_forward_stays_eager_with_the_reason():
+    model = Model()
+    model.middle.forward = lambda x: x
+    found = survey(model)
+    assert len(found.regions) == 4
+    assert found.left_eager == (("middle", "another extension has replaced its forward"),)
+
+
+def test_survey_during_a_substitution_sees_the_same_blocks():
+    model = Model()
+    expected = [region.path for region in survey(model).regions]
+    with substituted({model.middle: lambda inner, x: inner(x)}, Order.CACHED):
+        assert [region.path for region in survey(model).regions] == expected
+
+
+def test_model_without_repetition_has_no_blocks():
+    assert survey(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).regions == ()
+    assert survey(torch.nn.Identity()).regions == ()
