@@ -1,0 +1,21 @@
+"""Measurements over a real ComfyUI with this pack, run by `dev.py` in the environment that it makes.
+
+This file is standard library only: dev.py reads it before there is an environment.
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The pack."""
+
+WORK = ROOT / ".work"
+"""Everything that is made here and may be deleted: base directories, checkpoints, images."""
+
+BENCHES = {
+    "demo": "plain and accelerated side by side at four sizes, one of them odd, in one process",
+}
+"""What `dev.py bench NAME` runs: module of this package → what it measures."""
+
+
+class Problem(Exception):
+    """Something that the person at the keyboard can mend; its text is one sentence that says how."""

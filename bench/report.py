@@ -1,0 +1,83 @@
+"""What every measurement ends in: a table to read and JSON to keep, one flat row per measurement."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import ROOT
+from .comfyui import version
+
+Row = dict[str, Any]
+
+
+def machine() -> dict[str, Any]:
+    """The hardware and the system. Memory in GiB; `gpu` and `gpu_memory` None without one."""
+    import psutil
+    import torch
+
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": gpu and gpu.name,
+        "gpu_memory": gpu and round(gpu.total_memory / 2**30, 1),
+        "compiler": compiler(),
+    }
+
+
+def versions(comfyui: Path) -> dict[str, str | None]:
+    """What ran: the pack, ComfyUI, Python, torch and triton (None where missing)."""
+    pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    return {
+        "comfy-accel": re.search(r'^version = "(.+)"', pyproject, re.MULTILINE)[1],
+        "comfyui": version(comfyui),
+        "python": platform.python_version(),
+        "torch": _installed("torch"),
+        "triton": _installed("triton"),
+    }
+
+
+def compiler() -> str | None:
+    """The C++ compiler that inductor would use, None where it or Python's headers are missing."""
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return None
+    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++", "cl"]
+    return next((found for found in map(shutil.which, filter(None, names)) if found), None)
+
+
+def table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
+    """The rows as text, numbers to the right; by default with the first row's columns."""
+    columns = columns or (list(rows[0]) if rows else [])
+    cells = [list(columns), *([_cell(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def write(path: Path, rows: Sequence[Row], comfyui: Path) -> None:
+    """Save the rows to `path` as {"machine": ..., "versions": ..., "rows": [...]}."""
+    content = {"machine": machine(), "versions": versions(comfyui), "rows": list(rows)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

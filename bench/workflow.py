@@ -1,0 +1,62 @@
+"""API-format workflows: loaded, changed, and with this pack's nodes taken out. Graphs that come in stay as they are."""
+
+import copy
+import json
+from pathlib import Path
+
+from . import ROOT, Problem
+from .client import Graph
+
+TEXT_TO_IMAGE = ROOT / "example_workflows" / "api" / "text_to_image.json"
+
+PASSED_ON = {"AccelModel": "model", "AccelDeepCache": "model", "AccelVAESkipCompile": "vae"}
+"""Node class → the input that its only output is in place of."""
+
+
+def load(path: Path = TEXT_TO_IMAGE) -> Graph:
+    """The graph in the file `path`."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Problem(f"No workflow at {path}.") from None
+
+
+def change(graph: Graph, inputs: dict[str, dict]) -> Graph:
+    """The graph with new inputs: node class → input → value, for every node of that class.
+
+    Raises:
+        Problem: the graph has no node of a class.
+    """
+    changed = copy.deepcopy(graph)
+    for class_type, values in inputs.items():
+        nodes = [node for node in changed.values() if node["class_type"] == class_type]
+        if not nodes:
+            raise Problem(f"The workflow has no {class_type} node.")
+        for node in nodes:
+            node["inputs"].update(values)
+    return changed
+
+
+def bypass(graph: Graph) -> Graph:
+    """The graph as it would be without this pack: core nodes only, everything else equal."""
+    plain = copy.deepcopy(graph)
+    for node_id, node in graph.items():
+        kind = node["class_type"]
+        if kind in PASSED_ON:
+            # From `plain`: what feeds this node may itself have been replaced already.
+            _reconnect(plain, node_id, {0: plain[node_id]["inputs"][PASSED_ON[kind]]})
+            del plain[node_id]
+        elif kind == "AccelResolutionSnap":
+            size = {name: node["inputs"][name] for name in ("width", "height", "batch_size")}
+            _reconnect(plain, node_id, {0: size["width"], 1: size["height"]})
+            plain[node_id] = {"class_type": "EmptyLatentImage", "inputs": size}
+            _reconnect(plain, node_id, {2: [node_id, 0]})
+    return plain
+
+
+def _reconnect(graph: Graph, node_id: str, outputs: dict[int, object]) -> None:
+    """Give every input fed by `node_id`'s output what `outputs` names for it."""
+    for node in graph.values():
+        for name, value in node["inputs"].items():
+            if isinstance(value, list) and len(value) == 2 and value[0] == node_id and value[1] in outputs:
+                node["inputs"][name] = outputs[value[1]]

