@@ -1,0 +1,62 @@
+"""What a skipped step costs at default depth, counted on the full layouts without weights."""
+
+import comfy.ops
+import pytest
+import tiny_models
+import torch
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.substitution import Order, substituted
+from comfy_accel.accel.unet_boundary import UNetBoundary
+from torch.utils.flop_counter import FlopCounterMode
+
+SD15 = {
+    "model_channels": 320,
+    "num_res_blocks": [2] * 4,
+    "channel_mult": [1, 2, 4, 4],
+    "transformer_depth": [1] * 6 + [0] * 2,
+    "transformer_depth_output": [1] * 9 + [0] * 3,
+    "num_heads": 8,
+}
+SDXL = {
+    "model_channels": 320,
+    "num_res_blocks": [2] * 3,
+    "channel_mult": [1, 2, 4],
+    "transformer_depth": [0, 0, 2, 2, 10, 10],
+    "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+    "transformer_depth_middle": 10,
+    "num_head_channels": 64,
+    "num_heads": -1,
+    "context_dim": 2048,
+    "use_linear_in_transformer": True,
+    "adm_in_channels": 2816,
+    "num_classes": "sequential",
+}
+
+
+@pytest.mark.parametrize(
+    "layout, depth, sizes",
+    [(SD15, 2, [(64, 64), (90, 120), (96, 96), (128, 128)]), (SDXL, 5, [(64, 64), (90, 120), (128, 128), (192, 192)])],
+    ids=["SD15", "SDXL"],
+)
+def test_skipped_step_at_default_depth_costs_at_most_35_percent(layout, depth, sizes):
+    config = tiny_models.unet_config(**layout)
+    unet = UNetModel(**config, device="meta", dtype=torch.float16, operations=comfy.ops.disable_weight_init)
+    boundary = UNetBoundary(unet, None)
+    assert boundary.depth == depth
+    for height, width in sizes:
+        run = DeepCacheRun(DeepCacheSettings(3))
+        run.schedule = (2.0, 1.0, 0.0)
+        x = torch.empty(2, 4, height, width, device="meta", dtype=torch.float16)
+        context = torch.empty(2, 77, config["context_dim"], device="meta", dtype=torch.float16)
+        y = torch.empty(2, 2816, device="meta", dtype=torch.float16) if config.get("num_classes") else None
+        spent = []
+        for sigma, stand_ins in ((2.0, boundary.recording), (1.0, boundary.skipping)):
+            run.begin_evaluation(sigma)
+            layers = stand_ins(run, run.streams(x, ["a", "b"], [0, 1], None))
+            counter = FlopCounterMode(display=False)
+            with counter, torch.no_grad(), substituted(layers, Order.CACHED):
+                unet(x, torch.ones(2, device="meta"), context, y)
+            spent.append(counter.get_total_flops())
+        print(f"{height}x{width}: {spent[1] / spent[0]:.3f}")
+        assert spent[1] <= 0.35 * spent[0]

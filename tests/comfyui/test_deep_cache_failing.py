@@ -1,0 +1,119 @@
+"""DeepCache when something breaks in mid-run, and the node's refusals."""
+
+import comfy.model_management
+import pytest
+import torch
+from comfy.patcher_extension import WrappersMP
+from comfy_accel.accel.hosts.comfyui import deep_cache as host
+from deep_cache_runs import assert_no_trace, cached, counts
+
+
+class Broken(Exception):
+    pass
+
+
+def failing(model, error, when):
+    """The model with a patch that raises `error` where `when(call, h)`."""
+    calls = [0]
+
+    def patch(h, transformer_options):
+        if transformer_options["block"] == ("input", 0):
+            calls[0] += 1
+        if when(calls[0], h):
+            raise error
+        return h
+
+    model = model.clone()
+    model.set_model_input_block_patch(patch)
+    return model
+
+
+@pytest.mark.parametrize("error", [Broken(), comfy.model_management.InterruptProcessingException()])
+@pytest.mark.parametrize("call", [1, 2, 4])
+def test_failure_or_interrupt_in_mid_run_leaves_no_trace(tiny_unet, sample, error, call):
+    plain = sample(tiny_unet, steps=4)
+    # From the call on, since a failing skipped step is tried once more in full.
+    model = cached(failing(tiny_unet, error, lambda calls, h: calls >= call))
+    with pytest.raises(type(error)):
+        sample(model, steps=4)
+    assert_no_trace(model)
+    assert sum(counts()) == call - 1
+    assert torch.equal(sample(tiny_unet, steps=4), plain)
+    sample(cached(tiny_unet), steps=4)
+    assert counts() == (2, 2)
+
+
+def test_patch_that_fails_on_skipped_layers_gets_the_rest_in_full(tiny_unet, sample, caplog):
+    broken = failing(tiny_unet, Broken("no channels"), lambda calls, h: h.shape[1] == 0)
+    plain = sample(broken, 160, 240, steps=6)
+    out = sample(cached(broken), 160, 240, steps=6)
+    assert torch.equal(out, plain)
+    assert counts() == (6, 0)
+    said = [record.getMessage() for record in caplog.records if "DeepCache" in record.getMessage()]
+    assert said == ["DeepCache: a skipped step failed (no channels); the rest of this run is computed in full."]
+
+
+@pytest.mark.parametrize(
+    "error", [comfy.model_management.InterruptProcessingException(), comfy.model_management.OOM_EXCEPTION("full")]
+)
+def test_interrupt_and_lack_of_memory_on_a_skipped_step_are_passed_on(tiny_unet, sample, error, caplog):
+    model = cached(failing(tiny_unet, error, lambda calls, h: h.shape[1] == 0))
+    with pytest.raises(type(error)):
+        sample(model, steps=4)
+    assert_no_trace(model)
+    assert "DeepCache" not in caplog.text
+
+
+def test_run_without_a_schedule_is_plain(tiny_unet, sample):
+    def forget(executor, x, timestep, model_options, seed):
+        model_options["transformer_options"].pop("sample_sigmas", None)
+        return executor(x, timestep, model_options, seed)
+
+    model = tiny_unet.clone()
+    model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "forget", forget)
+    assert torch.equal(sample(cached(model), steps=4), sample(tiny_unet, steps=4))
+    assert counts() == (0, 0)
+
+
+# The node
+
+
+def node():
+    from comfy_accel.nodes.deep_cache import AccelDeepCache
+
+    return AccelDeepCache
+
+
+@pytest.mark.parametrize("depth", [6, 99])
+def test_depth_beyond_the_model_names_the_range(tiny_unet, depth):
+    with pytest.raises(ValueError) as error:
+        node().execute(tiny_unet, 3, depth)
+    expected = f"DeepCache: depth {depth} is outside this model's range 1 to 5 (0 chooses by itself)."
+    assert str(error.value) == expected
+
+
+def test_node_leaves_its_input_alone(tiny_unet, sample):
+    plain = sample(tiny_unet, steps=4)
+    out = node().execute(tiny_unet, 3, 0).args[0]
+    assert out is not tiny_unet
+    assert torch.equal(sample(tiny_unet, steps=4), plain)
+    sample(out, steps=4)
+    assert counts() == (2, 2)
+
+
+def test_model_without_a_unets_layout_passes_with_one_line(tiny_unet, sample, caplog):
+    plain = sample(tiny_unet, steps=4)
+    renamed = tiny_unet.clone()
+    renamed.add_object_patch("diffusion_model", torch.nn.Linear(1, 1))
+    out = cached(renamed)
+    assert not out.get_wrappers(WrappersMP.DIFFUSION_MODEL, host.KEY)
+    lines = [record.getMessage() for record in caplog.records if "DeepCache" in record.getMessage()]
+    assert lines == ["DeepCache: Linear is not a UNet with skip levels; every step runs in full."]
+    assert torch.equal(sample(tiny_unet, steps=4), plain)
+
+
+def test_schema_explains_everything():
+    schema = node().define_schema()
+    assert (schema.node_id, schema.display_name, schema.category) == ("AccelDeepCache", "DeepCache", "accel")
+    assert schema.description
+    assert all(part.tooltip for part in [*schema.inputs, *schema.outputs])

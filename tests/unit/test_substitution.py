@@ -1,0 +1,95 @@
+"""Stand-ins: order of layers, and modules put back exactly, whatever ends the call."""
+
+import pytest
+import torch
+from comfy_accel.accel.substitution import Order, StandIn, has_foreign_forward, substituted
+
+
+class AddOne(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+def times_ten(inner, x):
+    return inner(x) * 10
+
+
+def plus_five(inner, x):
+    return inner(x) + 5
+
+
+def test_layer_sees_call_and_result():
+    module = AddOne()
+    with substituted({module: times_ten}, Order.CACHED):
+        assert module(1) == 20
+    assert module(1) == 2
+    assert "forward" not in module.__dict__
+
+
+@pytest.mark.parametrize("cached_first", [True, False])
+def test_cached_layer_is_outermost_whichever_came_first(cached_first):
+    module = AddOne()
+    steps = [({module: times_ten}, Order.CACHED), ({module: plus_five}, Order.COMPILED)]
+    first, second = steps if cached_first else reversed(steps)
+    with substituted(*first), substituted(*second):
+        assert module(1) == ((1 + 1) + 5) * 10
+    assert "forward" not in module.__dict__
+
+
+def test_layer_that_never_calls_inner_hides_everything_inwards():
+    module = AddOne()
+    with substituted({module: times_ten}, Order.COMPILED), substituted({module: lambda inner, x: 0}, Order.CACHED):
+        assert module(1) == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, GeneratorExit])
+def test_exception_puts_modules_back(error):
+    modules = [AddOne(), AddOne()]
+    with pytest.raises(error), substituted(dict.fromkeys(modules, times_ten), Order.CACHED):
+        raise error
+    assert all("forward" not in module.__dict__ for module in modules)
+
+
+def test_inner_context_that_ends_leaves_the_outer_one_in_place():
+    module = AddOne()
+    with substituted({module: times_ten}, Order.CACHED):
+        with pytest.raises(RuntimeError), substituted({module: plus_five}, Order.COMPILED):
+            raise RuntimeError
+        assert module(1) == 20
+
+
+def test_same_layer_nested_is_taken_away_one_at_a_time():
+    module = AddOne()
+    with substituted({module: times_ten}, Order.CACHED):
+        with substituted({module: times_ten}, Order.CACHED):
+            assert module(1) == 200
+        assert module(1) == 20
+    assert "forward" not in module.__dict__
+
+
+def test_forward_of_somebody_else_is_called_and_put_back():
+    module = AddOne()
+
+    def foreign(x):
+        return x + 100
+
+    module.forward = foreign
+    assert has_foreign_forward(module)
+    with substituted({module: times_ten}, Order.CACHED):
+        assert has_foreign_forward(module)
+        assert module(1) == 1010
+    assert module.__dict__["forward"] is foreign
+
+
+def test_own_forward_is_not_foreign_while_substituted():
+    module = AddOne()
+    with substituted({module: times_ten}, Order.CACHED):
+        assert isinstance(module.__dict__["forward"], StandIn)
+        assert not has_foreign_forward(module)
+
+
+def test_forward_that_was_put_on_during_the_context_is_left_alone():
+    module = AddOne()
+    with substituted({module: times_ten}, Order.CACHED):
+        module.__dict__["forward"] = late = lambda x: 7
+    assert module.__dict__["forward"] is late
