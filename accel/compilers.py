@@ -7,13 +7,18 @@ dropped, saved), and by plain `torch.compile` on a function of the kind's own wh
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._inductor.codecache
 
 from . import call_spec
 from .convolution import leave_to_library
@@ -69,15 +74,19 @@ def compile_block(
     examples, static_ones = _examples(inputs, dynamic)
     tensors = (*_example_weights(weights, kind), *examples)
     offset = len(weights)
-    try:
-        with _settings(dynamic):
-            compile_with = _ahead_of_time if _can_compile_ahead_of_time() else _just_in_time
-            run, guards, nbytes = compile_with(function, tensors, backend)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise CompileFailed(one_line(error)) from error
-    return CompiledGraph(run, guards, tuple((i + offset, d) for i, d in static_ones), nbytes)
+    compile_with = _ahead_of_time if _can_compile_ahead_of_time() else _just_in_time
+    with _one_at_a_time, _settings(dynamic):
+        before = set(_generated_modules())
+        try:
+            run, guards = compile_with(function, tensors, backend)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise CompileFailed(one_line(error)) from error
+        generated = [module for module in _generated_modules() if module not in before]
+    graph = CompiledGraph(run, guards, tuple((i + offset, d) for i, d in static_ones), _bytes_of(generated))
+    weakref.finalize(graph, _release, function.__globals__, generated).atexit = False
+    return graph
 
 
 def _block_function(template: torch.nn.Module, names: tuple[str, ...], spec: call_spec.Spec) -> Callable:
@@ -87,8 +96,11 @@ def _block_function(template: torch.nn.Module, names: tuple[str, ...], spec: cal
         args, kwargs = call_spec.rebuild(spec, tensors[count:])
         return torch.func.functional_call(template, dict(zip(names, tensors[:count])), args, kwargs)  # noqa: B905
 
-    # A code object of its own: torch counts recompilations per code object, and kinds must not share a count.
-    return types.FunctionType(block.__code__.replace(co_name=f"block_{id(template)}"), block.__globals__, "block", None, block.__closure__)
+    # A code object and globals of its own: torch counts recompilations per code object, which kinds must
+    # not share, and leaves what it compiled in the function's globals, which must go when the graph goes.
+    code = block.__code__.replace(co_name=f"block_{id(template)}")
+    scope = {"__builtins__": __builtins__, "__name__": __name__, "torch": torch, "call_spec": call_spec}
+    return types.FunctionType(code, scope, "block", None, block.__closure__)
 
 
 def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.Tensor]:
@@ -132,6 +144,36 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
+_one_at_a_time = threading.Lock()
+"""Torch compiles one graph at a time in a process anyway; held here, new modules are surely this graph's."""
+
+
+def _generated_modules() -> list[types.ModuleType]:
+    """The modules of generated code that inductor keeps for the life of the process."""
+    cache = torch._inductor.codecache.PyCodeCache
+    return [*cache.modules, *getattr(cache, "modules_no_attr", {}).values()]
+
+
+def _bytes_of(modules: Sequence[types.ModuleType]) -> int:
+    """What generated code weighs: its source and the libraries built from it, as files, bytes."""
+    files = set()
+    for module in modules:
+        files.add(module.__file__)
+        for value in vars(module).values():
+            files.add(getattr(getattr(value, "lib", None), "_name", None))
+    return sum(os.path.getsize(file) for file in files if file and os.path.isfile(file))
+
+
+def _release(scope: dict, modules: Sequence[types.ModuleType]) -> None:
+    """Give a dropped graph's memory back: torch would keep its code and what it compiled for good."""
+    scope.clear()
+    cache = torch._inductor.codecache.PyCodeCache
+    gone = set(map(id, modules))
+    cache.modules[:] = [module for module in cache.modules if id(module) not in gone]
+    for module in modules:
+        sys.modules.pop(module.__name__, None)
+
+
 @contextmanager
 def _settings(dynamic: bool):
     """torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others."""
@@ -168,13 +210,13 @@ def _ahead_of_time(function: Callable, tensors: Sequence[torch.Tensor], backend:
     def run(tensors: Sequence[torch.Tensor]) -> Any:
         return call(*tensors)
 
-    return run, guards, 0
+    return run, guards
 
 
 def _just_in_time(function: Callable, tensors: Sequence[torch.Tensor], backend: str | Callable):
     compiled = torch.compile(function, fullgraph=True, backend=backend)
     compiled(*tensors)
-    return lambda tensors: compiled(*tensors), lambda tensors: True, 0
+    return lambda tensors: compiled(*tensors), lambda tensors: True
 
 
 def _serializable(backend: str | Callable) -> str | Callable:

@@ -5,10 +5,10 @@ from comfy_api.latest import io
 from ..accel.block_runner import CompileSettings
 from ..accel.compilers import BACKENDS
 from ..accel.hosts.comfyui.accelerate import accelerate
-from ..accel.hosts.comfyui.versions import make_input, schema
+from ..accel.hosts.comfyui.versions import check_options, make_input, schema
 
-ANY_SIZE, EXACT_SIZE = "any size", "exact size"
-RUN_EAGERLY, STOP = "run eagerly", "stop with the reason"
+SHAPES = ANY_SIZE, EXACT_SIZE = ("any size", "exact size")
+ON_TROUBLE = RUN_EAGERLY, STOP = ("run eagerly", "stop with the reason")
 
 
 class AccelModel(io.ComfyNode):
@@ -31,7 +31,7 @@ class AccelModel(io.ComfyNode):
                 make_input(
                     io.Combo,
                     "shapes",
-                    options=[ANY_SIZE, EXACT_SIZE],
+                    options=list(SHAPES),
                     default=ANY_SIZE,
                     tooltip=(
                         "any size: compile once, then every image size and batch runs without compiling again. "
@@ -51,7 +51,7 @@ class AccelModel(io.ComfyNode):
                 make_input(
                     io.Combo,
                     "on_trouble",
-                    options=[RUN_EAGERLY, STOP],
+                    options=list(ON_TROUBLE),
                     default=RUN_EAGERLY,
                     advanced=True,
                     tooltip=(
@@ -75,6 +75,10 @@ class AccelModel(io.ComfyNode):
             ],
             outputs=[io.Model.Output("MODEL", tooltip="The accelerated model, for a sampler or further model nodes.")],
         )
+
+    @classmethod
+    def validate_inputs(cls, shapes=None, backend=None, on_trouble=None) -> bool | str:
+        return check_options(shapes=(shapes, SHAPES), backend=(backend, BACKENDS), on_trouble=(on_trouble, ON_TROUBLE))
 
     @classmethod
     def execute(cls, model, shapes, backend, on_trouble, min_repetitions=1) -> io.NodeOutput:

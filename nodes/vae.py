@@ -4,9 +4,9 @@ from comfy_api.latest import io
 
 from ..accel.block_runner import CompileSettings
 from ..accel.hosts.comfyui.vae import compile_decoder, skip_compile
-from ..accel.hosts.comfyui.versions import make_input, schema
+from ..accel.hosts.comfyui.versions import check_options, make_input, schema
 
-SKIP, COMPILE_DECODER = "skip", "compile decoder"
+POLICIES = SKIP, COMPILE_DECODER = ("skip", "compile decoder")
 
 
 class AccelVAESkipCompile(io.ComfyNode):
@@ -28,7 +28,7 @@ class AccelVAESkipCompile(io.ComfyNode):
                 make_input(
                     io.Combo,
                     "policy",
-                    options=[SKIP, COMPILE_DECODER],
+                    options=list(POLICIES),
                     default=SKIP,
                     tooltip=(
                         "skip: nothing in this VAE is compiled. compile decoder: the decoder's blocks are compiled "
@@ -38,6 +38,10 @@ class AccelVAESkipCompile(io.ComfyNode):
             ],
             outputs=[io.Vae.Output("VAE", tooltip="The VAE, for VAE Decode or VAE Encode.")],
         )
+
+    @classmethod
+    def validate_inputs(cls, policy=None) -> bool | str:
+        return check_options(policy=(policy, POLICIES))
 
     @classmethod
     def execute(cls, vae, policy) -> io.NodeOutput:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from comfy_api.latest import io
@@ -28,6 +29,18 @@ def make_input(kind: type, /, input_id: str, **options: Any) -> Any:
     """
     known = inspect.signature(kind.Input.__init__).parameters
     return kind.Input(input_id, **{name: value for name, value in options.items() if name in known})
+
+
+def check_options(**chosen: tuple[Any, Sequence[str]]) -> bool | str:
+    """For `validate_inputs`: True, or one sentence about the first value that is not among its options.
+
+    chosen: input name → (value, options); a value of None is a link's, not known yet. Cores such as
+    0.3.75 do not check the options of V3 nodes, and an unknown one would reach `execute`.
+    """
+    for name, (value, options) in chosen.items():
+        if value is not None and value not in options:
+            return f"{name} is {value!r}; it must be one of: {', '.join(options)}."
+    return True
 
 
 def clone_for_compiling(model: Any) -> Any:

@@ -1,0 +1,22 @@
+"""The pack's nodes, and the extension that hands them to ComfyUI."""
+
+from comfy_api.latest import ComfyExtension, io
+from typing_extensions import override
+
+from .accelerate_model import AccelModel
+from .deep_cache import AccelDeepCache
+from .resolution import AccelResolutionSnap
+from .vae import AccelVAESkipCompile
+
+NODES: list[type[io.ComfyNode]] = [AccelModel, AccelDeepCache, AccelVAESkipCompile, AccelResolutionSnap]
+
+
+class AccelExtension(ComfyExtension):
+    """What ComfyUI loads: the nodes and, on a running server, the state route."""
+
+    @override
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        from ..accel.hosts.comfyui import routes
+
+        routes.register()
+        return NODES
