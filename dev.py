@@ -41,9 +41,16 @@ def main():
     return call([python, "-m", f"bench.{module}", *passed_on], environment)
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, as everything here does."""
+
+    def error(self, message):
+        raise Problem(f"{message[:1].upper()}{message[1:]}; {self.prog} --help lists what there is.")
+
+
 def parse(arguments):
     """The command with its environment, and the arguments for what it runs."""
-    parser = argparse.ArgumentParser(prog="dev.py", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="dev.py", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name, summary):

@@ -1,0 +1,172 @@
+"""The pack in a ComfyUI server of its own, over HTTP and WebSocket, with a checkpoint that core's loader takes."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from bench import synthetic, workflow
+from bench.client import Client, PromptFailed, PromptInterrupted, PromptRefused
+from bench.comfyui import offer_checkpoint
+from bench.server import serving
+
+SNAPSHOT = Path(__file__).with_name("object_info.json")
+FIELDS = ("name", "display_name", "category", "description", "input", "input_order", "output", "output_name")
+LATER = {"advanced", "search_aliases"}
+"""Of the description of an input: what newer cores add to it."""
+
+SIZES = [(192, 128, 1), (160, 240, 1), (128, 192, 1), (96, 64, 2)]
+IMAGE_TO_IMAGE = workflow.TEXT_TO_IMAGE.with_name("image_to_image.json")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    base = tmp_path_factory.mktemp("server")
+    checkpoint = synthetic.checkpoint()
+    (base / "input").mkdir()
+    Image.linear_gradient("L").convert("RGB").resize((96, 64)).save(base / "input" / "example.png")
+    flags = ["--extra-model-paths-config", str(offer_checkpoint(base, checkpoint))]
+    with serving(base, extra_flags=flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return Client(server.url)
+
+
+def text_to_image(width=64, height=64, batch_size=1, steps=2, interval=3, **changes):
+    """The example workflow at this size; graphs are captured and run as they are, so that bits stay the same."""
+    return workflow.change(
+        workflow.load(),
+        {
+            "CheckpointLoaderSimple": {"ckpt_name": synthetic.FILE_NAME},
+            "AccelModel": {"backend": "eager"},
+            "AccelDeepCache": {"interval": interval},
+            "AccelResolutionSnap": {"width": width, "height": height, "batch_size": batch_size, "multiple": "8"},
+            "KSampler": {"steps": steps},
+            **changes,
+        },
+    )
+
+
+def images(client, graph):
+    return [Image.open(io.BytesIO(data)).convert("RGB") for data in client.run(graph, timeout=300).images]
+
+
+def same(one, other):
+    return [image.tobytes() for image in one] == [image.tobytes() for image in other]
+
+
+def described(node):
+    """What the snapshot holds of a node, without what only newer cores tell."""
+    kept = {field: node[field] for field in FIELDS}
+    for group in kept["input"].values():
+        for declared in group.values():
+            for later in LATER.intersection(declared[1] if len(declared) > 1 else ()):
+                del declared[1][later]
+    return kept
+
+
+def test_server_starts_without_a_word_of_complaint_about_us(server):
+    lines = server.read_log().splitlines()
+    assert not [line for line in lines if "IMPORT FAILED" in line]
+    assert not [line for line in lines if "warn" in line.lower() and "accel" in line.lower()]
+
+
+def test_object_info_is_as_stored(client):
+    info = client.get("/object_info")
+    ours = {name: described(node) for name, node in sorted(info.items()) if name.startswith("Accel")}
+    stored = json.loads(SNAPSHOT.read_text(encoding="utf-8"))
+    assert ours == stored, "Node ids, inputs and defaults are a promise to saved workflows."
+
+
+@pytest.mark.parametrize(("width", "height", "batch"), SIZES)
+def test_text_to_image_is_exactly_the_size_asked_for(client, width, height, batch):
+    made = images(client, text_to_image(width, height, batch))
+    assert [image.size for image in made] == [(width, height)] * batch
+
+
+def test_after_all_these_sizes_each_kind_was_compiled_once(client):
+    state = client.get("/accel/state")["graph_cache"]
+    assert state["fallbacks"] == []
+    assert state["compilations"] == state["entries"] > 0
+    assert state["hits"] > state["compilations"]
+
+
+def test_compiled_full_steps_are_bit_identical_to_plain(client):
+    graph = text_to_image(160, 240, interval=1)
+    assert same(images(client, graph), images(client, workflow.bypass(graph)))
+
+
+def test_deep_cache_skips_and_changes_the_image(client):
+    # Another seed than elsewhere: the server would hand out the image of an equal prompt without running it.
+    graph = text_to_image(64, 96, steps=4, interval=3, KSampler={"seed": 11, "steps": 4})
+    cached = images(client, graph)
+    assert client.get("/accel/state")["deep_cache"]["last_run"] == {"full_steps": 2, "skipped_steps": 2}
+    assert not same(cached, images(client, workflow.bypass(graph)))
+
+
+def test_image_to_image_runs(client):
+    graph = workflow.change(
+        workflow.load(IMAGE_TO_IMAGE),
+        {
+            "CheckpointLoaderSimple": {"ckpt_name": synthetic.FILE_NAME},
+            "AccelModel": {"backend": "eager"},
+            "LoadImage": {"image": "example.png"},
+            "KSampler": {"steps": 3},
+        },
+    )
+    assert all(image.width >= 64 for image in images(client, graph))
+
+
+def test_interrupt_in_mid_run_leaves_model_and_cache_clean(client):
+    graph = text_to_image(96, 96, interval=1, KSampler={"seed": 5, "steps": 2})
+    expected = images(client, workflow.bypass(graph))
+
+    def interrupt(kind, data):
+        if kind == "progress" and data["value"] == 2:
+            client.interrupt()
+
+    with pytest.raises(PromptInterrupted):
+        client.run(text_to_image(96, 96, steps=20), interrupt, timeout=300)
+    assert same(images(client, graph), expected)
+    assert client.get("/accel/state")["graph_cache"]["fallbacks"] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"AccelResolutionSnap": {"width": 0}}, "width"),
+        ({"AccelDeepCache": {"interval": 0}}, "interval"),
+        ({"AccelModel": {"shapes": "some size"}}, "shapes"),
+        ({"AccelVAESkipCompile": {"policy": "perhaps"}}, "policy"),
+        ({"AccelResolutionSnap": {"width": 64, "mode": "sideways"}}, "mode"),
+    ],
+)
+def test_wrong_input_is_refused_and_named(client, changes, said):
+    with pytest.raises(PromptRefused) as refused:
+        client.run(text_to_image(**changes), timeout=60)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("node", ["AccelModel", "AccelDeepCache"])
+def test_missing_model_is_refused(client, node):
+    graph = text_to_image()
+    for entry in graph.values():
+        if entry["class_type"] == node:
+            del entry["inputs"]["model"]
+    with pytest.raises(PromptRefused, match="model"):
+        client.run(graph, timeout=60)
+
+
+def test_depth_beyond_the_model_ends_in_one_sentence_with_the_range(client):
+    with pytest.raises(PromptFailed, match=r"depth 99 .* range 1 to \d+"):
+        client.run(text_to_image(AccelDeepCache={"depth": 99, "interval": 3}), timeout=60)
+
+
+def test_server_still_serves_after_all_that(client):
+    graph = text_to_image(64, 64, interval=1, KSampler={"seed": 23, "steps": 1})
+    assert same(images(client, graph), images(client, workflow.bypass(graph)))
