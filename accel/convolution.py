@@ -60,7 +60,8 @@ _library = _define()
 
 
 def _conv_forward(self, x, weight, bias):
-    # oneDNN adds the bias before it rounds, so there it stays inside; cuDNN after, so there it is fused with what follows.
+    # oneDNN adds the bias before it rounds, so it stays inside there; cuDNN after, so there it is fused
+    # with what follows.
     inside = bias if x.device.type == "cpu" else None
     out = torch.ops.accel.convolution(
         x, weight, inside, list(self.stride), list(self.padding), list(self.dilation), self.groups

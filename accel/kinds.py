@@ -22,8 +22,27 @@ import torch
 
 from .graph_key import tensor_spec
 
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.layout)
-_TORCH_STATE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook", "forward"}
+PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+)
+_TORCH_STATE = {
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_is_full_backward_hook",
+    "forward",
+}
 _NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -267,5 +286,7 @@ def _class_fingerprint(cls: type) -> tuple:
     for scope, name in code_of_class.called:
         function = scope.get(name)
         code = getattr(function, "__code__", None)
-        current.append((name, getattr(function, "__module__", None), _code_digest(code) if code else repr(type(function))))
+        current.append(
+            (name, getattr(function, "__module__", None), _code_digest(code) if code else repr(type(function)))
+        )
     return (cls.__module__, cls.__qualname__, code_of_class.digests, tuple(current))

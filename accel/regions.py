@@ -79,7 +79,12 @@ def _blocks(
     module: torch.nn.Module, path: str, in_list: bool, classes: frozenset[type]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     is_container = isinstance(module, _CONTAINERS)
-    if (in_list or type(module) in classes) and not is_container and _is_composite(module) and not _holds_blocks(module):
+    if (
+        (in_list or type(module) in classes)
+        and not is_container
+        and _is_composite(module)
+        and not _holds_blocks(module)
+    ):
         yield path, module
         return
     in_list = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)) or (in_list and is_container)

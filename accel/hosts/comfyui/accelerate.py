@@ -52,7 +52,13 @@ def block_layers(
     found = survey(model, settings.min_repetitions)
     for path, reason in found.left_eager:
         log.debug("%s stays eager: %s", path, reason)
-    emit("survey", model=type(model).__name__, blocks=len(found.regions), kinds=len(found.kinds), left_eager=found.left_eager)
+    emit(
+        "survey",
+        model=type(model).__name__,
+        blocks=len(found.regions),
+        kinds=len(found.kinds),
+        left_eager=found.left_eager,
+    )
     return {
         region.block: BlockRunner(region, cache, settings, simplifier(region), INTERRUPTS) for region in found.regions
     }
