@@ -127,7 +127,7 @@ def test_interrupt_in_mid_run_leaves_model_and_cache_clean(client):
     expected = images(client, workflow.bypass(graph))
 
     def interrupt(kind, data):
-        if kind == "progress" and data["value"] == 2:
+        if kind == "progress" and data["value"] >= 2:  # newer cores leave out some
             client.interrupt()
 
     with pytest.raises(PromptInterrupted):
