@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from . import call_spec, compilers, kinds
-from .events import emit
+from .fallbacks import fallbacks
 from .graph_cache import Entry, GraphCache
 from .graph_key import GraphKey, tensor_spec
+from .probe import Probe
 from .regions import Region
-
-log = logging.getLogger("accel")
 
 _MAX_REMEMBERED = 64
 """Call shapes a stand-in remembers the graph of; more than one model call ever has."""
@@ -37,41 +35,18 @@ class CompileSettings:
     any_size: one graph for all sizes; False makes one for each.
     stop_on_trouble: raise `Trouble` where a block would fall back to eager.
     min_repetitions: kinds with fewer blocks in the model stay eager.
+    measured: compare each new graph with its block (`probe`) and give up one that does not pay.
     """
 
     backend: str = "inductor"
     any_size: bool = True
     stop_on_trouble: bool = False
     min_repetitions: int = 1
+    measured: bool = False
 
     def __post_init__(self) -> None:
         if self.min_repetitions < 1:
             raise ValueError(f"min_repetitions is {self.min_repetitions}; it must be 1 or more")
-
-
-@dataclass
-class Fallbacks:
-    """Which blocks ran eagerly and why; each reason is logged once per process."""
-
-    reasons: dict[tuple[str, str], int] = field(default_factory=dict)
-
-    def note(self, block: str, reason: str) -> None:
-        key = (block, reason)
-        first = key not in self.reasons
-        self.reasons[key] = self.reasons.get(key, 0) + 1
-        if first:
-            log.warning("%s runs uncompiled: %s", block, reason)
-            emit("fallback", block=block, reason=reason)
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [{"block": block, "reason": reason, "calls": calls} for (block, reason), calls in self.reasons.items()]
-
-    def clear(self) -> None:
-        self.reasons.clear()
-
-
-fallbacks = Fallbacks()
-"""Of this process; the report reads it."""
 
 
 class BlockRunner:
@@ -99,6 +74,10 @@ class BlockRunner:
         self._remembered: dict[tuple, tuple[Entry, compilers.CompiledGraph] | None] = {}
         self._generation = cache.generation
 
+    @property
+    def kind(self) -> kinds.Kind:
+        return self._region.kind
+
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
         inputs: list[torch.Tensor] = []
         try:
@@ -115,15 +94,35 @@ class BlockRunner:
         entry, graph = found
         entry.hits += 1
         try:
+            if entry.probe is not None:
+                return self._probe(entry, graph, inner, spec, inputs, tensors)
             return graph.run(tensors)
         except self._interrupts:
             raise
         except Exception as error:
             self._remembered.clear()
+            if isinstance(error, Trouble):
+                raise
             if not isinstance(error, torch.OutOfMemoryError):
-                entry.failure = compilers.one_line(error)
-                entry.graphs.clear()
+                entry.give_up(compilers.one_line(error))
             return self._eagerly(inner, args, kwargs, f"its compiled graph failed: {compilers.one_line(error)}")
+
+    def _probe(self, entry, graph, inner, spec, inputs, tensors):
+        """A call run both ways, on copies where the block might change its inputs; settles in a few of them."""
+        probe = entry.probe
+
+        def eager():
+            args, kwargs = call_spec.rebuild(spec, [tensor.clone() for tensor in inputs])
+            return inner(*args, **kwargs)
+
+        out = probe.call(lambda: graph.run(tensors), eager, tensors[-1].device)
+        if probe.done:
+            entry.probe = None
+            if probe.verdict is not None:
+                self._remembered.clear()
+                entry.give_up(probe.verdict)
+                self._note(probe.verdict)
+        return out
 
     def _look_up(self, spec, inputs, tensors):
         if self._generation != self._cache.generation:
@@ -169,6 +168,8 @@ class BlockRunner:
         if found is None:
             failure = self._cache.failure(key)
             self._note(failure or "the graph cache has no room for it")
+        elif settings.measured and not found[0].hits:
+            found[0].probe = Probe()
         return found
 
     def _eagerly(self, inner, args, kwargs, reason):

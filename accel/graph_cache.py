@@ -11,6 +11,7 @@ from typing import Any
 
 from .compilers import CompiledGraph, CompileFailed
 from .events import emit
+from .probe import Probe
 
 DEFAULT_MAX_ENTRIES = 512
 DEFAULT_MAX_BYTES = 2 << 30
@@ -21,6 +22,7 @@ class Entry:
     """What the cache knows under one key: its graphs, or why there is none.
 
     graphs: usually one; a second where a call did not fit the first one's guards.
+    probe: compares the graphs with the block while they are new; None when that is settled or off.
     """
 
     key: Hashable
@@ -30,7 +32,13 @@ class Entry:
     seconds: float = 0.0
     hits: int = 0
     last_used: float = 0.0
+    probe: Probe | None = None
     _busy: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def give_up(self, reason: str) -> None:
+        """Drop the graphs for good: calls of this key run eagerly from now on."""
+        self.failure = reason
+        self.graphs.clear()
 
     @property
     def nbytes(self) -> int:

@@ -4,11 +4,20 @@ from comfy_api.latest import ComfyExtension, io
 from typing_extensions import override
 
 from .accelerate_model import AccelModel
+from .clear_cache import AccelClearGraphCache
 from .deep_cache import AccelDeepCache
 from .resolution import AccelResolutionSnap
 from .vae import AccelVAESkipCompile
+from .warm_up import AccelWarmUpGraphs
 
-NODES: list[type[io.ComfyNode]] = [AccelModel, AccelDeepCache, AccelVAESkipCompile, AccelResolutionSnap]
+NODES: list[type[io.ComfyNode]] = [
+    AccelModel,
+    AccelDeepCache,
+    AccelVAESkipCompile,
+    AccelResolutionSnap,
+    AccelWarmUpGraphs,
+    AccelClearGraphCache,
+]
 
 
 class AccelExtension(ComfyExtension):

@@ -72,7 +72,19 @@ class AccelModel(io.ComfyNode):
                         "A higher number shortens the first image and gives a little less speed."
                     ),
                 ),
+                make_input(
+                    io.Boolean,
+                    "check_gain",
+                    default=True,
+                    optional=True,
+                    advanced=True,
+                    tooltip=(
+                        "Run the first few calls of each compiled kind both ways, and leave it uncompiled where "
+                        "compiling brings no speed on this machine or gives another result."
+                    ),
+                ),
             ],
+            hidden=[io.Hidden.unique_id],
             outputs=[io.Model.Output("MODEL", tooltip="The accelerated model, for a sampler or further model nodes.")],
         )
 
@@ -81,11 +93,12 @@ class AccelModel(io.ComfyNode):
         return check_options(shapes=(shapes, SHAPES), backend=(backend, BACKENDS), on_trouble=(on_trouble, ON_TROUBLE))
 
     @classmethod
-    def execute(cls, model, shapes, backend, on_trouble, min_repetitions=1) -> io.NodeOutput:
+    def execute(cls, model, shapes, backend, on_trouble, min_repetitions=1, check_gain=True) -> io.NodeOutput:
         settings = CompileSettings(
             backend=backend,
             any_size=shapes == ANY_SIZE,
             stop_on_trouble=on_trouble == STOP,
             min_repetitions=min_repetitions,
+            measured=check_gain and backend == BACKENDS[0],  # what is not compiled can gain nothing
         )
-        return io.NodeOutput(accelerate(model, settings))
+        return io.NodeOutput(accelerate(model, settings, node_id=cls.hidden.unique_id if cls.hidden else None))

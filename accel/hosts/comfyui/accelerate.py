@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import comfy.model_management
@@ -16,6 +18,7 @@ from ...graph_cache import GraphCache, shared
 from ...regions import survey
 from ...substitution import Order, substituted
 from .options import simplifier
+from .progress import CompileProgress
 from .versions import clone_for_compiling
 
 log = logging.getLogger("accel")
@@ -32,17 +35,22 @@ class Run:
     They are bound at the first model call, since the weights are loaded only then.
     """
 
-    def __init__(self, settings: CompileSettings, cache: GraphCache):
+    def __init__(self, settings: CompileSettings, cache: GraphCache, node_id: str | None = None):
         self._settings = settings
         self._cache = cache
+        self._progress = CompileProgress(node_id)
         self._model: weakref.ref | None = None
         self._layers: dict[torch.nn.Module, BlockRunner] = {}
 
-    def layers(self, model: torch.nn.Module) -> dict[torch.nn.Module, BlockRunner]:
+    @contextmanager
+    def call(self, model: torch.nn.Module) -> Iterator[None]:
+        """For one call of the model: its blocks have their stand-ins."""
         if self._model is None or self._model() is not model:
             self._layers = block_layers(model, self._settings, self._cache)
             self._model = weakref.ref(model)
-        return self._layers
+        kinds = {runner.kind for runner in self._layers.values()}
+        with self._progress.during_call(len(kinds)), substituted(self._layers, Order.COMPILED):
+            yield
 
 
 def block_layers(
@@ -64,20 +72,23 @@ def block_layers(
     }
 
 
-def accelerate(model: Any, settings: CompileSettings, cache: GraphCache = shared) -> Any:
-    """A clone of a ModelPatcher whose repeated blocks run compiled; the model given is unchanged."""
+def accelerate(model: Any, settings: CompileSettings, cache: GraphCache = shared, node_id: str | None = None) -> Any:
+    """A clone of a ModelPatcher whose repeated blocks run compiled; the model given is unchanged.
+
+    node_id: the node in the page that shows compile progress.
+    """
     patched = clone_for_compiling(model)
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
         patched.remove_wrappers_with_key(wrapper, KEY)
-    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _outer_sample(settings, cache))
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _outer_sample(settings, cache, node_id))
     patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _apply_model(settings, cache))
     return patched
 
 
-def _outer_sample(settings: CompileSettings, cache: GraphCache):
+def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | None):
     def wrapper(executor, *args, **kwargs):
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
-        options[KEY] = Run(settings, cache)
+        options[KEY] = Run(settings, cache, node_id)
         try:
             return executor(*args, **kwargs)
         finally:
@@ -92,7 +103,7 @@ def _apply_model(settings: CompileSettings, cache: GraphCache):
     def wrapper(executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
         options = {} if transformer_options is None else transformer_options
         run = options.get(KEY) or Run(settings, cache)  # somebody may call the model outside a sampler
-        with substituted(run.layers(executor.class_obj.diffusion_model), Order.COMPILED):
+        with run.call(executor.class_obj.diffusion_model):
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
     return wrapper

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...block_runner import fallbacks
+from ...fallbacks import fallbacks
 from ...graph_cache import shared
 from . import deep_cache
 

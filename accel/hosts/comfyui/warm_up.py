@@ -1,0 +1,86 @@
+"""Running a model at sizes to come, so that whatever has to be compiled or captured is, before it is waited for."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import comfy.sample
+import comfy.samplers
+import comfy.utils
+import torch
+
+from ...resolution import Size
+from .model_sizes import latent_layout
+
+MOST = 1000
+"""Runs that one warm-up may ask for; a slip of the keyboard must not occupy the machine for hours."""
+
+
+def parse_sizes(text: str) -> list[Size]:
+    """Sizes in pixels from text such as "1024x1024, 720x960".
+
+    Raises:
+        ValueError: with the part that is not a size, and what one looks like.
+    """
+    sizes = []
+    for part in _parts(text):
+        match = re.fullmatch(r"(\d+)\s*[x×*]\s*(\d+)", part)
+        if match is None or not all(16 <= int(side) <= 16384 for side in match.groups()):
+            raise ValueError(f"{part!r} is not a size: write width x height in pixels, 16 to 16384, as in 720x960.")
+        sizes.append(Size(int(match[1]), int(match[2])))
+    return sizes
+
+
+def parse_numbers(text: str, name: str, largest: int) -> list[int]:
+    """Whole numbers from text such as "1, 2, 4".
+
+    Raises:
+        ValueError: with the part that is not a number from 1 to `largest`.
+    """
+    numbers = []
+    for part in _parts(text):
+        if not part.isdecimal() or not 1 <= int(part) <= largest:
+            raise ValueError(f"{part!r} is not among the {name} possible: write whole numbers from 1 to {largest}.")
+        numbers.append(int(part))
+    return numbers
+
+
+def warm_up(
+    model: Any, conditioning: list, sizes: Sequence[Size], batches: Sequence[int], prompt_lengths: Sequence[int] = ()
+) -> tuple[int, float]:
+    """Sample one step at every combination of size, batch and prompt length.
+
+    conditioning: core's CONDITIONING, for what the model wants beside the text.
+    prompt_lengths: tokens; none takes the conditioning's own length.
+
+    Returns the number of runs and the seconds they took. The images are thrown away.
+
+    Raises:
+        ValueError: nothing to run, or more than `MOST` runs.
+    """
+    runs = [(size, batch, length) for size in sizes for batch in batches for length in prompt_lengths or (None,)]
+    if not 1 <= len(runs) <= MOST:
+        raise ValueError(f"That makes {len(runs)} runs: name at least one size and batch, and at most {MOST} in all.")
+    layout = latent_layout(model)
+    progress = comfy.utils.ProgressBar(len(runs))
+    started = time.perf_counter()
+    for number, (size, batch, length) in enumerate(runs, 1):
+        latent = torch.zeros(layout.shape(size, batch))
+        prompt = conditioning if length is None else [[_of_length(text, length), extra] for text, extra in conditioning]
+        sampler = comfy.samplers.KSampler(model, 1, model.load_device, sampler="euler", scheduler="normal")
+        sampler.sample(torch.zeros_like(latent), prompt, prompt, cfg=2.0, latent_image=latent, disable_pbar=True)
+        progress.update_absolute(number)
+    return len(runs), time.perf_counter() - started
+
+
+def _of_length(text: torch.Tensor, length: int) -> torch.Tensor:
+    """Text features [B, length, D]: the given ones [B, T, D], repeated or cut."""
+    repeats = -(-length // text.shape[1])
+    return text.repeat(1, repeats, 1)[:, :length]
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in re.split(r"[,;\n]", text) if part.strip()]

@@ -1,0 +1,53 @@
+"""The Clear Graph Cache node."""
+
+from comfy_api.latest import io
+from typing_extensions import override
+
+from ..accel.fallbacks import fallbacks
+from ..accel.graph_cache import shared
+from ..accel.hosts.comfyui.versions import make_input, schema
+
+
+class AccelClearGraphCache(io.ComfyNode):
+    """Drops every compiled graph of this process; anything connected passes through."""
+
+    @classmethod
+    @override
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AccelClearGraphCache",
+            display_name="Clear Graph Cache",
+            category="accel",
+            description=(
+                "Drops every compiled graph and gives its memory back. The next image compiles again. Blocks that "
+                "could not be compiled are tried again too. Runs each time the workflow does."
+            ),
+            search_aliases=["free memory", "reset", "compile cache", "graphs"],
+            is_output_node=True,
+            not_idempotent=True,
+            inputs=[
+                make_input(
+                    io.AnyType,
+                    "anything",
+                    optional=True,
+                    tooltip="Optional. Connect something to clear the cache after it is made; it comes out unchanged.",
+                ),
+            ],
+            outputs=[
+                io.AnyType.Output(display_name="anything", tooltip="What was connected, unchanged."),
+                io.String.Output(display_name="report", tooltip="How many graphs were dropped."),
+            ],
+        )
+
+    @classmethod
+    @override
+    def fingerprint_inputs(cls, anything=None) -> float:
+        return float("nan")  # never equal to itself: the node runs every time
+
+    @classmethod
+    @override
+    def execute(cls, anything=None) -> io.NodeOutput:
+        freed = shared.statistics()["bytes"]
+        dropped = shared.clear()
+        fallbacks.clear()
+        return io.NodeOutput(anything, f"{dropped} compiled graphs dropped, {freed / 2**20:.1f} MB of code.")

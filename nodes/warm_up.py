@@ -1,0 +1,84 @@
+"""The Warm Up Graphs node."""
+
+from comfy_api.latest import io
+from typing_extensions import override
+
+from ..accel.graph_cache import shared
+from ..accel.hosts.comfyui.versions import make_input, schema
+from ..accel.hosts.comfyui.warm_up import parse_numbers, parse_sizes, warm_up
+
+LARGEST_BATCH, LONGEST_PROMPT = 64, 4096
+
+
+def parse(sizes: str, batches: str, prompt_lengths: str):
+    """The node's lists; ValueError with one sentence on what is wrong in them."""
+    return (
+        parse_sizes(sizes),
+        parse_numbers(batches, "batches", LARGEST_BATCH),
+        parse_numbers(prompt_lengths, "prompt lengths", LONGEST_PROMPT),
+    )
+
+
+class AccelWarmUpGraphs(io.ComfyNode):
+    """MODEL in, the same MODEL out, after one thrown-away step at each size."""
+
+    @classmethod
+    @override
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AccelWarmUpGraphs",
+            display_name="Warm Up Graphs",
+            category="accel",
+            description=(
+                "Samples one step at each of the sizes and throws it away, so that compiling is done before the first "
+                'real image. With "any size" in Accelerate Model one size is enough; with "exact size" list them all.'
+            ),
+            search_aliases=["warmup", "precompile", "compile", "graphs"],
+            inputs=[
+                make_input(
+                    io.Model, "model", tooltip="The model to warm up, from Accelerate Model or a node after it."
+                ),
+                make_input(
+                    io.Conditioning,
+                    "conditioning",
+                    tooltip="Any prompt for this model, from CLIP Text Encode; its words do not matter.",
+                ),
+                make_input(
+                    io.String,
+                    "sizes",
+                    default="1024x1024",
+                    multiline=True,
+                    tooltip="Sizes in pixels, width x height, with commas or line breaks between them: 1024x1024, 720x960.",
+                ),
+                make_input(io.String, "batches", default="1", tooltip="Batch sizes, with commas between them: 1, 4."),
+                make_input(
+                    io.String,
+                    "prompt_lengths",
+                    default="",
+                    optional=True,
+                    advanced=True,
+                    tooltip=("Prompt lengths in tokens, such as 77, 154; empty takes the length of the prompt given."),
+                ),
+            ],
+            outputs=[
+                io.Model.Output(display_name="MODEL", tooltip="The model given; connect it to the sampler."),
+                io.String.Output(display_name="report", tooltip="What was run and compiled, in one sentence."),
+            ],
+        )
+
+    @classmethod
+    @override
+    def validate_inputs(cls, sizes=None, batches=None, prompt_lengths=None) -> bool | str:
+        try:
+            parse(sizes or "", batches or "", prompt_lengths or "")
+        except ValueError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    @override
+    def execute(cls, model, conditioning, sizes, batches, prompt_lengths="") -> io.NodeOutput:
+        before = shared.statistics()["compilations"]
+        runs, seconds = warm_up(model, conditioning, *parse(sizes, batches, prompt_lengths))
+        compiled = shared.statistics()["compilations"] - before
+        return io.NodeOutput(model, f"{runs} runs in {seconds:.1f} s, {compiled} graphs compiled.")

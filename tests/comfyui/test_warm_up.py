@@ -1,0 +1,129 @@
+"""Warm Up Graphs, Clear Graph Cache, compile progress and the measured fall-back, on a real sampler."""
+
+import gc
+import time
+import weakref
+
+import pytest
+import tiny_models
+import torch
+from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.events import subscribe
+from comfy_accel.accel.fallbacks import fallbacks
+from comfy_accel.accel.graph_cache import GraphCache, shared
+from comfy_accel.accel.hosts.comfyui import progress
+from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.warm_up import parse_numbers, parse_sizes, warm_up
+from comfy_accel.accel.resolution import Size
+from comfy_accel.nodes.clear_cache import AccelClearGraphCache
+from comfy_accel.nodes.warm_up import AccelWarmUpGraphs
+
+EAGER = CompileSettings(backend="eager")
+
+
+@pytest.fixture
+def small():
+    """One level and no middle: two kinds, so that compiling takes a moment only."""
+    return tiny_models.unet(
+        channel_mult=[1, 2],
+        num_res_blocks=[1, 1],
+        transformer_depth=[1, 0],
+        transformer_depth_output=[1, 1, 0, 0],
+        transformer_depth_middle=-1,
+    )
+
+
+def test_warmed_up_model_compiles_nothing_for_the_first_image(small, sample):
+    cache = GraphCache()
+    fast = accelerate(small, EAGER, cache)
+    runs, seconds = warm_up(fast, tiny_models.conditioning(), [Size(64, 64), Size(72, 120)], [1, 2], [77, 154])
+    assert runs == 8 and seconds > 0
+    compiled = cache.statistics()["compilations"]
+    assert compiled > 0
+    assert torch.equal(sample(fast, 128, 64, tokens=231), sample(small, 128, 64, tokens=231))
+    assert cache.statistics()["compilations"] == compiled
+
+
+def test_exact_sizes_are_warmed_up_one_by_one(small, sample):
+    cache = GraphCache()
+    fast = accelerate(small, CompileSettings(backend="eager", any_size=False), cache)
+    warm_up(fast, tiny_models.conditioning(), [Size(64, 64), Size(64, 96)], [1])
+    compiled = cache.statistics()["compilations"]
+    sample(fast, 64, 96)
+    assert cache.statistics()["compilations"] == compiled
+    sample(fast, 96, 96)
+    assert cache.statistics()["compilations"] > compiled
+
+
+def test_sizes_and_numbers_are_read_as_people_write_them():
+    assert parse_sizes("1024x1024, 720 x 960;\n512×768,") == [Size(1024, 1024), Size(720, 960), Size(512, 768)]
+    assert parse_numbers(" 1, 4 ", "batches", 8) == [1, 4]
+
+
+@pytest.mark.parametrize(("sizes", "batches", "said"), [("10x", "1", "720x960"), ("64x64", "0", "1 to 64")])
+def test_wrong_lists_are_refused_with_what_would_be_right(sizes, batches, said):
+    assert said in AccelWarmUpGraphs.validate_inputs(sizes=sizes, batches=batches)
+
+
+def test_too_many_runs_are_refused(small):
+    with pytest.raises(ValueError, match="2000 runs"):
+        warm_up(small, tiny_models.conditioning(), [Size(64, 64)] * 50, list(range(1, 41)))
+
+
+def test_clearing_drops_graphs_and_frees_them(small, sample):
+    sample(accelerate(small, EAGER), 64, 64)
+    graphs = [weakref.ref(graph) for entry in shared._entries.values() for graph in entry.graphs]
+    assert graphs
+    report = AccelClearGraphCache.execute(anything="passes through").args
+    assert report[0] == "passes through" and "dropped" in report[1]
+    gc.collect()
+    assert [graph for graph in graphs if graph() is not None] == []
+    assert shared.statistics()["entries"] == 0
+
+
+def test_progress_is_told_on_the_node(small, sample, monkeypatch):
+    said = []
+    monkeypatch.setattr(progress.CompileProgress, "_say", lambda self, text: said.append((self._node_id, text)))
+    sample(accelerate(small, EAGER, GraphCache(), node_id="7"), 64, 64)
+    assert said[0] == ("7", said[0][1]) and "kind 1 of" in said[0][1]
+    assert "kinds of blocks compiled in" in said[-1][1]
+    silent = len(said)
+    sample(accelerate(small, EAGER, GraphCache()), 64, 64)
+    assert len(said) == silent
+
+
+def test_listener_that_fails_does_not_harm_the_image(small, sample):
+    stop = subscribe(lambda name, data: 1 / 0)
+    try:
+        assert torch.equal(sample(accelerate(small, EAGER, GraphCache()), 64, 64), sample(small, 64, 64))
+    finally:
+        stop()
+
+
+def test_kind_that_computes_something_else_goes_back_to_eager(small, sample):
+    def off_by_half(graph, examples):
+        return lambda *args: [out * 1.5 for out in graph(*args)]
+
+    fallbacks.clear()
+    cache = GraphCache()
+    fast = accelerate(small, CompileSettings(backend=off_by_half, measured=True), cache)
+    assert torch.equal(sample(fast, 64, 64), sample(small, 64, 64))
+    reasons = {row["reason"] for row in fallbacks.rows()}
+    assert reasons and all("differs from the eager one" in reason for reason in reasons)
+    compiled = cache.statistics()["compilations"]
+    sample(fast, 96, 64)
+    assert cache.statistics()["compilations"] == compiled
+
+
+def test_kind_that_is_slower_goes_back_to_eager(small, sample):
+    def slow(graph, examples):
+        def run(*args):
+            time.sleep(0.05)
+            return graph(*args)
+
+        return run
+
+    fallbacks.clear()
+    fast = accelerate(small, CompileSettings(backend=slow, measured=True), GraphCache())
+    assert torch.equal(sample(fast, 64, 64, steps=4), sample(small, 64, 64, steps=4))
+    assert any("ms a call and eagerly" in row["reason"] for row in fallbacks.rows())
