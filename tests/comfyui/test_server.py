@@ -2,6 +2,7 @@
 
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,32 @@ def test_interrupt_in_mid_run_leaves_model_and_cache_clean(client):
         client.run(text_to_image(96, 96, steps=20), interrupt, timeout=300)
     assert same(images(client, graph), expected)
     assert client.get("/accel/state")["graph_cache"]["fallbacks"] == []
+
+
+def test_two_prompts_queued_at_once_both_come_out_right(server, client):
+    graphs = [text_to_image(64, size, interval=1, KSampler={"seed": 40 + size, "steps": 1}) for size in (64, 96)]
+    with ThreadPoolExecutor() as pool:
+        both = list(pool.map(lambda graph: images(Client(server.url), graph), graphs))
+    for graph, made in zip(graphs, both, strict=True):
+        assert same(made, images(client, workflow.bypass(graph)))
+
+
+def test_warm_up_and_clear_run_in_a_workflow(client):
+    graph = text_to_image(64, 64, KSampler={"seed": 50, "steps": 1})
+    sampler = next(node for node in graph.values() if node["class_type"] == "KSampler")
+    graph["warm"] = {
+        "class_type": "AccelWarmUpGraphs",
+        "inputs": {
+            "model": sampler["inputs"]["model"],
+            "conditioning": sampler["inputs"]["positive"],
+            "sizes": "64x64, 72x88",
+            "batches": "1",
+        },
+    }
+    sampler["inputs"]["model"] = ["warm", 0]
+    graph["clear"] = {"class_type": "AccelClearGraphCache", "inputs": {"anything": sampler["inputs"]["model"]}}
+    assert images(client, graph)
+    assert client.get("/accel/state")["graph_cache"]["evictions"] > 0
 
 
 @pytest.mark.parametrize(
