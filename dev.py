@@ -36,6 +36,8 @@ def main():
     comfyui = find_comfyui(python, options.comfyui)
     environment = {**os.environ, "COMFYUI_PATH": str(comfyui)}
     if options.command == "test":
+        # Threads that wait by spinning make small tensors minutes slower where another program shares the cores.
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         return call([python, "-c", PYTEST, *passed_on], environment)
     module = options.name if options.command == "bench" else options.command
     return call([python, "-m", f"bench.{module}", *passed_on], environment)
