@@ -48,7 +48,9 @@ class AccelWarmUpGraphs(io.ComfyNode):
                     "sizes",
                     default="1024x1024",
                     multiline=True,
-                    tooltip="Sizes in pixels, width x height, with commas or line breaks between them: 1024x1024, 720x960.",
+                    tooltip=(
+                        "Sizes in pixels, width x height, with commas or line breaks between them: 1024x1024, 720x960."
+                    ),
                 ),
                 make_input(io.String, "batches", default="1", tooltip="Batch sizes, with commas between them: 1, 4."),
                 make_input(

@@ -1,0 +1,152 @@
+"""The first image on SD1.5, SDXL and Flux, full depth and narrow: what compiling it costs, beside core's node.
+
+Every contender runs in a fresh process with an empty compiler cache, one at a time: one sampler step, in float32.
+And what our stand-in adds to a warm call of a block.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from . import ROOT, Problem, command, overhead, pack, report
+from .comfyui import has_accelerator, tree
+from .compilations import CACHE_DIR, counts, empty_inductor_cache
+from .inprocess import boot
+
+LAYOUTS = ("SD1.5", "SDXL", "Flux")
+CONTENDERS = ("core", "ours")
+COLUMNS = (
+    *("layout", "contender", "first_call_s", "cpu_s", "eager_s", "compilations", "kinds", "blocks"),
+    *("uncompiled", "relative_diff", "overhead_us", "overhead_worst_us", "survey_ms"),
+)
+LEGEND = """\
+first_call_s, cpu_s: of the first image, its compiling included; cpu_s is the processor time of the process and the
+compilers it started, and says more on a machine that is busy otherwise. eager_s: the same image without compiling.
+overhead_us: the stand-in's own share of a warm block call, median and worst over the model's blocks.
+survey_ms: what each sampling run pays once to find the blocks."""
+LATENT_SIDE = 32
+GOAL_OF_CORE = {"SD1.5": 1.0, "SDXL": 0.5, "Flux": 0.5}
+GOAL_OVERHEAD_US = 30
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parse(arguments)
+    if options.child:
+        print(json.dumps(measure(*options.child)))
+        return
+    rows = []
+    for layout in options.layouts:
+        for contender in CONTENDERS:
+            rows.append(_in_a_fresh_process(layout, contender))
+            print(report.table(rows[-1:], COLUMNS).splitlines()[-1], file=sys.stderr, flush=True)
+    shown = [{**row, "relative_diff": f"{row['relative_diff']:.1e}"} for row in rows]
+    print(f"\n{report.table(shown, COLUMNS)}\n")
+    print(LEGEND)
+    for sentence in verdicts(rows):
+        print(sentence)
+    if options.json:
+        report.write(options.json, rows, tree())
+        print(f"JSON: {options.json}")
+    for row in rows:
+        if row["uncompiled"]:
+            raise Problem(f"{row['layout']}: {row['uncompiled']} block calls ran uncompiled; its time is no result.")
+
+
+def measure(layout: str, contender: str) -> report.Row:
+    """One contender's first image of one layout, in this process."""
+    boot(cpu=not has_accelerator())
+    pack.load()
+    import torch
+    from comfy_accel.accel.regions import survey
+
+    from . import layouts, session, tiny_models
+
+    torch.set_num_threads(1)  # Layers this narrow gain nothing from more, and waiting threads count as processor time.
+    family = layouts.ALL[layout]
+    model = family.load(torch.float32)
+    channels = model.get_model_object("latent_format").latent_channels
+    latent = torch.zeros(1, channels, LATENT_SIDE, LATENT_SIDE)
+    prompts = family.conditioning(77, seed=1), family.conditioning(77, seed=2)
+
+    def image(model):
+        return tiny_models.sample(model, latent, *prompts, steps=1)
+
+    with torch.inference_mode():
+        image(model)
+        expected, eager_seconds, _ = _timed(lambda: image(model))
+        node = session.node(contender, "inductor")
+        before = counts()
+        actual, seconds, cpu_seconds = _timed(lambda: image(node(model)))
+        spent = counts().since(before)
+        row = {
+            "layout": layout,
+            "contender": contender,
+            "first_call_s": round(seconds, 2),
+            "cpu_s": round(cpu_seconds, 2),
+            "eager_s": round(eager_seconds, 3),
+            "compilations": spent.graphs,
+            "uncompiled": spent.uncompiled,
+            "relative_diff": ((actual - expected).abs().max() / expected.abs().max()).item(),
+        }
+        if contender == "ours":
+            found = survey(model.model.diffusion_model)
+            row |= {"kinds": len(found.kinds), "blocks": len(found.regions)}
+            row |= overhead.of_a_warm_call(model, lambda: image(model))
+    return row
+
+
+def verdicts(rows: list[report.Row]) -> list[str]:
+    """A sentence per goal: reached or missed, and by what."""
+    by = {(row["layout"], row["contender"]): row for row in rows}
+    sentences = []
+    for layout, share in GOAL_OF_CORE.items():
+        if (layout, "ours") in by and (layout, "core") in by:
+            ours, core = by[layout, "ours"], by[layout, "core"]
+            wall, cpu = (ours[name] / core[name] for name in ("first_call_s", "cpu_s"))
+            reached = "reached" if max(wall, cpu) <= share else "missed"
+            sentences.append(
+                f"{layout}: {wall:.2f} of core's seconds, {cpu:.2f} of its processor time; goal {share}: {reached}."
+            )
+    worst = max((row["overhead_us"] for row in rows if "overhead_us" in row), default=None)
+    if worst is not None:
+        reached = "reached" if worst < GOAL_OVERHEAD_US else "missed"
+        sentences.append(f"Stand-in: {worst:.1f} us a block; goal under {GOAL_OVERHEAD_US}: {reached}.")
+    return sentences
+
+
+def _in_a_fresh_process(layout: str, contender: str) -> report.Row:
+    with empty_inductor_cache():
+        child = subprocess.run(
+            [sys.executable, "-m", "bench.cold", "--child", layout, contender],
+            cwd=ROOT,
+            env={**os.environ, CACHE_DIR: os.environ[CACHE_DIR]},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    if child.returncode:
+        raise Problem(f"{layout} with {contender} ended with exit code {child.returncode}; see above.")
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def _timed(call):
+    """What `call` returns, its seconds, and the processor seconds of this process and the compilers it started."""
+    cpu = sum(os.times()[:4])
+    started = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - started, sum(os.times()[:4]) - cpu
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dev.py bench cold", description=__doc__)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

@@ -1,0 +1,253 @@
+"""A session of many sizes, batches, prompts, LoRAs and a ControlNet: what eager, core's compile node and ours pay.
+
+One process and ComfyUI's real samplers, on a small UNet of SD1.5's kind and a small Flux. Without a GPU the latents are
+scaled down with their parity kept (`session_plan.latent_side`). Compilations are torch's own count of graphs.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import Problem, command, pack, report
+from .comfyui import has_accelerator
+from .compilations import RecompileLimit, counts, empty_inductor_cache
+from .inprocess import boot
+from .session_plan import SCALE, STEPS, TOLERANCE, Step, failure, latent_side
+
+CONTENDERS = ("eager", "core", "ours")
+COLUMNS = (
+    *("model", "step", "contender", "first_image_s", "compilations", "graph_breaks"),
+    *("max_abs_diff", "relative_diff", "uncompiled"),
+)
+SAMPLER_STEPS = 3
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parse(arguments)
+    comfyui = boot(cpu=not has_accelerator())
+    pack.load()
+    import torch
+
+    from . import tiny_models
+
+    if options.quick:
+        torch.set_num_threads(1)  # Layers this small gain nothing from more, and lose a lot on a machine that is busy.
+    print(_heading(options), flush=True)
+    rows = []
+    with empty_inductor_cache(), RecompileLimit() as limit:
+        for family in (tiny_models.UNET_FAMILY, tiny_models.FLUX_FAMILY):
+            images: dict[str, Any] = {}
+            for contender in CONTENDERS:
+                session = Session(family, contender, options.dtype, options.quick, limit)
+                for step in STEPS:
+                    rows.append(session.row(step, images))
+                    print(*_readable(rows[-1]).values(), sep="  ", file=sys.stderr, flush=True)
+            _check_steps(family.name, images)
+
+    print(f"\n{report.table([_readable(row) for row in rows], COLUMNS)}\n")
+    print(report.table(totals(rows)))
+    print("gave_up_at: where torch reached its recompile limit; from there on this contender ran eagerly.")
+    if options.json:
+        report.write(options.json, rows, comfyui)
+        print(f"JSON: {options.json}")
+    sentence = failure(rows)
+    if sentence:
+        raise Problem(sentence)
+    print("Ours compiled in the first step of each model alone, broke no graph, and is within tolerance in every step.")
+
+
+class Session:
+    """One contender's run through the steps on one model; nothing that it compiles helps the next contender.
+
+    A contender's node is applied anew whenever the model that goes into it has changed, as ComfyUI does.
+    """
+
+    def __init__(self, family, contender: str, dtype: str, quick: bool, limit: RecompileLimit):
+        import torch
+
+        torch._dynamo.reset()
+        limit.heard = False
+        self._limit = limit
+        self._family = family
+        self._contender = contender
+        self._dtype = dtype
+        self._sampler_steps = 2 if quick else SAMPLER_STEPS
+        self._apply = node(contender, "eager" if quick else "inductor")
+        self._control_net = None
+        self._load()
+
+    def row(self, step: Step, eager: dict[str, Any]) -> report.Row:
+        """Make the step's image and say what it took; `eager`: its image by step, filled by the contender eager."""
+        import torch
+
+        if step.reload:
+            self._load()
+        before = counts()
+        started = time.perf_counter()
+        with torch.inference_mode():  # as ComfyUI runs every node
+            image = self._image(step).float().cpu()
+        seconds = time.perf_counter() - started
+        spent = counts().since(before)
+        if self._contender == "eager":
+            eager[step.name] = image
+        expected = eager[step.name]
+        difference = (image - expected).abs().max().item()
+        return {
+            "model": self._family.name,
+            "step": step.name,
+            "contender": self._contender,
+            "first_image_s": round(seconds, 3),
+            "compilations": spent.graphs,
+            "graph_breaks": spent.breaks,
+            "max_abs_diff": difference,
+            "relative_diff": difference / expected.abs().max().item(),
+            "uncompiled": spent.uncompiled,
+            "gave_up": self._limit.heard,
+            "dtype": self._dtype,
+        }
+
+    def _image(self, step: Step):
+        import torch
+
+        from . import tiny_models
+
+        scale = 1 if has_accelerator() else SCALE
+        channels = self._model.get_model_object("latent_format").latent_channels
+        latent = torch.zeros(step.batch, channels, latent_side(step.height, scale), latent_side(step.width, scale))
+        positive = self._family.conditioning(step.tokens, seed=1)
+        negative = self._family.conditioning(77, seed=2)
+        if step.control:
+            if self._control_net is None:
+                self._control_net = self._family.control_net(tiny_models.DTYPES[self._dtype])
+            positive = tiny_models.with_control(positive, self._control_net)
+        model = self._with_lora(step.lora)
+        if step.apart:
+            model = kept_apart(model)
+        image = tiny_models.sample(model, latent, positive, negative, self._sampler_steps)
+        if not image.isfinite().all():
+            raise Problem(f"{self._family.name}, {self._contender}, step {step.name}: the image is not finite.")
+        return image
+
+    def _load(self) -> None:
+        """Load the checkpoint; what was loaded of it before is let go."""
+        import comfy.model_management
+
+        from . import tiny_models
+
+        comfy.model_management.unload_all_models()
+        self._model = self._family.load(tiny_models.DTYPES[self._dtype])
+        self._applied: dict[Any, Any] = {}
+
+    def _with_lora(self, lora: tuple[int, float] | None):
+        if lora not in self._applied:
+            self._applied[lora] = self._apply(self._model if lora is None else _lora_loader(self._model, *lora))
+        return self._applied[lora]
+
+
+def _lora_loader(model, which: int, strength: float):
+    """What core's LoraLoaderModelOnly does."""
+    import comfy.sd
+
+    from . import tiny_models
+
+    return comfy.sd.load_lora_for_models(model, None, tiny_models.lora(model, seed=which), strength, 0)[0]
+
+
+def node(contender: str, backend: str) -> Callable[[Any], Any]:
+    """From a ModelPatcher to the one that the contender's node gives; backend: inductor, or eager for graphs alone."""
+    if contender == "eager":
+        return lambda model: model
+    if contender == "core":
+        from comfy_api.torch_helpers import set_torch_compile_wrapper
+        from comfy_extras.nodes_torch_compile import TorchCompileModel
+
+        def capture(model):
+            # The node's own work, with a backend that its menu does not offer.
+            model = model.clone()
+            set_torch_compile_wrapper(model=model, backend=backend)
+            return model
+
+        return capture if backend == "eager" else lambda model: TorchCompileModel.execute(model, backend).args[0]
+    from comfy_accel.accel.block_runner import CompileSettings
+    from comfy_accel.accel.graph_cache import GraphCache
+    from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+
+    cache = GraphCache()
+    return lambda model: accelerate(model, CompileSettings(backend=backend), cache)
+
+
+def kept_apart(model):
+    """A clone of the ModelPatcher whose cond and uncond core does not join into one batch, as where memory is short."""
+    from comfy.patcher_extension import WrappersMP
+
+    base = model.model
+
+    def calc_cond_batch(executor, *args, **kwargs):
+        base.memory_required = lambda *args, **kwargs: float("inf")
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            del base.memory_required
+
+    split = model.clone()
+    split.add_wrapper(WrappersMP.CALC_COND_BATCH, calc_cond_batch)
+    return split
+
+
+def _check_steps(family: str, images: dict[str, Any]) -> None:
+    """A step that should change the image and does not has tested nothing."""
+    plain = images[STEPS[0].name]
+    for step in STEPS:
+        if step.changes and (images[step.name] - plain).abs().max() < 1e-3 * plain.abs().max():
+            raise Problem(f"{family}, step {step.name}: the eager image is the plain one, so the step tests nothing.")
+
+
+def totals(rows: list[report.Row]) -> list[report.Row]:
+    """Per model and contender: graphs compiled in the first step and after it, and the seconds of the whole session."""
+    table = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for contender in CONTENDERS:
+            own = [row for row in rows if (row["model"], row["contender"]) == (model, contender)]
+            counts = [row["compilations"] for row in own]
+            table.append(
+                {
+                    "model": model,
+                    "contender": contender,
+                    "first_step": counts[0],
+                    "later_steps": sum(counts[1:]),
+                    "stalls": sum(count > 0 for count in counts),
+                    "graph_breaks": sum(row["graph_breaks"] for row in own),
+                    "gave_up_at": next((row["step"] for row in own if row["gave_up"]), None),
+                    "session_s": sum(row["first_image_s"] for row in own),
+                    "worst_diff": f"{max(row['relative_diff'] for row in own):.1e}",
+                }
+            )
+    return table
+
+
+def _readable(row: report.Row) -> report.Row:
+    return {name: f"{row[name]:.1e}" if name.endswith("_diff") else row[name] for name in COLUMNS}
+
+
+def _heading(options: argparse.Namespace) -> str:
+    tolerances = ", ".join(f"{dtype} {value:.0e}" for dtype, value in TOLERANCE.items())
+    backend = "eager (graphs captured, run as they are)" if options.quick else "inductor"
+    return (
+        f"Session in {options.dtype}, backend {backend}. Tolerance, of the largest value of the eager image: "
+        f"{tolerances}. relative_diff is compared with it."
+    )
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dev.py bench session", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a cheap backend, fewer sampler steps: counts, no speed")
+    parser.add_argument("--dtype", choices=list(TOLERANCE), default="fp16", help="of the weights (default: fp16)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

@@ -1,0 +1,154 @@
+"""Small models of ComfyUI's own classes with random weights, and what a workflow puts around them.
+
+Import it after `inprocess.boot`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.cldm.cldm
+import comfy.controlnet
+import comfy.ldm.flux.controlnet
+import comfy.model_management
+import comfy.model_patcher
+import comfy.ops
+import comfy.sample
+import comfy.supported_models
+import torch
+
+UNET = {
+    "image_size": 32,
+    "in_channels": 4,
+    "out_channels": 4,
+    "model_channels": 32,
+    "num_res_blocks": [1, 1, 1],
+    "channel_mult": [1, 2, 4],
+    "transformer_depth": [1, 1, 0],
+    "transformer_depth_output": [1, 1, 1, 1, 0, 0],
+    "transformer_depth_middle": 1,
+    "num_heads": 4,
+    "use_spatial_transformer": True,
+    "context_dim": 768,
+    "use_linear_in_transformer": False,
+    "use_temporal_attention": False,
+    "legacy": False,
+    "adm_in_channels": None,
+}
+"""SD1.5's layout, 32 channels wide on three levels."""
+
+FLUX = {
+    "image_model": "flux",
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_size": 2,
+    "vec_in_dim": 32,
+    "context_in_dim": 64,
+    "hidden_size": 64,
+    "mlp_ratio": 4.0,
+    "num_heads": 4,
+    "depth": 2,
+    "depth_single_blocks": 3,
+    "axes_dim": [4, 6, 6],
+    "theta": 10000,
+    "qkv_bias": True,
+    "guidance_embed": False,
+}
+"""Flux's layout, 64 wide."""
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How models of one architecture are made and prompted.
+
+    model_class: the name of core's class in comfy.supported_models. config: its UNet config.
+    """
+
+    name: str
+    model_class: str
+    config: dict[str, Any]
+    context_dim: int
+    pooled_dim: int | None = None
+
+    def load(self, dtype: torch.dtype, seed: int = 0):
+        """A ModelPatcher; the same weights for the same seed, as from a checkpoint."""
+        config = getattr(comfy.supported_models, self.model_class)({**self.config, "dtype": dtype})
+        model = config.get_model({}, device=torch.device("cpu"))
+        randomize(model.diffusion_model, seed)
+        return comfy.model_patcher.ModelPatcher(
+            model.eval(),
+            load_device=comfy.model_management.get_torch_device(),
+            offload_device=comfy.model_management.unet_offload_device(),
+        )
+
+    def conditioning(self, tokens: int, seed: int) -> list:
+        """Core's CONDITIONING with random text features."""
+        generator = torch.Generator().manual_seed(seed)
+        extra = {}
+        if self.pooled_dim:
+            extra["pooled_output"] = torch.randn(1, self.pooled_dim, generator=generator)
+        return [[torch.randn(1, tokens, self.context_dim, generator=generator), extra]]
+
+    def control_net(self, dtype: torch.dtype):
+        """A ControlNet of the same layout, as core's loader would give it."""
+        common = {"dtype": dtype, "device": torch.device("cpu"), "operations": comfy.ops.disable_weight_init}
+        if self.model_class == "SD15":
+            settings = {name: value for name, value in self.config.items() if name != "out_channels"}
+            net = comfy.cldm.cldm.ControlNet(**settings, hint_channels=3, **common)
+            conds = ["y"]
+        else:
+            net = comfy.ldm.flux.controlnet.ControlNetFlux(**self.config, **common)
+            conds = ["y", "guidance"]
+        randomize(net, seed=3)
+        device = comfy.model_management.get_torch_device()
+        return comfy.controlnet.ControlNet(net.eval(), load_device=device, extra_conds=conds)
+
+
+UNET_FAMILY = Family("SD1.5 UNet", "SD15", UNET, context_dim=768)
+FLUX_FAMILY = Family("Flux DiT", "FluxSchnell", FLUX, context_dim=64, pooled_dim=32)
+
+
+def randomize(model: torch.nn.Module, seed: int = 0) -> None:
+    """Weights that keep activations finite: norms 1, biases small, matrices scaled by fan-in."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                values = torch.randn(parameter.shape, generator=generator) / parameter[0].numel() ** 0.5
+            elif name.endswith(("weight", "scale")):
+                values = torch.ones(parameter.shape)
+            else:
+                values = torch.randn(parameter.shape, generator=generator) * 0.02
+            parameter.copy_(values)
+
+
+def lora(model, seed: int, rank: int = 4) -> dict[str, torch.Tensor]:
+    """A LoRA file's content for every linear layer of a ModelPatcher's model, in the generic key format."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, module in model.model.diffusion_model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            up = torch.randn(module.out_features, rank, generator=generator) / rank**0.5
+            down = torch.randn(rank, module.in_features, generator=generator) / module.in_features**0.5
+            weights[f"diffusion_model.{name}.lora_up.weight"] = up
+            weights[f"diffusion_model.{name}.lora_down.weight"] = down
+    return weights
+
+
+def with_control(conditioning: list, control_net, seed: int = 4) -> list:
+    """What core's ControlNetApply does, with a random hint image and for the negative prompt too."""
+    hint = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
+    control = control_net.copy().set_cond_hint(hint, 1.0)
+    added = {"control": control, "control_apply_to_uncond": True}
+    return [[context, {**extra, **added}] for context, extra in conditioning]
+
+
+def sample(model, latent: torch.Tensor, positive: list, negative: list, steps: int, cfg: float = 5.0) -> torch.Tensor:
+    """Core's sampler from an empty latent [B, C, H, W]; returns the finished latent."""
+    noise = comfy.sample.prepare_noise(latent, 0)
+    return comfy.sample.sample(
+        model, noise, steps, cfg, "euler", "normal", positive, negative, latent, disable_pbar=True, seed=0
+    )
