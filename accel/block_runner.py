@@ -87,16 +87,27 @@ class BlockRunner:
             return inner(*args, **kwargs)
         except call_spec.UnsupportedArgument as reason:
             return self._eagerly(inner, args, kwargs, f"it is called with {reason}")
+        given, inputs = inputs, [call_spec.dense(tensor) for tensor in inputs]
         tensors = (*self._slots.read(), *inputs)
         found = self._look_up(spec, inputs, tensors)
         if found is None:
             return inner(*args, **kwargs)
         entry, graph = found
+        if graph.changed and call_spec.share_memory(given, graph.changed):
+            return self._eagerly(inner, args, kwargs, "it changes an argument that shares memory with another")
         entry.hits += 1
+
+        def run() -> Any:
+            out = graph.run(tensors)
+            for index in graph.changed:
+                if inputs[index] is not given[index]:
+                    given[index].copy_(inputs[index])
+            return out
+
         try:
             if entry.probe is not None:
-                return self._probe(entry, graph, inner, spec, inputs, tensors)
-            return graph.run(tensors)
+                return self._probe(entry, run, inner, spec, inputs, tensors)
+            return run()
         except self._interrupts:
             raise
         except Exception as error:
@@ -107,7 +118,7 @@ class BlockRunner:
                 entry.give_up(compilers.one_line(error))
             return self._eagerly(inner, args, kwargs, f"its compiled graph failed: {compilers.one_line(error)}")
 
-    def _probe(self, entry, graph, inner, spec, inputs, tensors):
+    def _probe(self, entry, run, inner, spec, inputs, tensors):
         """A call run both ways, on copies where the block might change its inputs; settles in a few of them."""
         probe = entry.probe
 
@@ -115,7 +126,7 @@ class BlockRunner:
             args, kwargs = call_spec.rebuild(spec, [tensor.clone() for tensor in inputs])
             return inner(*args, **kwargs)
 
-        out = probe.call(lambda: graph.run(tensors), eager, tensors[-1].device)
+        out = probe.call(run, eager, tensors[-1].device)
         if probe.done:
             entry.probe = None
             if probe.verdict is not None:

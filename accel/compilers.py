@@ -23,9 +23,14 @@ import torch._inductor.codecache
 from . import call_spec
 from .convolution import leave_to_library
 from .kinds import Kind
+from .same_path import Path, path_of, same_path
 
 BACKENDS = ("inductor", "eager")
 """Offered to people: inductor generates fused kernels; eager captures the graph and runs it as it is."""
+
+
+LARGEST_SIZE = 2**31
+"""No dimension of a call's tensors is larger."""
 
 
 class CompileFailed(RuntimeError):
@@ -38,15 +43,46 @@ class CompiledGraph:
 
     static_ones: (input, dimension) pairs that were 1 when it was compiled and are taken as 1.
     nbytes: what the artifact weighs, bytes; 0 when unknown.
+    weights: how many of the tensors are weights; the others are the call's.
+    changed: the inputs that the block writes to, counted from the first that is no weight.
+    path: what the block does with such inputs; None where nothing can be told without their values.
     """
 
     run: Callable[[Sequence[torch.Tensor]], Any]
     guards: Callable[[Sequence[torch.Tensor]], bool]
     static_ones: tuple[tuple[int, int], ...]
     nbytes: int
+    weights: int = 0
+    changed: tuple[int, ...] = ()
+    path: Callable[[Sequence[torch.Tensor]], Path | None] | None = None
 
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
-        return all(tensors[i].shape[d] == 1 for i, d in self.static_ones) and self.guards(tensors)
+        """Whether the graph is right for these weights and dense inputs.
+
+        Tracing leaves guards behind that a size is not 1, most of them without need: torch asks it of
+        layouts. Where they alone stand against a call, it is accepted if the block itself does the same
+        with 2 and with 3 in place of each 1.
+        """
+        if any(tensors[i].shape[d] != 1 for i, d in self.static_ones):
+            return False
+        weights, inputs = tensors[: self.weights], tensors[self.weights :]
+        ones = [call_spec.canonical(tensor, device="meta") for tensor in inputs]
+        if self.guards((*weights, *ones)):
+            return True
+        if self.path is None:
+            return False
+        twos, threes = (
+            [self._without_ones(index, tensor, size) for index, tensor in enumerate(ones, self.weights)]
+            for size in (2, 3)
+        )
+        if not self.guards((*weights, *twos)) or not self.guards((*weights, *threes)):
+            return False
+        return same_path([self.path(tensors) for tensors in (ones, twos, threes)])
+
+    def _without_ones(self, index: int, tensor: torch.Tensor, instead: int) -> torch.Tensor:
+        static = {d for i, d in self.static_ones if i == index}
+        shape = [instead if size == 1 and d not in static else size for d, size in enumerate(tensor.shape)]
+        return call_spec.canonical(tensor, shape)
 
 
 def compile_block(
@@ -62,37 +98,72 @@ def compile_block(
 
     template: the block with its weights on the meta device (`kinds.template_of`); it is changed.
     kind: the block's kind. weights, inputs: real tensors, of which only shapes,
-        strides, dtypes and devices are used.
+        strides, dtypes and devices are used; the inputs are dense (`call_spec.dense`).
     spec: how (args, kwargs) of the call are made from the inputs (`call_spec.flatten`).
     dynamic: every dimension of every input may vary; False compiles for these sizes alone.
 
     Raises:
         CompileFailed: the compiler is missing, gave up, or met an operator it does not know.
     """
+
+    def path(inputs: Sequence[torch.Tensor]) -> Path | None:
+        return path_of(lambda *tensors: _call(template, spec, tensors), inputs)
+
     leave_to_library(template)
-    function = _block_function(template, kind.weights, spec)
-    examples, static_ones = _examples(inputs, dynamic)
-    tensors = (*_example_weights(weights, kind), *examples)
-    offset = len(weights)
-    compile_with = _ahead_of_time if _can_compile_ahead_of_time() else _just_in_time
-    with _one_at_a_time, _settings(dynamic):
+    taken = path(inputs)
+    lifted = _lifted(inputs) if dynamic else None
+    if lifted is not None and taken is not None and path(lifted) is None:
+        lifted = None
+    examples, static_ones = _examples(lifted or inputs, dynamic)
+    example_weights = _example_weights(weights, kind)
+    with _one_at_a_time:
         before = set(_generated_modules())
+        function, run, guards = _compile(template, kind, spec, (*example_weights, *examples), backend, dynamic)
+        generated = [module for module in _generated_modules() if module not in before]
+    graph = CompiledGraph(
+        run,
+        guards,
+        tuple((i + len(weights), d) for i, d in static_ones),
+        _bytes_of(generated),
+        len(weights),
+        tuple(range(len(inputs))) if taken is None else taken.changed,
+        path if dynamic else None,
+    )
+    weakref.finalize(graph, _release, function.__globals__, generated).atexit = False
+    return graph
+
+
+def _call(template: torch.nn.Module, spec: call_spec.Spec, tensors: Sequence[torch.Tensor]) -> Any:
+    args, kwargs = call_spec.rebuild(spec, tensors)
+    return template(*args, **kwargs)
+
+
+def _compile(template, kind, spec, tensors, backend, dynamic):
+    """The function traced, the graph and its guards.
+
+    Taking 1 for a size like others is given up where it leaves a question open that must be answered.
+    """
+    compile_with = _ahead_of_time if _can_compile_ahead_of_time() else _just_in_time
+    for oblivious in (True, False) if dynamic else (False,):
+        function = _block_function(template, kind.weights, spec)
         try:
-            run, guards = compile_with(function, tensors, backend)
+            with _settings(dynamic, oblivious):
+                return function, *compile_with(function, tensors, backend)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise CompileFailed(one_line(error)) from error
-        generated = [module for module in _generated_modules() if module not in before]
-    graph = CompiledGraph(run, guards, tuple((i + offset, d) for i, d in static_ones), _bytes_of(generated))
-    weakref.finalize(graph, _release, function.__globals__, generated).atexit = False
-    return graph
+            if not oblivious or "data-dependent" not in str(error):
+                raise CompileFailed(one_line(error)) from error
 
 
 def _block_function(template: torch.nn.Module, names: tuple[str, ...], spec: call_spec.Spec) -> Callable:
     count = len(names)
 
     def block(*tensors):
+        # Inductor asks whether a slice to the end goes past the end, which nothing says of a size without bound.
+        for tensor in tensors[count:]:
+            for size in tensor.shape:
+                torch._check(size <= LARGEST_SIZE)
         args, kwargs = call_spec.rebuild(spec, tensors[count:])
         return torch.func.functional_call(template, dict(zip(names, tensors[:count])), args, kwargs)  # noqa: B905
 
@@ -100,6 +171,7 @@ def _block_function(template: torch.nn.Module, names: tuple[str, ...], spec: cal
     # not share, and leaves what it compiled in the function's globals, which must go when the graph goes.
     code = block.__code__.replace(co_name=f"block_{id(template)}")
     scope = {"__builtins__": __builtins__, "__name__": __name__, "torch": torch, "call_spec": call_spec}
+    scope["LARGEST_SIZE"] = LARGEST_SIZE
     return types.FunctionType(code, scope, "block", None, block.__closure__)
 
 
@@ -115,33 +187,32 @@ def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.
     return examples
 
 
-def _examples(inputs: Sequence[torch.Tensor], dynamic: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-    """Fresh tensors like the inputs, their dimensions marked; and the dimensions taken as 1.
+def _lifted(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The inputs with a batch of 2 where it is 1, so that it teaches the compiler nothing false; None elsewhere.
 
-    A batch of 1 teaches the compiler nothing false: where every input has a first dimension of 1,
-    that dimension is the batch, and the example gets 2.
+    The batch is the first dimension of the first input, and of each other input in which that is 1 too.
     """
-    batch_is_one = all(tensor.shape[0] == 1 for tensor in inputs if tensor.ndim)
+    first = next((tensor for tensor in inputs if tensor.ndim and tensor.numel()), None)
+    if first is None or first.shape[0] != 1:
+        return None
+    return [
+        call_spec.canonical(tensor, (2, *tensor.shape[1:])) if tensor.ndim and tensor.shape[0] == 1 else tensor
+        for tensor in inputs
+    ]
+
+
+def _examples(inputs: Sequence[torch.Tensor], dynamic: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """Fresh tensors like the inputs, their dimensions marked; and the dimensions taken as 1."""
     examples, ones = [], []
     for index, tensor in enumerate(inputs):
-        shape = list(tensor.shape)
-        strides = list(tensor.stride())
-        if dynamic and batch_is_one and shape:
-            shape[0] = 2
-            strides[0] = max(strides[0], _extent(shape[1:], strides[1:]))
-        example = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
-        for dimension, size in enumerate(shape):
+        example = call_spec.canonical(tensor)
+        for dimension, size in enumerate(tensor.shape):
             if size == 1:
                 ones.append((index, dimension))
-            elif dynamic:
+            elif dynamic and size:
                 torch._dynamo.maybe_mark_dynamic(example, dimension)
         examples.append(example)
     return examples, ones
-
-
-def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements of storage that a strided tensor spans."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 _one_at_a_time = threading.Lock()
@@ -175,12 +246,12 @@ def _release(scope: dict, modules: Sequence[types.ModuleType]) -> None:
 
 
 @contextmanager
-def _settings(dynamic: bool):
-    """torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others."""
+def _settings(dynamic: bool, oblivious: bool):
+    """torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others (oblivious)."""
     with ExitStack() as stack:
         if dynamic:
             config = torch.fx.experimental._config
-            wanted = {"use_duck_shape": False, "backed_size_oblivious": True}
+            wanted = {"use_duck_shape": False, "backed_size_oblivious": oblivious}
             stack.enter_context(config.patch({name: value for name, value in wanted.items() if hasattr(config, name)}))
         yield
 

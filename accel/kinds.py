@@ -45,6 +45,7 @@ _TORCH_STATE = {
 }
 _NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by Python code
 
 
 class Indescribable(TypeError):
@@ -96,8 +97,11 @@ def describe(block: torch.nn.Module) -> Description:
         Indescribable: with the path of what cannot be described.
     """
     digest = hashlib.sha256()
+    classes = _classes(block)
+    used = frozenset().union(*(_code_of(cls).names for cls in classes))
+    fingerprints = {cls: _class_fingerprint(cls) for cls in classes}
     for path, module in block.named_modules():
-        digest.update(repr((path, _class_fingerprint(type(module)), _attributes(module, path))).encode())
+        digest.update(repr((path, fingerprints[type(module)], _attributes(module, path, used))).encode())
     names, shapes = [], []
     for name, tensor in _named_weights(block):
         names.append(name)
@@ -162,19 +166,41 @@ def _named_weights(block: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     yield from block.named_buffers()
 
 
-def _attributes(module: torch.nn.Module, path: str) -> tuple:
+def _classes(block: torch.nn.Module) -> frozenset[type]:
+    """The classes of the block's modules and of the plain objects that these hold: all whose code it runs."""
+    found = set()
+    for module in block.modules():
+        found.add(type(module))
+        found.update(type(value) for value in vars(module).values() if _is_plain_object(value))
+    return frozenset(found)
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether it is of a class written in Python whose `__dict__` says all there is about the instance."""
+    cls = type(value)
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, (torch.nn.Module, torch.Tensor, type, enum.Enum))
+        and all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
+        and not any("__slots__" in vars(base) for base in cls.__mro__)
+        # no state in C: nothing but a dict and the list of weak references
+        and cls.__basicsize__ <= object.__basicsize__ + 2 * tuple.__itemsize__
+    )
+
+
+def _attributes(module: torch.nn.Module, path: str, used: frozenset[str] | None = None) -> tuple:
+    """The module's settings; of whole numbers those that the code reads, or all where that is not known."""
     for hooks in _HOOKS:
         if path and module.__dict__.get(hooks):
             raise Indescribable(f"{path} has {hooks.strip('_').replace('_', ' ')}")
     if path and "forward" in module.__dict__:
         raise Indescribable(f"{path} has a forward of its own")
-    used = _code_of(type(module)).names
     described = []
     for name, value in module.__dict__.items():
         if name in _TORCH_STATE or name.endswith("_hooks") or "_hooks_" in name:
             continue
-        if type(value) is int and name not in used:
-            continue  # a block's own number in its model, which its code never reads
+        if type(value) is int and used is not None and name not in used:
+            continue  # a block's own number in its model, which no code of the block reads
         try:
             described.append((name, _describe(value)))
         except Indescribable as reason:
@@ -202,6 +228,15 @@ def _describe(value: Any) -> Any:
         return _function_fingerprint(value)
     if isinstance(value, (types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return ("builtin", str(value))
+    if isinstance(value, torch.nn.Module) and next(_named_weights(value), None) is None:
+        # one that is held where torch does not look for modules
+        parts = (
+            (path, _class_fingerprint(type(part)), _attributes(part, path)) for path, part in value.named_modules()
+        )
+        return ("module", *parts)
+    if _is_plain_object(value):
+        state = sorted(vars(value).items())
+        return ("object", _class_fingerprint(type(value)), *((name, _describe(item)) for name, item in state))
     raise Indescribable(f"a {type(value).__module__}.{type(value).__qualname__}")
 
 
@@ -244,8 +279,8 @@ def _functions(cls: type) -> Iterator[types.FunctionType]:
 
 @dataclass(frozen=True)
 class _ClassCode:
-    """Digests of a class's functions, the attribute names and strings in them, and which module-level
-    functions they call, as (module's globals, name)."""
+    """Digests of a class's functions, the names and strings in them and in the module-level functions that
+    they call, and these, as (module's globals, name)."""
 
     digests: tuple[str, ...]
     names: frozenset[str]
@@ -256,15 +291,34 @@ class _ClassCode:
 @functools.lru_cache(maxsize=4096)
 def _code_of(cls: type) -> _ClassCode:
     digests, names, strings, called = [], set(), set(), {}
-    for function in _functions(cls):
-        digests.append(_code_digest(function.__code__))
+    own = list(_functions(cls))
+    waiting = list(own)
+    while waiting:
+        function = waiting.pop()
         for code in _nested(function.__code__):
             names.update(code.co_names)
             strings.update(item for item in code.co_consts if isinstance(item, str))
             for name in code.co_names:
-                if isinstance(function.__globals__.get(name), types.FunctionType):
-                    called[id(function.__globals__), name] = (function.__globals__, name)
+                callee = function.__globals__.get(name)
+                key = id(function.__globals__), name
+                if isinstance(callee, types.FunctionType) and key not in called:
+                    called[key] = (function.__globals__, name)
+                    if not callee.__module__.partition(".")[0] == "torch":
+                        waiting.extend(_written(callee))
+    digests = [_code_digest(function.__code__) for function in own]
     return _ClassCode(tuple(digests), frozenset(names), frozenset(strings), tuple(called.values()))
+
+
+def _written(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """A function and those that it closes over: what a decorator made, and what it was made from."""
+    yield function
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+        if isinstance(content, types.FunctionType) and content is not function:
+            yield from _written(content)
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -276,7 +330,7 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def strings_used(block: torch.nn.Module) -> frozenset[str]:
     """Every string constant in the code of the block's classes: the dict keys it may look at are among them."""
-    return frozenset().union(*(_code_of(type(module)).strings for module in block.modules()))
+    return frozenset().union(*(_code_of(cls).strings for cls in _classes(block)))
 
 
 def _class_fingerprint(cls: type) -> tuple:
@@ -285,8 +339,9 @@ def _class_fingerprint(cls: type) -> tuple:
     current = []
     for scope, name in code_of_class.called:
         function = scope.get(name)
-        code = getattr(function, "__code__", None)
-        current.append(
-            (name, getattr(function, "__module__", None), _code_digest(code) if code else repr(type(function)))
-        )
+        if isinstance(function, types.FunctionType):
+            parts = [(part.__module__, part.__qualname__, _code_digest(part.__code__)) for part in _written(function)]
+        else:
+            parts = [repr(type(function))]
+        current.append((name, *parts))
     return (cls.__module__, cls.__qualname__, code_of_class.digests, tuple(current))

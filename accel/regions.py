@@ -87,7 +87,10 @@ def _blocks(
     ):
         yield path, module
         return
-    in_list = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)) or (in_list and is_container)
+    # What stands beside a list of blocks inside a block (the attention beside a mixture of experts) is one too.
+    in_list = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)) or (
+        in_list and (is_container or _holds_blocks(module))
+    )
     for name, child in module.named_children():
         yield from _blocks(child, f"{path}.{name}" if path else name, in_list, classes)
 

@@ -1,8 +1,10 @@
 """A call as constants and tensors, and back."""
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
-from comfy_accel.accel.call_spec import UnsupportedArgument, flatten, rebuild
+from comfy_accel.accel.call_spec import UnsupportedArgument, dense, flatten, rebuild, share_memory
 
 
 def test_rebuild_is_the_inverse_of_flatten():
@@ -10,14 +12,65 @@ def test_rebuild_is_the_inverse_of_flatten():
     call = ((a, None, [b, 3, (c, "name")]), {"scale": 1.5, "flags": {"on": True, "x": a}})
     tensors = []
     spec = flatten(call, tensors)
-    assert [id(t) for t in tensors] == [id(a), id(b), id(c), id(a)]
+    assert [id(t) for t in tensors if t.ndim == 1] == [id(a), id(b), id(c)]
     (x, none, (y, three, (z, name))), kwargs = rebuild(spec, tensors)
     assert (x is a, none, y is b, three, z is c, name) == (True, None, True, 3, True, "name")
     assert kwargs["scale"] == 1.5 and kwargs["flags"]["on"] is True and kwargs["flags"]["x"] is a
 
 
 def test_spec_is_hashable_and_tells_constants_apart():
-    assert hash(flatten((1,), [])) and flatten((1,), []) != flatten((2,), [])
+    assert hash(flatten((1,), [])) and flatten((1,), []) != flatten((0,), [])
+    assert flatten((2.0,), []) != flatten((3.0,), [])
+
+
+def test_whole_numbers_from_two_on_are_sizes_and_not_part_of_the_spec():
+    tensors = []
+    spec = flatten({"frames": 5, "window": (7, None)}, tensors)
+    assert spec == flatten({"frames": 9, "window": (2, None)}, [])
+    assert rebuild(spec, tensors) == {"frames": 5, "window": (7, None)}
+    assert all(tensor.numel() == 0 for tensor in tensors)
+    for flag in (True, 1, 0, -1):
+        assert flatten(flag, tensors) == ("constant", flag) and len(tensors) == 2
+
+
+@dataclass
+class Modulation:
+    shift: torch.Tensor
+    scale: float = 1.0
+
+
+@dataclass
+class Derived:
+    shift: torch.Tensor
+    doubled: torch.Tensor = field(init=False)
+
+    def __post_init__(self):
+        self.doubled = self.shift * 2
+
+
+def test_dataclass_of_tensors_is_rebuilt():
+    tensors = []
+    spec = flatten((Modulation(torch.ones(2), 0.5),), tensors)
+    (again,) = rebuild(spec, tensors)
+    assert type(again) is Modulation and again.shift is tensors[0] and again.scale == 0.5
+
+
+def test_dataclass_with_more_than_its_fields_is_refused():
+    with pytest.raises(UnsupportedArgument, match="Derived"):
+        flatten((Derived(torch.ones(2)),), [])
+
+
+def test_dense_copies_only_what_is_neither_contiguous_nor_channels_last():
+    plain, image = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert dense(plain) is plain and dense(image) is image
+    assert dense(plain.transpose(1, 2)).is_contiguous()
+
+
+def test_memory_is_shared_by_overlapping_views_alone():
+    base = torch.zeros(4, 3)
+    assert share_memory([base, base[2:]], (0,))
+    assert not share_memory([base[:2], base[2:]], (0, 1))
+    assert not share_memory([base, base[2:]], ())
 
 
 def test_dicts_are_replaced_before_their_content_is_looked_at():

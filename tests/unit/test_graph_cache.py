@@ -10,8 +10,8 @@ from comfy_accel.accel.graph_cache import GraphCache
 
 
 def graph(nbytes=0, limit=None):
-    """A graph for calls of up to `limit` tensors."""
-    return CompiledGraph(len, lambda tensors: limit is None or len(tensors) <= limit, (), nbytes)
+    """A graph for calls of up to `limit` tensors, all of them weights."""
+    return CompiledGraph(len, lambda tensors: limit is None or len(tensors) <= limit, (), nbytes, weights=9)
 
 
 def find(cache, key, make=graph, tensors=()):

@@ -103,3 +103,53 @@ def test_slots_see_replaced_and_changed_weights():
     block.up.weight = nn.Parameter(torch.zeros_like(block.up.weight))
     names = describe(block).weights
     assert slots.read()[names.index("up.weight")] is block.up.weight
+
+
+class Processor:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, module, x):
+        return module.up(x) * self.scale * module.number
+
+
+class Processed(Block):
+    def __init__(self, processor, number=0):
+        super().__init__(number=number)
+        self.processor = processor
+
+    def forward(self, x):
+        return self.processor(self, x)
+
+
+def test_plain_object_counts_with_its_class_and_state():
+    assert digest(Processed(Processor(1.0))) == digest(Processed(Processor(1.0)))
+    assert digest(Processed(Processor(1.0))) != digest(Processed(Processor(2.0)))
+
+
+def test_number_that_only_another_class_of_the_block_reads_counts():
+    assert digest(Processed(Processor(1.0), number=1)) != digest(Processed(Processor(1.0), number=2))
+
+
+def test_object_with_weights_of_its_own_is_refused():
+    with pytest.raises(Indescribable, match="processor"):
+        describe(Processed(Processor(nn.Linear(2, 2))))
+
+
+def inner(x):
+    return x + 1
+
+
+def outer(x):
+    return inner(x)
+
+
+class CallsThroughAFunction(nn.Linear):
+    def forward(self, x):
+        return outer(super().forward(x))
+
+
+def test_function_replaced_two_calls_down_makes_another_kind(monkeypatch):
+    before = digest(CallsThroughAFunction(2, 2))
+    monkeypatch.setitem(outer.__globals__, "inner", lambda x: x + 2)
+    assert digest(CallsThroughAFunction(2, 2)) != before

@@ -79,3 +79,14 @@ def test_survey_during_a_substitution_sees_the_same_blocks():
 def test_model_without_repetition_has_no_blocks():
     assert survey(nn.Sequential(nn.Linear(2, 2), nn.ReLU())).regions == ()
     assert survey(torch.nn.Identity()).regions == ()
+
+
+def test_what_stands_beside_a_list_of_blocks_inside_a_block_is_a_block_too():
+    mixture = nn.Module()
+    mixture.attention = Block()
+    mixture.gate = nn.Linear(2, 2)
+    mixture.experts = nn.ModuleList(Block() for _ in range(2))
+    model = nn.Module()
+    model.layers = nn.ModuleList([mixture])
+    paths = [region.path for region in survey(model).regions]
+    assert paths == ["layers.0.attention", "layers.0.experts.0", "layers.0.experts.1"]

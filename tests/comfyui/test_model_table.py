@@ -1,0 +1,162 @@
+"""Every diffusion model class of core, made tiny: what of it is compiled, and that it stays right and compiled.
+
+Compiled calls equal eager ones at four sizes, and after the first nothing is compiled. The backend
+"eager" captures the same graphs as inductor does and runs them as they are.
+"""
+
+import uuid
+from dataclasses import dataclass
+
+import pytest
+import tiny_zoo_video  # noqa: F401  It adds to the zoo.
+import torch
+from comfy_accel.accel.block_runner import CompileSettings, fallbacks
+from comfy_accel.accel.graph_cache import GraphCache
+from comfy_accel.accel.hosts.comfyui.accelerate import block_layers
+from comfy_accel.accel.regions import survey
+from comfy_accel.accel.substitution import Order, substituted
+from tiny_zoo import ZOO, Noise, Size
+from torch._dynamo.utils import counters
+
+LATER = [
+    Size(height=10, width=15, frames=2, batch=4, tokens=40),
+    Size(height=12, width=22, frames=5, batch=3, tokens=31),
+    Size(height=20, width=18, frames=4, batch=1, tokens=24),
+]
+"""After a square first image: other sizes, odd ones, and a batch of 1 after larger ones."""
+
+TOLERANCE = 1e-5  # of the largest value: a copy made contiguous is summed in another order
+
+cache = GraphCache()
+"""One for the file, as in a process: models of one architecture share its graphs."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is found in a model.
+
+    first_batch: 2 where the model also has inputs of one row whatever the batch (positions, masks),
+        which nobody can tell from the batch while that is 1: such a model compiles once more.
+    eager: what stays eager, and why.
+    """
+
+    model: str
+    blocks: int
+    kinds: int
+    first_batch: int = 1
+    eager: str = ""
+
+
+TABLE = [
+    Row("SD1.5", 18, 5),
+    Row("SD1.5 inpaint", 18, 5),
+    Row("SD2", 18, 5),
+    Row("SDXL", 29, 4),
+    Row("SDXL refiner", 28, 4),
+    Row("Stable Cascade C", 18, 3),
+    Row("Stable Cascade B", 26, 5),
+    Row("Flux", 4, 2),
+    Row("Flux Kontext", 4, 2),
+    Row("Flux 2", 4, 2),
+    Row("Chroma", 6, 3),
+    Row("Chroma Radiance", 8, 4),
+    Row("SD3", 3, 2),
+    Row("SD3.5 medium", 3, 2),
+    Row("AuraFlow", 4, 2),
+    Row("PixArt Alpha", 2, 1),
+    Row("PixArt Sigma", 2, 1),
+    Row("HunyuanDiT", 6, 2),
+    Row("HiDream", 26, 3),
+    Row("Lumina2", 6, 2),
+    Row("Z-Image", 6, 2),
+    Row("OmniGen2", 5, 2),
+    Row("OmniGen2 edit", 5, 2),
+    Row("Qwen-Image", 2, 1),
+    Row("SVD", 16, 6),
+    Row("Wan t2v", 2, 1, first_batch=2),
+    Row("Wan i2v", 2, 1, first_batch=2),
+    Row("Wan VACE", 4, 3, first_batch=2),
+    Row("Wan camera", 2, 1, first_batch=2),
+    Row("Wan HuMo", 2, 1, first_batch=2),
+    Row("Wan S2V", 6, 3, first_batch=2),
+    Row("Wan animate", 13, 7, first_batch=2),
+    Row("HunyuanVideo", 6, 3, first_batch=2),
+    Row("HunyuanVideo i2v", 6, 3),
+    Row("HunyuanVideo 1.5", 6, 3),
+    Row("HunyuanImage 2.1", 6, 3),
+    Row("LTXV", 2, 1),
+    Row("Mochi", 3, 2),
+    Row("Cosmos", 7, 4, first_batch=2),
+    Row("Cosmos predict2", 2, 1, first_batch=2),
+    Row("Stable Audio", 2, 1),
+    Row("ACE-Step", 8, 2, first_batch=2),
+    Row("Hunyuan3D 2", 4, 2),
+    Row(
+        "Hunyuan3D 2.1",
+        25,
+        4,
+        eager="blocks with a mixture of experts, but for the experts: tokens are sorted by value",
+    ),
+]
+
+
+def options(size: Size, step: int) -> dict:
+    """Core's per-call dict at one step; no two are equal."""
+    sigmas = torch.linspace(1, 0, 6)
+    return {
+        "sigmas": sigmas[step : step + 1].repeat(size.batch),
+        "sample_sigmas": sigmas,
+        "cond_or_uncond": [0, 1][: size.batch],
+        "uuids": [uuid.uuid4()],
+        "patches": {},
+        "patches_replace": {},
+        "wrappers": {},
+        "callbacks": {},
+    }
+
+
+def call(model: torch.nn.Module, name: str, size: Size, step: int) -> torch.Tensor:
+    latent, given = ZOO[name].inputs(size, Noise(step))
+    timestep = torch.full((latent.shape[0],), 0.7 - 0.1 * step)
+    with torch.inference_mode():
+        return model(
+            latent,
+            timestep,
+            context=given.pop("context", None),
+            control=None,
+            transformer_options=options(size, step),
+            **given,
+        )
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.model)
+def test_model(row):
+    counters.clear()
+    fallbacks.clear()
+    torch._dynamo.reset()
+    sizes = [Size(batch=row.first_batch), *LATER]
+    model = ZOO[row.model].build()
+    expected = [call(model, row.model, size, step) for step, size in enumerate(sizes)]
+    assert all(out.isfinite().all() for out in expected)
+    found = survey(model)
+    assert (len(found.regions), len(found.kinds)) == (row.blocks, row.kinds), found.left_eager
+    layers = block_layers(model, CompileSettings(backend="eager"), cache)
+    hits = cache.statistics()["hits"]
+    compiled = []
+    with substituted(layers, Order.COMPILED):
+        for step, size in enumerate(sizes):
+            out = call(model, row.model, size, step)
+            compiled.append(graphs())
+            assert (out - expected[step]).abs().max() <= TOLERANCE * expected[step].abs().max(), size
+    assert len(set(compiled)) == 1, compiled
+    assert not counters["graph_break"]
+    assert fallbacks.rows() == []
+    assert cache.statistics()["hits"] > hits
+
+
+def test_every_specimen_has_a_row():
+    assert [row.model for row in TABLE] == list(ZOO)

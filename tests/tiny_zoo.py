@@ -1,0 +1,362 @@
+"""Tiny instances of every diffusion model class of ComfyUI's core, and realistic calls of them: pictures.
+
+`ZOO` maps a name to a `Specimen`. Imported by tests that have put a ComfyUI tree on the path;
+`tiny_zoo_video` holds those of video, sound and 3D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import comfy.ops
+import tiny_models
+import torch
+
+
+@dataclass(frozen=True)
+class Size:
+    """What varies from one image to the next; height and width of the latent, tokens of the prompt."""
+
+    height: int = 16
+    width: int = 16
+    frames: int = 3
+    batch: int = 1
+    tokens: int = 24
+
+
+class Noise:
+    """Random tensors of a given shape, one after the other, the same in every run."""
+
+    def __init__(self, seed: int):
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator)
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """A model class made small.
+
+    build: the diffusion model with random weights. inputs: from a size to its latent and what else
+        the model's forward takes, as `BaseModel.apply_model` would give it.
+    """
+
+    build: Callable[[], torch.nn.Module]
+    inputs: Callable[[Size, Noise], tuple[torch.Tensor, dict[str, Any]]]
+
+
+ZOO: dict[str, Specimen] = {}
+
+
+def built(cls: type, **config: Any) -> Callable[[], torch.nn.Module]:
+    def build() -> torch.nn.Module:
+        model = cls(**config, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init).eval()
+        tiny_models.randomize(model)
+        return model.requires_grad_(False)
+
+    return build
+
+
+def image(channels: int, context: int, **others: Callable[[Size, Noise], Any]):
+    """Inputs of an image model: a latent of [B, channels, H, W] and a context of [B, tokens, context]."""
+
+    def inputs(size: Size, noise: Noise):
+        given = {"context": noise(size.batch, size.tokens, context)} if context else {}
+        given.update({name: make(size, noise) for name, make in others.items()})
+        return noise(size.batch, channels, size.height, size.width), given
+
+    return inputs
+
+
+def vector(width: int):
+    """One vector an image: [B, width]."""
+    return lambda size, noise: noise(size.batch, width)
+
+
+def filled(value: float, *shape: int):
+    """[B, *shape], all of one value."""
+    return lambda size, noise: torch.full((size.batch, *shape), value)
+
+
+def unet(**changes: Any) -> Callable[[], torch.nn.Module]:
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+    config = tiny_models.unet_config(**changes)
+    return built(UNetModel, **config)
+
+
+def _unets() -> None:
+    ZOO["SD1.5"] = Specimen(unet(), image(4, 768))
+    ZOO["SD1.5 inpaint"] = Specimen(unet(in_channels=9), image(9, 768))
+    linear = {"use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 16}
+    ZOO["SD2"] = Specimen(unet(context_dim=1024, **linear), image(4, 1024))
+    sdxl = dict(
+        transformer_depth=[0, 2, 3],
+        transformer_depth_output=[0, 0, 2, 2, 3, 3],
+        transformer_depth_middle=3,
+        num_classes="sequential",
+        **linear,
+    )
+    ZOO["SDXL"] = Specimen(
+        unet(context_dim=2048, adm_in_channels=2816, **sdxl),
+        image(4, 2048, y=vector(2816)),
+    )
+    ZOO["SDXL refiner"] = Specimen(
+        unet(context_dim=1280, adm_in_channels=2560, **(sdxl | {"transformer_depth_middle": 2})),
+        image(4, 1280, y=vector(2560)),
+    )
+
+
+def _cascade() -> None:
+    from comfy.ldm.cascade.stage_b import StageB
+    from comfy.ldm.cascade.stage_c import StageC
+
+    ZOO["Stable Cascade C"] = Specimen(
+        built(StageC, c_hidden=[64, 64], c_cond=64, nhead=[2, 2], blocks=[[1, 2], [2, 1]], stable_cascade_stage="c"),
+        image(
+            16,
+            0,
+            clip_text=lambda size, noise: noise(size.batch, size.tokens, 1280),
+            clip_text_pooled=lambda size, noise: noise(size.batch, 1, 1280),
+            clip_img=filled(0.0, 1, 768),
+            sca=filled(0.0),
+            crp=filled(0.0),
+        ),
+    )
+    ZOO["Stable Cascade B"] = Specimen(
+        built(
+            StageB,
+            c_hidden=[32, 64, 64, 64],
+            c_cond=64,
+            nhead=[-1, -1, 2, 2],
+            blocks=[[1, 1, 2, 1], [1, 2, 1, 1]],
+            block_repeat=[[1, 1, 1, 1], [2, 2, 2, 2]],
+            stable_cascade_stage="b",
+        ),
+        lambda size, noise: (
+            noise(size.batch, 4, size.height * 4, size.width * 4),
+            {
+                "clip": noise(size.batch, 1, 1280),
+                "effnet": noise(size.batch, 16, size.height, size.width),
+                "sca": torch.zeros(size.batch),
+            },
+        ),
+    )
+
+
+FLUX = dict(
+    in_channels=16,
+    out_channels=16,
+    vec_in_dim=32,
+    context_in_dim=48,
+    hidden_size=64,
+    mlp_ratio=4.0,
+    num_heads=2,
+    depth=2,
+    depth_single_blocks=2,
+    axes_dim=[8, 12, 12],
+    theta=10000,
+    patch_size=2,
+    qkv_bias=True,
+    guidance_embed=True,
+)
+CHROMA = {name: value for name, value in FLUX.items() if name not in ("vec_in_dim", "guidance_embed")}
+CHROMA |= dict(in_channels=64, out_channels=64, in_dim=64, out_dim=64, hidden_dim=96, n_layers=2)
+
+
+def _flux() -> None:
+    from comfy.ldm.chroma.model import Chroma
+    from comfy.ldm.chroma_radiance.model import ChromaRadiance
+    from comfy.ldm.flux.model import Flux
+
+    flux = image(16, 48, y=vector(32), guidance=filled(3.5))
+    ZOO["Flux"] = Specimen(built(Flux, **FLUX), flux)
+    ZOO["Flux Kontext"] = Specimen(
+        built(Flux, **FLUX),
+        image(
+            16, 48, y=vector(32), guidance=filled(3.5), ref_latents=lambda size, noise: [noise(size.batch, 16, 9, 6)]
+        ),
+    )
+    ZOO["Flux 2"] = Specimen(
+        built(
+            Flux,
+            **FLUX
+            | dict(
+                in_channels=128,
+                out_channels=128,
+                vec_in_dim=None,
+                axes_dim=[8, 8, 8, 8],
+                patch_size=1,
+                qkv_bias=False,
+                ops_bias=False,
+                global_modulation=True,
+                mlp_silu_act=True,
+                mlp_ratio=3.0,
+                default_ref_method="index",
+            ),
+        ),
+        image(128, 48, guidance=filled(3.5)),
+    )
+    ZOO["Chroma"] = Specimen(built(Chroma, **CHROMA), image(16, 48, guidance=filled(0.0)))
+    ZOO["Chroma Radiance"] = Specimen(
+        built(
+            ChromaRadiance,
+            **CHROMA
+            | dict(
+                in_channels=3,
+                out_channels=3,
+                patch_size=8,
+                nerf_hidden_size=16,
+                nerf_mlp_ratio=4,
+                nerf_depth=2,
+                nerf_max_freqs=8,
+                nerf_tile_size=512,
+                nerf_final_head_type="conv",
+                nerf_embedder_dtype=torch.float32,
+            ),
+        ),
+        lambda size, noise: (
+            noise(size.batch, 3, size.height * 8, size.width * 8),
+            {"context": noise(size.batch, size.tokens, 48), "guidance": torch.zeros(size.batch)},
+        ),
+    )
+
+
+def _transformers() -> None:
+    from comfy.ldm.aura.mmdit import MMDiT as AuraFlow
+    from comfy.ldm.hidream.model import HiDreamImageTransformer2DModel
+    from comfy.ldm.hydit.models import HunYuanDiT
+    from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
+    from comfy.ldm.pixart.pixartms import PixArtMS
+
+    sd3 = dict(
+        input_size=None,
+        in_channels=16,
+        depth=2,
+        num_blocks=3,
+        adm_in_channels=32,
+        context_embedder_config={"target": "torch.nn.Linear", "params": {"in_features": 48, "out_features": 128}},
+        num_patches=24 * 24,
+        pos_embed_max_size=24,
+    )
+    ZOO["SD3"] = Specimen(built(OpenAISignatureMMDITWrapper, **sd3), image(16, 48, y=vector(32)))
+    ZOO["SD3.5 medium"] = Specimen(
+        built(OpenAISignatureMMDITWrapper, **sd3, qk_norm="rms", x_block_self_attn_layers=[0, 1]),
+        image(16, 48, y=vector(32)),
+    )
+    ZOO["AuraFlow"] = Specimen(
+        built(AuraFlow, dim=64, n_layers=4, n_double_layers=2, n_heads=2, global_conddim=64, cond_seq_dim=48),
+        image(4, 48),
+    )
+    pixart = dict(hidden_size=96, depth=2, num_heads=4, caption_channels=48, model_max_length=300, input_size=64)
+    sizes = dict(c_size=filled(512.0, 2), c_ar=filled(1.0, 1))
+
+    def large(inputs):
+        """Below a quarter of its first size this family divides by zero, and it takes whole patches only."""
+        return lambda size, noise: inputs(replace(size, height=size.height * 4, width=size.width * 4), noise)
+
+    ZOO["PixArt Alpha"] = Specimen(built(PixArtMS, **pixart, pe_interpolation=1), large(image(4, 48, **sizes)))
+    ZOO["PixArt Sigma"] = Specimen(
+        built(PixArtMS, **pixart, pe_interpolation=1, micro_condition=False), large(image(4, 48))
+    )
+    ZOO["HunyuanDiT"] = Specimen(
+        built(
+            HunYuanDiT,
+            hidden_size=64,
+            depth=6,
+            num_heads=2,
+            text_states_dim=48,
+            text_states_dim_t5=64,
+            size_cond=True,
+            use_style_cond=True,
+        ),
+        # its text lengths are fixed: 77 for one encoder, 256 for the other
+        lambda size, noise: (
+            noise(size.batch, 4, size.height, size.width),
+            {
+                "context": noise(size.batch, 77, 48),
+                "text_embedding_mask": torch.ones(size.batch, 77),
+                "encoder_hidden_states_t5": noise(size.batch, 256, 64),
+                "text_embedding_mask_t5": torch.ones(size.batch, 256),
+                "image_meta_size": torch.full((size.batch, 6), 512.0),
+            },
+        ),
+    )
+    ZOO["HiDream"] = Specimen(
+        built(
+            HiDreamImageTransformer2DModel,
+            patch_size=2,
+            in_channels=16,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=32,
+            num_attention_heads=2,
+            caption_channels=[48, 56],
+            text_emb_dim=32,
+            axes_dims_rope=[16, 8, 8],
+            llama_layers=[0, 1, 1, 1],
+        ),
+        image(
+            16,
+            48,
+            y=vector(32),
+            encoder_hidden_states_llama3=lambda size, noise: noise(size.batch, 2, size.tokens + 3, 56),
+        ),
+    )
+
+
+def _more_transformers() -> None:
+    from comfy.ldm.lumina.model import NextDiT
+    from comfy.ldm.omnigen.omnigen2 import OmniGen2Transformer2DModel
+    from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+
+    tokens = dict(num_tokens=lambda size, noise: size.tokens)
+    lumina = dict(in_channels=16, dim=96, n_layers=2, n_heads=3, qk_norm=True, cap_feat_dim=48, axes_dims=[8, 12, 12])
+    ZOO["Lumina2"] = Specimen(built(NextDiT, **lumina, n_kv_heads=1), image(16, 48, **tokens))
+    ZOO["Z-Image"] = Specimen(
+        built(
+            NextDiT,
+            **lumina | dict(dim=288, axes_dims=[32, 32, 32]),
+            z_image_modulation=True,
+            time_scale=1000.0,
+            pad_tokens_multiple=32,
+        ),
+        image(16, 48, **tokens),
+    )
+    omnigen = built(
+        OmniGen2Transformer2DModel,
+        hidden_size=96,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=3,
+        num_kv_heads=1,
+        axes_dim_rope=(8, 12, 12),
+        text_feat_dim=48,
+    )
+    ZOO["OmniGen2"] = Specimen(omnigen, image(16, 48, **tokens))
+    ZOO["OmniGen2 edit"] = Specimen(
+        omnigen, image(16, 48, **tokens, ref_latents=lambda size, noise: [noise(size.batch, 16, size.width, 10)])
+    )
+    qwen = built(
+        QwenImageTransformer2DModel,
+        num_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=48,
+        axes_dims_rope=(8, 12, 12),
+    )
+
+    def picture(size: Size, noise: Noise):
+        return noise(size.batch, 16, 1, size.height, size.width), {"context": noise(size.batch, size.tokens, 48)}
+
+    ZOO["Qwen-Image"] = Specimen(qwen, picture)
+
+
+_unets()
+_cascade()
+_flux()
+_transformers()
+_more_transformers()

@@ -1,0 +1,310 @@
+"""Tiny instances of ComfyUI's diffusion model classes for video, sound and 3D; see `tiny_zoo`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tiny_zoo import ZOO, Noise, Size, Specimen, built, filled, unet, vector
+
+
+def video(channels: int, context: int, **others: Callable[[Size, Noise], Any]):
+    """Inputs of a video model: a latent of [B, channels, F, H, W] and a context of [B, tokens, context]."""
+
+    def inputs(size: Size, noise: Noise):
+        given = {"context": noise(size.batch, size.tokens, context)}
+        given.update({name: make(size, noise) for name, make in others.items()})
+        return noise(size.batch, channels, size.frames, size.height, size.width), given
+
+    return inputs
+
+
+def whole(size: Size) -> tuple[int, int]:
+    """Height and width rounded up to patches of two, as core pads the latent itself."""
+    return (size.height + 1) // 2 * 2, (size.width + 1) // 2 * 2
+
+
+def _svd() -> None:
+    config = dict(
+        in_channels=8,
+        channel_mult=[1, 2],
+        num_res_blocks=[1, 1],
+        transformer_depth=[1, 0],
+        transformer_depth_output=[1, 1, 0, 0],
+        transformer_depth_middle=1,
+        context_dim=1024,
+        num_heads=-1,
+        num_head_channels=16,
+        use_linear_in_transformer=True,
+        num_classes="sequential",
+        adm_in_channels=768,
+        extra_ff_mix_layer=True,
+        use_spatial_context=True,
+        merge_strategy="learned_with_images",
+        merge_factor=0.0,
+        video_kernel_size=[3, 1, 1],
+        use_temporal_resblock=True,
+        use_temporal_attention=True,
+        disable_temporal_crossattention=False,
+    )
+
+    def inputs(size: Size, noise: Noise):
+        frames = size.batch * size.frames
+        return noise(frames, 8, size.height, size.width), {
+            "context": noise(frames, 1, 1024),
+            "y": noise(frames, 768),
+            "num_video_frames": size.frames,
+            "image_only_indicator": torch.zeros(1),
+        }
+
+    ZOO["SVD"] = Specimen(unet(**config), inputs)
+
+
+def _wan() -> None:
+    from comfy.ldm.wan.model import CameraWanModel, HumoWanModel, VaceWanModel, WanModel, WanModel_S2V
+    from comfy.ldm.wan.model_animate import AnimateWanModel
+
+    wan = dict(dim=96, ffn_dim=160, freq_dim=32, text_dim=48, num_heads=4, num_layers=2, in_dim=16)
+    picture = dict(clip_fea=lambda size, noise: noise(size.batch, 257, 1280))
+    ZOO["Wan t2v"] = Specimen(built(WanModel, **wan), video(16, 48))
+    ZOO["Wan i2v"] = Specimen(built(WanModel, **wan | {"in_dim": 36}, model_type="i2v"), video(36, 48, **picture))
+    ZOO["Wan VACE"] = Specimen(
+        built(VaceWanModel, **wan, vace_layers=2, vace_in_dim=96),
+        video(
+            16,
+            48,
+            vace_context=lambda size, noise: noise(size.batch, 1, 96, size.frames, *whole(size)),
+            vace_strength=lambda size, noise: [0.8],
+        ),
+    )
+    ZOO["Wan camera"] = Specimen(
+        built(CameraWanModel, **wan | {"in_dim": 32}),
+        video(
+            32,
+            48,
+            **picture,
+            camera_conditions=lambda size, noise: noise(
+                size.batch, 24, size.frames, *(side * 8 for side in whole(size))
+            ),
+        ),
+    )
+    ZOO["Wan HuMo"] = Specimen(
+        built(HumoWanModel, **wan),
+        video(16, 48, audio_embed=lambda size, noise: noise(size.batch, size.frames, 8, 5, 1280)),
+    )
+    ZOO["Wan S2V"] = Specimen(
+        built(WanModel_S2V, **wan, audio_dim=64, audio_inject_layers=[0, 1]),
+        video(
+            16,
+            48,
+            audio_embed=lambda size, noise: noise(size.batch, 25, 64, size.frames * 4),
+            reference_latent=lambda size, noise: noise(size.batch, 16, 1, *whole(size)),
+        ),
+    )
+    ZOO["Wan animate"] = Specimen(
+        built(AnimateWanModel, **wan | {"in_dim": 36, "num_layers": 5}),
+        video(
+            36,
+            48,
+            **picture,
+            pose_latents=lambda size, noise: noise(size.batch, 16, size.frames - 1, *whole(size)),
+        ),
+    )
+
+
+def _hunyuan() -> None:
+    from comfy.ldm.hunyuan_video.model import HunyuanVideo
+
+    config = dict(
+        in_channels=16,
+        out_channels=16,
+        vec_in_dim=32,
+        context_in_dim=48,
+        hidden_size=64,
+        mlp_ratio=4.0,
+        num_heads=2,
+        depth=2,
+        depth_single_blocks=2,
+        axes_dim=[8, 12, 12],
+        theta=256,
+        patch_size=[1, 2, 2],
+        qkv_bias=True,
+        guidance_embed=True,
+        byt5=False,
+        meanflow=False,
+        use_cond_type_embedding=False,
+        vision_in_dim=None,
+    )
+
+    def even(channels: int, **others: Callable[[Size, Noise], Any]):
+        """Core rounds the latents of this family to whole patches."""
+        inputs = video(channels, 48, guidance=filled(6.0), **others)
+        return lambda size, noise: inputs(replace(size, height=size.height // 2 * 2, width=size.width // 2 * 2), noise)
+
+    masked = dict(attention_mask=lambda size, noise: torch.ones(1, size.tokens, dtype=torch.long))
+    ZOO["HunyuanVideo"] = Specimen(built(HunyuanVideo, **config), even(16, y=vector(32), **masked))
+    first_frame = even(33, y=vector(32), guiding_frame_index=filled(0.0))
+    ZOO["HunyuanVideo i2v"] = Specimen(
+        built(HunyuanVideo, **config | {"in_channels": 33, "guidance_embed": False}),
+        lambda size, noise: first_frame(replace(size, batch=1), noise),  # core's own arithmetic fails at others
+    )
+    ZOO["HunyuanVideo 1.5"] = Specimen(
+        built(
+            HunyuanVideo,
+            **config
+            | dict(vec_in_dim=None, byt5=True, use_cond_type_embedding=True, vision_in_dim=40, patch_size=[1, 1, 1]),
+        ),
+        even(
+            16,
+            txt_byt5=lambda size, noise: noise(size.batch, 7, 1472),
+            clip_fea=lambda size, noise: noise(size.batch, 9, 40),
+        ),
+    )
+    ZOO["HunyuanImage 2.1"] = Specimen(
+        built(HunyuanVideo, **config | dict(vec_in_dim=None, axes_dim=[16, 16], patch_size=[1, 1], meanflow=True)),
+        lambda size, noise: (
+            noise(size.batch, 16, size.height, size.width),
+            {"context": noise(size.batch, size.tokens, 48), "guidance": torch.full((size.batch,), 6.0)},
+        ),
+    )
+
+
+def _video() -> None:
+    from comfy.ldm.cosmos.model import GeneralDIT
+    from comfy.ldm.cosmos.predict2 import MiniTrainDIT
+    from comfy.ldm.genmo.joint_model.asymm_models_joint import AsymmDiTJoint
+    from comfy.ldm.lightricks.model import LTXVModel
+
+    ZOO["LTXV"] = Specimen(
+        built(
+            LTXVModel,
+            in_channels=16,
+            cross_attention_dim=64,
+            attention_head_dim=16,
+            num_attention_heads=4,
+            caption_channels=48,
+            num_layers=2,
+        ),
+        video(16, 48, attention_mask=lambda size, noise: None, frame_rate=lambda size, noise: 25),
+    )
+    ZOO["Mochi"] = Specimen(
+        built(
+            AsymmDiTJoint,
+            depth=3,
+            num_heads=2,
+            hidden_size_x=48,
+            hidden_size_y=32,
+            mlp_ratio_x=256.0,
+            learn_sigma=False,
+            in_channels=12,
+            qk_norm=True,
+            qkv_bias=False,
+            timestep_scale=1000.0,
+            use_t5=True,
+            t5_feat_dim=64,
+        ),
+        lambda size, noise: (
+            noise(size.batch, 12, size.frames, size.height // 2 * 2, size.width // 2 * 2),
+            {
+                "context": noise(size.batch, 40, 64),
+                "attention_mask": torch.ones(size.batch, 40),
+                "num_tokens": size.tokens,
+            },
+        ),
+    )
+    cosmos = dict(
+        max_img_h=48,
+        max_img_w=48,
+        max_frames=16,
+        in_channels=16,
+        out_channels=16,
+        patch_spatial=2,
+        patch_temporal=1,
+        model_channels=96,
+        num_blocks=2,
+        num_heads=4,
+        crossattn_emb_channels=48,
+        pos_emb_cls="rope3d",
+        use_adaln_lora=True,
+        adaln_lora_dim=16,
+        extra_per_block_abs_pos_emb=True,
+    )
+
+    def even(size: Size, noise: Noise):
+        latent = noise(size.batch, 16, size.frames, size.height // 2 * 2, size.width // 2 * 2)
+        return latent, {"context": noise(size.batch, size.tokens, 48), "fps": None}
+
+    ZOO["Cosmos"] = Specimen(
+        built(
+            GeneralDIT,
+            **cosmos,
+            block_x_format="THWBD",
+            affline_emb_norm=True,
+            extra_per_block_abs_pos_emb_type="learnable",
+        ),
+        even,
+    )
+    ZOO["Cosmos predict2"] = Specimen(
+        built(MiniTrainDIT, **cosmos | dict(extra_per_block_abs_pos_emb=False), rope_enable_fps_modulation=False), even
+    )
+
+
+def _sound_and_3d() -> None:
+    from comfy.ldm.ace.model import ACEStepTransformer2DModel
+    from comfy.ldm.audio.dit import AudioDiffusionTransformer
+    from comfy.ldm.hunyuan3d.model import Hunyuan3Dv2
+    from comfy.ldm.hunyuan3dv2_1.hunyuandit import HunYuanDiTPlain
+
+    ZOO["Stable Audio"] = Specimen(
+        built(AudioDiffusionTransformer, embed_dim=64, cond_token_dim=64, global_cond_dim=56, depth=2, num_heads=2),
+        lambda size, noise: (
+            noise(size.batch, 64, size.height * size.width // 2),
+            {"context": noise(size.batch, size.tokens, 64), "global_embed": noise(size.batch, 56)},
+        ),
+    )
+    ZOO["ACE-Step"] = Specimen(
+        built(
+            ACEStepTransformer2DModel,
+            num_layers=2,
+            attention_head_dim=32,
+            num_attention_heads=2,
+            mlp_ratio=2.5,
+            lyric_encoder_vocab_size=50,
+            lyric_hidden_size=1024,
+            max_width=4096,
+        ),
+        lambda size, noise: (
+            noise(size.batch, 8, 16, size.width * 4),
+            {
+                "context": noise(size.batch, size.tokens, 768),
+                "lyric_token_idx": torch.arange(size.tokens // 2).repeat(size.batch, 1),
+                "speaker_embeds": torch.zeros(size.batch, 512),
+                "lyrics_strength": 1.0,
+            },
+        ),
+    )
+    shapes = dict(in_channels=64, hidden_size=64, num_heads=4)
+    ZOO["Hunyuan3D 2"] = Specimen(
+        built(Hunyuan3Dv2, **shapes, context_in_dim=48, depth=2, depth_single_blocks=2, guidance_embed=True),
+        lambda size, noise: (
+            noise(size.batch, 64, size.height * 8),
+            {"context": noise(size.batch, size.tokens, 48), "guidance": torch.full((size.batch,), 5.0)},
+        ),
+    )
+    ZOO["Hunyuan3D 2.1"] = Specimen(
+        built(HunYuanDiTPlain, **shapes, context_dim=48, depth=5, num_moe_layers=2, guidance_cond_proj_dim=None),
+        # cond and uncond are always joined
+        lambda size, noise: (
+            noise(size.batch * 2, 64, size.height * 8),
+            {"context": noise(size.batch * 2, size.tokens, 48), "guidance": torch.full((size.batch * 2,), 5.0)},
+        ),
+    )
+
+
+_svd()
+_wan()
+_hunyuan()
+_video()
+_sound_and_3d()
