@@ -13,13 +13,13 @@ import functools
 import hashlib
 import inspect
 import types
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .code_digest import class_fingerprint, code_digest, code_of
 from .graph_key import tensor_spec
 
 PLAIN = (
@@ -43,8 +43,8 @@ _TORCH_STATE = {
     "_is_full_backward_hook",
     "forward",
 }
-_NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_NOTHING = object()
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by Python code
 
 
@@ -98,8 +98,8 @@ def describe(block: torch.nn.Module) -> Description:
     """
     digest = hashlib.sha256()
     classes = _classes(block)
-    used = frozenset().union(*(_code_of(cls).names for cls in classes))
-    fingerprints = {cls: _class_fingerprint(cls) for cls in classes}
+    used = frozenset().union(*(code_of(cls).names for cls in classes))
+    fingerprints = {cls: class_fingerprint(cls) for cls in classes}
     for path, module in block.named_modules():
         digest.update(repr((path, fingerprints[type(module)], _attributes(module, path, used))).encode())
     names, shapes = [], []
@@ -202,10 +202,21 @@ def _attributes(module: torch.nn.Module, path: str, used: frozenset[str] | None 
         if type(value) is int and used is not None and name not in used:
             continue  # a block's own number in its model, which no code of the block reads
         try:
-            described.append((name, _describe(value)))
+            description = _describe(value)
+            if repr(description) != repr(_class_value(type(module), name)):
+                described.append((name, description))
         except Indescribable as reason:
             raise Indescribable(f"{path + '.' if path else ''}{name} holds {reason}") from None
     return tuple(sorted(described))
+
+
+def _class_value(cls: type, name: str) -> Any:
+    """What the class itself holds under the name: an instance that holds the same is as if it held nothing."""
+    value = inspect.getattr_static(cls, name, _NOTHING)
+    try:
+        return _NOTHING if value is _NOTHING else _describe(value)
+    except Indescribable:
+        return _NOTHING
 
 
 def _describe(value: Any) -> Any:
@@ -230,13 +241,11 @@ def _describe(value: Any) -> Any:
         return ("builtin", str(value))
     if isinstance(value, torch.nn.Module) and next(_named_weights(value), None) is None:
         # one that is held where torch does not look for modules
-        parts = (
-            (path, _class_fingerprint(type(part)), _attributes(part, path)) for path, part in value.named_modules()
-        )
+        parts = ((path, class_fingerprint(type(part)), _attributes(part, path)) for path, part in value.named_modules())
         return ("module", *parts)
     if _is_plain_object(value):
         state = sorted(vars(value).items())
-        return ("object", _class_fingerprint(type(value)), *((name, _describe(item)) for name, item in state))
+        return ("object", class_fingerprint(type(value)), *((name, _describe(item)) for name, item in state))
     raise Indescribable(f"a {type(value).__module__}.{type(value).__qualname__}")
 
 
@@ -247,101 +256,9 @@ def _function_fingerprint(function: Any) -> tuple:
         cells = tuple(_describe(cell.cell_contents) for cell in function.__closure__)
     else:
         cells = ()
-    return ("function", function.__module__, function.__qualname__, _code_digest(function.__code__), cells)
-
-
-_digests: weakref.WeakKeyDictionary[types.CodeType, str] = weakref.WeakKeyDictionary()
-
-
-def _code_digest(code: types.CodeType) -> str:
-    known = _digests.get(code)
-    if known is None:
-        constants = tuple(
-            _code_digest(item) if isinstance(item, types.CodeType) else repr(item)
-            for item in code.co_consts
-            if not isinstance(item, frozenset)
-        )
-        known = hashlib.sha256(repr((code.co_code, code.co_names, constants)).encode()).hexdigest()[:16]
-        _digests[code] = known
-    return known
-
-
-def _functions(cls: type) -> Iterator[types.FunctionType]:
-    """The functions that a call of an instance may run: all but those of construction and printing."""
-    for base in cls.__mro__:
-        if base is torch.nn.Module or base is object:
-            continue
-        for name, value in vars(base).items():
-            function = inspect.unwrap(value) if callable(value) else getattr(value, "__func__", None)
-            if isinstance(function, types.FunctionType) and name not in _NOT_RUN:
-                yield function
-
-
-@dataclass(frozen=True)
-class _ClassCode:
-    """Digests of a class's functions, the names and strings in them and in the module-level functions that
-    they call, and these, as (module's globals, name)."""
-
-    digests: tuple[str, ...]
-    names: frozenset[str]
-    strings: frozenset[str]
-    called: tuple[tuple[dict, str], ...]
-
-
-@functools.lru_cache(maxsize=4096)
-def _code_of(cls: type) -> _ClassCode:
-    digests, names, strings, called = [], set(), set(), {}
-    own = list(_functions(cls))
-    waiting = list(own)
-    while waiting:
-        function = waiting.pop()
-        for code in _nested(function.__code__):
-            names.update(code.co_names)
-            strings.update(item for item in code.co_consts if isinstance(item, str))
-            for name in code.co_names:
-                callee = function.__globals__.get(name)
-                key = id(function.__globals__), name
-                if isinstance(callee, types.FunctionType) and key not in called:
-                    called[key] = (function.__globals__, name)
-                    if not callee.__module__.partition(".")[0] == "torch":
-                        waiting.extend(_written(callee))
-    digests = [_code_digest(function.__code__) for function in own]
-    return _ClassCode(tuple(digests), frozenset(names), frozenset(strings), tuple(called.values()))
-
-
-def _written(function: types.FunctionType) -> Iterator[types.FunctionType]:
-    """A function and those that it closes over: what a decorator made, and what it was made from."""
-    yield function
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-        if isinstance(content, types.FunctionType) and content is not function:
-            yield from _written(content)
-
-
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for item in code.co_consts:
-        if isinstance(item, types.CodeType):
-            yield from _nested(item)
+    return ("function", function.__module__, function.__qualname__, code_digest(function.__code__), cells)
 
 
 def strings_used(block: torch.nn.Module) -> frozenset[str]:
     """Every string constant in the code of the block's classes: the dict keys it may look at are among them."""
-    return frozenset().union(*(_code_of(cls).strings for cls in _classes(block)))
-
-
-def _class_fingerprint(cls: type) -> tuple:
-    """Code of the class, and which functions its module-level names mean now: packs replace attention there."""
-    code_of_class = _code_of(cls)
-    current = []
-    for scope, name in code_of_class.called:
-        function = scope.get(name)
-        if isinstance(function, types.FunctionType):
-            parts = [(part.__module__, part.__qualname__, _code_digest(part.__code__)) for part in _written(function)]
-        else:
-            parts = [repr(type(function))]
-        current.append((name, *parts))
-    return (cls.__module__, cls.__qualname__, code_of_class.digests, tuple(current))
+    return frozenset().union(*(code_of(cls).strings for cls in _classes(block)))

@@ -153,3 +153,14 @@ def test_function_replaced_two_calls_down_makes_another_kind(monkeypatch):
     before = digest(CallsThroughAFunction(2, 2))
     monkeypatch.setitem(outer.__globals__, "inner", lambda x: x + 2)
     assert digest(CallsThroughAFunction(2, 2)) != before
+
+
+class Cast(nn.Linear):
+    functions: list = []
+
+
+def test_attribute_that_repeats_the_class_is_as_if_it_were_not_there():
+    plain, set_once, changed = Cast(2, 2), Cast(2, 2), Cast(2, 2)
+    set_once.functions = []
+    changed.functions = [torch.relu]
+    assert digest(plain) == digest(set_once) != digest(changed)
