@@ -126,7 +126,7 @@ class BlockRunner:
             args, kwargs = call_spec.rebuild(spec, [tensor.clone() for tensor in inputs])
             return inner(*args, **kwargs)
 
-        out = probe.call(run, eager, tensors[-1].device)
+        out = probe.call(run, eager, tensors[0].device)  # a weight's: numbers among the inputs lie on the CPU
         if probe.done:
             entry.probe = None
             if probe.verdict is not None:

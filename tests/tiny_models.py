@@ -7,46 +7,14 @@ from __future__ import annotations
 
 import torch
 
+from bench.tiny_models import UNET, randomize
+
 CONTEXT_DIM = 768
-
-
-def randomize(model: torch.nn.Module, seed: int = 0) -> None:
-    """Weights that keep activations finite: norms 1, biases small, matrices scaled by fan-in."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                fan_in = parameter[0].numel()
-                values = torch.randn(parameter.shape, generator=generator) / fan_in**0.5
-            elif name.endswith("weight") or name.endswith("scale"):
-                values = torch.ones(parameter.shape)
-            else:
-                values = torch.randn(parameter.shape, generator=generator) * 0.02
-            parameter.copy_(values)
 
 
 def unet_config(**changes) -> dict:
     """SD1.5's layout, 32 channels wide on three levels: 3.7 M parameters."""
-    config = {
-        "image_size": 32,
-        "in_channels": 4,
-        "out_channels": 4,
-        "model_channels": 32,
-        "num_res_blocks": [1, 1, 1],
-        "channel_mult": [1, 2, 4],
-        "transformer_depth": [1, 1, 0],
-        "transformer_depth_output": [1, 1, 1, 1, 0, 0],
-        "transformer_depth_middle": 1,
-        "num_heads": 4,
-        "use_spatial_transformer": True,
-        "context_dim": CONTEXT_DIM,
-        "use_linear_in_transformer": False,
-        "use_temporal_attention": False,
-        "legacy": False,
-        "adm_in_channels": None,
-    }
-    config.update(changes)
-    return config
+    return {**UNET, **changes}
 
 
 def unet(seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
