@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from .graph_cache import Entry, GraphCache
 from .graph_key import GraphKey, tensor_spec
 from .probe import Probe
 from .regions import Region
+from .row_survey import RowSurvey
 
 _MAX_REMEMBERED = 64
 """Call shapes a stand-in remembers the graph of; more than one model call ever has."""
@@ -55,6 +56,7 @@ class BlockRunner:
     simplify_options: what a dict among the arguments is replaced by, so that a host's per-call options
         do not reach the compiler; it raises `RunEagerly` when they concern the block.
     interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
+    rows: tells sizes that are 1 because the batch is from those that always are.
     """
 
     def __init__(
@@ -64,12 +66,14 @@ class BlockRunner:
         settings: CompileSettings,
         simplify_options: Callable[[dict], dict] | None = None,
         interrupts: tuple[type[BaseException], ...] = (),
+        rows: RowSurvey | None = None,
     ):
         self._region = region
         self._cache = cache
         self._settings = settings
         self._simplify = simplify_options
         self._interrupts = interrupts
+        self._rows = rows
         self._slots = kinds.weight_slots(region.block, region.kind.weights)
         self._remembered: dict[tuple, tuple[Entry, compilers.CompiledGraph] | None] = {}
         self._generation = cache.generation
@@ -77,6 +81,12 @@ class BlockRunner:
     @property
     def kind(self) -> kinds.Kind:
         return self._region.kind
+
+    def tensors_of(self, call: tuple) -> list[torch.Tensor]:
+        """The input tensors of a call (args, kwargs) of the block, as a graph gets them."""
+        tensors: list[torch.Tensor] = []
+        call_spec.flatten(call, tensors, self._simplify)
+        return tensors
 
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
         inputs: list[torch.Tensor] = []
@@ -153,6 +163,11 @@ class BlockRunner:
 
     def _find_or_compile(self, spec, inputs, tensors):
         region, settings = self._region, self._settings
+        elsewhere = _elsewhere(tensors[: len(region.kind.weights)], inputs)
+        if elsewhere is not None:
+            # A graph would be good for this split of the weights alone, and the next prompt splits them otherwise.
+            fallbacks.note(region.kind.name, f"its weights are partly on {elsewhere}, its inputs are not")
+            return None
         key = GraphKey(
             kind=region.kind,
             call=spec,
@@ -167,8 +182,9 @@ class BlockRunner:
             except Exception as error:
                 raise compilers.CompileFailed(f"it cannot be copied: {compilers.one_line(error)}") from error
             weights = tensors[: len(region.kind.weights)]
+            growing = self._rows.growing(region.block, inputs) if self._rows and settings.any_size else None
             return compilers.compile_block(
-                template, region.kind, weights, spec, inputs, settings.backend, settings.any_size
+                template, region.kind, weights, spec, inputs, settings.backend, settings.any_size, growing
             )
 
         try:
@@ -191,3 +207,9 @@ class BlockRunner:
         if self._settings.stop_on_trouble:
             raise Trouble(f"{self._region.kind.name} ({self._region.path}) cannot run compiled: {reason}")
         fallbacks.note(self._region.kind.name, reason)
+
+
+def _elsewhere(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> torch.device | None:
+    """A device that holds weights but is not the inputs'; None where all is in one place."""
+    here = {tensor.device for tensor in inputs if tensor.ndim and tensor.numel()}
+    return next((weight.device for weight in weights if weight.ndim and here and weight.device not in here), None)

@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -45,6 +45,7 @@ def compile_block(
     inputs: Sequence[torch.Tensor],
     backend: str | Callable = "inductor",
     dynamic: bool = True,
+    growing: Container[tuple[int, int]] | None = None,
 ) -> CompiledGraph:
     """Compile a block for calls like this one, at any size.
 
@@ -53,6 +54,7 @@ def compile_block(
         strides, dtypes and devices are used; the inputs are dense (`call_spec.dense`).
     spec: how (args, kwargs) of the call are made from the inputs (`call_spec.flatten`).
     dynamic: every dimension of every input may vary; False compiles for these sizes alone.
+    growing: (input, dimension) pairs that are 1 because the batch is; None where that is not known.
 
     Raises:
         CompileFailed: the compiler is missing, gave up, or met an operator it does not know.
@@ -63,7 +65,7 @@ def compile_block(
 
     leave_to_library(template)
     taken = path(inputs)
-    lifted = _lifted(inputs) if dynamic else None
+    lifted = _lifted(inputs, growing) if dynamic else None
     if lifted is not None and taken is not None and path(lifted) is None:
         lifted = None
     examples, static_ones = _examples(lifted or inputs, dynamic)
@@ -139,18 +141,22 @@ def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.
     return examples
 
 
-def _lifted(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+def _lifted(inputs: Sequence[torch.Tensor], growing: Container[tuple[int, int]] | None) -> list[torch.Tensor] | None:
     """The inputs with a batch of 2 where it is 1, so that it teaches the compiler nothing false; None elsewhere.
 
-    The batch is the first dimension of the first input, and of each other input in which that is 1 too.
+    Where it is not known what grows with the batch, that is taken to be the first dimension of the first
+    input, and of each other input in which it is 1 too.
     """
-    first = next((tensor for tensor in inputs if tensor.ndim and tensor.numel()), None)
-    if first is None or first.shape[0] != 1:
-        return None
-    return [
-        call_spec.canonical(tensor, (2, *tensor.shape[1:])) if tensor.ndim and tensor.shape[0] == 1 else tensor
-        for tensor in inputs
+    if growing is None:
+        first = next((tensor for tensor in inputs if tensor.ndim and tensor.numel()), None)
+        if first is None or first.shape[0] != 1:
+            return None
+        growing = {(index, 0) for index in range(len(inputs))}
+    shapes = [
+        [2 if size == 1 and (index, dimension) in growing else size for dimension, size in enumerate(tensor.shape)]
+        for index, tensor in enumerate(inputs)
     ]
+    return [call_spec.canonical(tensor, shape) for tensor, shape in zip(inputs, shapes, strict=True)]
 
 
 def _examples(inputs: Sequence[torch.Tensor], dynamic: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:

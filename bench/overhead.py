@@ -16,7 +16,7 @@ def of_a_warm_call(model: Any, image: Callable[[], Any]) -> dict[str, float]:
     largest of these; survey_ms: what a sampling run pays once, to find the blocks and set the stand-ins up.
     """
     from comfy_accel.accel import compilers
-    from comfy_accel.accel.block_runner import CompileSettings
+    from comfy_accel.accel.block_runner import BlockRunner, CompileSettings
     from comfy_accel.accel.graph_cache import GraphCache
     from comfy_accel.accel.hosts.comfyui.accelerate import block_layers
     from comfy_accel.accel.substitution import Order, substituted
@@ -26,6 +26,7 @@ def of_a_warm_call(model: Any, image: Callable[[], Any]) -> dict[str, float]:
     started = time.perf_counter()
     layers = block_layers(network, settings, cache)
     survey_ms = 1e3 * (time.perf_counter() - started)
+    blocks = [module for module, layer in layers.items() if isinstance(layer, BlockRunner)]
 
     calls = {}
 
@@ -36,7 +37,7 @@ def of_a_warm_call(model: Any, image: Callable[[], Any]) -> dict[str, float]:
 
         return layer
 
-    with substituted({block: spy(block) for block in layers}, Order.CACHED):
+    with substituted({block: spy(block) for block in blocks}, Order.CACHED):
         image()
 
     # A graph that does nothing, behind everything that finds it.

@@ -25,7 +25,7 @@ LATER = [
     Size(height=12, width=22, frames=5, batch=3, tokens=31),
     Size(height=20, width=18, frames=4, batch=1, tokens=24),
 ]
-"""After a square first image: other sizes, odd ones, and a batch of 1 after larger ones."""
+"""After a square first image of batch 1: other sizes, odd ones, and a batch of 1 after larger ones."""
 
 TOLERANCE = 1e-5  # of the largest value: a copy made contiguous is summed in another order
 
@@ -37,8 +37,7 @@ cache = GraphCache()
 class Row:
     """What is found in a model.
 
-    first_batch: 2 where the model also has inputs of one row whatever the batch (positions, masks),
-        which nobody can tell from the batch while that is 1: such a model compiles once more.
+    first_batch: 2 where core cannot run the model at a batch of 2 with a mask for each image.
     eager: what stays eager, and why.
     """
 
@@ -75,23 +74,23 @@ TABLE = [
     Row("OmniGen2 edit", 5, 2),
     Row("Qwen-Image", 2, 1),
     Row("SVD", 16, 6),
-    Row("Wan t2v", 2, 1, first_batch=2),
-    Row("Wan i2v", 2, 1, first_batch=2),
-    Row("Wan VACE", 4, 3, first_batch=2),
-    Row("Wan camera", 2, 1, first_batch=2),
-    Row("Wan HuMo", 2, 1, first_batch=2),
-    Row("Wan S2V", 6, 3, first_batch=2),
-    Row("Wan animate", 13, 7, first_batch=2),
+    Row("Wan t2v", 2, 1),
+    Row("Wan i2v", 2, 1),
+    Row("Wan VACE", 4, 3),
+    Row("Wan camera", 2, 1),
+    Row("Wan HuMo", 2, 1),
+    Row("Wan S2V", 6, 3),
+    Row("Wan animate", 13, 7),
     Row("HunyuanVideo", 6, 3, first_batch=2),
     Row("HunyuanVideo i2v", 6, 3),
     Row("HunyuanVideo 1.5", 6, 3),
     Row("HunyuanImage 2.1", 6, 3),
     Row("LTXV", 2, 1),
     Row("Mochi", 3, 2),
-    Row("Cosmos", 7, 4, first_batch=2),
-    Row("Cosmos predict2", 2, 1, first_batch=2),
+    Row("Cosmos", 7, 4),
+    Row("Cosmos predict2", 2, 1),
     Row("Stable Audio", 2, 1),
-    Row("ACE-Step", 8, 2, first_batch=2),
+    Row("ACE-Step", 8, 2),
     Row("Hunyuan3D 2", 4, 2),
     Row(
         "Hunyuan3D 2.1",

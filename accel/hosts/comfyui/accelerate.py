@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,9 @@ from ...block_runner import BlockRunner, CompileSettings
 from ...events import emit
 from ...graph_cache import GraphCache, shared
 from ...regions import survey
-from ...substitution import Order, substituted
-from .options import simplifier
+from ...row_survey import RowSurvey
+from ...substitution import Layer, Order, substituted
+from .options import simplifier, without_hooks
 from .progress import CompileProgress
 from .versions import clone_for_compiling
 
@@ -40,7 +41,7 @@ class Run:
         self._cache = cache
         self._progress = CompileProgress(node_id)
         self._model: weakref.ref | None = None
-        self._layers: dict[torch.nn.Module, BlockRunner] = {}
+        self._layers: dict[torch.nn.Module, Layer] = {}
 
     @contextmanager
     def call(self, model: torch.nn.Module) -> Iterator[None]:
@@ -48,15 +49,15 @@ class Run:
         if self._model is None or self._model() is not model:
             self._layers = block_layers(model, self._settings, self._cache)
             self._model = weakref.ref(model)
-        kinds = {runner.kind for runner in self._layers.values()}
+        kinds = {layer.kind for layer in self._layers.values() if isinstance(layer, BlockRunner)}
         with self._progress.during_call(len(kinds)), substituted(self._layers, Order.COMPILED):
             yield
 
 
 def block_layers(
     model: torch.nn.Module, settings: CompileSettings, cache: GraphCache = shared
-) -> dict[torch.nn.Module, BlockRunner]:
-    """A stand-in for every block of the model that can be compiled."""
+) -> dict[torch.nn.Module, Layer]:
+    """A stand-in for every block of the model that can be compiled, and for the model one that watches its calls."""
     found = survey(model, settings.min_repetitions)
     for path, reason in found.left_eager:
         log.debug("%s stays eager: %s", path, reason)
@@ -67,9 +68,14 @@ def block_layers(
         kinds=len(found.kinds),
         left_eager=found.left_eager,
     )
-    return {
-        region.block: BlockRunner(region, cache, settings, simplifier(region), INTERRUPTS) for region in found.regions
-    }
+    tensors_of: dict[torch.nn.Module, Callable[[tuple], list[torch.Tensor]]] = {}
+    rows = RowSurvey(model, tensors_of, without_hooks)
+    layers: dict[torch.nn.Module, Layer] = {model: rows}
+    for region in found.regions:
+        runner = BlockRunner(region, cache, settings, simplifier(region), INTERRUPTS, rows)
+        layers[region.block] = runner
+        tensors_of[region.block] = runner.tensors_of
+    return layers
 
 
 def accelerate(model: Any, settings: CompileSettings, cache: GraphCache = shared, node_id: str | None = None) -> Any:

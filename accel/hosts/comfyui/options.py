@@ -21,6 +21,7 @@ _FOR_PATCHES_ONLY = frozenset(
 )
 """Keys that core writes for patches to read; a block that merely copies them on computes the same without."""
 
+_HOOKS = frozenset(("callbacks", "patches", "patches_replace", "wrappers"))
 _OVERRIDE = "optimized_attention_override"
 
 
@@ -46,6 +47,13 @@ def simplifier(region: Region) -> Callable[[dict], dict]:
         return kept
 
     return simplify
+
+
+def without_hooks(options: dict) -> dict:
+    """A copy of the per-call dict that calls nobody's code; any other dict as it is."""
+    if not is_transformer_options(options):
+        return options
+    return {key: {} if key in _HOOKS else value for key, value in options.items() if key != _OVERRIDE}
 
 
 def is_transformer_options(options: dict) -> bool:
