@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-_NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"}
+_NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"} | {
+    *("state_dict", "load_state_dict", "_load_from_state_dict", "_save_to_state_dict")
+}
+"""Construction, printing, loading and saving: a call of a module runs none of these."""
 
 _digests: weakref.WeakKeyDictionary[types.CodeType, str] = weakref.WeakKeyDictionary()
 
@@ -31,7 +34,7 @@ def code_digest(code: types.CodeType) -> str:
 
 
 def _functions(cls: type) -> Iterator[types.FunctionType]:
-    """The functions that a call of an instance may run: all but those of construction and printing."""
+    """The functions that a call of an instance may run: all but `_NOT_RUN`."""
     for base in cls.__mro__:
         if base is torch.nn.Module or base is object:
             continue
