@@ -11,6 +11,7 @@ from typing import Any
 import comfy.cldm.cldm
 import comfy.controlnet
 import comfy.ldm.flux.controlnet
+import comfy.ldm.flux.model
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
@@ -56,6 +57,14 @@ FLUX = {
     "guidance_embed": False,
 }
 """Flux's layout, 64 wide."""
+
+
+def known_to(parameters: type, **later: Any) -> dict[str, Any]:
+    """Of settings that core has come to ask for since 0.3.75, those that its dataclass of parameters has."""
+    return {name: value for name, value in later.items() if name in parameters.__dataclass_fields__}
+
+
+FLUX |= known_to(comfy.ldm.flux.model.FluxParams, txt_ids_dims=[])
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -123,6 +132,9 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
             else:
                 values = torch.randn(parameter.shape, generator=generator) * 0.02
             parameter.copy_(values)
+        positions = model._buffers.get("pos_embed")  # SD3's, without values until a checkpoint fills it
+        if positions is not None:
+            positions.copy_(torch.randn(positions.shape, generator=generator))
 
 
 def lora(model, seed: int, rank: int = 4) -> dict[str, torch.Tensor]:

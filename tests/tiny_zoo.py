@@ -13,6 +13,10 @@ from typing import Any
 import comfy.ops
 import tiny_models
 import torch
+from comfy.ldm.chroma.model import ChromaParams
+from comfy.ldm.flux.model import FluxParams
+
+from bench.tiny_models import known_to
 
 
 @dataclass(frozen=True)
@@ -164,12 +168,14 @@ FLUX = dict(
     guidance_embed=True,
 )
 CHROMA = {name: value for name, value in FLUX.items() if name not in ("vec_in_dim", "guidance_embed")}
+FLUX |= known_to(FluxParams, txt_ids_dims=[])
 CHROMA |= dict(in_channels=64, out_channels=64, in_dim=64, out_dim=64, hidden_dim=96, n_layers=2)
+CHROMA |= known_to(ChromaParams, txt_ids_dims=[], vec_in_dim=None)
 
 
 def _flux() -> None:
     from comfy.ldm.chroma.model import Chroma
-    from comfy.ldm.chroma_radiance.model import ChromaRadiance
+    from comfy.ldm.chroma_radiance.model import ChromaRadiance, ChromaRadianceParams
     from comfy.ldm.flux.model import Flux
 
     flux = image(16, 48, y=vector(32), guidance=filled(3.5))
@@ -216,6 +222,7 @@ def _flux() -> None:
                 nerf_tile_size=512,
                 nerf_final_head_type="conv",
                 nerf_embedder_dtype=torch.float32,
+                **known_to(ChromaRadianceParams, use_x0=False, use_sequential_txt_ids=False),
             ),
         ),
         lambda size, noise: (

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from tiny_zoo import ZOO, Noise, Size, Specimen, built, filled, unet, vector
 
+from bench.tiny_models import known_to
+
 
 def video(channels: int, context: int, **others: Callable[[Size, Noise], Any]):
     """Inputs of a video model: a latent of [B, channels, F, H, W] and a context of [B, tokens, context]."""
@@ -115,7 +117,7 @@ def _wan() -> None:
 
 
 def _hunyuan() -> None:
-    from comfy.ldm.hunyuan_video.model import HunyuanVideo
+    from comfy.ldm.hunyuan_video.model import HunyuanVideo, HunyuanVideoParams
 
     config = dict(
         in_channels=16,
@@ -136,6 +138,7 @@ def _hunyuan() -> None:
         meanflow=False,
         use_cond_type_embedding=False,
         vision_in_dim=None,
+        **known_to(HunyuanVideoParams, meanflow_sum=False),
     )
 
     def even(channels: int, **others: Callable[[Size, Noise], Any]):

@@ -1,0 +1,71 @@
+"""Models come and go: what was compiled stays, and nothing else of them does."""
+
+import gc
+import weakref
+
+import comfy.model_management
+import pytest
+import tiny_models
+import torch
+from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.fallbacks import fallbacks
+from comfy_accel.accel.graph_cache import DEFAULT_MAX_BYTES, GraphCache, shared
+from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from comfy_accel.nodes.accelerate_model import AccelModel
+from tiny_models import sample
+from torch._dynamo.utils import counters
+
+SETTINGS = CompileSettings(backend="eager")
+
+cache = GraphCache()
+"""One for the file: tracing is most of a test's time."""
+
+
+@pytest.fixture(autouse=True)
+def clean_counters():
+    counters.clear()
+    fallbacks.clear()
+
+
+def image(model):
+    return sample(model, 64, 96, steps=1)
+
+
+def test_unloaded_and_loaded_again_compiles_nothing():
+    model = tiny_models.unet()
+    expected = image(model)
+    fast = accelerate(model, SETTINGS, cache)
+    image(fast)
+    compiled = cache.statistics()["compilations"]
+    for unload in (comfy.model_management.unload_all_models, fast.detach):
+        unload()
+        assert torch.equal(image(fast), expected)
+    assert cache.statistics()["compilations"] == compiled > 0
+    assert fallbacks.rows() == []
+
+
+def test_model_that_is_gone_leaves_nothing_but_kernels():
+    model = tiny_models.unet()
+    fast = accelerate(model, SETTINGS, cache)
+    image(fast)
+    network = model.model.diffusion_model
+    left = [weakref.ref(network), *(weakref.ref(parameter) for parameter in network.parameters())]
+    comfy.model_management.unload_all_models()
+    del model, fast, network
+    gc.collect()
+    assert [ref() for ref in left if ref() is not None] == []
+    assert cache.statistics()["graphs"] > 0
+    again = tiny_models.unet(seed=3)
+    compiled = cache.statistics()["compilations"]
+    assert torch.equal(image(accelerate(again, SETTINGS, cache)), image(again))
+    assert cache.statistics()["compilations"] == compiled
+
+
+def test_node_sets_the_budget_of_the_shared_cache():
+    try:
+        AccelModel.execute(tiny_models.unet(), "any size", "eager", "run eagerly", cache_mb=64)
+        assert shared.statistics()["max_bytes"] == 64 << 20
+        AccelModel.execute(tiny_models.unet(), "any size", "eager", "run eagerly")
+        assert shared.statistics()["max_bytes"] == DEFAULT_MAX_BYTES
+    finally:
+        shared.set_budget(max_bytes=DEFAULT_MAX_BYTES)
