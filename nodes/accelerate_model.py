@@ -4,6 +4,7 @@ from comfy_api.latest import io
 
 from ..accel.block_runner import CompileSettings
 from ..accel.compilers import BACKENDS
+from ..accel.graph_cache import DEFAULT_MAX_BYTES, shared
 from ..accel.hosts.comfyui.accelerate import accelerate
 from ..accel.hosts.comfyui.versions import check_options, make_input, schema
 
@@ -83,6 +84,20 @@ class AccelModel(io.ComfyNode):
                         "compiling brings no speed on this machine or gives another result."
                     ),
                 ),
+                make_input(
+                    io.Int,
+                    "cache_mb",
+                    default=DEFAULT_MAX_BYTES >> 20,
+                    min=0,
+                    max=1 << 20,
+                    step=64,
+                    optional=True,
+                    advanced=True,
+                    tooltip=(
+                        "How much memory compiled graphs may keep, in MB, for all models of this ComfyUI together: the "
+                        "node that ran last decides. What was used longest ago goes first; 0 compiles nothing."
+                    ),
+                ),
             ],
             hidden=[io.Hidden.unique_id],
             outputs=[io.Model.Output("MODEL", tooltip="The accelerated model, for a sampler or further model nodes.")],
@@ -93,7 +108,9 @@ class AccelModel(io.ComfyNode):
         return check_options(shapes=(shapes, SHAPES), backend=(backend, BACKENDS), on_trouble=(on_trouble, ON_TROUBLE))
 
     @classmethod
-    def execute(cls, model, shapes, backend, on_trouble, min_repetitions=1, check_gain=True) -> io.NodeOutput:
+    def execute(
+        cls, model, shapes, backend, on_trouble, min_repetitions=1, check_gain=True, cache_mb=DEFAULT_MAX_BYTES >> 20
+    ) -> io.NodeOutput:
         settings = CompileSettings(
             backend=backend,
             any_size=shapes == ANY_SIZE,
@@ -101,4 +118,5 @@ class AccelModel(io.ComfyNode):
             min_repetitions=min_repetitions,
             measured=check_gain and backend == BACKENDS[0],  # what is not compiled can gain nothing
         )
+        shared.set_budget(max_bytes=cache_mb << 20)
         return io.NodeOutput(accelerate(model, settings, node_id=cls.hidden.unique_id if cls.hidden else None))
