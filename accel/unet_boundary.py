@@ -20,7 +20,9 @@ DEFAULT_SHARE = 0.25
 """Largest share of the model's work that a skipped step may cost when the depth is not given.
 
 By the estimate of `default_depth`: interval 3 then executes (1 + 2 × 0.25) / 3, half of the work. Counted,
-attention included: 0.22 to 0.32 for SD1.5 (depth 2) and 0.20 to 0.23 for SDXL (depth 5), 512² to 1024² and 1536².
+attention included: 0.22 to 0.32 for SD1.5 (depth 2), 512² to 1024², and 0.20 to 0.23 for SDXL (depth 5), 512² to
+1536². Beyond its sizes SD1.5 is dearer, 0.39 at 1536², since the shallow attention grows with the square of the
+positions; its next depth, 1, would cost 0.13 there, and hires-fix keeps one depth for both of its sizes.
 """
 
 
@@ -32,8 +34,23 @@ def _layers_of(block: torch.nn.Module | None) -> list[torch.nn.Module]:
 
 
 def _pass_nothing(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`x` [B, C, ...] without its channels: what concatenation and normal flow let through unharmed."""
-    return x[:, :0]
+    """The first channel of `x` [B, C, ...]: the least that patches between the blocks take as they take features.
+    Interpolation, as in Kohya's Deep Shrink, refuses a tensor without channels."""
+    return x[:, :1]
+
+
+def _watched(layer: Layer, run: DeepCacheRun, keys: Sequence[StreamKey]) -> Layer:
+    """`layer`, with its input shown to the run first."""
+
+    def look(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        run.watch(keys, x)
+        return layer(inner, x, *args, **kwargs)
+
+    return look
+
+
+def _as_ever(inner: Layer, *args: Any, **kwargs: Any) -> Any:
+    return inner(*args, **kwargs)
 
 
 class UNetBoundary:
@@ -58,6 +75,8 @@ class UNetBoundary:
         """Pass nothing on a skipped step."""
         self.source: torch.nn.Module = deep[-1]
         """Its output is the feature that a full step remembers and a skipped one reuses."""
+        self.first: torch.nn.Module = deep[0]
+        """Its input is what the shallow part hands to the deep one."""
 
     @property
     def max_depth(self) -> int:
@@ -65,12 +84,19 @@ class UNetBoundary:
 
     def recording(self, run: DeepCacheRun, keys: Sequence[StreamKey]) -> dict[torch.nn.Module, Layer]:
         """The stand-ins for a call in full."""
-        return {self.source: lambda inner, *args, **kwargs: run.exchange(keys, inner(*args, **kwargs))}
+        layers: dict[torch.nn.Module, Layer] = {
+            self.source: lambda inner, *args, **kwargs: run.exchange(keys, inner(*args, **kwargs))
+        }
+        if run.settings.is_adaptive:
+            layers[self.first] = _watched(_as_ever, run, keys)
+        return layers
 
     def skipping(self, run: DeepCacheRun, keys: Sequence[StreamKey]) -> dict[torch.nn.Module, Layer]:
         """The stand-ins for a call whose deep part is skipped."""
         layers: dict[torch.nn.Module, Layer] = dict.fromkeys(self.silent, _pass_nothing)
         layers[self.source] = lambda inner, *args, **kwargs: run.gather(keys)
+        if run.settings.is_adaptive:
+            layers[self.first] = _watched(_pass_nothing, run, keys)
         return layers
 
     def withhold(self, control: Mapping[str, list] | None) -> dict[str, list] | None:

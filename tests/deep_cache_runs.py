@@ -17,8 +17,8 @@ SPLIT_TOLERANCE = 1e-4
 """Of the largest value: joined and split batches add in another order, over six steps."""
 
 
-def cached(model, interval=3, depth=None):
-    return apply_deep_cache(model, DeepCacheSettings(interval, depth))
+def cached(model, interval=3, depth=None, **settings):
+    return apply_deep_cache(model, DeepCacheSettings(interval, depth, **settings))
 
 
 def counts():
@@ -45,7 +45,8 @@ def assert_no_trace(model):
     changed = [name for name, part in model.model.diffusion_model.named_modules() if "forward" in part.__dict__]
     assert changed == []
     gc.collect()
-    assert not any(thing._features for thing in gc.get_objects() if type(thing) is DeepCacheRun)
+    runs = [thing for thing in gc.get_objects() if type(thing) is DeepCacheRun]
+    assert not any(run._histories or run._meter._references or run._meter._changes for run in runs)
     assert host.KEY not in model.model_options.get("transformer_options", {})
 
 

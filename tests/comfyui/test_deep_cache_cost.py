@@ -1,13 +1,18 @@
-"""What a skipped step costs at default depth, counted on the full layouts without weights."""
+"""What a skipped step costs: at default depth, counted on the full layouts without weights; and nothing to compile."""
 
 import comfy.ops
 import pytest
 import tiny_models
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+from comfy_accel.accel.block_runner import CompileSettings
 from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.graph_cache import GraphCache
+from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from comfy_accel.accel.substitution import Order, substituted
 from comfy_accel.accel.unet_boundary import UNetBoundary
+from deep_cache_runs import assert_close, cached, counts
+from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 SD15 = {
@@ -60,3 +65,23 @@ def test_skipped_step_at_default_depth_costs_at_most_35_percent(layout, depth, s
             spent.append(counter.get_total_flops())
         print(f"{height}x{width}: {spent[1] / spent[0]:.3f}")
         assert spent[1] <= 0.35 * spent[0]
+
+
+def test_no_way_of_skipping_adds_a_kind_or_a_graph(sample):
+    unet = tiny_models.unet(
+        num_res_blocks=[1, 1], channel_mult=[1, 2], transformer_depth=[0, 1], transformer_depth_output=[0, 0, 1, 1]
+    )
+    compiled = GraphCache()
+    fast = lambda model: accelerate(model, CompileSettings(backend="eager"), compiled)  # noqa: E731
+    sample(fast(unet), 80, 120, steps=2)
+    graphs, kinds = counters["stats"]["unique_graphs"], compiled.statistics()["compilations"]
+    assert graphs
+    assert kinds
+    for schedule in ("uniform", "adaptive"):
+        for between in ("hold", "forecast"):
+            skip = lambda model: cached(model, schedule=schedule, between=between, threshold=9.0)  # noqa: B023, E731
+            expected = sample(skip(unet), 80, 120, steps=6)
+            for model in (fast(skip(unet)), skip(fast(unet))):
+                assert_close(sample(model, 80, 120, steps=6), expected)
+                assert counts()[1] >= 3
+    assert (counters["stats"]["unique_graphs"], compiled.statistics()["compilations"]) == (graphs, kinds)

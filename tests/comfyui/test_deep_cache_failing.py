@@ -1,9 +1,13 @@
 """DeepCache when something breaks in mid-run, and the node's refusals."""
 
+import gc
+import weakref
+
 import comfy.model_management
 import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
+from comfy_accel.accel.deep_cache import DeepCacheRun
 from comfy_accel.accel.hosts.comfyui import deep_cache as host
 from deep_cache_runs import assert_no_trace, cached, counts
 
@@ -30,10 +34,11 @@ def failing(model, error, when):
 
 @pytest.mark.parametrize("error", [Broken(), comfy.model_management.InterruptProcessingException()])
 @pytest.mark.parametrize("call", [1, 2, 4])
-def test_failure_or_interrupt_in_mid_run_leaves_no_trace(tiny_unet, sample, error, call):
+@pytest.mark.parametrize("settings", [{}, {"schedule": "adaptive", "between": "forecast", "threshold": 9.0}])
+def test_failure_or_interrupt_in_mid_run_leaves_no_trace(tiny_unet, sample, error, call, settings):
     plain = sample(tiny_unet, steps=4)
     # From the call on, since a failing skipped step is tried once more in full.
-    model = cached(failing(tiny_unet, error, lambda calls, h: calls >= call))
+    model = cached(failing(tiny_unet, error, lambda calls, h: calls >= call), **settings)
     with pytest.raises(type(error)):
         sample(model, steps=4)
     assert_no_trace(model)
@@ -44,24 +49,47 @@ def test_failure_or_interrupt_in_mid_run_leaves_no_trace(tiny_unet, sample, erro
 
 
 def test_patch_that_fails_on_skipped_layers_gets_the_rest_in_full(tiny_unet, sample, caplog):
-    broken = failing(tiny_unet, Broken("no channels"), lambda calls, h: h.shape[1] == 0)
+    broken = failing(tiny_unet, Broken("one channel"), lambda calls, h: h.shape[1] == 1)
     plain = sample(broken, 160, 240, steps=6)
     out = sample(cached(broken), 160, 240, steps=6)
     assert torch.equal(out, plain)
     assert counts() == (6, 0)
     said = [record.getMessage() for record in caplog.records if "DeepCache" in record.getMessage()]
-    assert said == ["DeepCache: a skipped step failed (no channels); the rest of this run is computed in full."]
+    assert said == ["DeepCache: a skipped step failed (one channel); the rest of this run is computed in full."]
 
 
 @pytest.mark.parametrize(
     "error", [comfy.model_management.InterruptProcessingException(), comfy.model_management.OOM_EXCEPTION("full")]
 )
 def test_interrupt_and_lack_of_memory_on_a_skipped_step_are_passed_on(tiny_unet, sample, error, caplog):
-    model = cached(failing(tiny_unet, error, lambda calls, h: h.shape[1] == 0))
+    model = cached(failing(tiny_unet, error, lambda calls, h: h.shape[1] == 1))
     with pytest.raises(type(error)):
         sample(model, steps=4)
     assert_no_trace(model)
     assert "DeepCache" not in caplog.text
+
+
+def test_no_tensor_of_a_run_outlives_it(tiny_unet, sample, monkeypatch):
+    kept = []
+
+    class Watched(DeepCacheRun):
+        def exchange(self, keys, feature, part=0):
+            out = super().exchange(keys, feature, part)
+            kept.extend(weakref.ref(point[2]) for known in self._histories.values() for point in known._points)
+            return out
+
+        def watch(self, keys, shallow):
+            super().watch(keys, shallow)
+            kept.extend(weakref.ref(reference) for _, reference in self._meter._references.values())
+            kept.extend(weakref.ref(change.amount) for change in self._meter._changes.values())
+
+    monkeypatch.setattr(host, "DeepCacheRun", Watched)
+    model = cached(tiny_unet, schedule="adaptive", between="forecast", threshold=9.0)
+    sample(model, 64, 64, steps=4)
+    assert counts() == (2, 2)
+    gc.collect()
+    assert len(kept) > 8
+    assert not any(reference() is not None for reference in kept)
 
 
 def test_run_without_a_schedule_is_plain(tiny_unet, sample):
@@ -92,6 +120,32 @@ def test_depth_beyond_the_model_names_the_range(tiny_unet, depth):
     assert str(error.value) == expected
 
 
+@pytest.mark.parametrize(
+    "inputs, said",
+    [
+        ({"start_percent": 0.8, "end_percent": 0.5}, "start_percent 0.8 is above end_percent 0.5"),
+        ({"interval": 0}, "interval 0 is below 1"),
+        ({"schedule": "often"}, "schedule is 'often'"),
+    ],
+)
+def test_wrong_settings_end_in_one_sentence(tiny_unet, inputs, said):
+    with pytest.raises(ValueError, match=said):
+        node().execute(tiny_unet, **{"interval": 3, "depth": 0, **inputs})
+
+
+def test_workflow_saved_with_two_inputs_still_runs(tiny_unet):
+    declared = [declared.id for declared in node().define_schema().inputs]
+    assert declared[:3] == ["model", "interval", "depth"]
+    assert all(declared.optional for declared in node().define_schema().inputs[3:])
+    assert node().execute(tiny_unet, interval=3, depth=0).args[0] is not tiny_unet
+
+
+@pytest.mark.parametrize("name", ["schedule", "between"])
+def test_unknown_option_is_refused_before_the_run(name):
+    assert node().validate_inputs() is True
+    assert f"{name} is 'perhaps'; it must be one of" in node().validate_inputs(**{name: "perhaps"})
+
+
 def test_node_leaves_its_input_alone(tiny_unet, sample):
     plain = sample(tiny_unet, steps=4)
     out = node().execute(tiny_unet, 3, 0).args[0]
@@ -108,7 +162,8 @@ def test_model_without_a_unets_layout_passes_with_one_line(tiny_unet, sample, ca
     out = cached(renamed)
     assert not out.get_wrappers(WrappersMP.DIFFUSION_MODEL, host.KEY)
     lines = [record.getMessage() for record in caplog.records if "DeepCache" in record.getMessage()]
-    assert lines == ["DeepCache: Linear is not a UNet with skip levels; every step runs in full."]
+    reason = "it is neither a UNet with skip levels nor a transformer with one main list of blocks"
+    assert lines == [f"DeepCache: Linear: {reason}; every step runs in full."]
     assert torch.equal(sample(tiny_unet, steps=4), plain)
 
 

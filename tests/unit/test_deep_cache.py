@@ -2,53 +2,35 @@
 
 import pytest
 import torch
-from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings, refresh_of, step_of
+from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from deep_cache_sampler import ADAPTIVE, SCHEDULE, Sampler
 
-SCHEDULE = (14.6, 8.0, 4.0, 2.0, 1.0, 0.5, 0.0)
-
-
-# The decision
-
-
-@pytest.mark.parametrize("step", range(6))
-def test_level_of_a_step_belongs_to_it(step):
-    sigma = SCHEDULE[step]
-    assert step_of(sigma, SCHEDULE) == step
-    assert step_of(sigma * (1 + 1e-6), SCHEDULE) == step
-    assert step_of(sigma * (1 - 1e-6), SCHEDULE) == step
-
-
-@pytest.mark.parametrize("step", range(5))
-def test_midpoint_belongs_to_the_step_that_it_refines(step):
-    assert step_of((SCHEDULE[step] * SCHEDULE[step + 1]) ** 0.5, SCHEDULE) == step
-
-
-@pytest.mark.parametrize("sigma, step", [(0.0, 5), (1e-3, 5), (100.0, 0)])
-def test_level_outside_the_schedule_belongs_to_its_nearest_end(sigma, step):
-    assert step_of(sigma, SCHEDULE) == step
-
-
-@pytest.mark.parametrize("sigma, step", [(0.0, 0), (0.3, 0), (0.5, 1), (7.9, 4), (8.0, 5), (14.6, 5)])
-def test_rising_schedule_is_read_upwards(sigma, step):
-    assert step_of(sigma, SCHEDULE[::-1]) == step
-
-
-def test_neighbours_of_a_thousand_step_schedule_stay_apart():
-    schedule = [14.6 * (0.03 / 14.6) ** (i / 999) for i in range(1000)] + [0.0]
-    assert [step_of(sigma, schedule) for sigma in schedule[:-1]] == list(range(1000))
+# Settings
 
 
 @pytest.mark.parametrize(
-    "interval, expected", [(1, [0, 1, 2, 3, 4, 5]), (2, [0, 0, 2, 2, 4, 4]), (3, [0, 0, 0, 3, 3, 3]), (100, [0] * 6)]
+    "settings, said",
+    [
+        ({"interval": 0}, "interval 0 is below 1 (1 switches it off)."),
+        ({"interval": -3}, "interval -3 is below 1 (1 switches it off)."),
+        ({"depth": -1}, "depth -1 is below 0 (0 chooses by itself)."),
+        ({"start_percent": -0.1}, "start_percent -0.1 is outside 0.0 to 1.0."),
+        ({"end_percent": 1.5}, "end_percent 1.5 is outside 0.0 to 1.0."),
+        ({"end_percent": float("nan")}, "end_percent nan is outside 0.0 to 1.0."),
+        (
+            {"start_percent": 0.8, "end_percent": 0.2},
+            "start_percent 0.8 is above end_percent 0.2; it must be 0.0 to 0.2.",
+        ),
+        ({"schedule": "often"}, "schedule is 'often'; it must be one of: uniform, adaptive."),
+        ({"threshold": -1.0}, "threshold -1.0 is outside 0.0 and up (0 skips nothing)."),
+        ({"threshold": float("nan")}, "threshold nan is outside 0.0 and up (0 skips nothing)."),
+        ({"between": "guess"}, "between is 'guess'; it must be one of: hold, forecast."),
+    ],
 )
-def test_every_interval_th_step_refreshes(interval, expected):
-    assert [refresh_of(step, interval) for step in range(6)] == expected
-
-
-@pytest.mark.parametrize("settings", [{"interval": 0}, {"interval": -3}, {"depth": -1}])
-def test_settings_out_of_range_are_refused(settings):
-    with pytest.raises(ValueError, match="below"):
+def test_settings_out_of_range_are_refused_with_the_range(settings, said):
+    with pytest.raises(ValueError) as error:
         DeepCacheSettings(**settings)
+    assert str(error.value) == f"DeepCache: {said}"
 
 
 def test_depth_zero_means_by_model():
@@ -56,32 +38,6 @@ def test_depth_zero_means_by_model():
 
 
 # Streams
-
-
-class Sampler:
-    """Drives a run with a 'model' whose fresh feature is the sigma that it is computed at."""
-
-    def __init__(self, interval=3, schedule=SCHEDULE):
-        self.run = DeepCacheRun(DeepCacheSettings(interval))
-        self.run.schedule = schedule
-
-    def evaluate(self, sigma, *calls):
-        """The features, one list a call, that the shallow part gets; a call is a string of uuids."""
-        self.run.begin_evaluation(sigma)
-        return [self.call(sigma, uuids) for uuids in calls]
-
-    def call(self, sigma, uuids, batch=2, size=8, window=None, conds=None):
-        x = torch.zeros(batch * len(uuids), 4, size, size)
-        keys = self.run.streams(x, list(uuids), conds or list(range(len(uuids))), window)
-        if keys is None:
-            return None
-        if self.run.can_skip(keys):
-            feature = self.run.gather(keys)
-            self.run.count(skipped=True)
-        else:
-            feature = self.run.exchange(keys, torch.full((batch * len(uuids), 3, size, size), float(sigma)))
-            self.run.count(skipped=False)
-        return [chunk.mean().item() for chunk in feature.chunk(len(uuids))]
 
 
 def test_steps_between_reuse_the_last_full_step():
@@ -173,9 +129,10 @@ def test_second_evaluation_of_a_step_counts_no_step():
 
 
 def test_closed_run_holds_nothing():
-    sampler = Sampler()
+    sampler = Sampler(SCHEDULE, **ADAPTIVE)
     sampler.evaluate(14.6, "ab")
     sampler.run.close()
-    assert not sampler.run._features
+    assert not sampler.run._histories
+    assert not sampler.run._meter._references
     assert sampler.run.boundary is None
     assert sampler.call(1.0, "a") is None

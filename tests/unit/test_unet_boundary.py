@@ -74,6 +74,31 @@ def test_skipped_call_runs_shallow_blocks_alone_and_gives_the_same_for_the_same_
     assert torch.equal(model(torch.ones(2, 1, 3, 5)), full)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_adaptive_run_sees_the_deep_parts_input_on_full_and_skipped_calls(depth):
+    seen = []
+
+    class Watched(DeepCacheRun):
+        def watch(self, keys, shallow):
+            seen.append(shallow.mean().item())
+
+        def _must_refresh(self, step):
+            return step == 0
+
+    model = ToyUNet()
+    run = Watched(DeepCacheSettings(2, schedule="adaptive"))
+    run.schedule = (14.6, 8.0, 0.0)
+    boundary = UNetBoundary(model, depth)
+    for sigma, stand_ins in ((14.6, boundary.recording), (8.0, boundary.skipping)):
+        run.begin_evaluation(sigma)
+        x = torch.full((2, 1, 3, 5), sigma)
+        with substituted(stand_ins(run, run.streams(x, ["a"], [0], None)), Order.CACHED):
+            model(x)
+        assert f"in{depth}.0" not in model.called or sigma == 14.6
+    # Each block doubles twice.
+    assert seen == pytest.approx([14.6 * 4**depth, 8.0 * 4**depth])
+
+
 @pytest.mark.parametrize("depth", [4, 99])
 def test_depth_beyond_the_model_is_refused_with_the_range(depth):
     with pytest.raises(ValueError) as error:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import comfy.model_management
 import torch
+from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrappersMP
 
+from ...boundaries import boundary_of, why_none
 from ...deep_cache import DeepCacheRun, DeepCacheSettings
 from ...events import emit, log
 from ...substitution import Order, substituted
-from ...unet_boundary import UNetBoundary, has_unet_layout
 
 KEY = "accel_deep_cache"
 """Of our wrappers, and of the run's state in its transformer_options."""
 
-_WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.DIFFUSION_MODEL)
+_WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 
 _lock = threading.Lock()
 _last_run: dict[str, int] | None = None
@@ -27,21 +29,23 @@ _last_run: dict[str, int] | None = None
 def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings) -> Any:
     """A clone of the ModelPatcher that samples with DeepCache, in place of any earlier settings.
 
-    At interval 1, or for a model without a UNet's layout, the clone samples as if this pack were not
-    there. Raises ValueError when the depth is beyond the model.
+    When the settings skip nothing, or for a model without a boundary, the clone samples as if this
+    pack were not there. Raises ValueError when the depth is beyond the model.
     """
     clone = model_patcher.clone()
     for kind in _WRAPPED:
         clone.remove_wrappers_with_key(kind, KEY)
     model = clone.get_model_object("diffusion_model")
-    if not has_unet_layout(model):
-        log.warning("DeepCache: %s is not a UNet with skip levels; every step runs in full.", type(model).__name__)
+    if boundary_of(model, settings.depth) is None:
+        log.warning("DeepCache: %s: %s; every step runs in full.", type(model).__name__, why_none(model))
         return clone
-    UNetBoundary(model, settings.depth)
-    if settings.interval > 1:
+    if not settings.is_off:
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings))
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, _begin_evaluation)
-        clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _call_model)
+        if _asks_wrappers(_uncompiled(model)):
+            clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _call_model)
+        else:
+            clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _stand_in_for_model)
     return clone
 
 
@@ -51,12 +55,26 @@ def last_run() -> dict[str, int] | None:
         return None if _last_run is None else dict(_last_run)
 
 
+def _asks_wrappers(model: torch.nn.Module) -> bool:
+    """Whether the model's forward runs the wrappers for DIFFUSION_MODEL; SD3's and some others' does not."""
+    code = getattr(type(model).forward, "__code__", None)
+    return code is not None and "DIFFUSION_MODEL" in code.co_names
+
+
+def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile` was given, where `model` is what it returned."""
+    return getattr(model, "_orig_mod", model)
+
+
 def _run_wrapper(settings: DeepCacheSettings) -> Callable[..., Any]:
     def keep_state_for_run(executor: Any, *args: Any, **kwargs: Any) -> Any:
         # The guider's model_options belong to this run; core copies them, with our state by reference.
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
         before = options.get(KEY)
         run = options[KEY] = DeepCacheRun(settings)
+        sampling = executor.class_obj.model_patcher.get_model_object("model_sampling")
+        run.window = tuple(float(sampling.percent_to_sigma(p)) for p in (settings.start_percent, settings.end_percent))
+        run.is_flow = isinstance(sampling, CONST)
         try:
             return executor(*args, **kwargs)
         finally:
@@ -91,28 +109,36 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
     return executor(x, timestep, model_options, seed)
 
 
+def _stand_in_for_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `apply_model`, for models that run no wrappers of their own."""
+    model = _uncompiled(executor.class_obj.diffusion_model)
+
+    @torch.compiler.disable
+    def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _cached(inner, model, args, kwargs, _names(type(model).forward)[1:])
+
+    with substituted({model: call}, Order.CACHED):
+        return executor(*args, **kwargs)
+
+
 @torch.compiler.disable
-def _call_model(
-    executor: Any,
-    x: torch.Tensor,
-    timesteps: Any = None,
-    context: Any = None,
-    y: Any = None,
-    control: dict | None = None,
-    transformer_options: dict | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Around every call of the UNet: skipped, in full and remembered, or plain.
+def _call_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around every call of the model's forward.
 
     Not for Dynamo: what `TorchCompileModel` traced on a full step would be wrong on a skipped one.
     """
-    transformer_options = {} if transformer_options is None else transformer_options
-    plain = (x, timesteps, context, y, control, transformer_options)
-    run: DeepCacheRun | None = transformer_options.get(KEY)
-    boundary = None if run is None else _boundary(run, executor.class_obj)
-    keys = None if boundary is None else _streams(run, x, transformer_options)
+    return _cached(executor, executor.class_obj, args, kwargs, _names(executor.original))
+
+
+def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwargs: dict, names: Sequence[str]) -> Any:
+    """One call of the model: skipped, in full and remembered, or plain. `names`: of the positional arguments."""
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    options = named.get("transformer_options") or {}
+    run: DeepCacheRun | None = options.get(KEY)
+    boundary = None if run is None else _boundary(run, model)
+    keys = None if boundary is None else _streams(run, args[0] if args else named.get("x"), options)
     if keys is None:
-        out = executor(*plain, **kwargs)
+        out = call(*args, **kwargs)
         if boundary is not None:
             run.count(skipped=False)
         return out
@@ -120,8 +146,8 @@ def _call_model(
     if run.can_skip(keys):
         try:
             with substituted(boundary.skipping(run, keys), Order.CACHED):
-                withheld = boundary.withhold(control)
-                out = executor(x, timesteps, context, y, withheld, transformer_options, **kwargs)
+                kept, named = _with_control(args, kwargs, names, boundary.withhold)
+                out = call(*kept, **named)
             run.count(skipped=True)
             return out
         except Exception as error:
@@ -130,24 +156,42 @@ def _call_model(
             run.failed = True
             log.warning("DeepCache: a skipped step failed (%s); the rest of this run is computed in full.", error)
             log.debug("DeepCache: where it failed", exc_info=True)
-        out = executor(*plain, **kwargs)
+        out = call(*args, **kwargs)
     else:
         with substituted(boundary.recording(run, keys), Order.CACHED):
-            out = executor(*plain, **kwargs)
+            out = call(*args, **kwargs)
     run.count(skipped=False)
     return out
 
 
-def _boundary(run: DeepCacheRun, model: torch.nn.Module) -> UNetBoundary | None:
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Of the arguments that may be given by position."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    return names[1:] if inspect.ismethod(function) else names
+
+
+def _with_control(args: tuple, kwargs: dict, names: Sequence[str], change: Callable[[Any], Any]) -> tuple[tuple, dict]:
+    """The arguments with the model's `control` changed, wherever it is among them."""
+    if "control" in kwargs:
+        return args, {**kwargs, "control": change(kwargs["control"])}
+    place = names.index("control") if "control" in names else len(args)
+    if place < len(args):
+        return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
+    return args, kwargs
+
+
+def _boundary(run: DeepCacheRun, model: torch.nn.Module) -> Any:
     """Where the run's model is cut, looked up at its first call; None for any other model."""
-    if run.boundary is None and has_unet_layout(model):
-        run.boundary = UNetBoundary(model, run.settings.depth)
+    if run.boundary is None:
+        run.boundary = boundary_of(model, run.settings.depth)
     return run.boundary if run.boundary is not None and run.boundary.model is model else None
 
 
-def _streams(run: DeepCacheRun, x: torch.Tensor, options: dict[str, Any]) -> list | None:
+def _streams(run: DeepCacheRun, x: Any, options: dict[str, Any]) -> list | None:
     window = options.get("context_window")
-    if window is not None and not hasattr(window, "index_list"):
+    if not isinstance(x, torch.Tensor) or (window is not None and not hasattr(window, "index_list")):
         return None
     frames: Hashable = None if window is None else tuple(window.index_list)
     animate_diff = options.get("ad_params") or {}

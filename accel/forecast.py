@@ -1,0 +1,79 @@
+"""What a feature will be, extrapolated from what it was at its last refreshes.
+
+In the spirit of TaylorSeer (Liu et al., arXiv 2503.06923) and Spectrum (arXiv 2603.01623): features
+move along smooth curves from step to step, so a curve through the last ones says more than the last
+one alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+ORDER = 1
+"""Of the polynomial; the history holds one point more. A line: on the trained test network curves of second
+order are farther off, by 1 to 4 dB at an interval of 3 and by more at 5."""
+
+REACH = 1.0
+"""How far beyond the newest point the curve is followed, in lengths of the last segment; further on
+the forecast stays where it is, since a short segment says little about a long way."""
+
+
+def weights(points: Sequence[float], at: float) -> list[float]:
+    """Lagrange's: sum(w * f) is at `at` the polynomial through (points[i], f[i]); they add up to 1.
+
+    `points`: newest first, all different.
+    """
+    result = []
+    for i, own in enumerate(points):
+        product = 1.0
+        for j, other in enumerate(points):
+            if j != i:
+                product *= (at - other) / (own - other)
+        result.append(product)
+    return result
+
+
+class History:
+    """The last points of one feature, newest first; each holds a copy of the feature, `keep` in all."""
+
+    def __init__(self, keep: int):
+        self._keep = keep
+        self._points: list[tuple[int, float, torch.Tensor]] = []
+
+    @property
+    def newest(self) -> int:
+        """The step that was recorded last."""
+        return self._points[0][0]
+
+    def record(self, step: int, at: float, feature: torch.Tensor) -> None:
+        """Add a copy of the feature at the place `at` on the curve; another evaluation of the same step, or at
+        the same place, replaces the point that it had."""
+        self._points = [point for point in self._points if point[0] != step and not _is_same(point[1], at)]
+        del self._points[self._keep - 1 :]
+        self._points.insert(0, (step, at, feature.clone()))
+
+    def value(self, at: float) -> torch.Tensor:
+        """The feature at the place `at`, a tensor of its own: the forecast, or the newest point where there is no
+        second."""
+        newest = self._points[0][2]
+        result = newest.clone()
+        if len(self._points) > 1:
+            points = [place for _, place, _ in self._points]
+            for weight, (_, _, older) in zip(weights(points, _reachable(points, at)), self._points, strict=True):
+                if older is not newest:
+                    # The weights add up to 1; differences of neighbours keep their digits in half precision.
+                    result.add_(older - newest, alpha=weight)
+        return result
+
+
+def _is_same(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def _reachable(points: Sequence[float], at: float) -> float:
+    """`at`, or as far towards it from the newest point as the last segment is long, times `REACH`."""
+    reach = REACH * abs(points[0] - points[1])
+    return points[0] + min(max(at - points[0], -reach), reach)

@@ -1,0 +1,153 @@
+"""The token streams of a transformer block: which of its arguments each of its outputs is the new value of.
+
+Found out from calls as they happen, since a block's signature does not say it: by identity with the
+next block's argument, or with its own where it works in place; else by shape.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+class NoStreams(Exception):
+    """A block's outputs are not new values of its arguments; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """names: for each output the argument that it is the new value of, None where the output is None.
+    container: tuple or list, None for a bare tensor."""
+
+    names: tuple[str | None, ...]
+    container: type | None
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if name is not None)
+
+    def pack(self, values: Mapping[str, torch.Tensor]) -> Any:
+        """`values` by argument name, as the block would return them."""
+        out = [None if name is None else values[name] for name in self.names]
+        return out[0] if self.container is None else self.container(out)
+
+    def unpack(self, out: Any) -> dict[str, torch.Tensor]:
+        """The opposite. Raises NoStreams where `out` is not built as it was before."""
+        container, parts = _parts(out)
+        if container is not self.container or [part is None for part in parts] != [n is None for n in self.names]:
+            raise NoStreams("its output is built otherwise than before")
+        return {name: part for name, part in zip(self.names, parts, strict=True) if name is not None}
+
+
+def arguments(block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by the names of the block's own forward, whatever stands in front of it; those
+    it takes as `*args` are named by their place. Raises NoStreams when they do not fit."""
+    block = getattr(block, "_orig_mod", block)  # of torch.compile
+    signature = inspect.signature(type(block).forward)
+    try:
+        bound = signature.bind(block, *args, **kwargs).arguments
+    except TypeError as error:
+        raise NoStreams(f"it is called otherwise than its class says ({error})") from error
+    named: dict[str, Any] = {}
+    for name, value in list(bound.items())[1:]:
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            named.update({f"{name}[{index}]": part for index, part in enumerate(value)})
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)
+        else:
+            named[name] = value
+    return named
+
+
+def possible_streams(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The arguments that may be token streams."""
+    return {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim >= 2
+    }
+
+
+class StreamFinder:
+    """Watches the calls of one list's blocks, in order, within one model call or several."""
+
+    def __init__(self) -> None:
+        self._exact: dict[int, str] = {}
+        self._alike: list[list[str] | None] | None = None
+        self._container: type | None = None
+        self._last: list[torch.Tensor | None] = []
+
+    def begin_model_call(self) -> None:
+        self._last = []
+
+    def see_call(self, given: Mapping[str, torch.Tensor]) -> None:
+        """A block is about to be called with the `possible_streams` given."""
+        self._note_identities(given)
+
+    def see_return(self, given: Mapping[str, torch.Tensor], out: Any) -> None:
+        """It has returned. Raises NoStreams when no argument is like an output."""
+        self._container, parts = _parts(out)
+        if self._alike is not None and len(self._alike) != len(parts):
+            raise NoStreams("its blocks return different numbers of tensors")
+        alike = []
+        for index, part in enumerate(parts):
+            names = None
+            if part is not None:
+                names = [name for name, value in given.items() if _alike(value, part)]
+                if self._alike is not None and self._alike[index] is not None:
+                    names = [name for name in names if name in self._alike[index]]
+                if not names:
+                    raise NoStreams(f"it returns a tensor {list(part.shape)} that is like none of its arguments")
+            alike.append(names)
+        self._alike, self._last = alike, parts
+        self._note_identities(given)
+
+    def found(self) -> Streams:
+        """What the calls so far say. Raises NoStreams when they leave it open."""
+        if self._alike is None:
+            raise NoStreams("none of its blocks was called")
+        names: dict[int, str | None] = {index: None for index, options in enumerate(self._alike) if options is None}
+        names |= {index: name for index, name in self._exact.items() if names.get(index, name) is not None}
+        while len(names) < len(self._alike):
+            left = {
+                index: [name for name in options if name not in names.values()]
+                for index, options in enumerate(self._alike)
+                if index not in names
+            }
+            single = {index: options[0] for index, options in left.items() if len(options) == 1}
+            if len(self._alike) == 1 and left[0]:
+                single = {0: left[0][0]}  # x comes first
+            if not single:
+                raise NoStreams("which of its outputs is which of its arguments is unclear")
+            index = min(single)
+            names[index] = single[index]
+        return Streams(tuple(names[index] for index in range(len(names))), self._container)
+
+    def _note_identities(self, given: Mapping[str, torch.Tensor]) -> None:
+        for index, part in enumerate(self._last):
+            for name, value in given.items():
+                if part is not None and value is part:
+                    self._exact[index] = name
+
+
+def parts_of(out: Any) -> list[torch.Tensor]:
+    """The tensors of a block's output. Raises NoStreams where it is not made of tensors."""
+    return [part for part in _parts(out)[1] if part is not None]
+
+
+def _parts(out: Any) -> tuple[type | None, list[torch.Tensor | None]]:
+    if isinstance(out, torch.Tensor):
+        return None, [out]
+    if type(out) in (tuple, list) and any(part is not None for part in out):
+        if all(part is None or isinstance(part, torch.Tensor) for part in out):
+            return type(out), list(out)
+    raise NoStreams(f"it returns {type(out).__name__} that is not made of tensors")
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device

@@ -1,0 +1,198 @@
+"""DeepCache of transformers in a real ComfyUI: its own classes, its own samplers."""
+
+import logging
+
+import comfy.ops
+import pytest
+import torch
+from comfy.ldm.flux.model import Flux
+from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.boundaries import boundary_of
+from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.graph_cache import GraphCache
+from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache
+from comfy_accel.accel.substitution import Order, substituted
+from deep_cache_runs import assert_close, assert_no_trace, cached, counts, said_of_fallbacks, split_chunks
+from tiny_dits import CONTROLLED, DITS
+from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.layouts import FLUX_DEV
+from bench.tiny_models import with_control
+
+LARGEST_DISTANCE = 0.7
+"""Of the plain image, in the 2-norm: at interval 3 over four steps random networks give 0.2 to 0.5."""
+
+every_dit = pytest.mark.parametrize("name", DITS)
+
+
+@pytest.fixture
+def no_fallback(caplog):
+    caplog.set_level(logging.WARNING)
+    yield
+    assert not said_of_fallbacks(caplog)
+
+
+@every_dit
+def test_interval_one_is_bit_identical(name, no_fallback):
+    dit = DITS[name]
+    model = dit.load()
+    assert torch.equal(dit.sample(cached(model, 1), steps=3), dit.sample(model, steps=3))
+
+
+@every_dit
+def test_steps_between_are_skipped_at_two_sizes_and_the_model_stays_plain(name, no_fallback):
+    dit = DITS[name]
+    model = dit.load()
+    deep = cached(model)
+    for size in (0, 1):
+        plain = dit.sample(model, size)
+        out = dit.sample(deep, size)
+        assert counts() == (2, 2)
+        assert 1e-3 < (out - plain).norm() / plain.norm() < LARGEST_DISTANCE
+        assert torch.equal(dit.sample(model, size), plain)
+    assert_no_trace(model)
+
+
+@every_dit
+def test_split_chunks_agree_with_joined_ones(name, no_fallback):
+    dit = DITS[name]
+    model = dit.load()
+    joined = dit.sample(cached(model), size=1, batch=2)
+    assert_close(dit.sample(cached(split_chunks(model)), size=1, batch=2), joined)
+    assert counts() == (2, 2)
+
+
+@every_dit
+def test_depth_beyond_the_model_is_refused_with_the_range(name):
+    model = DITS[name].load()
+    largest = (DITS[name].blocks - 1) // 2
+    for depth in (largest + 1, 99):
+        with pytest.raises(ValueError, match=f"depth {depth} is outside this model's range 1 to {largest} "):
+            cached(model, 3, depth)
+    cached(model, 3, largest)
+
+
+@pytest.mark.parametrize("name", ["Flux", "SD3"])
+def test_prompts_of_different_lengths_keep_their_own_text(name, no_fallback):
+    dit = DITS[name]
+    model = cached(dit.load())
+    out = dit.sample(model, negative=dit.conditioning(2, tokens=17))
+    assert counts() == (2, 2)
+    assert not torch.equal(out, dit.sample(model))
+
+
+@pytest.mark.parametrize("settings", [{"between": "forecast"}, {"schedule": "adaptive", "threshold": 0.4}])
+@pytest.mark.parametrize("name", ["Flux", "Wan", "SD3"])
+def test_schedules_and_forecasts_are_those_of_unets(name, settings, no_fallback):
+    dit = DITS[name]
+    model = dit.load()
+    deep = lambda model: apply_deep_cache(model, DeepCacheSettings(3, **settings))  # noqa: E731
+    joined = dit.sample(deep(model), steps=8)
+    decided = counts()
+    assert decided[1] >= 1
+    assert_close(dit.sample(deep(split_chunks(model)), steps=8), joined, 1e-3)
+    assert counts() == decided
+
+
+# Company
+
+
+def call(model, stand_ins, x, context, control=None):
+    options = {"patches": {}, "patches_replace": {}}
+    given = {"guidance": torch.zeros(len(x))} if hasattr(model, "double_blocks") else {}
+    given |= dict(context=context, control=control, transformer_options=options)
+    with torch.inference_mode(), substituted(stand_ins, Order.CACHED):
+        return model(x, torch.full((len(x),), 0.7), **given)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("name, width", [("Flux", 64), ("Chroma", 64), ("SD3", 128), ("Qwen-Image", 64)])
+def test_residuals_of_a_control_net_count_once(name, width, depth):
+    dit = DITS[name]
+    model = dit.load().model.diffusion_model
+    noise = lambda *shape, seed=0: torch.randn(shape, generator=torch.Generator().manual_seed(seed))  # noqa: E731
+    residuals = [None if index == 3 else noise(2, 36, width, seed=index) for index in range(dit.blocks - 1)]
+    control = {"input": residuals, "output": residuals[::-1]}
+    x, context = noise(2, *dit.latents[0][1:]), noise(2, 24, 48)
+    run, boundary = DeepCacheRun(DeepCacheSettings(3)), boundary_of(model, depth)
+    run.schedule = (3.0, 2.0, 1.0, 0.0)
+    plain = call(model, {}, x, context, control)
+    run.begin_evaluation(3.0)
+    keys = run.streams(x, ["a", "b"], [0, 1], None)
+    assert torch.equal(call(model, boundary.recording(run, keys), x, context, control), plain)
+    run.begin_evaluation(2.0)
+    keys = run.streams(x, ["a", "b"], [0, 1], None)
+    assert run.can_skip(keys)
+    withheld = boundary.withhold(control)
+    assert any(kept is not None for kept in withheld["input"]) and withheld != control
+    assert_close(call(model, boundary.skipping(run, keys), x, context, withheld), plain, 1e-5)
+    # Nothing depends on their being withheld, as in models whose lists nobody has named.
+    assert_close(call(model, boundary.skipping(run, keys), x, context, control), plain, 1e-5)
+
+
+def test_control_net_in_a_real_run(no_fallback):
+    model, net = CONTROLLED.load(), CONTROLLED.family.control_net(torch.float32)
+    conds = {
+        name: with_control(CONTROLLED.conditioning(seed), net) for seed, name in enumerate(("positive", "negative"), 1)
+    }
+    out = CONTROLLED.sample(cached(model), **conds)
+    assert counts() == (2, 2)
+    plain = CONTROLLED.sample(model, **conds)
+    assert 1e-3 < (out - plain).norm() / plain.norm() < LARGEST_DISTANCE
+    assert not torch.equal(out, CONTROLLED.sample(cached(model)))
+    assert_close(CONTROLLED.sample(cached(split_chunks(model)), **conds), out)
+
+
+@pytest.mark.parametrize("layer", [1, 2, 4])
+def test_guidance_that_leaves_a_block_out(layer, no_fallback):
+    """Where it takes the first or last block that would be skipped (1 and 4), its own call is never skipped."""
+    from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
+
+    dit = DITS["SD3"]
+    guided = SkipLayerGuidanceDiT.execute(dit.load(), 3.0, 0.0, 1.0, str(layer), "", 0.0).args[0]
+    joined = dit.sample(cached(guided))
+    assert counts() == (2, 2)
+    assert_close(dit.sample(cached(split_chunks(guided))), joined)
+    assert not torch.equal(joined, dit.sample(guided))
+
+
+def test_accelerate_model_in_either_order_compiles_nothing_more(no_fallback):
+    dit = DITS["Flux"]
+    model = dit.load()
+    expected = dit.sample(cached(model))
+    graphs = GraphCache()
+    fast = lambda model: accelerate(model, CompileSettings(backend="eager"), graphs)  # noqa: E731
+    dit.sample(fast(model), steps=2)
+    before = counters["stats"]["unique_graphs"]
+    assert before
+    for both in (fast(cached(model)), cached(fast(model))):
+        assert_close(dit.sample(both), expected)
+        assert counts() == (2, 2)
+        assert counters["stats"]["unique_graphs"] == before
+        assert_no_trace(both)
+
+
+# What a skipped step costs
+
+
+def test_skipped_step_of_flux_at_default_depth_costs_at_most_35_percent():
+    config = FLUX_DEV.config
+    model = Flux(**config, device="meta", dtype=torch.float16, operations=comfy.ops.disable_weight_init)
+    boundary = boundary_of(model, None)
+    assert boundary.depth == 7
+    run = DeepCacheRun(DeepCacheSettings(3))
+    run.schedule = (2.0, 1.0, 0.0)
+    empty = lambda *shape: torch.empty(shape, device="meta", dtype=torch.float16)  # noqa: E731
+    x = empty(2, 16, 90, 120)
+    spent = []
+    for sigma, stand_ins in ((2.0, boundary.recording), (1.0, boundary.skipping)):
+        run.begin_evaluation(sigma)
+        layers = stand_ins(run, run.streams(x, ["a", "b"], [0, 1], None))
+        counter = FlopCounterMode(display=False)
+        with counter, torch.no_grad(), substituted(layers, Order.CACHED):
+            model(x, empty(2), empty(2, 256, config["context_in_dim"]), empty(2, config["vec_in_dim"]), empty(2))
+        spent.append(counter.get_total_flops())
+    print(f"{spent[1] / spent[0]:.3f}")
+    assert spent[1] <= 0.35 * spent[0]

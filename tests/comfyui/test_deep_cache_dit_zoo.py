@@ -1,0 +1,106 @@
+"""Every diffusion model class of core: what DeepCache skips of it, and that a skipped call adds up.
+
+The zoo's models are tiny; those with two blocks in their one list get five more of the same.
+"""
+
+import pytest
+import tiny_zoo_dit  # noqa: F401  They add to the zoo.
+import tiny_zoo_sound  # noqa: F401
+import tiny_zoo_video  # noqa: F401
+import torch
+from comfy_accel.accel.boundaries import boundary_of, why_none
+from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.dit_boundary import DiTBoundary
+from comfy_accel.accel.substitution import Order, substituted
+from comfy_accel.accel.unet_boundary import UNetBoundary
+from deep_cache_runs import assert_close
+from tiny_dits import lengthened
+from tiny_zoo import ZOO, Noise, Size
+
+UNETS = ("SD1.5", "SD1.5 inpaint", "SD2", "SDXL", "SDXL refiner", "SVD")
+NEITHER = ("Stable Cascade C", "Stable Cascade B")
+OUTWEIGHED = "ACE-Step"
+"""Its lyric encoder has its real width here, and more weights than the transformer; a real one has 24 wide blocks."""
+
+DOUBLE_AND_SINGLE = (("img", "txt"), ("x",))
+STREAMS = {
+    "Flux": DOUBLE_AND_SINGLE,
+    "Flux Kontext": DOUBLE_AND_SINGLE,
+    "Flux 2": DOUBLE_AND_SINGLE,
+    "Chroma": DOUBLE_AND_SINGLE,
+    "Chroma Radiance": DOUBLE_AND_SINGLE,
+    "SD3": (("args[0]", "args[1]"),),
+    "SD3.5 medium": (("args[0]", "args[1]"),),
+    "AuraFlow": (("c", "x"), ("cx",)),
+    "PixArt Alpha": (("x",),),
+    "PixArt Sigma": (("x",),),
+    "HunyuanDiT": (("x",),),
+    "HiDream": (("image_tokens", "text_tokens"), ("image_tokens",)),
+    "Lumina2": (("x",),),
+    "Z-Image": (("x",),),
+    "OmniGen2": (("hidden_states",),),
+    "OmniGen2 edit": (("hidden_states",),),
+    "Qwen-Image": (("encoder_hidden_states", "hidden_states"),),
+    "Wan t2v": (("x",),),
+    "Wan i2v": (("x",),),
+    "Wan VACE": (("x",),),
+    "Wan camera": (("x",),),
+    "Wan HuMo": (("x",),),
+    "Wan S2V": (("x",),),
+    "Wan animate": (("x",),),
+    "HunyuanVideo": DOUBLE_AND_SINGLE,
+    "HunyuanVideo i2v": DOUBLE_AND_SINGLE,
+    "HunyuanVideo 1.5": DOUBLE_AND_SINGLE,
+    "HunyuanImage 2.1": DOUBLE_AND_SINGLE,
+    "LTXV": (("x",),),
+    "Mochi": (("x", "y"),),
+    "Cosmos": (("x",),),
+    "Cosmos predict2": (("x_B_T_H_W_D",),),
+    "Stable Audio": (("x",),),
+    "Hunyuan3D 2": DOUBLE_AND_SINGLE,
+    "Hunyuan3D 2.1": (("hidden_states",),),
+}
+"""What is remembered: for each list of blocks the arguments whose change is."""
+
+
+def call(model, name, stand_ins):
+    latent, given = ZOO[name].inputs(Size(height=12, batch=2), Noise(0))
+    sigmas = torch.tensor([1.0, 0.7, 0.0])
+    options = {"sigmas": sigmas[1:2], "sample_sigmas": sigmas, "cond_or_uncond": [0], "patches": {}}
+    given = {"context": None, "control": None, "transformer_options": options} | given
+    with torch.inference_mode(), substituted(stand_ins, Order.CACHED):
+        return model(latent, torch.full((len(latent),), 0.7), **given)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_skipped_call_adds_what_a_full_one_remembered(name):
+    model = lengthened(name)
+    boundary, run = boundary_of(model, None), DeepCacheRun(DeepCacheSettings(3))
+    assert isinstance(boundary, DiTBoundary)
+    run.schedule = (14.6, 8.0, 0.0)
+    latent, _ = ZOO[name].inputs(Size(height=12, batch=2), Noise(0))
+    plain = call(model, name, {})
+    run.begin_evaluation(14.6)
+    keys = run.streams(latent, ["a"], [0], None)
+    assert torch.equal(call(model, name, boundary.recording(run, keys)), plain)
+    assert tuple(span.streams.names for span in boundary.spans) == STREAMS[name]
+    run.begin_evaluation(8.0)
+    keys = run.streams(latent, ["a"], [0], None)
+    assert run.can_skip(keys)
+    assert_close(call(model, name, boundary.skipping(run, keys)), plain, 1e-5)
+    assert torch.equal(call(model, name, {}), plain)
+
+
+@pytest.mark.parametrize("name", UNETS + NEITHER)
+def test_other_layouts_are_told_apart(name):
+    model = ZOO[name].build()
+    boundary = boundary_of(model, None)
+    if name in UNETS:
+        assert isinstance(boundary, UNetBoundary)
+    else:
+        assert boundary is None
+        assert why_none(model) == "it is neither a UNet with skip levels nor a transformer with one main list of blocks"
+
+
+def test_every_specimen_is_in_one_table():
+    assert sorted((*STREAMS, *UNETS, *NEITHER, OUTWEIGHED)) == sorted(ZOO)

@@ -1,0 +1,177 @@
+"""What DeepCache does with each sampler of core: nothing when it is off, and whole steps when it is on."""
+
+import comfy.model_sampling
+import comfy.samplers
+import pytest
+import tiny_models
+import torch
+from comfy_accel.accel.deep_cache import DeepCacheRun
+from comfy_accel.accel.events import subscribe
+from comfy_accel.accel.hosts.comfyui import deep_cache as host
+from comfy_accel.accel.hosts.comfyui.deep_cache import last_run
+from deep_cache_runs import cached, counts
+
+ONE_CALL = "0F 1s 2s 3F 4s 5s 6F"
+OWN_MIDPOINT = "0FF 1ss 2ss 3FF 4ss 5ss 6F"
+"""The second call refines the step that it is made in."""
+NEXT_LEVEL = "0F 1ss 2ss 3FF 4ss 5ss 6FF"
+"""The second call is made at the next step's noise level, or below it, and shares that step's decision."""
+
+STATED = {
+    "dpm_2": OWN_MIDPOINT,
+    "dpmpp_sde": OWN_MIDPOINT,
+    "dpmpp_sde_gpu": OWN_MIDPOINT,
+    "seeds_2": OWN_MIDPOINT,
+    "seeds_3": "0FFF 1sss 2sss 3FFF 4sss 5sss 6F",
+    "heun": NEXT_LEVEL,
+    "dpm_2_ancestral": NEXT_LEVEL,
+    "dpmpp_2s_ancestral": NEXT_LEVEL,
+    "dpmpp_2s_ancestral_cfg_pp": NEXT_LEVEL,
+    # Its second call corrects what its first predicted, at one level.
+    "sa_solver_pece": NEXT_LEVEL,
+    # Looks two steps ahead and comes back: a step keeps its decision.
+    "heunpp2": "0F 1s 2s 1s 2s 3F 2s 3F 4s 3F 4s 5s 4s 5s 6F 5s 6FF",
+    # Chooses levels of its own: none is in step 3, so step 4 is full.
+    "dpm_fast": "0FF 1s 2s 4F 5ss",
+}
+"""For seven steps at interval 3, the calls in their order: the step of each, F in full and s skipped. Every other
+sampler makes one call a step."""
+
+
+@pytest.fixture(scope="module")
+def small_unet():
+    """Two levels: what a sampler does needs no more."""
+    return tiny_models.unet(
+        num_res_blocks=[1, 1], channel_mult=[1, 2], transformer_depth=[0, 1], transformer_depth_output=[0, 0, 1, 1]
+    )
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of the runs from now on, as in `STATED`."""
+    seen = []
+
+    class Watched(DeepCacheRun):
+        def count(self, skipped):
+            seen.append((self._step, "s" if skipped else "F"))
+            super().count(skipped)
+
+    monkeypatch.setattr(host, "DeepCacheRun", Watched)
+
+    def told():
+        text, last = "", None
+        for step, mark in seen:
+            text += mark if step == last else f" {step}{mark}"
+            last = step
+        return text.strip()
+
+    return told
+
+
+@pytest.mark.parametrize("sampler", comfy.samplers.SAMPLER_NAMES)
+def test_interval_one_and_a_window_without_steps_are_bit_identical(small_unet, sample, sampler):
+    plain = sample(small_unet, 64, 64, steps=3, sampler=sampler)
+    off = cached(small_unet, 1)
+    assert not any(off.get_wrappers(kind, host.KEY) for kind in host._WRAPPED)
+    # The first step, which is full anyway, and the threshold of noise that no other step reaches.
+    in_vain = cached(small_unet, end_percent=1e-6, schedule="adaptive", between="forecast")
+    for model in (off, in_vain):
+        assert torch.equal(sample(model, 64, 64, steps=3, sampler=sampler), plain)
+    assert last_run()["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("sampler", [name for name in comfy.samplers.SAMPLER_NAMES if name != "dpm_adaptive"])
+def test_steps_are_skipped_whole_and_every_third_is_full(small_unet, sample, calls, sampler):
+    out = sample(cached(small_unet), 64, 64, steps=7, sampler=sampler)
+    assert out.isfinite().all()
+    assert calls() == STATED.get(sampler, ONE_CALL)
+
+
+def test_dpm_adaptive_decides_by_the_steps_that_its_levels_fall_in(small_unet, sample, calls):
+    sample(cached(small_unet), 64, 64, steps=7, sampler="dpm_adaptive")
+    marks = {}
+    for group in calls().split():
+        marks.setdefault(int(group.rstrip("Fs")), set()).update(group.lstrip("0123456789"))
+    assert all(len(mark) == 1 for mark in marks.values())
+    assert marks[0] == {"F"}
+    assert {"s"} in marks.values()
+
+
+@pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_sde", "dpmpp_2m_sde", "lcm"])
+@pytest.mark.parametrize("between", ["hold", "forecast"])
+def test_samplers_that_add_noise_add_the_same_at_the_same_seed(small_unet, sample, sampler, between):
+    model = cached(small_unet, between=between)
+    first, again, other = (sample(model, 64, 64, steps=5, sampler=sampler, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("sampler", ["euler", "heun", "dpmpp_sde", "uni_pc"])
+@pytest.mark.parametrize("schedule", ["uniform", "adaptive"])
+@pytest.mark.parametrize("between", ["hold", "forecast"])
+def test_first_calls_are_plain_and_every_combination_ends_finite(small_unet, sample, sampler, schedule, between):
+    model = cached(small_unet, schedule=schedule, between=between, threshold=0.5)
+    assert sample(model, 64, 64, steps=5, sampler=sampler).isfinite().all()
+    assert sum(counts()) == 5
+    assert last_run()["full_steps"] >= 2
+
+
+@pytest.mark.parametrize(
+    "steps, interval, expected",
+    [(1, 3, "0F"), (4, 3, "0F 1s 2s 3F"), (4, 100, "0F 1s 2s 3s"), (8, 2, "0F 1s 2F 3s 4F 5s 6F 7s")],
+)
+def test_few_steps_of_lcm(small_unet, sample, calls, steps, interval, expected):
+    sample(cached(small_unet, interval), 64, 64, steps=steps, sampler="lcm")
+    assert calls() == expected
+
+
+def test_img2img_counts_from_its_own_first_step(small_unet, sample, calls):
+    sample(cached(small_unet), steps=4, denoise=0.4, latent=torch.ones(1, 4, 9, 13))
+    assert calls() == "0F 1s 2s 3F"
+
+
+@pytest.mark.parametrize(
+    "window, expected",
+    [
+        ((0.0, 1.0), "0F 1s 2s 3F 4s 5s 6F 7s"),
+        ((0.3, 1.0), "0F 1F 2F 3s 4s 5F 6s 7s"),
+        ((0.0, 0.5), "0F 1s 2s 3F 4F 5F 6F 7F"),
+        ((0.4, 0.7), "0F 1F 2F 3s 4s 5F 6F 7F"),
+    ],
+)
+def test_steps_outside_the_window_are_full(small_unet, sample, calls, window, expected):
+    sample(cached(small_unet, start_percent=window[0], end_percent=window[1]), 64, 64, steps=8)
+    assert calls() == expected
+
+
+@pytest.mark.parametrize("flow", [False, True])
+def test_run_knows_the_window_and_the_kind_of_its_noise_levels(small_unet, sample, monkeypatch, flow):
+    runs = []
+
+    class Watched(DeepCacheRun):
+        def close(self):
+            runs.append((self.window, self.is_flow, self.schedule[0]))
+            super().close()
+
+    class Flow(comfy.model_sampling.ModelSamplingDiscreteFlow, comfy.model_sampling.CONST):
+        pass
+
+    monkeypatch.setattr(host, "DeepCacheRun", Watched)
+    model = small_unet.clone()
+    if flow:
+        model.add_object_patch("model_sampling", Flow())
+    sampling = model.get_model_object("model_sampling")
+    sample(cached(model, start_percent=0.25, end_percent=0.75), 64, 64, steps=4)
+    expected = tuple(float(sampling.percent_to_sigma(percent)) for percent in (0.25, 0.75))
+    assert runs == [(expected, flow, pytest.approx(1.0 if flow else 14.61, abs=0.01))]
+
+
+def test_run_tells_what_it_did(small_unet, sample):
+    events = []
+    stop = subscribe(lambda name, data: events.append((name, data)))
+    try:
+        sample(cached(small_unet), 64, 64, steps=7)
+    finally:
+        stop()
+    assert ("deep_cache_run", {"full_steps": 3, "skipped_steps": 4}) in events
+    assert last_run() == {"full_steps": 3, "skipped_steps": 4}

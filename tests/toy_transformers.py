@@ -1,0 +1,127 @@
+"""Transformers whose answer is mental arithmetic, and a run of DeepCache over one of them."""
+
+import torch
+from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.dit_boundary import DiTBoundary
+from comfy_accel.accel.substitution import Order, substituted
+
+FULL, SKIPPED = 14.6, 8.0
+
+
+class Block(torch.nn.Module):
+    """Writes its name down; its weights are there to be counted."""
+
+    def __init__(self, called, name, width=2):
+        super().__init__()
+        self.called, self.name = called, name
+        self.layer = torch.nn.Linear(width, width)
+
+
+class Single(Block):
+    def forward(self, x, vec, scale=2.0):
+        self.called.append(self.name)
+        return x * scale
+
+
+class InPlaceDouble(Block):
+    """Image doubled, text tripled, both in place, as Flux does."""
+
+    def forward(self, img, txt, vec):
+        self.called.append(self.name)
+        img += img
+        txt += 2 * txt
+        return img, txt
+
+
+class Joint(Block):
+    """As SD3's: arguments by place, the context first, and none of it behind the last block."""
+
+    def __init__(self, called, name, last=False):
+        super().__init__(called, name)
+        self.last = last
+
+    def forward(self, *args, **kwargs):
+        context, x = args
+        self.called.append(self.name)
+        return None if self.last else context * 3, x * 2
+
+
+class Chain(torch.nn.Module):
+    """One list of blocks; `between(x, i)` is what the model does behind block i."""
+
+    def __init__(self, count=5, kind=Single, between=lambda x, i: x):
+        super().__init__()
+        self.called, self.between = [], between
+        self.blocks = torch.nn.ModuleList(kind(self.called, i) for i in range(count))
+
+    def forward(self, x):
+        self.called.clear()
+        for i, block in enumerate(self.blocks):
+            x = self.between(block(x, vec=torch.ones(x.shape[0], 2)), i)
+        return x
+
+
+class Doubles(torch.nn.Module):
+    """Two streams in `double_blocks`, joined in `single_blocks`; residuals are added as in Flux."""
+
+    def __init__(self, doubles=2, singles=3):
+        super().__init__()
+        self.called = []
+        self.double_blocks = torch.nn.ModuleList(InPlaceDouble(self.called, f"d{i}") for i in range(doubles))
+        self.single_blocks = torch.nn.ModuleList(Single(self.called, f"s{i}") for i in range(singles))
+
+    def forward(self, img, txt, control=None):
+        self.called.clear()
+        img, txt, vec = img.clone(), txt.clone(), torch.ones(img.shape[0], 2)
+        for i, block in enumerate(self.double_blocks):
+            img, txt = block(img=img, txt=txt, vec=vec)
+            if control is not None and control["input"][i] is not None:
+                img += control["input"][i]
+        x = torch.cat((txt, img), 1)
+        for i, block in enumerate(self.single_blocks):
+            x = block(x, vec=vec)
+            if control is not None and control["output"][i] is not None:
+                x[:, txt.shape[1] :] += control["output"][i]
+        return x[:, txt.shape[1] :]
+
+
+class Joints(torch.nn.Module):
+    def __init__(self, count=4):
+        super().__init__()
+        self.called = []
+        self.joint_blocks = torch.nn.ModuleList(Joint(self.called, i, i == count - 1) for i in range(count))
+
+    def forward(self, x, context):
+        self.called.clear()
+        for block in self.joint_blocks:
+            context, x = block(context, x, c=None)
+        return x
+
+
+class Sampler:
+    """A run over one boundary."""
+
+    def __init__(self, model, depth=1, **settings):
+        self.model, self.boundary = model, DiTBoundary(model, depth)
+        self.run = DeepCacheRun(DeepCacheSettings(**({"interval": 3} | settings)))
+        self.run.schedule = (14.6, 8.0, 4.0, 2.0, 0.0)
+
+    def call(self, sigma, x, *args, uuids="a", control=None):
+        self.run.begin_evaluation(sigma)
+        keys = self.run.streams(x, list(uuids), list(range(len(uuids))), None)
+        self.skipped = keys is not None and self.run.can_skip(keys)
+        if keys is None:
+            return self.model(x, *args)
+        stand_ins = self.boundary.skipping if self.skipped else self.boundary.recording
+        given = {} if control is None else {"control": self.boundary.withhold(control) if self.skipped else control}
+        with substituted(stand_ins(self.run, keys), Order.CACHED):
+            return self.model(x, *args, **given)
+
+
+def tokens(*values, count=3):
+    """[B, count, 2], each image filled with its value."""
+    return torch.stack([torch.full((count, 2), float(value)) for value in values])
+
+
+def untouched(model):
+    return not any("forward" in module.__dict__ for module in model.modules())

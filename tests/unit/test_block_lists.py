@@ -1,0 +1,62 @@
+"""Finding a transformer's blocks, and how many of them are skipped."""
+
+import pytest
+import torch
+from comfy_accel.accel.block_lists import largest_depth_within, trunk_of
+from comfy_accel.accel.boundaries import boundary_of, why_none
+from comfy_accel.accel.dit_boundary import DiTBoundary, has_dit_layout
+from comfy_accel.accel.unet_boundary import UNetBoundary
+from toy_transformers import Chain, Doubles, Single
+
+
+@pytest.mark.parametrize("count, largest", [(3, 1), (4, 1), (5, 2), (57, 28)])
+def test_depth_outside_the_range_is_refused_with_it(count, largest):
+    for depth in (0, largest + 1):
+        with pytest.raises(ValueError) as error:
+            DiTBoundary(Chain(count), depth)
+        message = f"DeepCache: depth {depth} is outside this model's range 1 to {largest} (0 chooses by itself)."
+        assert str(error.value) == message
+    assert DiTBoundary(Chain(count), largest).depth == largest
+
+
+def test_default_depth_is_the_largest_within_its_share():
+    blocks = trunk_of(Chain(20))
+    for share, depth in ((0.0, 1), (0.1, 1), (0.29, 2), (0.3, 3), (0.55, 5), (1.0, 9)):
+        assert largest_depth_within(share, blocks) == depth
+    assert DiTBoundary(Chain(20), None).depth == 3
+    assert DiTBoundary(Chain(3), None).depth == 1
+
+
+def test_trunk_is_two_lists_in_turn_or_the_one_that_outweighs_the_others():
+    assert [found.path for found in trunk_of(Doubles())] == ["double_blocks", "single_blocks"]
+
+    class Others(Chain):
+        def __init__(self, refiners):
+            super().__init__(3)
+            self.refiner = torch.nn.Module()
+            self.refiner.layers = torch.nn.ModuleList(Single([], i) for i in range(refiners))
+
+    assert [found.path for found in trunk_of(Others(2))] == ["blocks"]
+    assert [found.path for found in trunk_of(Others(4))] == ["refiner.layers"]
+    assert trunk_of(Others(3)) == ()
+    assert trunk_of(torch.nn.Linear(1, 1)) == ()
+
+
+def test_lists_of_lists_are_no_trunk():
+    model = torch.nn.Module()
+    model.down = torch.nn.ModuleList(torch.nn.ModuleList(Single([], i) for i in range(2)) for _ in range(4))
+    assert trunk_of(model) == ()
+
+
+def test_boundary_of_a_model_is_the_one_for_its_layout():
+    unet = torch.nn.Module()
+    unet.input_blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in range(3))
+    unet.output_blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in range(3))
+    unet.middle_block = None
+    assert isinstance(boundary_of(unet, None), UNetBoundary)
+    assert isinstance(boundary_of(Chain(), 2), DiTBoundary)
+    assert boundary_of(Chain(2), None) is None and "it has 2 blocks" in why_none(Chain(2))
+    assert boundary_of(torch.nn.Linear(1, 1), None) is None and "neither a UNet" in why_none(torch.nn.Linear(1, 1))
+    assert not has_dit_layout(object())
+    with pytest.raises(ValueError, match="range 1 to 2"):
+        boundary_of(Chain(), 3)

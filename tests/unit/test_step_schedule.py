@@ -1,0 +1,79 @@
+"""Which step a noise level belongs to, for falling and rising schedules and samplers that look between the levels."""
+
+import math
+
+import pytest
+from comfy_accel.accel.step_schedule import LARGEST_SCALE, angle, in_window, stake, step_of
+
+SCHEDULE = (14.6, 8.0, 4.0, 2.0, 1.0, 0.5, 0.0)
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_level_of_a_step_belongs_to_it(step):
+    sigma = SCHEDULE[step]
+    assert step_of(sigma, SCHEDULE) == step
+    assert step_of(sigma * (1 + 1e-6), SCHEDULE) == step
+    assert step_of(sigma * (1 - 1e-6), SCHEDULE) == step
+
+
+@pytest.mark.parametrize("step", range(5))
+def test_midpoint_belongs_to_the_step_that_it_refines(step):
+    assert step_of((SCHEDULE[step] * SCHEDULE[step + 1]) ** 0.5, SCHEDULE) == step
+
+
+@pytest.mark.parametrize("sigma, step", [(0.0, 5), (1e-3, 5), (100.0, 0)])
+def test_level_outside_the_schedule_belongs_to_its_nearest_end(sigma, step):
+    assert step_of(sigma, SCHEDULE) == step
+
+
+@pytest.mark.parametrize("sigma, step", [(0.0, 0), (0.3, 0), (0.5, 1), (7.9, 4), (8.0, 5), (14.6, 5)])
+def test_rising_schedule_is_read_upwards(sigma, step):
+    assert step_of(sigma, SCHEDULE[::-1]) == step
+
+
+def test_neighbours_of_a_thousand_step_schedule_stay_apart():
+    schedule = [14.6 * (0.03 / 14.6) ** (i / 999) for i in range(1000)] + [0.0]
+    assert [step_of(sigma, schedule) for sigma in schedule[:-1]] == list(range(1000))
+
+
+@pytest.mark.parametrize(
+    "level, inside", [(8.0, True), (8.0001, True), (8.1, False), (1.0, True), (0.99999, True), (0.9, False)]
+)
+def test_both_ends_of_a_window_are_inside(level, inside):
+    assert in_window(level, (8.0, 1.0)) is inside
+
+
+@pytest.mark.parametrize("level", [0.0, 1e-3, 14.6, 1.0])
+def test_whole_range_leaves_nothing_out(level):
+    assert in_window(level, (999999999.9, 0.0))
+
+
+@pytest.mark.parametrize(
+    "sigma, is_flow, expected",
+    [
+        (0.0, False, 0.0),
+        (1.0, False, math.pi / 4),
+        (1e9, False, math.pi / 2),
+        (0.0, True, 0.0),
+        (0.5, True, math.pi / 4),
+        (1.0, True, math.pi / 2),
+    ],
+)
+def test_angle_goes_from_picture_to_noise(sigma, is_flow, expected):
+    assert angle(sigma, is_flow) == pytest.approx(expected)
+
+
+def test_stake_is_the_share_of_noise_that_goes_times_the_latents_size():
+    assert stake(angle(3.0), angle(1.5)) == pytest.approx(0.5 * 10**0.5)
+    assert stake(angle(0.1), 0.0) == pytest.approx(1.01**0.5)
+    # The same way in a flow's levels: 3 to 1 and 3 to 2 of noise to picture.
+    assert stake(angle(0.75, True), angle(0.6, True)) == pytest.approx(0.5 * 10**0.5)
+
+
+def test_stake_is_bounded_from_pure_noise_on_and_zero_without_a_step():
+    assert stake(math.pi / 2, angle(0.97, True)) == pytest.approx(LARGEST_SCALE)
+    assert stake(1.0, 1.0) == stake(0.0, 0.0) == 0.0
+
+
+def test_stake_of_a_rising_step_is_that_of_the_way():
+    assert stake(angle(1.0), angle(2.0)) == pytest.approx(0.5 * 2**0.5)
