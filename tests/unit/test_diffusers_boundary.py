@@ -1,0 +1,128 @@
+"""Cutting a UNet in diffusers' layout, on networks whose answer is mental arithmetic."""
+
+import pytest
+import torch
+from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.diffusers_boundary import DiffusersBoundary, has_diffusers_layout
+from comfy_accel.accel.substitution import Order, substituted
+from toy_unets import Block, ToyDiffusersUNet
+
+# The toy's skips, and with them depths: conv_in; d0 with two resnets and a downsampler; d1 with two resnets.
+DOWN = ["conv_in", ("d0.resnet0", "d0.attention0"), ("d0.resnet1", "d0.attention1"), "d0.sampler", "d1.resnet0"]
+DOWN += ["d1.resnet1"]
+UP = ["u0.resnet0", "u0.resnet1", ("u0.resnet2", "u0.sampler"), ("u1.resnet0", "u1.attention0")]
+UP += [("u1.resnet1", "u1.attention1"), ("u1.resnet2", "u1.attention2")]
+
+
+def flat(names):
+    return [name for part in names for name in ([part] if isinstance(part, str) else part)]
+
+
+def full_then_skipped(model, depth, x, settings=None, **control):
+    run = DeepCacheRun(settings or DeepCacheSettings(2))
+    run.schedule = (14.6, 8.0, 0.0)
+    boundary = DiffusersBoundary(model, depth)
+    outs = []
+    for sigma, stand_ins in ((14.6, boundary.recording), (8.0, boundary.skipping)):
+        run.begin_evaluation(sigma)
+        given = {name: list(value) if isinstance(value, list) else value for name, value in control.items()}
+        if sigma < 14:
+            given = boundary.withhold(given)
+        with substituted(stand_ins(run, run.streams(x, ["a"], [0], None)), Order.CACHED):
+            outs.append(model(x, 500, **given))
+    return outs
+
+
+@pytest.mark.parametrize("middle", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
+def test_skipped_call_runs_shallow_layers_alone_and_gives_the_same_for_the_same_input(depth, middle):
+    model = ToyDiffusersUNet(middle)
+    full, skipped = full_then_skipped(model, depth, torch.ones(2, 1, 5, 7))
+    assert model.called == flat(DOWN[:depth]) + flat(UP[-depth:])
+    assert torch.equal(full, skipped)
+    assert torch.equal(model(torch.ones(2, 1, 5, 7), 500), full)
+
+
+def test_plain_call_runs_every_layer_in_that_order():
+    model = ToyDiffusersUNet()
+    model(torch.ones(2, 1, 5, 7), 500)
+    assert model.called == [*flat(DOWN), "middle", *flat(UP)]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 5])
+def test_adaptive_run_is_shown_what_the_deep_part_starts_from(depth, monkeypatch):
+    seen = []
+    monkeypatch.setattr(DeepCacheRun, "watch", lambda run, keys, shallow: seen.append(shallow))
+    monkeypatch.setattr(DeepCacheRun, "_must_refresh", lambda run, step: step == 0)
+    full_then_skipped(ToyDiffusersUNet(), depth, torch.ones(1, 1, 4, 4), DeepCacheSettings(2, schedule="adaptive"))
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+    assert seen[0].max() == 2 ** len(flat(DOWN[:depth]))
+
+
+@pytest.mark.parametrize("depth", [6, 99])
+def test_depth_beyond_the_model_is_refused_with_the_range(depth):
+    with pytest.raises(ValueError, match=f"depth {depth} is outside this model's range 1 to 5"):
+        DiffusersBoundary(ToyDiffusersUNet(), depth)
+
+
+def test_default_depth_is_chosen_by_work():
+    model = ToyDiffusersUNet()
+    model.down_blocks[1].resnets[0].weight = torch.nn.Parameter(torch.ones(100, 100))
+    for name, layer in model.named_modules():
+        if name.endswith(("resnets.0", "resnets.1", "resnets.2", "conv_in")) and not hasattr(layer, "weight"):
+            layer.weight = torch.nn.Parameter(torch.ones(10, 10))
+    # Work of the pairs: 200, 200, 200, 100, 10100, 200; at depth 4 a sixteenth of all is shallow.
+    assert DiffusersBoundary(model, None).depth == 4
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
+def test_controlnets_residuals_reach_shallow_skips_alone(depth):
+    model = ToyDiffusersUNet()
+    x = torch.ones(2, 1, 5, 7)
+    skips = [torch.full((2, 1, *shape), 2.0**-i) for i, shape in enumerate([(5, 7)] * 3 + [(3, 4)] * 3)]
+    control = {"down_block_additional_residuals": skips, "mid_block_additional_residual": torch.ones(2, 1, 3, 4)}
+    full, skipped = full_then_skipped(model, depth, x, **control)
+    assert torch.equal(full, skipped)
+    kept = DiffusersBoundary(model, depth).withhold({**control, "return_dict": False})
+    assert [residual.ndim for residual in kept["down_block_additional_residuals"]] == [4] * depth + [0] * (6 - depth)
+    assert kept["mid_block_additional_residual"].ndim == 0
+    assert kept["return_dict"] is False
+    assert all(residual.ndim == 4 for residual in skips)
+
+
+@pytest.mark.parametrize("name", ["down_intrablock_additional_residuals", "down_block_additional_residuals"])
+@pytest.mark.parametrize(("depth", "shallow"), [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1)])
+def test_adapters_residuals_reach_shallow_blocks_alone(depth, shallow, name):
+    model = ToyDiffusersUNet()
+    residuals = [torch.full((2, 1, 5, 7), 0.5), torch.full((2, 1, 3, 4), 0.25)]
+    full, skipped = full_then_skipped(model, depth, torch.ones(2, 1, 5, 7), **{name: residuals})
+    assert torch.equal(full, skipped)
+    kept = DiffusersBoundary(model, depth).withhold({name: residuals})[name]
+    assert [residual.ndim for residual in kept] == [4] * shallow + [0] * (2 - shallow)
+
+
+def test_absent_residuals_stay_absent():
+    given = {"down_block_additional_residuals": None, "mid_block_additional_residual": None, "timestep_cond": None}
+    assert DiffusersBoundary(ToyDiffusersUNet(), 1).withhold(given) == given
+
+
+def test_layout_is_recognised():
+    assert has_diffusers_layout(ToyDiffusersUNet())
+    assert has_diffusers_layout(ToyDiffusersUNet(middle=False))
+    assert not has_diffusers_layout(torch.nn.Linear(1, 1))
+    assert not has_diffusers_layout(None)
+
+
+def test_layouts_that_hand_on_other_skips_are_not_taken():
+    lopsided = ToyDiffusersUNet()
+    lopsided.up_blocks[1].resnets = lopsided.up_blocks[1].resnets[:2]
+    lopsided.up_blocks[1].attentions = None
+    moving = ToyDiffusersUNet()
+    moving.down_blocks[0].motion_modules = torch.nn.ModuleList()
+    one_skip = ToyDiffusersUNet()
+    one_skip.down_blocks[1].__class__ = type("KDownBlock2D", (Block,), {})
+    encoder = ToyDiffusersUNet()
+    del encoder.down_blocks[0].resnets
+    for model in (lopsided, moving, one_skip, encoder):
+        assert not has_diffusers_layout(model)

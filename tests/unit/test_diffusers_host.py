@@ -1,0 +1,212 @@
+"""DeepCache in a pipeline, without diffusers: schedules as its schedulers have them, and what may go wrong."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from comfy_accel.accel.deep_cache import DeepCacheSettings
+from comfy_accel.accel.events import subscribe
+from comfy_accel.accel.hosts.diffusers import deep_cache
+from comfy_accel.accel.hosts.diffusers_schedule import PipelineSchedule, noise_levels
+from toy_unets import ToyDiffusersUNet
+
+TRAINED = (1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2).cumprod(0)
+
+
+def scheduler(timesteps, **more):
+    return SimpleNamespace(timesteps=torch.tensor(timesteps), **{"alphas_cumprod": TRAINED, **more})
+
+
+class Pipe:
+    """Calls the UNet once for each timestep, and says when it is done."""
+
+    def __init__(self, timesteps=(900, 700, 500, 300, 100)):
+        self.unet, self.timesteps = ToyDiffusersUNet(), list(timesteps)
+        self.scheduler = scheduler([999, 998])
+
+    def __call__(self, size=(4, 4), calls=1, batched=False):
+        self.scheduler.timesteps = torch.tensor(self.timesteps)
+        outs = []
+        for time in self.scheduler.timesteps:
+            x = torch.full((2, 1, *size), float(time) / 1000)
+            outs += [self.unet(x, time.expand(2) if batched else time) for _ in range(calls)]
+        self.maybe_free_model_hooks()
+        return outs
+
+    def maybe_free_model_hooks(self):
+        pass
+
+
+@pytest.fixture
+def counts():
+    found = []
+    unsubscribe = subscribe(lambda name, data: found.append((data["full_steps"], data["skipped_steps"])))
+    yield found
+    unsubscribe()
+
+
+# Schedules
+
+
+def test_noise_levels_are_those_of_training_and_between_them():
+    at = noise_levels(scheduler([]), [0, 500, 500.5, 501, 999, 2000])
+    for time, level in ((0, at[0]), (500, at[1]), (999, at[4])):
+        assert math.isclose(level, ((1 - TRAINED[time]) / TRAINED[time]).sqrt(), rel_tol=1e-4)
+    assert at[1] < at[2] < at[3] and math.isclose(at[2], (at[1] * at[3]) ** 0.5, rel_tol=1e-9)
+    assert at[5] == at[4]
+
+
+def test_schedule_without_any_signal_has_a_finite_level():
+    alphas = TRAINED.clone()
+    alphas[-1] = 0
+    assert noise_levels(scheduler([], alphas_cumprod=alphas), [999])[0] == pytest.approx(4096, rel=1e-3)
+
+
+def test_scheduler_without_training_schedule_says_its_sigmas_or_counts_its_timesteps():
+    told = SimpleNamespace(timesteps=torch.tensor([0.5, -0.5]), sigmas=torch.tensor([8.0, 2.0, 0.0]))
+    assert PipelineSchedule(told).run_from(0) == (8.0, 2.0, 0.0)
+    assert PipelineSchedule(told).level_at(0.5) == 2.0
+    silent = SimpleNamespace(timesteps=torch.tensor([3.0, 1.0]))
+    assert PipelineSchedule(silent).run_from(0) == (3.0, 1.0, 0.0)
+
+
+def run_of(timesteps, place=0, **more):
+    """The timesteps at which steps start, by their noise levels."""
+    schedule = PipelineSchedule(scheduler(timesteps, **more))
+    times = {level: time for time, level in schedule.levels.items()}
+    return [times.get(level, level) for level in schedule.run_from(place)]
+
+
+def test_steps_are_timesteps_but_for_repeated_and_intermediate_ones():
+    assert run_of([900, 600, 300]) == [900, 600, 300, 0.0]
+    assert run_of([900, 600, 600, 300, 300], order=2) == [900, 600, 300, 0.0]  # Heun
+    assert run_of([900, 700, 600, 400, 300], order=2) == [900, 600, 300, 0.0]  # KDPM2
+    assert run_of([900, 600, 600, 300]) == [900, 600, 300, 0.0]  # PNDM
+    assert run_of([900, 600, 300], place=1) == [600, 300, 0.0]
+    assert run_of([100, 500, 900]) == [100, 500, 900, math.inf]
+
+
+def test_percents_are_of_the_training_schedule():
+    schedule = PipelineSchedule(scheduler([900, 100]))
+    assert (schedule.level_at(0.0), schedule.level_at(1.0)) == (math.inf, 0.0)
+    assert schedule.level_at(0.25) == noise_levels(schedule.scheduler, [749.25])[0]
+
+
+@pytest.mark.parametrize("timestep", [600, 600.0, torch.tensor(600), torch.tensor([600, 600])])
+def test_timestep_is_found_as_number_or_tensor(timestep):
+    schedule = PipelineSchedule(scheduler([900, 600, 600, 300]))
+    assert schedule.place_of(timestep) == 1
+
+
+@pytest.mark.parametrize("timestep", [601, torch.tensor([900, 600])])
+def test_other_timesteps_are_nowhere(timestep):
+    assert PipelineSchedule(scheduler([900, 600])).place_of(timestep) is None
+
+
+# Runs
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_every_image_is_a_run(counts, batched):
+    pipe = Pipe()
+    with deep_cache(pipe, DeepCacheSettings(2, 1)):
+        pipe(batched=batched)
+        assert counts == [(3, 2)]
+        pipe(size=(6, 3))
+    assert counts == [(3, 2), (3, 2)]
+
+
+def test_calls_of_one_step_are_streams_of_their_own(counts):
+    pipe = Pipe()
+    once = Pipe()
+    with deep_cache(pipe, DeepCacheSettings(3, 1)), deep_cache(once, DeepCacheSettings(3, 1)):
+        twice, expected = pipe(calls=2), once()
+    assert counts == [(2, 3), (2, 3)]
+    assert all(torch.equal(twice[2 * i + j], expected[i]) for i in range(5) for j in range(2))
+
+
+def test_schedule_that_goes_back_starts_a_run(counts):
+    pipe = Pipe()
+    x = torch.ones(1, 1, 4, 4)
+    with deep_cache(pipe, DeepCacheSettings(5, 1)):
+        pipe.scheduler.timesteps = torch.tensor([900, 500, 100])
+        for time in (900, 500, 900, 500):
+            pipe.unet(x, time)
+    assert counts == [(1, 1), (1, 1)]
+
+
+def test_call_outside_the_schedule_is_plain(counts):
+    pipe = Pipe()
+    with deep_cache(pipe, DeepCacheSettings(3, 1)):
+        pipe.unet(torch.ones(1, 1, 4, 4), 123)
+        assert "middle" in pipe.unet.called
+    assert counts == []
+
+
+def test_window_keeps_steps_full(counts):
+    pipe = Pipe()
+    with deep_cache(pipe, DeepCacheSettings(5, 1, start_percent=0.4)):
+        pipe()
+    assert counts == [(2, 3)]  # 900, 700 and, the first step in the window, 500 at the noise of 599 and below.
+
+
+# What may go wrong
+
+
+def fail_skipped_calls(unet, error):
+    """Every call of the UNet that left out its middle fails in its last layer but one."""
+
+    def fail(*_):
+        if "middle" not in unet.called:
+            raise error
+
+    unet.up_blocks[1].resnets[2].register_forward_pre_hook(fail)
+
+
+def test_failing_skip_is_computed_in_full_and_so_is_the_rest(counts, caplog):
+    pipe = Pipe()
+    plain = pipe()
+    fail_skipped_calls(pipe.unet, ValueError("Eight."))
+    with deep_cache(pipe, DeepCacheSettings(3, 1)):
+        outs = pipe()
+    assert all(torch.equal(*pair) for pair in zip(outs, plain, strict=True))
+    assert counts == [(5, 0)]
+    said = "DeepCache: a skipped step failed (Eight.); the rest of this run is computed in full."
+    assert [record.getMessage() for record in caplog.records] == [said]
+
+
+def test_lack_of_memory_is_the_callers():
+    pipe = Pipe()
+    fail_skipped_calls(pipe.unet, torch.OutOfMemoryError())
+    with pytest.raises(torch.OutOfMemoryError), deep_cache(pipe, DeepCacheSettings(3, 1)):
+        pipe()
+    assert "forward" not in vars(pipe.unet)
+    assert "maybe_free_model_hooks" not in vars(pipe)
+
+
+def test_offloading_that_replaces_forwards_after_an_image_changes_nothing(counts):
+    pipe = Pipe()
+    own = pipe.unet.forward
+
+    def offload():
+        pipe.unet.forward = lambda *args, **kwargs: own(*args, **kwargs)
+
+    pipe.maybe_free_model_hooks = offload
+    offload()
+    with deep_cache(pipe, DeepCacheSettings(2, 1)):
+        first, second = pipe(), pipe()
+    assert counts == [(3, 2), (3, 2)]
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    assert pipe.maybe_free_model_hooks is offload
+    counts.clear()
+    pipe()
+    assert counts == []
+
+
+@pytest.mark.parametrize("pipe", [SimpleNamespace(), SimpleNamespace(unet=torch.nn.Linear(1, 1))])
+def test_pipeline_without_such_a_unet_is_left_alone(pipe, caplog):
+    before = dict(vars(pipe))
+    with deep_cache(pipe, DeepCacheSettings(3)):
+        assert vars(pipe) == before
+    assert "cannot divide" in caplog.text
