@@ -14,6 +14,7 @@ WORK = ROOT / ".work"
 BENCHES = {
     "demo": "plain and accelerated side by side at four sizes, one of them odd, in one process",
     "session": "what a session of sizes, batches, prompts, LoRAs, a ControlNet compiles and when, beside core's node",
+    "deepcache": "what DeepCache's skipped steps cost in quality, on a trained network, beside core's EasyCache",
     "cold": "seconds to compile SD1.5, SDXL and Flux at full depth, beside core's node; overhead a block",
 }
 """What `dev.py bench NAME` runs: module of this package → what it measures."""
