@@ -27,11 +27,14 @@ class ChangeMeter:
         self._step: int | None = None
 
     def watch(self, key: Hashable, shallow: torch.Tensor, step: int, renew: bool) -> None:
-        """Measure `shallow` [B, ...] against the stream's reference; with `renew` it becomes the reference."""
+        """Measure `shallow` [B, ...] against the stream's reference; with `renew`, or where that is of another
+        shape, it becomes the reference."""
         if step != self._step:
             self._changes.clear()  # streams that come no more have no say
             self._step = step
         known = self._references.get(key)
+        if known is not None and not _is_like(known[1], shallow):
+            known, renew = None, True
         if known is not None and known[0] < step:
             since, reference = known
             amount = relative_change(shallow, reference)
@@ -44,7 +47,7 @@ class ChangeMeter:
 
         The change is taken to grow evenly with the steps. Waits for the device, once.
         """
-        expected = [change.amount * ((step - change.since) / change.span) for change in self._changes.values()]
+        expected = [change.amount * (abs(step - change.since) / change.span) for change in self._changes.values()]
         if not expected:
             return None
         return torch.stack([amount.to(expected[0].device) for amount in expected]).max().item()
@@ -56,6 +59,10 @@ class ChangeMeter:
             self._changes.clear()
             return
         self._references = {key: known for key, known in self._references.items() if known[0] >= before}
+
+
+def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.device == other.device
 
 
 def relative_change(now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from .step_schedule import angle, in_window, stake, step_of
 
 SCHEDULES = ("uniform", "adaptive")
 BETWEEN = ("hold", "forecast")
+
+LOOK_AHEAD = 2
+"""Steps that a sampler may evaluate ahead of the one that it is at; heunpp2 does."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,9 @@ class DeepCacheSettings:
     depth: int | None = None
     start_percent: float = 0.0
     end_percent: float = 1.0
-    schedule: str = "uniform"
+    schedule: str = "adaptive"
     threshold: float = 0.05
-    between: str = "hold"
+    between: str = "forecast"
 
     def __post_init__(self) -> None:
         if self.interval < 1:
@@ -89,14 +92,15 @@ class StreamKey:
     """Everything that tells one sequence of model inputs from every other one in a run.
 
     uuid and cond_index: the conditioning and the list it is in (core gives an area's copy in the
-    negative list the uuid of the positive one). window: frame indices of a context window. occurrence:
-    how often the same came before within one evaluation (guidance that asks the model twice, as PAG
-    and SAG do). shape: one chunk of the latent, [B, C, ...].
+    negative list the uuid of the positive one). circumstances: frame indices of a context window, and
+    which blocks a patch replaces (guidance that asks the model again with parts of it left out, as PAG and
+    skip-layer guidance do). occurrence: how often the same came before within one evaluation. shape: one
+    chunk of the latent, [B, C, ...].
     """
 
     uuid: Hashable
     cond_index: int
-    window: Hashable
+    circumstances: Hashable
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -152,8 +156,8 @@ class DeepCacheRun:
         step = step_of(sigma, self.schedule)
         if step != self._step:
             self._step = step
-            if self._refresh is not None and step <= self._refresh - self.settings.interval:
-                self._forget()  # far back up, as restarting samplers go: what is remembered is the future
+            if self._refresh is not None and step < self._refresh - LOOK_AHEAD:
+                self._forget()  # back up, as restarting samplers go: what is remembered is the future
             if step not in self._full:
                 self._full[step] = self._must_refresh(step)
             if self._full[step]:
@@ -189,7 +193,7 @@ class DeepCacheRun:
         self._refresh = None
 
     def streams(
-        self, x: torch.Tensor, uuids: Sequence[Hashable], cond_indices: Sequence[int], window: Hashable
+        self, x: torch.Tensor, uuids: Sequence[Hashable], cond_indices: Sequence[int], circumstances: Hashable
     ) -> list[StreamKey] | None:
         """One key for each chunk of the batch `x` [len(uuids) * B, C, ...], to be asked for once a
         call; None when the call must be plain."""
@@ -199,8 +203,8 @@ class DeepCacheRun:
         shape = (x.shape[0] // chunks, *x.shape[1:])
         keys = []
         for uuid, cond_index in zip(uuids, cond_indices, strict=True):
-            first = StreamKey(uuid, cond_index, window, shape, x.dtype, x.device, 0)
-            keys.append(StreamKey(uuid, cond_index, window, shape, x.dtype, x.device, self._occurrences[first]))
+            first = StreamKey(uuid, cond_index, circumstances, shape, x.dtype, x.device, 0)
+            keys.append(replace(first, occurrence=self._occurrences[first]))
             self._occurrences[first] += 1
         return keys
 
@@ -233,12 +237,14 @@ class DeepCacheRun:
         chunks = list(feature.chunk(len(keys)))
         held = [not self._full[self._step] and self._has_all(key) for key in keys]
         for index, key in enumerate(keys):
-            if held[index]:
-                chunks[index] = self._histories[key, part].value(self._angle)
-            else:
-                keep = ORDER + 1 if self.settings.between == "forecast" else 1
-                history = self._histories.setdefault((key, part), History(keep))
-                history.record(self._step, self._angle, chunks[index])
+            history = self._histories.get((key, part))
+            if held[index] and history is not None and history.fits(chunks[index]):
+                chunks[index] = history.value(self._angle)
+                continue
+            held[index] = False
+            if history is None:
+                history = self._histories[key, part] = History(ORDER + 1 if self.settings.between == "forecast" else 1)
+            history.record(self._step, self._angle, chunks[index])
         return torch.cat(chunks) if any(held) else feature
 
     def watch(self, keys: Sequence[StreamKey], shallow: torch.Tensor) -> None:

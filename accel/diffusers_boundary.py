@@ -45,10 +45,7 @@ class DiffusersBoundary(UNetBoundary):
 
     def skipping(self, run: DeepCacheRun, keys: Sequence[StreamKey]) -> dict[torch.nn.Module, Layer]:
         """The stand-ins for a call whose deep part is skipped."""
-        layers = super().skipping(run, keys)
-        for module in self.silent:
-            layers[module] = _with_one_channel(layers[module])
-        return {module: _for_tuples(layer) for module, layer in layers.items()}
+        return {module: _for_tuples(layer) for module, layer in super().skipping(run, keys).items()}
 
     def withhold(self, control: Mapping[str, Any]) -> dict[str, Any]:
         """`control`, a call's keyword arguments, with nothing to add in place of deep layers' residuals.
@@ -135,16 +132,6 @@ def _for_tuples(layer: Layer) -> Layer:
         if kwargs.get("return_dict", True):
             return layer(inner, *args, **kwargs)
         return (layer(lambda *a, **k: inner(*a, **k)[0], *args, **kwargs),)
-
-    return adapted
-
-
-def _with_one_channel(layer: Layer) -> Layer:
-    """`layer`, and one channel of its input goes on: FreeU, which is in the blocks, transforms no empty tensors."""
-
-    def adapted(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        layer(inner, x, *args, **kwargs)
-        return x[:, :1]
 
     return adapted
 

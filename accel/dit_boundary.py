@@ -170,7 +170,7 @@ class _Recording:
         self.inputs: dict[str, torch.Tensor] | None = None
         self.hidden: list[weakref.ref] = []
         """What skipped blocks returned, but for the last: nobody else may need it."""
-        span.finder.begin_model_call()
+        span.finder.forget_tensors()
 
     def call(self, block: torch.nn.Module, inner: Forward, args: tuple, kwargs: dict) -> Any:
         if self.span.unfit:
@@ -189,6 +189,8 @@ class _Recording:
             if self.learning:
                 self.span.finder.see_return(given, out)
                 self._note_hidden(block, parts_of(out))
+                if block is self.span.found.blocks[-1]:
+                    self.span.finder.forget_tensors()
             return self._remember(out) if block is self.span.last and self.inputs is not None else out
         except NoStreams as reason:
             self._not_remembered(reason)

@@ -48,9 +48,15 @@ class History:
         """The step that was recorded last."""
         return self._points[0][0]
 
+    def fits(self, feature: torch.Tensor) -> bool:
+        """Whether what is remembered has the shape and type of `feature`."""
+        return all(known.shape == feature.shape and known.dtype == feature.dtype for _, _, known in self._points)
+
     def record(self, step: int, at: float, feature: torch.Tensor) -> None:
         """Add a copy of the feature at the place `at` on the curve; another evaluation of the same step, or at
-        the same place, replaces the point that it had."""
+        the same place, replaces the point that it had, and one of another shape all points."""
+        if not self.fits(feature):
+            self._points.clear()
         self._points = [point for point in self._points if point[0] != step and not _is_same(point[1], at)]
         del self._points[self._keep - 1 :]
         self._points.insert(0, (step, at, feature.clone()))

@@ -30,6 +30,11 @@ def step_of(sigma: float, schedule: Sequence[float]) -> int:
     return min(max(passed - 1, 0), len(starts) - 1)
 
 
+def is_in_order(schedule: Sequence[float]) -> bool:
+    """Whether the noise levels only fall, or only rise, as `step_of` takes them to."""
+    return list(schedule) in (sorted(schedule), sorted(schedule, reverse=True))
+
+
 def in_window(level: float, window: tuple[float, float]) -> bool:
     """Whether the noise level `level` is in `window`, (highest, lowest), both ends included."""
     highest, lowest = window

@@ -82,7 +82,8 @@ class StreamFinder:
         self._container: type | None = None
         self._last: list[torch.Tensor | None] = []
 
-    def begin_model_call(self) -> None:
+    def forget_tensors(self) -> None:
+        """The blocks of this model call are done, or it begins: identities do not reach beyond it."""
         self._last = []
 
     def see_call(self, given: Mapping[str, torch.Tensor]) -> None:

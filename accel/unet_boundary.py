@@ -16,6 +16,11 @@ from .substitution import Layer
 if TYPE_CHECKING:
     from .deep_cache import DeepCacheRun, StreamKey
 
+
+class OutdatedFeature(Exception):
+    """The remembered feature does not fit this call, as when Kohya's Deep Shrink ends; a call in full renews it."""
+
+
 DEFAULT_SHARE = 0.25
 """Largest share of the model's work that a skipped step may cost when the depth is not given.
 
@@ -37,20 +42,6 @@ def _pass_nothing(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> t
     """The first channel of `x` [B, C, ...]: the least that patches between the blocks take as they take features.
     Interpolation, as in Kohya's Deep Shrink, refuses a tensor without channels."""
     return x[:, :1]
-
-
-def _watched(layer: Layer, run: DeepCacheRun, keys: Sequence[StreamKey]) -> Layer:
-    """`layer`, with its input shown to the run first."""
-
-    def look(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        run.watch(keys, x)
-        return layer(inner, x, *args, **kwargs)
-
-    return look
-
-
-def _as_ever(inner: Layer, *args: Any, **kwargs: Any) -> Any:
-    return inner(*args, **kwargs)
 
 
 class UNetBoundary:
@@ -77,6 +68,8 @@ class UNetBoundary:
         """Its output is the feature that a full step remembers and a skipped one reuses."""
         self.first: torch.nn.Module = deep[0]
         """Its input is what the shallow part hands to the deep one."""
+        self._entered: dict[StreamKey, torch.Size] = {}
+        """Height and width of that input when a stream's feature was computed."""
 
     @property
     def max_depth(self) -> int:
@@ -84,20 +77,33 @@ class UNetBoundary:
 
     def recording(self, run: DeepCacheRun, keys: Sequence[StreamKey]) -> dict[torch.nn.Module, Layer]:
         """The stand-ins for a call in full."""
-        layers: dict[torch.nn.Module, Layer] = {
-            self.source: lambda inner, *args, **kwargs: run.exchange(keys, inner(*args, **kwargs))
+
+        def enter(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._entered.update(dict.fromkeys(keys, x.shape[2:]))
+            run.watch(keys, x)
+            return inner(x, *args, **kwargs)
+
+        return {
+            self.first: enter,
+            self.source: lambda inner, *args, **kwargs: run.exchange(keys, inner(*args, **kwargs)),
         }
-        if run.settings.is_adaptive:
-            layers[self.first] = _watched(_as_ever, run, keys)
-        return layers
 
     def skipping(self, run: DeepCacheRun, keys: Sequence[StreamKey]) -> dict[torch.nn.Module, Layer]:
-        """The stand-ins for a call whose deep part is skipped."""
+        """The stand-ins for a call whose deep part is skipped.
+
+        They raise OutdatedFeature where the shallow part has another size than when the feature was remembered.
+        """
+
+        def enter(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            for size in {self._entered.get(key) for key in keys}:
+                if size != x.shape[2:]:
+                    raise OutdatedFeature(f"made from {size}, and {x.shape[2:]} is here")
+            run.watch(keys, x)
+            # Patches may work in place, and `x` is a skip of the shallow part too.
+            return _pass_nothing(inner, x).clone()
+
         layers: dict[torch.nn.Module, Layer] = dict.fromkeys(self.silent, _pass_nothing)
-        layers[self.source] = lambda inner, *args, **kwargs: run.gather(keys)
-        if run.settings.is_adaptive:
-            layers[self.first] = _watched(_pass_nothing, run, keys)
-        return layers
+        return layers | {self.first: enter, self.source: lambda inner, *args, **kwargs: run.gather(keys)}
 
     def withhold(self, control: Mapping[str, list] | None) -> dict[str, list] | None:
         """`control` without the residuals of deep layers; the caller's dict and lists stay as they are.

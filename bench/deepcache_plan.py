@@ -14,8 +14,8 @@ Point = tuple[float, float]
 STEPS = 30
 SAMPLERS = ("euler", "dpmpp_2m")
 INTERVALS = (2, 3, 5)
-LONGEST = 10
-"""Interval of the adaptive curve, so that the threshold decides alone nearly everywhere."""
+LONGEST = INTERVALS[-1]
+"""Interval of the adaptive curve: its bound, and at a high threshold its rhythm."""
 GOAL_DB = 3.0
 HOLD, FORECAST = "uniform, hold", "adaptive, forecast"
 EASY_CACHE = "EasyCache"
@@ -68,10 +68,11 @@ def contenders(
     for between in ("hold", "forecast"):
         found += [Contender("DeepCache", interval, "uniform", between, depth=depth) for interval in INTERVALS]
         found += [
-            Contender("DeepCache", interval, "adaptive", between, default_threshold, depth, on_curve=False)
+            Contender("DeepCache", interval, "adaptive", between, default_threshold, depth, interval == LONGEST)
             for interval in INTERVALS
         ]
-        found += [Contender("DeepCache", LONGEST, "adaptive", between, value, depth) for value in thresholds]
+        others = [value for value in thresholds if value != default_threshold]
+        found += [Contender("DeepCache", LONGEST, "adaptive", between, value, depth) for value in others]
     return [*found, *(Contender(EASY_CACHE, threshold=value) for value in easy_thresholds)]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import WORK, command
+from . import WORK, Problem, command
 from .inprocess import boot
 
 STEPS = 11000
@@ -50,8 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
         training.advance()
         if training.step % CHECKPOINT_EVERY == 0 or training.step == training.steps:
             _replace(checkpoint, lambda path: torch.save(training.state(), path))
-            training.export(options.out or toy.FILE)
             print(json.dumps(training.report()), flush=True)
+    training.export(options.out or toy.FILE)
 
 
 class Training:
@@ -60,7 +60,7 @@ class Training:
     def __init__(self, steps: int, batch: int, seed: int):
         from . import toy
 
-        self.steps, self.batch = steps, batch
+        self.steps, self.batch, self.seed = steps, batch, seed
         self.step = 0
         self.seconds = 0.0
         model = toy.new_model()
@@ -102,6 +102,7 @@ class Training:
 
     def state(self) -> dict:
         return {
+            "settings": self._settings(),
             "step": self.step,
             "seconds": self.seconds,
             "net": self.net.state_dict(),
@@ -111,6 +112,9 @@ class Training:
         }
 
     def restore(self, state: dict) -> None:
+        """Raises Problem for the state of a training with other settings, whose result this one would not repeat."""
+        if state["settings"] != self._settings():
+            raise Problem(f"The checkpoint is of {state['settings']}, not {self._settings()}: give another --work.")
         self.step, self.seconds = state["step"], state["seconds"]
         self.net.load_state_dict(state["net"])
         self.average = state["average"]
@@ -123,6 +127,9 @@ class Training:
 
         weights = {name: value.half().contiguous() for name, value in self.average.items()}
         _replace(file, lambda path: safetensors.torch.save_file(weights, path))
+
+    def _settings(self) -> dict[str, int]:
+        return {"steps": self.steps, "batch": self.batch, "seed": self.seed}
 
     def _loss(self) -> torch.Tensor:
         """Of the predicted noise, as core's EPS models predict it."""

@@ -19,9 +19,10 @@ class AccelDeepCache(io.ComfyNode):
             display_name="DeepCache",
             category="accel",
             description=(
-                "Computes the deep part of the model only every few steps and reuses it in between: at the defaults "
-                "about half of the work. The image changes a little. Works at any size and with any sampler, with "
-                "SD1.5, SDXL and other UNets and with Flux, SD3, Wan, Qwen-Image and other transformers."
+                "Computes the deep part of the model only when it has changed enough and forecasts it in between: at "
+                "30 steps about half of the work, at a few steps none is left out. The image changes a little. Works "
+                "at any size and with any sampler, with SD1.5, SDXL and other UNets and with Flux, SD3, Wan, "
+                "Qwen-Image and other transformers."
             ),
             search_aliases=["deep cache", "speed up", "faster sampling", "skip steps", "TaylorSeer"],
             inputs=[
@@ -33,8 +34,8 @@ class AccelDeepCache(io.ComfyNode):
                     min=1,
                     max=100,
                     tooltip=(
-                        "Every how many steps the whole model is computed. 1 = off; a higher number is faster and "
-                        "changes the image more."
+                        "At most every how many steps the whole model is computed. 1 = off; a higher number is faster "
+                        "and changes the image more."
                     ),
                 ),
                 make_input(
@@ -46,7 +47,8 @@ class AccelDeepCache(io.ComfyNode):
                     advanced=True,
                     tooltip=(
                         "How much of the model is still computed on the steps in between: 0 = chosen to suit the "
-                        "model, 1 = least and fastest, higher = more exact and slower (SD1.5 up to 11, SDXL up to 8)."
+                        "model, 1 = least and fastest, higher = more exact and slower (SD1.5 up to 11, SDXL up to 8, "
+                        "Flux up to 28; beyond it the message names the range)."
                     ),
                 ),
                 make_input(
@@ -85,9 +87,9 @@ class AccelDeepCache(io.ComfyNode):
                     default=DEFAULTS.schedule,
                     optional=True,
                     tooltip=(
-                        "uniform: the whole model is computed every interval steps. adaptive: it is computed when it "
-                        "matters, as soon as more would change than threshold allows, and after interval steps at the "
-                        "latest."
+                        "adaptive: the whole model is computed when it matters, as soon as more would change than "
+                        "threshold allows, and after interval steps at the latest. uniform: every interval steps, "
+                        "whatever changes; the same speed always, the image at risk at few steps."
                     ),
                 ),
                 make_input(
@@ -112,9 +114,9 @@ class AccelDeepCache(io.ComfyNode):
                     default=DEFAULTS.between,
                     optional=True,
                     tooltip=(
-                        "What the steps in between use for the part that is not computed. hold: what it gave last "
-                        "time. forecast: what it would give now if it went on changing as it did, which takes a "
-                        "little more memory."
+                        "What the steps in between use for the part that is not computed. forecast: what it would give "
+                        "now if it went on changing as it did. hold: what it gave last time, which takes a little less "
+                        "memory."
                     ),
                 ),
             ],

@@ -5,20 +5,20 @@ Imported by tests that have put a ComfyUI tree on the path.
 
 import gc
 
-import comfy.controlnet
 import tiny_models
 import torch
 from comfy.patcher_extension import WrappersMP
-from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.deep_cache import DeepCacheRun
 from comfy_accel.accel.hosts.comfyui import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache, last_run
+from uniform_hold import uniform_hold
 
 SPLIT_TOLERANCE = 1e-4
 """Of the largest value: joined and split batches add in another order, over six steps."""
 
 
 def cached(model, interval=3, depth=None, **settings):
-    return apply_deep_cache(model, DeepCacheSettings(interval, depth, **settings))
+    return apply_deep_cache(model, uniform_hold(interval, depth, **settings))
 
 
 def counts():
@@ -73,7 +73,7 @@ def call_unet(model, run, x, sigma, control=None, patches=None, uuids=("u",)):
 
 def full_and_skipped(model, depth, height, width, **call):
     """The UNet at one and the same input, first as a full step and then as a skipped one."""
-    run = DeepCacheRun(DeepCacheSettings(3, depth))
+    run = DeepCacheRun(uniform_hold(3, depth))
     run.schedule = (3.0, 2.0, 1.0, 0.0)
     x = torch.randn(2, 4, height, width, generator=torch.Generator().manual_seed(1))
     make = {name: value if callable(value) else lambda value=value: value for name, value in call.items()}
@@ -104,16 +104,3 @@ def residuals(x, names=("input", "middle", "output")):
         "output": [fill(i, shape) for i, shape in enumerate(shapes)],
     }
     return {name: every[name] for name in names}
-
-
-class Residuals(comfy.controlnet.ControlBase):
-    """A ControlNet whose residuals are constants, for every layer of the tiny UNet."""
-
-    def get_control(self, x_noisy, t, cond, batched_number, transformer_options):
-        return residuals(x_noisy)
-
-    def get_models(self):
-        return []
-
-    def copy(self):
-        return Residuals()

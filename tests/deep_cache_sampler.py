@@ -1,7 +1,8 @@
 """A sampler and a model of numbers, to drive a DeepCacheRun without a host."""
 
 import torch
-from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.deep_cache import DeepCacheRun
+from uniform_hold import uniform_hold
 
 ADAPTIVE = {"schedule": "adaptive", "interval": 100}
 SCHEDULE = (14.6, 8.0, 4.0, 2.0, 1.0, 0.5, 0.0)
@@ -11,7 +12,7 @@ class Sampler:
     """Drives a run with a 'model' whose fresh feature, and whose shallow one, is the sigma that it is computed at."""
 
     def __init__(self, levels=SCHEDULE, **settings):
-        self.run = DeepCacheRun(DeepCacheSettings(**settings))
+        self.run = DeepCacheRun(uniform_hold(**settings))
         self.run.schedule = levels
         self.skipped = []
 

@@ -5,9 +5,9 @@ Imported by tests that have made sure that diffusers is there.
 
 import diffusers
 import torch
-from comfy_accel.accel.deep_cache import DeepCacheSettings
 from comfy_accel.accel.events import subscribe
 from comfy_accel.accel.hosts.diffusers import deep_cache
+from uniform_hold import uniform_hold
 
 CONTEXT_DIM = 16
 STEPS = 6
@@ -69,7 +69,7 @@ def sample_cached(pipe, interval, depth, **arguments):
     counts = []
     unsubscribe = subscribe(lambda name, data: counts.append((data["full_steps"], data["skipped_steps"])))
     try:
-        with deep_cache(pipe, DeepCacheSettings(interval, depth)):
+        with deep_cache(pipe, uniform_hold(interval, depth)):
             latents = sample(pipe, **arguments)
     finally:
         unsubscribe()

@@ -1,9 +1,10 @@
 """Transformers whose answer is mental arithmetic, and a run of DeepCache over one of them."""
 
 import torch
-from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.deep_cache import DeepCacheRun
 from comfy_accel.accel.dit_boundary import DiTBoundary
 from comfy_accel.accel.substitution import Order, substituted
+from uniform_hold import uniform_hold
 
 FULL, SKIPPED = 14.6, 8.0
 
@@ -103,7 +104,7 @@ class Sampler:
 
     def __init__(self, model, depth=1, **settings):
         self.model, self.boundary = model, DiTBoundary(model, depth)
-        self.run = DeepCacheRun(DeepCacheSettings(**({"interval": 3} | settings)))
+        self.run = DeepCacheRun(uniform_hold(**settings))
         self.run.schedule = (14.6, 8.0, 4.0, 2.0, 0.0)
 
     def call(self, sigma, x, *args, uuids="a", control=None):

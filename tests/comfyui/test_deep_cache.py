@@ -66,6 +66,30 @@ def test_one_model_takes_every_size_and_batch_in_turn(tiny_unet, sample, no_fall
     assert torch.equal(first, sample(cached(tiny_unet), *SIZES[0], steps=4))
 
 
+# Pixels and batch, at their true size.
+TRUE_SIZES = [
+    (720, 960, 1),
+    (960, 720, 1),
+    (736, 992, 1),
+    (896, 768, 1),
+    (1280, 720, 1),
+    (728, 720, 2),
+    (544, 576, 4),
+    (440, 312, 3),
+]
+
+
+def test_true_sizes_run_one_after_the_other(sample, no_fallback):
+    narrow = {"num_res_blocks": [1, 1, 1], "model_channels": 32}
+    depths = {"transformer_depth": [0, 0, 1], "transformer_depth_output": [0, 0, 0, 0, 1, 1]}
+    model = cached(tiny_models.unet(**narrow, **depths, channel_mult=[1, 2, 2]))
+    for width, height, batch in TRUE_SIZES:
+        out = sample(model, width, height, batch, steps=4)
+        assert out.shape == (batch, 4, height // 8, width // 8)
+        assert out.isfinite().all()
+        assert counts() == (2, 2)
+
+
 @pytest.mark.parametrize("settings", [{}, {"schedule": "adaptive", "between": "forecast", "threshold": 0.5}])
 def test_hires_fix_gives_each_sampler_a_state_of_its_own(tiny_unet, sample, no_fallback, settings):
     model = cached(tiny_unet, **settings)

@@ -4,10 +4,12 @@ import pytest
 import tiny_models
 import torch
 from comfy.ldm.modules.attention import optimized_attention
+from comfy_accel.accel.deep_cache import BETWEEN, SCHEDULES
 from deep_cache_reference import assert_as_reference, assert_skipped_is_full, held
-from deep_cache_runs import counts
+from deep_cache_runs import cached, counts, said_of_fallbacks
 
 SIZE = {"width": 72, "height": 88}
+WAYS = [{"schedule": schedule, "between": between} for schedule in SCHEDULES for between in BETWEEN]
 BLOCKS = [("input", 1), ("input", 3), ("middle", 0), ("output", 2), ("output", 3), ("output", 4), ("output", 5)]
 """Those of the tiny UNet that have a transformer."""
 SHALLOW = {1: [BLOCKS[-1]], 2: [BLOCKS[0], *BLOCKS[-2:]], 4: [*BLOCKS[:2], *BLOCKS[3:]]}
@@ -67,6 +69,15 @@ def every_patch(model):
     return model
 
 
+def in_place(model):
+    """Patches that change what they are given instead of making something new."""
+    model = model.clone()
+    model.set_model_input_block_patch(lambda h, options: h.mul_(1.03))
+    model.set_model_input_block_patch_after_skip(lambda h, options: h.mul_(0.97))
+    model.set_model_output_block_patch(lambda h, hsp, options: (h.mul_(1.02), hsp.mul_(0.9)))
+    return model
+
+
 def free_u(model):
     from comfy_extras.nodes_freelunch import FreeU_V2
 
@@ -103,6 +114,7 @@ COMPANY = {
     "image prompt": (image_prompt, SIZE),
     "more context": (more_context, SIZE),
     "every patch": (every_patch, SIZE),
+    "in place": (in_place, SIZE),
     "FreeU": (free_u, SIZE),
     "HyperTile": (hyper_tile, WIDE),
     "ToMe": (token_merging, SIZE),
@@ -157,13 +169,32 @@ def test_tiles_that_differ_from_step_to_step_need_no_other_feature(tiny_unet):
 # Deep Shrink works on another size for the first part of sampling.
 
 
-def deep_shrink(model, after_skip, end=0.6, method="bilinear"):
+def deep_shrink(model, after_skip, end, method="bilinear"):
     from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
 
     return PatchModelAddDownscale.execute(model, 3, 2.0, 0.0, end, after_skip, method, method).args[0]
 
 
 @pytest.mark.parametrize("after_skip", [True, False])
-@pytest.mark.parametrize("depth", [2, 4])
-def test_deep_shrink_acts_as_if_every_layer_ran(tiny_unet, after_skip, depth):
-    assert_as_reference(deep_shrink(tiny_unet, after_skip), depth=depth, **SIZE)
+@pytest.mark.parametrize("depth, end", [(2, 0.6), (4, 0.8)])
+def test_deep_shrink_acts_as_if_every_layer_ran(tiny_unet, after_skip, depth, end):
+    # At depth 4 the shrunk block is shallow: it ends on a full step, since a skipped one would be computed anew.
+    assert_as_reference(deep_shrink(tiny_unet, after_skip, end), depth=depth, **SIZE)
+
+
+@pytest.mark.parametrize("interval", [2, 3, 5])
+@pytest.mark.parametrize("settings", WAYS, ids=lambda settings: "-".join(settings.values()))
+def test_deep_shrink_of_a_shallow_block_that_ends_in_mid_run_fails_nothing(tiny_unet, caplog, interval, settings):
+    model = cached(deep_shrink(tiny_unet, True, end=0.5), interval, 5, threshold=9.0, **settings)
+    assert tiny_models.sample(model, **SIZE, steps=8).isfinite().all()
+    assert counts()[1] >= 2
+    assert said_of_fallbacks(caplog) == []
+
+
+@pytest.mark.parametrize("end", [0.15, 0.3])
+def test_deep_shrink_may_end_where_a_second_prompt_begins(tiny_unet, caplog, end):
+    late = tiny_models.conditioning(seed=5, start_percent=end)
+    model = held(deep_shrink(tiny_unet, True, end), 4, 5)
+    out = tiny_models.sample(model, **SIZE, steps=4, positive=tiny_models.conditioning(seed=1) + late)
+    assert out.isfinite().all()
+    assert said_of_fallbacks(caplog) == []

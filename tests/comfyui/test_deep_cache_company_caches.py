@@ -64,7 +64,7 @@ def test_cache_of_whole_steps_takes_some_and_deep_cache_skips_in_the_rest(small_
 
 @pytest.mark.parametrize("cached_first", [True, False])
 def test_core_compile_node_in_either_order_gives_the_same_and_compiles_nothing_on_later_steps(
-    small_unet, sample, cached_first
+    small_unet, sample, cached_first, caplog
 ):
     def compiled(model):
         model = model.clone()
@@ -79,6 +79,7 @@ def test_core_compile_node_in_either_order_gives_the_same_and_compiles_nothing_o
     assert_close(sample(model, **SIZE, steps=4), expected)
     assert counts() == (2, 2)
     assert counters["stats"]["unique_graphs"] == graphs
+    assert caplog.text.count("TorchCompileModel compiles nothing") == 2  # runs
 
 
 def test_accelerated_blocks_with_everything_around_compile_nothing_more_in_either_order(small_unet, sample):

@@ -1,14 +1,15 @@
 """DeepCache beside guidance that asks the model more than once a step, and wrappers that ask in tiles."""
 
+import comfy.model_patcher
 import comfy.sample
 import comfy.samplers
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel.deep_cache import DeepCacheSettings
 from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache
 from deep_cache_reference import SMALL, assert_as_reference, assert_skipped_is_full, held, reference, still_answers
 from deep_cache_runs import assert_close, counts, split_chunks
+from uniform_hold import uniform_hold
 
 SIZE = {"width": 72, "height": 88}
 
@@ -100,10 +101,38 @@ def test_skipped_step_equals_the_full_one_with_every_prompt_in_a_call_of_its_own
 def test_forecast_and_adaptive_schedule_keep_the_answers_apart_too(small_unet, settings):
     model = both_attentions(split_chunks(small_unet))
     (plain,) = still_answers(model, steps=1, **SIZE)
-    answers = still_answers(apply_deep_cache(model, DeepCacheSettings(2, 2, **settings)), steps=7, **SIZE)
+    answers = still_answers(apply_deep_cache(model, uniform_hold(2, 2, **settings)), steps=7, **SIZE)
     assert counts()[1] >= 2
     for answer in answers:
         assert_close(answer, plain)
+
+
+def within(model, block, low, high):
+    """Guidance that asks again without one block's attention, between two noise levels, as skip-layer guidance."""
+
+    def guide(args):
+        sigma, options = args["sigma"], args["model_options"].copy()
+        if not low <= sigma[0].item() <= high:
+            return args["denoised"]
+        leave_out = lambda q, k, v, extra: v  # noqa: E731
+        options = comfy.model_patcher.set_model_options_patch_replace(options, leave_out, "attn1", *block)
+        (without,) = comfy.samplers.calc_cond_batch(args["model"], [args["cond"]], args["input"], sigma, options)
+        return args["denoised"] + 0.7 * (args["cond_denoised"] - without)
+
+    model = model.clone()
+    model.set_model_sampler_post_cfg_function(guide)
+    return model
+
+
+def test_guidance_of_two_ranges_never_gets_the_others_feature(small_unet):
+    model = within(small_unet, ("middle", 0), low=5.0, high=99.0)
+    model = within(model, ("output", 0), low=0.0, high=99.0)
+    # Half of the steps are left when the first range ends, on a skipped step.
+    plain = still_answers(model, steps=8, **SIZE)
+    answers = still_answers(held(model, 8), steps=8, **SIZE)
+    assert counts() == (1, 7)
+    assert not torch.equal(plain[0], plain[-1])
+    assert [torch.equal(one, other) for one, other in zip(answers, plain, strict=True)] == [True] * 8
 
 
 @pytest.mark.parametrize("guide, slow", COMPANY.values(), ids=COMPANY)

@@ -6,7 +6,7 @@ import tiny_models
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy_accel.accel.block_runner import CompileSettings
-from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.deep_cache import DeepCacheRun
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from comfy_accel.accel.substitution import Order, substituted
@@ -14,6 +14,7 @@ from comfy_accel.accel.unet_boundary import UNetBoundary
 from deep_cache_runs import assert_close, cached, counts
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
+from uniform_hold import uniform_hold
 
 SD15 = {
     "model_channels": 320,
@@ -50,7 +51,7 @@ def test_skipped_step_at_default_depth_costs_at_most_35_percent(layout, depth, s
     boundary = UNetBoundary(unet, None)
     assert boundary.depth == depth
     for height, width in sizes:
-        run = DeepCacheRun(DeepCacheSettings(3))
+        run = DeepCacheRun(uniform_hold(3))
         run.schedule = (2.0, 1.0, 0.0)
         x = torch.empty(2, 4, height, width, device="meta", dtype=torch.float16)
         context = torch.empty(2, 77, config["context_dim"], device="meta", dtype=torch.float16)

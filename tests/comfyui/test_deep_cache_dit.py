@@ -8,7 +8,7 @@ import torch
 from comfy.ldm.flux.model import Flux
 from comfy_accel.accel.block_runner import CompileSettings
 from comfy_accel.accel.boundaries import boundary_of
-from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.deep_cache import DeepCacheRun
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache
@@ -17,6 +17,7 @@ from deep_cache_runs import assert_close, assert_no_trace, cached, counts, said_
 from tiny_dits import CONTROLLED, DITS
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
+from uniform_hold import uniform_hold
 
 from bench.layouts import FLUX_DEV
 from bench.tiny_models import with_control
@@ -88,7 +89,7 @@ def test_prompts_of_different_lengths_keep_their_own_text(name, no_fallback):
 def test_schedules_and_forecasts_are_those_of_unets(name, settings, no_fallback):
     dit = DITS[name]
     model = dit.load()
-    deep = lambda model: apply_deep_cache(model, DeepCacheSettings(3, **settings))  # noqa: E731
+    deep = lambda model: apply_deep_cache(model, uniform_hold(3, **settings))  # noqa: E731
     joined = dit.sample(deep(model), steps=8)
     decided = counts()
     assert decided[1] >= 1
@@ -116,7 +117,7 @@ def test_residuals_of_a_control_net_count_once(name, width, depth):
     residuals = [None if index == 3 else noise(2, 36, width, seed=index) for index in range(dit.blocks - 1)]
     control = {"input": residuals, "output": residuals[::-1]}
     x, context = noise(2, *dit.latents[0][1:]), noise(2, 24, 48)
-    run, boundary = DeepCacheRun(DeepCacheSettings(3)), boundary_of(model, depth)
+    run, boundary = DeepCacheRun(uniform_hold(3)), boundary_of(model, depth)
     run.schedule = (3.0, 2.0, 1.0, 0.0)
     plain = call(model, {}, x, context, control)
     run.begin_evaluation(3.0)
@@ -182,7 +183,7 @@ def test_skipped_step_of_flux_at_default_depth_costs_at_most_35_percent():
     model = Flux(**config, device="meta", dtype=torch.float16, operations=comfy.ops.disable_weight_init)
     boundary = boundary_of(model, None)
     assert boundary.depth == 7
-    run = DeepCacheRun(DeepCacheSettings(3))
+    run = DeepCacheRun(uniform_hold(3))
     run.schedule = (2.0, 1.0, 0.0)
     empty = lambda *shape: torch.empty(shape, device="meta", dtype=torch.float16)  # noqa: E731
     x = empty(2, 16, 90, 120)

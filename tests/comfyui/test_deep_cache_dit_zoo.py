@@ -9,13 +9,14 @@ import tiny_zoo_sound  # noqa: F401
 import tiny_zoo_video  # noqa: F401
 import torch
 from comfy_accel.accel.boundaries import boundary_of, why_none
-from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.deep_cache import DeepCacheRun
 from comfy_accel.accel.dit_boundary import DiTBoundary
 from comfy_accel.accel.substitution import Order, substituted
 from comfy_accel.accel.unet_boundary import UNetBoundary
 from deep_cache_runs import assert_close
 from tiny_dits import lengthened
 from tiny_zoo import ZOO, Noise, Size
+from uniform_hold import uniform_hold
 
 UNETS = ("SD1.5", "SD1.5 inpaint", "SD2", "SDXL", "SDXL refiner", "SVD")
 NEITHER = ("Stable Cascade C", "Stable Cascade B")
@@ -75,7 +76,7 @@ def call(model, name, stand_ins):
 @pytest.mark.parametrize("name", STREAMS)
 def test_skipped_call_adds_what_a_full_one_remembered(name):
     model = lengthened(name)
-    boundary, run = boundary_of(model, None), DeepCacheRun(DeepCacheSettings(3))
+    boundary, run = boundary_of(model, None), DeepCacheRun(uniform_hold(3))
     assert isinstance(boundary, DiTBoundary)
     run.schedule = (14.6, 8.0, 0.0)
     latent, _ = ZOO[name].inputs(Size(height=12, batch=2), Noise(0))

@@ -148,7 +148,7 @@ def test_unknown_option_is_refused_before_the_run(name):
 
 def test_node_leaves_its_input_alone(tiny_unet, sample):
     plain = sample(tiny_unet, steps=4)
-    out = node().execute(tiny_unet, 3, 0).args[0]
+    out = node().execute(tiny_unet, 3, 0, schedule="uniform").args[0]
     assert out is not tiny_unet
     assert torch.equal(sample(tiny_unet, steps=4), plain)
     sample(out, steps=4)

@@ -1,10 +1,12 @@
 """What DeepCache does with each sampler of core: nothing when it is off, and whole steps when it is on."""
 
 import comfy.model_sampling
+import comfy.sample
 import comfy.samplers
 import pytest
 import tiny_models
 import torch
+from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.deep_cache import DeepCacheRun
 from comfy_accel.accel.events import subscribe
 from comfy_accel.accel.hosts.comfyui import deep_cache as host
@@ -98,12 +100,24 @@ def test_dpm_adaptive_decides_by_the_steps_that_its_levels_fall_in(small_unet, s
 
 
 @pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_sde", "dpmpp_2m_sde", "lcm"])
-@pytest.mark.parametrize("between", ["hold", "forecast"])
-def test_samplers_that_add_noise_add_the_same_at_the_same_seed(small_unet, sample, sampler, between):
-    model = cached(small_unet, between=between)
-    first, again, other = (sample(model, 64, 64, steps=5, sampler=sampler, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+def test_samplers_that_add_noise_add_the_same_as_without_us(small_unet, sample, sampler):
+    def noise_of(model, seed):
+        """The latents of a run in which the model's answers count for nothing."""
+        latents = []
+
+        def answer_nothing(executor, x, *args, **kwargs):
+            latents.append(x.clone())
+            return torch.zeros_like(executor(x, *args, **kwargs))
+
+        model = model.clone()
+        model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "silence", answer_nothing)
+        sample(model, 64, 64, steps=5, sampler=sampler, seed=seed)
+        return torch.cat(latents)
+
+    plain, other = (noise_of(small_unet, seed) for seed in (1, 2))
+    assert torch.equal(noise_of(cached(small_unet), 1), plain)
+    assert counts() == (2, 3)
+    assert not torch.equal(plain[1:], other[1:])
 
 
 @pytest.mark.parametrize("sampler", ["euler", "heun", "dpmpp_sde", "uni_pc"])
@@ -123,6 +137,48 @@ def test_first_calls_are_plain_and_every_combination_ends_finite(small_unet, sam
 def test_few_steps_of_lcm(small_unet, sample, calls, steps, interval, expected):
     sample(cached(small_unet, interval), 64, 64, steps=steps, sampler="lcm")
     assert calls() == expected
+
+
+def by_levels(model, sigmas, sampler="euler", cfg=5.0):
+    """From a latent that is no noise, along noise levels of our own."""
+    latent = torch.randn(1, 4, 11, 9, generator=torch.Generator().manual_seed(0))
+    conds = (tiny_models.conditioning(seed=seed) for seed in (1, 2))
+    sampler = comfy.samplers.sampler_object(sampler)
+    noise = torch.zeros_like(latent)
+    return comfy.sample.sample_custom(model, noise, cfg, sampler, sigmas, *conds, latent, disable_pbar=True, seed=0)
+
+
+@pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "heun"])
+@pytest.mark.parametrize("settings", [{}, {"schedule": "adaptive", "between": "forecast", "threshold": 9.0}])
+def test_unsampling_climbs_the_levels_as_sampling_falls(small_unet, calls, sampler, settings):
+    sigmas = torch.tensor([0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 9.0, 14.6])
+    assert by_levels(cached(small_unet, **settings), sigmas, sampler).isfinite().all()
+    assert calls().startswith("0F")
+    assert counts()[1] >= 3
+
+
+def test_levels_that_go_up_and_down_are_computed_in_full(small_unet, caplog):
+    sigmas = torch.tensor([14.6, 7.0, 3.0, 1.5, 7.0, 3.0, 1.5, 0.5, 0.0])
+    made = by_levels(cached(small_unet), sigmas, "euler_ancestral")
+    assert torch.equal(made, by_levels(small_unet, sigmas, "euler_ancestral"))
+    assert caplog.text.count("go up and down; every step runs in full") == 1
+
+
+def test_guidance_of_one_is_one_stream(small_unet, calls):
+    sigmas = comfy.samplers.calculate_sigmas(small_unet.get_model_object("model_sampling"), "normal", 7)
+    assert by_levels(cached(small_unet), sigmas, cfg=1.0).isfinite().all()
+    assert calls() == ONE_CALL
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("settings", [{}, {"schedule": "adaptive", "between": "forecast", "threshold": 9.0}])
+def test_half_precision_is_as_near_to_single_as_without_us(dtype, sample, settings):
+    half, single = tiny_models.unet(dtype=dtype), tiny_models.unet()
+    made, expected, plain, exact = (
+        sample(model, 72, 88, 2, steps=7)
+        for model in (cached(half, **settings), cached(single, **settings), half, single)
+    )
+    assert (made - expected).abs().max() <= 4 * (plain - exact).abs().max()
 
 
 def test_img2img_counts_from_its_own_first_step(small_unet, sample, calls):

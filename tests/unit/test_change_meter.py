@@ -65,3 +65,16 @@ def test_features_are_copied():
     feature.zero_()
     meter.watch("a", torch.tensor([9.0]), 1, False)
     assert meter.predicted(2) == pytest.approx(0.2)
+
+
+def test_feature_of_another_shape_has_no_measure_and_becomes_the_reference():
+    meter = meter_after(("a", 10, 0, True))
+    meter.watch("a", torch.tensor([10.0, 10.0]), 1, False)
+    assert meter.predicted(2) is None
+    meter.watch("a", torch.tensor([9.0, 9.0]), 2, False)
+    assert meter.predicted(3) == pytest.approx(0.2)
+
+
+def test_change_towards_an_earlier_step_counts_like_any():
+    meter = meter_after(("a", 10, 4, True), ("a", 9, 5, False))
+    assert meter.predicted(3) == pytest.approx(0.1)

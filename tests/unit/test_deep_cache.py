@@ -4,6 +4,7 @@ import pytest
 import torch
 from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
 from deep_cache_sampler import ADAPTIVE, SCHEDULE, Sampler
+from uniform_hold import uniform_hold
 
 # Settings
 
@@ -136,3 +137,35 @@ def test_closed_run_holds_nothing():
     assert not sampler.run._meter._references
     assert sampler.run.boundary is None
     assert sampler.call(1.0, "a") is None
+
+
+def test_going_back_up_recomputes_though_the_interval_is_long():
+    sampler = Sampler(interval=5)
+    assert sampler.full_sigmas(14.6, 8.0, 4.0, 2.0, 1.0, 0.5) == [14.6, 0.5]
+    # 8.0 is four steps before the last full one: nothing of the future is used, and counting begins anew.
+    assert sampler.evaluate(8.0, "a") == [[8.0]]
+    assert sampler.evaluate(4.0, "a") == [[8.0]]
+
+
+def test_stream_is_held_only_where_its_feature_fits():
+    run = DeepCacheRun(uniform_hold(3))
+    run.schedule = SCHEDULE
+    x = torch.zeros(2, 4, 8, 8)
+    for sigma, uuids, size in ((14.6, "ab", 4), (8.0, "ac", 6), (4.0, "ac", 6)):
+        run.begin_evaluation(sigma)
+        keys = run.streams(x, list(uuids), [0, 1], None)
+        if sigma == 4.0:
+            assert run.can_skip(keys)
+        else:
+            fresh = torch.full((2, 3, size, size), sigma)
+            assert torch.equal(run.exchange(keys, fresh), fresh)
+    assert (run.gather(keys) == 8.0).all()
+
+
+def test_streams_are_told_apart_by_their_circumstances():
+    sampler = Sampler()
+    sampler.run.begin_evaluation(14.6)
+    sampler.call(14.6, "a", window="plain")
+    sampler.run.begin_evaluation(8.0)
+    assert sampler.call(8.0, "a", window="without block 3") == [8.0]
+    assert sampler.call(8.0, "a", window="plain") == pytest.approx([14.6])

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.deep_cache import DeepCacheRun
 from comfy_accel.accel.diffusers_boundary import DiffusersBoundary, has_diffusers_layout
 from comfy_accel.accel.substitution import Order, substituted
 from toy_unets import Block, ToyDiffusersUNet
+from uniform_hold import uniform_hold
 
 # The toy's skips, and with them depths: conv_in; d0 with two resnets and a downsampler; d1 with two resnets.
 DOWN = ["conv_in", ("d0.resnet0", "d0.attention0"), ("d0.resnet1", "d0.attention1"), "d0.sampler", "d1.resnet0"]
@@ -19,7 +20,7 @@ def flat(names):
 
 
 def full_then_skipped(model, depth, x, settings=None, **control):
-    run = DeepCacheRun(settings or DeepCacheSettings(2))
+    run = DeepCacheRun(settings or uniform_hold(2))
     run.schedule = (14.6, 8.0, 0.0)
     boundary = DiffusersBoundary(model, depth)
     outs = []
@@ -54,7 +55,7 @@ def test_adaptive_run_is_shown_what_the_deep_part_starts_from(depth, monkeypatch
     seen = []
     monkeypatch.setattr(DeepCacheRun, "watch", lambda run, keys, shallow: seen.append(shallow))
     monkeypatch.setattr(DeepCacheRun, "_must_refresh", lambda run, step: step == 0)
-    full_then_skipped(ToyDiffusersUNet(), depth, torch.ones(1, 1, 4, 4), DeepCacheSettings(2, schedule="adaptive"))
+    full_then_skipped(ToyDiffusersUNet(), depth, torch.ones(1, 1, 4, 4), uniform_hold(2, schedule="adaptive"))
     assert len(seen) == 2
     assert torch.equal(*seen)
     assert seen[0].max() == 2 ** len(flat(DOWN[:depth]))

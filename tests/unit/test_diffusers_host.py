@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfy_accel.accel.deep_cache import DeepCacheSettings
 from comfy_accel.accel.events import subscribe
 from comfy_accel.accel.hosts.diffusers import deep_cache
 from comfy_accel.accel.hosts.diffusers_schedule import PipelineSchedule, noise_levels
 from toy_unets import ToyDiffusersUNet
+from uniform_hold import uniform_hold
 
 TRAINED = (1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2).cumprod(0)
 
@@ -110,7 +110,7 @@ def test_other_timesteps_are_nowhere(timestep):
 @pytest.mark.parametrize("batched", [True, False])
 def test_every_image_is_a_run(counts, batched):
     pipe = Pipe()
-    with deep_cache(pipe, DeepCacheSettings(2, 1)):
+    with deep_cache(pipe, uniform_hold(2, 1)):
         pipe(batched=batched)
         assert counts == [(3, 2)]
         pipe(size=(6, 3))
@@ -120,7 +120,7 @@ def test_every_image_is_a_run(counts, batched):
 def test_calls_of_one_step_are_streams_of_their_own(counts):
     pipe = Pipe()
     once = Pipe()
-    with deep_cache(pipe, DeepCacheSettings(3, 1)), deep_cache(once, DeepCacheSettings(3, 1)):
+    with deep_cache(pipe, uniform_hold(3, 1)), deep_cache(once, uniform_hold(3, 1)):
         twice, expected = pipe(calls=2), once()
     assert counts == [(2, 3), (2, 3)]
     assert all(torch.equal(twice[2 * i + j], expected[i]) for i in range(5) for j in range(2))
@@ -129,7 +129,7 @@ def test_calls_of_one_step_are_streams_of_their_own(counts):
 def test_schedule_that_goes_back_starts_a_run(counts):
     pipe = Pipe()
     x = torch.ones(1, 1, 4, 4)
-    with deep_cache(pipe, DeepCacheSettings(5, 1)):
+    with deep_cache(pipe, uniform_hold(5, 1)):
         pipe.scheduler.timesteps = torch.tensor([900, 500, 100])
         for time in (900, 500, 900, 500):
             pipe.unet(x, time)
@@ -138,7 +138,7 @@ def test_schedule_that_goes_back_starts_a_run(counts):
 
 def test_call_outside_the_schedule_is_plain(counts):
     pipe = Pipe()
-    with deep_cache(pipe, DeepCacheSettings(3, 1)):
+    with deep_cache(pipe, uniform_hold(3, 1)):
         pipe.unet(torch.ones(1, 1, 4, 4), 123)
         assert "middle" in pipe.unet.called
     assert counts == []
@@ -146,7 +146,7 @@ def test_call_outside_the_schedule_is_plain(counts):
 
 def test_window_keeps_steps_full(counts):
     pipe = Pipe()
-    with deep_cache(pipe, DeepCacheSettings(5, 1, start_percent=0.4)):
+    with deep_cache(pipe, uniform_hold(5, 1, start_percent=0.4)):
         pipe()
     assert counts == [(2, 3)]  # 900, 700 and, the first step in the window, 500 at the noise of 599 and below.
 
@@ -168,7 +168,7 @@ def test_failing_skip_is_computed_in_full_and_so_is_the_rest(counts, caplog):
     pipe = Pipe()
     plain = pipe()
     fail_skipped_calls(pipe.unet, ValueError("Eight."))
-    with deep_cache(pipe, DeepCacheSettings(3, 1)):
+    with deep_cache(pipe, uniform_hold(3, 1)):
         outs = pipe()
     assert all(torch.equal(*pair) for pair in zip(outs, plain, strict=True))
     assert counts == [(5, 0)]
@@ -179,7 +179,7 @@ def test_failing_skip_is_computed_in_full_and_so_is_the_rest(counts, caplog):
 def test_lack_of_memory_is_the_callers():
     pipe = Pipe()
     fail_skipped_calls(pipe.unet, torch.OutOfMemoryError())
-    with pytest.raises(torch.OutOfMemoryError), deep_cache(pipe, DeepCacheSettings(3, 1)):
+    with pytest.raises(torch.OutOfMemoryError), deep_cache(pipe, uniform_hold(3, 1)):
         pipe()
     assert "forward" not in vars(pipe.unet)
     assert "maybe_free_model_hooks" not in vars(pipe)
@@ -194,7 +194,7 @@ def test_offloading_that_replaces_forwards_after_an_image_changes_nothing(counts
 
     pipe.maybe_free_model_hooks = offload
     offload()
-    with deep_cache(pipe, DeepCacheSettings(2, 1)):
+    with deep_cache(pipe, uniform_hold(2, 1)):
         first, second = pipe(), pipe()
     assert counts == [(3, 2), (3, 2)]
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
@@ -207,6 +207,6 @@ def test_offloading_that_replaces_forwards_after_an_image_changes_nothing(counts
 @pytest.mark.parametrize("pipe", [SimpleNamespace(), SimpleNamespace(unet=torch.nn.Linear(1, 1))])
 def test_pipeline_without_such_a_unet_is_left_alone(pipe, caplog):
     before = dict(vars(pipe))
-    with deep_cache(pipe, DeepCacheSettings(3)):
+    with deep_cache(pipe, uniform_hold(3)):
         assert vars(pipe) == before
     assert "cannot divide" in caplog.text

@@ -73,3 +73,11 @@ def test_no_more_points_than_asked_for():
     history = history_of(lambda at: at, (1.5, 1.2, 0.9, 0.6, 0.3), keep=2)
     assert len(history._points) == 2
     assert history.newest == 4
+
+
+def test_feature_of_another_shape_or_type_replaces_what_is_known():
+    for other in (torch.ones(2, 3), torch.ones(2, dtype=torch.float16)):
+        history = history_of(lambda at: at, (1.5, 1.2))
+        assert not history.fits(other)
+        history.record(2, 0.9, other)
+        assert torch.equal(history.value(0.3), other)

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from comfy_accel.accel.step_schedule import LARGEST_SCALE, angle, in_window, stake, step_of
+from comfy_accel.accel.step_schedule import LARGEST_SCALE, angle, in_window, is_in_order, stake, step_of
 
 SCHEDULE = (14.6, 8.0, 4.0, 2.0, 1.0, 0.5, 0.0)
 
@@ -77,3 +77,10 @@ def test_stake_is_bounded_from_pure_noise_on_and_zero_without_a_step():
 
 def test_stake_of_a_rising_step_is_that_of_the_way():
     assert stake(angle(1.0), angle(2.0)) == pytest.approx(0.5 * 2**0.5)
+
+
+@pytest.mark.parametrize(
+    "levels, expected", [((3, 2, 2, 0), True), ((0, 1, 5), True), ((), True), ((14.6, 7, 3, 7, 3, 0), False)]
+)
+def test_levels_are_in_order_when_they_only_fall_or_only_rise(levels, expected):
+    assert is_in_order(levels) == expected

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.deep_cache import DeepCacheRun
 from comfy_accel.accel.substitution import Order, substituted
 from comfy_accel.accel.unet_boundary import UNetBoundary, default_depth, has_unet_layout
+from uniform_hold import uniform_hold
 
 
 class Scale(torch.nn.Module):
@@ -51,7 +52,7 @@ class ToyUNet(torch.nn.Module):
 
 
 def full_then_skipped(model, depth, x):
-    run = DeepCacheRun(DeepCacheSettings(2))
+    run = DeepCacheRun(uniform_hold(2))
     run.schedule = (14.6, 8.0, 0.0)
     boundary = UNetBoundary(model, depth)
     outs = []
@@ -86,7 +87,7 @@ def test_adaptive_run_sees_the_deep_parts_input_on_full_and_skipped_calls(depth)
             return step == 0
 
     model = ToyUNet()
-    run = Watched(DeepCacheSettings(2, schedule="adaptive"))
+    run = Watched(uniform_hold(2, schedule="adaptive"))
     run.schedule = (14.6, 8.0, 0.0)
     boundary = UNetBoundary(model, depth)
     for sigma, stand_ins in ((14.6, boundary.recording), (8.0, boundary.skipping)):

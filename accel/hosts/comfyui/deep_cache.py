@@ -10,17 +10,22 @@ from typing import Any
 import comfy.model_management
 import torch
 from comfy.model_sampling import CONST
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import WrappersMP, get_wrappers_with_key
 
 from ...boundaries import boundary_of, why_none
-from ...deep_cache import DeepCacheRun, DeepCacheSettings
+from ...deep_cache import DeepCacheRun, DeepCacheSettings, StreamKey
 from ...events import emit, log
+from ...step_schedule import is_in_order
 from ...substitution import Order, substituted
+from ...unet_boundary import OutdatedFeature
 
 KEY = "accel_deep_cache"
 """Of our wrappers, and of the run's state in its transformer_options."""
 
 _WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
+
+_CORE_COMPILE = "torch.compile"
+"""The key of the wrapper that core's TorchCompileModel adds."""
 
 _lock = threading.Lock()
 _last_run: dict[str, int] | None = None
@@ -75,6 +80,8 @@ def _run_wrapper(settings: DeepCacheSettings) -> Callable[..., Any]:
         sampling = executor.class_obj.model_patcher.get_model_object("model_sampling")
         run.window = tuple(float(sampling.percent_to_sigma(p)) for p in (settings.start_percent, settings.end_percent))
         run.is_flow = isinstance(sampling, CONST)
+        if get_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_COMPILE, options):
+            log.warning("DeepCache: beside it TorchCompileModel compiles nothing; use Accelerate Model in its place.")
         try:
             return executor(*args, **kwargs)
         finally:
@@ -93,6 +100,20 @@ def _report(run: DeepCacheRun) -> None:
     with _lock:
         _last_run = {"full_steps": run.full_steps, "skipped_steps": run.skipped_steps}
     emit("deep_cache_run", full_steps=run.full_steps, skipped_steps=run.skipped_steps)
+    if run.settings.is_adaptive and not run.skipped_steps and not run.failed:
+        log.info(
+            "DeepCache: too much changed from step to step, so all %d were computed in full; more steps, a higher "
+            "threshold or the uniform schedule let it skip.",
+            run.full_steps,
+        )
+    else:
+        log.info("DeepCache: %d of %d steps were computed in full.", run.full_steps, run.full_steps + run.skipped_steps)
+
+
+def _run_in_full(run: DeepCacheRun, reason: str) -> None:
+    if not run.failed:
+        log.warning("DeepCache: %s; every step runs in full.", reason)
+    run.failed = True
 
 
 def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:
@@ -105,6 +126,8 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
         schedule = options.get("sample_sigmas")
         if not run.schedule and schedule is not None:
             run.schedule = tuple(schedule.tolist())
+            if not is_in_order(run.schedule):
+                _run_in_full(run, "the noise levels of this run go up and down")
         run.begin_evaluation(float(torch.as_tensor(timestep).max()))
     return executor(x, timestep, model_options, seed)
 
@@ -136,7 +159,10 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
     options = named.get("transformer_options") or {}
     run: DeepCacheRun | None = options.get(KEY)
     boundary = None if run is None else _boundary(run, model)
-    keys = None if boundary is None else _streams(run, args[0] if args else named.get("x"), options)
+    x = args[0] if args else named.get("x")
+    if boundary is not None and not isinstance(x, torch.Tensor):
+        _run_in_full(run, f"{type(model).__name__} takes several latents at once")
+    keys = None if boundary is None else _streams(run, x, options)
     if keys is None:
         out = call(*args, **kwargs)
         if boundary is not None:
@@ -150,6 +176,9 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
                 out = call(*kept, **named)
             run.count(skipped=True)
             return out
+        except OutdatedFeature as error:
+            log.debug("DeepCache: a feature is out of date: %s", error)
+            return _in_full(call, boundary, run, keys, args, kwargs)
         except Exception as error:
             if _must_pass(error):
                 raise
@@ -157,9 +186,16 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
             log.warning("DeepCache: a skipped step failed (%s); the rest of this run is computed in full.", error)
             log.debug("DeepCache: where it failed", exc_info=True)
         out = call(*args, **kwargs)
-    else:
-        with substituted(boundary.recording(run, keys), Order.CACHED):
-            out = call(*args, **kwargs)
+        run.count(skipped=False)
+        return out
+    return _in_full(call, boundary, run, keys, args, kwargs)
+
+
+def _in_full(
+    call: Callable[..., Any], boundary: Any, run: DeepCacheRun, keys: Sequence[StreamKey], args: tuple, kwargs: dict
+) -> Any:
+    with substituted(boundary.recording(run, keys), Order.CACHED):
+        out = call(*args, **kwargs)
     run.count(skipped=False)
     return out
 
@@ -189,15 +225,25 @@ def _boundary(run: DeepCacheRun, model: torch.nn.Module) -> Any:
     return run.boundary if run.boundary is not None and run.boundary.model is model else None
 
 
-def _streams(run: DeepCacheRun, x: Any, options: dict[str, Any]) -> list | None:
+def _streams(run: DeepCacheRun, x: torch.Tensor, options: dict[str, Any]) -> list[StreamKey] | None:
     window = options.get("context_window")
-    if not isinstance(x, torch.Tensor) or (window is not None and not hasattr(window, "index_list")):
+    if window is not None and not hasattr(window, "index_list"):
         return None
     frames: Hashable = None if window is None else tuple(window.index_list)
     animate_diff = options.get("ad_params") or {}
     if animate_diff.get("sub_idxs") is not None:
         frames = (frames, tuple(animate_diff["sub_idxs"]))
-    return run.streams(x, options.get("uuids"), options.get("cond_or_uncond", ()), frames)
+    circumstances = (frames, _replaced(options.get("patches_replace") or {}))
+    return run.streams(x, options.get("uuids"), options.get("cond_or_uncond", ()), circumstances)
+
+
+def _replaced(patches: dict[str, dict[Hashable, Any]]) -> frozenset[Hashable]:
+    """Which blocks are replaced, and by functions of what name: guidance makes its functions anew for every call."""
+    return frozenset(
+        (kind, block, getattr(patch, "__qualname__", type(patch).__qualname__))
+        for kind, blocks in patches.items()
+        for block, patch in blocks.items()
+    )
 
 
 def _must_pass(error: Exception) -> bool:
