@@ -138,7 +138,8 @@ def test_windows_that_move_are_computed_where_they_are_new(small_unet, schedule)
 def windowed(model, schedule):
     from comfy_extras.nodes_context_windows import ContextWindowsManualNode
 
-    return ContextWindowsManualNode.execute(model, 3, 1, schedule, 1, False, "pyramid", 0).args[0]
+    later = {entry.id: entry.default for entry in ContextWindowsManualNode.define_schema().inputs[8:]}  # newer cores'
+    return ContextWindowsManualNode.execute(model, 3, 1, schedule, 1, False, "pyramid", 0, **later).args[0]
 
 
 def noticing(model, seen):

@@ -29,6 +29,8 @@ STATED = {
     "dpm_2_ancestral": NEXT_LEVEL,
     "dpmpp_2s_ancestral": NEXT_LEVEL,
     "dpmpp_2s_ancestral_cfg_pp": NEXT_LEVEL,
+    "exp_heun_2_x0": NEXT_LEVEL,  # of newer cores, and the next
+    "exp_heun_2_x0_sde": NEXT_LEVEL,
     # Its second call corrects what its first predicted, at one level.
     "sa_solver_pece": NEXT_LEVEL,
     # Looks two steps ahead and comes back: a step keeps its decision.
