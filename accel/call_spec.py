@@ -2,7 +2,8 @@
 
 Whole numbers from 2 on (frames, text tokens, a window's height) change from one image to the next
 like the sizes of tensors do, so they travel as the size of an empty tensor. 0, 1 and negative ones
-are flags, counts of nothing and dimensions: constants.
+are flags, counts of nothing and dimensions: constants. Other numbers and texts are values: a graph is
+made for each, so the spec without them (`without_values`) is the key, and few are kept for each key.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ Spec = tuple
 """A nested, hashable tuple; its first item tells the sort of node it is."""
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+
+_VALUES = (float, str, torch.Size)
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -51,7 +54,8 @@ def flatten(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], A
         tensors.append(_size_tensor(value))
         return ("size",)
     if kind in CONSTANTS or isinstance(value, enum.Enum):
-        return ("constant", value)
+        # With the type, since True, 1 and 1.0 are equal; and -0.0 equals 0.0.
+        return ("value", value, repr(value)) if kind in _VALUES else ("constant", value, kind)
     if kind is tuple or kind is list:
         return (kind.__name__, *[flatten(item, tensors, replace) for item in value])
     if kind is dict:
@@ -89,7 +93,7 @@ def _rebuild(spec: Spec, tensors: Sequence[torch.Tensor], at: int) -> tuple[Any,
         return tensors[spec[1]], at
     if sort == "size":
         return tensors[at].shape[0], at + 1
-    if sort == "constant":
+    if sort == "constant" or sort == "value":
         return spec[1], at
     if sort == "dict" or sort == "object":
         mapping = {}
@@ -101,6 +105,25 @@ def _rebuild(spec: Spec, tensors: Sequence[torch.Tensor], at: int) -> tuple[Any,
         value, at = _rebuild(item, tensors, at)
         items.append(value)
     return (tuple(items) if sort == "tuple" else items), at
+
+
+def without_values(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
+    """A spec that is equal for calls which differ in values alone, and these values as text, in order."""
+    values: list[str] = []
+    return _without_values(spec, values), tuple(values)
+
+
+def _without_values(spec: Spec, values: list[str]) -> Spec:
+    sort = spec[0]
+    if sort == "value":
+        values.append(spec[2])
+        return ("value", type(spec[1]))
+    if sort == "tuple" or sort == "list":
+        return (sort, *[_without_values(item, values) for item in spec[1:]])
+    if sort == "dict" or sort == "object":
+        first = 1 if sort == "dict" else 2
+        return (*spec[:first], *[(key, _without_values(item, values)) for key, item in spec[first:]])
+    return spec
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -1,109 +1,95 @@
-"""What the code of a class is: digests of its functions, and of those that they call, as they are now."""
+"""What a code object is and touches: told from the code alone, once for each, whatever it will be run on."""
 
 from __future__ import annotations
 
-import functools
+import dis
 import hashlib
-import inspect
 import types
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-_NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"} | {
-    *("state_dict", "load_state_dict", "_load_from_state_dict", "_save_to_state_dict")
-}
-"""Construction, printing, loading and saving: a call of a module runs none of these."""
-
-_digests: weakref.WeakKeyDictionary[types.CodeType, str] = weakref.WeakKeyDictionary()
-
-
-def code_digest(code: types.CodeType) -> str:
-    known = _digests.get(code)
-    if known is None:
-        constants = tuple(
-            code_digest(item) if isinstance(item, types.CodeType) else repr(item)
-            for item in code.co_consts
-            if not isinstance(item, frozenset)
-        )
-        known = hashlib.sha256(repr((code.co_code, code.co_names, constants)).encode()).hexdigest()[:16]
-        _digests[code] = known
-    return known
-
-
-def _functions(cls: type) -> Iterator[types.FunctionType]:
-    """The functions that a call of an instance may run: all but `_NOT_RUN`."""
-    for base in cls.__mro__:
-        if base is torch.nn.Module or base is object:
-            continue
-        for name, value in vars(base).items():
-            function = inspect.unwrap(value) if callable(value) else getattr(value, "__func__", None)
-            if isinstance(function, types.FunctionType) and name not in _NOT_RUN:
-                yield function
+_SETS_GLOBALS = ("STORE_GLOBAL", "DELETE_GLOBAL")
+_ASSIGNS = (*_SETS_GLOBALS, "STORE_ATTR", "DELETE_ATTR")
+_CHANGES = ("STORE_SUBSCR", "DELETE_SUBSCR")
+_CHANGING = frozenset("add append appendleft clear extend insert pop popitem remove setdefault update".split())
 
 
 @dataclass(frozen=True)
-class ClassCode:
-    """Digests of a class's functions, the names and strings in them and in the module-level functions that
-    they call, and these, as (module's globals, name)."""
+class CodeFacts:
+    """A code object with those nested in it.
 
-    digests: tuple[str, ...]
+    digest: equal in every process for equal code. names: the globals and attributes that it looks at.
+    strings: its string constants. assigned: the globals and attributes that it sets; globals_set: of these,
+        the globals of its own module.
+    changes: whether it may change a list or dict that it is given or finds.
+    """
+
+    digest: str
     names: frozenset[str]
     strings: frozenset[str]
-    called: tuple[tuple[dict, str], ...]
+    assigned: frozenset[str]
+    globals_set: frozenset[str]
+    changes: bool
 
 
-@functools.lru_cache(maxsize=4096)
-def code_of(cls: type) -> ClassCode:
-    digests, names, strings, called = [], set(), set(), {}
-    own = list(_functions(cls))
-    waiting = list(own)
-    while waiting:
-        function = waiting.pop()
-        for code in _nested(function.__code__):
-            names.update(code.co_names)
-            strings.update(item for item in code.co_consts if isinstance(item, str))
-            for name in code.co_names:
-                callee = function.__globals__.get(name)
-                key = id(function.__globals__), name
-                if isinstance(callee, types.FunctionType) and key not in called:
-                    called[key] = (function.__globals__, name)
-                    if not callee.__module__.partition(".")[0] == "torch":
-                        waiting.extend(_written(callee))
-    digests = [code_digest(function.__code__) for function in own]
-    return ClassCode(tuple(digests), frozenset(names), frozenset(strings), tuple(called.values()))
+_known: weakref.WeakKeyDictionary[types.CodeType, CodeFacts] = weakref.WeakKeyDictionary()
 
 
-def _written(function: types.FunctionType) -> Iterator[types.FunctionType]:
-    """A function and those that it closes over: what a decorator made, and what it was made from."""
-    yield function
-    for cell in function.__closure__ or ():
-        try:
-            content = cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-        if isinstance(content, types.FunctionType) and content is not function:
-            yield from _written(content)
+def facts_of(code: types.CodeType) -> CodeFacts:
+    known = _known.get(code)
+    if known is None:
+        known = _known[code] = _read(code)
+    return known
 
 
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for item in code.co_consts:
-        if isinstance(item, types.CodeType):
-            yield from _nested(item)
+def _read(code: types.CodeType) -> CodeFacts:
+    nested = [facts_of(item) for item in code.co_consts if isinstance(item, types.CodeType)]
+    how_called = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    constants = tuple(_constant(item) for item in code.co_consts)
+    described = (code.co_code, code.co_names, constants, how_called, getattr(code, "co_exceptiontable", b""))
+    operations = code.co_code[::2]
+    return CodeFacts(
+        digest=hashlib.sha256(repr(described).encode()).hexdigest()[:16],
+        names=frozenset(code.co_names).union(*(inner.names for inner in nested)),
+        strings=frozenset(_strings(code.co_consts)).union(*(inner.strings for inner in nested)),
+        assigned=frozenset(_assigned(code, _ASSIGNS)).union(*(inner.assigned for inner in nested)),
+        globals_set=frozenset(_assigned(code, _SETS_GLOBALS)).union(*(inner.globals_set for inner in nested)),
+        changes=any(dis.opmap[name] in operations for name in _CHANGES if name in dis.opmap)
+        or not _CHANGING.isdisjoint(code.co_names)
+        or any(inner.changes for inner in nested),
+    )
 
 
-def class_fingerprint(cls: type) -> tuple:
-    """Code of the class, and which functions its module-level names mean now: packs replace attention there."""
-    code_of_class = code_of(cls)
-    current = []
-    for scope, name in code_of_class.called:
-        function = scope.get(name)
-        if isinstance(function, types.FunctionType):
-            parts = [(part.__module__, part.__qualname__, code_digest(part.__code__)) for part in _written(function)]
-        else:
-            parts = [repr(type(function))]
-        current.append((name, *parts))
-    return (cls.__module__, cls.__qualname__, code_of_class.digests, tuple(current))
+def _constant(item: Any) -> Any:
+    if isinstance(item, types.CodeType):
+        return facts_of(item).digest
+    if isinstance(item, frozenset):  # in another order in every process
+        return ("set", *sorted(map(repr, item)))
+    if isinstance(item, tuple):
+        return ("tuple", *map(_constant, item))
+    return item
+
+
+def _strings(constants: tuple) -> Iterator[str]:
+    for item in constants:
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, (tuple, frozenset)):
+            yield from _strings(tuple(item))
+
+
+def _assigned(code: types.CodeType, operations: tuple[str, ...]) -> Iterator[str]:
+    raw = code.co_code
+    for name in operations:
+        operation = dis.opmap[name]
+        at = raw.find(operation)
+        while at >= 0:
+            if at % 2 == 0:
+                argument, before, shift = raw[at + 1], at - 2, 8
+                while before >= 0 and raw[before] == dis.EXTENDED_ARG:
+                    argument |= raw[before + 1] << shift
+                    before, shift = before - 2, shift + 8
+                yield code.co_names[argument]
+            at = raw.find(operation, at + 1)

@@ -27,6 +27,8 @@ class TensorSpec:
 class GraphKey:
     """The key of one compiled graph.
 
+    call: how the call is made of tensors, without its values (`call_spec.without_values`); few graphs are
+        kept for the values of one key. inputs: the block's weights, then the call's tensors.
     sizes: the inputs' shapes for an exact-size graph, None for one that serves any size.
     Not part of it, because only values depend on them: sigma, seeds, uuids, LoRA strength.
     """

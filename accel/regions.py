@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .kinds import Indescribable, Kind, describe, kinds_of
+from .code_reach import CodeReader
+from .kinds import Kind, describe, kinds_of
+from .plain_values import Indescribable
 from .substitution import has_foreign_forward
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
@@ -19,11 +21,15 @@ _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
 @dataclass(frozen=True)
 class Region:
-    """One block to compile: where it stands in the model, itself, and its kind."""
+    """One block to compile: where it stands in the model, itself, and its kind.
+
+    strings: every string constant in its code: the dict keys it may look at are among them.
+    """
 
     path: str
     block: torch.nn.Module
     kind: Kind
+    strings: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -44,16 +50,21 @@ def survey(model: torch.nn.Module, min_repetitions: int = 1) -> Survey:
     min_repetitions: kinds with fewer blocks stay eager, since compiling costs more than it gives.
     """
     described, left_eager = [], []
-    for path, block in blocks(model):
+    reader = CodeReader()
+    found = list(blocks(model))
+    for path, block in found:
         if has_foreign_forward(block):
             left_eager.append((path, "another extension has replaced its forward"))
             continue
         try:
-            described.append((path, block, describe(block)))
+            described.append((path, block, describe(block, reader)))
         except Indescribable as reason:
             left_eager.append((path, str(reason)))
-    kinds = kinds_of([description for _, _, description in described])
-    regions = [Region(path, block, kind) for (path, block, _), kind in zip(described, kinds, strict=True)]
+    kinds = kinds_of([description for _, _, description in described], [block for _, block in found])
+    regions = [
+        Region(path, block, kind, description.strings)
+        for (path, block, description), kind in zip(described, kinds, strict=True)
+    ]
     counts: dict[Kind, int] = {}
     for region in regions:
         counts[region.kind] = counts.get(region.kind, 0) + 1

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from comfy_accel.accel.call_spec import UnsupportedArgument, dense, flatten, rebuild, share_memory
+from comfy_accel.accel.call_spec import UnsupportedArgument, dense, flatten, rebuild, share_memory, without_values
 
 
 def test_rebuild_is_the_inverse_of_flatten():
@@ -30,7 +30,17 @@ def test_whole_numbers_from_two_on_are_sizes_and_not_part_of_the_spec():
     assert rebuild(spec, tensors) == {"frames": 5, "window": (7, None)}
     assert all(tensor.numel() == 0 for tensor in tensors)
     for flag in (True, 1, 0, -1):
-        assert flatten(flag, tensors) == ("constant", flag) and len(tensors) == 2
+        assert rebuild(flatten(flag, tensors), []) is flag and len(tensors) == 2
+    assert len({flatten(flag, []) for flag in (True, 1, 1.0, False, 0, 0.0, -0.0)}) == 7
+
+
+def test_spec_without_values_is_equal_for_other_numbers_and_texts_of_the_same_sort():
+    one, two = (flatten(([value, text], {"x": 1}), []) for value, text in ((0.5, "a"), (2.0, "b")))
+    assert one != two
+    (call, values), (same, others) = without_values(one), without_values(two)
+    assert call == same and (values, others) == (("0.5", "'a'"), ("2.0", "'b'"))
+    assert without_values(flatten(([None, "a"], {"x": 1}), []))[0] != call
+    assert without_values(flatten((["0.5", "a"], {"x": 1}), []))[0] != call
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from comfy_accel.accel.kinds import Indescribable, describe, kinds_of, template_of, weight_slots
+from comfy_accel.accel.kinds import describe, kinds_of, template_of, weight_slots
+from comfy_accel.accel.plain_values import Indescribable
 from torch import nn
 
 

@@ -90,3 +90,15 @@ def test_what_stands_beside_a_list_of_blocks_inside_a_block_is_a_block_too():
     model.layers = nn.ModuleList([mixture])
     paths = [region.path for region in survey(model).regions]
     assert paths == ["layers.0.attention", "layers.0.experts.0", "layers.0.experts.1"]
+
+
+def test_blocks_that_are_moved_away_or_patched_leave_the_kind_of_the_others_as_it_was():
+    model = nn.Module()
+    model.layers = nn.ModuleList(Block(width) for width in (4, 4, 8))
+    before = survey(model).regions[0].kind
+    assert before.varying
+    model.layers[2].to("meta")
+    assert survey(model).regions[0].kind == before
+    model.layers[2].first[0].weight_function = [object()]
+    found = survey(model)
+    assert len(found.left_eager) == 1 and found.regions[0].kind == before

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ... import kinds
 from ...block_runner import RunEagerly
 from ...call_spec import CONSTANTS
 from ...regions import Region
@@ -30,7 +29,7 @@ def simplifier(region: Region) -> Callable[[dict], dict]:
 
     The function raises `RunEagerly` when a patch in the dict concerns the block.
     """
-    strings = kinds.strings_used(region.block)
+    strings = region.strings
 
     def simplify(options: dict) -> dict:
         if not is_transformer_options(options):

@@ -1,0 +1,298 @@
+"""What the code of a block's classes means now: its functions, those they call, and the plain values they look at.
+
+Extensions replace functions in modules and methods in classes, for a run or for good, so none of it
+is remembered from one survey to the next; within one, a `CodeReader` looks at each thing once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import hashlib
+import inspect
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .code_digest import CodeFacts, facts_of
+from .plain_values import OPERATORS, PLAIN, Indescribable, describe_value
+
+_NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"} | {
+    *("state_dict", "load_state_dict", "_load_from_state_dict", "_save_to_state_dict")
+}
+"""Construction, printing, loading and saving: a call of a module runs none of these."""
+
+_CONTAINERS = (dict, list, set)
+_RECORDS = (argparse.Namespace, types.SimpleNamespace)
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch"}
+"""Whose functions are told by their own code alone, not by what they call in turn."""
+
+_MOST_ITEMS = 512
+"""A larger table in a module is no setting, and would be read at every survey."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """All that some functions run.
+
+    digest: of the functions, those that they call and the plain values they look at.
+    names, strings: attributes and globals that the code looks at, and its string constants.
+    looked_at: attributes that it may read, by their name or by `getattr` with a constant.
+    """
+
+    digest: str
+    names: frozenset[str]
+    strings: frozenset[str]
+    looked_at: frozenset[str]
+
+
+class Held:
+    """The functions and classes found among plain values, to be looked at with the code that holds them."""
+
+    def __init__(self, reader: CodeReader):
+        self._reader = reader
+        self.functions: list[types.FunctionType] = []
+        self.classes: set[type] = set()
+        self.within: set[int] = set()
+        """The ids of the values that are being described, from the outermost in."""
+
+    def add(self, other: Held) -> None:
+        self.functions.extend(other.functions)
+        self.classes |= other.classes
+
+    def function(self, function: types.FunctionType) -> tuple:
+        self.functions.append(function)
+        return ("function", self._reader.own(function))
+
+    def class_of(self, value: Any) -> tuple:
+        self.classes.add(type(value))
+        return (type(value).__module__, type(value).__qualname__)
+
+    def class_value(self, cls: type, name: str) -> str | None:
+        """The description of what the class itself holds under the name; None where there is none."""
+        return self._reader.class_value(cls, name)
+
+    def all_functions(self) -> Iterator[types.FunctionType]:
+        yield from self.functions
+        for cls in self.classes:
+            yield from (function for _, function in _methods(cls))
+
+
+@dataclass(frozen=True)
+class _Function:
+    """One function: its description with what its names call now, and the functions to look at next.
+
+    values: the plain values it looks at, as (where, name, description). sets: those it sets, as (where, name).
+    """
+
+    described: str
+    facts: CodeFacts
+    calls: tuple[types.FunctionType, ...]
+    values: tuple[tuple[int, str, str], ...]
+    sets: frozenset[tuple[int, str]]
+
+
+class CodeReader:
+    """Looks code up as it is now, for one survey. Raises Indescribable where a function holds tensors or modules."""
+
+    def __init__(self):
+        self._functions: dict[int, tuple[types.FunctionType, _Function]] = {}
+        self._meanings: dict[Any, Meaning] = {}
+        self._known: dict[int, tuple[types.FunctionType, tuple]] = {}
+        self._class_held: dict[tuple[type, str], str | None] = {}
+        self._active: set[int] = set()
+
+    def class_value(self, cls: type, name: str) -> str | None:
+        key = cls, name
+        if key not in self._class_held:
+            try:
+                self._class_held[key] = repr(describe_value(inspect.getattr_static(cls, name), Held(self)))
+            except (AttributeError, Indescribable):
+                self._class_held[key] = None
+        return self._class_held[key]
+
+    def meaning(self, classes: frozenset[type], functions: Iterable[types.FunctionType] = ()) -> Meaning:
+        """Of what instances of the classes run when called, and of further functions that they hold."""
+        key = classes, tuple(dict.fromkeys(functions))
+        if key not in self._meanings:
+            self._meanings[key] = self._look(*key)
+        return self._meanings[key]
+
+    def own(self, function: types.FunctionType) -> tuple:
+        """A function by itself: its code, its defaults, and the cells that it closes over."""
+        known = self._known.get(id(function))
+        if known is not None:
+            return known[1]
+        if id(function) in self._active:
+            return ("itself", function.__qualname__)
+        outermost = not self._active
+        self._active.add(id(function))
+        try:
+            values = tuple(self._held(value, function, Held(self)) for value in _holds(function))
+        finally:
+            self._active.discard(id(function))
+        described = (function.__module__, function.__qualname__, facts_of(function.__code__).digest, values)
+        if outermost:  # further in, it may hold an "itself"
+            self._known[id(function)] = (function, described)
+        return described
+
+    def _look(self, classes: frozenset[type], functions: tuple[types.FunctionType, ...]) -> Meaning:
+        told: list[Any] = []
+        roots = list(functions)
+        in_order = sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__))
+        for cls in in_order:
+            told.append((cls.__module__, cls.__qualname__, [base.__qualname__ for base in cls.__mro__]))
+            for name, function in _methods(cls):
+                told.append((name, self.own(function)))
+                roots.append(function)
+        seen: dict[int, _Function] = {}
+        while roots:
+            function = roots.pop()
+            if id(function) not in seen:
+                found = seen[id(function)] = self._function(function)
+                roots.extend(call for call in found.calls if id(call) not in seen)
+        names = frozenset().union(*(found.facts.names for found in seen.values()))
+        strings = frozenset().union(*(found.facts.strings for found in seen.values()))
+        told.append(sorted({found.described for found in seen.values()}))
+        # What the code sets itself is where it keeps things, and no setting.
+        kept = frozenset().union(*(found.sets for found in seen.values()))
+        values = {value for found in seen.values() for value in found.values if value[:2] not in kept}
+        told.append(sorted({(name, described) for _, name, described in values}))
+        looked_at = names | {string for string in strings if string.isidentifier()}
+        told.extend(self._class_values(cls, looked_at) for cls in in_order)
+        return Meaning(hashlib.sha256(repr(told).encode()).hexdigest(), names, strings, looked_at)
+
+    def _class_values(self, cls: type, names: frozenset[str]) -> list[tuple]:
+        """The plain class attributes that the code may look at."""
+        return [
+            (base.__qualname__, name, self._value(vars(base)[name], Held(self)))
+            for base in cls.__mro__[:-1]
+            if base is not torch.nn.Module
+            for name in sorted(names.intersection(vars(base)))
+            if not name.startswith("__") and next(_functions_in(vars(base)[name]), None) is None
+        ]
+
+    def _function(self, function: types.FunctionType) -> _Function:
+        known = self._functions.get(id(function))
+        if known is None:
+            facts = facts_of(function.__code__)
+            told: list[tuple] = []
+            values: list[tuple[int, str, str]] = []
+            held = Held(self)
+            for value in _holds(function):
+                self._held(value, function, held)
+            scope = function.__globals__
+            self._means("", scope, facts, told, values, held, set(), _is_library(function.__module__))
+            calls = tuple(call for call in held.all_functions() if not _is_library(call.__module__))
+            sets = frozenset((id(scope), name) for name in facts.globals_set)
+            found = _Function(repr((self.own(function), told)), facts, calls, tuple(values), sets)
+            known = self._functions[id(function)] = (function, found)
+        return known[1]
+
+    def _means(self, path, scope, facts, told, values, held, seen, is_library):
+        """What the names of a function with these facts stand for in a module or class, and in those they lead to.
+
+        told: gets the functions. values: gets the plain values. held: gets what to look at next.
+        """
+        for name in sorted(facts.names.intersection(scope)):
+            value, inner = scope[name], f"{path}{name}"
+            called = list(_functions_in(value))
+            if called or isinstance(value, OPERATORS):
+                told.append((inner, [held.function(function) for function in called] or self._value(value, held)))
+            elif isinstance(value, (types.ModuleType, type)):
+                if value not in seen and (isinstance(value, types.ModuleType) or self._is_namespace(value)):
+                    seen.add(value)
+                    library = is_library or isinstance(value, types.ModuleType) and _is_library(value.__name__)
+                    self._means(f"{inner}.", vars(value), facts, told, values, held, seen, library)
+            elif not is_library and not name.startswith("__") and not (path and name in facts.assigned):
+                values.extend((id(scope), name, repr((inner, item))) for item in self._settings(value, facts, held))
+
+    def _settings(self, value: Any, facts: CodeFacts, held: Held) -> Iterator[Any]:
+        """What a plain value, or an object with attributes that are looked at, tells."""
+        if isinstance(value, _CONTAINERS):
+            # An empty one is as good as one that nothing can be told of: such are filled while a program runs.
+            described = self._value(value, held) if value and not facts.changes and len(value) <= _MOST_ITEMS else None
+            if described is not None:
+                yield described
+        elif self._has_named_state(value):
+            held.class_of(value)
+            for name in sorted(facts.names.intersection(vars(value)) - facts.assigned):
+                yield (name, self._value(vars(value)[name], held))
+        else:
+            yield self._value(value, held)
+
+    @staticmethod
+    def _is_namespace(cls: type) -> bool:
+        return not issubclass(cls, torch.nn.Module) and not _is_library(cls.__module__)
+
+    @staticmethod
+    def _has_named_state(value: Any) -> bool:
+        cls = type(value)
+        if cls in PLAIN or isinstance(value, (torch.nn.Module, torch.Tensor, enum.Enum)):
+            return False
+        return hasattr(value, "__dict__") and (not _is_library(cls.__module__) or cls in _RECORDS)
+
+    def _held(self, value: Any, function: types.FunctionType, held: Held) -> Any:
+        """A default or the content of a cell."""
+        if isinstance(value, (tuple, list)):
+            return tuple(self._held(item, function, held) for item in value)
+        if isinstance(value, torch.Tensor) and not value.numel():  # a mark that nothing was given
+            return ("empty", tuple(value.shape), value.dtype, value.device)
+        if isinstance(value, (torch.Tensor, torch.nn.Module)) and not _is_library(function.__module__):
+            raise Indescribable(f"{function.__qualname__}, a function around a {type(value).__qualname__}")
+        return [held.function(inner) for inner in _functions_in(value)] or self._value(value, held)
+
+    def _value(self, value: Any, held: Held) -> Any:
+        found = Held(self)
+        try:
+            described = describe_value(value, found)
+        except Indescribable:
+            return None if isinstance(value, _CONTAINERS) else ("a", type(value).__module__, type(value).__qualname__)
+        held.add(found)
+        return described
+
+
+def _methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
+    """The functions that a call of an instance may run: all but `_NOT_RUN`."""
+    for base in cls.__mro__:
+        if base is not torch.nn.Module and base is not object:
+            for name, value in vars(base).items():
+                if name not in _NOT_RUN and not isinstance(value, type):
+                    for function in _functions_in(value):
+                        yield f"{base.__qualname__}.{name}", function
+
+
+def _functions_in(value: Any) -> Iterator[types.FunctionType]:
+    """The Python functions that a value is, or is a thin shell of: a method, a property, a cached function."""
+    if isinstance(value, types.FunctionType):
+        yield value
+    elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        yield from _functions_in(value.__func__)
+    elif isinstance(value, property):
+        for part in (value.fget, value.fset, value.fdel):
+            yield from _functions_in(part)
+    elif isinstance(value, functools.cached_property):
+        yield from _functions_in(value.func)
+    elif isinstance(value, functools._lru_cache_wrapper):
+        yield from _functions_in(value.__wrapped__)
+
+
+def _holds(function: types.FunctionType) -> Iterator[Any]:
+    """Its defaults and the contents of its cells: what a decorator made holds what it was made from."""
+    yield from function.__defaults__ or ()
+    yield from sorted((function.__kwdefaults__ or {}).items())
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            yield None
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES

@@ -1,0 +1,207 @@
+"""What a block's code means now: whatever can change what it computes makes another kind."""
+
+import functools
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from comfy_accel.accel.kinds import describe
+from comfy_accel.accel.plain_values import Indescribable
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 8)
+        self.up = nn.Conv2d(8, 16, 1)
+
+    def forward(self, x):
+        return torch.relu(self.up(self.norm(x)))
+
+
+def digest(block):
+    return describe(block).digest
+
+
+class Runs(nn.Linear):
+    """Runs a function that it holds."""
+
+    offset = 1.0
+    table: dict = {}
+
+    def __init__(self, function=None, number=0):
+        super().__init__(2, 2)
+        self.function = function
+        self.number = number
+
+    def forward(self, x):
+        return self.function(super().forward(x)) + self.offset
+
+
+def test_function_put_into_a_class_makes_another_kind_until_it_is_taken_back(monkeypatch):
+    before = digest(Block())
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, "forward", lambda self, x: x)
+        assert digest(Block()) != before
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.GroupNorm, "forward", lambda self, x: x)
+        assert digest(Block()) != before
+    assert digest(Block()) == before
+
+
+def wrapped(function, factor):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args) * factor
+
+    return wrapper
+
+
+def test_wrapper_around_a_method_counts_with_what_it_closes_over(monkeypatch):
+    own = Block.forward
+    digests = {digest(Block())}
+    for factor in (2.0, 3.0):
+        monkeypatch.setattr(Block, "forward", wrapped(own, factor))
+        digests.add(digest(Block()))
+    assert len(digests) == 3
+
+
+def test_method_around_a_tensor_is_named(monkeypatch):
+    monkeypatch.setattr(Block, "forward", wrapped(Block.forward, torch.ones(1)))
+    with pytest.raises(Indescribable, match="a function around a Tensor"):
+        describe(Block())
+
+
+def test_defaults_of_functions_make_another_kind():
+    def scaled(factor):
+        return lambda v, s=factor: v * s
+
+    def keyed(factor):
+        return lambda v, *, s=factor: v * s
+
+    for make in (scaled, keyed):
+        assert digest(Runs(make(1.0))) == digest(Runs(make(1.0))) != digest(Runs(make(5.0)))
+
+
+def test_plain_class_attribute_that_the_code_reads_makes_another_kind(monkeypatch):
+    before = digest(Runs())
+    monkeypatch.setattr(Runs, "table", {"never": "read"})
+    assert digest(Runs()) == before
+    monkeypatch.setattr(Runs, "offset", 5.0)
+    assert digest(Runs()) != before
+
+
+FACTOR = 1.0
+OPTIONS = types.SimpleNamespace(factor=1.0, unread=1.0)
+calls = 0
+answers: dict = {}
+loaded: list = []
+
+
+def in_use():
+    return calls > 0 and len(loaded) > 0
+
+
+def counted(x):
+    global calls
+    calls += 1
+    answers[calls] = calls
+    in_use()
+    return x * FACTOR * OPTIONS.factor
+
+
+class Counts(nn.Linear):
+    def forward(self, x):
+        return counted(super().forward(x))
+
+
+def test_plain_global_that_the_code_reads_makes_another_kind(monkeypatch):
+    before = digest(Counts(2, 2))
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "FACTOR", 5.0)
+        assert digest(Counts(2, 2)) != before
+    with monkeypatch.context() as patch:
+        patch.setattr(OPTIONS, "factor", 5.0)
+        assert digest(Counts(2, 2)) != before
+    monkeypatch.setattr(OPTIONS, "unread", 5.0)
+    assert digest(Counts(2, 2)) == before
+
+
+def test_global_that_leads_back_to_itself_stops_nobody(monkeypatch):
+    around = types.SimpleNamespace(factor=types.SimpleNamespace())
+    around.factor.back = [{"around": around, "factor": around.factor}]
+    monkeypatch.setitem(globals(), "OPTIONS", around)
+    assert digest(Counts(2, 2)) == digest(Counts(2, 2))
+    held = Runs()
+    held.function = Holder()
+    held.function.back = held.function
+    with pytest.raises(Indescribable, match="inside of itself"):
+        describe(held)
+
+
+class Holder:
+    pass
+
+
+def test_what_the_code_counts_and_keeps_for_itself_makes_no_other_kind(monkeypatch):
+    before = digest(Counts(2, 2))
+    counted(1)
+    monkeypatch.setitem(globals(), "loaded", [torch.ones(1)])
+    assert calls and digest(Counts(2, 2)) == before
+
+
+class CallsThroughAModule(nn.Linear):
+    def forward(self, x):
+        return nn.functional.relu(super().forward(x)) + torch.sin(x)
+
+
+def test_function_replaced_in_a_module_that_the_code_reaches_into_makes_another_kind(monkeypatch):
+    before = digest(CallsThroughAModule(2, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.functional, "relu", lambda x: x)
+        assert digest(CallsThroughAModule(2, 2)) != before
+    monkeypatch.setattr(torch, "sin", torch.cos)
+    assert digest(CallsThroughAModule(2, 2)) != before
+
+
+class Asks(Runs):
+    def forward(self, x):
+        return x * getattr(self, "number")  # noqa: B009  That it is not an attribute in the code is the point.
+
+
+def test_number_that_is_read_by_a_constant_name_counts():
+    assert digest(Asks(number=1)) != digest(Asks(number=5))
+    assert digest(Runs(number=1)) == digest(Runs(number=5))
+
+
+def test_number_that_only_a_held_function_reads_counts():
+    def read(block):
+        return block.number
+
+    assert digest(Runs(read, number=1)) != digest(Runs(read, number=5))
+
+
+def test_note_that_no_code_reads_is_as_if_it_were_not_there():
+    noted = Block()
+    noted.up.was_patched, noted.up.label = True, "somebody's"
+    assert digest(noted) == digest(Block())
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_digest_is_the_same_in_every_process(seed):
+    """It is to name files: no address and no order of a set may be in it."""
+    script = (
+        "import sys; sys.path.insert(0, {root!r}); sys.path.insert(0, {root!r} + '/tests')\n"
+        "from bench import pack; pack.load()\n"
+        "from torch import nn\n"
+        "from comfy_accel.accel.kinds import describe\n"
+        "print(describe(nn.TransformerEncoderLayer(8, 2)).digest)"
+    ).format(root=str(Path(__file__).parents[2]))
+    environment = {**os.environ, "PYTHONHASHSEED": seed}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.split()[-1] == digest(nn.TransformerEncoderLayer(8, 2))
