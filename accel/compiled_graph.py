@@ -21,6 +21,7 @@ class CompiledGraph:
     weights: how many of the tensors are weights; the others are the call's.
     changed: the inputs that the block writes to, counted from the first that is no weight.
     path: what the block does with such inputs; None where nothing can be told without their values.
+    values: the numbers and texts among the call's arguments that it is good for (`call_spec.without_values`).
     """
 
     run: Callable[[Sequence[torch.Tensor]], Any]
@@ -30,6 +31,7 @@ class CompiledGraph:
     weights: int = 0
     changed: tuple[int, ...] = ()
     path: Callable[[Sequence[torch.Tensor]], Path | None] | None = None
+    values: tuple[str, ...] = ()
 
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the graph is right for these weights and dense inputs.

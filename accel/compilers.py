@@ -1,8 +1,8 @@
 """From a block and the example of a call to a callable over tensors.
 
 A compiled graph takes the block's weights as inputs beside the call's own tensors, so it serves
-every block of the kind. It is made ahead of time where torch can (an object of ours: counted,
-dropped, saved), and by plain `torch.compile` on a function of the kind's own where it cannot.
+every block of the kind. It is made ahead of time: an object of ours, to be counted, dropped and saved,
+where plain `torch.compile` would keep compiling behind our back at later calls, up to a limit of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import torch._inductor.codecache
 
 from . import call_spec
+from .causes import cause_among, pass_on
 from .compiled_graph import CompiledGraph
 from .convolution import leave_to_library
 from .kinds import Kind
@@ -46,6 +47,7 @@ def compile_block(
     backend: str | Callable = "inductor",
     dynamic: bool = True,
     growing: Container[tuple[int, int]] | None = None,
+    interrupts: tuple[type[BaseException], ...] = (),
 ) -> CompiledGraph:
     """Compile a block for calls like this one, at any size.
 
@@ -55,13 +57,17 @@ def compile_block(
     spec: how (args, kwargs) of the call are made from the inputs (`call_spec.flatten`).
     dynamic: every dimension of every input may vary; False compiles for these sizes alone.
     growing: (input, dimension) pairs that are 1 because the batch is; None where that is not known.
+    interrupts: exceptions that mean "stop the run"; one that the compiler met is raised as it was.
 
     Raises:
         CompileFailed: the compiler is missing, gave up, or met an operator it does not know.
+        torch.OutOfMemoryError: there was too little memory for it now, on a device or in the process.
     """
+    if not _can_compile_ahead_of_time():
+        raise CompileFailed(f"torch {torch.__version__} is too old: it cannot compile ahead of time")
 
     def path(inputs: Sequence[torch.Tensor]) -> Path | None:
-        return path_of(lambda *tensors: _call(template, spec, tensors), inputs)
+        return path_of(lambda *tensors: _call(template, spec, tensors), inputs, interrupts)
 
     leave_to_library(template)
     taken = path(inputs)
@@ -72,7 +78,9 @@ def compile_block(
     example_weights = _example_weights(weights, kind)
     with _one_at_a_time:
         before = set(_generated_modules())
-        function, run, guards = _compile(template, kind, spec, (*example_weights, *examples), backend, dynamic)
+        function, run, guards = _compile(
+            template, kind, spec, (*example_weights, *examples), backend, dynamic, interrupts
+        )
         generated = [module for module in _generated_modules() if module not in before]
     graph = CompiledGraph(
         run,
@@ -82,6 +90,7 @@ def compile_block(
         len(weights),
         tuple(range(len(inputs))) if taken is None else taken.changed,
         path if dynamic else None,
+        call_spec.without_values(spec)[1],
     )
     weakref.finalize(graph, _release, function.__globals__, generated).atexit = False
     return graph
@@ -92,20 +101,20 @@ def _call(template: torch.nn.Module, spec: call_spec.Spec, tensors: Sequence[tor
     return template(*args, **kwargs)
 
 
-def _compile(template, kind, spec, tensors, backend, dynamic):
+def _compile(template, kind, spec, tensors, backend, dynamic, interrupts):
     """The function traced, the graph and its guards.
 
     Taking 1 for a size like others is given up where it leaves a question open that must be answered.
     """
-    compile_with = _ahead_of_time if _can_compile_ahead_of_time() else _just_in_time
     for oblivious in (True, False) if dynamic else (False,):
         function = _block_function(template, kind.weights, spec)
         try:
             with _settings(dynamic, oblivious):
-                return function, *compile_with(function, tensors, backend)
-        except torch.OutOfMemoryError:
-            raise
+                return function, *_ahead_of_time(function, tensors, backend)
         except Exception as error:
+            pass_on(error, (*interrupts, torch.OutOfMemoryError))
+            if cause_among(error, (MemoryError,)) is not None:
+                raise torch.OutOfMemoryError("the process got no more memory") from error
             if not oblivious or "data-dependent" not in str(error):
                 raise CompileFailed(one_line(error)) from error
 
@@ -199,8 +208,15 @@ def _release(scope: dict, modules: Sequence[types.ModuleType]) -> None:
     cache = torch._inductor.codecache.PyCodeCache
     gone = set(map(id, modules))
     cache.modules[:] = [module for module in cache.modules if id(module) not in gone]
+    without_attributes = getattr(cache, "modules_no_attr", {})
+    for path in [path for path, module in without_attributes.items() if id(module) in gone]:
+        del without_attributes[path]
+    kept = {module.__file__ for module in _generated_modules()}
     for module in modules:
-        sys.modules.pop(module.__name__, None)
+        if module.__file__ not in kept:
+            getattr(cache, "linemaps", {}).pop(module.__file__, None)
+        if sys.modules.get(module.__name__) is module:
+            del sys.modules[module.__name__]
 
 
 @contextmanager
@@ -240,12 +256,6 @@ def _ahead_of_time(function: Callable, tensors: Sequence[torch.Tensor], backend:
         return call(*tensors)
 
     return run, guards
-
-
-def _just_in_time(function: Callable, tensors: Sequence[torch.Tensor], backend: str | Callable):
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
-    compiled(*tensors)
-    return lambda tensors: compiled(*tensors), lambda tensors: True
 
 
 def _serializable(backend: str | Callable) -> str | Callable:

@@ -1,7 +1,8 @@
 """Which sizes of a block's inputs are 1 because the batch is, and which are 1 whatever the batch.
 
-At a batch of 1 the two look alike, and a graph traced then would take one for the other. So the model is
-called once more, at a batch of 2, on tensors without values: no memory, nothing computed.
+At a batch of 1 the two look alike, and a graph traced then would take one for the other. So a copy of the
+model is called once more, at a batch of 2, on tensors without values: no memory, nothing computed, and
+nothing that its code keeps for later stays.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from .substitution import Order, set_aside, substituted
+from .causes import pass_on
+from .model_copy import ModelCopy
+from .process_memos import nothing_remembered
 
 log = logging.getLogger("accel")
 
@@ -25,6 +28,7 @@ class RowSurvey:
 
     tensors_of: for each block, from (args, kwargs) of a call to its input tensors.
     without_hooks: what a dict among the model's arguments is replaced by, so that nobody's code runs twice.
+    interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
     """
 
     def __init__(
@@ -32,10 +36,12 @@ class RowSurvey:
         model: torch.nn.Module,
         tensors_of: Mapping[torch.nn.Module, Callable[[tuple], list[torch.Tensor]]],
         without_hooks: Callable[[dict], dict] = dict,
+        interrupts: tuple[type[BaseException], ...] = (),
     ):
         self._model = model
         self._tensors_of = tensors_of
         self._without_hooks = without_hooks
+        self._interrupts = interrupts
         self._arguments: tuple[tuple, dict] | None = None
         self._seen: dict[torch.nn.Module, list[list[torch.Size]]] | None = None
 
@@ -76,8 +82,8 @@ class RowSurvey:
         """The shapes of the inputs of each block's calls in a call of the model at a batch of 2."""
         seen: dict[torch.nn.Module, list[list[torch.Size]]] = {}
 
-        def recorder(block: torch.nn.Module) -> Callable:
-            def record(inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        def recorder(block: torch.nn.Module, inner: Callable) -> Callable:
+            def record(*args: Any, **kwargs: Any) -> Any:
                 with unset_fake_temporarily():
                     tensors = self._tensors_of[block]((args, kwargs))
                 seen.setdefault(block, []).append([tensor.shape for tensor in tensors])
@@ -85,13 +91,27 @@ class RowSurvey:
 
             return record
 
-        recorders = {block: recorder(block) for block in self._tensors_of}
+        copies, mode = ModelCopy(), FakeTensorMode(allow_non_fake_inputs=True)
+
+        def foreign(value: Any) -> bool:
+            return (type(value) is FakeTensor and value.fake_mode is mode) or copies.made(value)
+
         try:
-            with _silent(), torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+            with (
+                nothing_remembered(self._model, foreign),
+                silent(),
+                torch.inference_mode(False),
+                torch.no_grad(),
+                mode,
+            ):
+                model = copies.of(self._model)
+                for block in self._tensors_of:
+                    copied = copies.of(block)
+                    copied.__dict__["forward"] = recorder(block, copied.forward)
                 args, kwargs = self._doubled(self._arguments)
-                with set_aside(self._model), substituted(recorders, Order.COMPILED):
-                    self._model.forward(*args, **kwargs)
+                model.forward(*args, **kwargs)
         except Exception as error:
+            pass_on(error, self._interrupts)
             log.debug("how many rows a batch of 2 has is known in part: %s: %s", type(error).__name__, error)
         return seen
 
@@ -112,7 +132,7 @@ def _grew(now: torch.Size, doubled: torch.Size) -> bool:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """While it lasts, torch does not log what fails on tensors without values; it is no news here."""
     torch_log = logging.getLogger("torch._subclasses.fake_tensor")
     thread = threading.get_ident()

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .causes import pass_on
+
 _TOLD = (bool, float, str, type(None), torch.dtype)
 
 
@@ -43,10 +45,15 @@ class _Record(TorchFunctionMode):
         return out
 
 
-def path_of(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Path | None:
+def path_of(
+    function: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    interrupts: tuple[type[BaseException], ...] = (),
+) -> Path | None:
     """The path that `function(*inputs)` takes through its code; None where it cannot be told without values.
 
     inputs: of any device; nothing is computed, and they stay as they are.
+    interrupts: exceptions that mean "stop the run", and are never swallowed.
     """
     record = _Record()
     with torch.inference_mode(False), torch.no_grad():
@@ -56,7 +63,8 @@ def path_of(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Pat
         try:
             with record:
                 function(*given)
-        except Exception:
+        except Exception as error:
+            pass_on(error, interrupts)
             return None
         changed = tuple(index for index, tensor in enumerate(given) if tensor._version != before[index])
     return Path(tuple(record.calls), tuple(record.shapes), changed)

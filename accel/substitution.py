@@ -90,23 +90,6 @@ def substituted(layers: Mapping[torch.nn.Module, Layer], order: Order) -> Iterat
                 _restore(module, stand_in)
 
 
-@contextmanager
-def set_aside(model: torch.nn.Module) -> Iterator[None]:
-    """While it lasts, the modules of the model are as if no layer stood in front of them; then as before."""
-    stand_ins = {}
-    for module in model.modules():
-        stand_in = module.__dict__.get("forward")
-        if isinstance(stand_in, StandIn):
-            stand_ins[module] = stand_in
-    try:
-        for module, stand_in in stand_ins.items():
-            _restore(module, stand_in)
-        yield
-    finally:
-        for module, stand_in in stand_ins.items():
-            module.__dict__["forward"] = stand_in
-
-
 def _restore(module: torch.nn.Module, stand_in: StandIn) -> None:
     if stand_in.is_foreign:
         module.__dict__["forward"] = stand_in.own

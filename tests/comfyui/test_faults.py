@@ -4,10 +4,17 @@ import comfy.model_management
 import pytest
 import tiny_models
 import torch
+from comfy_accel.accel import compilers
 from comfy_accel.accel.block_runner import CompileSettings
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from comfy_accel.accel.row_survey import RowSurvey
+from torch._dynamo.utils import counters
+from torch._inductor.graph import GraphLowering
+
+from bench.tiny_models import FLUX_FAMILY
+from bench.tiny_models import sample as sample_family
 
 
 @pytest.fixture(autouse=True)
@@ -107,3 +114,91 @@ def test_comfyuis_interrupt_inside_a_compiled_block_is_not_swallowed(small, samp
         sample(fast(small, backend, GraphCache()), 64, 64)
     assert fallbacks.rows() == []
     assert_no_trace(small)
+
+
+def model_of(name):
+    """A fresh small model, and a function that makes an image with it."""
+    if name == "Flux":
+        family = FLUX_FAMILY
+        latent, positive, negative = torch.zeros(1, 16, 16, 16), family.conditioning(77, 1), family.conditioning(77, 2)
+        return family.load(torch.float32), lambda model: sample_family(model, latent, positive, negative, 2)
+    return tiny_models.unet(), lambda model: tiny_models.sample(model, 64, 64, steps=2)
+
+
+@pytest.mark.parametrize("name", ["UNet", "Flux"])
+def test_interrupt_button_during_a_compilation_ends_the_image(name):
+    presses, compilations = [True, True], []
+
+    def backend(graph, examples):
+        compilations.append(1)
+        if presses:
+            presses.pop()
+            comfy.model_management.interrupt_current_processing(True)
+        return graph
+
+    model, make = model_of(name)
+    expected = make(model)
+    cache = GraphCache()
+    for _ in range(2):
+        with pytest.raises(comfy.model_management.InterruptProcessingException):
+            make(fast(model, backend, cache))
+        assert not comfy.model_management.processing_interrupted()
+        assert all(row["failure"] is None and row["graphs"] for row in cache.statistics()["table"])
+        assert fallbacks.rows() == []
+        assert_no_trace(model)
+    assert not presses
+    assert torch.equal(make(fast(model, backend, cache)), expected)
+    assert cache.statistics()["graphs"] == len(compilations) >= 2
+    assert fallbacks.rows() == []
+
+
+@pytest.mark.parametrize("place", ["look", "path"])
+def test_interrupt_button_while_nothing_is_computed_ends_the_image(small, sample, monkeypatch, place):
+    """Before the first compilation the model is looked at without values, in which core looks at the button."""
+    stage = {"look": (RowSurvey, "_look"), "path": (compilers, "path_of")}[place]
+    work = getattr(*stage)
+
+    def pressed(*args):
+        comfy.model_management.interrupt_current_processing(True)
+        return work(*args)
+
+    cache = GraphCache()
+    with monkeypatch.context() as patch:
+        patch.setattr(*stage, pressed)
+        with pytest.raises(comfy.model_management.InterruptProcessingException):
+            sample(fast(small, "eager", cache), 64, 64, cfg=1.0)  # a batch of 1: no guidance
+    assert not comfy.model_management.processing_interrupted()
+    assert cache.statistics()["entries"] == 0 and fallbacks.rows() == []
+    assert_no_trace(small)
+    assert torch.equal(sample(fast(small, "eager", cache), 64, 64), sample(small, 64, 64))
+
+
+def test_comfyuis_interrupt_inside_the_compiler_is_no_failure(small, sample):
+    def backend(graph, examples):
+        raise comfy.model_management.InterruptProcessingException
+
+    cache = GraphCache()
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        sample(fast(small, backend, cache), 64, 64)
+    assert cache.statistics()["entries"] == 0 and fallbacks.rows() == []
+    assert_no_trace(small)
+
+
+def test_out_of_memory_inside_inductor_is_tried_again(small, sample, monkeypatch):
+    def run(*args):
+        raise torch.OutOfMemoryError("not enough memory (simulated)")
+
+    monkeypatch.setattr(GraphLowering, "run", run)
+    cache = GraphCache()
+    sample(fast(small, "inductor", cache), 64, 64, steps=1)
+    assert cache.statistics()["entries"] == 0
+    assert all("out of memory" in row["reason"] for row in fallbacks.rows())
+
+
+def test_torch_too_old_to_compile_ahead_of_time_runs_eagerly(small, sample, monkeypatch):
+    monkeypatch.setattr(compilers, "_can_compile_ahead_of_time", lambda: False)
+    before = counters["stats"]["unique_graphs"]
+    out = sample(fast(small, "eager", GraphCache()), 64, 64)
+    assert torch.equal(out, sample(small, 64, 64))
+    assert fallbacks.rows() and all("too old" in row["reason"] for row in fallbacks.rows())
+    assert counters["stats"]["unique_graphs"] == before

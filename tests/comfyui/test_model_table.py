@@ -19,6 +19,7 @@ from comfy_accel.accel.regions import survey
 from comfy_accel.accel.substitution import Order, substituted
 from tiny_zoo import ZOO, Noise, Size
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensor
 
 LATER = [
     Size(height=10, width=15, frames=2, batch=4, tokens=40),
@@ -157,6 +158,22 @@ def test_model(row):
     assert not counters["graph_break"]
     assert fallbacks.rows() == []
     assert cache.statistics()["hits"] > hits
+
+
+@pytest.mark.parametrize("name", ["Chroma Radiance", "Flux", "Wan VACE", "LTXV", "SVD", "Stable Cascade B"])
+def test_model_that_is_compiled_before_it_ever_ran_keeps_real_tensors_alone(name):
+    model, size = ZOO[name].build(), Size(batch=1)
+    layers = block_layers(model, CompileSettings(backend="eager"), GraphCache())
+    with substituted(layers, Order.COMPILED):
+        compiled = call(model, name, size, 0)
+    expected = call(model, name, size, 0)
+    assert type(compiled) is type(expected) is torch.Tensor
+    assert (compiled - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    assert not [part for part in model.modules() for kept in held(part) if isinstance(kept, FakeTensor)]
+
+
+def held(part: torch.nn.Module) -> list:
+    return [*vars(part).values(), *part._buffers.values(), *part._parameters.values()]
 
 
 def test_every_specimen_has_a_row():

@@ -1,12 +1,16 @@
 """Compiled blocks: right at every size, batch and channel count, from one graph."""
 
+import gc
+
 import pytest
 import torch
-from comfy_accel.accel import call_spec
+from comfy_accel.accel import call_spec, compilers
 from comfy_accel.accel.compilers import CompileFailed, compile_block
 from comfy_accel.accel.kinds import describe, kinds_of, template_of, weight_slots
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.graph import GraphLowering
 
 
 class ConvBlock(nn.Module):
@@ -123,3 +127,71 @@ def test_settings_of_torch_are_as_before():
     before = config.use_duck_shape, config.backed_size_oblivious, dynamo.enable_aot_compile
     compiled(ConvBlock().eval().requires_grad_(False), conv_inputs(2, 4, 4))
     assert (config.use_duck_shape, config.backed_size_oblivious, dynamo.enable_aot_compile) == before
+
+
+def stopped_by(error):
+    """A backend within which that is raised."""
+
+    def backend(graph, examples):
+        raise error
+
+    return backend
+
+
+INPUTS = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+
+
+class Stop(Exception):
+    """What a host raises to stop a run."""
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(Stop(), Stop), (torch.OutOfMemoryError(), torch.OutOfMemoryError), (MemoryError(), torch.OutOfMemoryError)],
+)
+def test_interrupts_and_want_of_memory_are_no_fault_of_the_block(error, raised):
+    with pytest.raises(raised):
+        compiled(Broadcasts().eval(), INPUTS, backend=stopped_by(error), interrupts=(Stop,))
+
+
+@pytest.mark.parametrize("error", [Stop("stop"), torch.OutOfMemoryError("no memory"), MemoryError("no memory")])
+def test_what_stops_inductor_is_told_from_what_it_wraps_it_in(error, monkeypatch):
+    def run(*args):
+        raise error
+
+    monkeypatch.setattr(GraphLowering, "run", run)
+    with pytest.raises(torch.OutOfMemoryError if isinstance(error, MemoryError) else type(error)):
+        compiled(Broadcasts().eval(), INPUTS, backend="inductor", interrupts=(Stop,))
+
+
+class Interrupted(Broadcasts):
+    def forward(self, x, gate):
+        if x.device.type == "meta":
+            raise Stop
+        return super().forward(x, gate)
+
+
+def test_interrupt_while_the_path_is_told_passes():
+    with pytest.raises(Stop):
+        compiled(Interrupted().eval(), INPUTS, interrupts=(Stop,))
+
+
+def test_torch_that_cannot_compile_ahead_of_time_is_told_so(monkeypatch):
+    monkeypatch.setattr(compilers, "_can_compile_ahead_of_time", lambda: False)
+    before = counters["stats"]["unique_graphs"]
+    with pytest.raises(CompileFailed, match="is too old"):
+        compiled(Broadcasts().eval(), INPUTS)
+    assert counters["stats"]["unique_graphs"] == before
+
+
+def test_dropped_graph_leaves_nothing_in_inductor():
+    def kept():
+        return [len(PyCodeCache.modules), len(PyCodeCache.modules_no_attr), len(PyCodeCache.linemaps)]
+
+    gc.collect()
+    before = kept()
+    graph, _ = compiled(Broadcasts().eval().requires_grad_(False), INPUTS, backend="inductor")
+    assert kept() != before
+    del graph
+    gc.collect()
+    assert kept() == before

@@ -1,8 +1,11 @@
 """Which inputs of a block grow with the batch: told at a batch of 1, without computing anything."""
 
+import functools
+
+import pytest
 import torch
 from comfy_accel.accel.row_survey import RowSurvey
-from comfy_accel.accel.substitution import Order, StandIn, set_aside, substituted
+from comfy_accel.accel.substitution import Order, substituted
 
 
 class Block(torch.nn.Module):
@@ -36,10 +39,11 @@ GROWING = [{(0, 0), (2, 0)}] * 2
 """Of both blocks: rows of the image and of the modulation, not of the positions."""
 
 
-def asked(hooks, batch=1, without_hooks=dict):
+def asked(hooks, batch=1, without_hooks=dict, model=None, interrupts=()):
     """What the survey says of each block when it is asked within a call of the model."""
-    model, answers, tensors = Model(), {}, {}
-    survey = RowSurvey(model, {block: lambda call: list(call[0]) for block in model.blocks}, without_hooks)
+    model, answers, tensors = model or Model(), {}, {}
+    tensors_of = {block: lambda call: list(call[0]) for block in model.blocks}
+    survey = RowSurvey(model, tensors_of, without_hooks, interrupts)
 
     def asker(block):
         def layer(inner, *args):
@@ -76,12 +80,134 @@ def test_model_that_needs_values_is_known_up_to_there():
     assert asked({"reads values": True}) == GROWING
 
 
-def test_other_layers_are_set_aside_and_come_back():
-    model = Model()
-    block = model.blocks[0]
-    with substituted({block: lambda inner, *args: None}, Order.CACHED):
-        stand_in = block.__dict__["forward"]
-        with set_aside(model):
-            assert "forward" not in block.__dict__
-        assert block.__dict__["forward"] is stand_in and isinstance(stand_in, StandIn)
-    assert "forward" not in block.__dict__
+def test_other_layers_do_not_see_the_look_and_stay():
+    model, calls = Model(), []
+
+    def cached(inner, *args):
+        calls.append(1)
+        return inner(*args)
+
+    with substituted({model.blocks[0]: cached}, Order.CACHED):
+        stand_in = model.blocks[0].__dict__["forward"]
+        assert asked({}, model=model) == GROWING
+        assert model.blocks[0].__dict__["forward"] is stand_in
+    assert calls == [1]
+    assert "forward" not in model.blocks[0].__dict__
+
+
+def test_interrupt_passes_through_the_look():
+    class Stop(Exception):
+        pass
+
+    class Interrupted(Model):
+        def forward(self, x, timestep, hooks):
+            if len(x) == 2:
+                raise RuntimeError("wrapped") from Stop()
+            return super().forward(x, timestep, hooks)
+
+    with pytest.raises(Stop):
+        asked({}, model=Interrupted(), interrupts=(Stop,))
+    assert asked({}, model=Interrupted()) == [None, None]
+
+
+MEMO = {}
+NESTED = {"cpu": {}, "kept": torch.ones(1)}
+LAST = None
+
+
+@functools.lru_cache(maxsize=4)
+def grid(size):
+    return torch.arange(size * 4.0).view(1, -1, 4)
+
+
+@functools.lru_cache(maxsize=4)
+def untouched(size):
+    return torch.zeros(size)
+
+
+class Helper:
+    """A plain object that keeps something."""
+
+    def __init__(self):
+        self.kept = None
+
+
+HELPER = Helper()
+
+
+@pytest.fixture
+def nothing_kept():
+    global LAST
+    LAST = Keeping.of_class = HELPER.kept = None
+    MEMO.clear()
+    NESTED["cpu"].clear()
+    grid.cache_clear()
+    Keeping.of_method.cache_clear()
+
+
+class Keeping(Model):
+    """Keeps what depends on the number of tokens alone, wherever there is a place to keep it."""
+
+    of_class = None
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(1, 1, 4), persistent=False)
+        self.registry, self.attribute, self.rows, self.helper = {}, None, 0, Helper()
+        self.bound = self.on_self
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def of_method(self, size):
+        return torch.zeros(1, size, 4)
+
+    def on_self(self, zeros):
+        if self.attribute is None:
+            self.attribute = self.helper.kept = zeros
+            self.kept = zeros + 0
+            self.blocks[0].attribute = zeros
+            self.blocks[0]._buffers["late"] = zeros
+
+    def forward(self, x, timestep, hooks):
+        global LAST
+        size = x.shape[1]
+        self.rows = x.shape[0]
+        zeros = self.of_method(size)
+        self.bound(zeros)
+        found = [
+            self.registry.setdefault(size, zeros),
+            MEMO.setdefault(size, zeros),
+            NESTED["cpu"].setdefault(size, [zeros])[0],
+        ]
+        if LAST is None:
+            LAST = Keeping.of_class = HELPER.kept = zeros
+        kept = [self.attribute, self.helper.kept, self.kept, self.blocks[0].attribute, LAST, self.of_class, HELPER.kept]
+        x = x + sum(found) + sum(kept) + grid(size) * 0
+        return super().forward(x, timestep, hooks)
+
+
+def test_nothing_without_values_is_remembered(nothing_kept):
+    model, kept = Keeping(), untouched(3)
+    before = {name: set(vars(part)) for name, part in model.named_modules()}
+    survey = RowSurvey(model, {block: lambda call: list(call[0]) for block in model.blocks})
+    seen = survey(lambda *args: survey._seen or survey._look(), torch.zeros(1, 3, 4), torch.ones(1), {})
+    assert [len(calls) for calls in seen.values()] == [1, 1]
+    assert {name: set(vars(part)) for name, part in model.named_modules()} == before
+    assert (model.attribute, model.registry, model.rows, model.helper.kept) == (None, {}, 0, None)
+    assert (MEMO, NESTED["cpu"], LAST, Keeping.of_class, HELPER.kept) == ({}, {}, None, None, None)
+    assert model.of_method.cache_info().currsize == grid.cache_info().currsize == 0
+    assert untouched(3) is kept
+    assert_real(model)
+
+
+def test_model_that_remembers_gives_real_tensors_afterwards(nothing_kept):
+    model = Keeping()
+    assert asked({}, model=model) == GROWING
+    assert model.rows == 1
+    assert_real(model)
+
+
+def assert_real(model):
+    with torch.inference_mode():
+        out = model(torch.zeros(1, 3, 4), torch.ones(1), {})
+    assert type(out) is torch.Tensor
+    assert torch.equal(out, Model()(torch.zeros(1, 3, 4), torch.ones(1), {}))

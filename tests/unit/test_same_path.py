@@ -1,5 +1,6 @@
 """What a block does, told without values."""
 
+import pytest
 import torch
 from comfy_accel.accel.same_path import path_of, same_path
 
@@ -36,3 +37,15 @@ def test_inputs_that_are_written_to_are_told():
         path = path_of(lambda a, b: b.view(2, 1).add_(1) + a[0], [a, b])
     assert path.changed == (1,)
     assert torch.equal(b, torch.ones(2))
+
+
+def test_interrupt_is_not_taken_for_a_block_without_path():
+    class Stop(Exception):
+        pass
+
+    def block(x):
+        raise Stop
+
+    with pytest.raises(Stop):
+        path_of(block, [torch.empty(2)], (Stop,))
+    assert path_of(block, [torch.empty(2)]) is None
