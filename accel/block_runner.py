@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +11,18 @@ import torch
 
 from . import call_spec, compilers, kinds
 from .fallbacks import fallbacks
-from .graph_cache import Entry, GraphCache
+from .graph_cache import Claim, GraphCache, NoGraph
+from .graph_entry import Entry
 from .graph_key import GraphKey, tensor_spec
 from .probe import Probe
 from .regions import Region
-from .row_survey import RowSurvey
+from .row_survey import RowSurvey, silent
 
 _MAX_REMEMBERED = 64
 """Call shapes a stand-in remembers the graph of; more than one model call ever has."""
+
+_is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
+_type_and_place = operator.attrgetter("dtype", "device")
 
 
 class RunEagerly(Exception):
@@ -50,6 +55,15 @@ class CompileSettings:
             raise ValueError(f"min_repetitions is {self.min_repetitions}; it must be 1 or more")
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What runs a call. probe: compares it with the block; None where nobody asked for that."""
+
+    entry: Entry
+    graph: compilers.CompiledGraph
+    probe: Probe | None
+
+
 class BlockRunner:
     """Stands in for one block's forward during model calls (a layer of `substitution`).
 
@@ -57,6 +71,7 @@ class BlockRunner:
         do not reach the compiler; it raises `RunEagerly` when they concern the block.
     interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
     rows: tells sizes that are 1 because the batch is from those that always are.
+    claim: what the run that the stand-in is for holds in the cache; None where there is no run.
     """
 
     def __init__(
@@ -67,6 +82,7 @@ class BlockRunner:
         simplify_options: Callable[[dict], dict] | None = None,
         interrupts: tuple[type[BaseException], ...] = (),
         rows: RowSurvey | None = None,
+        claim: Claim | None = None,
     ):
         self._region = region
         self._cache = cache
@@ -74,8 +90,9 @@ class BlockRunner:
         self._simplify = simplify_options
         self._interrupts = interrupts
         self._rows = rows
+        self._claim = claim
         self._slots = kinds.weight_slots(region.block, region.kind.weights)
-        self._remembered: dict[tuple, tuple[Entry, compilers.CompiledGraph] | None] = {}
+        self._remembered: dict[tuple, _Found | None] = {}
         self._generation = cache.generation
 
     @property
@@ -97,14 +114,38 @@ class BlockRunner:
             return inner(*args, **kwargs)
         except call_spec.UnsupportedArgument as reason:
             return self._eagerly(inner, args, kwargs, f"it is called with {reason}")
-        given, inputs = inputs, [call_spec.dense(tensor) for tensor in inputs]
-        tensors = (*self._slots.read(), *inputs)
-        found = self._look_up(spec, inputs, tensors)
-        if found is None:
+        weights = self._slots.read()
+        reason = _not_in_this_mode(weights, inputs)
+        if reason is not None:
+            fallbacks.note(self._region.kind.name, reason)
             return inner(*args, **kwargs)
-        entry, graph = found
+        given, inputs = inputs, [call_spec.dense(tensor) for tensor in inputs]
+        try:
+            found = self._look_up(spec, weights, inputs)
+        except NoGraph as why:
+            refusal = why
+        else:
+            if found is None:
+                return inner(*args, **kwargs)
+            return self._run(found, inner, args, kwargs, spec, given, inputs, (*weights, *inputs))
+        try:
+            out = inner(*args, **kwargs)
+        except BaseException:
+            # The call itself fails, which says nothing of the block.
+            self._remembered.clear()
+            if refusal.tried:
+                self._cache.forgive(refusal.key)
+            raise
+        self._note(str(refusal))
+        return out
+
+    def _run(self, found, inner, args, kwargs, spec, given, inputs, tensors):
+        entry, graph, probe = found.entry, found.graph, found.probe
         if graph.changed and call_spec.share_memory(given, graph.changed):
             return self._eagerly(inner, args, kwargs, "it changes an argument that shares memory with another")
+        if probe is not None and probe.verdict is not None:
+            fallbacks.note(self._region.kind.name, probe.verdict)  # never trouble: the graph is there
+            return inner(*args, **kwargs)
         entry.hits += 1
 
         def run() -> Any:
@@ -115,63 +156,81 @@ class BlockRunner:
             return out
 
         try:
-            if entry.probe is not None:
-                return self._probe(entry, run, inner, spec, inputs, tensors)
-            return run()
+            if probe is None or probe.done:
+                return run()
+            return self._probe(graph, probe, run, inner, spec, given, inputs, tensors[0].device)
         except self._interrupts:
             raise
         except Exception as error:
-            self._remembered.clear()
-            if isinstance(error, Trouble):
-                raise
-            if not isinstance(error, torch.OutOfMemoryError):
-                entry.give_up(compilers.one_line(error))
-            return self._eagerly(inner, args, kwargs, f"its compiled graph failed: {compilers.one_line(error)}")
-
-    def _probe(self, entry, run, inner, spec, inputs, tensors):
-        """A call run both ways, on copies where the block might change its inputs; settles in a few of them."""
-        probe = entry.probe
-
-        def eager():
-            args, kwargs = call_spec.rebuild(spec, [tensor.clone() for tensor in inputs])
-            return inner(*args, **kwargs)
-
-        out = probe.call(run, eager, tensors[0].device)  # a weight's: numbers among the inputs lie on the CPU
-        if probe.done:
-            entry.probe = None
-            if probe.verdict is not None:
-                self._remembered.clear()
-                entry.give_up(probe.verdict)
-                self._note(probe.verdict)
+            is_shortage = isinstance(error, torch.OutOfMemoryError)
+            reason = compilers.one_line(error)
+        # Outside of the handler, whose exception would keep the failed call's tensors.
+        self._remembered.clear()
+        if probe is not None and is_shortage:
+            probe.abandon()
+        out = inner(*args, **kwargs)
+        if not is_shortage:
+            entry.give_up(reason)
+        self._note(f"its compiled graph failed: {reason}")
         return out
 
-    def _look_up(self, spec, inputs, tensors):
+    def _probe(self, graph, probe, run, inner, spec, given, inputs, device):
+        """A call run both ways, on copies where the block might change its inputs; what they become is compared too."""
+        copies = [tensor.clone() for tensor in inputs]
+
+        def compiled():
+            return run(), [given[index] for index in graph.changed]
+
+        def eager():
+            args, kwargs = call_spec.rebuild(spec, copies)
+            return inner(*args, **kwargs), [copies[index] for index in graph.changed]
+
+        out, changed = probe.call(compiled, eager, device)
+        for index, tensor in zip(graph.changed, changed, strict=True):
+            if tensor is not given[index]:
+                given[index].copy_(tensor)
+        if probe.verdict is not None:
+            fallbacks.note(self._region.kind.name, probe.verdict)
+        return out
+
+    def _look_up(self, spec, weights, inputs):
         if self._generation != self._cache.generation:
             self._remembered.clear()
             self._generation = self._cache.generation
-        signature = (spec, tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs))
+        signature = (
+            spec,
+            tuple(map(_type_and_place, weights)),
+            tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs),
+        )
         try:
             return self._remembered[signature]
         except KeyError:
             pass
-        found = self._find_or_compile(spec, inputs, tensors)
         if len(self._remembered) >= _MAX_REMEMBERED:
             self._remembered.clear()
+        try:
+            found = self._find_or_compile(spec, weights, inputs)
+        except NoGraph:
+            self._remembered[signature] = None
+            raise
         self._remembered[signature] = found
         self._generation = self._cache.generation
         return found
 
-    def _find_or_compile(self, spec, inputs, tensors):
+    def _find_or_compile(self, spec, weights, inputs):
         region, settings = self._region, self._settings
-        elsewhere = _elsewhere(tensors[: len(region.kind.weights)], inputs)
+        elsewhere = _elsewhere(weights, inputs)
         if elsewhere is not None:
             # A graph would be good for this split of the weights alone, and the next prompt splits them otherwise.
             fallbacks.note(region.kind.name, f"its weights are partly on {elsewhere}, its inputs are not")
             return None
+        tensors = (*weights, *inputs)
+        call, values = call_spec.without_values(spec)
         key = GraphKey(
             kind=region.kind,
-            call=spec,
-            inputs=tuple(tensor_spec(tensor) for tensor in inputs),
+            call=call,
+            # The kind tells the weights as they were when the run began; they may have been moved or cast since.
+            inputs=tuple(tensor_spec(tensor) for tensor in tensors),
             backend=settings.backend,
             sizes=None if settings.any_size else tuple(tensor.shape for tensor in inputs),
         )
@@ -181,23 +240,32 @@ class BlockRunner:
                 template = kinds.template_of(region.block)
             except Exception as error:
                 raise compilers.CompileFailed(f"it cannot be copied: {compilers.one_line(error)}") from error
-            weights = tensors[: len(region.kind.weights)]
             growing = self._rows.growing(region.block, inputs) if self._rows and settings.any_size else None
-            return compilers.compile_block(
-                template, region.kind, weights, spec, inputs, settings.backend, settings.any_size, growing
-            )
+            with silent():
+                return compilers.compile_block(
+                    template,
+                    region.kind,
+                    weights,
+                    spec,
+                    inputs,
+                    settings.backend,
+                    settings.any_size,
+                    growing,
+                    self._interrupts,
+                )
 
         try:
-            found = self._cache.find(key, region.kind.name, lambda graph: graph.accepts(tensors), compile_graph)
+            entry, graph = self._cache.find(
+                key,
+                region.kind.name,
+                lambda graph: graph.values == values and graph.accepts(tensors),
+                compile_graph,
+                self._claim,
+            )
+            return _Found(entry, graph, entry.probe(graph, inputs) if settings.measured else None)
         except torch.OutOfMemoryError as error:
-            self._note(f"out of memory while compiling: {compilers.one_line(error)}")
-            return None
-        if found is None:
-            failure = self._cache.failure(key)
-            self._note(failure or "the graph cache has no room for it")
-        elif settings.measured and not found[0].hits:
-            found[0].probe = Probe()
-        return found
+            reason = f"out of memory while compiling: {compilers.one_line(error)}"
+        raise NoGraph(key, reason)  # outside of the handler, whose exception would keep the compiler's tensors
 
     def _eagerly(self, inner, args, kwargs, reason):
         self._note(reason)
@@ -213,3 +281,12 @@ def _elsewhere(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) 
     """A device that holds weights but is not the inputs'; None where all is in one place."""
     here = {tensor.device for tensor in inputs if tensor.ndim and tensor.numel()}
     return next((weight.device for weight in weights if weight.ndim and here and weight.device not in here), None)
+
+
+def _not_in_this_mode(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> str | None:
+    """Why no graph is right for a call in the mode that torch is in now; None where one is."""
+    if _is_autocast_on():
+        return "autocast is on, and a graph computes in the types that it was made for"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *weights)):
+        return "gradients are wanted, and a graph gives none"
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from typing import Any
 
@@ -10,26 +11,37 @@ from .events import emit
 
 log = logging.getLogger("accel")
 
+_MOST = 500
+"""Reasons kept; the oldest is forgotten for a new one beyond."""
+
+_NUMBER = re.compile(r"\b\d[\w.+-]*")
+
 
 class Fallbacks:
-    """A count of calls by (block, reason)."""
+    """A count of calls by (block, reason); reasons that differ in numbers alone are one, told with its first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: dict[tuple[str, str], int] = {}
+        self._calls: dict[tuple[str, str], dict[str, Any]] = {}
 
     def note(self, block: str, reason: str) -> None:
         """One call of a block ran eagerly; the first of each reason goes to the log."""
+        key = block, _NUMBER.sub("#", reason)
         with self._lock:
-            calls = self._calls[block, reason] = self._calls.get((block, reason), 0) + 1
-        if calls == 1:
-            log.warning("%s runs uncompiled: %s", block, reason)
-            emit("fallback", block=block, reason=reason)
+            row = self._calls.get(key)
+            if row is not None:
+                row["calls"] += 1
+                return
+            if len(self._calls) >= _MOST:
+                del self._calls[next(iter(self._calls))]
+            self._calls[key] = {"block": block, "reason": reason, "calls": 1}
+        log.warning("%s runs uncompiled: %s", block, reason)
+        emit("fallback", block=block, reason=reason)
 
     def rows(self) -> list[dict[str, Any]]:
         """`{"block", "reason", "calls"}`, in the order in which they first happened."""
         with self._lock:
-            return [{"block": block, "reason": reason, "calls": n} for (block, reason), n in self._calls.items()]
+            return [dict(row) for row in self._calls.values()]
 
     def clear(self) -> None:
         """Forget all; the next of each reason is logged again."""

@@ -5,48 +5,48 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from .compilers import CompiledGraph, CompileFailed
 from .events import emit
-from .probe import Probe
+from .graph_entry import Entry
 
 DEFAULT_MAX_ENTRIES = 512
 DEFAULT_MAX_BYTES = 2 << 30
+_MAX_KNOWN_SIZES = 4096
 
 
-@dataclass
-class Entry:
-    """What the cache knows under one key: its graphs, or why there is none.
+class NoGraph(Exception):
+    """There is no graph for a call; the message says why.
 
-    graphs: usually one; a second where a call did not fit the first one's guards.
-    probe: compares the graphs with the block while they are new; None when that is settled or off.
+    tried: compiling for this very call failed just now. The call itself may be to blame: see `forgive`.
     """
 
-    key: Hashable
-    name: str
-    graphs: list[CompiledGraph] = field(default_factory=list)
-    failure: str | None = None
-    seconds: float = 0.0
-    hits: int = 0
-    last_used: float = 0.0
-    probe: Probe | None = None
-    _busy: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    def __init__(self, key: Hashable, reason: str, tried: bool = False):
+        super().__init__(reason)
+        self.key = key
+        self.tried = tried
 
-    def give_up(self, reason: str) -> None:
-        """Drop the graphs for good: calls of this key run eagerly from now on."""
-        self.failure = reason
-        self.graphs.clear()
 
-    @property
-    def nbytes(self) -> int:
-        return sum(graph.nbytes for graph in self.graphs)
+@dataclass(eq=False)
+class Claim:
+    """One run's hold on what it uses of the cache.
+
+    keys: in use, so that no other graph takes their place. full: a graph of this run found no room.
+    """
+
+    keys: dict[Hashable, None] = field(default_factory=dict)
+    full: bool = False
 
 
 class GraphCache:
     """A bounded table from a key to compiled graphs; the least recently used go first.
+
+    What a run under way uses stays: when all its graphs do not fit, those that come last are not
+    compiled, since taking turns would mean to compile at every step.
 
     max_entries: keys kept; 0 keeps nothing, and then nothing is compiled either.
     max_bytes: bound on the sum of the entries' `nbytes`.
@@ -59,6 +59,8 @@ class GraphCache:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._max_graphs = max_graphs
+        self._claims: list[Claim] = []
+        self._sizes: dict[Hashable, int] = {}
         self._evicted_hits = 0
         self._misses = 0
         self._compilations = 0
@@ -72,7 +74,21 @@ class GraphCache:
         with self._lock:
             self._max_entries = self._max_entries if max_entries is None else max_entries
             self._max_bytes = self._max_bytes if max_bytes is None else max_bytes
-            self._shrink()
+            self._shrink(())
+
+    @contextmanager
+    def claim(self) -> Iterator[Claim]:
+        """For one run: while it lasts, what is found under the claim stays, and counts as used until its end."""
+        claim = Claim()
+        with self._lock:
+            self._claims.append(claim)
+        try:
+            yield claim
+        finally:
+            with self._lock:
+                self._claims.remove(claim)
+                for key in claim.keys:
+                    self._touch(key)
 
     def find(
         self,
@@ -80,52 +96,61 @@ class GraphCache:
         name: str,
         fits: Callable[[CompiledGraph], bool],
         compile_graph: Callable[[], CompiledGraph],
-    ) -> tuple[Entry, CompiledGraph] | None:
+        claim: Claim | None = None,
+    ) -> tuple[Entry, CompiledGraph]:
         """The entry and the graph of it that fits this call, compiled now if there is none.
 
         One compilation per key at a time, however many threads ask; the others wait and share it.
-        Returns None where there is no graph to be had; `failure(key)` tells why.
-        Whatever `compile_graph` raises other than CompileFailed passes through, and nothing is kept.
+
+        Raises:
+            NoGraph: with the reason. Whatever `compile_graph` raises other than CompileFailed passes
+                through, and nothing is kept.
         """
-        if self._max_entries == 0 or self._max_bytes == 0:
-            return None
-        entry = self._enter(key, name)
+        entry = self._enter(key, name, claim)
         with entry._busy:
             for graph in entry.graphs:
                 if fits(graph):
                     return entry, graph
-            if entry.failure is not None or len(entry.graphs) >= self._max_graphs:
-                return None
+            if entry.failure is not None:
+                raise NoGraph(key, entry.failure)
+            if len(entry.graphs) >= self._max_graphs:
+                raise NoGraph(key, f"none of its {len(entry.graphs)} graphs fits this call")
             with self._lock:
+                self._require_room(key, claim)
                 self._misses += 1
             started = time.perf_counter()
             emit("compile_start", name=name, key=key)
+            graph = None
             try:
                 graph = compile_graph()
             except CompileFailed as failed:
                 entry.failure = str(failed)
-                emit("compile_failed", name=name, key=key, reason=entry.failure)
-                return None
             except BaseException:
                 # Interrupted, or out of memory: nothing was learnt about the block.
-                if not entry.graphs:
-                    self.evict(key)
+                self._leave_if_empty(entry)
                 emit("compile_failed", name=name, key=key, reason="interrupted")
                 raise
+            if graph is None:
+                emit("compile_failed", name=name, key=key, reason=entry.failure)
+                raise NoGraph(key, entry.failure, tried=True)
             seconds = time.perf_counter() - started
-            with self._lock:
-                entry.graphs.append(graph)
-                entry.seconds += seconds
-                self._compilations += 1
-                self._seconds += seconds
-                self._shrink(keep=key)
-            emit("compile_end", name=name, key=key, seconds=seconds)
+            try:
+                self._keep(entry, graph, seconds, claim)
+            finally:
+                emit("compile_end", name=name, key=key, seconds=seconds)
             return entry, graph
 
     def failure(self, key: Hashable) -> str | None:
         """Why there is no graph under this key; None when nothing failed."""
         entry = self._entries.get(key)
         return entry.failure if entry else None
+
+    def forgive(self, key: Hashable) -> None:
+        """Forget that compiling failed, since the call itself does: another one may be compiled."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.failure = None
+            self._leave_if_empty(entry)
 
     def evict(self, key: Hashable) -> bool:
         """Drop one entry; True when it was there."""
@@ -149,6 +174,7 @@ class GraphCache:
                     "graphs": len(entry.graphs),
                     "hits": entry.hits,
                     "seconds": entry.seconds,
+                    "probe_seconds": entry.probe_seconds,
                     "bytes": entry.nbytes,
                     "last_used": entry.last_used,
                     "failure": entry.failure,
@@ -162,6 +188,7 @@ class GraphCache:
                 "misses": self._misses,
                 "compilations": self._compilations,
                 "seconds": self._seconds,
+                "probe_seconds": sum(row["probe_seconds"] for row in rows),
                 "evictions": self._evictions,
                 "bytes": sum(row["bytes"] for row in rows),
                 "max_entries": self._max_entries,
@@ -169,15 +196,67 @@ class GraphCache:
                 "table": rows,
             }
 
-    def _enter(self, key: Hashable, name: str) -> Entry:
+    def _enter(self, key: Hashable, name: str, claim: Claim | None) -> Entry:
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
+                self._require_room(key, claim)
                 entry = self._entries[key] = Entry(key, name)
-                self._shrink(keep=key)
+                self._shrink(self._in_use() | {key})
+            self._touch(key)
+            if claim is not None:
+                claim.keys[key] = None
+            return entry
+
+    def _keep(self, entry: Entry, graph: CompiledGraph, seconds: float, claim: Claim | None) -> None:
+        """Take a new graph in, and let others go for it; NoGraph where those that must stay leave no room."""
+        with self._lock:
+            self._compilations += 1
+            self._seconds += seconds
+            self._sizes.pop(entry.key, None)
+            self._sizes[entry.key] = graph.nbytes
+            if len(self._sizes) > _MAX_KNOWN_SIZES:
+                del self._sizes[next(iter(self._sizes))]
+            try:
+                self._require_room(entry.key, claim)
+            except NoGraph:
+                if claim is not None:
+                    claim.full = True
+                if not entry.graphs:
+                    self._entries.pop(entry.key, None)
+                raise
+            entry.graphs.append(graph)
+            entry.seconds += seconds
+            self._shrink(self._in_use() | {entry.key})
+
+    def _require_room(self, key: Hashable, claim: Claim | None) -> None:
+        """Raise NoGraph if one more graph under this key does not fit beside what is in use.
+
+        Its size is known where it was compiled before; where not, none is tried after one did not fit.
+        """
+        others = [self._entries[other] for other in self._in_use() - {key} if other in self._entries]
+        if len(others) >= self._max_entries:
+            raise NoGraph(key, f"the graph cache may hold {self._max_entries} kinds, and as many are in use")
+        own = self._entries.get(key)
+        used = sum(entry.nbytes for entry in others) + (own.nbytes if own else 0)
+        is_hopeless = claim is not None and claim.full and key not in self._sizes
+        if is_hopeless or used + max(self._sizes.get(key, 1), 1) > self._max_bytes:
+            budget = f"{self._max_bytes / (1 << 20):.4g} MB"
+            raise NoGraph(key, f"the graphs of this run need more than the {budget} that they may keep (cache_mb)")
+
+    def _in_use(self) -> set[Hashable]:
+        return {key for claim in self._claims for key in claim.keys}
+
+    def _touch(self, key: Hashable) -> None:
+        entry = self._entries.get(key)
+        if entry is not None:
             self._entries.move_to_end(key)
             entry.last_used = time.time()
-            return entry
+
+    def _leave_if_empty(self, entry: Entry) -> None:
+        with self._lock:
+            if not entry.graphs and self._entries.get(entry.key) is entry:
+                del self._entries[entry.key]
 
     def _drop(self, key: Hashable) -> bool:
         entry = self._entries.pop(key, None)
@@ -188,12 +267,12 @@ class GraphCache:
         self.generation += 1
         return True
 
-    def _shrink(self, keep: Hashable = None) -> None:
+    def _shrink(self, keep: set[Hashable] | tuple[()]) -> None:
         used = sum(entry.nbytes for entry in self._entries.values())
         for key in list(self._entries):
             if len(self._entries) <= self._max_entries and used <= self._max_bytes:
                 return
-            if key != keep:
+            if key not in keep:
                 used -= self._entries[key].nbytes
                 self._drop(key)
 

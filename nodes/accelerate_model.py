@@ -80,8 +80,9 @@ class AccelModel(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip=(
-                        "Run the first few calls of each compiled kind both ways, and leave it uncompiled where "
-                        "compiling brings no speed on this machine or gives another result."
+                        "Run a few calls of each compiled kind both ways, again where images are twice as large or "
+                        "half, and leave it uncompiled at sizes where that is faster on this machine, or everywhere "
+                        "if the result is another."
                     ),
                 ),
                 make_input(
@@ -95,7 +96,8 @@ class AccelModel(io.ComfyNode):
                     advanced=True,
                     tooltip=(
                         "How much memory compiled graphs may keep, in MB, for all models of this ComfyUI together: the "
-                        "node that ran last decides. What was used longest ago goes first; 0 compiles nothing."
+                        "node that ran last decides. What was used longest ago goes first; what one image needs beyond "
+                        "it runs uncompiled; 0 compiles nothing."
                     ),
                 ),
             ],

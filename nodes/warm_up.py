@@ -31,7 +31,8 @@ class AccelWarmUpGraphs(io.ComfyNode):
             category="accel",
             description=(
                 "Samples one step at each of the sizes and throws it away, so that compiling is done before the first "
-                'real image. With "any size" in Accelerate Model one size is enough; with "exact size" list them all.'
+                'real image. With "any size" in Accelerate Model one size compiles all there is; with "exact size" '
+                "list them all."
             ),
             search_aliases=["warmup", "precompile", "compile", "graphs"],
             inputs=[

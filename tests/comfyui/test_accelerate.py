@@ -135,6 +135,41 @@ def test_cache_without_room_runs_eagerly(tiny_unet, sample):
     assert graphs() == 0
 
 
+@pytest.mark.parametrize("entries", [1, 2])
+def test_budget_smaller_than_the_model_compiles_what_fits_once(tiny_unet, sample, entries, caplog):
+    cache = GraphCache(max_entries=entries)
+    for _ in range(2):
+        assert torch.equal(sample(fast(tiny_unet, cache), steps=4), sample(tiny_unet, steps=4))
+        assert graphs() == entries and cache.statistics()["evictions"] == 0
+    assert {row["reason"] for row in fallbacks.rows()} == {
+        f"the graph cache may hold {entries} kinds, and as many are in use"
+    }
+
+
+def test_wrong_prompt_is_an_error_as_without_us_and_the_right_one_is_compiled(tiny_unet, sample, caplog, capfd):
+    cache, wrong = GraphCache(), tiny_models.conditioning(dim=512)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        sample(fast(tiny_unet, cache), steps=1, positive=wrong, negative=wrong)
+    assert fallbacks.rows() == [] and "Traceback" not in capfd.readouterr().err
+    assert torch.equal(sample(fast(tiny_unet, cache), steps=1), sample(tiny_unet, steps=1))
+    assert fallbacks.rows() == []
+    assert "BasicTransformerBlock" in {row["name"] for row in cache.statistics()["table"] if row["graphs"]}
+
+
+def test_gradients_pass_through_an_accelerated_model(tiny_unet, sample):
+    fast_model = fast(tiny_unet)
+    sample(fast_model, steps=1)
+    x, t, context = torch.randn(2, 4, 8, 8, requires_grad=True), torch.tensor([5.0, 5.0]), torch.randn(2, 77, 768)
+
+    def gradient(options):
+        model = tiny_unet.model
+        loss = model.apply_model(x, t, c_crossattn=context, transformer_options=options).square().sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    assert torch.equal(gradient({"wrappers": fast_model.wrappers}), gradient({}))
+    assert {row["reason"] for row in fallbacks.rows()} == {"gradients are wanted, and a graph gives none"}
+
+
 def test_attention_patch_runs_its_blocks_eagerly_and_the_rest_compiled(tiny_unet, sample):
     patched = tiny_unet.clone()
     patched.set_model_attn1_patch(lambda q, k, v, options: (q * 1.5, k, v))

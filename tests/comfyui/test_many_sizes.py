@@ -1,10 +1,14 @@
-"""Two hundred latent sizes in a row through one accelerated model: one compilation, a bounded cache, flat memory."""
+"""Many latent sizes in a row through one accelerated model: one compilation, a bounded cache, flat memory."""
 
+import dataclasses
 import gc
 import itertools
+import weakref
 
 import psutil
+import tiny_models
 import torch
+from comfy_accel.accel import compilers
 from comfy_accel.accel.block_runner import CompileSettings, fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
@@ -43,3 +47,40 @@ def test_two_hundred_sizes_compile_once_and_keep_memory_flat(tiny_unet, sample):
     assert statistics["bytes"] <= statistics["max_bytes"]
     assert statistics["graphs"] == compiled
     assert grown <= 0.03, f"resident memory grew by {grown:.1%} from the 20th to the 200th size"
+
+
+def test_exact_sizes_stay_within_the_budget_in_bytes(sample, monkeypatch):
+    weight, compile_block, alive = 1000, compilers.compile_block, []
+
+    def weighed(*args):
+        graph = dataclasses.replace(compile_block(*args), nbytes=weight)
+        alive.append(weakref.ref(graph))
+        return graph
+
+    monkeypatch.setattr(compilers, "compile_block", weighed)
+    model = tiny_models.unet(
+        channel_mult=[1, 2],
+        num_res_blocks=[1, 1],
+        transformer_depth=[1, 0],
+        transformer_depth_output=[1, 1, 0, 0],
+        transformer_depth_middle=-1,
+    )
+    fallbacks.clear()
+    expected = {side: sample(model, side, 64, steps=1) for side in (64, 80, 96)}
+    unbounded = GraphCache()
+    sample(accelerate(model, CompileSettings(backend="eager", any_size=False), unbounded), 64, 64, steps=1)
+    of_one_size = unbounded.statistics()["graphs"]
+    del unbounded
+    alive.clear()
+    cache = GraphCache(max_bytes=2 * of_one_size * weight)
+    fast_model = accelerate(model, CompileSettings(backend="eager", any_size=False), cache)
+    for side in (64, 80, 96, 80, 96, 64):
+        assert torch.equal(sample(fast_model, side, 64, steps=1), expected[side])
+        statistics = cache.statistics()
+        assert 0 < statistics["bytes"] <= statistics["max_bytes"]
+        gc.collect()
+        assert len([graph for graph in alive if graph() is not None]) == statistics["graphs"] <= 2 * of_one_size
+    # 64, 80, 96 are new; 80 and 96 are there; 64 had to leave.
+    assert statistics["compilations"] == 4 * of_one_size
+    assert statistics["evictions"] == 2 * of_one_size
+    assert fallbacks.rows() == []

@@ -58,6 +58,7 @@ def test_skipped_vae_is_not_compiled_even_if_somebody_asked_for_it(vae):
         vae.first_stage_model.decoder = decoder
 
 
+@torch.inference_mode()
 def test_compiled_decoder_serves_every_size_batch_and_tile_from_the_first(vae):
     cache = GraphCache()
     view = compile_decoder(vae, CompileSettings(backend="eager"), cache)

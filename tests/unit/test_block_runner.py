@@ -1,7 +1,11 @@
 """A block's stand-in: when it lets a call run as it is."""
 
+import logging
+import time
+
+import pytest
 import torch
-from comfy_accel.accel.block_runner import BlockRunner, CompileSettings
+from comfy_accel.accel.block_runner import BlockRunner, CompileSettings, Trouble
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.regions import survey
@@ -17,20 +21,28 @@ class Block(torch.nn.Module):
         return self.second(self.first(x))
 
 
-def runner(blocks, cache):
+def runner(blocks, cache, **settings):
     model = torch.nn.Module()
     model.blocks = torch.nn.ModuleList(blocks)
-    (region,) = survey(model.eval().requires_grad_(False)).regions
-    return BlockRunner(region, cache, CompileSettings(backend="eager"))
+    region, *_ = survey(model.eval().requires_grad_(False)).regions
+    return BlockRunner(region, cache, CompileSettings(**{"backend": "eager", **settings}))
+
+
+def reasons():
+    return [row["reason"] for row in fallbacks.rows()]
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    fallbacks.clear()
 
 
 def test_weights_that_are_not_where_the_inputs_are_run_as_they_are():
-    fallbacks.clear()
     block, cache = Block(), GraphCache()
     block.second.to("meta")  # as a partly loaded model's weights wait elsewhere until their layer is called
     assert runner([block], cache)(lambda x: "eager", torch.zeros(2, 4)) == "eager"
     assert cache.statistics()["graphs"] == 0
-    assert [row["reason"] for row in fallbacks.rows()] == ["its weights are partly on meta, its inputs are not"]
+    assert reasons() == ["its weights are partly on meta, its inputs are not"]
 
 
 def test_weights_that_are_back_are_compiled():
@@ -38,3 +50,178 @@ def test_weights_that_are_back_are_compiled():
     x = torch.randn(2, 4)
     assert torch.equal(runner([block], cache)(lambda x: "eager", x), block(x))
     assert cache.statistics()["graphs"] == 1
+
+
+@pytest.mark.parametrize("wanted", ["input", "weight"])
+def test_gradients_are_those_of_the_block(wanted):
+    block, cache = Block(), GraphCache()
+    stand_in = runner([block], cache, stop_on_trouble=True)
+    x = torch.randn(2, 4)
+    with torch.inference_mode():
+        stand_in(block, x)
+    (x if wanted == "input" else block.first.weight).requires_grad_()
+    stand_in(block, x).sum().backward()
+    assert (x if wanted == "input" else block.first.weight).grad.abs().max() > 0
+    assert reasons() == ["gradients are wanted, and a graph gives none"]
+    hits = cache.statistics()["hits"]
+    with torch.no_grad():
+        stand_in(block, x)
+    assert cache.statistics()["hits"] == hits + 1
+
+
+def test_autocast_is_not_undone_by_a_graph_made_outside_of_it():
+    block, cache = Block(), GraphCache()
+    stand_in = runner([block], cache)
+    x = torch.randn(2, 4)
+    with torch.inference_mode():
+        assert stand_in(block, x).dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            assert stand_in(block, x).dtype == torch.bfloat16
+            assert torch.equal(stand_in(block, x), block(x))
+        assert stand_in(block, x).dtype == torch.float32
+    assert len(reasons()) == 1 and "autocast" in reasons()[0]
+
+
+@pytest.mark.parametrize("part", ["first", "second"])
+def test_weights_cast_in_mid_run_get_a_graph_of_their_own(part):
+    class Casting(Block):
+        def forward(self, x):
+            x = self.first(x.to(self.first.weight.dtype))
+            return self.second(x.to(self.second.weight.dtype))
+
+    block, cache = Casting(), GraphCache()
+    stand_in = runner([block], cache)
+    x = torch.randn(2, 4)
+    for number, dtype in enumerate((torch.float32, torch.float64), start=1):
+        getattr(block, part).to(dtype)
+        out = stand_in(lambda x: pytest.fail("ran eagerly"), x)
+        assert out.dtype == block(x).dtype and torch.equal(out, block(x))
+        assert cache.statistics()["entries"] == number
+
+
+def test_call_that_fails_by_itself_is_not_held_against_the_block(caplog, capfd):
+    block, cache = Block(), GraphCache()
+    stand_in = runner([block], cache)
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            stand_in(block, torch.randn(2, 5))
+        assert reasons() == [] and cache.statistics()["entries"] == 0
+        assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+        assert "Traceback" not in capfd.readouterr().err
+        x = torch.randn(2, 4)
+        assert torch.equal(stand_in(block, x), block(x))
+    assert cache.statistics()["graphs"] == 1
+
+
+def test_call_that_fails_by_itself_gives_up_no_graph():
+    def strict(graph, examples):
+        def run(*args):
+            if max(arg.abs().max() for arg in args if isinstance(arg, torch.Tensor)) > 100:
+                raise ValueError("too large")
+            return graph(*args)
+
+        return run
+
+    class Strict(Block):
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    def inner(x):
+        if x.abs().max() > 100:
+            raise ValueError("too large for the block, too")
+        return block(x)
+
+    block, cache = Strict(), GraphCache()
+    stand_in = runner([block], cache, backend=strict)
+    with torch.inference_mode():
+        stand_in(inner, torch.ones(2, 4))
+        with pytest.raises(ValueError, match="for the block, too"):
+            stand_in(inner, torch.full((2, 4), 1e3))
+        stand_in(inner, torch.ones(2, 4))
+    assert cache.statistics()["graphs"] == 1 and reasons() == []
+
+
+def slow(graph, examples):
+    def run(*args):
+        if max(arg.numel() for arg in args if isinstance(arg, torch.Tensor)) < 1000:
+            time.sleep(0.005)
+        return graph(*args)
+
+    return run
+
+
+def call_often(stand_in, block, rows, times=10):
+    with torch.inference_mode():
+        for _ in range(times):
+            x = torch.randn(rows, 4)
+            assert torch.equal(stand_in(block, x), block(x))
+
+
+def test_slow_graph_is_left_alone_at_its_size_and_only_while_gain_is_asked_for():
+    block, cache = Block(), GraphCache()
+    # Stopping on trouble is about blocks that cannot be compiled; this one can.
+    stand_in = runner([block], cache, backend=slow, measured=True, stop_on_trouble=True)
+    call_often(stand_in, block, rows=4)
+    assert len(reasons()) == 1 and "ms a call and eagerly" in reasons()[0]
+    hits = cache.statistics()["hits"]
+    call_often(stand_in, block, rows=4)
+    assert cache.statistics()["hits"] == hits
+    call_often(stand_in, block, rows=2000)
+    assert cache.statistics()["hits"] > hits
+    hits = cache.statistics()["hits"]
+    call_often(runner([block], cache, backend=slow), block, rows=4, times=3)
+    assert cache.statistics()["hits"] == hits + 3
+    assert cache.statistics()["compilations"] == 1
+
+
+def test_second_graph_of_a_kind_is_compared_too():
+    made = []
+
+    def second_is_wrong(graph, examples):
+        made.append(1)
+        factor = len(made)
+        return lambda *args: [out * factor for out in graph(*args)]
+
+    class Branching(Block):
+        def forward(self, x):
+            return self.second(self.first(x)) if x.shape[0] > 8 else self.first(x)
+
+    block, cache = Branching(), GraphCache()
+    stand_in = runner([block], cache, backend=second_is_wrong, measured=True)
+    call_often(stand_in, block, rows=4)
+    call_often(stand_in, block, rows=20)
+    assert len(made) == 2
+    assert any("differs from the eager one" in reason for reason in reasons())
+
+
+def test_wrong_graph_leaves_the_inputs_as_the_block_would():
+    class Changing(Block):
+        def forward(self, x):
+            x += self.first(x)
+            return self.second(x)
+
+    def wrong(graph, examples):
+        def run(*args):
+            outs = graph(*args)
+            for arg in args:
+                if isinstance(arg, torch.Tensor) and arg.shape == (2, 4):
+                    arg.add_(1)
+            return outs
+
+        return run
+
+    block, cache = Changing(), GraphCache()
+    stand_in = runner([block], cache, backend=wrong, measured=True)
+    with torch.inference_mode():
+        x = torch.randn(2, 4)
+        expected = x.clone()
+        out = block(expected)
+        assert torch.equal(stand_in(block, x), out)
+    assert torch.equal(x, expected)
+    assert any("differs from the eager one" in reason for reason in reasons())
+
+
+def test_stopping_names_the_budget_that_is_too_small():
+    block = Block()
+    with torch.inference_mode(), pytest.raises(Trouble, match="need more than the 0 MB"):
+        runner([block], GraphCache(max_bytes=0), stop_on_trouble=True)(block, torch.randn(2, 4))

@@ -6,7 +6,7 @@ import time
 import pytest
 from comfy_accel.accel.compilers import CompiledGraph, CompileFailed
 from comfy_accel.accel.events import subscribe
-from comfy_accel.accel.graph_cache import GraphCache
+from comfy_accel.accel.graph_cache import GraphCache, NoGraph
 
 
 def graph(nbytes=0, limit=None):
@@ -14,8 +14,12 @@ def graph(nbytes=0, limit=None):
     return CompiledGraph(len, lambda tensors: limit is None or len(tensors) <= limit, (), nbytes, weights=9)
 
 
-def find(cache, key, make=graph, tensors=()):
-    return cache.find(key, f"name of {key}", lambda g: g.accepts(tensors), make)
+def find(cache, key, make=graph, tensors=(), claim=None):
+    return cache.find(key, f"name of {key}", lambda g: g.accepts(tensors), make, claim)
+
+
+def keys(cache):
+    return [row["name"].removeprefix("name of ") for row in cache.statistics()["table"]]
 
 
 def test_second_look_up_hits_what_the_first_compiled():
@@ -38,7 +42,8 @@ def test_graphs_of_one_key_are_bounded():
     cache = GraphCache(max_graphs=2)
     for size in (1, 2):
         find(cache, "a", lambda size=size: graph(limit=size), tensors=[0] * size)
-    assert find(cache, "a", lambda: pytest.fail("compiled a third"), tensors=[0] * 3) is None
+    with pytest.raises(NoGraph, match="none of its 2 graphs fits"):
+        find(cache, "a", lambda: pytest.fail("compiled a third"), tensors=[0] * 3)
 
 
 def test_threads_that_ask_for_one_key_share_one_compilation():
@@ -101,7 +106,8 @@ def test_smaller_budget_takes_effect_at_once():
 
 @pytest.mark.parametrize("budget", [{"max_entries": 0}, {"max_bytes": 0}])
 def test_budget_of_zero_compiles_nothing(budget):
-    assert find(GraphCache(**budget), "a", lambda: pytest.fail("compiled")) is None
+    with pytest.raises(NoGraph):
+        find(GraphCache(**budget), "a", lambda: pytest.fail("compiled"))
 
 
 def test_failure_is_remembered_and_not_tried_again():
@@ -109,10 +115,24 @@ def test_failure_is_remembered_and_not_tried_again():
         raise CompileFailed("no compiler")
 
     cache = GraphCache()
-    assert find(cache, "a", fail) is None
-    assert find(cache, "a", lambda: pytest.fail("tried again")) is None
+    for make, tried in [(fail, True), (lambda: pytest.fail("tried again"), False)]:
+        with pytest.raises(NoGraph, match="no compiler") as refusal:
+            find(cache, "a", make)
+        assert refusal.value.tried is tried
     assert cache.failure("a") == "no compiler"
     assert cache.statistics()["compilations"] == 0
+
+
+def test_failure_that_is_forgiven_is_tried_again():
+    def fail():
+        raise CompileFailed("a and b must have same reduction dim")
+
+    cache = GraphCache()
+    with pytest.raises(NoGraph):
+        find(cache, "a", fail)
+    cache.forgive("a")
+    assert cache.statistics()["entries"] == 0
+    find(cache, "a")
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
@@ -124,7 +144,7 @@ def test_interrupted_compilation_leaves_nothing_behind(stop):
     with pytest.raises(stop):
         find(cache, "a", interrupted)
     assert cache.statistics()["entries"] == 0
-    assert find(cache, "a") is not None
+    find(cache, "a")
 
 
 def test_evict_and_clear_tell_holders_through_the_generation():
@@ -154,3 +174,62 @@ def test_events_tell_of_compilations():
     finally:
         unsubscribe()
     assert heard == [("compile_start", "name of a"), ("compile_end", "name of a")]
+
+
+@pytest.mark.parametrize("budget", [{"max_entries": 2}, {"max_bytes": 100}])
+def test_what_a_run_uses_stays_and_the_rest_is_not_compiled(budget):
+    cache = GraphCache(**budget)
+    made = []
+
+    def make():
+        made.append(1)
+        return graph(nbytes=40)
+
+    for run in range(3):
+        with cache.claim() as claim:
+            for key in "abcdabcd":
+                if key in "ab":
+                    find(cache, key, make, claim=claim)
+                else:
+                    with pytest.raises(NoGraph, match="kinds, and as many are in use|need more than"):
+                        find(cache, key, make, claim=claim)
+        assert keys(cache) == ["a", "b"]
+        # In bytes, what a graph weighs is known only once it is there; that is found out once for each.
+        assert len(made) == (2 if "max_entries" in budget else min(3 + run, 4))
+
+
+def test_next_run_may_replace_what_the_last_one_used():
+    cache = GraphCache(max_entries=2)
+    for names in ("ab", "cd"):
+        with cache.claim() as claim:
+            for key in names:
+                find(cache, key, claim=claim)
+    assert keys(cache) == ["c", "d"]
+
+
+def test_graph_that_a_run_holds_counts_as_used_until_the_run_ends():
+    cache = GraphCache(max_entries=2)
+    with cache.claim() as claim:
+        find(cache, "a", claim=claim)  # and then from the holder's own memory, at every step
+        find(cache, "b")
+    find(cache, "c")
+    assert keys(cache) == ["a", "c"]
+
+
+def test_two_runs_at_once_do_not_take_each_others_graphs():
+    cache = GraphCache(max_entries=1)
+    with cache.claim() as one, cache.claim() as other:
+        find(cache, "a", claim=one)
+        with pytest.raises(NoGraph):
+            find(cache, "b", claim=other)
+    assert keys(cache) == ["a"]
+
+
+def test_larger_budget_lets_in_what_did_not_fit():
+    cache = GraphCache(max_bytes=10)
+    with cache.claim() as claim, pytest.raises(NoGraph, match="cache_mb"):
+        find(cache, "a", lambda: graph(nbytes=40), claim=claim)
+    assert cache.generation == 0
+    cache.set_budget(max_bytes=100)
+    with cache.claim() as claim:
+        find(cache, "a", lambda: graph(nbytes=40), claim=claim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import comfy.model_management
@@ -14,7 +14,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ...block_runner import BlockRunner, CompileSettings
 from ...events import emit
-from ...graph_cache import GraphCache, shared
+from ...graph_cache import Claim, GraphCache, shared
 from ...regions import survey
 from ...row_survey import RowSurvey
 from ...substitution import Layer, Order, substituted
@@ -36,9 +36,10 @@ class Run:
     They are bound at the first model call, since the weights are loaded only then.
     """
 
-    def __init__(self, settings: CompileSettings, cache: GraphCache, node_id: str | None = None):
+    def __init__(self, settings: CompileSettings, cache: GraphCache, claim: Claim, node_id: str | None = None):
         self._settings = settings
         self._cache = cache
+        self._claim = claim
         self._progress = CompileProgress(node_id)
         self._model: weakref.ref | None = None
         self._layers: dict[torch.nn.Module, Layer] = {}
@@ -47,7 +48,7 @@ class Run:
     def call(self, model: torch.nn.Module) -> Iterator[None]:
         """For one call of the model: its blocks have their stand-ins."""
         if self._model is None or self._model() is not model:
-            self._layers = block_layers(model, self._settings, self._cache)
+            self._layers = block_layers(model, self._settings, self._cache, self._claim)
             self._model = weakref.ref(model)
         kinds = {layer.kind for layer in self._layers.values() if isinstance(layer, BlockRunner)}
         with self._progress.during_call(len(kinds)), substituted(self._layers, Order.COMPILED):
@@ -55,9 +56,12 @@ class Run:
 
 
 def block_layers(
-    model: torch.nn.Module, settings: CompileSettings, cache: GraphCache = shared
+    model: torch.nn.Module, settings: CompileSettings, cache: GraphCache = shared, claim: Claim | None = None
 ) -> dict[torch.nn.Module, Layer]:
-    """A stand-in for every block of the model that can be compiled, and for the model one that watches its calls."""
+    """A stand-in for every block of the model that can be compiled, and for the model one that watches its calls.
+
+    claim: of the run that they are for; their graphs stay in the cache while it lasts.
+    """
     found = survey(model, settings.min_repetitions)
     for path, reason in found.left_eager:
         log.debug("%s stays eager: %s", path, reason)
@@ -69,10 +73,10 @@ def block_layers(
         left_eager=found.left_eager,
     )
     tensors_of: dict[torch.nn.Module, Callable[[tuple], list[torch.Tensor]]] = {}
-    rows = RowSurvey(model, tensors_of, without_hooks)
+    rows = RowSurvey(model, tensors_of, without_hooks, INTERRUPTS)
     layers: dict[torch.nn.Module, Layer] = {model: rows}
     for region in found.regions:
-        runner = BlockRunner(region, cache, settings, simplifier(region), INTERRUPTS, rows)
+        runner = BlockRunner(region, cache, settings, simplifier(region), INTERRUPTS, rows, claim)
         layers[region.block] = runner
         tensors_of[region.block] = runner.tensors_of
     return layers
@@ -94,11 +98,12 @@ def accelerate(model: Any, settings: CompileSettings, cache: GraphCache = shared
 def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | None):
     def wrapper(executor, *args, **kwargs):
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
-        options[KEY] = Run(settings, cache, node_id)
-        try:
-            return executor(*args, **kwargs)
-        finally:
-            options.pop(KEY, None)
+        with cache.claim() as claim:
+            options[KEY] = Run(settings, cache, claim, node_id)
+            try:
+                return executor(*args, **kwargs)
+            finally:
+                options.pop(KEY, None)
 
     return wrapper
 
@@ -108,8 +113,10 @@ def _apply_model(settings: CompileSettings, cache: GraphCache):
     @torch.compiler.disable
     def wrapper(executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
         options = {} if transformer_options is None else transformer_options
-        run = options.get(KEY) or Run(settings, cache)  # somebody may call the model outside a sampler
-        with run.call(executor.class_obj.diffusion_model):
+        with ExitStack() as stack:
+            # Somebody may call the model outside a sampler.
+            run = options.get(KEY) or Run(settings, cache, stack.enter_context(cache.claim()))
+            stack.enter_context(run.call(executor.class_obj.diffusion_model))
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
     return wrapper

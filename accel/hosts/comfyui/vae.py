@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,9 +30,15 @@ def compile_decoder(vae: Any, settings: CompileSettings, cache: GraphCache = sha
         decoder = getattr(view.first_stage_model, "decoder", None)
         if not isinstance(decoder, torch.nn.Module):
             return nullcontext()
-        return substituted(block_layers(decoder, settings, cache), Order.COMPILED)
+        return _with_layers(decoder, settings, cache)
 
     return _view(vae, around)
+
+
+@contextmanager
+def _with_layers(decoder: torch.nn.Module, settings: CompileSettings, cache: GraphCache) -> Iterator[None]:
+    with cache.claim() as claim, substituted(block_layers(decoder, settings, cache, claim), Order.COMPILED):
+        yield
 
 
 def _nothing_compiled() -> AbstractContextManager:

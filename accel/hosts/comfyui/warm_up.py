@@ -69,17 +69,27 @@ def warm_up(
     started = time.perf_counter()
     for number, (size, batch, length) in enumerate(runs, 1):
         latent = torch.zeros(layout.shape(size, batch))
-        prompt = conditioning if length is None else [[_of_length(text, length), extra] for text, extra in conditioning]
+        prompt = conditioning if length is None else [_of_length(*part, length) for part in conditioning]
         sampler = comfy.samplers.KSampler(model, 1, model.load_device, sampler="euler", scheduler="normal")
         sampler.sample(torch.zeros_like(latent), prompt, prompt, cfg=2.0, latent_image=latent, disable_pbar=True)
         progress.update_absolute(number)
     return len(runs), time.perf_counter() - started
 
 
-def _of_length(text: torch.Tensor, length: int) -> torch.Tensor:
-    """Text features [B, length, D]: the given ones [B, T, D], repeated or cut."""
-    repeats = -(-length // text.shape[1])
-    return text.repeat(1, repeats, 1)[:, :length]
+def _of_length(text: torch.Tensor, extra: dict[str, Any], length: int) -> list:
+    """A part of a conditioning with text features [B, length, D]: the given ones [B, T, D], repeated or cut.
+
+    An attention mask [B, T] that says which of the tokens count goes with them.
+    """
+    tokens = text.shape[1]
+
+    def fitted(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor] * -(-length // tokens), dim=1)[:, :length]
+
+    mask = extra.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim > 1 and mask.shape[1] == tokens:
+        extra = {**extra, "attention_mask": fitted(mask)}
+    return [fitted(text), extra]
 
 
 def _parts(text: str) -> list[str]:
