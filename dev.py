@@ -28,6 +28,9 @@ GIB_NEEDED = 8
 # pack's `nodes` would hide ComfyUI's.
 PYTEST = "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
+AT_ONCE = ["--numprocesses=2", "--dist=loadfile"]
+"""For the whole suite: compiling keeps one core busy at a time, and each process needs up to 3 GB."""
+
 
 def main():
     options, passed_on = parse(sys.argv[1:])
@@ -38,6 +41,9 @@ def main():
     if options.command == "test":
         # Threads that wait by spinning make small tensors minutes slower where another program shares the cores.
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if not passed_on:
+            environment.setdefault("OMP_NUM_THREADS", "1")
+            passed_on = AT_ONCE
         return call([python, "-c", PYTEST, *passed_on], environment)
     module = options.name if options.command == "bench" else options.command
     return call([python, "-m", f"bench.{module}", *passed_on], environment)
