@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..cached_call import cached_call
 from ..deep_cache import DeepCacheRun, DeepCacheSettings
 from ..diffusers_boundary import DiffusersBoundary, has_diffusers_layout
 from ..events import emit, log
@@ -95,25 +96,17 @@ class _Cache:
         """One call of the UNet: skipped, in full and remembered, or plain."""
         sample = args[0] if args else kwargs.get("sample")
         run = self._begin(args[1] if len(args) > 1 else kwargs.get("timestep"))
-        # Cond and uncond come as one batch, from the first step to the last: one stream.
-        keys = None if run is None else run.streams(sample, ("batch",), (0,), None)
-        if keys is not None and run.can_skip(keys):
-            try:
-                with substituted(self.boundary.skipping(run, keys), Order.CACHED):
-                    out = inner(*args, **self.boundary.withhold(kwargs))
-                run.count(skipped=True)
-                return out
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                run.failed, keys = True, None
-                log.warning("DeepCache: a skipped step failed (%s); the rest of this run is computed in full.", error)
-                log.debug("DeepCache: where it failed", exc_info=True)
-        with substituted({} if keys is None else self.boundary.recording(run, keys), Order.CACHED):
-            out = inner(*args, **kwargs)
-        if run is not None:
-            run.count(skipped=False)
-        return out
+        if run is None:
+            return inner(*args, **kwargs)
+        return cached_call(
+            run,
+            self.boundary,
+            # Cond and uncond come as one batch, from the first step to the last: one stream.
+            run.streams(sample, ("batch",), (0,), None),
+            lambda: inner(*args, **kwargs),
+            lambda: inner(*args, **self.boundary.withhold(kwargs)),
+            lambda error: isinstance(error, torch.OutOfMemoryError),
+        )
 
     def _begin(self, timestep: Any) -> DeepCacheRun | None:
         """The run that a call at `timestep` belongs to; None for one outside the scheduler's schedule."""

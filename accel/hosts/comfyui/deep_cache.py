@@ -13,11 +13,11 @@ from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrappersMP, get_wrappers_with_key
 
 from ...boundaries import boundary_of, why_none
+from ...cached_call import cached_call
 from ...deep_cache import DeepCacheRun, DeepCacheSettings, StreamKey
 from ...events import emit, log
 from ...step_schedule import is_in_order
 from ...substitution import Order, substituted
-from ...unet_boundary import OutdatedFeature
 
 KEY = "accel_deep_cache"
 """Of our wrappers, and of the run's state in its transformer_options."""
@@ -162,42 +162,15 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
     x = args[0] if args else named.get("x")
     if boundary is not None and not isinstance(x, torch.Tensor):
         _run_in_full(run, f"{type(model).__name__} takes several latents at once")
-    keys = None if boundary is None else _streams(run, x, options)
-    if keys is None:
-        out = call(*args, **kwargs)
-        if boundary is not None:
-            run.count(skipped=False)
-        return out
+    if boundary is None:
+        return call(*args, **kwargs)
 
-    if run.can_skip(keys):
-        try:
-            with substituted(boundary.skipping(run, keys), Order.CACHED):
-                kept, named = _with_control(args, kwargs, names, boundary.withhold)
-                out = call(*kept, **named)
-            run.count(skipped=True)
-            return out
-        except OutdatedFeature as error:
-            log.debug("DeepCache: a feature is out of date: %s", error)
-            return _in_full(call, boundary, run, keys, args, kwargs)
-        except Exception as error:
-            if _must_pass(error):
-                raise
-            run.failed = True
-            log.warning("DeepCache: a skipped step failed (%s); the rest of this run is computed in full.", error)
-            log.debug("DeepCache: where it failed", exc_info=True)
-        out = call(*args, **kwargs)
-        run.count(skipped=False)
-        return out
-    return _in_full(call, boundary, run, keys, args, kwargs)
+    def skipped() -> Any:
+        kept, named = _with_control(args, kwargs, names, boundary.withhold)
+        return call(*kept, **named)
 
-
-def _in_full(
-    call: Callable[..., Any], boundary: Any, run: DeepCacheRun, keys: Sequence[StreamKey], args: tuple, kwargs: dict
-) -> Any:
-    with substituted(boundary.recording(run, keys), Order.CACHED):
-        out = call(*args, **kwargs)
-    run.count(skipped=False)
-    return out
+    keys = _streams(run, x, options)
+    return cached_call(run, boundary, keys, lambda: call(*args, **kwargs), skipped, _must_pass)
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -1,0 +1,45 @@
+"""One call of a model under DeepCache, the same in every host: skipped, in full and remembered, or plain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .deep_cache import DeepCacheRun, StreamKey
+from .events import log
+from .substitution import Order, substituted
+from .unet_boundary import OutdatedFeature
+
+
+def cached_call(
+    run: DeepCacheRun,
+    boundary: Any,
+    keys: Sequence[StreamKey] | None,
+    full: Callable[[], Any],
+    skipped: Callable[[], Any],
+    must_pass: Callable[[Exception], bool],
+) -> Any:
+    """The model's output, and the call counted in its run.
+
+    keys: the call's streams; None for a call that must be plain. full: makes the call as it was asked for.
+    skipped: makes it without what `boundary.withhold` leaves out. must_pass: tells the exceptions that are
+    the host's to handle; any other ends skipping for the rest of the run, and this call is made plainly.
+    """
+    if keys is not None and run.can_skip(keys):
+        try:
+            with substituted(boundary.skipping(run, keys), Order.CACHED):
+                out = skipped()
+            run.count(skipped=True)
+            return out
+        except OutdatedFeature as error:
+            log.debug("DeepCache: a feature is out of date: %s", error)
+        except Exception as error:
+            if must_pass(error):
+                raise
+            run.failed, keys = True, None
+            log.warning("DeepCache: a skipped step failed (%s); the rest of this run is computed in full.", error)
+            log.debug("DeepCache: where it failed", exc_info=True)
+    with substituted({} if keys is None else boundary.recording(run, keys), Order.CACHED):
+        out = full()
+    run.count(skipped=False)
+    return out
