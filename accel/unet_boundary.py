@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .block_lists import matrix_weights
 from .substitution import Layer
 
 if TYPE_CHECKING:
@@ -145,10 +146,10 @@ def default_depth(model: torch.nn.Module) -> int:
         for layer in _layers_of(block):
             if any(_halves(part) for part in layer.modules()):
                 positions /= 4
-            inputs[-1] += _matrix_weights(layer) * positions
+            inputs[-1] += matrix_weights(layer) * positions
         areas.append(positions)
-    outputs = [_matrix_weights(block) * area for block, area in zip(reversed(model.output_blocks), areas, strict=True)]
-    middle = sum(_matrix_weights(layer) for layer in _layers_of(model.middle_block)) * positions
+    outputs = [matrix_weights(block) * area for block, area in zip(reversed(model.output_blocks), areas, strict=True)]
+    middle = sum(matrix_weights(layer) for layer in _layers_of(model.middle_block)) * positions
     total = sum(inputs) + middle + sum(outputs)
     depth, shallow = 1, inputs[0] + outputs[0]
     while depth < len(inputs) - 1 and shallow + inputs[depth] + outputs[depth] <= DEFAULT_SHARE * total:
@@ -160,7 +161,3 @@ def default_depth(model: torch.nn.Module) -> int:
 def _halves(layer: torch.nn.Module) -> bool:
     stride = getattr(layer, "stride", 1)
     return max(stride) == 2 if isinstance(stride, tuple) else stride == 2
-
-
-def _matrix_weights(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
