@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from . import ROOT, WORK, command, line_plot, pack, report, similarity
+from . import WORK, command, line_plot, pack, report, similarity
 from .comfyui import has_accelerator
 from .deepcache_plan import (
     CASES,
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     from . import toy
 
     torch.set_num_threads(options.threads)  # Layers this narrow gain little from more.
-    model = toy.load(options.network)
+    model = toy.load(options.network or toy.FILE)
     depth = boundary_of(model.model.diffusion_model, options.depth).depth
     given = contenders(options.thresholds, options.easy_thresholds, DeepCacheSettings().threshold, depth)
     if options.quick:
@@ -235,7 +235,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--depth", type=int, help="DeepCache's (default: chosen by the model)")
     parser.add_argument("--thresholds", nargs="+", type=float, default=THRESHOLDS, help="of the adaptive curves")
     parser.add_argument("--easy-thresholds", nargs="+", type=float, default=EASY_THRESHOLDS, help="of EasyCache's")
-    parser.add_argument("--network", type=Path, default=ROOT / "bench" / "data" / "toy_unet.safetensors")
+    parser.add_argument("--network", type=Path, help="its weights (default: bench/data/toy_unet.safetensors)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=WORK / "deepcache", help="folder of rows, table and plot")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")

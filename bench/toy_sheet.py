@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> None:
     labels = torch.arange(len(toy_data.CLASSES)).repeat_interleave(EACH)
     data = toy_data.pictures(labels, 16, 16, torch.Generator().manual_seed(1_000_000))
     with torch.inference_mode():
-        made = toy.sample(toy.load(options.network), labels, 16, 16, deepcache_plan.STEPS, "euler", seed=0)
+        made = toy.sample(toy.load(options.network or toy.FILE), labels, 16, 16, deepcache_plan.STEPS, "euler", seed=0)
     columns = []
     for index, name in enumerate(toy_data.CLASSES):
         own = slice(index * EACH, (index + 1) * EACH)
@@ -48,7 +48,7 @@ def _strip(views) -> Image.Image:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.toy_sheet", description=__doc__.splitlines()[0])
-    parser.add_argument("--network", type=Path, default=ROOT / "bench" / "data" / "toy_unet.safetensors")
+    parser.add_argument("--network", type=Path, help="its weights (default: bench/data/toy_unet.safetensors)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "toy_samples.jpg")
     return parser.parse_args(arguments)
 

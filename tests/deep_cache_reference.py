@@ -20,9 +20,7 @@ import comfy.samplers
 import tiny_models
 import torch
 from comfy.patcher_extension import WrappersMP
-from comfy_accel.accel.deep_cache import DeepCacheSettings
-from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache
-from deep_cache_runs import counts
+from deep_cache_runs import cached, counts
 
 SMALL = {
     "num_res_blocks": [1, 1],
@@ -41,7 +39,7 @@ LEVEL = 3.0
 
 def held(model, interval=3, depth=2):
     """The model with DeepCache of the simple sort: full every `interval` steps, the feature held in between."""
-    return apply_deep_cache(model, DeepCacheSettings(interval, depth, schedule="uniform", between="hold"))
+    return cached(model, interval, depth)
 
 
 class Slow:

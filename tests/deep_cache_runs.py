@@ -11,6 +11,8 @@ from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.deep_cache import DeepCacheRun
 from comfy_accel.accel.hosts.comfyui import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.substitution import Order, substituted
+from torch.utils.flop_counter import FlopCounterMode
 from uniform_hold import uniform_hold
 
 SPLIT_TOLERANCE = 1e-4
@@ -80,6 +82,21 @@ def full_and_skipped(model, depth, height, width, **call):
     outs = [call_unet(model, run, x, sigma, **{name: value() for name, value in make.items()}) for sigma in (3.0, 2.0)]
     assert (run.full_steps, run.skipped_steps, run.failed) == (1, 1, False)
     return outs
+
+
+def full_and_skipped_flops(boundary, x, call):
+    """Of a full and of a skipped `call()` of the boundary's model on two chunks `x`, as torch counts them."""
+    run = DeepCacheRun(uniform_hold(3))
+    run.schedule = (2.0, 1.0, 0.0)
+    spent = []
+    for sigma, stand_ins in ((2.0, boundary.recording), (1.0, boundary.skipping)):
+        run.begin_evaluation(sigma)
+        layers = stand_ins(run, run.streams(x, ["a", "b"], [0, 1], None))
+        counter = FlopCounterMode(display=False)
+        with counter, torch.no_grad(), substituted(layers, Order.CACHED):
+            call()
+        spent.append(counter.get_total_flops())
+    return spent
 
 
 def residuals(x, names=("input", "middle", "output")):

@@ -1,20 +1,18 @@
 """What a skipped step costs: at default depth, counted on the full layouts without weights; and nothing to compile."""
 
+import functools
+
 import comfy.ops
 import pytest
 import tiny_models
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy_accel.accel.block_runner import CompileSettings
-from comfy_accel.accel.deep_cache import DeepCacheRun
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-from comfy_accel.accel.substitution import Order, substituted
 from comfy_accel.accel.unet_boundary import UNetBoundary
-from deep_cache_runs import assert_close, cached, counts
+from deep_cache_runs import assert_close, cached, counts, full_and_skipped_flops
 from torch._dynamo.utils import counters
-from torch.utils.flop_counter import FlopCounterMode
-from uniform_hold import uniform_hold
 
 SD15 = {
     "model_channels": 320,
@@ -51,19 +49,11 @@ def test_skipped_step_at_default_depth_costs_at_most_35_percent(layout, depth, s
     boundary = UNetBoundary(unet, None)
     assert boundary.depth == depth
     for height, width in sizes:
-        run = DeepCacheRun(uniform_hold(3))
-        run.schedule = (2.0, 1.0, 0.0)
         x = torch.empty(2, 4, height, width, device="meta", dtype=torch.float16)
         context = torch.empty(2, 77, config["context_dim"], device="meta", dtype=torch.float16)
         y = torch.empty(2, 2816, device="meta", dtype=torch.float16) if config.get("num_classes") else None
-        spent = []
-        for sigma, stand_ins in ((2.0, boundary.recording), (1.0, boundary.skipping)):
-            run.begin_evaluation(sigma)
-            layers = stand_ins(run, run.streams(x, ["a", "b"], [0, 1], None))
-            counter = FlopCounterMode(display=False)
-            with counter, torch.no_grad(), substituted(layers, Order.CACHED):
-                unet(x, torch.ones(2, device="meta"), context, y)
-            spent.append(counter.get_total_flops())
+        call = functools.partial(unet, x, torch.ones(2, device="meta"), context, y)
+        spent = full_and_skipped_flops(boundary, x, call)
         print(f"{height}x{width}: {spent[1] / spent[0]:.3f}")
         assert spent[1] <= 0.35 * spent[0]
 

@@ -13,10 +13,17 @@ from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache
 from comfy_accel.accel.substitution import Order, substituted
-from deep_cache_runs import assert_close, assert_no_trace, cached, counts, said_of_fallbacks, split_chunks
+from deep_cache_runs import (
+    assert_close,
+    assert_no_trace,
+    cached,
+    counts,
+    full_and_skipped_flops,
+    said_of_fallbacks,
+    split_chunks,
+)
 from tiny_dits import CONTROLLED, DITS
 from torch._dynamo.utils import counters
-from torch.utils.flop_counter import FlopCounterMode
 from uniform_hold import uniform_hold
 
 from bench.layouts import FLUX_DEV
@@ -183,17 +190,9 @@ def test_skipped_step_of_flux_at_default_depth_costs_at_most_35_percent():
     model = Flux(**config, device="meta", dtype=torch.float16, operations=comfy.ops.disable_weight_init)
     boundary = boundary_of(model, None)
     assert boundary.depth == 7
-    run = DeepCacheRun(uniform_hold(3))
-    run.schedule = (2.0, 1.0, 0.0)
     empty = lambda *shape: torch.empty(shape, device="meta", dtype=torch.float16)  # noqa: E731
     x = empty(2, 16, 90, 120)
-    spent = []
-    for sigma, stand_ins in ((2.0, boundary.recording), (1.0, boundary.skipping)):
-        run.begin_evaluation(sigma)
-        layers = stand_ins(run, run.streams(x, ["a", "b"], [0, 1], None))
-        counter = FlopCounterMode(display=False)
-        with counter, torch.no_grad(), substituted(layers, Order.CACHED):
-            model(x, empty(2), empty(2, 256, config["context_in_dim"]), empty(2, config["vec_in_dim"]), empty(2))
-        spent.append(counter.get_total_flops())
+    others = empty(2), empty(2, 256, config["context_in_dim"]), empty(2, config["vec_in_dim"]), empty(2)
+    spent = full_and_skipped_flops(boundary, x, lambda: model(x, *others))
     print(f"{spent[1] / spent[0]:.3f}")
     assert spent[1] <= 0.35 * spent[0]
