@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import call_spec, compilers, kinds
+from .compiled_graph import CompiledGraph, Facts
 from .fallbacks import fallbacks
 from .graph_cache import Claim, GraphCache, NoGraph
 from .graph_entry import Entry
@@ -60,7 +61,7 @@ class _Found:
     """What runs a call. probe: compares it with the block; None where nobody asked for that."""
 
     entry: Entry
-    graph: compilers.CompiledGraph
+    graph: CompiledGraph
     probe: Probe | None
 
 
@@ -141,7 +142,7 @@ class BlockRunner:
 
     def _run(self, found, inner, args, kwargs, spec, given, inputs, tensors):
         entry, graph, probe = found.entry, found.graph, found.probe
-        if graph.changed and call_spec.share_memory(given, graph.changed):
+        if graph.facts.changed and call_spec.share_memory(given, graph.facts.changed):
             return self._eagerly(inner, args, kwargs, "it changes an argument that shares memory with another")
         if probe is not None and probe.verdict is not None:
             fallbacks.note(self._region.kind.name, probe.verdict)  # never trouble: the graph is there
@@ -150,7 +151,7 @@ class BlockRunner:
 
         def run() -> Any:
             out = graph.run(tensors)
-            for index in graph.changed:
+            for index in graph.facts.changed:
                 if inputs[index] is not given[index]:
                     given[index].copy_(inputs[index])
             return out
@@ -179,14 +180,14 @@ class BlockRunner:
         copies = [tensor.clone() for tensor in inputs]
 
         def compiled():
-            return run(), [given[index] for index in graph.changed]
+            return run(), [given[index] for index in graph.facts.changed]
 
         def eager():
             args, kwargs = call_spec.rebuild(spec, copies)
-            return inner(*args, **kwargs), [copies[index] for index in graph.changed]
+            return inner(*args, **kwargs), [copies[index] for index in graph.facts.changed]
 
         out, changed = probe.call(compiled, eager, device)
-        for index, tensor in zip(graph.changed, changed, strict=True):
+        for index, tensor in zip(graph.facts.changed, changed, strict=True):
             if tensor is not given[index]:
                 given[index].copy_(tensor)
         if probe.verdict is not None:
@@ -235,14 +236,26 @@ class BlockRunner:
             sizes=None if settings.any_size else tuple(tensor.shape for tensor in inputs),
         )
 
-        def compile_graph() -> compilers.CompiledGraph:
+        store, name = self._cache.store, region.kind.name
+        devices = {tensor.device for tensor in tensors}
+
+        def fits(graph: CompiledGraph) -> bool:
+            return graph.facts.values == values and graph.accepts(tensors)
+
+        def load_graph() -> CompiledGraph | None:
+            def build(data: bytes, facts: Facts) -> CompiledGraph:
+                return compilers.load_block(kinds.template_of(region.block), spec, data, facts, self._interrupts)
+
+            return store and store.load(key, name, devices, build, fits, values, self._interrupts)
+
+        def compile_graph() -> CompiledGraph:
             try:
                 template = kinds.template_of(region.block)
             except Exception as error:
                 raise compilers.CompileFailed(f"it cannot be copied: {compilers.one_line(error)}") from error
             growing = self._rows.growing(region.block, inputs) if self._rows and settings.any_size else None
             with silent():
-                return compilers.compile_block(
+                graph = compilers.compile_block(
                     template,
                     region.kind,
                     weights,
@@ -253,15 +266,12 @@ class BlockRunner:
                     growing,
                     self._interrupts,
                 )
+            if store is not None:
+                store.save(key, name, devices, graph, self._interrupts)
+            return graph
 
         try:
-            entry, graph = self._cache.find(
-                key,
-                region.kind.name,
-                lambda graph: graph.values == values and graph.accepts(tensors),
-                compile_graph,
-                self._claim,
-            )
+            entry, graph = self._cache.find(key, name, fits, compile_graph, self._claim, load_graph)
             return _Found(entry, graph, entry.probe(graph, inputs) if settings.measured else None)
         except torch.OutOfMemoryError as error:
             reason = f"out of memory while compiling: {compilers.one_line(error)}"

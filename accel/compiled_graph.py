@@ -13,25 +13,39 @@ from .same_path import Path, same_path
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What is known of a compiled graph beside its code; plain enough to be kept as JSON.
+
+    static_ones: (input, dimension) pairs that were 1 when it was compiled and are taken as 1.
+    weights: how many of the tensors are weights; the others are the call's.
+    changed: the inputs that the block writes to, counted from the first that is no weight.
+    dynamic: it serves any size.
+    values: the numbers and texts among the call's arguments that it is good for (`call_spec.without_values`).
+    """
+
+    static_ones: tuple[tuple[int, int], ...] = ()
+    weights: int = 0
+    changed: tuple[int, ...] = ()
+    dynamic: bool = True
+    values: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class CompiledGraph:
     """One compiled callable: `run(tensors)` for calls that `accepts(tensors)`.
 
-    static_ones: (input, dimension) pairs that were 1 when it was compiled and are taken as 1.
     nbytes: what the artifact weighs, bytes; 0 when unknown.
-    weights: how many of the tensors are weights; the others are the call's.
-    changed: the inputs that the block writes to, counted from the first that is no weight.
     path: what the block does with such inputs; None where nothing can be told without their values.
-    values: the numbers and texts among the call's arguments that it is good for (`call_spec.without_values`).
+    save: gives the bytes that the graph can be loaded from (`compilers.load_block`), or raises
+        `ahead_of_time.NotSavable`; None for a graph that was loaded, or cannot leave the process.
     """
 
     run: Callable[[Sequence[torch.Tensor]], Any]
     guards: Callable[[Sequence[torch.Tensor]], bool]
-    static_ones: tuple[tuple[int, int], ...]
-    nbytes: int
-    weights: int = 0
-    changed: tuple[int, ...] = ()
+    facts: Facts = Facts()
+    nbytes: int = 0
     path: Callable[[Sequence[torch.Tensor]], Path | None] | None = None
-    values: tuple[str, ...] = ()
+    save: Callable[[], bytes] | None = None
 
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the graph is right for these weights and dense inputs.
@@ -40,16 +54,16 @@ class CompiledGraph:
         layouts. Where they alone stand against a call, it is accepted if the block itself does the same
         with 2 and with 3 in place of each 1.
         """
-        if any(tensors[i].shape[d] != 1 for i, d in self.static_ones):
+        if any(tensors[i].shape[d] != 1 for i, d in self.facts.static_ones):
             return False
-        weights, inputs = tensors[: self.weights], tensors[self.weights :]
+        weights, inputs = tensors[: self.facts.weights], tensors[self.facts.weights :]
         ones = [call_spec.canonical(tensor, device="meta") for tensor in inputs]
         if self.guards((*weights, *ones)):
             return True
         if self.path is None:
             return False
         twos, threes = (
-            [self._without_ones(index, tensor, size) for index, tensor in enumerate(ones, self.weights)]
+            [self._without_ones(index, tensor, size) for index, tensor in enumerate(ones, self.facts.weights)]
             for size in (2, 3)
         )
         if not self.guards((*weights, *twos)) or not self.guards((*weights, *threes)):
@@ -57,6 +71,6 @@ class CompiledGraph:
         return same_path([self.path(tensors) for tensors in (ones, twos, threes)])
 
     def _without_ones(self, index: int, tensor: torch.Tensor, instead: int) -> torch.Tensor:
-        static = {d for i, d in self.static_ones if i == index}
+        static = {d for i, d in self.facts.static_ones if i == index}
         shape = [instead if size == 1 and d not in static else size for d, size in enumerate(tensor.shape)]
         return call_spec.canonical(tensor, shape)

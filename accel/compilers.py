@@ -7,8 +7,7 @@ where plain `torch.compile` would keep compiling behind our back at later calls,
 
 from __future__ import annotations
 
-import os
-import sys
+import functools
 import threading
 import types
 import weakref
@@ -17,11 +16,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch._inductor.codecache
 
-from . import call_spec
+from . import ahead_of_time, call_spec, generated_code
 from .causes import cause_among, pass_on
-from .compiled_graph import CompiledGraph
+from .compiled_graph import CompiledGraph, Facts
 from .convolution import leave_to_library
 from .kinds import Kind
 from .same_path import Path, path_of
@@ -63,12 +61,10 @@ def compile_block(
         CompileFailed: the compiler is missing, gave up, or met an operator it does not know.
         torch.OutOfMemoryError: there was too little memory for it now, on a device or in the process.
     """
-    if not _can_compile_ahead_of_time():
+    if not ahead_of_time.is_available():
         raise CompileFailed(f"torch {torch.__version__} is too old: it cannot compile ahead of time")
 
-    def path(inputs: Sequence[torch.Tensor]) -> Path | None:
-        return path_of(lambda *tensors: _call(template, spec, tensors), inputs, interrupts)
-
+    path = _path(template, spec, interrupts)
     leave_to_library(template)
     taken = path(inputs)
     lifted = _lifted(inputs, growing) if dynamic else None
@@ -77,23 +73,59 @@ def compile_block(
     examples, static_ones = _examples(lifted or inputs, dynamic)
     example_weights = _example_weights(weights, kind)
     with _one_at_a_time:
-        before = set(_generated_modules())
-        function, run, guards = _compile(
+        before = set(generated_code.all_modules())
+        function, run, guards, save = _compile(
             template, kind, spec, (*example_weights, *examples), backend, dynamic, interrupts
         )
-        generated = [module for module in _generated_modules() if module not in before]
+        generated = [module for module in generated_code.all_modules() if module not in before]
+    facts = Facts(
+        static_ones=tuple((i + len(weights), d) for i, d in static_ones),
+        weights=len(weights),
+        changed=tuple(range(len(inputs))) if taken is None else taken.changed,
+        dynamic=dynamic,
+        values=call_spec.without_values(spec)[1],
+    )
     graph = CompiledGraph(
         run,
         guards,
-        tuple((i + len(weights), d) for i, d in static_ones),
-        _bytes_of(generated),
-        len(weights),
-        tuple(range(len(inputs))) if taken is None else taken.changed,
+        facts,
+        generated_code.bytes_of(generated),
         path if dynamic else None,
-        call_spec.without_values(spec)[1],
+        None if save is None else lambda: save(template, generated),
     )
-    weakref.finalize(graph, _release, function.__globals__, generated).atexit = False
+    weakref.finalize(graph, generated_code.release, function.__globals__, generated).atexit = False
     return graph
+
+
+def load_block(
+    template: torch.nn.Module,
+    spec: call_spec.Spec,
+    data: bytes,
+    facts: Facts,
+    interrupts: tuple[type[BaseException], ...] = (),
+) -> CompiledGraph:
+    """The graph whose `save` gave these bytes, without tracing or compiling anything.
+
+    template, spec, interrupts: as for `compile_block`. data: code, so it must have been checked. facts: the graph's.
+
+    Raises:
+        Exception: of any type; the bytes are of another torch, or this system cannot load them.
+    """
+    leave_to_library(template)
+    with _one_at_a_time:
+        before = set(generated_code.all_modules())
+        compiled = ahead_of_time.load(data, template)
+        generated = [module for module in generated_code.all_modules() if module not in before]
+    path = _path(template, spec, interrupts) if facts.dynamic else None
+    graph = CompiledGraph(*ahead_of_time.callables(compiled), facts, len(data), path)
+    weakref.finalize(graph, generated_code.release, compiled.fn.__globals__, generated).atexit = False
+    return graph
+
+
+def _path(
+    template: torch.nn.Module, spec: call_spec.Spec, interrupts: tuple[type[BaseException], ...]
+) -> Callable[[Sequence[torch.Tensor]], Path | None]:
+    return lambda inputs: path_of(lambda *tensors: _call(template, spec, tensors), inputs, interrupts)
 
 
 def _call(template: torch.nn.Module, spec: call_spec.Spec, tensors: Sequence[torch.Tensor]) -> Any:
@@ -102,7 +134,7 @@ def _call(template: torch.nn.Module, spec: call_spec.Spec, tensors: Sequence[tor
 
 
 def _compile(template, kind, spec, tensors, backend, dynamic, interrupts):
-    """The function traced, the graph and its guards.
+    """The function traced, the graph, its guards, and what saves it, given template and generated code; or None.
 
     Taking 1 for a size like others is given up where it leaves a question open that must be answered.
     """
@@ -186,39 +218,6 @@ _one_at_a_time = threading.Lock()
 """Torch compiles one graph at a time in a process anyway; held here, new modules are surely this graph's."""
 
 
-def _generated_modules() -> list[types.ModuleType]:
-    """The modules of generated code that inductor keeps for the life of the process."""
-    cache = torch._inductor.codecache.PyCodeCache
-    return [*cache.modules, *getattr(cache, "modules_no_attr", {}).values()]
-
-
-def _bytes_of(modules: Sequence[types.ModuleType]) -> int:
-    """What generated code weighs: its source and the libraries built from it, as files, bytes."""
-    files = set()
-    for module in modules:
-        files.add(module.__file__)
-        for value in vars(module).values():
-            files.add(getattr(getattr(value, "lib", None), "_name", None))
-    return sum(os.path.getsize(file) for file in files if file and os.path.isfile(file))
-
-
-def _release(scope: dict, modules: Sequence[types.ModuleType]) -> None:
-    """Give a dropped graph's memory back: torch would keep its code and what it compiled for good."""
-    scope.clear()
-    cache = torch._inductor.codecache.PyCodeCache
-    gone = set(map(id, modules))
-    cache.modules[:] = [module for module in cache.modules if id(module) not in gone]
-    without_attributes = getattr(cache, "modules_no_attr", {})
-    for path in [path for path, module in without_attributes.items() if id(module) in gone]:
-        del without_attributes[path]
-    kept = {module.__file__ for module in _generated_modules()}
-    for module in modules:
-        if module.__file__ not in kept:
-            getattr(cache, "linemaps", {}).pop(module.__file__, None)
-        if sys.modules.get(module.__name__) is module:
-            del sys.modules[module.__name__]
-
-
 @contextmanager
 def _settings(dynamic: bool, oblivious: bool):
     """torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others (oblivious)."""
@@ -230,61 +229,10 @@ def _settings(dynamic: bool, oblivious: bool):
         yield
 
 
-def _can_compile_ahead_of_time() -> bool:
-    """torch 2.11 has the method while a switch is on; from 2.13 on it is documented."""
-    return hasattr(torch._dynamo.config, "enable_aot_compile")
-
-
-def _keep_guards_on_sizes(guards: Sequence[Any]) -> list[bool]:
-    """What a graph depends on besides sizes is in the key under which it is kept."""
-    return [guard.guard_type == "SHAPE_ENV" for guard in guards]
-
-
 def _ahead_of_time(function: Callable, tensors: Sequence[torch.Tensor], backend: str | Callable):
-    options = {"guard_filter_fn": _keep_guards_on_sizes}
-    with torch._dynamo.config.patch(enable_aot_compile=True):
-        compiled = torch.compile(function, fullgraph=True, backend=_serializable(backend), options=options)
-        compiled = compiled.aot_compile((tuple(tensors), {}))
-    check = compiled._artifacts.guard_manager.check
-    scope = compiled.prepare_f_locals()
-    call = compiled.fn
-
-    def guards(tensors: Sequence[torch.Tensor]) -> bool:
-        return check({**scope, "tensors": tuple(tensors)})
-
-    def run(tensors: Sequence[torch.Tensor]) -> Any:
-        return call(*tensors)
-
-    return run, guards
-
-
-def _serializable(backend: str | Callable) -> str | Callable:
-    """Ahead-of-time compiling asks every backend for a serializable callable; only inductor gives one."""
-    if backend == "inductor":
-        return backend
-    from torch._dynamo.aot_compile_types import SerializableCallable
-    from torch._dynamo.backends.registry import lookup_backend
-
-    make = lookup_backend(backend) if isinstance(backend, str) else backend
-
-    class InProcess(SerializableCallable):
-        """A callable that cannot leave the process."""
-
-        def __init__(self, function: Callable):
-            self._function = function
-
-        def __call__(self, *args: Any) -> Any:
-            return self._function(*args)
-
-        @classmethod
-        def serialize_compile_artifacts(cls, fn: Any) -> bytes:
-            raise RuntimeError(f"graphs of the backend {backend} cannot be saved")
-
-        @classmethod
-        def deserialize_compile_artifacts(cls, data: bytes) -> Any:
-            raise RuntimeError(f"graphs of the backend {backend} cannot be loaded")
-
-    return lambda graph, examples: InProcess(make(graph, examples))
+    compiled = ahead_of_time.compile_function(function, tensors, backend)
+    save = functools.partial(ahead_of_time.save, compiled) if backend == "inductor" else None
+    return *ahead_of_time.callables(compiled), save
 
 
 def one_line(error: BaseException) -> str:

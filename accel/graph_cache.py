@@ -8,11 +8,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .compilers import CompiledGraph, CompileFailed
+from .compiled_graph import CompiledGraph
+from .compilers import CompileFailed
 from .events import emit
 from .graph_entry import Entry
+
+if TYPE_CHECKING:
+    from .graph_store import GraphStore
 
 DEFAULT_MAX_ENTRIES = 512
 DEFAULT_MAX_BYTES = 2 << 30
@@ -64,8 +68,11 @@ class GraphCache:
         self._evicted_hits = 0
         self._misses = 0
         self._compilations = 0
+        self._loaded = 0
         self._seconds = 0.0
         self._evictions = 0
+        self.store: GraphStore | None = None
+        """Where compiled graphs are kept from one process to the next; None keeps none."""
         self.generation = 0
         """Grows whenever an entry leaves, so that holders of graphs know to let go of theirs."""
 
@@ -97,14 +104,15 @@ class GraphCache:
         fits: Callable[[CompiledGraph], bool],
         compile_graph: Callable[[], CompiledGraph],
         claim: Claim | None = None,
+        load_graph: Callable[[], CompiledGraph | None] = lambda: None,
     ) -> tuple[Entry, CompiledGraph]:
-        """The entry and the graph of it that fits this call, compiled now if there is none.
+        """The entry and the graph of it that fits this call, loaded or else compiled now if there is none.
 
         One compilation per key at a time, however many threads ask; the others wait and share it.
 
         Raises:
-            NoGraph: with the reason. Whatever `compile_graph` raises other than CompileFailed passes
-                through, and nothing is kept.
+            NoGraph: with the reason. Whatever `load_graph` raises, and `compile_graph` other than CompileFailed,
+                passes through, and nothing is kept.
         """
         entry = self._enter(key, name, claim)
         with entry._busy:
@@ -118,6 +126,16 @@ class GraphCache:
             with self._lock:
                 self._require_room(key, claim)
                 self._misses += 1
+            started = time.perf_counter()
+            try:
+                graph = load_graph()
+            except BaseException:
+                self._leave_if_empty(entry)
+                raise
+            if graph is not None:
+                self._keep(entry, graph, None, claim)
+                emit("graph_loaded", name=name, key=key, seconds=time.perf_counter() - started)
+                return entry, graph
             started = time.perf_counter()
             emit("compile_start", name=name, key=key)
             graph = None
@@ -187,6 +205,7 @@ class GraphCache:
                 "hits": self._evicted_hits + sum(row["hits"] for row in rows),
                 "misses": self._misses,
                 "compilations": self._compilations,
+                "loaded": self._loaded,
                 "seconds": self._seconds,
                 "probe_seconds": sum(row["probe_seconds"] for row in rows),
                 "evictions": self._evictions,
@@ -208,11 +227,17 @@ class GraphCache:
                 claim.keys[key] = None
             return entry
 
-    def _keep(self, entry: Entry, graph: CompiledGraph, seconds: float, claim: Claim | None) -> None:
-        """Take a new graph in, and let others go for it; NoGraph where those that must stay leave no room."""
+    def _keep(self, entry: Entry, graph: CompiledGraph, seconds: float | None, claim: Claim | None) -> None:
+        """Take a new graph in, and let others go for it; NoGraph where those that must stay leave no room.
+
+        seconds: what compiling it took; None for one that was loaded.
+        """
         with self._lock:
-            self._compilations += 1
-            self._seconds += seconds
+            if seconds is None:
+                self._loaded += 1
+            else:
+                self._compilations += 1
+                self._seconds += seconds
             self._sizes.pop(entry.key, None)
             self._sizes[entry.key] = graph.nbytes
             if len(self._sizes) > _MAX_KNOWN_SIZES:
@@ -226,7 +251,7 @@ class GraphCache:
                     self._entries.pop(entry.key, None)
                 raise
             entry.graphs.append(graph)
-            entry.seconds += seconds
+            entry.seconds += seconds or 0.0
             self._shrink(self._in_use() | {entry.key})
 
     def _require_room(self, key: Hashable, claim: Claim | None) -> None:

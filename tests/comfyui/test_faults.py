@@ -196,7 +196,7 @@ def test_out_of_memory_inside_inductor_is_tried_again(small, sample, monkeypatch
 
 
 def test_torch_too_old_to_compile_ahead_of_time_runs_eagerly(small, sample, monkeypatch):
-    monkeypatch.setattr(compilers, "_can_compile_ahead_of_time", lambda: False)
+    monkeypatch.setattr(compilers.ahead_of_time, "is_available", lambda: False)
     before = counters["stats"]["unique_graphs"]
     out = sample(fast(small, "eager", GraphCache()), 64, 64)
     assert torch.equal(out, sample(small, 64, 64))

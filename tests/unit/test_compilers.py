@@ -177,7 +177,7 @@ def test_interrupt_while_the_path_is_told_passes():
 
 
 def test_torch_that_cannot_compile_ahead_of_time_is_told_so(monkeypatch):
-    monkeypatch.setattr(compilers, "_can_compile_ahead_of_time", lambda: False)
+    monkeypatch.setattr(compilers.ahead_of_time, "is_available", lambda: False)
     before = counters["stats"]["unique_graphs"]
     with pytest.raises(CompileFailed, match="is too old"):
         compiled(Broadcasts().eval(), INPUTS)

@@ -4,14 +4,15 @@ import threading
 import time
 
 import pytest
-from comfy_accel.accel.compilers import CompiledGraph, CompileFailed
+from comfy_accel.accel.compiled_graph import CompiledGraph, Facts
+from comfy_accel.accel.compilers import CompileFailed
 from comfy_accel.accel.events import subscribe
 from comfy_accel.accel.graph_cache import GraphCache, NoGraph
 
 
 def graph(nbytes=0, limit=None):
     """A graph for calls of up to `limit` tensors, all of them weights."""
-    return CompiledGraph(len, lambda tensors: limit is None or len(tensors) <= limit, (), nbytes, weights=9)
+    return CompiledGraph(len, lambda tensors: limit is None or len(tensors) <= limit, Facts(weights=9), nbytes)
 
 
 def find(cache, key, make=graph, tensors=(), claim=None):
@@ -233,3 +234,45 @@ def test_larger_budget_lets_in_what_did_not_fit():
     cache.set_budget(max_bytes=100)
     with cache.claim() as claim:
         find(cache, "a", lambda: graph(nbytes=40), claim=claim)
+
+
+def load(cache, key, make, claim=None):
+    compile_graph = lambda: pytest.fail("compiled")  # noqa: E731
+    return cache.find(key, f"name of {key}", lambda graph: True, compile_graph, claim, make)
+
+
+def test_loaded_graph_counts_as_loaded_and_is_found_again():
+    cache, heard = GraphCache(), []
+    unsubscribe = subscribe(lambda event, fields: heard.append(event))
+    try:
+        _, first = load(cache, "a", graph)
+    finally:
+        unsubscribe()
+    assert load(cache, "a", lambda: pytest.fail("loaded again"))[1] is first
+    statistics = cache.statistics()
+    assert (statistics["loaded"], statistics["compilations"], statistics["seconds"]) == (1, 0, 0.0)
+    assert heard == ["graph_loaded"]
+
+
+def test_loaded_graph_takes_no_place_that_its_run_uses():
+    cache = GraphCache(max_bytes=100)
+    with cache.claim() as claim:
+        load(cache, "a", lambda: graph(60), claim)
+        with pytest.raises(NoGraph, match="more than"):
+            load(cache, "b", lambda: graph(60), claim)
+        with pytest.raises(NoGraph, match="more than"):
+            load(cache, "b", lambda: pytest.fail("loaded, to be thrown away again"), claim)
+    assert keys(cache) == ["a"]
+    load(cache, "b", lambda: graph(60))
+    assert keys(cache) == ["b"]
+
+
+def test_interrupt_while_loading_leaves_nothing_behind():
+    cache = GraphCache()
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load(cache, "a", interrupted)
+    assert keys(cache) == []

@@ -1,0 +1,77 @@
+"""Generated code that carries its C++ kernels built, so that loading it needs no compiler and no probing.
+
+Inductor saves a graph's C++ kernels as source. Loading it again builds them, and before that finds out what the
+processor and the compiler can do: six builds, each tried in a Python process of its own, in every process anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import inspect
+import types
+import zlib
+from pathlib import Path
+
+
+def built_kernel(packed: str):
+    """The function `kernel` of a library, from the library's bytes as text.
+
+    It is loaded from a folder that no other user can enter, and the file is gone once it is mapped.
+
+    Raises:
+        ImportError, OSError: this system cannot load it.
+    """
+    import base64
+    import importlib.util
+    import os
+    import tempfile
+    import zlib
+
+    import torch
+
+    # As inductor does before it loads a library of its own: the library asks for it.
+    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+    with tempfile.TemporaryDirectory(prefix="accel-") as folder:
+        path = os.path.join(folder, "kernel.so")
+        with open(path, "wb") as file:
+            file.write(zlib.decompress(base64.b85decode(packed)))
+        spec = importlib.util.spec_from_file_location("kernel", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module.kernel
+
+
+def with_built_kernels(source: str, module: types.ModuleType) -> str:
+    """Generated source in which each C++ kernel that `module` (its execution here) holds is there as built.
+
+    Kernels whose library cannot be found stay source.
+    """
+    lines = source.encode().splitlines(keepends=True)
+    replaced = False
+    for statement in reversed(ast.parse(source).body):
+        name = _kernel_name(statement)
+        library = _library_of(getattr(module, name, None)) if name else None
+        if library is None:
+            continue
+        packed = base64.b85encode(zlib.compress(library.read_bytes(), 9)).decode()
+        lines[statement.lineno - 1 : statement.end_lineno] = [f"{name} = built_kernel({packed!r})\n".encode()]
+        replaced = True
+    changed = b"".join(lines).decode()
+    return f"{inspect.getsource(built_kernel)}\n\n{changed}" if replaced else source
+
+
+def _kernel_name(statement: ast.stmt) -> str | None:
+    """The name in `name = async_compile.cpp_pybinding(...)`; None for any other statement."""
+    match statement:
+        case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Attribute(attr="cpp_pybinding"))):
+            return name
+    return None
+
+
+def _library_of(function: object) -> Path | None:
+    """The file of the extension module that a built-in function belongs to."""
+    owner = getattr(function, "__self__", None)
+    file = getattr(owner, "__file__", None)
+    return Path(file) if isinstance(owner, types.ModuleType) and file and Path(file).is_file() else None

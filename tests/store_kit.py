@@ -1,0 +1,41 @@
+"""A store over cheap stand-ins for compiled graphs: what is saved is a few bytes, what is loaded is counted."""
+
+from __future__ import annotations
+
+import torch
+from comfy_accel.accel.compiled_graph import CompiledGraph, Facts
+from comfy_accel.accel.graph_key import GraphKey
+from comfy_accel.accel.graph_store import GraphStore
+from comfy_accel.accel.kinds import Kind
+from comfy_accel.accel.store_folder import LocalFolder
+
+CPU = [torch.device("cpu")]
+
+
+def key(name="a"):
+    return GraphKey(Kind("Block", name * 8, ("weight",)), ("tuple", ("tensor",)), (), "inductor")
+
+
+def store(path, **options):
+    return GraphStore(LocalFolder(path / "graphs"), path / "secret", **options)
+
+
+def graph(data=b"code"):
+    facts = Facts(static_ones=((1, 0),), weights=1, changed=(2,))
+    return CompiledGraph(run=lambda tensors: data, guards=lambda tensors: True, facts=facts, save=lambda: data)
+
+
+def save(store, name="a", data=b"code"):
+    return store.save(key(name), "Block", CPU, graph(data))
+
+
+def load(store, name="a", fits=lambda graph: True):
+    """What was built from the saved bytes: (bytes, facts); None for a miss."""
+    built = store.load(
+        key(name), "Block", CPU, lambda data, facts: CompiledGraph(lambda t: data, lambda t: True, facts), fits
+    )
+    return None if built is None else (built.run(()), built.facts)
+
+
+def reasons(store):
+    return [row["reason"] for row in store.statistics()["misses"]]
