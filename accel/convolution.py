@@ -7,6 +7,7 @@ here is opaque to the compiler, which fuses what stands around it; cuDNN or oneD
 
 from __future__ import annotations
 
+import threading
 import types
 
 import torch
@@ -45,18 +46,23 @@ def _fake(x, weight, bias, stride, padding, dilation, groups):
     return out.to(memory_format=_memory_format(x, weight))
 
 
-def _define() -> torch.library.Library | None:
-    """Register the operator once in the process, however many copies of the engine are imported."""
-    if hasattr(torch.ops.accel, _NAME):
-        return None
-    library = torch.library.Library("accel", "FRAGMENT")
-    library.define(_SCHEMA)
-    library.impl(_NAME, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"accel::{_NAME}", _fake, lib=library)
-    return library
+_libraries: list[torch.library.Library] = []
+_defining = threading.Lock()
 
 
-_library = _define()
+def _define() -> None:
+    """Register the operator once in the process, however many copies of the engine are imported.
+
+    Not at import: it takes torch a tenth of a second, which a ComfyUI that compiles nothing should not pay.
+    """
+    with _defining:
+        if hasattr(torch.ops.accel, _NAME):
+            return
+        library = torch.library.Library("accel", "FRAGMENT")
+        library.define(_SCHEMA)
+        library.impl(_NAME, _run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"accel::{_NAME}", _fake, lib=library)
+        _libraries.append(library)  # it takes its operators along when it goes
 
 
 def _conv_forward(self, x, weight, bias):
@@ -71,6 +77,7 @@ def _conv_forward(self, x, weight, bias):
 
 def leave_to_library(template: torch.nn.Module) -> None:
     """Make every plain convolution of a template (never of a user's model) call the opaque operator."""
+    _define()
     for module in template.modules():
         if (
             isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d))

@@ -14,6 +14,28 @@ from bench import pack  # noqa: E402
 
 pack.load()
 import store_kit  # noqa: E402
+import torch  # noqa: E402
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(8)
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.nn.functional.silu(self.linear(self.norm(x)))
+
+
+class Layers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 def save_forever(folder):
@@ -27,7 +49,6 @@ def save_forever(folder):
 
 def real(folder):
     """Load or compile one small block and print what happened and what it computed."""
-    import torch
     from comfy_accel.accel.block_runner import BlockRunner, CompileSettings
     from comfy_accel.accel.fallbacks import fallbacks
     from comfy_accel.accel.graph_cache import GraphCache
@@ -35,16 +56,15 @@ def real(folder):
     from torch._dynamo.utils import counters
 
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU()) for _ in range(2)))
-    model = Model(model).eval().requires_grad_(False)
+    model = Layers().eval().requires_grad_(False)
     cache = GraphCache()
     cache.store = store_kit.store(folder)
     runners = [BlockRunner(region, cache, CompileSettings()) for region in survey(model).regions]
     out = []
     for batch in (2, 1, 5):
         x = torch.linspace(-1, 1, batch * 8).view(batch, 8)
-        for runner in runners:
-            x = runner(runner._region.block.forward, x)
+        for block, runner in zip(model.blocks, runners, strict=True):
+            x = runner(block.forward, x)
         out.append(x.tolist())
     statistics = cache.statistics()
     print(
@@ -77,23 +97,6 @@ def rounds(root):
         sys.stdout.flush()
 
 
-def make_model():
-    import torch
-
-    class Model(torch.nn.Module):
-        def __init__(self, blocks):
-            super().__init__()
-            self.blocks = torch.nn.ModuleList(blocks)
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    return Model
-
-
 if __name__ == "__main__":
-    Model = make_model()
     print("ready", flush=True)
     {"save": save_forever, "real": real, "rounds": rounds}[sys.argv[1]](Path(sys.argv[2]))

@@ -18,6 +18,7 @@ from ...graph_cache import Claim, GraphCache, shared
 from ...regions import survey
 from ...row_survey import RowSurvey
 from ...substitution import Layer, Order, substituted
+from . import graph_store
 from .options import simplifier, without_hooks
 from .progress import CompileProgress
 from .versions import clone_for_compiling
@@ -87,6 +88,7 @@ def accelerate(model: Any, settings: CompileSettings, cache: GraphCache = shared
 
     node_id: the node in the page that shows compile progress.
     """
+    graph_store.attach(cache)
     patched = clone_for_compiling(model)
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
         patched.remove_wrappers_with_key(wrapper, KEY)

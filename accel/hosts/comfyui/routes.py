@@ -11,6 +11,7 @@ def state() -> dict:
     """The graph cache's statistics and DeepCache's last run, as JSON."""
     return {
         "graph_cache": {**shared.statistics(), "fallbacks": fallbacks.rows()},
+        "graph_store": None if shared.store is None else shared.store.statistics(),
         "deep_cache": {"last_run": deep_cache.last_run()},
     }
 

@@ -13,6 +13,7 @@ import torch
 from ...block_runner import CompileSettings
 from ...graph_cache import GraphCache, shared
 from ...substitution import Order, substituted
+from . import graph_store
 from .accelerate import block_layers
 
 _CALLS = ("decode", "decode_tiled", "encode", "encode_tiled")
@@ -25,6 +26,8 @@ def skip_compile(vae: Any) -> Any:
 
 def compile_decoder(vae: Any, settings: CompileSettings, cache: GraphCache = shared) -> Any:
     """A VAE over the same weights whose decoder's blocks run compiled, one graph a kind for all sizes and tiles."""
+
+    graph_store.attach(cache)
 
     def around(view: Any) -> AbstractContextManager:
         decoder = getattr(view.first_stage_model, "decoder", None)
