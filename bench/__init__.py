@@ -15,6 +15,7 @@ BENCHES = {
     "demo": "plain and accelerated side by side at four sizes, one of them odd, in one process",
     "session": "what a session of sizes, batches, prompts, LoRAs, a ControlNet compiles and when, beside core's node",
     "deepcache": "what DeepCache's skipped steps cost in quality, on a trained network, beside core's EasyCache",
+    "restart": "the first image of a new process: with the saved graphs, with torch's own cache, with neither, eager",
     "cold": "seconds to compile SD1.5, SDXL and Flux at full depth, beside core's node; overhead a block",
 }
 """What `dev.py bench NAME` runs: module of this package → what it measures."""

@@ -1,0 +1,116 @@
+"""Where ComfyUI's store is, what it costs those who do not use it, and that it serves a real sampler."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import folder_paths
+import pytest
+import tiny_models
+import torch
+from comfy_accel.accel import store_location, store_trust
+from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.graph_cache import GraphCache, shared
+from comfy_accel.accel.hosts.comfyui import graph_store
+from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+
+IMPORT_LIMIT = 0.15
+"""Seconds of processor time beyond what ComfyUI imports anyway."""
+
+IMPORTING = """
+import sys, time
+sys.path.append(sys.argv[1])
+from bench.inprocess import boot
+boot(cpu=True)
+import nodes, comfy.sd, comfy.samplers, comfy_api.latest
+from bench import pack
+written = []
+def hear(event, arguments):
+    opened = event == "open" and isinstance(arguments[0], (str, bytes)) and arguments[2] & 3
+    if opened or event in ("os.mkdir", "os.rename", "os.link"):
+        written.append(str(arguments[0]))
+sys.addaudithook(hear)
+started = time.process_time()
+pack.load()
+from comfy_accel import nodes
+seconds = time.process_time() - started
+import json
+print(json.dumps({"seconds": seconds, "written": [name for name in written if "pycache" not in name]}))
+"""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """The process' own cache with a store under a user folder of the test's own."""
+    for name in (store_trust.KEY_VARIABLE, store_location.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(folder_paths, "get_user_directory", lambda: str(tmp_path / "user"))
+    monkeypatch.setattr(shared, "store", None)
+    return tmp_path / "user" / "__accel"
+
+
+def test_importing_the_pack_is_quick_and_writes_nothing():
+    root = str(Path(__file__).resolve().parents[2])
+    seconds = []
+    for _ in range(2):  # the first may have to write bytecode
+        out = subprocess.check_output([sys.executable, "-c", IMPORTING, root], cwd=os.sep, text=True)
+        answer = json.loads(out.splitlines()[-1])
+        assert answer["written"] == []
+        seconds.append(answer["seconds"])
+    assert min(seconds) < IMPORT_LIMIT
+
+
+def test_node_alone_touches_no_disk(home):
+    accelerate(tiny_models.unet(), CompileSettings(backend="eager"))
+    assert shared.store is not None
+    assert not home.parent.exists()
+
+
+def test_caches_of_somebodys_own_get_no_store(home):
+    cache = GraphCache()
+    graph_store.attach(cache)
+    assert cache.store is None
+
+
+def test_store_can_be_turned_off(home, monkeypatch):
+    monkeypatch.setenv(store_location.VARIABLE, "off")
+    graph_store.attach(shared)
+    assert shared.store is None
+
+
+def test_users_folder_is_one_that_no_request_reaches(home):
+    assert graph_store.home() == home
+    public = getattr(folder_paths, "get_public_user_directory", None)
+    if public is None:
+        pytest.skip("this core has no such protection")
+    assert public(home.name) is None
+
+
+@pytest.mark.slow  # compiles the kinds of a small UNet with inductor
+def test_second_process_makes_the_same_image_without_compiling(home, sample):
+    shared.clear()
+    model = tiny_models.unet(
+        channel_mult=[1, 2],
+        num_res_blocks=[1, 1],
+        transformer_depth=[1, 0],
+        transformer_depth_output=[1, 1, 0, 0],
+        transformer_depth_middle=-1,
+    )
+    fast = accelerate(model, CompileSettings(backend="inductor"))
+    before = shared.statistics()
+    first = sample(fast, 64, 64)
+    compiled = shared.statistics()
+    assert compiled["compilations"] > before["compilations"] and compiled["loaded"] == before["loaded"]
+    shared.clear()  # as a new process begins; one of its own is in tests/unit/test_graph_store_processes.py
+    shared.store = None
+    second = sample(accelerate(model, CompileSettings(backend="inductor")), 64, 64)
+    loaded = shared.statistics()
+    assert loaded["compilations"] == compiled["compilations"]
+    assert loaded["loaded"] - compiled["loaded"] == compiled["compilations"] - before["compilations"]
+    torch.testing.assert_close(second, first, rtol=1e-4, atol=1e-5)
+    assert shared.store.statistics()["misses"] == []
+    other_size = sample(accelerate(model, CompileSettings(backend="inductor")), 96, 72, batch=2, tokens=154)
+    assert shared.statistics()["compilations"] == compiled["compilations"]
+    torch.testing.assert_close(other_size, sample(model, 96, 72, batch=2, tokens=154), rtol=1e-2, atol=2e-3)
