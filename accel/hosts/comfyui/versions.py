@@ -51,3 +51,27 @@ def clone_for_compiling(model: Any) -> Any:
     if "disable_dynamic" in inspect.signature(model.clone).parameters:
         return model.clone(disable_dynamic=True)
     return model.clone()
+
+
+async def queue_prompt(server: Any, graph: dict, client_id: str | None) -> tuple[str, str | None]:
+    """Queue a prompt as `POST /prompt` does: its id, and the reason where it is not valid.
+
+    The queue's items have had a sixth part, for secrets, since before 0.3.75.
+    """
+    import time
+    import uuid
+
+    import execution
+
+    prompt_id = str(uuid.uuid4())
+    valid, error, outputs, node_errors = await execution.validate_prompt(prompt_id, graph, None)
+    if not valid:
+        reasons = [reason["message"] for node in node_errors.values() for reason in node["errors"]]
+        return prompt_id, "; ".join(reasons) or error.get("message", "the prompt is not valid")
+    extra = {"create_time": int(time.time() * 1000)}
+    if client_id is not None:
+        extra["client_id"] = client_id
+    number = server.number
+    server.number += 1
+    server.prompt_queue.put((number, prompt_id, graph, extra, outputs, {}))
+    return prompt_id, None

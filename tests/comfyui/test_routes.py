@@ -1,0 +1,170 @@
+"""The routes, over HTTP: what they do, and that what is wrong is refused with a sentence and harms nothing."""
+
+import http.client
+import json
+import time
+import urllib.parse
+
+import pytest
+
+from bench import synthetic
+from bench.client import Client
+from bench.comfyui import offer_checkpoint
+from bench.server import serving
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    base = tmp_path_factory.mktemp("routes")
+    flags = ["--extra-model-paths-config", str(offer_checkpoint(base, synthetic.checkpoint()))]
+    with serving(base, extra_flags=flags, environment={"ACCEL_STORE": ""}) as running:
+        yield running
+
+
+def request(server, path, body=None, method="POST", **headers):
+    """(status, JSON or None)"""
+    host = urllib.parse.urlsplit(server.url)
+    connection = http.client.HTTPConnection(host.hostname, host.port, timeout=60)
+    data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+    connection.request(method, path, data, {"Content-Type": "application/json", **headers})
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    try:
+        return response.status, json.loads(content)
+    except ValueError:
+        return response.status, None
+
+
+def wanted(**changes):
+    return {"checkpoint": synthetic.FILE_NAME, "sizes": ["64x64", "72x88"], "backend": "eager", **changes}
+
+
+def wait_until_idle(client):
+    deadline = time.monotonic() + 120
+    while client.get("/prompt")["exec_info"]["queue_remaining"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def refused(answer, status=400):
+    assert answer[0] == status, answer
+    sentence = answer[1]["error"]
+    assert sentence.endswith(".") and "\n" not in sentence and len(sentence) < 300
+    return sentence
+
+
+def test_warm_up_compiles_and_clear_drops(server):
+    client = Client(server.url)
+    status, answer = request(server, "/accel/warm_up", wanted(batches=[1, 2]))
+    assert status == 200
+    busy = refused(request(server, "/accel/warm_up", wanted()), 409)
+    assert "busy" in busy
+    wait_until_idle(client)
+    history = client.get(f"/history/{answer['prompt_id']}")[answer["prompt_id"]]
+    assert history["status"]["status_str"] == "success"
+    assert "4 runs" in history["outputs"]["report"]["text"][0]
+    state = client.get("/accel/state")
+    assert state["graph_cache"]["compilations"] > 0
+    assert state["graph_store"]["saved"] == 0  # graphs of this backend do not leave the process
+    status, answer = request(server, "/accel/clear")
+    assert status == 200 and answer["dropped"] == state["graph_cache"]["entries"]
+    assert client.get("/accel/state")["graph_cache"]["entries"] == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [],
+        "text",
+        7,
+        None,
+        {},
+        {"sizes": ["64x64"]},
+        wanted(checkpoint=7),
+        wanted(checkpoint=""),
+        wanted(checkpoint="x" * 10**4),
+        wanted(sizes="64x64"),
+        wanted(sizes=[]),
+        wanted(sizes=[64]),
+        wanted(sizes=["64"]),
+        wanted(sizes=["0x64"]),
+        wanted(sizes=["64x64, 72x72"]),
+        wanted(sizes=["999999x64"]),
+        wanted(sizes=["64x64"] * 1000),
+        wanted(sizes=["64x64\n72x72"]),
+        wanted(batches=1),
+        wanted(batches=[True]),
+        wanted(batches=[0]),
+        wanted(batches=[1.5]),
+        wanted(batches=[10**30]),
+        wanted(batches=[1] * 501),
+        wanted(prompt_lengths=[-1]),
+        wanted(prompt_lengths=["77"]),
+        wanted(backend="other"),
+        wanted(backend=None),
+        wanted(client_id=[]),
+        wanted(trust=True),
+    ],
+)
+def test_wrong_request_is_refused_with_a_sentence(server, body):
+    refused(request(server, "/accel/warm_up", b"null" if body is None else body))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret.safetensors", "/etc/passwd", "..\\x", "sub/../../x", "x\0y", "%2e%2e/x", "unknown.safetensors"],
+)
+def test_name_that_comfyui_does_not_list_is_refused(server, name):
+    refused(request(server, "/accel/warm_up", wanted(checkpoint=name)), 404)
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b"[" * 60_000, b"NaN-"])
+@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear"])
+def test_body_that_is_no_json_is_refused(server, path, body):
+    refused(request(server, path, body))
+
+
+@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear"])
+def test_body_of_ten_megabytes_is_refused(server, path):
+    refused(request(server, path, b" " * 10_000_000), 413)
+
+
+def test_body_of_unknown_length_is_refused_once_it_is_too_long(server):
+    host = urllib.parse.urlsplit(server.url)
+    connection = http.client.HTTPConnection(host.hostname, host.port, timeout=60)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/accel/warm_up", (b" " * 8192 for _ in range(9)), headers, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_form_of_a_page_is_refused(server, kind):
+    refused(request(server, "/accel/warm_up", wanted(), **{"Content-Type": kind}), 415)
+
+
+@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear"])
+@pytest.mark.parametrize("origin", ["https://example.org", "null", "http://127.0.0.1.example.org"])
+def test_foreign_origin_is_refused(server, path, origin):
+    # Core refuses some of them itself, without a sentence.
+    status, answer = request(server, path, wanted() if "warm" in path else None, Origin=origin)
+    assert status == 403 and (answer is None or "another site" in answer["error"])
+
+
+def test_own_origin_is_served(server):
+    assert request(server, "/accel/clear", Origin=server.url)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear"])
+def test_get_changes_nothing(server, path):
+    assert request(server, path, method="GET")[0] in (404, 405)
+
+
+def test_clear_takes_nothing(server):
+    refused(request(server, "/accel/clear", {"store": "all"}))
+
+
+def test_server_is_unharmed(server):
+    test_warm_up_compiles_and_clear_drops(server)
+    assert "Traceback" not in server.read_log()
