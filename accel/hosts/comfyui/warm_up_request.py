@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +36,11 @@ class WarmUpRequest:
     client_id: str | None = None
 
     def graph(self) -> dict[str, dict[str, Any]]:
-        """The prompt, in ComfyUI's API format."""
+        """The prompt, in ComfyUI's API format, each time another: an equal one would not run again."""
+        words = secrets.token_hex(4)
         return {
             "checkpoint": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": self.checkpoint}},
-            "text": {"class_type": "CLIPTextEncode", "inputs": {"clip": ["checkpoint", 1], "text": ""}},
+            "text": {"class_type": "CLIPTextEncode", "inputs": {"clip": ["checkpoint", 1], "text": words}},
             "model": {
                 "class_type": "AccelModel",
                 "inputs": {
