@@ -29,7 +29,7 @@ def is_available() -> bool:
 
 def compile_function(function: Callable, tensors: Sequence[torch.Tensor], backend: str | Callable) -> Any:
     """Torch's compiled function of these tensors, guarded by their sizes alone."""
-    options = {"guard_filter_fn": _keep_guards_on_sizes}
+    options = {"guard_filter_fn": keep_guards_on_sizes}
     with torch._dynamo.config.patch(enable_aot_compile=True):
         compiled = torch.compile(function, fullgraph=True, backend=_serializable(backend), options=options)
         return compiled.aot_compile((tuple(tensors), {}))
@@ -125,7 +125,7 @@ def _carry_built_kernels(graph: Any, modules: Sequence[types.ModuleType]) -> Non
     graph.cache_key = f"c{digest[:51]}"
 
 
-def _keep_guards_on_sizes(guards: Sequence[Any]) -> list[bool]:
+def keep_guards_on_sizes(guards: Sequence[Any]) -> list[bool]:
     """What a graph depends on besides sizes is in the key under which it is kept."""
     return [guard.guard_type == "SHAPE_ENV" for guard in guards]
 

@@ -265,6 +265,7 @@ class BlockRunner:
                     settings.any_size,
                     growing,
                     self._interrupts,
+                    savable=store is not None,
                 )
             if store is not None:
                 store.save(key, name, devices, graph, self._interrupts)

@@ -1,8 +1,8 @@
 """From a block and the example of a call to a callable over tensors.
 
 A compiled graph takes the block's weights as inputs beside the call's own tensors, so it serves
-every block of the kind. It is made ahead of time: an object of ours, to be counted, dropped and saved,
-where plain `torch.compile` would keep compiling behind our back at later calls, up to a limit of its own.
+every block of the kind. It is an object of ours, to be counted, dropped and saved, where plain
+`torch.compile` would keep compiling behind our back at later calls, up to a limit of its own.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def compile_block(
     dynamic: bool = True,
     growing: Container[tuple[int, int]] | None = None,
     interrupts: tuple[type[BaseException], ...] = (),
+    savable: bool = True,
 ) -> CompiledGraph:
     """Compile a block for calls like this one, at any size.
 
@@ -56,6 +57,8 @@ def compile_block(
     dynamic: every dimension of every input may vary; False compiles for these sizes alone.
     growing: (input, dimension) pairs that are 1 because the batch is; None where that is not known.
     interrupts: exceptions that mean "stop the run"; one that the compiler met is raised as it was.
+    savable: the graph is going to be saved. Where it is not, and the person has turned on the cache that torch
+        shares between machines, it is compiled in the one way that asks this cache.
 
     Raises:
         CompileFailed: the compiler is missing, gave up, or met an operator it does not know.
@@ -75,7 +78,7 @@ def compile_block(
     with _one_at_a_time:
         before = set(generated_code.all_modules())
         function, run, guards, save = _compile(
-            template, kind, spec, (*example_weights, *examples), backend, dynamic, interrupts
+            template, kind, spec, (*example_weights, *examples), backend, dynamic, interrupts, savable
         )
         generated = [module for module in generated_code.all_modules() if module not in before]
     facts = Facts(
@@ -133,16 +136,17 @@ def _call(template: torch.nn.Module, spec: call_spec.Spec, tensors: Sequence[tor
     return template(*args, **kwargs)
 
 
-def _compile(template, kind, spec, tensors, backend, dynamic, interrupts):
+def _compile(template, kind, spec, tensors, backend, dynamic, interrupts, savable):
     """The function traced, the graph, its guards, and what saves it, given template and generated code; or None.
 
     Taking 1 for a size like others is given up where it leaves a question open that must be answered.
     """
+    compile_with = _just_in_time if backend == "inductor" and not savable and _torch_shares() else _ahead_of_time
     for oblivious in (True, False) if dynamic else (False,):
         function = _block_function(template, kind.weights, spec)
         try:
             with _settings(dynamic, oblivious):
-                return function, *_ahead_of_time(function, tensors, backend)
+                return function, *compile_with(function, tensors, backend)
         except Exception as error:
             pass_on(error, (*interrupts, torch.OutOfMemoryError))
             if cause_among(error, (MemoryError,)) is not None:
@@ -229,10 +233,32 @@ def _settings(dynamic: bool, oblivious: bool):
         yield
 
 
-def _ahead_of_time(function: Callable, tensors: Sequence[torch.Tensor], backend: str | Callable):
+def _ahead_of_time(function: types.FunctionType, tensors: Sequence[torch.Tensor], backend: str | Callable):
     compiled = ahead_of_time.compile_function(function, tensors, backend)
     save = functools.partial(ahead_of_time.save, compiled) if backend == "inductor" else None
     return *ahead_of_time.callables(compiled), save
+
+
+def _torch_shares() -> bool:
+    """Whether the person has turned torch's remote cache on, which it leaves aside when compiling ahead of time."""
+    from torch._inductor import config
+
+    return bool(getattr(config, "fx_graph_remote_cache", None))
+
+
+def _just_in_time(function: types.FunctionType, tensors: Sequence[torch.Tensor], backend: str | Callable):
+    """A graph like one made ahead of time, but by calling the function once, and not to be saved.
+
+    What torch compiled is taken out and called by itself, so that no later call compiles again.
+    """
+    options = {"guard_filter_fn": ahead_of_time.keep_guards_on_sizes}
+    torch.compile(function, fullgraph=True, backend=backend, options=options)(*tensors)
+    (made,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
+    call = types.FunctionType(made.code, function.__globals__, "block", None, function.__closure__)
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    scope = dict(zip(function.__code__.co_freevars, cells, strict=True))
+    check = made.guard_manager.check
+    return lambda tensors: call(*tensors), lambda tensors: check({**scope, "tensors": tuple(tensors)}), None
 
 
 def one_line(error: BaseException) -> str:

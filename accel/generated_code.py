@@ -29,7 +29,7 @@ def bytes_of(modules: Sequence[types.ModuleType]) -> int:
 
 def release(scope: dict, modules: Sequence[types.ModuleType]) -> None:
     """Give a dropped graph's memory back: torch would keep its code and what it compiled for good."""
-    scope.clear()
+    scope.update(dict.fromkeys(scope))  # the names stay: torch deletes some itself, later
     if not modules:
         return
     cache = sys.modules["torch._inductor.codecache"].PyCodeCache

@@ -49,16 +49,20 @@ def save_forever(folder):
 
 def real(folder):
     """Load or compile one small block and print what happened and what it computed."""
+    from comfy_accel.accel import store_location
     from comfy_accel.accel.block_runner import BlockRunner, CompileSettings
     from comfy_accel.accel.fallbacks import fallbacks
     from comfy_accel.accel.graph_cache import GraphCache
+    from comfy_accel.accel.graph_store import GraphStore
     from comfy_accel.accel.regions import survey
     from torch._dynamo.utils import counters
 
     torch.manual_seed(0)
     model = Layers().eval().requires_grad_(False)
     cache = GraphCache()
-    cache.store = store_kit.store(folder)
+    if os.environ.get("ACCEL_STORE") != "off":
+        folder_of_graphs = store_location.folder(folder)
+        cache.store = GraphStore(folder_of_graphs, store_location.secret(folder))
     runners = [BlockRunner(region, cache, CompileSettings()) for region in survey(model).regions]
     out = []
     for batch in (2, 1, 5):
@@ -73,7 +77,9 @@ def real(folder):
                 "compilations": statistics["compilations"],
                 "loaded": statistics["loaded"],
                 "traced": counters["stats"]["unique_graphs"],
-                "store": cache.store.statistics(),
+                "store": cache.store and cache.store.statistics(),
+                "inductor": dict(counters["inductor"]),
+                "autograd": dict(counters["aot_autograd"]),
                 "uncompiled": fallbacks.rows(),
                 "out": out,
             }

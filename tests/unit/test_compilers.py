@@ -195,3 +195,20 @@ def test_dropped_graph_leaves_nothing_in_inductor():
     del graph
     gc.collect()
     assert kept() == before
+
+
+def test_graph_that_asks_torchs_shared_cache_tells_what_it_serves_and_never_compiles_again(monkeypatch):
+    block = Broadcasts().eval().requires_grad_(False)
+    monkeypatch.setattr(compilers, "_torch_shares", lambda: True)
+    monkeypatch.setattr(compilers, "_ahead_of_time", lambda *_: pytest.fail("this leaves torch's cache aside"))
+    before = counters["stats"]["unique_graphs"]
+    inputs = torch.randn(1, 5, 4), torch.randn(1, 1, 4)
+    graph, weights = compiled(block, inputs, backend="inductor", savable=False)
+    assert graph.save is None
+    for batch, tokens in [(1, 5), (2, 7), (5, 1)]:
+        inputs = torch.randn(batch, tokens, 4), torch.randn(batch, 1, 4)
+        tensors = (*weights.read(), *inputs)
+        assert graph.accepts(tensors)
+        torch.testing.assert_close(graph.run(tensors), block(*inputs))
+    assert not graph.accepts((*weights.read(), torch.randn(2, 7, 4), torch.randn(2, 7, 4)))
+    assert counters["stats"]["unique_graphs"] == before + 1
