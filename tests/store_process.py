@@ -1,7 +1,4 @@
-"""A process that uses a store, for tests that end it in the middle or run two: `python store_process.py VERB FOLDER`.
-
-Prints a line when it is ready and waits for one, so that two start together.
-"""
+"""A process that uses a store, for tests that run two: `python store_process.py VERB FOLDER`. Says when it is ready."""
 
 import json
 import os
@@ -36,15 +33,6 @@ class Layers(torch.nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-def save_forever(folder):
-    """Save graphs of random bytes, each of which says its own checksum, until the process is ended."""
-    number = 0
-    while True:
-        data = os.urandom(200_000)
-        store_kit.save(store_kit.store(folder, max_bytes=3_000_000), f"{number % 8}", data)
-        number += 1
 
 
 def real(folder):
@@ -89,7 +77,7 @@ def real(folder):
 
 
 def rounds(root):
-    """Twenty times or as often as asked: an empty store, shared with another process that does the same."""
+    """For each line read: an empty store of that name, shared with another process that does the same."""
     for line in sys.stdin:
         folder = Path(root) / line.strip()
         mine = store_kit.store(folder)
@@ -105,4 +93,4 @@ def rounds(root):
 
 if __name__ == "__main__":
     print("ready", flush=True)
-    {"save": save_forever, "real": real, "rounds": rounds}[sys.argv[1]](Path(sys.argv[2]))
+    {"real": real, "rounds": rounds}[sys.argv[1]](Path(sys.argv[2]))

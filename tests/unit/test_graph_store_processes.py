@@ -13,14 +13,14 @@ from comfy_accel.accel import store_entry, store_trust
 from comfy_accel.accel.store_folder import LocalFolder
 from store_kit import load, reasons, save, store
 
-SCRIPT = Path(__file__).resolve().parent.parent / "store_process.py"
-KILLS = int(os.environ.get("ACCEL_TEST_KILLS", "8"))
+HERE = Path(__file__).resolve().parent.parent
+KILLS = int(os.environ.get("ACCEL_TEST_KILLS", "20"))
 ROUNDS = int(os.environ.get("ACCEL_TEST_ROUNDS", "20"))
 
 
-def start(verb, folder, **environment):
+def start(script, *arguments, **environment):
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), verb, str(folder)],
+        [sys.executable, str(HERE / script), *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -44,7 +44,7 @@ def test_process_killed_while_it_saves_leaves_a_store_that_works(tmp_path):
     chance = random.Random(0)
     whole = 0
     for number in range(KILLS):
-        process = start("save", tmp_path)
+        process = start("store_killed.py", tmp_path)
         try:
             assert process.stdout.readline() == "ready\n"
             time.sleep(chance.uniform(0, 0.15))
@@ -55,14 +55,12 @@ def test_process_killed_while_it_saves_leaves_a_store_that_works(tmp_path):
         after = store(tmp_path)
         assert save(after, f"after {number}")
         assert load(store(tmp_path), f"after {number}")[0] == b"code"
-        for name in map(str, range(8)):
-            load(after, name)
-        assert not [reason for reason in reasons(after) if "saved of it yet" not in reason]
+        assert reasons(after) == []
     assert whole > 1
 
 
 def test_two_processes_on_an_empty_store_disturb_each_other_in_nothing(tmp_path):
-    processes = [start("rounds", tmp_path) for _ in range(2)]
+    processes = [start("store_process.py", "rounds", tmp_path) for _ in range(2)]
     try:
         for process in processes:
             assert process.stdout.readline() == "ready\n"
@@ -85,7 +83,9 @@ def test_two_processes_on_an_empty_store_disturb_each_other_in_nothing(tmp_path)
 def test_new_process_neither_traces_nor_compiles(tmp_path):
     answers = []
     for cache in ("first", "second"):  # nothing of torch's own caches is left for the second
-        process = start("real", tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / cache), OMP_NUM_THREADS="1")
+        process = start(
+            "store_process.py", "real", tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / cache), OMP_NUM_THREADS="1"
+        )
         lines = process.communicate()[0].splitlines()
         answers.append(json.loads(lines[-1]))
     first, second = answers

@@ -1,0 +1,30 @@
+"""A process to be killed: `python store_killed.py FOLDER` saves and prunes without end. Starts quickly: no torch."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from bench import pack  # noqa: E402
+
+pack.load()
+from comfy_accel.accel import store_entry, store_prune, store_trust  # noqa: E402
+from comfy_accel.accel.store_folder import LocalFolder  # noqa: E402
+
+
+def main(home: Path) -> None:
+    folder = LocalFolder(home / "graphs")
+    print("ready", flush=True)
+    seals = store_trust.seals(home / "secret")
+    number = 0
+    while True:
+        data = os.urandom(200_000)
+        manifest = store_entry.describe(f"{number % 8:024x}", "Block", {}, {}, data)
+        store_entry.write(folder, seals, manifest, data)
+        store_prune.prune(folder, 3_000_000)
+        number += 1
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
