@@ -36,6 +36,9 @@ DEFAULT_MAX_BYTES = 2 << 30
 _PRUNE_EVERY = 16
 """Saves between two looks at the folder's size."""
 
+_MOST_REASONS = 256
+"""Kept for the report; a message may hold a name that is another each time."""
+
 _MOST_FAILED_SAVES = 3
 """In a row, after which a process saves no more: each may be a network's timeout long."""
 
@@ -187,6 +190,8 @@ class GraphStore:
     def _note(self, name: str, reason: str) -> None:
         reason = " ".join(reason.split())[:300]
         with self._lock:
+            if (name, reason) not in self._misses and len(self._misses) >= _MOST_REASONS:
+                return
             count = self._misses[name, reason] = self._misses.get((name, reason), 0) + 1
             first_of_reason = count == 1 and sum(known == reason for _, known in self._misses) == 1
         if first_of_reason:

@@ -19,8 +19,8 @@ class AccelClearGraphCache(io.ComfyNode):
             display_name="Clear Graph Cache",
             category="accel",
             description=(
-                "Drops every compiled graph and gives its memory back. The next image compiles again. Blocks that "
-                "could not be compiled are tried again too. Runs each time the workflow does."
+                "Drops every compiled graph and gives its memory back. The next image loads or compiles them again. "
+                "Blocks that could not be compiled are tried again too. Runs each time the workflow does."
             ),
             search_aliases=["free memory", "reset", "compile cache", "graphs"],
             is_output_node=True,
