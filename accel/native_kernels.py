@@ -58,8 +58,21 @@ def with_built_kernels(source: str, module: types.ModuleType) -> str:
         packed = base64.b85encode(zlib.compress(library.read_bytes(), 9)).decode()
         lines[statement.lineno - 1 : statement.end_lineno] = [f"{name} = built_kernel({packed!r})\n".encode()]
         replaced = True
-    changed = b"".join(lines).decode()
-    return f"{inspect.getsource(built_kernel)}\n\n{changed}" if replaced else source
+    if not replaced:
+        return source
+    return f"{inspect.getsource(built_kernel)}\n\n{_without_idle_imports(b''.join(lines).decode())}"
+
+
+def _without_idle_imports(source: str) -> str:
+    """Generated source without the imports of inductor's modules that nothing in it uses: each may take a second."""
+    tree = ast.parse(source)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    lines = source.encode().splitlines(keepends=True)
+    for statement in reversed(tree.body):
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith("torch._inductor."):
+            if not used & {alias.asname or alias.name for alias in statement.names}:
+                del lines[statement.lineno - 1 : statement.end_lineno]
+    return b"".join(lines).decode()
 
 
 def _kernel_name(statement: ast.stmt) -> str | None:
