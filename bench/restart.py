@@ -23,8 +23,8 @@ COLUMNS = ("model", "mode", "first_image_s", "compilations", "loaded", "import_m
 LEGEND = """\
 first_image_s: of the first image, its compiling or loading included; warm_process is the second image of the cold one.
 compilations: graphs that torch traced for it. loaded: saved graphs. import_ms: what loading the pack adds to ComfyUI's
-own start. relative_diff: from the eager image, of its largest value. torch_cache: no saved graphs, but what torch itself
-has kept of the cold process; of what is compiled ahead of time that is the C++ libraries alone."""
+own start. relative_diff: from the eager image, of its largest value. torch_cache: no saved graphs, but what torch
+itself has kept of the cold process; of what is compiled ahead of time that is the C++ libraries alone."""
 LATENT_SIDE = 32
 GOAL_OF_EAGER, GOAL_SECONDS, GOAL_OF_COLD = 1.2, 2.0, 10
 TOLERANCE = 1e-2
