@@ -41,6 +41,49 @@ print(json.dumps({"seconds": seconds, "written": [name for name in written if "p
 """
 
 
+KEYS = """
+import json, sys
+sys.path.append(sys.argv[1])
+from bench.inprocess import boot
+boot(cpu=True)
+sys.path.append(sys.argv[1] + "/tests")
+from bench import pack
+pack.load()
+import tiny_dits, tiny_models
+from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.graph_cache import GraphCache, NoGraph
+from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from comfy_accel.accel.store_key import key_digest
+
+class Asked:
+    def __init__(self):
+        self.digests = set()
+
+    def load(self, key, name, devices, build, fits, values, interrupts):
+        self.digests.add(f"{name} {key_digest(key, values)}")
+        raise NoGraph(key, "only asked")
+
+def asked(model, *samples):
+    told = []
+    for sample in samples:
+        cache = GraphCache()
+        cache.store = Asked()
+        sample(accelerate(model, CompileSettings(), cache))
+        told.append(sorted(cache.store.digests))
+    return told
+
+flux = tiny_dits.DITS["Flux"]
+print(json.dumps([
+    asked(
+        tiny_models.unet(),
+        lambda model: tiny_models.sample(model, 64, 64, steps=1),
+        lambda model: tiny_models.sample(model, 96, 72, batch=3, tokens=154, steps=1),
+    ),
+    asked(flux.load(), lambda model: flux.sample(model, 0, steps=1), lambda model: flux.sample(model, 1, 2, steps=1)),
+]))
+"""
+
+
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """The process' own cache with a store under a user folder of the test's own."""
@@ -60,6 +103,19 @@ def test_importing_the_pack_is_quick_and_writes_nothing():
         assert answer["written"] == []
         seconds.append(answer["seconds"])
     assert min(seconds) < IMPORT_LIMIT
+
+
+def test_names_of_saved_graphs_are_the_same_in_every_process_and_at_every_size():
+    root = str(Path(__file__).resolve().parents[2])
+    answers = []
+    for seed in ("1", "2"):  # of the order of sets, which differs from process to process
+        command = [sys.executable, "-c", KEYS, root]
+        out = subprocess.check_output(command, cwd=os.sep, env={**os.environ, "PYTHONHASHSEED": seed}, text=True)
+        answers.append(json.loads(out.splitlines()[-1]))
+    assert answers[0] == answers[1]
+    for small, large in answers[0]:
+        assert small == large
+        assert len(small) > 1 and not any("None" in name for name in small)
 
 
 def test_node_alone_touches_no_disk(home):
