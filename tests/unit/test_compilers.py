@@ -184,15 +184,23 @@ def test_torch_that_cannot_compile_ahead_of_time_is_told_so(monkeypatch):
     assert counters["stats"]["unique_graphs"] == before
 
 
-def test_dropped_graph_leaves_nothing_in_inductor():
+def test_dropped_graph_leaves_nothing_in_inductor_whether_compiled_or_loaded():
     def kept():
         return [len(PyCodeCache.modules), len(PyCodeCache.modules_no_attr), len(PyCodeCache.linemaps)]
 
     gc.collect()
     before = kept()
-    graph, _ = compiled(Broadcasts().eval().requires_grad_(False), INPUTS, backend="inductor")
+    block = Broadcasts().eval().requires_grad_(False)
+    graph, weights = compiled(block, INPUTS, backend="inductor")
     assert kept() != before
+    data, facts = graph.save(), graph.facts
     del graph
+    gc.collect()
+    assert kept() == before
+    loaded = compilers.load_block(template_of(block), call_spec.flatten((INPUTS, {}), []), data, facts)
+    torch.testing.assert_close(loaded.run((*weights.read(), *INPUTS)), block(*INPUTS))
+    assert kept() != before
+    del loaded
     gc.collect()
     assert kept() == before
 
