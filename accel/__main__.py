@@ -6,7 +6,7 @@ import sys
 def main() -> int:
     arguments = sys.argv[1:]
     if arguments[:1] != ["store"]:
-        print("usage: accel store {list,verify,export,import,prune} ...", file=sys.stderr)
+        print("usage: accel store {list,verify,export,import,prune,move,limit} ...", file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     from .store_command import main as store
 

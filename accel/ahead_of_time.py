@@ -6,8 +6,10 @@ import copy
 import dataclasses
 import dis
 import hashlib
+import os
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +69,7 @@ def save(compiled: Any, template: torch.nn.Module, modules: Sequence[types.Modul
         raise NotSavable("only what inductor compiled can be saved")
     try:
         entry = copy.deepcopy(artifacts.compiled_fn.compiled_fn.serialize())
-        _carry_built_kernels(entry.compiled_fw.result, modules)
+        name = _carry_built_kernels(entry.compiled_fw.result, modules)
         environment = artifacts.runtime_env
         # What the bytecode does not use was there for tracing, and this pack's modules, which another
         # installation may know under another name, are among it.
@@ -79,7 +81,8 @@ def save(compiled: Any, template: torch.nn.Module, modules: Sequence[types.Modul
             runtime_env=dataclasses.replace(environment, import_sources=sources),
             source_info=SourceInfo(inlined_sources=set()),
         )
-        return AOTCompiledFunction.serialize(_Artifacts(portable), {TEMPLATE: template}).serialized_data
+        data = AOTCompiledFunction.serialize(_Artifacts(portable), {TEMPLATE: template}).serialized_data
+        return f"{name}\n".encode() + data
     except Exception as error:
         raise NotSavable(f"{type(error).__name__}: {error}") from error
 
@@ -92,6 +95,8 @@ def load(data: bytes, template: torch.nn.Module) -> Any:
     """
     from torch._dynamo.aot_compile import AOTCompiledFunction
 
+    name, _, data = data.partition(b"\n")
+    _clear_the_way(name.decode())
     return AOTCompiledFunction.deserialize(data, None, {TEMPLATE: template})
 
 
@@ -112,17 +117,32 @@ class _Artifacts:
     _artifacts: Any
 
 
-def _carry_built_kernels(graph: Any, modules: Sequence[types.ModuleType]) -> None:
+def _carry_built_kernels(graph: Any, modules: Sequence[types.ModuleType]) -> str:
+    """Have the graph's generated code carry its built kernels; the name of that code, "" where there is none."""
     source = getattr(graph, "source_code", None)
     if not source:
-        return
+        return ""
     module = next((module for module in modules if getattr(module, "key", None) == graph.cache_key), None)
-    if module is None:
-        return
-    graph.source_code = with_built_kernels(source, module)
-    # Torch writes generated code to a file named by this key, unless there is one of that name.
-    digest = hashlib.sha256(graph.source_code.encode()).hexdigest()
-    graph.cache_key = f"c{digest[:51]}"
+    if module is not None:
+        graph.source_code = with_built_kernels(source, module)
+    graph.cache_key = _name_of(graph.source_code.encode())
+    return graph.cache_key
+
+
+def _name_of(code: bytes) -> str:
+    return f"c{hashlib.sha256(code).hexdigest()[:51]}"
+
+
+def _clear_the_way(name: str) -> None:
+    """See that torch will run the code of this name that it is about to read, and not a file that lies there already.
+
+    It writes generated code to a file of this name in its own cache, unless there is one, and runs the file.
+    """
+    from torch._inductor.codecache import get_path
+
+    path = Path(get_path(name, "py")[2]) if name else None
+    if path is not None and os.path.lexists(path) and _name_of(path.read_bytes()) != name:
+        path.unlink()
 
 
 def keep_guards_on_sizes(guards: Sequence[Any]) -> list[bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from . import call_spec, compilers, kinds
 from .compiled_graph import CompiledGraph, Facts
+from .eager_calls import elsewhere, not_in_this_mode
 from .fallbacks import fallbacks
 from .graph_cache import Claim, GraphCache, NoGraph
 from .graph_entry import Entry
@@ -22,7 +23,6 @@ from .row_survey import RowSurvey, silent
 _MAX_REMEMBERED = 64
 """Call shapes a stand-in remembers the graph of; more than one model call ever has."""
 
-_is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
 _type_and_place = operator.attrgetter("dtype", "device")
 
 
@@ -116,7 +116,7 @@ class BlockRunner:
         except call_spec.UnsupportedArgument as reason:
             return self._eagerly(inner, args, kwargs, f"it is called with {reason}")
         weights = self._slots.read()
-        reason = _not_in_this_mode(weights, inputs)
+        reason = not_in_this_mode(weights, inputs)
         if reason is not None:
             fallbacks.note(self._region.kind.name, reason)
             return inner(*args, **kwargs)
@@ -171,9 +171,17 @@ class BlockRunner:
             probe.abandon()
         out = inner(*args, **kwargs)
         if not is_shortage:
-            entry.give_up(reason)
+            self._reject(entry, graph, reason)
         self._note(f"its compiled graph failed: {reason}")
         return out
+
+    def _reject(self, entry: Entry, graph: CompiledGraph, reason: str) -> None:
+        """A graph failed where its block did not: one that was loaded is compiled anew, one compiled here is none."""
+        store = self._cache.store
+        if graph.saved_as is not None and store is not None and store.distrust(graph.saved_as):
+            entry.drop(graph)
+        else:
+            entry.give_up(reason)
 
     def _probe(self, graph, probe, run, inner, spec, given, inputs, device):
         """A call run both ways, on copies where the block might change its inputs; what they become is compared too."""
@@ -220,10 +228,10 @@ class BlockRunner:
 
     def _find_or_compile(self, spec, weights, inputs):
         region, settings = self._region, self._settings
-        elsewhere = _elsewhere(weights, inputs)
-        if elsewhere is not None:
+        device = elsewhere(weights, inputs)
+        if device is not None:
             # A graph would be good for this split of the weights alone, and the next prompt splits them otherwise.
-            fallbacks.note(region.kind.name, f"its weights are partly on {elsewhere}, its inputs are not")
+            fallbacks.note(region.kind.name, f"its weights are partly on {device}, its inputs are not")
             return None
         tensors = (*weights, *inputs)
         call, values = call_spec.without_values(spec)
@@ -246,7 +254,10 @@ class BlockRunner:
             def build(data: bytes, facts: Facts) -> CompiledGraph:
                 return compilers.load_block(kinds.template_of(region.block), spec, data, facts, self._interrupts)
 
-            return store and store.load(key, name, devices, build, fits, values, self._interrupts)
+            def could_fit(facts: Facts) -> bool:
+                return facts.values == values and facts.allow(tensors)
+
+            return store and store.load(key, name, devices, build, fits, values, self._interrupts, could_fit)
 
         def compile_graph() -> CompiledGraph:
             try:
@@ -286,18 +297,3 @@ class BlockRunner:
         if self._settings.stop_on_trouble:
             raise Trouble(f"{self._region.kind.name} ({self._region.path}) cannot run compiled: {reason}")
         fallbacks.note(self._region.kind.name, reason)
-
-
-def _elsewhere(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> torch.device | None:
-    """A device that holds weights but is not the inputs'; None where all is in one place."""
-    here = {tensor.device for tensor in inputs if tensor.ndim and tensor.numel()}
-    return next((weight.device for weight in weights if weight.ndim and here and weight.device not in here), None)
-
-
-def _not_in_this_mode(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> str | None:
-    """Why no graph is right for a call in the mode that torch is in now; None where one is."""
-    if _is_autocast_on():
-        return "autocast is on, and a graph computes in the types that it was made for"
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *weights)):
-        return "gradients are wanted, and a graph gives none"
-    return None

@@ -20,12 +20,8 @@ from typing import Any
 import torch
 
 from .code_digest import CodeFacts, facts_of
+from .functions_in import functions_in, held_by, methods_of
 from .plain_values import OPERATORS, PLAIN, Indescribable, describe_value
-
-_NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"} | {
-    *("state_dict", "load_state_dict", "_load_from_state_dict", "_save_to_state_dict")
-}
-"""Construction, printing, loading and saving: a call of a module runs none of these."""
 
 _CONTAINERS = (dict, list, set)
 _RECORDS = (argparse.Namespace, types.SimpleNamespace)
@@ -35,6 +31,9 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch"}
 _MOST_ITEMS = 512
 """A larger table in a module is no setting, and would be read at every survey."""
 
+_NO_STATE = ("_thread", "logging", "threading", "typing")
+"""Modules of types whose objects no result depends on: locks, loggers, the parts of annotations."""
+
 
 @dataclass(frozen=True)
 class Meaning:
@@ -43,12 +42,16 @@ class Meaning:
     digest: of the functions, those that they call and the plain values they look at.
     names, strings: attributes and globals that the code looks at, and its string constants.
     looked_at: attributes that it may read, by their name or by `getattr` with a constant.
+    modules: by name, those that it lies in or looks into, but for libraries.
+    opaque: what it looks at and the digest tells the type of alone. It stays as it is while a program runs.
     """
 
     digest: str
     names: frozenset[str]
     strings: frozenset[str]
     looked_at: frozenset[str]
+    modules: frozenset[str]
+    opaque: frozenset[str]
 
 
 class Held:
@@ -58,12 +61,15 @@ class Held:
         self._reader = reader
         self.functions: list[types.FunctionType] = []
         self.classes: set[type] = set()
+        self.modules: set[str] = set()
+        self.opaque: set[str] = set()
         self.within: set[int] = set()
         """The ids of the values that are being described, from the outermost in."""
 
     def add(self, other: Held) -> None:
         self.functions.extend(other.functions)
         self.classes |= other.classes
+        self.opaque |= other.opaque
 
     def function(self, function: types.FunctionType) -> tuple:
         self.functions.append(function)
@@ -80,7 +86,7 @@ class Held:
     def all_functions(self) -> Iterator[types.FunctionType]:
         yield from self.functions
         for cls in self.classes:
-            yield from (function for _, function in _methods(cls))
+            yield from (function for _, function in methods_of(cls))
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ class _Function:
     """One function: its description with what its names call now, and the functions to look at next.
 
     values: the plain values it looks at, as (where, name, description). sets: those it sets, as (where, name).
+    modules, opaque: as in `Meaning`.
     """
 
     described: str
@@ -95,6 +102,8 @@ class _Function:
     calls: tuple[types.FunctionType, ...]
     values: tuple[tuple[int, str, str], ...]
     sets: frozenset[tuple[int, str]]
+    modules: frozenset[str]
+    opaque: frozenset[str]
 
 
 class CodeReader:
@@ -133,7 +142,7 @@ class CodeReader:
         outermost = not self._active
         self._active.add(id(function))
         try:
-            values = tuple(self._held(value, function, Held(self)) for value in _holds(function))
+            values = tuple(self._held(value, function, Held(self)) for value in held_by(function))
         finally:
             self._active.discard(id(function))
         described = (function.__module__, function.__qualname__, facts_of(function.__code__).digest, values)
@@ -147,7 +156,7 @@ class CodeReader:
         in_order = sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__))
         for cls in in_order:
             told.append((cls.__module__, cls.__qualname__, [base.__qualname__ for base in cls.__mro__]))
-            for name, function in _methods(cls):
+            for name, function in methods_of(cls):
                 told.append((name, self.own(function)))
                 roots.append(function)
         seen: dict[int, _Function] = {}
@@ -156,25 +165,30 @@ class CodeReader:
             if id(function) not in seen:
                 found = seen[id(function)] = self._function(function)
                 roots.extend(call for call in found.calls if id(call) not in seen)
+        held = Held(self)
         names = frozenset().union(*(found.facts.names for found in seen.values()))
         strings = frozenset().union(*(found.facts.strings for found in seen.values()))
+        modules = {cls.__module__ for cls in classes if not _is_library(cls.__module__)}
+        modules.update(*(found.modules for found in seen.values()))
         told.append(sorted({found.described for found in seen.values()}))
         # What the code sets itself is where it keeps things, and no setting.
         kept = frozenset().union(*(found.sets for found in seen.values()))
         values = {value for found in seen.values() for value in found.values if value[:2] not in kept}
         told.append(sorted({(name, described) for _, name, described in values}))
         looked_at = names | {string for string in strings if string.isidentifier()}
-        told.extend(self._class_values(cls, looked_at) for cls in in_order)
-        return Meaning(hashlib.sha256(repr(told).encode()).hexdigest(), names, strings, looked_at)
+        told.extend(self._class_values(cls, looked_at, held) for cls in in_order)
+        opaque = held.opaque.union(*(found.opaque for found in seen.values()))
+        digest = hashlib.sha256(repr(told).encode()).hexdigest()
+        return Meaning(digest, names, strings, looked_at, frozenset(modules), frozenset(opaque))
 
-    def _class_values(self, cls: type, names: frozenset[str]) -> list[tuple]:
+    def _class_values(self, cls: type, names: frozenset[str], held: Held) -> list[tuple]:
         """The plain class attributes that the code may look at."""
         return [
-            (base.__qualname__, name, self._value(vars(base)[name], Held(self)))
+            (base.__qualname__, name, self._value(vars(base)[name], held))
             for base in cls.__mro__[:-1]
             if base is not torch.nn.Module
             for name in sorted(names.intersection(vars(base)))
-            if not name.startswith("__") and next(_functions_in(vars(base)[name]), None) is None
+            if not name.startswith("__") and next(functions_in(vars(base)[name]), None) is None
         ]
 
     def _function(self, function: types.FunctionType) -> _Function:
@@ -184,13 +198,14 @@ class CodeReader:
             told: list[tuple] = []
             values: list[tuple[int, str, str]] = []
             held = Held(self)
-            for value in _holds(function):
+            for value in held_by(function):
                 self._held(value, function, held)
             scope = function.__globals__
             self._means("", scope, facts, told, values, held, set(), _is_library(function.__module__))
             calls = tuple(call for call in held.all_functions() if not _is_library(call.__module__))
             sets = frozenset((id(scope), name) for name in facts.globals_set)
-            found = _Function(repr((self.own(function), told)), facts, calls, tuple(values), sets)
+            described, seen_by = repr((self.own(function), told)), (frozenset(held.modules), frozenset(held.opaque))
+            found = _Function(described, facts, calls, tuple(values), sets, *seen_by)
             known = self._functions[id(function)] = (function, found)
         return known[1]
 
@@ -199,11 +214,16 @@ class CodeReader:
 
         told: gets the functions. values: gets the plain values. held: gets what to look at next.
         """
+        if not is_library and isinstance(scope.get("__name__", scope.get("__module__")), str):
+            held.modules.add(scope.get("__name__", scope.get("__module__")))
+        told_of = Held(self) if is_library else held
         for name in sorted(facts.names.intersection(scope)):
             value, inner = scope[name], f"{path}{name}"
-            called = list(_functions_in(value))
+            called = list(functions_in(value))
+            if isinstance(value, types.MethodType) and not isinstance(value.__self__, type) and not is_library:
+                held.opaque.add(f"a method of a {type(value.__self__).__qualname__}")
             if called or isinstance(value, OPERATORS):
-                told.append((inner, [held.function(function) for function in called] or self._value(value, held)))
+                told.append((inner, [held.function(function) for function in called] or self._value(value, told_of)))
             elif isinstance(value, (types.ModuleType, type)):
                 if value not in seen and (isinstance(value, types.ModuleType) or self._is_namespace(value)):
                     seen.add(value)
@@ -216,7 +236,10 @@ class CodeReader:
         """What a plain value, or an object with attributes that are looked at, tells."""
         if isinstance(value, _CONTAINERS):
             # An empty one is as good as one that nothing can be told of: such are filled while a program runs.
-            described = self._value(value, held) if value and not facts.changes and len(value) <= _MOST_ITEMS else None
+            if len(value) > _MOST_ITEMS:
+                held.opaque.add(f"a table of {len(value)} items")
+                return
+            described = self._value(value, held) if value and not facts.changes else None
             if described is not None:
                 yield described
         elif self._has_named_state(value):
@@ -245,54 +268,28 @@ class CodeReader:
             return ("empty", tuple(value.shape), value.dtype, value.device)
         if isinstance(value, (torch.Tensor, torch.nn.Module)) and not _is_library(function.__module__):
             raise Indescribable(f"{function.__qualname__}, a function around a {type(value).__qualname__}")
-        return [held.function(inner) for inner in _functions_in(value)] or self._value(value, held)
+        return [held.function(inner) for inner in functions_in(value)] or self._value(value, held)
 
     def _value(self, value: Any, held: Held) -> Any:
         found = Held(self)
         try:
             described = describe_value(value, found)
         except Indescribable:
-            return None if isinstance(value, _CONTAINERS) else ("a", type(value).__module__, type(value).__qualname__)
+            if isinstance(value, _CONTAINERS):
+                return None
+            if not _has_no_state(value):
+                held.opaque.add(f"a {type(value).__module__}.{type(value).__qualname__}")
+            return ("a", type(value).__module__, type(value).__qualname__)
         held.add(found)
         return described
-
-
-def _methods(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
-    """The functions that a call of an instance may run: all but `_NOT_RUN`."""
-    for base in cls.__mro__:
-        if base is not torch.nn.Module and base is not object:
-            for name, value in vars(base).items():
-                if name not in _NOT_RUN and not isinstance(value, type):
-                    for function in _functions_in(value):
-                        yield f"{base.__qualname__}.{name}", function
-
-
-def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """The Python functions that a value is, or is a thin shell of: a method, a property, a cached function."""
-    if isinstance(value, types.FunctionType):
-        yield value
-    elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
-        yield from _functions_in(value.__func__)
-    elif isinstance(value, property):
-        for part in (value.fget, value.fset, value.fdel):
-            yield from _functions_in(part)
-    elif isinstance(value, functools.cached_property):
-        yield from _functions_in(value.func)
-    elif isinstance(value, functools._lru_cache_wrapper):
-        yield from _functions_in(value.__wrapped__)
-
-
-def _holds(function: types.FunctionType) -> Iterator[Any]:
-    """Its defaults and the contents of its cells: what a decorator made holds what it was made from."""
-    yield from function.__defaults__ or ()
-    yield from sorted((function.__kwdefaults__ or {}).items())
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not filled yet
-            yield None
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def _has_no_state(value: Any) -> bool:
+    """Whether it is nothing that a result depends on, or stands for an attribute in a class with slots or fields."""
+    is_slot = isinstance(value, (types.GetSetDescriptorType, types.MemberDescriptorType))
+    return is_slot or type(value).__qualname__ == "_tuplegetter" or type(value).__module__ in _NO_STATE

@@ -29,15 +29,20 @@ class Facts:
     dynamic: bool = True
     values: tuple[str, ...] = ()
 
+    def allow(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the graph could be right for these weights and inputs; its guards may still say no."""
+        return all(i < len(tensors) and tensors[i].shape[d] == 1 for i, d in self.static_ones)
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class CompiledGraph:
     """One compiled callable: `run(tensors)` for calls that `accepts(tensors)`.
 
     nbytes: what the artifact weighs, bytes; 0 when unknown.
     path: what the block does with such inputs; None where nothing can be told without their values.
     save: gives the bytes that the graph can be loaded from (`compilers.load_block`), or raises
-        `ahead_of_time.NotSavable`; None for a graph that was loaded, or cannot leave the process.
+        `ahead_of_time.NotSavable`; None for a graph that was saved or loaded, or cannot leave the process.
+    saved_as: the name under which it lies in the store; None where it does not.
     """
 
     run: Callable[[Sequence[torch.Tensor]], Any]
@@ -46,6 +51,7 @@ class CompiledGraph:
     nbytes: int = 0
     path: Callable[[Sequence[torch.Tensor]], Path | None] | None = None
     save: Callable[[], bytes] | None = None
+    saved_as: str | None = None
 
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the graph is right for these weights and dense inputs.
@@ -54,7 +60,7 @@ class CompiledGraph:
         layouts. Where they alone stand against a call, it is accepted if the block itself does the same
         with 2 and with 3 in place of each 1.
         """
-        if any(tensors[i].shape[d] != 1 for i, d in self.facts.static_ones):
+        if not self.facts.allow(tensors):
             return False
         weights, inputs = tensors[: self.facts.weights], tensors[self.facts.weights :]
         ones = [call_spec.canonical(tensor, device="meta") for tensor in inputs]

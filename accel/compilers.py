@@ -74,11 +74,12 @@ def compile_block(
     if lifted is not None and taken is not None and path(lifted) is None:
         lifted = None
     examples, static_ones = _examples(lifted or inputs, dynamic)
-    example_weights = _example_weights(weights, kind)
+    runs = backend == "inductor" and not savable and _torch_shares()
+    example_weights = _example_weights(weights, kind, unfilled=runs)
     with _one_at_a_time:
         before = set(generated_code.all_modules())
         function, run, guards, save = _compile(
-            template, kind, spec, (*example_weights, *examples), backend, dynamic, interrupts, savable
+            template, kind, spec, (*example_weights, *examples), backend, dynamic, interrupts, runs
         )
         generated = [module for module in generated_code.all_modules() if module not in before]
     facts = Facts(
@@ -136,12 +137,13 @@ def _call(template: torch.nn.Module, spec: call_spec.Spec, tensors: Sequence[tor
     return template(*args, **kwargs)
 
 
-def _compile(template, kind, spec, tensors, backend, dynamic, interrupts, savable):
+def _compile(template, kind, spec, tensors, backend, dynamic, interrupts, runs):
     """The function traced, the graph, its guards, and what saves it, given template and generated code; or None.
 
-    Taking 1 for a size like others is given up where it leaves a question open that must be answered.
+    runs: compile it by running it. Taking 1 for a size like others is given up where it leaves a question open that
+    must be answered.
     """
-    compile_with = _just_in_time if backend == "inductor" and not savable and _torch_shares() else _ahead_of_time
+    compile_with = _just_in_time if runs else _ahead_of_time
     for oblivious in (True, False) if dynamic else (False,):
         function = _block_function(template, kind.weights, spec)
         try:
@@ -174,16 +176,20 @@ def _block_function(template: torch.nn.Module, names: tuple[str, ...], spec: cal
     return types.FunctionType(code, scope, "block", None, block.__closure__)
 
 
-def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.Tensor]:
-    """The weights, with an unfilled stand-in for each whose sizes vary within the kind, marked so."""
-    examples = list(weights)
+def _example_weights(weights: Sequence[torch.Tensor], kind: Kind, unfilled: bool) -> list[torch.Tensor]:
+    """The weights, with an unfilled stand-in for each whose sizes vary within the kind, marked so.
+
+    unfilled: stand-ins for all of them, since the block, which might write to one, will run.
+    """
+    varying = {index for index, _ in kind.varying}
+    examples = [_unfilled(weight) if unfilled or i in varying else weight for i, weight in enumerate(weights)]
     for index, dimension in kind.varying:
-        weight = examples[index]
-        if weight is weights[index]:
-            weight = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
-            examples[index] = weight
-        torch._dynamo.maybe_mark_dynamic(weight, dimension)
+        torch._dynamo.maybe_mark_dynamic(examples[index], dimension)
     return examples
+
+
+def _unfilled(weight: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
 
 
 def _lifted(inputs: Sequence[torch.Tensor], growing: Container[tuple[int, int]] | None) -> list[torch.Tensor] | None:

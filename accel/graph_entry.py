@@ -36,6 +36,11 @@ class Entry:
         """What is known of one of the graphs' gain in calls of about the size of these inputs."""
         return self._probes.setdefault(id(graph), Probes()).of(inputs)
 
+    def drop(self, graph: CompiledGraph) -> None:
+        """Let go of one graph: the next call that it would fit has another made."""
+        self.graphs[:] = [kept for kept in self.graphs if kept is not graph]
+        self._probes.pop(id(graph), None)
+
     def give_up(self, reason: str) -> None:
         """Drop the graphs for good: calls of this key run eagerly from now on."""
         self.failure = reason

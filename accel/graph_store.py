@@ -6,6 +6,7 @@ nothing else; the reason is counted, and said in the log where somebody could me
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +21,10 @@ from .ahead_of_time import NotSavable
 from .causes import pass_on
 from .compiled_graph import CompiledGraph, Facts
 from .events import emit
-from .store_entry import DATA, MANIFEST, BadEntry
+from .patience import Patience
+from .store_entry import DATA, LARGEST_MANIFEST, MANIFEST, BadEntry, Manifest
 from .store_folder import Folder
+from .store_key import NotPortable
 from .store_prune import prune
 from .store_trust import NoSecret, Seals, seals
 
@@ -39,18 +42,26 @@ _PRUNE_EVERY = 16
 _MOST_REASONS = 256
 """Kept for the report; a message may hold a name that is another each time."""
 
-_MOST_FAILED_SAVES = 3
-"""In a row, after which a process saves no more: each may be a network's timeout long."""
+_MOST_ALIKE = 4
+"""Graphs that are kept of one key for one environment, and opened for one call: each may take a second."""
+
+
+_MOST_LOOKED_AT = 64
+"""Manifests of one key that are read for one call: who can write the folder can put any number there."""
+
+
+class _Broken(Exception):
+    """An entry that is ours and whole, and cannot be loaded all the same."""
 
 
 class GraphStore:
     """Saved graphs of one folder. Nothing is read or written before the first `load` or `save`.
 
     folder: of the files. secret: the file with this installation's secret.
-    max_bytes: what the folder may hold; the least recently used go first. 0 saves nothing.
+    max_bytes: gives what the folder may hold; the least recently used go first. 0 saves nothing.
     """
 
-    def __init__(self, folder: Folder, secret: Path, max_bytes: int = DEFAULT_MAX_BYTES):
+    def __init__(self, folder: Folder, secret: Path | None, max_bytes: Callable[[], int] = lambda: DEFAULT_MAX_BYTES):
         self._folder = folder
         self._secret = secret
         self._max_bytes = max_bytes
@@ -58,7 +69,10 @@ class GraphStore:
         self._seals: Seals | None = None
         self._loaded = 0
         self._saved = 0
-        self._failed_saves = 0
+        self._loading = Patience()
+        self._saving = Patience()
+        self._distrusted: set[str] = set()
+        self._own: set[str] = set()
         self._misses: dict[tuple[str, str], int] = {}
 
     def load(
@@ -70,6 +84,7 @@ class GraphStore:
         fits: Callable[[CompiledGraph], bool],
         values: tuple[str, ...] = (),
         interrupts: tuple[type[BaseException], ...] = (),
+        could_fit: Callable[[Facts], bool] = lambda facts: True,
     ) -> CompiledGraph | None:
         """A saved graph of this key that fits the call; None where there is none.
 
@@ -77,31 +92,57 @@ class GraphStore:
         build: makes the graph; called only with bytes that this installation sealed.
         values: those of the call (`call_spec.without_values`).
         interrupts: exceptions that mean "stop the run": no other is ever raised.
+        could_fit: whether one with these facts might fit; those of others are not opened.
         """
+        if key.backend != "inductor" or self._loading.is_out:
+            return None
         try:
-            digest = store_key.key_digest(key, values)
-            if digest is None:
-                return None
-            here = store_key.environment(devices)
-            reason = NOTHING_SAVED
-            for stem in self._stems(digest):
-                try:
-                    graph = self._open(stem, here, build, interrupts)
-                    if fits(graph):
-                        with self._lock:
-                            self._loaded += 1
-                        return graph
-                    reason = "what was saved of it does not fit this call"
-                except BadEntry as bad:
-                    reason = str(bad)
-            self._note(name, reason)
+            digest, here = store_key.key_digest(key, values), store_key.environment(devices)
+            return self._load(digest, here, name, build, fits, interrupts, could_fit)
+        except NotPortable as reason:
+            self._note(name, f"not kept: {reason}")
         except (OSError, NoSecret) as error:
             pass_on(error, interrupts)
-            self._note(name, f"the store cannot be read: {error}")
+            self._loading.failed()
+            self._note(name, f"the store cannot be read: {error}", logging.WARNING)
         except Exception as error:
             pass_on(error, interrupts)
             # Reading the environment asks torch much, of which any version may have changed something.
-            self._note(name, f"looking in the store failed: {type(error).__name__}: {error}")
+            self._note(name, f"looking in the store failed: {type(error).__name__}: {error}", logging.WARNING)
+        return None
+
+    def _load(self, digest, here, name, build, fits, interrupts, could_fit) -> CompiledGraph | None:
+        opened = 0
+        reason, level = NOTHING_SAVED, logging.DEBUG
+        for stem in self._stems(digest):
+            if opened >= _MOST_ALIKE or self._loading.is_out:
+                break
+            if stem in self._distrusted:
+                reason, level = "what was saved of it failed in this process", logging.DEBUG
+                continue
+            try:
+                manifest = self._manifest(stem, here)
+                facts = _facts(manifest.facts)
+                if could_fit(facts):
+                    data = self._folder.read(stem + DATA, manifest.size)
+                    store_entry.check_bytes(manifest, data)
+                    opened += 1
+                    graph = _build(build, data, facts, interrupts)
+                    if fits(graph):
+                        self._note_loaded(graph, stem)
+                        return graph
+                reason, level = "what was saved of it does not fit this call", logging.DEBUG
+            except BadEntry as bad:
+                reason, level = str(bad), logging.DEBUG
+            except (OSError, _Broken) as error:
+                pass_on(error, interrupts)
+                self._loading.failed()
+                if isinstance(error, _Broken):
+                    self._distrusted.add(stem)
+                gone = isinstance(error, FileNotFoundError)
+                reason = "a part of it is missing" if gone else f"it cannot be loaded: {error}"
+                level = logging.WARNING
+        self._note(name, reason, level)
         return None
 
     def save(
@@ -117,34 +158,45 @@ class GraphStore:
         On the caller's thread: writing takes milliseconds after a compilation of seconds, and a process
         that ends right after its first image has lost nothing.
         """
-        if graph.save is None or not self._max_bytes or self._failed_saves >= _MOST_FAILED_SAVES:
+        save, graph.save = graph.save, None  # it holds on to all that was needed for compiling
+        if save is None or self._saving.is_out:
             return False
         try:
-            digest = store_key.key_digest(key, graph.facts.values)
-            if digest is None:
+            if not self._max_bytes():
                 return False
-            data = graph.save()
-            manifest = store_entry.describe(digest, name, store_key.environment(devices), asdict(graph.facts), data)
+            digest, here = store_key.key_digest(key, graph.facts.values), store_key.environment(devices)
+            data = save()
+            manifest = store_entry.describe(digest, name, here, asdict(graph.facts), data)
+            self._make_room(digest, here)
             store_entry.write(self._folder, self._make_seals(), manifest, data)
-            with self._lock:
-                self._saved += 1
-                self._failed_saves = 0
-                look = self._saved % _PRUNE_EVERY == 1
-            if look:
-                prune(self._folder, self._max_bytes)
-            return True
-        except NotSavable as reason:
+        except (NotPortable, NotSavable) as reason:
             pass_on(reason, interrupts)
-            self._note(name, f"not saved: {reason}")
-        except (OSError, NoSecret) as error:
+            self._note(name, f"not kept: {reason}")
+        except (OSError, NoSecret, BadEntry) as error:
             pass_on(error, interrupts)
-            with self._lock:
-                self._failed_saves += 1
-            self._note(name, f"not saved: {error}")
+            self._saving.failed()
+            self._note(name, f"not saved: {error}", logging.WARNING)
         except Exception as error:
             pass_on(error, interrupts)
-            self._note(name, f"not saved: {type(error).__name__}: {error}")
+            self._note(name, f"not saved: {type(error).__name__}: {error}", logging.WARNING)
+        else:
+            graph.saved_as = manifest.stem
+            self._note_saved(manifest.stem)
+            return True
         return False
+
+    def distrust(self, stem: str) -> bool:
+        """Not to load this graph again in this process, since it failed; whether compiling may do better.
+
+        It may unless this process made the graph, which then is deleted. Another's stays: it may be right where
+        its maker is, and where it is not, what is compiled in its place is saved later, and so looked at first.
+        """
+        with self._lock:
+            self._distrusted.add(stem)
+            is_own = stem in self._own
+        if is_own:
+            store_entry.remove(self._folder, stem)
+        return not is_own
 
     def statistics(self) -> dict[str, Any]:
         """The folder, graphs loaded and saved by this process, and why others were not: JSON."""
@@ -154,56 +206,89 @@ class GraphStore:
 
     def _stems(self, digest: str) -> Iterator[str]:
         """The entries of a key, the one used last first."""
-        found = [file for file in self._folder.files() if file.name.startswith(digest) and file.name.endswith(MANIFEST)]
-        for file in sorted(found, key=lambda file: file.used, reverse=True):
+        found = [file for file in self._folder.files(digest) if file.name.endswith(MANIFEST)]
+        for file in heapq.nlargest(_MOST_LOOKED_AT, found, key=lambda file: file.used):
             yield file.name.removesuffix(MANIFEST)
 
-    def _open(self, stem, here, build, interrupts) -> CompiledGraph:
-        try:
-            manifest, seal = store_entry.read_manifest(self._folder.read(stem + MANIFEST))
-            if manifest.stem != stem:
-                raise BadEntry("it is not what its name says")
-            other = store_key.difference(here, manifest.environment)
-            if other is not None:
-                raise BadEntry(other)
-            data = self._folder.read(stem + DATA)
-        except FileNotFoundError:
-            raise BadEntry("a part of it is missing") from None
-        store_entry.check(self._make_seals(), manifest, seal, data)
-        try:
-            graph = build(data, _facts(manifest.facts))
-        except Exception as error:
-            pass_on(error, interrupts)
-            # Torch's own reading of its bytes, and the kernels' libraries: any exception, and all mean the same.
-            raise BadEntry(f"it cannot be loaded: {type(error).__name__}: {error}") from error
+    def _manifest(self, stem: str, here: dict[str, str]) -> Manifest:
+        """An entry's manifest, sealed with our secret and good for this environment; BadEntry otherwise."""
+        manifest, seal = store_entry.read_manifest(self._folder.read(stem + MANIFEST, LARGEST_MANIFEST))
+        if manifest.stem != stem:
+            raise BadEntry("it is not what its name says")
+        store_entry.check_seal(self._make_seals(), manifest, seal)
+        other = store_key.difference(here, manifest.environment)
+        if other is not None:
+            raise BadEntry(other)
+        return manifest
+
+    def _make_room(self, digest: str, here: dict[str, str]) -> None:
+        """Of a key's graphs for this environment, let those go that would never be looked at once there is another."""
+        alike = []
+        for stem in self._stems(digest):
+            try:
+                self._manifest(stem, here)
+            except (BadEntry, OSError):
+                continue
+            alike.append(stem)
+        for stem in alike[_MOST_ALIKE - 1 :]:
+            store_entry.remove(self._folder, stem)
+
+    def _note_loaded(self, graph: CompiledGraph, stem: str) -> None:
+        graph.saved_as = stem
+        with self._lock:
+            self._loaded += 1
+        self._loading.succeeded()
         try:
             self._folder.touch(stem + MANIFEST)
         except OSError:
             pass  # a folder that is read-only: it may be used all the same
-        return graph
+
+    def _note_saved(self, stem: str) -> None:
+        with self._lock:
+            self._saved += 1
+            self._own.add(stem)
+            look = self._saved % _PRUNE_EVERY == 1
+        self._saving.succeeded()
+        if look:
+            try:
+                prune(self._folder, self._max_bytes())
+            except OSError as error:
+                log.warning("saved graphs: the folder cannot be looked through: %s", error)
 
     def _make_seals(self) -> Seals:
         if self._seals is None:
             self._seals = seals(self._secret)
         return self._seals
 
-    def _note(self, name: str, reason: str) -> None:
-        reason = " ".join(reason.split())[:300]
+    def _note(self, name: str, reason: str, level: int = logging.DEBUG) -> None:
+        reason = store_entry.printable(reason)
         with self._lock:
             if (name, reason) not in self._misses and len(self._misses) >= _MOST_REASONS:
                 return
             count = self._misses[name, reason] = self._misses.get((name, reason), 0) + 1
             first_of_reason = count == 1 and sum(known == reason for _, known in self._misses) == 1
         if first_of_reason:
-            log.log(logging.DEBUG if reason == NOTHING_SAVED else logging.WARNING, "saved graphs, %s: %s", name, reason)
+            log.log(level, "saved graphs, %s: %s", name, reason)
         emit("store", block=name, reason=reason)
 
 
+def _build(build, data: bytes, facts: Facts, interrupts: tuple[type[BaseException], ...]) -> CompiledGraph:
+    try:
+        return build(data, facts)
+    except Exception as error:
+        pass_on(error, interrupts)
+        # Torch's own reading of its bytes, and the kernels' libraries: any exception, and all mean the same.
+        raise _Broken(f"{type(error).__name__}: {error}") from error
+
+
 def _facts(stored: dict[str, Any]) -> Facts:
-    return Facts(
-        static_ones=tuple((int(index), int(dimension)) for index, dimension in stored["static_ones"]),
-        weights=int(stored["weights"]),
-        changed=tuple(int(index) for index in stored["changed"]),
-        dynamic=bool(stored["dynamic"]),
-        values=tuple(str(value) for value in stored["values"]),
-    )
+    try:
+        return Facts(
+            static_ones=tuple((int(index), int(dimension)) for index, dimension in stored["static_ones"]),
+            weights=int(stored["weights"]),
+            changed=tuple(int(index) for index in stored["changed"]),
+            dynamic=bool(stored["dynamic"]),
+            values=tuple(str(value) for value in stored["values"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        raise BadEntry("its manifest is damaged") from None

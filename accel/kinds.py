@@ -10,12 +10,12 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .code_reach import CodeReader, Held
+from .code_reach import CodeReader, Held, Meaning
 from .graph_key import tensor_spec
 from .plain_values import attributes_of
 
@@ -27,12 +27,16 @@ class Kind:
     name: for people. digest: for equality. weights: the names of its parameters and buffers.
     varying: (weight, dimension) pairs whose size differs between blocks of the kind; graphs are
         compiled with these dynamic, so that blocks which differ in channels alone share one.
+    modules, opaque: what else its code rests on, for whoever wants to keep a graph beyond this process
+        (`code_reach.Meaning`).
     """
 
     name: str
     digest: str
     weights: tuple[str, ...]
     varying: tuple[tuple[int, int], ...] = ()
+    modules: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    opaque: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,14 @@ class Description:
     """A block's code, settings and weights: all that decides its kind.
 
     digest: of everything but the sizes of its weights. shapes: these, in the order of `weights`.
-    strings: every string constant in its code: the dict keys it may look at are among them.
+    meaning: of its code. Among its strings are the dict keys that it may look at.
     """
 
     name: str
     digest: str
     weights: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
-    strings: frozenset[str]
+    meaning: Meaning
 
     @property
     def structure(self) -> tuple:
@@ -92,7 +96,7 @@ def describe(block: torch.nn.Module, reader: CodeReader | None = None) -> Descri
         spec = tensor_spec(tensor)
         strides = tensor.stride() if isinstance(spec.layout, tuple) else None
         digest.update(repr((name, spec, strides)).encode())
-    return Description(type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), meaning.strings)
+    return Description(type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), meaning)
 
 
 def kinds_of(descriptions: Sequence[Description], model: Iterable[torch.nn.Module] = ()) -> list[Kind]:
@@ -133,7 +137,8 @@ def _kind(description: Description, varying: tuple[tuple[int, int], ...]) -> Kin
         for index, shape in enumerate(description.shapes)
     ]
     full = hashlib.sha256(repr((description.digest, sizes)).encode()).hexdigest()[:32]
-    return Kind(description.name, full, description.weights, varying)
+    meaning = description.meaning
+    return Kind(description.name, full, description.weights, varying, meaning.modules, meaning.opaque)
 
 
 def weight_slots(block: torch.nn.Module, names: tuple[str, ...]) -> WeightSlots:

@@ -11,52 +11,70 @@ import base64
 import inspect
 import types
 import zlib
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 
-def built_kernel(packed: str):
-    """The function `kernel` of a library, from the library's bytes as text.
+def built_kernel(packed: str, end: str):
+    """The function `kernel` of a library. packed: its bytes as text. end: of its file's name.
 
-    It is loaded from a folder that no other user can enter, and the file is gone once it is mapped.
+    A library is loaded once in a process, from a folder that no other user can enter; its file is then deleted.
 
     Raises:
         ImportError, OSError: this system cannot load it.
     """
     import base64
+    import hashlib
     import importlib.util
     import os
+    import sys
     import tempfile
     import zlib
 
     import torch
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+    content = zlib.decompress(base64.b85decode(packed))
+    # The last part of the name tells Python what the library's entry is called.
+    name = f"accel_{hashlib.sha256(content).hexdigest()[:32]}.kernel"
+    if name in sys.modules:
+        return sys.modules[name].kernel
     # As inductor does before it loads a library of its own: the library asks for it.
     address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
-    with tempfile.TemporaryDirectory(prefix="accel-") as folder:
-        path = os.path.join(folder, "kernel.so")
-        with open(path, "wb") as file:
-            file.write(zlib.decompress(base64.b85decode(packed)))
-        spec = importlib.util.spec_from_file_location("kernel", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module.kernel
+    refused = None
+    for place in (None, cache_dir()):  # nothing may be run from the system's folder for such files
+        try:
+            with tempfile.TemporaryDirectory(prefix="accel-", dir=place, ignore_cleanup_errors=True) as folder:
+                path = os.path.join(folder, f"kernel{end}")
+                with open(path, "wb") as file:
+                    file.write(content)
+                spec = importlib.util.spec_from_file_location(name, path)
+                module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+        except (ImportError, OSError) as error:
+            refused = error
+        else:
+            sys.modules[name] = module
+            return module.kernel
+    raise refused
 
 
 def with_built_kernels(source: str, module: types.ModuleType) -> str:
     """Generated source in which each C++ kernel that `module` (its execution here) holds is there as built.
 
-    Kernels whose library cannot be found stay source.
+    Kernels stay source whose library cannot be found, or is of a sort that Python loads under no name of ours.
     """
     lines = source.encode().splitlines(keepends=True)
     replaced = False
     for statement in reversed(ast.parse(source).body):
         name = _kernel_name(statement)
         library = _library_of(getattr(module, name, None)) if name else None
-        if library is None:
+        if library is None or library.suffix not in EXTENSION_SUFFIXES:
             continue
         packed = base64.b85encode(zlib.compress(library.read_bytes(), 9)).decode()
-        lines[statement.lineno - 1 : statement.end_lineno] = [f"{name} = built_kernel({packed!r})\n".encode()]
+        call = f"{name} = built_kernel({packed!r}, {library.suffix!r})\n"
+        lines[statement.lineno - 1 : statement.end_lineno] = [call.encode()]
         replaced = True
     if not replaced:
         return source

@@ -62,7 +62,7 @@ def survey(model: torch.nn.Module, min_repetitions: int = 1) -> Survey:
             left_eager.append((path, str(reason)))
     kinds = kinds_of([description for _, _, description in described], [block for _, block in found])
     regions = [
-        Region(path, block, kind, description.strings)
+        Region(path, block, kind, description.meaning.strings)
         for (path, block, description), kind in zip(described, kinds, strict=True)
     ]
     counts: dict[Kind, int] = {}

@@ -6,17 +6,30 @@ Whoever imports a bundle seals its graphs with a secret of theirs, and so says t
 from __future__ import annotations
 
 import json
+import struct
 import zipfile
+import zlib
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from . import store_entry
-from .store_entry import DATA, LARGEST_MANIFEST, MANIFEST, BadEntry, Manifest
+from .store_entry import DATA, LARGEST_DATA, LARGEST_MANIFEST, MANIFEST, BadEntry, Manifest, printable
 from .store_folder import Folder
 from .store_trust import Seals
+from .whole_files import give_name, new_file
 
-LARGEST_DATA = 1 << 30
+MOST_ENTRIES = 10_000
+"""Graphs of one bundle; a model has dozens."""
+
+_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, OverflowError, RuntimeError) + (
+    *(KeyError, IndexError, ValueError),
+)
+"""What zipfile raises for files that are none, or are damaged. NotImplementedError is a RuntimeError."""
+
+
+class BadBundle(Exception):
+    """The file is no bundle, or one that must not be unpacked; the message says why."""
 
 
 class Outcome(NamedTuple):
@@ -39,12 +52,16 @@ def verify(folder: Folder, seals: Seals) -> Iterator[Outcome]:
 def export(folder: Folder, seals: Seals, file: Path, kinds: Container[str] | None = None) -> list[Outcome]:
     """Write all sound entries, or those of the kinds named, to a new file; the others are told, not exported.
 
+    The file has its name only once it is whole.
+
     Raises:
         OSError: the folder cannot be read or the file not written; FileExistsError where there is one.
     """
+    if file.exists():
+        raise FileExistsError(f"{file} exists, and is not replaced")
     outcomes = []
-    try:
-        with zipfile.ZipFile(file, "x", zipfile.ZIP_STORED) as bundle:
+    with new_file(file.absolute().parent) as (unfinished, path):
+        with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED) as bundle:
             for entry, manifest, reason, data in _entries(folder, seals):
                 if kinds is not None and (manifest is None or manifest.name not in kinds):
                     continue
@@ -52,48 +69,48 @@ def export(folder: Folder, seals: Seals, file: Path, kinds: Container[str] | Non
                     bundle.writestr(manifest.stem + MANIFEST, manifest.canonical())
                     bundle.writestr(manifest.stem + DATA, data)
                 outcomes.append(Outcome(manifest or entry, reason))
-    except FileExistsError:
-        raise
-    except BaseException:
-        file.unlink(missing_ok=True)
-        raise
+        unfinished.close()
+        give_name(path, file)
     return outcomes
 
 
-def read(file: Path) -> Iterator[tuple[Manifest, bytes] | Outcome]:
+def read(file: Path, largest: int | None = None) -> Iterator[tuple[Manifest, bytes] | Outcome]:
     """The entries of a bundle, their bytes as its manifests say; an `Outcome` for each that is not sound.
 
+    largest: bytes that they may have together.
+
     Raises:
-        OSError, zipfile.BadZipFile: there is no such file, or it is no bundle.
+        OSError: there is no such file. BadBundle.
     """
-    with zipfile.ZipFile(file) as bundle:
-        names = set(bundle.namelist())
-        for name in sorted(names):
-            if not name.endswith(MANIFEST):
-                continue
-            try:
-                text = _member(bundle, name, LARGEST_MANIFEST)
-                manifest, _ = store_entry.read_manifest(json.dumps({**_object(text), "seal": None}).encode())
-                if name != manifest.stem + MANIFEST:
-                    raise BadEntry("it is not what its name says")
-                data = _member(bundle, manifest.stem + DATA, LARGEST_DATA)
-                store_entry.check_bytes(manifest, data)
-            except (BadEntry, KeyError, zipfile.BadZipFile) as bad:
-                yield Outcome(name, str(bad) if isinstance(bad, BadEntry) else "a part of it is missing or damaged")
-            else:
-                yield manifest, data
+    with open(file, "rb") as opened:
+        size = opened.seek(0, 2)
+        try:
+            bundle = zipfile.ZipFile(opened)
+        except _DAMAGE:
+            raise BadBundle("it is not a bundle") from None
+        with bundle:
+            members = {member.filename: member for member in bundle.infolist()}
+            _check_members(list(members.values()), size, largest)
+            for name in sorted(members):
+                try:
+                    if name.endswith(MANIFEST):
+                        yield _entry(bundle, members, name)
+                    elif name.removesuffix(DATA) + MANIFEST not in members:
+                        raise BadEntry("it belongs to no graph")
+                except BadEntry as bad:
+                    yield Outcome(printable(name), str(bad))
 
 
-def import_trusted(file: Path, folder: Folder, seals: Seals) -> list[Outcome]:
+def import_trusted(file: Path, folder: Folder, seals: Seals, largest: int | None = None) -> list[Outcome]:
     """Seal a bundle's entries with our secret and keep them: from now on they are loaded, which runs them.
 
     Call it only where a person at this machine has said that they trust the bundle.
 
     Raises:
-        OSError, zipfile.BadZipFile: it cannot be read, or the folder not written.
+        OSError: it cannot be read, or the folder not written. BadBundle.
     """
     outcomes = []
-    for item in read(file):
+    for item in read(file, largest):
         if not isinstance(item, Outcome):
             manifest, data = item
             store_entry.write(folder, seals, manifest, data)
@@ -103,20 +120,47 @@ def import_trusted(file: Path, folder: Folder, seals: Seals) -> list[Outcome]:
 
 
 def _entries(folder: Folder, seals: Seals) -> Iterator[tuple[str, Manifest | None, str | None, bytes]]:
-    """(file, manifest, what is wrong, bytes) of each entry of a folder."""
+    """(file, manifest, what is wrong, bytes) of each entry of a folder. One that cannot be read stops no other."""
     for name in sorted(file.name for file in folder.files() if file.name.endswith(MANIFEST)):
         manifest, data, reason = None, b"", None
         try:
-            manifest, seal = store_entry.read_manifest(folder.read(name))
-            if manifest.stem + MANIFEST != name:
+            found, seal = store_entry.read_manifest(folder.read(name, LARGEST_MANIFEST))
+            if found.stem + MANIFEST != name:
                 raise BadEntry("it is not what its name says")
-            data = folder.read(manifest.stem + DATA)
-            store_entry.check(seals, manifest, seal, data)
+            manifest = found
+            store_entry.check_seal(seals, manifest, seal)
+            data = folder.read(manifest.stem + DATA, manifest.size)
+            store_entry.check_bytes(manifest, data)
         except BadEntry as bad:
             reason = str(bad)
         except FileNotFoundError:
             reason = "a part of it is missing"
-        yield name, manifest, reason, data
+        except OSError as error:
+            reason = printable(f"it cannot be read: {error}")
+        yield printable(name), manifest, reason, data
+
+
+def _check_members(members: list[zipfile.ZipInfo], size: int, largest: int | None) -> None:
+    """Refuse what would unpack to more than the file, as a zip made for that does, or to more than may be kept."""
+    if len(members) > 2 * MOST_ENTRIES:
+        raise BadBundle(f"it has {len(members)} parts, a bundle has {2 * MOST_ENTRIES} at most")
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise BadBundle("it is compressed, which no bundle is")
+    total = sum(member.file_size for member in members)
+    if total > size:
+        raise BadBundle(f"its parts say that they have {total} bytes, and the file has {size}")
+    if largest is not None and total > largest:
+        raise BadBundle(f"it has {total >> 20} MB, and the store may have {largest >> 20}: raise its limit first")
+
+
+def _entry(bundle: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo], name: str) -> tuple[Manifest, bytes]:
+    fields = _object(_member(bundle, members, name, LARGEST_MANIFEST))
+    manifest, _ = store_entry.read_manifest(json.dumps({**fields, "seal": None}).encode())
+    if name != manifest.stem + MANIFEST:
+        raise BadEntry("it is not what its name says")
+    data = _member(bundle, members, manifest.stem + DATA, LARGEST_DATA)
+    store_entry.check_bytes(manifest, data)
+    return manifest, data
 
 
 def _object(text: bytes) -> dict:
@@ -129,9 +173,12 @@ def _object(text: bytes) -> dict:
     return fields
 
 
-def _member(bundle: zipfile.ZipFile, name: str, largest: int) -> bytes:
-    """A file of the bundle; its size is checked before it is unpacked, for a small zip may hold a huge file."""
-    if bundle.getinfo(name).file_size > largest:
-        raise BadEntry(f"it is larger than {largest} bytes")
-    with bundle.open(name) as member:
-        return member.read(largest + 1)
+def _member(bundle: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo], name: str, largest: int) -> bytes:
+    """A file of the bundle; its size is checked before it is read."""
+    try:
+        if members[name].file_size > largest:
+            raise BadEntry(f"it is larger than {largest} bytes")
+        with bundle.open(members[name]) as member:
+            return member.read(largest + 1)
+    except _DAMAGE:
+        raise BadEntry("a part of it is missing or damaged") from None

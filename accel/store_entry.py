@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from .store_folder import Folder
 from .store_trust import Seals
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, DATA = ".json", ".bin"
 LARGEST_MANIFEST = 1 << 20
+LARGEST_DATA = 1 << 30
+
+_FIELDS = {"key": str, "name": str, "environment": dict, "facts": dict, "size": int, "sha256": str}
+_KEY = re.compile("[0-9a-f]{1,64}")
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class BadEntry(Exception):
-    """The entry must not be used; the message says why."""
+    """The entry must not be used; the message says why, in text that may go to a terminal."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +56,29 @@ def describe(key: str, name: str, environment: dict[str, str], facts: dict[str, 
 
 
 def write(folder: Folder, seals: Seals, manifest: Manifest, data: bytes) -> None:
-    """The bytes first: a manifest without bytes is what a reader must never find. OSError where it cannot be done."""
-    sealed = {**json.loads(manifest.canonical()), "seal": seals.make(manifest.canonical(), data)}
+    """The bytes first: a manifest without bytes is what a reader must never find.
+
+    Raises:
+        OSError: it cannot be done. BadEntry: nobody would read it again.
+    """
+    text = manifest.canonical()
+    sealed = json.dumps({**json.loads(text), "seal": seals.make(text)}, indent=1).encode()
+    read_manifest(sealed)
     folder.write(manifest.stem + DATA, data)
-    folder.write(manifest.stem + MANIFEST, json.dumps(sealed, indent=1).encode())
+    folder.write(manifest.stem + MANIFEST, sealed)
+
+
+def remove(folder: Folder, stem: str) -> bool:
+    """Delete an entry, its manifest first; whether that was done. What cannot be deleted stays."""
+    with contextlib.suppress(OSError):
+        folder.remove(stem + MANIFEST)
+        folder.remove(stem + DATA)
+        return True
+    return False
 
 
 def read_manifest(text: bytes) -> tuple[Manifest, object]:
-    """A manifest and its seal, neither checked against the bytes.
+    """A manifest and its seal, neither checked: anybody may have written what it says.
 
     Raises:
         BadEntry: it is not one.
@@ -64,19 +86,30 @@ def read_manifest(text: bytes) -> tuple[Manifest, object]:
     try:
         if len(text) > LARGEST_MANIFEST:
             raise ValueError
-        fields = json.loads(text)
+        fields = json.loads(text, parse_constant=_refuse)
         seal, version = fields.pop("seal"), fields.pop("format")
+        if type(version) is not int:
+            raise ValueError
+        if version != FORMAT:
+            raise BadEntry(printable(f"its format is {version}, this pack reads {FORMAT}"))
         manifest = Manifest(**fields)
-        plain = {"key": str, "name": str, "environment": dict, "facts": dict, "size": int, "sha256": str}
-        if not all(type(fields[name]) is kind for name, kind in plain.items()):
+        if not all(type(fields[name]) is kind for name, kind in _FIELDS.items()):
             raise ValueError
-        if not all(set(text) <= set("0123456789abcdef") and text for text in (manifest.key, manifest.sha256)):
+        if not (_KEY.fullmatch(manifest.key) and _SHA256.fullmatch(manifest.sha256)):
             raise ValueError
+        if not all(type(value) is str for value in manifest.environment.values()) or not _plain(manifest.facts):
+            raise ValueError
+        if not 0 <= manifest.size <= LARGEST_DATA:
+            raise BadEntry(printable(f"it has {manifest.size} bytes, and may have {LARGEST_DATA}"))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise BadEntry("its manifest is damaged") from None
-    if version != FORMAT:
-        raise BadEntry(f"its format is {version}, this pack reads {FORMAT}")
     return manifest, seal
+
+
+def check_seal(seals: Seals, manifest: Manifest, seal: object) -> None:
+    """Raises BadEntry unless what the manifest says was sealed with our secret; that holds its bytes' SHA-256."""
+    if not seals.check(seal, manifest.canonical()):
+        raise BadEntry("another installation made it, or somebody changed it: it is not opened")
 
 
 def check_bytes(manifest: Manifest, data: bytes) -> None:
@@ -87,8 +120,20 @@ def check_bytes(manifest: Manifest, data: bytes) -> None:
         raise BadEntry("its bytes have changed since they were saved")
 
 
-def check(seals: Seals, manifest: Manifest, seal: object, data: bytes) -> None:
-    """Raises BadEntry unless these bytes are the manifest's, and both were sealed with our secret."""
-    check_bytes(manifest, data)
-    if not seals.check(seal, manifest.canonical(), data):
-        raise BadEntry("another installation made it, or somebody changed it: it is not opened")
+def _refuse(constant: str) -> None:
+    """Infinity and the like are in no JSON but Python's."""
+    raise ValueError(constant)
+
+
+def _plain(value: Any, depth: int = 4) -> bool:
+    """Whether JSON is as shallow as facts are; deep enough, it could be read and yet not written again."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return not isinstance(value, list) or bool(depth) and all(_plain(item, depth - 1) for item in value)
+
+
+def printable(text: str, longest: int = 300) -> str:
+    """Text of anybody's on one line that steers no terminal and fills no log. longest: characters."""
+    text = " ".join(text[: 4 * longest].split())
+    text = text if len(text) <= longest else text[: longest - 3] + "..."
+    return "".join(character if character.isprintable() else "?" for character in text)

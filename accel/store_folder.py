@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import secrets
-import time
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-LEFTOVER = 3600.0
-"""Seconds after which an unfinished file is nobody's any more."""
+from .whole_files import UNFINISHED, UNFINISHED_NAME, new_file, opened, write_whole
 
 
 class File(NamedTuple):
-    """A file's name in its folder, its bytes, and when it was last used, in seconds since 1970."""
+    """A file's name, its bytes, and when it was last used, in seconds since 1970 by the folder's clock."""
 
     name: str
     size: int
@@ -22,13 +20,19 @@ class File(NamedTuple):
 
 
 class Folder(Protocol):
-    """Files by name. Everything raises OSError when the disk, or the network before it, fails."""
+    """Files by name. Everything raises OSError when the disk, or the network before it, fails.
 
-    def files(self) -> Iterator[File]:
-        """All finished files; none where the folder does not exist yet."""
+    Others may write the folder too, so nothing here may hang or fill the memory because of what lies in it.
+    """
 
-    def read(self, name: str) -> bytes:
-        """The whole file; FileNotFoundError where there is none."""
+    def files(self, prefix: str = "") -> Iterator[File]:
+        """The finished files whose names begin so; none where the folder does not exist yet. Changes nothing."""
+
+    def unfinished(self) -> Iterator[File]:
+        """The files that somebody is writing, or was when their process ended."""
+
+    def read(self, name: str, largest: int) -> bytes:
+        """The whole file; FileNotFoundError where there is none, OSError where it has more than `largest` bytes."""
 
     def write(self, name: str, data: bytes) -> None:
         """Make or replace a file. Nobody ever sees a part of it."""
@@ -38,6 +42,9 @@ class Folder(Protocol):
 
     def touch(self, name: str) -> None:
         """Note that the file was used just now, where that can be noted."""
+
+    def now(self) -> float:
+        """The time by the clock that dates the files, which may be another machine's. Writes a file to learn it."""
 
 
 class LocalFolder:
@@ -52,41 +59,44 @@ class LocalFolder:
     def __str__(self) -> str:
         return str(self.path)
 
-    def files(self) -> Iterator[File]:
+    def files(self, prefix: str = "") -> Iterator[File]:
+        return self._scan(lambda name: name.startswith(prefix) and not name.endswith(UNFINISHED))
+
+    def unfinished(self) -> Iterator[File]:
+        return self._scan(lambda name: UNFINISHED_NAME.fullmatch(name) is not None)
+
+    def read(self, name: str, largest: int) -> bytes:
+        with opened(self.path / name) as (file, status):
+            if status.st_size > largest:
+                raise OSError(f"{name} has {status.st_size} bytes, more than {largest}")
+            return file.read(status.st_size)
+
+    def write(self, name: str, data: bytes) -> None:
+        write_whole(self.path / name, data)
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def touch(self, name: str) -> None:
+        os.utime(self.path / name)  # without a time it is the file server's
+
+    def now(self) -> float:
+        with new_file(self.path) as (file, _):
+            return os.fstat(file.fileno()).st_mtime
+
+    def _scan(self, wanted: Callable[[str], bool]) -> Iterator[File]:
         try:
             found = os.scandir(self.path)
         except FileNotFoundError:
             return
         with found:
             for item in found:
+                # By name first: asking a file server about each file costs a round trip.
+                if not wanted(item.name):
+                    continue
                 try:
                     status = item.stat(follow_symlinks=False)
-                except FileNotFoundError:  # another process pruned it
+                except OSError:  # pruned by another process, or one that cannot be told about: the others can
                     continue
-                if item.name.endswith(".tmp"):
-                    if time.time() - status.st_mtime > LEFTOVER:
-                        self.remove(item.name)
-                elif item.is_file(follow_symlinks=False):
+                if stat.S_ISREG(status.st_mode):
                     yield File(item.name, status.st_size, status.st_mtime)
-
-    def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
-
-    def write(self, name: str, data: bytes) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path / f"{secrets.token_hex(8)}.tmp"
-        try:
-            with open(unfinished, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())  # or a power cut may leave the name without the bytes
-            os.replace(unfinished, self.path / name)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
-
-    def remove(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
-
-    def touch(self, name: str) -> None:
-        os.utime(self.path / name)

@@ -7,33 +7,53 @@ import hashlib
 import platform
 import sys
 import sysconfig
-import types
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import ahead_of_time, call_spec, compilers, convolution, native_kernels, same_path
-from .code_digest import facts_of
+from . import module_files
 
 if TYPE_CHECKING:
     from .graph_key import GraphKey
 
-_ENGINE = (ahead_of_time, call_spec, compilers, convolution, native_kernels, same_path)
-"""Modules that decide what is in an artifact."""
+_ENGINE = (
+    *("ahead_of_time", "call_spec", "code_digest", "code_reach", "compiled_graph", "compilers", "convolution"),
+    *("functions_in", "graph_key", "kinds", "native_kernels", "plain_values", "row_survey", "same_path"),
+)
+"""Modules that decide what is in an artifact, and which calls it is right for."""
+
+_PASSES = ("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass") + (
+    *("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "_pre_fusion_custom_pass", "_post_fusion_custom_pass"),
+)
+"""Settings of inductor that take code of the person's own."""
+
+_ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")
 
 
-def key_digest(key: GraphKey, values: tuple[str, ...] = ()) -> str | None:
+class NotPortable(Exception):
+    """What is compiled is good in this process alone; the message says why."""
+
+
+def key_digest(key: GraphKey, values: tuple[str, ...] = ()) -> str:
     """A name for the key, and for the values that its graph is good for, that is the same in every process.
 
-    None for a key that means something in this one alone.
+    Raises:
+        NotPortable: the key means something in this process alone, or its code could change unseen.
     """
-    if not isinstance(key.backend, str):
-        return None
     kind = key.kind
-    content = repr((kind.digest, kind.weights, kind.varying, key.call, key.inputs, key.backend, key.sizes, values))
+    if kind.opaque:
+        raise NotPortable(f"its code looks at {min(kind.opaque)}, of which only the type can be told")
+    try:
+        code = module_files.digest(kind.modules)
+    except module_files.Unknown as unknown:
+        raise NotPortable(str(unknown)) from None
+    content = repr(
+        (kind.digest, code, kind.weights, kind.varying, key.call, key.inputs, key.backend, key.sizes, values)
+    )
     if " at 0x" in content:  # an object that says no more of itself than where it lies
-        return None
+        raise NotPortable("it is called with an object that has no name outside of this process")
     return hashlib.sha256(content.encode()).hexdigest()[:24]
 
 
@@ -42,6 +62,9 @@ def environment(devices: Iterable[torch.device]) -> dict[str, str]:
 
     Not among it: the driver, since what is saved is machine code for the GPU, which every driver
     that runs this torch takes.
+
+    Raises:
+        NotPortable: something among it means something in this process alone.
     """
     return {
         **_software(),
@@ -62,15 +85,12 @@ def difference(here: dict[str, str], there: object) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def _software() -> dict[str, str]:
-    # The code that runs, not its files: these may have been updated since.
-    functions = [
-        (name, facts_of(value.__code__).digest)
-        for module in _ENGINE
-        for name, value in sorted(vars(module).items())
-        if isinstance(value, types.FunctionType)
-    ]
+    try:
+        engine = module_files.digest_of_files(str(Path(__file__).with_name(f"{name}.py")) for name in _ENGINE)
+    except module_files.Unknown as unknown:
+        raise NotPortable(str(unknown)) from None
     return {
-        "engine": hashlib.sha256(repr(functions).encode()).hexdigest()[:16],
+        "engine": engine,
         # Bytecode is saved, and libraries for this interpreter's interface.
         "python": f"{sys.implementation.cache_tag} {platform.python_version()} {sysconfig.get_config_var('SOABI')}",
         "system": f"{sys.platform} {platform.machine()} {'-'.join(platform.libc_ver())}",
@@ -78,10 +98,13 @@ def _software() -> dict[str, str]:
     }
 
 
-@functools.lru_cache(maxsize=16)
 def _device(kind: str, index: int | None) -> str:
-    if kind == "cpu":
-        return f"cpu {_processor()}"
+    # Kernels for the processor are made for a number of threads.
+    return f"cpu {_processor()} {torch.get_num_threads()} threads" if kind == "cpu" else _accelerator(kind, index)
+
+
+@functools.lru_cache(maxsize=16)
+def _accelerator(kind: str, index: int | None) -> str:
     name = capability = ""
     backend = getattr(torch, kind, None)
     if backend is not None:
@@ -103,6 +126,7 @@ def _triton() -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=1)
 def _processor() -> str:
     """The processor's instruction sets: kernels are built for exactly these."""
     try:
@@ -115,14 +139,38 @@ def _processor() -> str:
 
 
 def _options() -> str:
-    """Torch's settings that change what inductor generates, as a digest."""
+    """Torch's settings that change what is traced or generated, as a digest."""
+    from torch._functorch import config as functorch
     from torch._inductor import config
 
+    passes = [getattr(config, name, None) for name in _PASSES]
+    if any(passes):
+        raise NotPortable("inductor has a pass of somebody's own")
+    matmul, attention = torch.backends.cuda.matmul, torch.backends.cuda
     settings = (
         config.get_hash().hex(),
-        torch.get_float32_matmul_precision(),
+        _asked(lambda: functorch.get_hash().hex()),
+        torch.get_default_dtype(),
+        _asked(torch.get_float32_matmul_precision),
+        _asked(lambda: matmul.fp32_precision),
         torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.mkldnn.enabled,
+        # Which attention is taken is decided when the block is traced.
+        *(
+            _asked(getattr(attention, f"{name}_sdp_enabled", None))
+            for name in ("flash", "mem_efficient", "math", "cudnn")
+        ),
     )
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
+
+
+def _asked(setting: Callable[[], Any] | None) -> Any:
+    """What torch says of a setting; that it cannot say is an answer too, after it was set through another name."""
+    try:
+        return setting() if setting is not None else None
+    except (AttributeError, RuntimeError) as error:
+        return type(error).__name__

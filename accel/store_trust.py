@@ -1,7 +1,7 @@
 """Which artifacts are ours: a secret of this installation, and seals made with it.
 
-An artifact is code, and reading it runs it. So each carries a seal, an HMAC-SHA256 over its manifest and its bytes
-that only the holder of the secret can make, and nothing without one is opened.
+An artifact is code, and reading it runs it. So each carries a seal, an HMAC-SHA256 over its manifest, which
+holds the SHA-256 of its bytes. Only the holder of the secret can make one, and nothing without one is opened.
 """
 
 from __future__ import annotations
@@ -10,11 +10,17 @@ import hashlib
 import hmac
 import os
 import secrets
+import time
 from pathlib import Path
+
+from .whole_files import opened, write_new
 
 KEY_VARIABLE = "ACCEL_STORE_KEY"
 SHORTEST_KEY = 16
 """Characters of a key given by a person; fewer could be guessed."""
+
+_PATIENCE = 1.0
+"""Seconds for another process to finish the secret that it has begun to write."""
 
 
 class NoSecret(Exception):
@@ -22,71 +28,85 @@ class NoSecret(Exception):
 
 
 class Seals:
-    """Makes and checks seals. secret: 32 bytes."""
+    """Makes and checks seals. secret: 32 bytes. source: where it comes from, for people."""
 
-    def __init__(self, secret: bytes):
+    def __init__(self, secret: bytes, source: str = ""):
         self._secret = secret
+        self.source = source
 
-    def make(self, manifest: bytes, data: bytes) -> str:
-        # The length keeps one pair from being read as another.
-        content = len(manifest).to_bytes(8, "big") + manifest + data
-        return hmac.new(self._secret, content, hashlib.sha256).hexdigest()
+    def make(self, manifest: bytes) -> str:
+        return hmac.new(self._secret, manifest, hashlib.sha256).hexdigest()
 
-    def check(self, seal: object, manifest: bytes, data: bytes) -> bool:
+    def check(self, seal: object, manifest: bytes) -> bool:
         return isinstance(seal, str) and hmac.compare_digest(
-            seal.encode(errors="replace"), self.make(manifest, data).encode()
+            seal.encode(errors="replace"), self.make(manifest).encode()
         )
 
 
-def seals(file: Path) -> Seals:
+def seals(file: Path | None, make: bool = True) -> Seals:
     """Seals with the key in ACCEL_STORE_KEY, which a fleet shares, or else with this installation's own secret.
 
-    file: holds the secret; made at the first call, readable by its owner alone.
+    file: holds the secret; None where no installation is known. make: write a new one where there is none.
 
     Raises:
         NoSecret: the key is too short; the file can be neither read nor made, or others can read it.
     """
     key = os.environ.get(KEY_VARIABLE)
-    if key is None:
-        return Seals(_own_secret(file))
+    if key is not None:
+        return Seals(_derived(key.strip()), f"the key in {KEY_VARIABLE}")
+    if file is None:
+        raise NoSecret(f"no ComfyUI is known whose secret could be used: set {KEY_VARIABLE}, or name its folder")
+    return Seals(_own_secret(file, make), str(file))
+
+
+def _derived(key: str) -> bytes:
+    """32 bytes of a key given by a person; slowly, since whoever sees a manifest can try keys against its seal."""
     if len(key) < SHORTEST_KEY:
         raise NoSecret(f"{KEY_VARIABLE} has {len(key)} characters: give it {SHORTEST_KEY} at least")
-    return Seals(hashlib.sha256(b"accel store key\0" + key.encode()).digest())
-
-
-def _own_secret(file: Path) -> bytes:
+    text = key.encode(errors="surrogateescape")
     try:
-        if not file.exists():
-            _make(file)
-        status = file.stat()
-        if os.name == "posix" and (status.st_mode & 0o077 or status.st_uid != os.geteuid()):
-            raise NoSecret(f"{file} can be read by others: chmod 600 it and own it, or set {KEY_VARIABLE}")
-        secret = bytes.fromhex(file.read_text(encoding="ascii").strip())
+        return hashlib.scrypt(text, salt=b"accel store key", n=2**14, r=8, p=1, dklen=32)
+    except (AttributeError, ValueError) as error:
+        raise NoSecret(f"{KEY_VARIABLE} cannot be used, this Python has no scrypt ({error})") from error
+
+
+def _own_secret(file: Path, make: bool) -> bytes:
+    try:
+        try:
+            secret = _read(file)
+        except FileNotFoundError:
+            if not make:
+                raise NoSecret(f"there is no secret in {file}: ComfyUI makes one when it first saves a graph") from None
+            try:
+                write_new(file, secrets.token_hex(32).encode(), mode=0o600)
+            except FileExistsError:
+                pass
+            secret = _read(file)  # another process' own, where that was first
     except OSError as error:
         raise NoSecret(f"the secret in {file} cannot be read or made ({error.strerror or error})") from error
-    except ValueError:
-        secret = b""
-    if len(secret) != 32:
+    if secret is None:
         raise NoSecret(f"{file} holds no secret: delete it, and a new one is made")
     return secret
 
 
-def _make(file: Path) -> None:
-    """Write a new secret, unless another process is first: then its secret stays."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{secrets.token_hex(8)}.tmp")
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+def _read(file: Path) -> bytes | None:
+    """The secret in a file of ours alone; None where it holds none."""
+    give_up = time.monotonic() + _PATIENCE
+    while True:
+        # Opened once: what is asked about the file must be true of the one that is read.
+        with opened(file, links=True) as (secret, status):
+            if os.name == "posix" and (status.st_mode & 0o077 or status.st_uid != os.geteuid()):
+                raise NoSecret(
+                    f"{file} can be read by others: chmod 600 it and own it, or set {KEY_VARIABLE}, "
+                    f"which is the way on a file system without modes"
+                )
+            text = secret.read(1024).strip()
+        # Where files cannot be linked, a new secret has its name for a moment before its bytes.
+        if text or time.monotonic() > give_up:
+            break
+        time.sleep(0.02)
     try:
-        with open(descriptor, "w", encoding="ascii") as new:
-            new.write(secrets.token_hex(32))
-            new.flush()
-            os.fsync(new.fileno())
-        try:
-            os.link(unfinished, file)  # unlike a rename it never replaces one that is there
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without links
-            if not file.exists():
-                os.replace(unfinished, file)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        secret = bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        return None
+    return secret if len(secret) == 32 else None

@@ -9,12 +9,17 @@ from pathlib import Path
 import folder_paths
 import pytest
 import tiny_models
+import tiny_zoo_dit  # noqa: F401  They add to the zoo.
+import tiny_zoo_sound  # noqa: F401
+import tiny_zoo_video  # noqa: F401
 import torch
-from comfy_accel.accel import store_location, store_trust
+from comfy_accel.accel import module_files, store_location, store_trust
 from comfy_accel.accel.block_runner import CompileSettings
 from comfy_accel.accel.graph_cache import GraphCache, shared
 from comfy_accel.accel.hosts.comfyui import graph_store
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from comfy_accel.accel.regions import survey
+from tiny_zoo import ZOO
 
 IMPORT_LIMIT = 0.15
 """Seconds of processor time beyond what ComfyUI imports anyway."""
@@ -59,7 +64,7 @@ class Asked:
     def __init__(self):
         self.digests = set()
 
-    def load(self, key, name, devices, build, fits, values, interrupts):
+    def load(self, key, name, devices, build, fits, values, *_):
         self.digests.add(f"{name} {key_digest(key, values)}")
         raise NoGraph(key, "only asked")
 
@@ -170,3 +175,13 @@ def test_second_process_makes_the_same_image_without_compiling(home, sample):
     other_size = sample(accelerate(model, CompileSettings(backend="inductor")), 96, 72, batch=2, tokens=154)
     assert shared.statistics()["compilations"] == compiled["compilations"]
     torch.testing.assert_close(other_size, sample(model, 96, 72, batch=2, tokens=154), rtol=1e-2, atol=2e-3)
+
+
+def test_every_kind_of_block_in_core_can_be_kept():
+    opaque = {}
+    for name, specimen in ZOO.items():
+        for kind in survey(specimen.build()).kinds:
+            if kind.opaque:
+                opaque[name] = kind.opaque
+            module_files.digest(kind.modules)
+    assert opaque == {}

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from comfy_accel.accel.block_runner import BlockRunner, CompileSettings, Trouble
+from comfy_accel.accel.compiled_graph import CompiledGraph, Facts
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.regions import survey
@@ -225,3 +226,39 @@ def test_stopping_names_the_budget_that_is_too_small():
     block = Block()
     with torch.inference_mode(), pytest.raises(Trouble, match="need more than the 0 MB"):
         runner([block], GraphCache(max_bytes=0), stop_on_trouble=True)(block, torch.randn(2, 4))
+
+
+class Lent:
+    """A store that has one graph for every key, which fails at every call, and keeps nothing."""
+
+    def __init__(self):
+        self.distrusted = []
+
+    def load(self, key, name, devices, build, fits, values, interrupts, could_fit):
+        if self.distrusted:
+            return None
+
+        def run(tensors):
+            raise RuntimeError("no kernel image is available")
+
+        return CompiledGraph(run, lambda tensors: True, Facts(weights=4), saved_as="lent")
+
+    def save(self, *_):
+        return False
+
+    def distrust(self, stem):
+        self.distrusted.append(stem)
+        return True
+
+
+def test_loaded_graph_that_fails_is_compiled_anew():
+    block, cache = Block(), GraphCache()
+    cache.store = Lent()
+    stand_in = runner([block], cache)
+    x = torch.randn(2, 4)
+    for _ in range(3):
+        torch.testing.assert_close(stand_in(block, x), block(x))
+    assert cache.store.distrusted == ["lent"]
+    assert cache.statistics()["compilations"] == 1
+    assert cache.statistics()["table"][0]["failure"] is None
+    assert reasons() == ["its compiled graph failed: RuntimeError: no kernel image is available"]

@@ -1,6 +1,8 @@
 """Compiled blocks: right at every size, batch and channel count, from one graph."""
 
 import gc
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from comfy_accel.accel.compilers import CompileFailed, compile_block
 from comfy_accel.accel.kinds import describe, kinds_of, template_of, weight_slots
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codecache import PyCodeCache, get_path
 from torch._inductor.graph import GraphLowering
 
 
@@ -138,6 +140,21 @@ def stopped_by(error):
     return backend
 
 
+class Scales(torch.nn.Module):
+    def forward(self, x):
+        return x * 3.25 + 1
+
+
+class Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x * self.calls
+
+
 INPUTS = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
 
 
@@ -203,6 +220,44 @@ def test_dropped_graph_leaves_nothing_in_inductor_whether_compiled_or_loaded():
     del loaded
     gc.collect()
     assert kept() == before
+
+
+def test_prepared_file_in_torchs_cache_is_not_run_in_place_of_what_was_saved(tmp_path):
+    block = Scales().eval().requires_grad_(False)
+    x = torch.randn(3, 4)
+    graph, weights = compiled(block, (x,), backend="inductor")
+    data, facts = graph.save(), graph.facts
+    name = data.partition(b"\n")[0].decode()
+    file = Path(get_path(name, "py")[2])
+    mark = tmp_path / "mark"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"open({str(mark)!r}, 'w').close()\nraise SystemExit")
+    for _ in range(2):  # what torch has written itself is left where it is
+        loaded = compilers.load_block(template_of(block), call_spec.flatten(((x,), {}), []), data, facts)
+        assert torch.equal(loaded.run((*weights.read(), x)), graph.run((*weights.read(), x)))
+        assert file.is_file() and not mark.exists()
+
+
+def test_library_is_loaded_once_and_takes_no_name_of_others(monkeypatch):
+    block = Scales().eval().requires_grad_(False)
+    x = torch.randn(3, 4)
+    graph, _ = compiled(block, (x,), backend="inductor")
+    monkeypatch.setitem(sys.modules, "kernel", others := object())
+    data, facts = graph.save(), graph.facts
+    before = set(sys.modules)
+    for _ in range(2):
+        compilers.load_block(template_of(block), call_spec.flatten(((x,), {}), []), data, facts)
+    new = [name for name in set(sys.modules) - before if name.endswith(".kernel")]
+    assert len(new) <= 1 and all(name.startswith("accel_") for name in new)
+    assert any(name.startswith("accel_") and name.endswith(".kernel") for name in sys.modules)
+    assert sys.modules["kernel"] is others
+
+
+def test_compiling_by_running_does_not_write_to_the_weights(monkeypatch):
+    block = Counts().eval()
+    monkeypatch.setattr(compilers, "_torch_shares", lambda: True)
+    compiled(block, (torch.randn(3, 4),), backend="inductor", savable=False)
+    assert torch.equal(block.calls, torch.zeros(1))
 
 
 def test_graph_that_asks_torchs_shared_cache_tells_what_it_serves_and_never_compiles_again(monkeypatch):

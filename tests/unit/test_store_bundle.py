@@ -1,13 +1,10 @@
 """Bundles, and the command that makes and takes them."""
 
-import io
-import json
-import os
-import pickle
 import zipfile
 
 import pytest
-from comfy_accel.accel import store_command, store_location, store_trust
+import torch
+from comfy_accel.accel import store_bundle, store_command, store_entry, store_location, store_trust
 from store_kit import load, reasons, save, store
 
 
@@ -53,34 +50,6 @@ def test_without_trust_nothing_is_imported_and_the_reason_is_said(tmp_path, bund
     assert "--trust" in capsys.readouterr().err
 
 
-def test_bundle_unpacked_into_the_folder_is_not_opened(tmp_path, bundle):
-    folder = tmp_path / "worker" / "graphs"
-    with zipfile.ZipFile(bundle) as content:
-        content.extractall(folder)
-    for file in folder.glob("*.json"):
-        file.write_text(json.dumps({**json.loads(file.read_text()), "seal": "0" * 64}))
-    worker = store(tmp_path / "worker")
-    assert load(worker, "a") is None
-    assert "another installation" in reasons(worker)[0]
-
-
-def test_no_command_unpickles(tmp_path, capsys):
-    mark = tmp_path / "mark"
-
-    class Hostile:
-        def __reduce__(self):
-            return os.mkdir, (str(mark),)
-
-    save(store(tmp_path / "builder"), data=pickle.dumps(Hostile()))
-    bundle = tmp_path / "bundle"
-    for command in (["list"], ["verify"], ["export", bundle]):
-        assert run(tmp_path / "builder", *command) == 0
-    assert run(tmp_path / "worker", "import", bundle) == 1
-    assert run(tmp_path / "worker", "import", bundle, "--trust") == 0
-    assert run(tmp_path / "worker", "prune", "--max-mb", 0) == 0
-    assert not mark.exists()
-
-
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
@@ -89,7 +58,12 @@ def test_no_command_unpickles(tmp_path, capsys):
         (lambda name, data: None if name.endswith(".bin") else data, "missing"),
         (lambda name, data: b"[]" if name.endswith(".json") else data, "damaged"),
         (lambda name, data: data.replace(b'"key":"', b'"key":"../../') if name.endswith(".json") else data, "damaged"),
-        (lambda name, data: data.replace(b'"format":1', b'"format":2') if name.endswith(".json") else data, "format"),
+        (lambda name, data: data.replace(b'"format":2', b'"format":3') if name.endswith(".json") else data, "format"),
+        (lambda name, data: data.replace(b'"torch":"', b'"torch":5,"x":"') if name.endswith(".json") else data, "dama"),
+        (lambda name, data: data.replace(b'"size":9', b'"size":-9') if name.endswith(".json") else data, "-9 bytes"),
+        (lambda name, data: data.replace(b'"size":9', b'"size":1e9') if name.endswith(".json") else data, "damaged"),
+        (lambda name, data: data.replace(b'"facts":{', b'"facts":{"a":' + b"[" * 60 + b"]" * 60 + b","), "damaged"),
+        (lambda name, data: data.replace(b'"facts":{', b'"facts":{"a":NaN,'), "damaged"),
     ],
 )
 def test_damaged_bundle_brings_nothing(tmp_path, bundle, capsys, edit, said):
@@ -107,16 +81,99 @@ def test_every_truncated_bundle_ends_in_a_sentence(tmp_path, bundle, capsys):
         assert "is not a bundle." in capsys.readouterr().err
 
 
-def test_bundle_that_unpacks_to_more_than_it_may_is_refused(tmp_path, monkeypatch, capsys):
-    from comfy_accel.accel import store_bundle
+def test_every_flipped_bit_of_a_bundle_ends_in_a_sentence_or_says_nothing(tmp_path, capsys):
+    save(store(tmp_path / "builder"))
+    bundle = tmp_path / "bundle"
+    run(tmp_path / "builder", "export", bundle)
+    whole = bundle.read_bytes()
+    (sound,) = store_bundle.read(bundle)
+    ends = {}
+    for bit in range(len(whole) * 8):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        bundle.write_bytes(changed)
+        try:
+            found = list(store_bundle.read(bundle))
+        except store_bundle.BadBundle as bad:
+            ends[str(bad)] = changed
+        else:
+            failed = [item for item in found if isinstance(item, store_bundle.Outcome)]
+            ends.update({item.reason: changed for item in failed})
+            assert failed or found == [sound]  # a bit of a date, say
+    assert len(ends) > 3
+    for changed in ends.values():
+        bundle.write_bytes(changed)
+        assert run(tmp_path / "worker", "import", bundle, "--trust") == 1
+        assert capsys.readouterr().err.strip()
+        assert not list(tmp_path.glob("worker/graphs/*.json"))
 
-    monkeypatch.setattr(store_bundle, "LARGEST_MANIFEST", 1000)
-    bomb = io.BytesIO()
-    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as content:
-        content.writestr("a" * 24 + "-" + "b" * 12 + ".json", b" " * 10**6)
-    (tmp_path / "bundle").write_bytes(bomb.getvalue())
+
+def refused(tmp_path, write, capsys, compression=zipfile.ZIP_STORED):
+    """What is said of a file that write(zip) has filled."""
+    with zipfile.ZipFile(tmp_path / "bundle", "w", compression) as content:
+        write(content)
     assert run(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 1
-    assert "larger than" in capsys.readouterr().err
+    assert not (tmp_path / "worker" / "graphs").exists()
+    return capsys.readouterr().err
+
+
+def test_compressed_file_is_refused_before_it_is_unpacked(tmp_path, capsys):
+    def bomb(content):
+        content.writestr("a" * 24 + "-" + "b" * 12 + ".json", b" " * 10**6)
+
+    assert "compressed" in refused(tmp_path, bomb, capsys, zipfile.ZIP_DEFLATED)
+
+
+def test_manifest_that_is_too_large_is_refused(tmp_path, capsys):
+    def large(content):
+        content.writestr("a" * 24 + "-" + "b" * 12 + ".json", b" " * (store_entry.LARGEST_MANIFEST + 1))
+
+    assert "larger than" in refused(tmp_path, large, capsys)
+
+
+def test_file_of_too_many_parts_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(store_bundle, "MOST_ENTRIES", 3)
+    assert "7 parts" in refused(tmp_path, lambda content: [content.writestr(str(n), b"") for n in range(7)], capsys)
+
+
+def test_file_whose_parts_lie_over_each_other_is_refused(tmp_path, bundle, capsys):
+    whole = bytearray(bundle.read_bytes())
+    at = whole.index(b"PK\x01\x02") + 20  # the sizes in the first entry of its list of contents
+    whole[at : at + 8] = (2**20).to_bytes(4, "little") * 2
+    bundle.write_bytes(whole)
+    assert run(tmp_path / "worker", "import", bundle, "--trust") == 1
+    assert "and the file has" in capsys.readouterr().err
+
+
+def test_bundle_larger_than_the_store_may_be_is_refused(tmp_path, monkeypatch, capsys):
+    save(store(tmp_path / "builder"), data=bytes(3 << 20))
+    run(tmp_path / "builder", "export", tmp_path / "bundle")
+    monkeypatch.setenv(store_location.LIMIT_VARIABLE, "2")
+    assert run(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 1
+    assert "raise its limit first" in capsys.readouterr().err
+    assert not (tmp_path / "worker" / "graphs").exists()
+    monkeypatch.setenv(store_location.LIMIT_VARIABLE, "0")  # saves nothing, and that was not saving
+    assert run(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 0
+    assert load(store(tmp_path / "worker")) is not None
+
+
+def test_import_keeps_the_store_within_its_bytes(tmp_path, monkeypatch):
+    save(store(tmp_path / "builder"), "new", data=bytes(700 << 10))
+    run(tmp_path / "builder", "export", tmp_path / "bundle")
+    save(store(tmp_path / "worker"), "old", data=bytes(700 << 10))
+    monkeypatch.setenv(store_location.LIMIT_VARIABLE, "1")
+    assert run(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 0
+    assert load(store(tmp_path / "worker"), "old") is None
+    assert load(store(tmp_path / "worker"), "new") is not None
+
+
+def test_bundle_of_another_torch_is_a_miss_that_names_it(tmp_path, bundle):
+    here = torch.__version__.encode()
+    change(bundle, lambda name, data: data.replace(b'"torch":"' + here, b'"torch":"2.99.0'))
+    assert run(tmp_path / "worker", "import", bundle, "--trust") == 0
+    worker = store(tmp_path / "worker")
+    assert load(worker, "a") is None
+    assert reasons(worker)[0].startswith("saved with another torch (2.99.0 ")
 
 
 def test_kinds_named_are_exported_alone(tmp_path, capsys):
@@ -134,6 +191,34 @@ def test_export_never_overwrites(tmp_path, bundle, capsys):
     assert "exists" in capsys.readouterr().err
 
 
+def test_export_that_is_stopped_leaves_no_file(tmp_path, monkeypatch):
+    save(store(tmp_path / "builder"))
+
+    def stopped(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store_entry, "check_bytes", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "builder", "export", tmp_path / "bundle")
+    assert [file.name for file in tmp_path.iterdir()] == ["builder"]
+
+
+def test_one_entry_that_cannot_be_read_stops_no_command(tmp_path, capsys):
+    save(store(tmp_path), "a")
+    save(store(tmp_path), "b", b"other")
+    first = sorted((tmp_path / "graphs").glob("*.json"))[0]
+    first.unlink()
+    first.symlink_to("nowhere")
+    (tmp_path / "graphs" / ("c" * 24 + "-" + "d" * 12 + ".json")).write_text(
+        '{"seal": 1, "format": 2, "key": "\\u001b"}'
+    )
+    assert run(tmp_path, "list") == 0
+    assert run(tmp_path, "verify") == 1
+    assert run(tmp_path, "export", tmp_path / "bundle") == 1
+    assert "1 graphs exported" in capsys.readouterr().out
+    assert run(tmp_path, "prune") == 0
+
+
 def test_verify_names_what_is_damaged(tmp_path, capsys):
     save(store(tmp_path), "a")
     save(store(tmp_path), "b", b"other")
@@ -141,7 +226,7 @@ def test_verify_names_what_is_damaged(tmp_path, capsys):
     next((tmp_path / "graphs").glob("*.bin")).write_bytes(b"changed")
     assert run(tmp_path, "verify") == 1
     told = capsys.readouterr()
-    assert "1 graphs sound, 1 not" in told.out and "bytes of" in told.err
+    assert "1 graphs sound, 1 not" in told.out and "has 7 bytes" in told.err
 
 
 def test_list_shows_what_there_is_and_prune_deletes_it(tmp_path, capsys):
@@ -156,22 +241,3 @@ def test_text_of_a_bundle_does_not_reach_the_terminal_as_it_is(tmp_path, bundle,
     change(bundle, lambda name, data: data.replace(b"Block", b"\\u001b[2J") if name.endswith(".json") else data)
     run(tmp_path / "worker", "import", bundle)
     assert "\x1b" not in capsys.readouterr().out
-
-
-def test_without_a_place_the_command_asks_for_one(capsys):
-    assert store_command.main(["list"]) == 1
-    assert "--home" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("value", "expected"), [("off", None), ("OFF", None), ("", "graphs"), ("/x/y", "/x/y")])
-def test_environment_moves_the_graphs_or_turns_the_store_off(tmp_path, monkeypatch, value, expected):
-    monkeypatch.setenv(store_location.VARIABLE, value)
-    folder = store_location.folder(tmp_path)
-    assert folder is None if expected is None else str(folder).endswith(expected)
-    assert store_location.secret(tmp_path) == tmp_path / "secret"
-
-
-def test_secret_stays_where_it_is_when_the_graphs_move(tmp_path, monkeypatch):
-    monkeypatch.setenv(store_location.VARIABLE, str(tmp_path / "shared"))
-    assert run(tmp_path / "home", "verify") == 0
-    assert [file.name for file in (tmp_path / "home").iterdir()] == ["secret"]

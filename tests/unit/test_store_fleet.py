@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from comfy_accel.accel import store_location, store_trust
@@ -68,13 +69,116 @@ def test_address_that_cannot_be_reached_is_a_reason(tmp_path, address):
     assert all(reason for reason in reasons(unreachable))
 
 
-def test_password_in_an_address_is_not_reported():
-    assert "secret" not in str(RemoteFolder("sftp://me:secret@host/graphs"))
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("sftp://me:s/ec@ret@host/graphs", "sftp://host/graphs"),
+        ("simplecache::sftp://me:secret@host/graphs/", "simplecache::sftp://host/graphs"),
+        ("https://host/graphs?token=secret", "https://host/graphs"),
+        ("s3://bucket/graphs@home", "s3://bucket/graphs@home"),
+    ],
+)
+def test_password_in_an_address_is_not_shown(address, shown):
+    assert str(RemoteFolder(address)) == shown
+
+
+@pytest.mark.parametrize("password", ["secret", "s%40cret", "s/cr:t"])
+def test_password_in_an_address_is_not_in_its_errors(tmp_path, password):
+    fsspec = pytest.importorskip("fsspec", reason="an optional package")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Talkative(MemoryFileSystem):
+        """Says in its errors what it was called with, as backends do."""
+
+        protocol = "talkative"
+
+        def ls(self, path, **options):
+            raise OSError(f"cannot log in to {address} as {unquote(password)!r}")
+
+        def info(self, path, **options):
+            raise FileNotFoundError(f"{address}/{path}")
+
+        def pipe_file(self, path, value, **options):
+            raise RuntimeError(f"{address} with the password {password}")
+
+    address = f"talkative://me:{password}@host/graphs"
+    fsspec.register_implementation("talkative", Talkative, clobber=True)
+    folder = RemoteFolder(address)
+    for attempt in (
+        lambda: list(folder.files()),
+        lambda: folder.read("a", 5),
+        lambda: folder.write("a", b""),
+        folder.now,
+    ):
+        with pytest.raises(OSError) as failed:
+            attempt()
+        assert password not in str(failed.value) and unquote(password) not in str(failed.value)
+    silent = GraphStore(folder, tmp_path / "secret")
+    assert load(silent) is None and not save(silent)
+    assert password not in json.dumps(silent.statistics())
+
+
+def test_object_of_another_size_than_it_may_have_is_not_read(remote):
+    _, folder = remote
+    folder.write("a", b"four")
+    assert folder.read("a", 4) == b"four"
+    with pytest.raises(OSError, match="a has 4 bytes, more than 3"):
+        folder.read("a", 3)
+    folder.write("empty", b"")
+    assert folder.read("empty", 4) == b""
+    with pytest.raises(FileNotFoundError):
+        folder.read("none", 4)
+
+
+@pytest.mark.parametrize("backend_asks_by_name", [False, True])
+def test_objects_are_asked_for_by_the_beginning_of_their_names(backend_asks_by_name):
+    fsspec = pytest.importorskip("fsspec", reason="an optional package")
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    asked = []
+
+    class Bucket(MemoryFileSystem):
+        """With the signature that s3fs, gcsfs and adlfs have."""
+
+        protocol = "bucket"
+
+        def find(self, path, maxdepth=None, withdirs=False, detail=False, prefix="", **options):
+            asked.append(prefix)
+            found = super().find(path, maxdepth, withdirs, detail, **options)
+            return {name: item for name, item in found.items() if name.startswith(f"{path}/{prefix}")}
+
+    if backend_asks_by_name:
+        fsspec.register_implementation("bucket", Bucket, clobber=True)
+    folder = RemoteFolder(f"{'bucket' if backend_asks_by_name else 'memory'}://{uuid.uuid4().hex}")
+    assert not list(folder.files("a"))
+    for name in ("ab", "ac", "b", "ad.tmp"):
+        folder.write(name, b"x")
+    folder._files.pipe_file(f"{folder._root}/deeper/ab", b"x")
+    assert sorted(file.name for file in folder.files("a")) == ["ab", "ac"]
+    assert sorted(file.name for file in folder.files()) == ["ab", "ac", "b"]
+    assert [file.name for file in folder.unfinished()] == ["ad.tmp"]
+    assert asked == (["a", "a"] if backend_asks_by_name else [])
+
+
+def test_object_stores_leftovers_are_dated_by_its_own_clock(remote, monkeypatch):
+    make, folder = remote
+    save(make())
+    half = f"{'a' * 24}-{'b' * 12}.bin"
+    folder.write(half, b"its manifest is about to come")
+    moment = time.time()
+    assert abs(folder.now() - moment) < 60 and not list(folder.unfinished())
+    monkeypatch.setattr(time, "time", lambda: moment + 1e6)
+    assert prune(folder, 1 << 20) == 0
+    assert half in [file.name for file in folder.files()]
+    monkeypatch.setattr(folder, "now", lambda: moment + 1e6)
+    assert prune(folder, 1 << 20) == 0
+    assert half not in [file.name for file in folder.files()]
+    assert load(make()) is not None
 
 
 def test_worker_loads_what_another_compiled_where_both_have_the_key(tmp_path, monkeypatch):
     pytest.importorskip("fsspec", reason="an optional package")
-    monkeypatch.setenv(store_location.VARIABLE, f"file://{tmp_path}/shared")
+    monkeypatch.setenv(store_location.VARIABLE, f"memory://{uuid.uuid4().hex}/shared")
 
     def worker(name, key):
         monkeypatch.setenv(store_trust.KEY_VARIABLE, key)

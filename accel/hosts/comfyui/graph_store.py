@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ... import store_location
+from ... import store_home, store_location
 from ...graph_cache import GraphCache, shared
 from ...graph_store import GraphStore
 
@@ -13,8 +13,7 @@ def home() -> Path:
     """The folder for the secret and the graphs; it may not exist yet."""
     import folder_paths
 
-    # Names that begin so are no user's: core serves nothing from there.
-    return Path(folder_paths.get_user_directory()) / "__accel"
+    return Path(folder_paths.get_user_directory()) / store_home.NAME
 
 
 def attach(cache: GraphCache) -> None:
@@ -26,4 +25,4 @@ def attach(cache: GraphCache) -> None:
         return
     folder = store_location.folder(home())
     if folder is not None:
-        cache.store = GraphStore(folder, store_location.secret(home()), store_location.max_bytes())
+        cache.store = GraphStore(folder, store_location.secret(home()), lambda: store_location.max_bytes(home()))

@@ -1,0 +1,110 @@
+"""Files that are there whole or not at all: written under a name of their own, then renamed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+UNFINISHED = ".tmp"
+"""The end of the names of files that somebody is writing."""
+
+UNFINISHED_NAME = re.compile("[0-9a-f]+" + re.escape(UNFINISHED))
+"""Those of ours."""
+
+_READING = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
+
+
+def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Make or replace a file, and its folder; nobody ever sees a part of it. mode: before the umask."""
+    with new_file(path.parent, mode) as (file, unfinished):
+        _finish(file, data)
+        os.replace(unfinished, path)
+    _sync_names(path.parent)
+
+
+def write_new(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """The same for a name that must be free: FileExistsError where it is not, and whoever came first stays."""
+    with new_file(path.parent, mode) as (file, unfinished):
+        _finish(file, data)
+        give_name(unfinished, path)
+    _sync_names(path.parent)
+
+
+def give_name(unfinished: Path, path: Path) -> None:
+    """Give a finished file its name; FileExistsError where that is taken. The unfinished name may stay, too."""
+    try:
+        os.link(unfinished, path)  # unlike a rename it never replaces one that is there
+    except FileExistsError:
+        raise
+    except (OSError, AttributeError):  # a file system, or a Python, without links
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # an empty file takes the name
+        try:
+            os.replace(unfinished, path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def new_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[BinaryIO, Path]]:
+    """(file, path) of an empty file with a name of its own, gone afterwards unless it was renamed.
+
+    Close the file before renaming it: Windows renames no open ones.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{secrets.token_hex(8)}{UNFINISHED}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    try:
+        with open(os.open(path, flags, mode), "w+b") as file:
+            yield file, path
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+@contextlib.contextmanager
+def opened(path: Path, links: bool = False) -> Iterator[tuple[BinaryIO, os.stat_result]]:
+    """(file, its status) of a regular file to be read. Waits for nobody, as opening a pipe would.
+
+    links: follow them.
+
+    Raises:
+        OSError: it is something else; FileNotFoundError where there is nothing.
+    """
+    try:
+        descriptor = os.open(path, _READING | (0 if links else getattr(os, "O_NOFOLLOW", 0)))
+    except OSError as error:
+        if not links and path.is_symlink():
+            raise OSError(f"{path.name} is a link, which is not followed") from error
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path.name} is no regular file")
+        with open(descriptor, "rb", closefd=False) as file:
+            yield file, status
+    finally:
+        os.close(descriptor)
+
+
+def _finish(file: BinaryIO, data: bytes) -> None:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())  # or a power cut may leave the name without the bytes
+    file.close()
+
+
+def _sync_names(folder: Path) -> None:
+    """Have a rename outlive a power cut, where the system lets a folder be flushed."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

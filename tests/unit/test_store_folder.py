@@ -1,0 +1,217 @@
+"""The store's folder: reads that end, files that are whole or not there, and pruning that goes on."""
+
+import errno
+import os
+import time
+
+import pytest
+from comfy_accel.accel import store_entry, whole_files
+from comfy_accel.accel.store_folder import LocalFolder
+from comfy_accel.accel.store_prune import prune
+from comfy_accel.accel.store_trust import Seals
+from odd_disks import without_links
+
+SEALS = Seals(b"s" * 32)
+OLD = 7200
+
+
+def write_entry(folder, number, age=0.0, size=1000):
+    """An entry that was used so many seconds ago; its stem."""
+    manifest = store_entry.describe(f"{number:024x}", "Block", {}, {}, bytes([number]) * size)
+    store_entry.write(folder, SEALS, manifest, bytes([number]) * size)
+    for end in (store_entry.MANIFEST, store_entry.DATA):
+        os.utime(folder.path / (manifest.stem + end), (time.time() - age,) * 2)
+    return manifest.stem
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return LocalFolder(tmp_path / "graphs")
+
+
+def stems(folder):
+    return sorted(file.name.removesuffix(".json") for file in folder.files() if file.name.endswith(".json"))
+
+
+def test_what_was_written_is_read(folder):
+    folder.write("a", b"one")
+    folder.write("a", b"two")
+    assert folder.read("a", 3) == b"two"
+    assert [file[:2] for file in folder.files()] == [("a", 3)]
+    folder.remove("a")
+    folder.remove("a")
+    with pytest.raises(FileNotFoundError):
+        folder.read("a", 3)
+
+
+def test_files_are_chosen_by_name_before_they_are_asked_about(folder, monkeypatch):
+    for name in ("ab1", "ab2", "b1"):
+        folder.write(name, b"")
+    asked = []
+    scan = os.scandir
+
+    class Item:
+        def __init__(self, item):
+            self.name, self._item = item.name, item
+
+        def stat(self, **options):
+            asked.append(self.name)
+            return self._item.stat(**options)
+
+    class Scan:
+        def __init__(self, path):
+            self._found = scan(path)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self._found.close()
+
+        def __iter__(self):
+            return map(Item, self._found)
+
+    monkeypatch.setattr(os, "scandir", Scan)
+    assert sorted(file.name for file in folder.files("ab")) == sorted(asked) == ["ab1", "ab2"]
+
+
+def test_file_that_is_too_large_is_not_read(folder):
+    folder.write("a", b"four")
+    with pytest.raises(OSError, match="a has 4 bytes, more than 3"):
+        folder.read("a", 3)
+    with open(folder.path / "a", "r+b") as sparse:
+        sparse.truncate(500 << 30)
+    with pytest.raises(OSError, match="more than 1000"):
+        folder.read("a", 1000)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on this system")
+def test_reading_what_is_no_file_ends_in_a_sentence(folder):
+    folder.write("file", b"x")
+    os.mkfifo(folder.path / "pipe")
+    (folder.path / "link").symlink_to("/dev/zero")
+    (folder.path / "link to a file").symlink_to("file")
+    (folder.path / "folder").mkdir()
+    began = time.monotonic()
+    for name, said in (("pipe", "regular"), ("folder", "regular"), ("link", "a link"), ("link to a file", "a link")):
+        with pytest.raises(OSError, match=said):
+            folder.read(name, 10)
+    assert time.monotonic() - began < 1
+    assert [file.name for file in folder.files()] == ["file"]
+
+
+def test_write_that_fails_leaves_the_old_file_and_no_other(folder, monkeypatch):
+    folder.write("a", b"old")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        folder.write("a", b"new")
+    assert [file.name for file in folder.path.iterdir()] == ["a"]
+    assert folder.read("a", 10) == b"old"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_name_that_is_taken_stays_who_ever_comes_second(tmp_path, monkeypatch, links):
+    if not links:
+        without_links(monkeypatch)
+    whole_files.write_new(tmp_path / "new", b"first")
+    with pytest.raises(FileExistsError):
+        whole_files.write_new(tmp_path / "new", b"second")
+    assert (tmp_path / "new").read_bytes() == b"first"
+    assert [file.name for file in tmp_path.iterdir()] == ["new"]
+
+
+def test_listing_deletes_nothing_and_pruning_what_is_old(folder):
+    kept = write_entry(folder, 1, age=OLD)
+    names = ("ab.tmp", "cd.tmp", "a-b.bin", "a-c.bin", "b-b.json", "b-c.json", "settings.json", "my.tmp", "x-y.bin")
+    for name in names:
+        (folder.path / name).write_bytes(b"part")
+        if name not in ("cd.tmp", "a-c.bin", "b-c.json"):
+            os.utime(folder.path / name, (time.time() - OLD,) * 2)
+    list(folder.files())
+    assert {*names} < {file.name for file in folder.path.iterdir()}
+    assert prune(folder, 1 << 20) == 0
+    left = {file.name for file in folder.path.iterdir()} - {kept + ".json", kept + ".bin"}
+    assert left == {"cd.tmp", "a-c.bin", "b-c.json", "settings.json", "my.tmp", "x-y.bin"}
+
+
+def test_now_is_what_the_folder_says_and_not_this_machine(folder, monkeypatch):
+    write_entry(folder, 1)
+    (folder.path / "ab.tmp").write_bytes(b"another machine is writing it")
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    prune(folder, 1 << 20)
+    assert (folder.path / "ab.tmp").exists()
+    assert abs(folder.now() - (folder.path / "ab.tmp").stat().st_mtime) < 60
+
+
+class Stuck(LocalFolder):
+    """Has files that cannot be deleted, as open ones on Windows, or no clock, as where nothing can be written."""
+
+    stuck: tuple[str, ...] = ()
+
+    def remove(self, name):
+        if name in self.stuck:
+            raise PermissionError(errno.EACCES, "in use", name)
+        super().remove(name)
+
+    def now(self):
+        if "now" in self.stuck:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return super().now()
+
+
+def test_file_that_cannot_be_deleted_stops_no_pruning(folder):
+    folder = Stuck(folder.path)
+    oldest, old, new = (write_entry(folder, number, age) for number, age in ((1, 300), (2, 200), (3, 100)))
+    for name in ("ab.tmp", "cd.tmp"):
+        (folder.path / name).write_bytes(b"")
+        os.utime(folder.path / name, (time.time() - OLD,) * 2)
+    folder.stuck = (oldest + ".json", "ab.tmp", "cd.tmp")
+    assert prune(folder, 2700) == 1
+    assert stems(folder) == sorted([oldest, new])
+    folder.stuck = ("now",)
+    assert prune(folder, 0) == 2
+    assert stems(folder) == []
+
+
+def test_entry_is_deleted_manifest_first(folder):
+    folder = Stuck(folder.path)
+    stem = write_entry(folder, 1)
+    folder.stuck = (stem + ".bin",)
+    assert not store_entry.remove(folder, stem)
+    assert [file.name for file in folder.files()] == [stem + ".bin"]
+    folder.stuck = ()
+    assert store_entry.remove(folder, stem) and store_entry.remove(folder, stem)
+
+
+def test_text_of_anybody_is_made_printable():
+    assert store_entry.printable("a\x1b[2J\x07b\u202e c\n\td") == "a?[2J?b? c d"
+    assert len(store_entry.printable("x" * 10**6)) == 300
+    hostile = b'{"seal": "", "format": ' + b"9" * 4000 + b"}"
+    with pytest.raises(store_entry.BadEntry) as bad:
+        store_entry.read_manifest(hostile)
+    assert len(str(bad.value)) <= 300
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"environment": {"torch": 5}},
+        {"environment": []},
+        {"facts": 3},
+        {"size": -1},
+        {"size": store_entry.LARGEST_DATA + 1},
+        {"size": True},
+        {"sha256": "ab"},
+        {"key": "a" * 65},
+        {"key": "../x"},
+    ],
+)
+def test_manifest_that_says_what_cannot_be_is_not_written_nor_read(folder, fields):
+    good = vars(store_entry.describe("a" * 24, "Block", {}, {}, b""))
+    with pytest.raises(store_entry.BadEntry):
+        store_entry.write(folder, SEALS, store_entry.Manifest(**{**good, **fields}), b"")
+    assert list(folder.files()) == []

@@ -1,0 +1,94 @@
+"""Bundles and files that somebody made to have their code run: nothing opens them before a person says so."""
+
+import json
+import os
+import pickle
+import zipfile
+
+import pytest
+import torch
+from comfy_accel.accel import compilers, store_command, store_location, store_trust
+from store_kit import CPU, key, reasons, save, store
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in (store_trust.KEY_VARIABLE, store_location.VARIABLE, store_location.LIMIT_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(home, *arguments):
+    return store_command.main(["--home", str(home), *map(str, arguments)])
+
+
+class Hostile:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, mark):
+        self._mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._mark),)
+
+
+def load_for_real(home):
+    """What a run does when it meets the kind: the store, and where that opens something, torch's own reading of it."""
+    worker = store(home)
+
+    def build(data, facts):
+        return compilers.load_block(torch.nn.Identity(), ("tuple", ("tensor",)), data, facts)
+
+    assert worker.load(key(), "Block", CPU, build, lambda graph: True) is None
+    return reasons(worker)[0]
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """(bundle, mark): a bundle whose one graph leaves the mark if it is opened, in the way that torch opens one."""
+    save(store(tmp_path / "attacker"), data=b"\n" + pickle.dumps(Hostile(tmp_path / "mark")))
+    assert run(tmp_path / "attacker", "export", tmp_path / "hostile") == 0
+    return tmp_path / "hostile", tmp_path / "mark"
+
+
+def test_hostile_bundle_is_not_opened_unless_it_is_trusted(tmp_path, hostile):
+    bundle, mark = hostile
+    assert run(tmp_path / "victim", "import", bundle) == 1
+    assert "nothing was saved" in load_for_real(tmp_path / "victim")
+    for seal in ("0" * 64, "", None, 5, ["0"]):  # unpacked into the folder, with seals of the attacker's choice
+        unpack(bundle, tmp_path / "victim" / "graphs", seal)
+        assert "another installation" in load_for_real(tmp_path / "victim")
+        assert run(tmp_path / "victim", "verify") == 1
+        assert run(tmp_path / "victim", "list") == 0
+    assert not mark.exists()
+    # And it is hostile: whoever trusts it runs it.
+    assert run(tmp_path / "victim", "import", bundle, "--trust") == 0
+    assert "cannot be loaded" in load_for_real(tmp_path / "victim")
+    assert mark.exists()
+
+
+def test_hostile_bytes_beside_a_manifest_of_ours_are_not_opened(tmp_path, hostile):
+    bundle, mark = hostile
+    save(store(tmp_path / "victim"))
+    (file,) = (tmp_path / "victim" / "graphs").glob("*.bin")
+    with zipfile.ZipFile(bundle) as content:
+        data = next(content.read(name) for name in content.namelist() if name.endswith(".bin"))
+    for fitting in (data, data[:4]):  # of another size, and of the size that the manifest tells
+        file.write_bytes(fitting)
+        assert load_for_real(tmp_path / "victim")
+    assert not mark.exists()
+
+
+def unpack(bundle, folder, seal):
+    with zipfile.ZipFile(bundle) as content:
+        content.extractall(folder)
+    for file in folder.glob("*.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "seal": seal}))
+
+
+def test_no_command_unpickles(tmp_path, hostile):
+    bundle, mark = hostile
+    for command in (["list"], ["verify"], ["export", tmp_path / "again"], ["move", tmp_path / "elsewhere"]):
+        assert run(tmp_path / "attacker", *command) == 0
+    assert run(tmp_path / "worker", "import", bundle, "--trust") == 0
+    assert run(tmp_path / "worker", "prune", "--max-mb", 0) == 0
+    assert not mark.exists()

@@ -1,0 +1,113 @@
+"""What a saved graph is found by, and what it depends on beside that."""
+
+import dataclasses
+
+import pytest
+import torch
+from comfy_accel.accel import store_key, store_trust
+from store_kit import CPU, graph, key, load, reasons, save, store
+
+THREADS = torch.get_num_threads()
+PRECISION = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+
+
+@pytest.fixture(autouse=True)
+def without_key(monkeypatch):
+    monkeypatch.delenv(store_trust.KEY_VARIABLE, raising=False)
+
+
+def matmul_as_before():
+    torch.set_float32_matmul_precision("highest")
+    if PRECISION is not None:
+        torch.backends.cuda.matmul.fp32_precision = PRECISION
+
+
+@pytest.mark.parametrize("field", ["torch", "python", "device", "engine", "system", "options"])
+def test_another_environment_is_a_miss_that_names_it(tmp_path, monkeypatch, field):
+    made = store_key.environment(CPU)
+    monkeypatch.setattr(store_key, "environment", lambda devices: {**made, field: "other"})
+    save(store(tmp_path))
+    monkeypatch.setattr(store_key, "environment", lambda devices: made)
+    here = store(tmp_path)
+    assert load(here) is None
+    assert reasons(here)[0].startswith(f"saved with another {field} (other; here it is ")
+
+
+def test_settings_of_torch_that_change_kernels_are_in_the_environment():
+    before = store_key.environment(CPU)
+    with torch._inductor.config.patch(max_autotune=True):
+        assert store_key.environment(CPU) != before
+    with torch._functorch.config.patch(functionalize_rng_ops=True):
+        assert store_key.environment(CPU) != before
+    assert store_key.environment(CPU) == before
+
+
+@pytest.mark.parametrize(
+    "change, back",
+    [
+        (lambda: torch.set_num_threads(THREADS + 1), lambda: torch.set_num_threads(THREADS)),
+        (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
+        (lambda: torch.backends.cuda.enable_flash_sdp(False), lambda: torch.backends.cuda.enable_flash_sdp(True)),
+        (lambda: torch.set_float32_matmul_precision("medium"), matmul_as_before),
+        (lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False)),
+        (lambda: torch.backends.mkldnn.set_flags(False), lambda: torch.backends.mkldnn.set_flags(True)),
+    ],
+    ids=["threads", "dtype", "flash", "matmul", "deterministic", "mkldnn"],
+)
+def test_settings_of_the_process_that_change_kernels_are_too(change, back):
+    before = store_key.environment(CPU)
+    change()
+    try:
+        assert store_key.environment(CPU) != before
+    finally:
+        back()
+    assert store_key.environment(CPU) == before
+
+
+def test_precision_that_was_set_through_torchs_newer_name_turns_nothing_off(tmp_path):
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has the older name alone")
+    before, usual = torch.backends.cuda.matmul.fp32_precision, store_key.environment(CPU)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert store_key.environment(CPU) != usual
+        assert save(store(tmp_path)) and load(store(tmp_path)) is not None
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_somebodys_own_pass_in_inductor_is_kept_apart(tmp_path):
+    here = store(tmp_path)
+    with torch._inductor.config.patch(post_grad_custom_post_pass=lambda graph: None):
+        assert not save(here)
+    assert "pass of somebody's own" in reasons(here)[0]
+
+
+def test_code_that_looks_at_what_cannot_be_told_is_not_kept(tmp_path):
+    here = store(tmp_path)
+    opaque = dataclasses.replace(key(), kind=dataclasses.replace(key().kind, opaque=frozenset({"a pack.Box"})))
+    assert not here.save(opaque, "Block", CPU, graph())
+    assert reasons(here) == ["not kept: its code looks at a pack.Box, of which only the type can be told"]
+    assert here.load(opaque, "Block", CPU, graph, lambda graph: True) is None
+
+
+def test_sizes_and_backend_are_in_the_key_and_values_are_not():
+    plain = key()
+    assert store_key.key_digest(plain) == store_key.key_digest(key())
+    changed = [
+        plain.__class__(plain.kind, plain.call, plain.inputs, "other"),
+        plain.__class__(plain.kind, plain.call, plain.inputs, plain.backend, (torch.Size([1]),)),
+        plain.__class__(plain.kind, ("constant", 2), plain.inputs, plain.backend),
+    ]
+    assert len({store_key.key_digest(other) for other in (plain, *changed)}) == 4
+
+
+def test_key_that_names_an_address_is_not_kept(tmp_path):
+    class Mark:
+        __hash__, __eq__ = object.__hash__, object.__eq__
+
+    marked = dataclasses.replace(key(), call=("dict", (Mark(), ("tensor",))))
+    here = store(tmp_path)
+    assert not here.save(marked, "Block", CPU, graph())
+    assert "no name outside of this process" in reasons(here)[0]
+    assert list(tmp_path.iterdir()) == []

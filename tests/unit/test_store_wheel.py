@@ -1,0 +1,85 @@
+"""The command as people start it: from the repository's root, and as `accel` where the package is installed."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from store_kit import save, store
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_TORCH = "import runpy, sys; sys.modules['torch'] = None; sys.argv[0] = 'accel'; "
+"""For `python -c`: whatever imports torch after this fails."""
+
+
+@pytest.fixture
+def home(tmp_path):
+    save(store(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def told(command, folder, **environment):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCEL_", "PYTHON"))}
+    return subprocess.check_output([*map(str, command)], cwd=folder, env={**clean, **environment}, text=True)
+
+
+def test_command_runs_from_the_repositorys_root_without_torch(home):
+    listed = told([sys.executable, "-m", "accel", "store", "list", "--home", home], ROOT)
+    assert "1 graphs" in listed and str(home / "graphs") in listed
+    for arguments in (["list"], ["verify"], ["export", home / "bundle"], ["import", home / "bundle", "--trust"]):
+        script = NO_TORCH + "runpy.run_module('accel', run_name='__main__', alter_sys=True)"
+        assert "1 graphs" in told([sys.executable, "-c", script, "store", *arguments, "--home", home], ROOT)
+
+
+def test_command_that_there_is_not_is_answered_with_those_there_are():
+    answer = subprocess.run([sys.executable, "-m", "accel", "shop"], cwd=ROOT, capture_output=True, text=True)
+    assert answer.returncode == 2 and "usage: accel store" in answer.stderr
+    listed = told([sys.executable, "-m", "accel", "store", "--help"], ROOT)
+    usage = re.search(r"\{(.*)\}", answer.stderr)[1].split(",")
+    assert all(re.search(rf"^ +{command} ", listed, re.MULTILINE) for command in usage)
+    assert len(re.findall(r"^    [a-z]+ ", listed, re.MULTILINE)) == len(usage)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with this repository's wheel in it, built from a copy."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(ROOT / "accel", source / "accel", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    newest = int(metadata.version("setuptools").partition(".")[0])
+    wanted = int(re.search(r"setuptools>=(\d+)", (ROOT / "pyproject.toml").read_text())[1])
+    isolation = ["--no-build-isolation"] if newest >= wanted else []  # else pip fetches a newer one
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    built = subprocess.run(
+        [*pip, "wheel", *isolation, "--no-deps", "--wheel-dir", str(folder), str(source)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if built.returncode and re.search(r"No matching distribution found for setuptools|ConnectionError", built.stdout):
+        pytest.skip(f"there is no setuptools>={wanted} to build with, and none can be fetched")
+    assert built.returncode == 0, built.stdout
+    (wheel,) = folder.glob("*.whl")
+    subprocess.check_call([*pip, "install", "--quiet", "--no-deps", "--no-index", "--target", folder / "lib", wheel])
+    return folder / "lib"
+
+
+def test_wheel_brings_the_command(installed, home):
+    (script,) = (installed / "bin").glob("accel*") if os.name == "posix" else (installed / "bin").glob("accel.exe")
+    listed = told([script, "store", "list", "--home", home], home, PYTHONPATH=str(installed))
+    assert "1 graphs" in listed
+    told([script, "store", "export", home / "bundle", "--home", home], home, PYTHONPATH=str(installed))
+    told([script, "store", "import", home / "bundle", "--trust", "--home", home / "b"], home, PYTHONPATH=str(installed))
+    module = [sys.executable, "-c", NO_TORCH + "runpy.run_module('accel', run_name='__main__')", "store", "list"]
+    assert "1 graphs" in told([*module, "--home", home / "b"], home, PYTHONPATH=str(installed))
+
+
+def test_wheel_has_the_whole_engine(installed):
+    brought = {path.relative_to(installed) for path in (installed / "accel").rglob("*.py")}
+    assert brought == {path.relative_to(ROOT) for path in (ROOT / "accel").rglob("*.py")}
