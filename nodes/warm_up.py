@@ -5,18 +5,25 @@ from typing_extensions import override
 
 from ..accel.graph_cache import shared
 from ..accel.hosts.comfyui.versions import make_input, schema
-from ..accel.hosts.comfyui.warm_up import parse_numbers, parse_sizes, warm_up
-
-LARGEST_BATCH, LONGEST_PROMPT = 64, 4096
+from ..accel.hosts.comfyui.warm_up import (
+    LARGEST_BATCH,
+    LONGEST_PROMPT,
+    check_amount,
+    parse_numbers,
+    parse_sizes,
+    warm_up,
+)
 
 
 def parse(sizes: str, batches: str, prompt_lengths: str):
     """The node's lists; ValueError with one sentence on what is wrong in them."""
-    return (
+    parsed = (
         parse_sizes(sizes),
         parse_numbers(batches, "batches", LARGEST_BATCH),
         parse_numbers(prompt_lengths, "prompt lengths", LONGEST_PROMPT),
     )
+    check_amount(*parsed)
+    return parsed
 
 
 class AccelWarmUpGraphs(io.ComfyNode):

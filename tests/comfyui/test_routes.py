@@ -1,21 +1,38 @@
 """The routes, over HTTP: what they do, and that what is wrong is refused with a sentence and harms nothing."""
 
+import asyncio
 import http.client
 import json
 import time
 import urllib.parse
+from concurrent.futures import ThreadPoolExecutor
 
+import aiohttp
 import pytest
 
 from bench import synthetic
 from bench.client import Client
-from bench.comfyui import offer_checkpoint
+from bench.comfyui import make_base, offer_checkpoint
 from bench.server import serving
+
+SLOW_TO_VALIDATE = """
+import asyncio, nodes
+
+async def take_a_moment(cls, ckpt_name):
+    await asyncio.sleep(0.2)
+    return True
+
+nodes.CheckpointLoaderSimple.VALIDATE_INPUTS = classmethod(take_a_moment)
+NODE_CLASS_MAPPINGS = {}
+"""
+"""A pack as there are some: it asks something elsewhere before it lets a checkpoint pass, and the server goes on."""
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     base = tmp_path_factory.mktemp("routes")
+    make_base(base)
+    (base / "custom_nodes" / "slow_to_validate.py").write_text(SLOW_TO_VALIDATE, encoding="utf-8")
     flags = ["--extra-model-paths-config", str(offer_checkpoint(base, synthetic.checkpoint()))]
     with serving(base, extra_flags=flags, environment={"ACCEL_STORE": ""}) as running:
         yield running
@@ -47,6 +64,18 @@ def wait_until_idle(client):
         time.sleep(0.1)
 
 
+async def text_of(socket, seconds=None):
+    """The next message that is not binary; one of the type "nothing" after so many seconds without any."""
+    while True:
+        try:
+            message = await asyncio.wait_for(socket.receive(), seconds)
+        except asyncio.TimeoutError:
+            return {"type": "nothing", "data": {}}
+        if message.type is aiohttp.WSMsgType.TEXT:
+            return json.loads(message.data)
+        assert message.type is aiohttp.WSMsgType.BINARY, message
+
+
 def refused(answer, status=400):
     assert answer[0] == status, answer
     sentence = answer[1]["error"]
@@ -72,6 +101,46 @@ def test_warm_up_compiles_and_clear_drops(server):
     assert client.get("/accel/state")["graph_cache"]["entries"] == 0
 
 
+def test_of_ten_asked_at_once_one_is_queued(server):
+    client = Client(server.url)
+    before = len(client.get("/history"))
+    with ThreadPoolExecutor(10) as pool:
+        answers = list(pool.map(lambda _: request(server, "/accel/warm_up", wanted()), range(10)))
+    assert sorted(status for status, _ in answers) == [200] + [409] * 9
+    assert all("busy" in refused(answer, 409) for answer in answers if answer[0] != 200)
+    wait_until_idle(client)
+    assert len(client.get("/history")) == before + 1
+
+
+def test_progress_is_told_to_the_client_that_asked(server):
+    """From the prompt's start over each run to its end; nobody else's WebSocket hears of it."""
+    asked = wanted(sizes=["64x64", "72x88", "96x64"], client_id="asked")
+
+    async def listen():
+        told, overheard = [], []
+        async with aiohttp.ClientSession(server.url) as session:
+            async with session.ws_connect("/ws?clientId=asked") as mine, session.ws_connect("/ws?clientId=x") as other:
+                async with session.post("/accel/warm_up", json=asked) as response:
+                    prompt_id = (await response.json())["prompt_id"]
+                while not told or told[-1]["type"] not in ("execution_success", "execution_error"):
+                    told += [event for event in [await text_of(mine)] if event["data"].get("prompt_id") == prompt_id]
+                while not overheard or overheard[-1]["type"] != "nothing":
+                    overheard.append(await text_of(other, seconds=0.5))
+        return told, [event for event in overheard if event["data"].get("prompt_id") == prompt_id]
+
+    told, overheard = asyncio.run(asyncio.wait_for(listen(), 120))
+    assert overheard == []
+    kinds = [event["type"] for event in told]
+    assert kinds[0] == "execution_start" and kinds[-1] == "execution_success"
+    progress = [event["data"] for event in told if event["type"] == "progress" and event["data"]["node"] == "warm_up"]
+    assert progress[-1]["value"] == progress[-1]["max"] == 3
+    assert [row["value"] for row in progress] == sorted(row["value"] for row in progress)
+    executing = [event["data"]["node"] for event in told if event["type"] == "executing"]
+    assert "warm_up" in executing
+    (report,) = [event["data"]["output"] for event in told if event["type"] == "executed"]
+    assert "3 runs" in report["text"][0]
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -92,6 +161,12 @@ def test_warm_up_compiles_and_clear_drops(server):
         wanted(sizes=["64x64, 72x72"]),
         wanted(sizes=["999999x64"]),
         wanted(sizes=["64x64"] * 1000),
+        wanted(sizes=[f"{side}x64" for side in range(64, 8064, 8)]),
+        wanted(sizes=["64x64"] * 65),
+        wanted(sizes=[["64x64"]]),
+        wanted(sizes={"64x64": 1}),
+        wanted(sizes=[None]),
+        wanted(sizes=["9" * 33 + "x64"]),
         wanted(sizes=["64x64\n72x72"]),
         wanted(batches=1),
         wanted(batches=[True]),
@@ -99,16 +174,39 @@ def test_warm_up_compiles_and_clear_drops(server):
         wanted(batches=[1.5]),
         wanted(batches=[10**30]),
         wanted(batches=[1] * 501),
+        wanted(batches=[None]),
+        wanted(batches={}),
+        wanted(prompt_lengths=[4097]),
+        wanted(prompt_lengths=list(range(1, 502))),
+        wanted(prompt_lengths=77),
         wanted(prompt_lengths=[-1]),
         wanted(prompt_lengths=["77"]),
         wanted(backend="other"),
         wanted(backend=None),
+        wanted(backend=["eager"]),
         wanted(client_id=[]),
+        wanted(client_id=None),
+        wanted(client_id="x" * 1025),
         wanted(trust=True),
     ],
 )
 def test_wrong_request_is_refused_with_a_sentence(server, body):
     refused(request(server, "/accel/warm_up", b"null" if body is None else body))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sizes": ["16384x16384"]}, "256 megapixels"),
+        ({"sizes": ["64x64", "8192x4096"], "batches": [1, 3]}, "96 megapixels"),
+        ({"sizes": ["1024x1025"], "batches": [64]}, "65 megapixels"),
+        ({"sizes": ["4096x4096"] * 5, "batches": [4, 3, 2, 1] * 3}, "2400 megapixels"),
+        ({"sizes": ["1024x1024"], "batches": [64], "prompt_lengths": list(range(77, 94))}, "1088 megapixels"),
+    ],
+)
+def test_more_pixels_than_any_machine_has_room_for_are_refused(server, changes, said):
+    sentence = refused(request(server, "/accel/warm_up", wanted(**changes)))
+    assert said in sentence and "at most" in sentence
 
 
 @pytest.mark.parametrize(
@@ -142,6 +240,18 @@ def test_body_of_unknown_length_is_refused_once_it_is_too_long(server):
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 def test_form_of_a_page_is_refused(server, kind):
     refused(request(server, "/accel/warm_up", wanted(), **{"Content-Type": kind}), 415)
+
+
+@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear"])
+@pytest.mark.parametrize("origin", ["https://example.org", "null", "http://my-server:9999", "http://my-server.x.org"])
+def test_foreign_origin_is_refused_on_any_address(server, path, origin):
+    body = wanted() if "warm" in path else None
+    answer = request(server, path, body, Origin=origin, Host="my-server:8188")  # core looks at loopback addresses alone
+    assert "another site" in refused(answer, 403)
+
+
+def test_own_origin_is_served_on_any_address(server):
+    assert request(server, "/accel/clear", Origin="http://my-server:8188", Host="my-server:8188")[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear"])

@@ -76,9 +76,23 @@ def test_sizes_and_numbers_are_read_as_people_write_them():
     assert parse_numbers(" 1, 4 ", "batches", 8) == [1, 4]
 
 
-@pytest.mark.parametrize(("sizes", "batches", "said"), [("10x", "1", "720x960"), ("64x64", "0", "1 to 64")])
+@pytest.mark.parametrize(
+    ("sizes", "batches", "said"),
+    [
+        ("10x", "1", "720x960"),
+        ("64x64", "0", "1 to 64"),
+        ("64x64, 1032x1024", "64", "have 65 megapixels (width x height x batch): at most 64"),
+        ("1024x1024, " * 20, "64", "together would have 1280 megapixels"),
+        ("64x64, " * 40, ", ".join(map(str, range(1, 27))), "1040 runs: at most 1000"),
+    ],
+)
 def test_wrong_lists_are_refused_with_what_would_be_right(sizes, batches, said):
     assert said in AccelWarmUpGraphs.validate_inputs(sizes=sizes, batches=batches)
+
+
+def test_largest_run_that_is_possible_is_not_refused():
+    assert AccelWarmUpGraphs.validate_inputs(sizes="1024x1024, 8192x8192", batches="1") is True
+    assert AccelWarmUpGraphs.validate_inputs(sizes="1024x1024", batches="1, 64") is True
 
 
 def test_too_many_runs_are_refused(small):

@@ -70,11 +70,15 @@ async def warm_up(server: Any, body: Any) -> dict:
     """Queue a warm-up as a prompt; its id. Refused while another prompt runs or waits."""
     import folder_paths
 
+    def refuse_when_busy():
+        waiting = server.prompt_queue.get_tasks_remaining()
+        if waiting:
+            raise Refused(f"ComfyUI is busy, {waiting} prompts run or wait: warm up when it is idle.", 409)
+
     wanted = read(body, lambda: folder_paths.get_filename_list("checkpoints"))
-    waiting = server.prompt_queue.get_tasks_remaining()
-    if waiting:
-        raise Refused(f"ComfyUI is busy, {waiting} prompts run or wait: warm up when it is idle.", 409)
-    prompt_id, error = await queue_prompt(server, wanted.graph(), wanted.client_id)
+    refuse_when_busy()
+    # A node may take its time to validate, and others are served meanwhile: asked again where nothing comes between.
+    prompt_id, error = await queue_prompt(server, wanted.graph(), wanted.client_id, refuse_when_busy)
     if error is not None:
         raise Refused(f"ComfyUI refuses it: {error}.")
     return {"prompt_id": prompt_id}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from comfy_api.latest import io
@@ -53,8 +53,13 @@ def clone_for_compiling(model: Any) -> Any:
     return model.clone()
 
 
-async def queue_prompt(server: Any, graph: dict, client_id: str | None) -> tuple[str, str | None]:
+async def queue_prompt(
+    server: Any, graph: dict, client_id: str | None, last_check: Callable[[], None] = lambda: None
+) -> tuple[str, str | None]:
     """Queue a prompt as `POST /prompt` does: its id, and the reason where it is not valid.
+
+    last_check: called right before the prompt enters the queue; no other request is served between them.
+        What it raises passes through, and nothing is queued.
 
     The queue's items have had a sixth part, for secrets, since before 0.3.75.
     """
@@ -71,6 +76,7 @@ async def queue_prompt(server: Any, graph: dict, client_id: str | None) -> tuple
     extra = {"create_time": int(time.time() * 1000)}
     if client_id is not None:
         extra["client_id"] = client_id
+    last_check()
     number = server.number
     server.number += 1
     server.prompt_queue.put((number, prompt_id, graph, extra, outputs, {}))

@@ -18,6 +18,12 @@ from .model_sizes import latent_layout
 MOST = 1000
 """Runs that one warm-up may ask for; a slip of the keyboard must not occupy the machine for hours."""
 
+LARGEST_RUN, MOST_PIXELS = 64 << 20, 1 << 30
+"""Pixels of one run's images, and of all runs'. The largest run has 64 images of 1024 x 1024, or one of 8192 x 8192."""
+
+LARGEST_BATCH, LONGEST_PROMPT = 64, 4096
+"""Images, and tokens, of one run."""
+
 
 def parse_sizes(text: str) -> list[Size]:
     """Sizes in pixels from text such as "1024x1024, 720x960".
@@ -48,6 +54,25 @@ def parse_numbers(text: str, name: str, largest: int) -> list[int]:
     return numbers
 
 
+def check_amount(sizes: Sequence[Size], batches: Sequence[int], prompt_lengths: Sequence[int] = ()) -> None:
+    """Raises ValueError, with what is allowed, where all combinations of these are too many or too large."""
+    runs = len(sizes) * len(batches) * max(1, len(prompt_lengths))
+    if runs > MOST:
+        raise ValueError(f"That makes {runs} runs: at most {MOST} are possible at once.")
+    pixels = [size.pixels * batch for size in sizes for batch in batches]
+    if max(pixels, default=0) > LARGEST_RUN:
+        raise ValueError(
+            f"The largest run would have {_mega(max(pixels))} megapixels (width x height x batch): "
+            f"at most {_mega(LARGEST_RUN)} are possible."
+        )
+    total = sum(pixels) * max(1, len(prompt_lengths))
+    if total > MOST_PIXELS:
+        raise ValueError(
+            f"All runs together would have {_mega(total)} megapixels (width x height x batch): "
+            f"at most {_mega(MOST_PIXELS)} are possible at once."
+        )
+
+
 def warm_up(
     model: Any, conditioning: list, sizes: Sequence[Size], batches: Sequence[int], prompt_lengths: Sequence[int] = ()
 ) -> tuple[int, float]:
@@ -59,11 +84,12 @@ def warm_up(
     Returns the number of runs and the seconds they took. The images are thrown away.
 
     Raises:
-        ValueError: nothing to run, or more than `MOST` runs.
+        ValueError: nothing to run, or more than `check_amount` lets pass.
     """
+    check_amount(sizes, batches, prompt_lengths)
     runs = [(size, batch, length) for size in sizes for batch in batches for length in prompt_lengths or (None,)]
-    if not 1 <= len(runs) <= MOST:
-        raise ValueError(f"That makes {len(runs)} runs: name at least one size and batch, and at most {MOST} in all.")
+    if not runs:
+        raise ValueError("That makes no run: name at least one size and one batch.")
     layout = latent_layout(model)
     progress = comfy.utils.ProgressBar(len(runs))
     started = time.perf_counter()
@@ -90,6 +116,11 @@ def _of_length(text: torch.Tensor, extra: dict[str, Any], length: int) -> list:
     if isinstance(mask, torch.Tensor) and mask.ndim > 1 and mask.shape[1] == tokens:
         extra = {**extra, "attention_mask": fitted(mask)}
     return [fitted(text), extra]
+
+
+def _mega(pixels: int) -> str:
+    """In units of 1024 x 1024, rounded up, so that what is refused never reads like the limit."""
+    return str(-(-pixels // (1 << 20)))
 
 
 def _parts(text: str) -> list[str]:

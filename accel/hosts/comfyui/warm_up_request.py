@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...compilers import BACKENDS
-from .warm_up import MOST, parse_numbers, parse_sizes
+from .warm_up import LARGEST_BATCH, LONGEST_PROMPT, MOST, check_amount, parse_numbers, parse_sizes
 
-MOST_SIZES, LARGEST_BATCH, LONGEST_PROMPT, LONGEST_NAME = 64, 64, 4096, 1024
+MOST_SIZES, LONGEST_NAME = 64, 1024
 
 
 class Refused(Exception):
@@ -84,14 +84,15 @@ def read(body: Any, checkpoints: Callable[[], Sequence[str]]) -> WarmUpRequest:
     lengths = _list(body, "prompt_lengths", int, "whole numbers", default=[])
     if not sizes or not batches:
         raise Refused("Name at least one size and one batch.")
-    if len(sizes) > MOST_SIZES or len(sizes) * len(batches) * max(1, len(lengths)) > MOST:
-        raise Refused(f"That is too much at once: at most {MOST_SIZES} sizes, and {MOST} runs in all.")
+    if len(sizes) > MOST_SIZES:
+        raise Refused(f"Those are {len(sizes)} sizes: at most {MOST_SIZES} are possible at once.")
     given = [", ".join(map(str, values)) for values in (sizes, batches, lengths)]
     try:
-        if len(parse_sizes(given[0])) != len(sizes):
+        parsed = parse_sizes(given[0])
+        if len(parsed) != len(sizes):
             raise ValueError("Each entry of sizes must be one size, as in 720x960.")
-        parse_numbers(given[1], "batches", LARGEST_BATCH)
-        parse_numbers(given[2], "prompt lengths", LONGEST_PROMPT)
+        numbers = parse_numbers(given[1], "batches", LARGEST_BATCH)
+        check_amount(parsed, numbers, parse_numbers(given[2], "prompt lengths", LONGEST_PROMPT))
     except ValueError as error:
         raise Refused(str(error)) from None
     backend = _text(body, "backend", BACKENDS[0])
