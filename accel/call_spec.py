@@ -143,6 +143,24 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_dense(tensor) else tensor.contiguous()
 
 
+def outline(value: Any) -> Any:
+    """What lists, dicts and dataclasses hold: equal as long as nobody puts something else into them."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", id(value))
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *map(outline, value))
+    if isinstance(value, dict):
+        return ("dict", *((key, outline(item)) for key, item in value.items()))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return ("object", *((field.name, outline(getattr(value, field.name))) for field in dataclasses.fields(value)))
+    return value
+
+
+def has_lists(spec: Spec) -> bool:
+    """Whether there is a list among the arguments."""
+    return spec[:1] == ("list",) or any(isinstance(item, tuple) and has_lists(item) for item in spec)
+
+
 def canonical(tensor: torch.Tensor, shape: Sequence[int] | None = None, device: str | None = None) -> torch.Tensor:
     """An unfilled tensor of the shape in the layout of a dense one, with the strides that the layout implies."""
     last = _CHANNELS_LAST.get(tensor.ndim)

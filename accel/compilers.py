@@ -67,9 +67,12 @@ def compile_block(
     if not ahead_of_time.is_available():
         raise CompileFailed(f"torch {torch.__version__} is too old: it cannot compile ahead of time")
 
-    path = _path(template, spec, interrupts)
+    written: list[Any] = []
+    path = _path(template, spec, interrupts, written)
     leave_to_library(template)
     taken = path(inputs)
+    if written or taken is None and call_spec.has_lists(spec):
+        raise CompileFailed("it changes a list or dict that it is given, or may do so; a graph would change a copy")
     lifted = _lifted(inputs, growing) if dynamic else None
     if lifted is not None and taken is not None and path(lifted) is None:
         lifted = None
@@ -127,14 +130,21 @@ def load_block(
 
 
 def _path(
-    template: torch.nn.Module, spec: call_spec.Spec, interrupts: tuple[type[BaseException], ...]
+    template: torch.nn.Module,
+    spec: call_spec.Spec,
+    interrupts: tuple[type[BaseException], ...],
+    written: list[Any] | None = None,
 ) -> Callable[[Sequence[torch.Tensor]], Path | None]:
-    return lambda inputs: path_of(lambda *tensors: _call(template, spec, tensors), inputs, interrupts)
+    """written: gets the arguments of a call that changed lists or dicts among them."""
 
+    def call(*tensors: torch.Tensor) -> None:
+        args, kwargs = call_spec.rebuild(spec, tensors)
+        before = call_spec.outline((args, kwargs))
+        template(*args, **kwargs)
+        if written is not None and call_spec.outline((args, kwargs)) != before:
+            written.append((args, kwargs))
 
-def _call(template: torch.nn.Module, spec: call_spec.Spec, tensors: Sequence[torch.Tensor]) -> Any:
-    args, kwargs = call_spec.rebuild(spec, tensors)
-    return template(*args, **kwargs)
+    return lambda inputs: path_of(call, inputs, interrupts)
 
 
 def _compile(template, kind, spec, tensors, backend, dynamic, interrupts, runs):

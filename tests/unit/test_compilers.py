@@ -193,6 +193,33 @@ def test_interrupt_while_the_path_is_told_passes():
         compiled(Interrupted().eval(), INPUTS, interrupts=(Stop,))
 
 
+class Carries(torch.nn.Module):
+    """As the convolutions of HunyuanVideo 1.5's VAE: what the next call needs goes into a list."""
+
+    def __init__(self, carry):
+        super().__init__()
+        self.carry = carry
+
+    def forward(self, x, kept):
+        if self.carry == "append":
+            kept.append(x[:1])
+        elif self.carry == "replace":
+            kept[0] = kept[0] + x
+        return x + kept[0]
+
+
+@pytest.mark.parametrize("carry", ["append", "replace"])
+def test_block_that_changes_a_list_it_is_given_is_not_compiled(carry):
+    with pytest.raises(CompileFailed, match="changes a list"):
+        compiled(Carries(carry).eval(), (torch.randn(2, 4), [torch.randn(2, 4)]))
+
+
+def test_block_that_reads_a_list_is_compiled():
+    block, inputs = Carries(None).eval(), (torch.randn(2, 4), [torch.randn(2, 4)])
+    graph, weights = compiled(block, inputs)
+    torch.testing.assert_close(graph.run((*weights.read(), inputs[0], *inputs[1])), block(*inputs))
+
+
 def test_torch_that_cannot_compile_ahead_of_time_is_told_so(monkeypatch):
     monkeypatch.setattr(compilers.ahead_of_time, "is_available", lambda: False)
     before = counters["stats"]["unique_graphs"]
