@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import dis
 import hashlib
-import os
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from .native_kernels import with_built_kernels
+from .whole_files import opened
 
 TEMPLATE = "template"
 """The name under which saved bytes refer to the block's template, which is not in them."""
@@ -140,8 +140,17 @@ def _clear_the_way(name: str) -> None:
     """
     from torch._inductor.codecache import get_path
 
-    path = Path(get_path(name, "py")[2]) if name else None
-    if path is not None and os.path.lexists(path) and _name_of(path.read_bytes()) != name:
+    if not name:
+        return
+    path = Path(get_path(name, "py")[2])
+    try:
+        with opened(path) as (file, _):
+            is_ours = _name_of(file.read()) == name
+    except FileNotFoundError:
+        return
+    except OSError:  # a link, a pipe
+        is_ours = False
+    if not is_ours:
         path.unlink()
 
 

@@ -179,7 +179,7 @@ class BlockRunner:
         """A graph failed where its block did not: one that was loaded is compiled anew, one compiled here is none."""
         store = self._cache.store
         if graph.saved_as is not None and store is not None and store.distrust(graph.saved_as):
-            entry.drop(graph)
+            self._cache.drop_graph(entry, graph)
         else:
             entry.give_up(reason)
 

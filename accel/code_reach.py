@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 import enum
-import functools
 import hashlib
 import inspect
-import sys
+import os
 import types
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,18 +20,18 @@ import torch
 
 from .code_digest import CodeFacts, facts_of
 from .functions_in import functions_in, held_by, methods_of
+from .held_code import Held, is_library_module
 from .plain_values import OPERATORS, PLAIN, Indescribable, describe_value
 
 _CONTAINERS = (dict, list, set)
 _RECORDS = (argparse.Namespace, types.SimpleNamespace)
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch"}
-"""Whose functions are told by their own code alone, not by what they call in turn."""
-
 _MOST_ITEMS = 512
 """A larger table in a module is no setting, and would be read at every survey."""
 
-_NO_STATE = ("_thread", "logging", "threading", "typing")
-"""Modules of types whose objects no result depends on: locks, loggers, the parts of annotations."""
+_NO_STATE = ("_thread", "ctypes", "logging", "threading", "typing")
+"""Modules of types whose objects no result depends on: locks, libraries, loggers, the parts of annotations."""
+
+_ENVIRONMENT = frozenset({"environ", "getenv"})
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Meaning:
     digest: of the functions, those that they call and the plain values they look at.
     names, strings: attributes and globals that the code looks at, and its string constants.
     looked_at: attributes that it may read, by their name or by `getattr` with a constant.
-    modules: by name, those that it lies in or looks into, but for libraries.
+    sources: the files and packages that it lies in or looks into (`module_files.source_of`), but for libraries.
     opaque: what it looks at and the digest tells the type of alone. It stays as it is while a program runs.
     """
 
@@ -50,43 +49,8 @@ class Meaning:
     names: frozenset[str]
     strings: frozenset[str]
     looked_at: frozenset[str]
-    modules: frozenset[str]
+    sources: frozenset[str]
     opaque: frozenset[str]
-
-
-class Held:
-    """The functions and classes found among plain values, to be looked at with the code that holds them."""
-
-    def __init__(self, reader: CodeReader):
-        self._reader = reader
-        self.functions: list[types.FunctionType] = []
-        self.classes: set[type] = set()
-        self.modules: set[str] = set()
-        self.opaque: set[str] = set()
-        self.within: set[int] = set()
-        """The ids of the values that are being described, from the outermost in."""
-
-    def add(self, other: Held) -> None:
-        self.functions.extend(other.functions)
-        self.classes |= other.classes
-        self.opaque |= other.opaque
-
-    def function(self, function: types.FunctionType) -> tuple:
-        self.functions.append(function)
-        return ("function", self._reader.own(function))
-
-    def class_of(self, value: Any) -> tuple:
-        self.classes.add(type(value))
-        return (type(value).__module__, type(value).__qualname__)
-
-    def class_value(self, cls: type, name: str) -> str | None:
-        """The description of what the class itself holds under the name; None where there is none."""
-        return self._reader.class_value(cls, name)
-
-    def all_functions(self) -> Iterator[types.FunctionType]:
-        yield from self.functions
-        for cls in self.classes:
-            yield from (function for _, function in methods_of(cls))
 
 
 @dataclass(frozen=True)
@@ -94,7 +58,7 @@ class _Function:
     """One function: its description with what its names call now, and the functions to look at next.
 
     values: the plain values it looks at, as (where, name, description). sets: those it sets, as (where, name).
-    modules, opaque: as in `Meaning`.
+    sources: as in `Meaning`. opaque: like `values`.
     """
 
     described: str
@@ -102,14 +66,18 @@ class _Function:
     calls: tuple[types.FunctionType, ...]
     values: tuple[tuple[int, str, str], ...]
     sets: frozenset[tuple[int, str]]
-    modules: frozenset[str]
-    opaque: frozenset[str]
+    sources: frozenset[str]
+    opaque: frozenset[tuple[int, str, str]]
 
 
 class CodeReader:
-    """Looks code up as it is now, for one survey. Raises Indescribable where a function holds tensors or modules."""
+    """Looks code up as it is now, for one survey. Raises Indescribable where a function holds tensors or modules.
 
-    def __init__(self):
+    ignored: (module, global) pairs that no result depends on.
+    """
+
+    def __init__(self, ignored: frozenset[tuple[str, str]] = frozenset()):
+        self._ignored = ignored
         self._functions: dict[int, tuple[types.FunctionType, _Function]] = {}
         self._meanings: dict[Any, Meaning] = {}
         self._known: dict[int, tuple[types.FunctionType, tuple]] = {}
@@ -168,8 +136,8 @@ class CodeReader:
         held = Held(self)
         names = frozenset().union(*(found.facts.names for found in seen.values()))
         strings = frozenset().union(*(found.facts.strings for found in seen.values()))
-        modules = {cls.__module__ for cls in classes if not _is_library(cls.__module__)}
-        modules.update(*(found.modules for found in seen.values()))
+        for cls in classes:
+            held.lies_where(cls)
         told.append(sorted({found.described for found in seen.values()}))
         # What the code sets itself is where it keeps things, and no setting.
         kept = frozenset().union(*(found.sets for found in seen.values()))
@@ -177,9 +145,11 @@ class CodeReader:
         told.append(sorted({(name, described) for _, name, described in values}))
         looked_at = names | {string for string in strings if string.isidentifier()}
         told.extend(self._class_values(cls, looked_at, held) for cls in in_order)
-        opaque = held.opaque.union(*(found.opaque for found in seen.values()))
+        opaque = {item for found in seen.values() for item in found.opaque if item[:2] not in kept}
+        held.opaque.update(what for _, _, what in opaque)
+        held.sources.update(*(found.sources for found in seen.values()))
         digest = hashlib.sha256(repr(told).encode()).hexdigest()
-        return Meaning(digest, names, strings, looked_at, frozenset(modules), frozenset(opaque))
+        return Meaning(digest, names, strings, looked_at, frozenset(held.sources), frozenset(held.opaque))
 
     def _class_values(self, cls: type, names: frozenset[str], held: Held) -> list[tuple]:
         """The plain class attributes that the code may look at."""
@@ -197,25 +167,30 @@ class CodeReader:
             facts = facts_of(function.__code__)
             told: list[tuple] = []
             values: list[tuple[int, str, str]] = []
+            opaque: set[tuple[int, str, str]] = set()
             held = Held(self)
             for value in held_by(function):
                 self._held(value, function, held)
             scope = function.__globals__
-            self._means("", scope, facts, told, values, held, set(), _is_library(function.__module__))
-            calls = tuple(call for call in held.all_functions() if not _is_library(call.__module__))
+            self._means("", scope, facts, told, values, opaque, held, set(), is_library_module(function.__module__))
+            for cls in held.classes:
+                held.lies_where(cls)
+            opaque.update((0, "", what) for what in held.opaque)
+            calls = tuple(call for call in held.all_functions() if not is_library_module(call.__module__))
             sets = frozenset((id(scope), name) for name in facts.globals_set)
-            described, seen_by = repr((self.own(function), told)), (frozenset(held.modules), frozenset(held.opaque))
-            found = _Function(described, facts, calls, tuple(values), sets, *seen_by)
+            described, sources = repr((self.own(function), told)), frozenset(held.sources)
+            found = _Function(described, facts, calls, tuple(values), sets, sources, frozenset(opaque))
             known = self._functions[id(function)] = (function, found)
         return known[1]
 
-    def _means(self, path, scope, facts, told, values, held, seen, is_library):
+    def _means(self, path, scope, facts, told, values, opaque, held, seen, is_library):
         """What the names of a function with these facts stand for in a module or class, and in those they lead to.
 
-        told: gets the functions. values: gets the plain values. held: gets what to look at next.
+        told: gets the functions. values: gets the plain values. opaque: gets what cannot be told of.
+        held: gets what to look at next.
         """
-        if not is_library and isinstance(scope.get("__name__", scope.get("__module__")), str):
-            held.modules.add(scope.get("__name__", scope.get("__module__")))
+        if not is_library and "__name__" in scope:
+            held.lies_in(scope)
         told_of = Held(self) if is_library else held
         for name in sorted(facts.names.intersection(scope)):
             value, inner = scope[name], f"{path}{name}"
@@ -227,10 +202,20 @@ class CodeReader:
             elif isinstance(value, (types.ModuleType, type)):
                 if value not in seen and (isinstance(value, types.ModuleType) or self._is_namespace(value)):
                     seen.add(value)
-                    library = is_library or isinstance(value, types.ModuleType) and _is_library(value.__name__)
-                    self._means(f"{inner}.", vars(value), facts, told, values, held, seen, library)
+                    library = is_library or isinstance(value, types.ModuleType) and is_library_module(value.__name__)
+                    if isinstance(value, type):
+                        held.lies_where(value)
+                    elif value is os and not _ENVIRONMENT.isdisjoint(facts.names) and not is_library:
+                        opaque.add((0, "", "the environment's variables"))
+                    self._means(f"{inner}.", vars(value), facts, told, values, opaque, held, seen, library)
+            elif (scope.get("__name__"), name) in self._ignored:
+                continue
             elif not is_library and not name.startswith("__") and not (path and name in facts.assigned):
-                values.extend((id(scope), name, repr((inner, item))) for item in self._settings(value, facts, held))
+                found = Held(self)
+                values.extend((id(scope), name, repr((inner, item))) for item in self._settings(value, facts, found))
+                opaque.update((id(scope), name, what) for what in found.opaque)
+                found.opaque.clear()
+                held.add(found)
 
     def _settings(self, value: Any, facts: CodeFacts, held: Held) -> Iterator[Any]:
         """What a plain value, or an object with attributes that are looked at, tells."""
@@ -251,14 +236,14 @@ class CodeReader:
 
     @staticmethod
     def _is_namespace(cls: type) -> bool:
-        return not issubclass(cls, torch.nn.Module) and not _is_library(cls.__module__)
+        return not issubclass(cls, torch.nn.Module) and not is_library_module(cls.__module__)
 
     @staticmethod
     def _has_named_state(value: Any) -> bool:
         cls = type(value)
         if cls in PLAIN or isinstance(value, (torch.nn.Module, torch.Tensor, enum.Enum)):
             return False
-        return hasattr(value, "__dict__") and (not _is_library(cls.__module__) or cls in _RECORDS)
+        return hasattr(value, "__dict__") and (not is_library_module(cls.__module__) or cls in _RECORDS)
 
     def _held(self, value: Any, function: types.FunctionType, held: Held) -> Any:
         """A default or the content of a cell."""
@@ -266,7 +251,7 @@ class CodeReader:
             return tuple(self._held(item, function, held) for item in value)
         if isinstance(value, torch.Tensor) and not value.numel():  # a mark that nothing was given
             return ("empty", tuple(value.shape), value.dtype, value.device)
-        if isinstance(value, (torch.Tensor, torch.nn.Module)) and not _is_library(function.__module__):
+        if isinstance(value, (torch.Tensor, torch.nn.Module)) and not is_library_module(function.__module__):
             raise Indescribable(f"{function.__qualname__}, a function around a {type(value).__qualname__}")
         return [held.function(inner) for inner in functions_in(value)] or self._value(value, held)
 
@@ -282,11 +267,6 @@ class CodeReader:
             return ("a", type(value).__module__, type(value).__qualname__)
         held.add(found)
         return described
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _LIBRARIES
 
 
 def _has_no_state(value: Any) -> bool:

@@ -170,6 +170,12 @@ class GraphCache:
             entry.failure = None
             self._leave_if_empty(entry)
 
+    def drop_graph(self, entry: Entry, graph: CompiledGraph) -> None:
+        """Let go of one graph of an entry: the next call that it would fit has another made."""
+        with self._lock:
+            entry.drop(graph)
+            self.generation += 1
+
     def evict(self, key: Hashable) -> bool:
         """Drop one entry; True when it was there."""
         with self._lock:

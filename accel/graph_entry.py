@@ -37,7 +37,7 @@ class Entry:
         return self._probes.setdefault(id(graph), Probes()).of(inputs)
 
     def drop(self, graph: CompiledGraph) -> None:
-        """Let go of one graph: the next call that it would fit has another made."""
+        """Let go of one graph, with what is known of it."""
         self.graphs[:] = [kept for kept in self.graphs if kept is not graph]
         self._probes.pop(id(graph), None)
 

@@ -50,10 +50,6 @@ _MOST_LOOKED_AT = 64
 """Manifests of one key that are read for one call: who can write the folder can put any number there."""
 
 
-class _Broken(Exception):
-    """An entry that is ours and whole, and cannot be loaded all the same."""
-
-
 class GraphStore:
     """Saved graphs of one folder. Nothing is read or written before the first `load` or `save`.
 
@@ -112,7 +108,7 @@ class GraphStore:
         return None
 
     def _load(self, digest, here, name, build, fits, interrupts, could_fit) -> CompiledGraph | None:
-        opened = 0
+        opened = failures = 0
         reason, level = NOTHING_SAVED, logging.DEBUG
         for stem in self._stems(digest):
             if opened >= _MOST_ALIKE or self._loading.is_out:
@@ -127,21 +123,22 @@ class GraphStore:
                     data = self._folder.read(stem + DATA, manifest.size)
                     store_entry.check_bytes(manifest, data)
                     opened += 1
-                    graph = _build(build, data, facts, interrupts)
+                    graph = self._build(build, stem, data, facts, interrupts)
                     if fits(graph):
                         self._note_loaded(graph, stem)
                         return graph
                 reason, level = "what was saved of it does not fit this call", logging.DEBUG
             except BadEntry as bad:
-                reason, level = str(bad), logging.DEBUG
-            except (OSError, _Broken) as error:
+                reason, level = str(bad), bad.level
+            except FileNotFoundError:
+                reason, level = "a part of it is missing", logging.DEBUG
+            except OSError as error:
                 pass_on(error, interrupts)
+                failures += 1
                 self._loading.failed()
-                if isinstance(error, _Broken):
-                    self._distrusted.add(stem)
-                gone = isinstance(error, FileNotFoundError)
-                reason = "a part of it is missing" if gone else f"it cannot be loaded: {error}"
-                level = logging.WARNING
+                reason, level = f"it cannot be read: {error}", logging.WARNING
+        if not failures:
+            self._loading.succeeded()
         self._note(name, reason, level)
         return None
 
@@ -223,15 +220,27 @@ class GraphStore:
 
     def _make_room(self, digest: str, here: dict[str, str]) -> None:
         """Of a key's graphs for this environment, let those go that would never be looked at once there is another."""
+        stems = list(self._stems(digest))
         alike = []
-        for stem in self._stems(digest):
+        for stem in stems if len(stems) >= _MOST_ALIKE else ():
             try:
                 self._manifest(stem, here)
-            except (BadEntry, OSError):
+            except (BadEntry, FileNotFoundError):
                 continue
             alike.append(stem)
         for stem in alike[_MOST_ALIKE - 1 :]:
             store_entry.remove(self._folder, stem)
+
+    def _build(self, build, stem: str, data: bytes, facts: Facts, interrupts) -> CompiledGraph:
+        try:
+            return build(data, facts)
+        except torch.OutOfMemoryError as error:
+            raise BadEntry(f"there was too little memory for it: {error}") from error
+        except Exception as error:
+            pass_on(error, interrupts)
+            # Torch's own reading of its bytes, and the kernels' libraries: any exception, and all mean the same.
+            self._distrusted.add(stem)
+            raise BadEntry(f"it cannot be loaded: {type(error).__name__}: {error}", logging.WARNING) from error
 
     def _note_loaded(self, graph: CompiledGraph, stem: str) -> None:
         graph.saved_as = stem
@@ -270,15 +279,6 @@ class GraphStore:
         if first_of_reason:
             log.log(level, "saved graphs, %s: %s", name, reason)
         emit("store", block=name, reason=reason)
-
-
-def _build(build, data: bytes, facts: Facts, interrupts: tuple[type[BaseException], ...]) -> CompiledGraph:
-    try:
-        return build(data, facts)
-    except Exception as error:
-        pass_on(error, interrupts)
-        # Torch's own reading of its bytes, and the kernels' libraries: any exception, and all mean the same.
-        raise _Broken(f"{type(error).__name__}: {error}") from error
 
 
 def _facts(stored: dict[str, Any]) -> Facts:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from .code_reach import CodeReader, Held, Meaning
+from .code_reach import CodeReader, Meaning
 from .graph_key import tensor_spec
+from .held_code import Held
 from .plain_values import attributes_of
 
 
@@ -27,7 +28,7 @@ class Kind:
     name: for people. digest: for equality. weights: the names of its parameters and buffers.
     varying: (weight, dimension) pairs whose size differs between blocks of the kind; graphs are
         compiled with these dynamic, so that blocks which differ in channels alone share one.
-    modules, opaque: what else its code rests on, for whoever wants to keep a graph beyond this process
+    sources, opaque: what else its code rests on, for whoever wants to keep a graph beyond this process
         (`code_reach.Meaning`).
     """
 
@@ -35,7 +36,7 @@ class Kind:
     digest: str
     weights: tuple[str, ...]
     varying: tuple[tuple[int, int], ...] = ()
-    modules: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    sources: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     opaque: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
 
@@ -138,7 +139,7 @@ def _kind(description: Description, varying: tuple[tuple[int, int], ...]) -> Kin
     ]
     full = hashlib.sha256(repr((description.digest, sizes)).encode()).hexdigest()[:32]
     meaning = description.meaning
-    return Kind(description.name, full, description.weights, varying, meaning.modules, meaning.opaque)
+    return Kind(description.name, full, description.weights, varying, meaning.sources, meaning.opaque)
 
 
 def weight_slots(block: torch.nn.Module, names: tuple[str, ...]) -> WeightSlots:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import functools
 import types
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from .code_reach import Held
+    from .held_code import Held
 
 PLAIN = (
     type(None),
@@ -152,7 +153,7 @@ def is_plain_object(value: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _makes_plain_objects(cls: type) -> bool:
     return (
-        not issubclass(cls, (torch.nn.Module, torch.Tensor, type, enum.Enum))
+        not issubclass(cls, (torch.nn.Module, torch.Tensor, type, enum.Enum, ctypes.CDLL))
         and all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
         and not any("__slots__" in vars(base) for base in cls.__mro__)
         # no state in C: nothing but a dict and the list of weak references

@@ -44,13 +44,16 @@ class Survey:
         return tuple(dict.fromkeys(region.kind for region in self.regions))
 
 
-def survey(model: torch.nn.Module, min_repetitions: int = 1) -> Survey:
+def survey(
+    model: torch.nn.Module, min_repetitions: int = 1, ignored: frozenset[tuple[str, str]] = frozenset()
+) -> Survey:
     """Find a model's blocks and their kinds.
 
     min_repetitions: kinds with fewer blocks stay eager, since compiling costs more than it gives.
+    ignored: as for `code_reach.CodeReader`.
     """
     described, left_eager = [], []
-    reader = CodeReader()
+    reader = CodeReader(ignored)
     found = list(blocks(model))
     for path, block in found:
         if has_foreign_forward(block):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,14 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class BadEntry(Exception):
-    """The entry must not be used; the message says why, in text that may go to a terminal."""
+    """The entry must not be used; the message says why, in text that may go to a terminal.
+
+    level: at which the log says so. Most reasons are nobody's fault: another torch, another machine's graphs.
+    """
+
+    def __init__(self, reason: str, level: int = logging.DEBUG):
+        super().__init__(reason)
+        self.level = level
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ENGINE = (
     *("ahead_of_time", "call_spec", "code_digest", "code_reach", "compiled_graph", "compilers", "convolution"),
-    *("functions_in", "graph_key", "kinds", "native_kernels", "plain_values", "row_survey", "same_path"),
+    *("functions_in", "graph_key", "held_code", "kinds", "native_kernels", "plain_values", "row_survey", "same_path"),
 )
 """Modules that decide what is in an artifact, and which calls it is right for."""
 
@@ -44,9 +44,9 @@ def key_digest(key: GraphKey, values: tuple[str, ...] = ()) -> str:
     """
     kind = key.kind
     if kind.opaque:
-        raise NotPortable(f"its code looks at {min(kind.opaque)}, of which only the type can be told")
+        raise NotPortable(f"its code rests on what cannot be told from outside: {min(kind.opaque)}")
     try:
-        code = module_files.digest(kind.modules)
+        code = module_files.digest(kind.sources - {""})
     except module_files.Unknown as unknown:
         raise NotPortable(str(unknown)) from None
     content = repr(
@@ -86,7 +86,7 @@ def difference(here: dict[str, str], there: object) -> str | None:
 @functools.lru_cache(maxsize=1)
 def _software() -> dict[str, str]:
     try:
-        engine = module_files.digest_of_files(str(Path(__file__).with_name(f"{name}.py")) for name in _ENGINE)
+        engine = module_files.digest(str(Path(__file__).with_name(f"{name}.py")) for name in _ENGINE)
     except module_files.Unknown as unknown:
         raise NotPortable(str(unknown)) from None
     return {
@@ -148,8 +148,8 @@ def _options() -> str:
         raise NotPortable("inductor has a pass of somebody's own")
     matmul, attention = torch.backends.cuda.matmul, torch.backends.cuda
     settings = (
-        config.get_hash().hex(),
-        _asked(lambda: functorch.get_hash().hex()),
+        _shared(config),
+        _shared(functorch),
         torch.get_default_dtype(),
         _asked(torch.get_float32_matmul_precision),
         _asked(lambda: matmul.fp32_precision),
@@ -159,13 +159,16 @@ def _options() -> str:
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
         torch.backends.mkldnn.enabled,
+        _asked(getattr(attention, "fp16_bf16_reduction_math_sdp_allowed", None)),
         # Which attention is taken is decided when the block is traced.
-        *(
-            _asked(getattr(attention, f"{name}_sdp_enabled", None))
-            for name in ("flash", "mem_efficient", "math", "cudnn")
-        ),
+        *(_asked(getattr(attention, f"{name}_sdp_enabled", None)) for name in _ATTENTIONS),
     )
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
+
+
+def _shared(config: Any) -> list[tuple[str, str]]:
+    """A module's settings that decide what is generated, and not how many processes do so, or in which folder."""
+    return sorted((name, repr(value)) for name, value in config.save_config_portable().items())
 
 
 def _asked(setting: Callable[[], Any] | None) -> Any:

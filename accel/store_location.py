@@ -26,6 +26,9 @@ def folder(home: Path | None) -> Folder | None:
 
     ACCEL_STORE: a folder, an address such as s3://bucket/graphs (needs the package fsspec), or "off".
     Touches no disk; a home's settings are read when the folder is used first.
+
+    Raises:
+        OSError: ACCEL_STORE is no address.
     """
     named = os.environ.get(VARIABLE, "").strip()
     if named.lower() == OFF:
@@ -36,16 +39,23 @@ def folder(home: Path | None) -> Folder | None:
 
 
 def at(named: str) -> Folder:
-    """The folder that a person names by a path or an address. Touches no disk."""
+    """The folder that a person names by a path or an address. Touches no disk.
+
+    Raises:
+        OSError: it is no address.
+    """
     if named.startswith("file:"):
-        address = urlsplit(named)
+        try:
+            address = urlsplit(named)
+        except ValueError as error:
+            raise OSError(f"{named} is no address: {error}") from None
         if address.netloc in ("", "localhost"):  # fsspec would show files that are half written
             return LocalFolder(Path(url2pathname(address.path)))
     if "://" in named:
         from .store_remote import RemoteFolder
 
         return RemoteFolder(named)
-    return LocalFolder(Path(named).expanduser())
+    return LocalFolder(Path(os.path.expanduser(named)))
 
 
 def secret(home: Path | None) -> Path | None:

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from .store_folder import LocalFolder
-from .whole_files import write_whole
+from .whole_files import opened, write_whole
 
 NAME = "settings.json"
 _LARGEST = 1 << 16
@@ -28,7 +27,8 @@ def read(home: Path) -> Settings:
         OSError: the file cannot be read or understood. A guess instead could fill a disk that was to be spared.
     """
     try:
-        text = LocalFolder(home).read(NAME, _LARGEST)
+        with opened(home / NAME, links=True) as (file, _):
+            text = file.read(_LARGEST)
     except (FileNotFoundError, NotADirectoryError):
         return Settings()
     try:

@@ -1,11 +1,14 @@
 """Where ComfyUI's store is, what it costs those who do not use it, and that it serves a real sampler."""
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
+import comfy.model_management
 import folder_paths
 import pytest
 import tiny_models
@@ -18,6 +21,7 @@ from comfy_accel.accel.block_runner import CompileSettings
 from comfy_accel.accel.graph_cache import GraphCache, shared
 from comfy_accel.accel.hosts.comfyui import graph_store
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.versions import NO_RESULT_DEPENDS_ON
 from comfy_accel.accel.regions import survey
 from tiny_zoo import ZOO
 
@@ -178,10 +182,31 @@ def test_second_process_makes_the_same_image_without_compiling(home, sample):
 
 
 def test_every_kind_of_block_in_core_can_be_kept():
-    opaque = {}
-    for name, specimen in ZOO.items():
+    for specimen in ZOO.values():
         for kind in survey(specimen.build()).kinds:
-            if kind.opaque:
-                opaque[name] = kind.opaque
-            module_files.digest(kind.modules)
-    assert opaque == {}
+            assert kind.opaque == frozenset()
+            assert module_files.digest(kind.sources - {""})
+
+
+def kinds_of_core():
+    return {
+        name: {kind.digest: kind.opaque for kind in survey(specimen.build(), 1, NO_RESULT_DEPENDS_ON).kinds}
+        for name, specimen in ZOO.items()
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the library that is loaded here has this name there alone")
+def test_kinds_are_the_same_on_machines_with_other_memory_and_while_core_uses_it(monkeypatch):
+    def on_a_gpu(pinned, library, **used):
+        management = {"MAX_PINNED_MEMORY": pinned, "TOTAL_PINNED_MEMORY": pinned // 2, **used}
+        for name, value in management.items():
+            monkeypatch.setattr(comfy.model_management, name, value, raising=False)
+        for name in [name for name in sys.modules if name.startswith("comfy_aimdo.")]:
+            if hasattr(sys.modules[name], "lib"):
+                monkeypatch.setattr(sys.modules[name], "lib", ctypes.CDLL(library))
+        return kinds_of_core()
+
+    largest = weakref.ref(torch.nn.Linear(1, 1)), 5
+    fresh = on_a_gpu(12345678901, None)
+    assert on_a_gpu(98765432109, "libm.so.6", LARGEST_CASTED_WEIGHT=largest, STREAMS={0: [object()]}) == fresh
+    assert not any(opaque for kinds in fresh.values() for opaque in kinds.values())

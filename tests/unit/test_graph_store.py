@@ -7,6 +7,7 @@ import pickle
 import time
 
 import pytest
+import torch
 from comfy_accel.accel import store_key, store_trust
 from comfy_accel.accel.compiled_graph import CompiledGraph
 from comfy_accel.accel.graph_store import NOTHING_SAVED, GraphStore
@@ -370,6 +371,42 @@ def test_share_that_is_gone_is_asked_three_times_and_again_after_a_while(tmp_pat
     monkeypatch.setattr("comfy_accel.accel.patience.time.monotonic", lambda: now + 301)
     assert load(here) is None and load(here) is None
     assert folder.asked == 4
+
+
+def test_graphs_that_cannot_be_loaded_turn_nothing_off(tmp_path):
+    for name in "abcdefg":
+        save(store(tmp_path), name)
+    here = store(tmp_path)
+    for name in "abcdef":
+        assert here.load(key(name), "Block", CPU, lambda data, facts: 1 / 0, lambda graph: True) is None
+    assert load(here, "g") is not None
+
+
+def test_lack_of_memory_is_not_held_against_a_graph(tmp_path):
+    save(store(tmp_path))
+    here = store(tmp_path)
+
+    def build(data, facts):
+        raise torch.OutOfMemoryError("no more")
+
+    assert here.load(key(), "Block", CPU, build, lambda graph: True) is None
+    assert load(here) is not None
+
+
+def test_share_that_dies_before_saving_is_asked_once_for_each_save(tmp_path):
+    for number in range(6):
+        save(store(tmp_path), data=bytes([number]))
+    asked = []
+
+    class Dying(LocalFolder):
+        def read(self, name, largest):
+            asked.append(name)
+            raise OSError(110, "Connection timed out")
+
+    here = GraphStore(Dying(tmp_path / "graphs"), tmp_path / "secret")
+    for _ in range(5):
+        assert not save(here)
+    assert len(asked) == 3
 
 
 def test_one_entry_that_cannot_be_read_hides_no_other(tmp_path):

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 
+import einops
 import pytest
 import torch
 from comfy_accel.accel import code_reach, kinds, module_files, store_key
@@ -76,7 +77,7 @@ def test_other_values_in_a_module_are_another_key(module, setting, read):
 def test_what_only_the_type_is_told_of_is_not_kept(module, setting, read, what):
     made = module(BLOCK.replace("{setting}", setting).replace("{read}", read))
     assert any(what in opaque for opaque in kind_of(made).opaque), kind_of(made).opaque
-    with pytest.raises(store_key.NotPortable, match="only the type can be told"):
+    with pytest.raises(store_key.NotPortable, match="cannot be told from outside"):
         digest_of(made)
 
 
@@ -103,29 +104,96 @@ def test_file_that_changed_since_is_not_what_runs(module, monkeypatch):
 
 def test_module_whose_file_is_gone_or_never_was_tells_nothing(module):
     made = module(BLOCK.format(setting="SCALE = 1", read="SCALE"))
-    os.remove(made.__file__)
+    file = made.__file__
+    os.remove(file)
     with pytest.raises(module_files.Unknown, match="is gone"):
-        module_files.digest(["accel_test_module"])
+        module_files.digest([file])
     del made.__file__
-    with pytest.raises(module_files.Unknown, match="no file"):
-        module_files.digest(["accel_test_module"])
-    with pytest.raises(module_files.Unknown, match="no file"):
-        module_files.digest(["accel_no_such_module"])
+    with pytest.raises(store_key.NotPortable, match="accel_test_module has no file"):
+        digest_of(made)
+
+
+PLACES = {
+    "outermost package": ("pack.sub.layers", "pack/sub/layers.py", "pack"),
+    "its own file": ("pack", "pack/__init__.py", "pack"),
+    "a package's file": ("pack.sub", "pack/sub/__init__.py", "pack"),
+    "a script": ("__main__", "home/script.py", "home/script.py"),
+    "a custom node": ("/comfy/custom_nodes/pack_x_1.nodes", "custom_nodes/pack.1/nodes.py", "custom_nodes/pack.1"),
+    "a name that says nothing": ("some.where.else", "home/script.py", "home/script.py"),
+    "half a name": ("some.where.script", "home/script.py", "home/script.py"),
+}
+
+
+@pytest.mark.parametrize("name, file, source", PLACES.values(), ids=PLACES)
+def test_code_lies_in_its_outermost_package_or_its_file(name, file, source):
+    scope = {"__name__": name, "__file__": os.path.join(os.sep, *file.split("/"))}
+    assert module_files.source_of(scope) == os.path.join(os.sep, *source.split("/"))
 
 
 def test_folder_of_modules_is_nothing_by_itself(tmp_path, monkeypatch):
     (tmp_path / "accel_test_folder").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    importlib.import_module("accel_test_folder")
-    assert module_files.digest(["accel_test_folder"]) == module_files.digest([])
+    assert module_files.source_of(vars(importlib.import_module("accel_test_folder"))) is None
 
 
-def test_code_reaches_the_modules_that_its_names_lead_to():
-    kind = kinds.kinds_of([kinds.describe(Reaching())])[0]
-    assert code_reach.__name__ in kind.modules and __name__ in kind.modules
-    assert not any(name.partition(".")[0] in ("torch", "dataclasses") for name in kind.modules)
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package of two files, as if it had been there when the process began."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(value, folder="one"):
+        root = tmp_path / "accel_test_package"
+        (root / ".git").mkdir(parents=True, exist_ok=True)
+        (root / ".git" / "hook.py").write_text(folder)
+        (root / "__init__.py").write_text("")
+        (root / "consts.py").write_text(f"import torch\nCONSTS = [torch.full((1,), {value})]\n")
+        (root / "layers.py").write_text(BLOCK.format(setting="from .consts import CONSTS", read="CONSTS[0]"))
+        for file in root.rglob("*.py"):
+            os.utime(file, (1, 10**9 + int(10 * value)))
+        monkeypatch.setattr(module_files, "_BEGAN", time.time() + 1)
+        for name in [name for name in sys.modules if name.startswith("accel_test_package")]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        return importlib.import_module("accel_test_package.layers")
+
+    yield make
+    for name in [name for name in sys.modules if name.startswith("accel_test_package")]:
+        del sys.modules[name]
+
+
+def test_value_from_another_file_of_the_package_is_in_the_key(package):
+    digests = [digest_of(package(value, folder)) for value, folder in [(1.0, "one"), (1.0, "two"), (2.0, "two")]]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_what_is_asked_of_the_environment_is_not_kept(module):
+    made = module(BLOCK.replace("{setting}", "import os").replace("{read}", "float(os.environ.get('X', 1))"))
+    assert kind_of(made).opaque == frozenset({"the environment's variables"})
+
+
+def test_what_the_code_sets_itself_is_where_it_keeps_things(module):
+    setting = (
+        "import weakref\nLAST = (weakref.ref(torch.nn.Linear(1, 1)), 5)\ndef keep():\n    global LAST\n    LAST = 1"
+    )
+    made = module(BLOCK.replace("{setting}", setting).replace("{read}", "((LAST and keep()) or 1)"))
+    assert kind_of(made).opaque == frozenset()
+
+
+def test_globals_that_no_result_depends_on_are_left_out(module):
+    reader = code_reach.CodeReader(frozenset({("accel_test_module", "SCALE")}))
+    made = module(BLOCK.format(setting="SCALE = 1", read="SCALE"))
+    before = kinds.describe(made.Block(), reader).digest
+    made.SCALE = 2
+    assert kinds.describe(made.Block(), code_reach.CodeReader(reader._ignored)).digest == before
+    assert kinds.describe(made.Block()).digest != before
+
+
+def test_code_reaches_the_files_that_its_names_lead_to():
+    (kind,) = kinds.kinds_of([kinds.describe(Reaching())])
+    assert module_files.source_of(globals()) in kind.sources
+    assert any(os.path.samefile(source, os.path.dirname(einops.__file__)) for source in kind.sources if source)
 
 
 class Reaching(torch.nn.Module):
     def forward(self, x):
-        return x * code_reach._MOST_ITEMS
+        return x * einops.parse_shape

@@ -16,6 +16,10 @@ def without_key(monkeypatch):
     monkeypatch.delenv(store_trust.KEY_VARIABLE, raising=False)
 
 
+def math_sdp(reduced):
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(reduced)
+
+
 def matmul_as_before():
     torch.set_float32_matmul_precision("highest")
     if PRECISION is not None:
@@ -37,6 +41,8 @@ def test_settings_of_torch_that_change_kernels_are_in_the_environment():
     before = store_key.environment(CPU)
     with torch._inductor.config.patch(max_autotune=True):
         assert store_key.environment(CPU) != before
+    with torch._inductor.config.patch(compile_threads=torch._inductor.config.compile_threads + 1):
+        assert store_key.environment(CPU) == before  # how many processes compile changes nothing
     with torch._functorch.config.patch(functionalize_rng_ops=True):
         assert store_key.environment(CPU) != before
     assert store_key.environment(CPU) == before
@@ -48,11 +54,12 @@ def test_settings_of_torch_that_change_kernels_are_in_the_environment():
         (lambda: torch.set_num_threads(THREADS + 1), lambda: torch.set_num_threads(THREADS)),
         (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
         (lambda: torch.backends.cuda.enable_flash_sdp(False), lambda: torch.backends.cuda.enable_flash_sdp(True)),
+        (lambda: math_sdp(True), lambda: math_sdp(False)),
         (lambda: torch.set_float32_matmul_precision("medium"), matmul_as_before),
         (lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False)),
         (lambda: torch.backends.mkldnn.set_flags(False), lambda: torch.backends.mkldnn.set_flags(True)),
     ],
-    ids=["threads", "dtype", "flash", "matmul", "deterministic", "mkldnn"],
+    ids=["threads", "dtype", "flash", "math", "matmul", "deterministic", "mkldnn"],
 )
 def test_settings_of_the_process_that_change_kernels_are_too(change, back):
     before = store_key.environment(CPU)
@@ -87,7 +94,7 @@ def test_code_that_looks_at_what_cannot_be_told_is_not_kept(tmp_path):
     here = store(tmp_path)
     opaque = dataclasses.replace(key(), kind=dataclasses.replace(key().kind, opaque=frozenset({"a pack.Box"})))
     assert not here.save(opaque, "Block", CPU, graph())
-    assert reasons(here) == ["not kept: its code looks at a pack.Box, of which only the type can be told"]
+    assert reasons(here) == ["not kept: its code rests on what cannot be told from outside: a pack.Box"]
     assert here.load(opaque, "Block", CPU, graph, lambda graph: True) is None
 
 

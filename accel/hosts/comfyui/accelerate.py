@@ -21,7 +21,7 @@ from ...substitution import Layer, Order, substituted
 from . import graph_store
 from .options import simplifier, without_hooks
 from .progress import CompileProgress
-from .versions import clone_for_compiling
+from .versions import NO_RESULT_DEPENDS_ON, clone_for_compiling
 
 log = logging.getLogger("accel")
 
@@ -63,7 +63,7 @@ def block_layers(
 
     claim: of the run that they are for; their graphs stay in the cache while it lasts.
     """
-    found = survey(model, settings.min_repetitions)
+    found = survey(model, settings.min_repetitions, NO_RESULT_DEPENDS_ON)
     for path, reason in found.left_eager:
         log.debug("%s stays eager: %s", path, reason)
     emit(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from ... import store_home, store_location
 from ...graph_cache import GraphCache, shared
 from ...graph_store import GraphStore
+
+log = logging.getLogger("accel")
 
 
 def home() -> Path:
@@ -23,6 +26,10 @@ def attach(cache: GraphCache) -> None:
     """
     if cache is not shared or cache.store is not None:
         return
-    folder = store_location.folder(home())
+    try:
+        folder = store_location.folder(home())
+    except OSError as error:
+        log.warning("No compiled graph is kept: %s", error)
+        return
     if folder is not None:
         cache.store = GraphStore(folder, store_location.secret(home()), lambda: store_location.max_bytes(home()))

@@ -12,6 +12,10 @@ from typing import Any
 
 from comfy_api.latest import io
 
+NO_RESULT_DEPENDS_ON = frozenset({("comfy.model_management", "MAX_PINNED_MEMORY")})
+"""Globals that the code of blocks looks at in some versions (0.33.0), and that differ between machines: how much
+memory may be pinned goes by how much there is."""
+
 
 def schema(**fields: Any) -> io.Schema:
     """An `io.Schema` of the fields that this core knows; it raises TypeError on any other.
