@@ -73,6 +73,7 @@ class BlockRunner:
     interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
     rows: tells sizes that are 1 because the batch is from those that always are.
     claim: what the run that the stand-in is for holds in the cache; None where there is no run.
+    on_shortage: told when a graph ran out of memory; the block itself runs after it.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class BlockRunner:
         interrupts: tuple[type[BaseException], ...] = (),
         rows: RowSurvey | None = None,
         claim: Claim | None = None,
+        on_shortage: Callable[[], None] = lambda: None,
     ):
         self._region = region
         self._cache = cache
@@ -92,6 +94,7 @@ class BlockRunner:
         self._interrupts = interrupts
         self._rows = rows
         self._claim = claim
+        self._on_shortage = on_shortage
         self._slots = kinds.weight_slots(region.block, region.kind.weights)
         self._remembered: dict[tuple, _Found | None] = {}
         self._generation = cache.generation
@@ -167,8 +170,10 @@ class BlockRunner:
             reason = compilers.one_line(error)
         # Outside of the handler, whose exception would keep the failed call's tensors.
         self._remembered.clear()
-        if probe is not None and is_shortage:
-            probe.abandon()
+        if is_shortage:
+            self._on_shortage()
+            if probe is not None:
+                probe.abandon()
         out = inner(*args, **kwargs)
         if not is_shortage:
             self._reject(entry, graph, reason)

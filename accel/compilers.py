@@ -240,8 +240,14 @@ _one_at_a_time = threading.Lock()
 
 @contextmanager
 def _settings(dynamic: bool, oblivious: bool):
-    """torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others (oblivious)."""
+    """torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others (oblivious).
+
+    Random numbers are drawn as the block draws them, or an image would have other noise than without compiling.
+    """
+    from torch._inductor import config as inductor
+
     with ExitStack() as stack:
+        stack.enter_context(inductor.patch(fallback_random=True))
         if dynamic:
             config = torch.fx.experimental._config
             wanted = {"use_duck_shape": False, "backed_size_oblivious": oblivious}

@@ -294,6 +294,23 @@ def test_compiling_by_running_does_not_write_to_the_weights(monkeypatch):
     assert torch.equal(block.calls, torch.zeros(1))
 
 
+class Noisy(torch.nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x) * torch.rand(x.shape[-1])
+
+
+def test_random_numbers_are_those_of_the_block():
+    block, inputs = Noisy().eval(), (torch.randn(2, 5),)
+    graph, _ = compiled(block, inputs, backend="inductor")
+    for rows in (2, 3):
+        inputs = (torch.randn(rows, 5),)
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            plain = block(*inputs)
+            torch.manual_seed(7)
+            torch.testing.assert_close(graph.run(inputs), plain)
+
+
 def test_graph_that_asks_torchs_shared_cache_tells_what_it_serves_and_never_compiles_again(monkeypatch):
     block = Broadcasts().eval().requires_grad_(False)
     monkeypatch.setattr(compilers, "_torch_shares", lambda: True)

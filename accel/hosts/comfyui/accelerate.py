@@ -57,11 +57,16 @@ class Run:
 
 
 def block_layers(
-    model: torch.nn.Module, settings: CompileSettings, cache: GraphCache = shared, claim: Claim | None = None
+    model: torch.nn.Module,
+    settings: CompileSettings,
+    cache: GraphCache = shared,
+    claim: Claim | None = None,
+    on_shortage: Callable[[], None] = lambda: None,
 ) -> dict[torch.nn.Module, Layer]:
     """A stand-in for every block of the model that can be compiled, and for the model one that watches its calls.
 
     claim: of the run that they are for; their graphs stay in the cache while it lasts.
+    on_shortage: as for `BlockRunner`.
     """
     found = survey(model, settings.min_repetitions, NO_RESULT_DEPENDS_ON)
     for path, reason in found.left_eager:
@@ -77,7 +82,7 @@ def block_layers(
     rows = RowSurvey(model, tensors_of, without_hooks, INTERRUPTS)
     layers: dict[torch.nn.Module, Layer] = {model: rows}
     for region in found.regions:
-        runner = BlockRunner(region, cache, settings, simplifier(region), INTERRUPTS, rows, claim)
+        runner = BlockRunner(region, cache, settings, simplifier(region), INTERRUPTS, rows, claim, on_shortage)
         layers[region.block] = runner
         tensors_of[region.block] = runner.tensors_of
     return layers
