@@ -16,6 +16,7 @@ BENCHES = {
     "session": "what a session of sizes, batches, prompts, LoRAs, a ControlNet compiles and when, beside core's node",
     "deepcache": "what DeepCache's skipped steps cost in quality, on a trained network, beside core's EasyCache",
     "restart": "the first image of a new process: with the saved graphs, with torch's own cache, with neither, eager",
+    "vae": "a VAE at twenty sizes, twice: plain, skip, auto, compiled; seconds, graphs and memory of each decoding",
     "cold": "seconds to compile SD1.5, SDXL and Flux at full depth, beside core's node; overhead a block",
 }
 """What `dev.py bench NAME` runs: module of this package → what it measures."""

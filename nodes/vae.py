@@ -3,14 +3,13 @@
 from comfy_api.latest import io
 
 from ..accel.block_runner import CompileSettings
-from ..accel.hosts.comfyui.vae import compile_decoder, skip_compile
+from ..accel.hosts.comfyui.vae import vae_view
 from ..accel.hosts.comfyui.versions import check_options, make_input, schema
-
-POLICIES = SKIP, COMPILE_DECODER = ("skip", "compile decoder")
+from ..accel.vae import AUTO, DEFAULT_AFTER, POLICIES, SKIP, VaePolicy
 
 
 class AccelVAESkipCompile(io.ComfyNode):
-    """VAE in, VAE out: kept out of compiling, or with its decoder's blocks compiled once for all sizes."""
+    """VAE in, VAE out: kept out of compiling, or with its blocks compiled once for all sizes."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -31,11 +30,38 @@ class AccelVAESkipCompile(io.ComfyNode):
                     options=list(POLICIES),
                     default=SKIP,
                     tooltip=(
-                        "skip: nothing in this VAE is compiled. compile decoder: the decoder's blocks are compiled "
-                        "once and then serve every size and tile; worth it for long batches."
+                        "skip: nothing in this VAE is compiled. auto: decoding is compiled once enough images of one "
+                        "size have come, and not where memory is short or compiled is slower. compile decoder, "
+                        "compile both: the decoder's blocks, or the encoder's too, are compiled at their first use "
+                        "and then serve every size and tile."
+                    ),
+                ),
+                make_input(
+                    io.Int,
+                    "after",
+                    default=DEFAULT_AFTER,
+                    min=1,
+                    max=10000,
+                    optional=True,
+                    advanced=True,
+                    tooltip=(
+                        "For auto: how many latents of one size are decoded uncompiled before the next of that size is "
+                        "compiled. Higher waits for longer series."
+                    ),
+                ),
+                make_input(
+                    io.Boolean,
+                    "free_memory_on_new_size",
+                    default=False,
+                    optional=True,
+                    advanced=True,
+                    tooltip=(
+                        "When the size changes, give GPU memory that PyTorch keeps unused back to the system if it is "
+                        "more than the new size needs. Helps where another program needs it; costs a moment."
                     ),
                 ),
             ],
+            hidden=[io.Hidden.unique_id],
             outputs=[io.Vae.Output("VAE", tooltip="The VAE, for VAE Decode or VAE Encode.")],
         )
 
@@ -44,7 +70,8 @@ class AccelVAESkipCompile(io.ComfyNode):
         return check_options(policy=(policy, POLICIES))
 
     @classmethod
-    def execute(cls, vae, policy) -> io.NodeOutput:
-        if policy == COMPILE_DECODER:
-            return io.NodeOutput(compile_decoder(vae, CompileSettings()))
-        return io.NodeOutput(skip_compile(vae))
+    def execute(cls, vae, policy, after=DEFAULT_AFTER, free_memory_on_new_size=False) -> io.NodeOutput:
+        settings = CompileSettings(measured=policy == AUTO)
+        node_id = cls.hidden.unique_id if cls.hidden else None
+        wanted = VaePolicy(policy, after, free_memory_on_new_size)
+        return io.NodeOutput(vae_view(vae, wanted, settings, node_id=node_id))

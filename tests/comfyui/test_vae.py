@@ -1,24 +1,30 @@
-"""VAE Skip Compile on core's own VAE, full size with random weights."""
+"""VAE Skip Compile on core's own VAE: one view beside others, through every call, and when something fails."""
 
-import comfy.sd
+import inspect
+
+import comfy.model_management
+import comfy.model_patcher
 import pytest
-import safetensors.torch
 import torch
 from comfy_accel.accel.block_runner import CompileSettings
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.vae import compile_decoder, skip_compile
+from comfy_accel.accel.hosts.comfyui.vae import skip_compile, vae_view
+from comfy_accel.accel.vae import COMPILE_BOTH, COMPILE_DECODER, VaePolicy
 from torch._dynamo.utils import counters
 
-from bench import synthetic
+from bench import tiny_vaes
 
-PREFIX = "first_stage_model."
+CACHE = GraphCache()
+"""Shared by the tests that do not count graphs, so that each kind is captured once."""
+
+POLICIES = (None, COMPILE_DECODER, COMPILE_BOTH)
+"""None: skip."""
 
 
 @pytest.fixture(scope="module")
 def vae():
-    weights = safetensors.torch.load_file(synthetic.checkpoint())
-    return comfy.sd.VAE(sd={k.removeprefix(PREFIX): v for k, v in weights.items() if k.startswith(PREFIX)})
+    return tiny_vaes.sd15()
 
 
 @pytest.fixture(autouse=True)
@@ -27,76 +33,239 @@ def clean_counters():
     fallbacks.clear()
 
 
-def latent(height=8, width=8, batch=1):
+def view_of(vae, compiled=COMPILE_DECODER, cache=None, **settings):
+    """With a backend that captures graphs and runs them as they are: same bits, in seconds."""
+    if compiled is None:
+        return skip_compile(vae)
+    settings = CompileSettings(**{"backend": "eager", **settings})
+    return vae_view(vae, VaePolicy(compiled), settings, CACHE if cache is None else cache)
+
+
+def hits(cache=CACHE):
+    """How often a graph of the cache ran."""
+    return cache.statistics()["hits"]
+
+
+def latent(height=6, width=6, batch=1):
     return torch.randn(batch, 4, height, width, generator=torch.Generator().manual_seed(height * width))
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
 
 
 def forwards_in_place(vae):
     return [name for name, part in vae.first_stage_model.named_modules() if "forward" in part.__dict__]
 
 
-def test_skipped_vae_gives_the_same_bits_and_leaves_the_given_one_alone(vae):
+@pytest.mark.parametrize("compiled", POLICIES)
+@torch.inference_mode()
+def test_view_gives_the_same_bits_and_leaves_the_given_one_alone(vae, compiled):
     before = dict(vae.__dict__)
-    view = skip_compile(vae)
+    view = view_of(vae, compiled)
     assert torch.equal(view.decode(latent()), vae.decode(latent()))
     pixels = torch.rand(1, 64, 64, 3)
     assert torch.equal(view.encode(pixels), vae.encode(pixels))
-    assert torch.equal(view.decode_tiled(latent(), tile_x=64), vae.decode_tiled(latent(), tile_x=64))
-    assert view is not vae and view.first_stage_model is vae.first_stage_model
+    assert view is not vae and view.first_stage_model is vae.first_stage_model and view.patcher is vae.patcher
+    assert isinstance(view, type(vae)) and type(view).__name__ == "VAE"
     assert vae.__dict__ == before
+    assert forwards_in_place(vae) == []
 
 
-def test_skipped_vae_is_not_compiled_even_if_somebody_asked_for_it(vae):
-    decoder = vae.first_stage_model.decoder
-    vae.first_stage_model.decoder = torch.compile(decoder, backend="eager")
-    try:
-        skip_compile(vae).decode(latent())
-        assert counters["stats"]["unique_graphs"] == 0
-        vae.decode(latent())
-        assert counters["stats"]["unique_graphs"] > 0
-    finally:
-        vae.first_stage_model.decoder = decoder
+@pytest.mark.parametrize("compiled", POLICIES)
+@torch.inference_mode()
+def test_every_method_through_which_core_runs_a_vae_is_covered(vae, compiled):
+    pixels = torch.rand(1, 128, 96, 3)
+    channels_first = pixels.movedim(-1, 1)
+    calls = {
+        "decode": lambda v: v.decode(latent(16, 12)),
+        "decode_tiled": lambda v: v.decode_tiled(latent(16, 12), tile_x=8, tile_y=8, overlap=2),
+        "decode_tiled_": lambda v: v.decode_tiled_(latent(16, 12), 8, 8, overlap=2),
+        "encode": lambda v: v.encode(pixels),
+        "encode_tiled": lambda v: v.encode_tiled(pixels, tile_x=64, tile_y=64, overlap=16),
+        "encode_tiled_": lambda v: v.encode_tiled_(channels_first, 64, 64, overlap=16),
+    }
+    view = view_of(vae, compiled)
+    for name, call in calls.items():
+        expected, before = call(vae), hits()
+        assert torch.equal(call(view), expected), name
+        is_compiled = compiled == COMPILE_BOTH or (compiled == COMPILE_DECODER and name.startswith("decode"))
+        assert (hits() > before) is is_compiled, name
+    run = {name for name in dir(type(vae)) if not name.startswith("_") and ("decode" in name or "encode" in name)}
+    plain = {"prepare_decode", "vae_encode_crop_pixels", "spacial_compression_decode", "temporal_compression_decode"}
+    for name in run - plain - {"spacial_compression_encode"}:
+        assert getattr(type(view), name) is not getattr(type(vae), name), name
 
 
 @torch.inference_mode()
 def test_compiled_decoder_serves_every_size_batch_and_tile_from_the_first(vae):
     cache = GraphCache()
-    view = compile_decoder(vae, CompileSettings(backend="eager"), cache)
+    view = view_of(vae, cache=cache)
     assert torch.equal(view.decode(latent()), vae.decode(latent()))
-    compiled = counters["stats"]["unique_graphs"]
-    assert compiled > 0
-    for height, width, batch in [(8, 12, 1), (9, 7, 1), (8, 8, 2)]:
+    compiled = graphs()
+    names = {row["name"] for row in cache.statistics()["table"]}
+    # By channels: 128, 128 to 64, 64, 64 to 32, 32. Newer cores call the middle ones with fewer arguments.
+    assert compiled in (5, 6) and names == {"ResnetBlock"}
+    for height, width, batch in [(6, 10, 1), (9, 7, 1), (6, 6, 3)]:
         given = latent(height, width, batch)
         assert torch.equal(view.decode(given), vae.decode(given))
-    assert torch.equal(
-        view.decode_tiled(latent(12, 12), tile_x=8, tile_y=8, overlap=2),
-        vae.decode_tiled(latent(12, 12), tile_x=8, tile_y=8, overlap=2),
-    )
-    assert counters["stats"]["unique_graphs"] == compiled
+    tiles = {"tile_x": 8, "tile_y": 8, "overlap": 2}
+    assert torch.equal(view.decode_tiled(latent(12, 12), **tiles), vae.decode_tiled(latent(12, 12), **tiles))
+    assert graphs() == compiled
     assert fallbacks.rows() == []
-    assert forwards_in_place(vae) == []
 
 
-def test_core_falls_back_to_tiles_inside_a_view(vae, monkeypatch):
+@torch.inference_mode()
+def test_second_vae_and_second_view_of_the_architecture_share_the_graphs(vae):
     cache = GraphCache()
-    view = compile_decoder(vae, CompileSettings(backend="eager"), cache)
-    expected = vae.decode_tiled_(latent())
-    real, failed = vae.first_stage_model.decode, []
+    view_of(vae, cache=cache).decode(latent())
+    compiled = graphs()
+    other = tiny_vaes.sd15(seed=1)
+    assert torch.equal(view_of(other, cache=cache).decode(latent()), other.decode(latent()))
+    assert torch.equal(view_of(vae, cache=cache).decode(latent()), vae.decode(latent()))
+    assert graphs() == compiled
+    assert not torch.equal(other.decode(latent()), vae.decode(latent()))
 
-    def out_of_memory_once(*args, **kwargs):
+
+@torch.inference_mode()
+def test_of_two_nodes_in_a_row_the_last_counts(vae):
+    compiled_last = view_of(skip_compile(vae), COMPILE_DECODER)
+    skipped_last = skip_compile(view_of(vae, COMPILE_DECODER))
+    expected, before = vae.decode(latent()), hits()
+    assert torch.equal(skipped_last.decode(latent()), expected) and hits() == before
+    assert torch.equal(compiled_last.decode(latent()), expected) and hits() > before
+
+
+def node_class(name):
+    import nodes
+
+    return nodes.NODE_CLASS_MAPPINGS[name]()
+
+
+@torch.inference_mode()
+def test_nodes_of_core_run_a_view_as_they_run_the_vae(vae):
+    pixels = torch.rand(1, 128, 96, 3)
+    calls = {
+        "VAEDecode": lambda node, v: node.decode(v, {"samples": latent(16, 12)})[0],
+        "VAEDecodeTiled": lambda node, v: node.decode(v, {"samples": latent(16, 12)}, 64, 16)[0],
+        "VAEEncode": lambda node, v: node.encode(v, pixels)[0]["samples"],
+        "VAEEncodeTiled": lambda node, v: node.encode(v, pixels, 64, 16)[0]["samples"],
+    }
+    view, before = view_of(vae, COMPILE_BOTH), hits()
+    for name, call in calls.items():
+        node = node_class(name)
+        assert torch.equal(call(node, view), call(node, vae)), name
+        assert hits() > before, name
+        before = hits()
+
+
+@pytest.mark.parametrize("compiled", POLICIES)
+@torch.inference_mode()
+def test_core_falls_back_to_tiles_inside_a_view(vae, compiled):
+    failed = []
+
+    def out_of_memory_once(*_):
         if not failed:
             failed.append(1)
-            raise comfy.model_management.OOM_EXCEPTION("simulated")
-        return real(*args, **kwargs)
+            raise torch.OutOfMemoryError("simulated")
 
-    monkeypatch.setattr(vae.first_stage_model, "decode", out_of_memory_once)
-    assert torch.equal(view.decode(latent()), expected.movedim(1, -1))
+    def tiled(vae):
+        failed.clear()
+        hook = vae.first_stage_model.decoder.conv_in.register_forward_pre_hook(out_of_memory_once)
+        try:
+            return vae.decode(latent(9, 7))
+        finally:
+            hook.remove()
+
+    expected, before = tiled(vae), hits()
+    assert failed and not torch.equal(expected, vae.decode(latent(9, 7)))
+    assert torch.equal(tiled(view_of(vae, compiled)), expected)
     assert failed and forwards_in_place(vae) == []
+    assert (hits() > before) is (compiled is not None)
 
 
-def test_failing_decode_leaves_no_trace(vae):
-    view = compile_decoder(vae, CompileSettings(backend="eager"), GraphCache())
-    with pytest.raises(RuntimeError):
+@pytest.mark.parametrize("compiled", POLICIES)
+@torch.inference_mode()
+def test_failing_decode_leaves_no_trace_and_the_error_is_core_s(vae, compiled):
+    view = view_of(vae, compiled)
+    with pytest.raises(RuntimeError) as expected:
+        vae.decode(torch.zeros(1, 3, 8, 8))
+    with pytest.raises(RuntimeError) as found:
         view.decode(torch.zeros(1, 3, 8, 8))
+    assert str(found.value) == str(expected.value)
     assert forwards_in_place(vae) == []
     assert torch.equal(view.decode(latent()), vae.decode(latent()))
+
+
+def test_vae_without_weights_is_refused_by_core_as_ever():
+    import comfy.sd
+
+    empty = comfy.sd.VAE(sd={})
+    for compiled in POLICIES:
+        with pytest.raises(RuntimeError, match="VAE is invalid"):
+            view_of(empty, compiled).decode(latent())
+
+
+@torch.inference_mode()
+def test_blocks_are_looked_at_once_their_weights_are_loaded(monkeypatch):
+    """The weights come to their device and type inside the first decode: what was there before must not count."""
+    vae = tiny_vaes.sd15()
+    expected = vae.decode(latent())
+    load = comfy.model_management.load_models_gpu
+
+    def load_and_move(*args, **kwargs):
+        vae.first_stage_model.float()
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(comfy.model_management, "load_models_gpu", load_and_move)
+    vae.first_stage_model.double()
+    view = view_of(vae, cache=GraphCache())
+    assert torch.equal(view.decode(latent()), expected)
+    compiled = graphs()
+    assert compiled > 0
+    view.decode(latent(7, 5))
+    assert graphs() == compiled
+
+
+@pytest.mark.skipif(
+    "disable_dynamic" not in inspect.signature(comfy.model_patcher.ModelPatcher.clone).parameters,
+    reason="this core streams no weights",
+)
+@torch.inference_mode()
+def test_view_of_a_vae_whose_weights_are_streamed_has_a_loaded_model_of_its_own(vae, monkeypatch):
+    streamed = tiny_vaes.sd15()
+    monkeypatch.setattr(streamed.patcher, "is_dynamic", lambda: True, raising=False)
+    assert view_of(streamed).first_stage_model is streamed.first_stage_model  # nobody knows how to load it again
+    for no_help in (lambda: None, lambda disable_dynamic: open("/nowhere")):
+        streamed.patcher.cached_patcher_init = (no_help, ())
+        assert view_of(streamed).first_stage_model is streamed.first_stage_model
+    streamed.patcher.cached_patcher_init = (lambda disable_dynamic: tiny_vaes.sd15().patcher, ())
+    view, before = view_of(streamed), hits()
+    assert view.first_stage_model is view.patcher.model is not streamed.first_stage_model
+    assert torch.equal(view.decode(latent()), vae.decode(latent()))
+    assert hits() > before
+    assert skip_compile(streamed).first_stage_model is streamed.first_stage_model
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@torch.inference_mode()
+def test_types_of_weights(dtype):
+    vae = tiny_vaes.sd15(dtype)
+    assert vae.vae_dtype == dtype
+    expected = vae.decode(latent())
+    for compiled in POLICIES:
+        assert torch.equal(view_of(vae, compiled).decode(latent()), expected)
+    assert fallbacks.rows() == []
+
+
+@torch.inference_mode()
+def test_options_of_a_decode_reach_the_decoder():
+    vae = tiny_vaes.hunyuan_3d()
+    given = torch.randn(1, 8, 12, generator=torch.Generator().manual_seed(0))
+    coarse, fine = ({"octree_resolution": side, "num_chunks": 50, "enable_pbar": False} for side in (3, 5))
+    for compiled in POLICIES:
+        view = view_of(vae, compiled)
+        assert torch.equal(view.decode(given, vae_options=coarse), vae.decode(given, vae_options=coarse))
+        assert torch.equal(view.decode(given, fine), vae.decode(given, fine))
+        assert view.decode(given, fine).shape != view.decode(given, coarse).shape
+    assert graphs() > 0

@@ -231,15 +231,16 @@ def test_stopping_names_the_budget_that_is_too_small():
 class Lent:
     """A store that has one graph for every key, which fails at every call, and keeps nothing."""
 
-    def __init__(self):
+    def __init__(self, error=None):
         self.distrusted = []
+        self.error = error or RuntimeError("no kernel image is available")
 
     def load(self, key, name, devices, build, fits, values, interrupts, could_fit):
         if self.distrusted:
             return None
 
         def run(tensors):
-            raise RuntimeError("no kernel image is available")
+            raise self.error
 
         return CompiledGraph(run, lambda tensors: True, Facts(weights=4), saved_as="lent")
 
@@ -262,3 +263,14 @@ def test_loaded_graph_that_fails_is_compiled_anew():
     assert cache.statistics()["compilations"] == 1
     assert cache.statistics()["table"][0]["failure"] is None
     assert reasons() == ["its compiled graph failed: RuntimeError: no kernel image is available"]
+
+
+def test_graph_that_runs_out_of_memory_is_told_of_and_kept():
+    block, cache, told = Block(), GraphCache(), []
+    cache.store = Lent(torch.OutOfMemoryError("no more"))
+    stand_in = runner([block], cache)
+    stand_in._on_shortage = lambda: told.append("short")
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(stand_in(block, x), block(x))
+    assert told == ["short"]
+    assert cache.statistics()["graphs"] == 1 and cache.store.distrusted == []

@@ -1,0 +1,148 @@
+"""VAE Skip Compile's auto: eager until a size has come often, compiled then, and back where that does not pay."""
+
+import time
+
+import comfy.model_management
+import pytest
+import torch
+from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.fallbacks import fallbacks
+from comfy_accel.accel.graph_cache import GraphCache
+from comfy_accel.accel.hosts.comfyui.vae import vae_view
+from comfy_accel.accel.vae import AUTO, VaePolicy
+from torch._dynamo.utils import counters
+
+from bench import tiny_vaes
+
+
+@pytest.fixture(scope="module")
+def vae():
+    return tiny_vaes.sd15()
+
+
+@pytest.fixture(autouse=True)
+def clean_counters():
+    counters.clear()
+    fallbacks.clear()
+
+
+def auto(vae, after=2, cache=None, **settings):
+    settings = CompileSettings(**{"backend": "eager", **settings})
+    return vae_view(vae, VaePolicy(AUTO, after), settings, GraphCache() if cache is None else cache)
+
+
+def latent(side=6):
+    return torch.randn(1, 4, side, side, generator=torch.Generator().manual_seed(side))
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+@torch.inference_mode()
+def test_compiled_once_the_same_size_has_come_often_enough(vae):
+    view = auto(vae)
+    counted = []
+    for side in (6, 7, 6, 8, 6, 6, 7, 7):
+        assert torch.equal(view.decode(latent(side)), vae.decode(latent(side)))
+        counted.append(graphs())
+    kinds = counted[-1]
+    assert kinds > 0 and counted == [0, 0, 0, 0, *[kinds] * 4]  # the third of side 6; the third of side 7 needs no more
+
+
+@torch.inference_mode()
+def test_sizes_that_never_repeat_compile_nothing_and_neither_does_encoding(vae):
+    view = auto(vae, after=1)
+    for side in range(4, 12):
+        view.decode(latent(side))
+    for _ in range(3):
+        view.encode(torch.rand(1, 32, 32, 3))
+    assert graphs() == 0
+
+
+@torch.inference_mode()
+def test_eager_where_memory_is_short(vae, monkeypatch):
+    view = auto(vae, after=1)
+    view.decode(latent())
+    needed = vae.memory_used_decode(latent().shape, vae.vae_dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(comfy.model_management, "get_free_memory", lambda *args, **kwargs: 1.9 * needed)
+        assert torch.equal(view.decode(latent()), vae.decode(latent()))
+        assert graphs() == 0
+    view.decode(latent())
+    assert graphs() > 0
+
+
+@torch.inference_mode()
+def test_size_that_ran_out_of_memory_stays_eager_and_smaller_ones_do_not(vae):
+    cache = GraphCache()
+    view = auto(vae, after=1, cache=cache)
+    failed = []
+
+    def out_of_memory_once(*_):
+        if not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError("simulated")
+
+    view.decode(latent(8))
+    hook = vae.first_stage_model.decoder.conv_out.register_forward_pre_hook(out_of_memory_once)
+    try:
+        view.decode(latent(8))
+    finally:
+        hook.remove()
+    assert failed and graphs() > 0
+    hits = cache.statistics()["hits"]
+    for side in (8, 9, 9):
+        assert torch.equal(view.decode(latent(side)), vae.decode(latent(side)))
+    assert cache.statistics()["hits"] == hits
+    view.decode(latent(7))
+    view.decode(latent(7))
+    assert cache.statistics()["hits"] > hits
+
+
+@torch.inference_mode()
+def test_size_at_which_the_graphs_alone_ran_out_of_memory_stays_eager(vae):
+    cache, full, tried = GraphCache(), [], []
+
+    def hungry(graph, examples):
+        def run(*tensors):
+            tried.append(1)
+            if full:
+                raise torch.OutOfMemoryError("simulated")
+            return graph(*tensors)
+
+        return run
+
+    view = auto(vae, after=1, cache=cache, backend=hungry)
+    view.decode(latent(8))
+    view.decode(latent(8))
+    assert tried
+    full.append(1)
+    assert torch.equal(view.decode(latent(8)), vae.decode(latent(8)))
+    before = len(tried)
+    for side in (8, 9, 9):
+        assert torch.equal(view.decode(latent(side)), vae.decode(latent(side)))
+    assert len(tried) == before
+
+
+def slow(graph, examples):
+    def run(*tensors):
+        time.sleep(0.03)
+        return graph(*tensors)
+
+    return run
+
+
+@torch.inference_mode()
+def test_compiled_that_is_slower_is_given_up(vae):
+    cache = GraphCache()
+    view = auto(vae, after=1, cache=cache, backend=slow, measured=True)
+    for _ in range(12):  # each compared until the verdict is in
+        assert torch.equal(view.decode(latent()), vae.decode(latent()))
+    reasons = {row["reason"] for row in fallbacks.rows()}
+    assert len(reasons) == 1 and "eagerly" in reasons.pop()
+    hits = cache.statistics()["hits"]
+    started = time.perf_counter()
+    view.decode(latent())
+    assert cache.statistics()["hits"] == hits
+    assert time.perf_counter() - started < 14 * 0.03  # the decoder's fourteen blocks at the graph's pace

@@ -1,0 +1,78 @@
+"""A VAE at many sizes in one process: what is compiled after the first, and what memory does."""
+
+import pytest
+import torch
+from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.fallbacks import fallbacks
+from comfy_accel.accel.graph_cache import GraphCache
+from comfy_accel.accel.hosts.comfyui.vae import skip_compile, vae_view
+from comfy_accel.accel.vae import AUTO, COMPILE_DECODER, VaePolicy
+from torch._dynamo.utils import counters
+
+from bench import tiny_vaes
+from bench.vae import MOST_GROWTH, SIZES, resident_mb
+
+REPORTED = ((896, 768), (960, 720), (1280, 1280), (720, 720))
+"""In pixels: the order in which OneDiff's users met their trouble."""
+
+
+@pytest.fixture(autouse=True)
+def clean_counters():
+    counters.clear()
+    fallbacks.clear()
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("compiled", [COMPILE_DECODER, AUTO])
+@torch.inference_mode()
+def test_two_sweeps_of_twenty_sizes_compile_once_and_memory_stays(compiled):
+    vae = tiny_vaes.sd15()
+    view = vae_view(vae, VaePolicy(compiled, after=1), CompileSettings(backend="eager"), GraphCache())
+    sizes = [(max(height // 64, 4), max(width // 64, 4)) for width, height in SIZES]
+    counted, resident = [], []
+    for _ in range(3):  # one more, since auto compiles in the second
+        for height, width in sizes:
+            given = tiny_vaes.latent(vae, height, width)
+            assert torch.equal(view.decode(given), vae.decode(given))
+            counted.append(graphs())
+        resident.append(resident_mb())
+    first_compiled = next(index for index, count in enumerate(counted) if count)
+    assert first_compiled == (0 if compiled == COMPILE_DECODER else next(_repeated(sizes)))
+    assert len(set(counted[first_compiled:])) == 1
+    assert fallbacks.rows() == []
+    assert resident[2] <= (1 + MOST_GROWTH) * resident[1]
+    if compiled == COMPILE_DECODER:
+        assert resident[1] <= (1 + MOST_GROWTH) * resident[0]
+
+
+def _repeated(sizes):
+    """Where a size has come before, over the sweeps."""
+    seen = set()
+    for index, size in enumerate(3 * list(sizes)):
+        if size in seen:
+            yield index
+        seen.add(size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [True, False])
+@torch.inference_mode()
+def test_reported_sizes_in_one_process(compiled, monkeypatch):
+    """Slow: images of up to 1280x1280, with as few channels as group norm allows."""
+    monkeypatch.setitem(tiny_vaes.KL, "ch_mult", [1, 1, 1, 1])
+    monkeypatch.setitem(tiny_vaes.KL, "num_res_blocks", 1)
+    vae = tiny_vaes.sd15()
+    settings = CompileSettings(backend="eager")
+    view = vae_view(vae, VaePolicy(COMPILE_DECODER), settings, GraphCache()) if compiled else skip_compile(vae)
+    counted = [graphs()]
+    for width, height in REPORTED:
+        image = view.decode(tiny_vaes.latent(vae, height // 8, width // 8))
+        assert image.shape == (1, height, width, 3) and image.isfinite().all()
+        counted.append(graphs())
+    kinds = counted[1]
+    assert (kinds > 0) is compiled
+    assert counted == [0, kinds, kinds, kinds, kinds]
+    assert fallbacks.rows() == []
