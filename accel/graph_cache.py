@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -157,6 +157,11 @@ class GraphCache:
             finally:
                 emit("compile_end", name=name, key=key, seconds=seconds)
             return entry, graph
+
+    def holds(self, keys: Iterable[Hashable]) -> bool:
+        """Whether every key has an entry, so that a run with them compiles nothing; counts as no use of them."""
+        with self._lock:
+            return all(key in self._entries for key in keys)
 
     def failure(self, key: Hashable) -> str | None:
         """Why there is no graph under this key; None when nothing failed."""

@@ -81,7 +81,7 @@ def snap(
         least = multiple * multiple / PIXELS_PER_MEGAPIXEL
         raise ValueError(
             f"max_megapixels is {max_megapixels}; at a multiple of {multiple} it must be 0 (no limit)"
-            f" or at least {math.ceil(least * 1e4) / 1e4}."
+            f" or at least {math.ceil(least * 1e4) / 1e4}: the smallest size is {Size(multiple, multiple)}."
         )
 
     requested = Size(width, height)
@@ -93,7 +93,7 @@ def snap(
     choices = _around(target, multiple, mode, budget) or _around(target, multiple, "nearest", budget)
     if not keep_aspect:
         return min(choices, key=lambda size: _distance(size, target))
-    return min(choices, key=lambda size: (_aspect_error(size, requested), _factor(size.pixels, target[0] * target[1])))
+    return min(choices, key=lambda size: (aspect_error(size, requested), factor(size.pixels, target[0] * target[1])))
 
 
 def _within(width: int, height: int, multiple: int, budget: int | None) -> tuple[float, float]:
@@ -135,10 +135,11 @@ def _distance(size: Size, target: tuple[float, float]) -> tuple[float, int]:
     return abs(size.width - target[0]) + abs(size.height - target[1]), -size.pixels
 
 
-def _aspect_error(size: Size, requested: Size) -> float:
+def aspect_error(size: Size, requested: Size) -> float:
     """The factor, 1 or more, between the two aspect ratios; the same when width and height change places."""
-    return _factor(size.width * requested.height, size.height * requested.width)
+    return factor(size.width * requested.height, size.height * requested.width)
 
 
-def _factor(a: float, b: float) -> float:
+def factor(a: float, b: float) -> float:
+    """How many times the larger of two positive numbers is the smaller one; 1 or more."""
     return max(a, b) / min(a, b)

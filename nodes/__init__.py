@@ -4,17 +4,23 @@ from comfy_api.latest import ComfyExtension, io
 from typing_extensions import override
 
 from .accelerate_model import AccelModel
+from .batch_snap import AccelBatchSnap
 from .clear_cache import AccelClearGraphCache
+from .controlnet import AccelControlNet
 from .deep_cache import AccelDeepCache
 from .resolution import AccelResolutionSnap
+from .resolution_restore import AccelResolutionRestore
 from .vae import AccelVAESkipCompile
 from .warm_up import AccelWarmUpGraphs
 
 NODES: list[type[io.ComfyNode]] = [
     AccelModel,
     AccelDeepCache,
+    AccelControlNet,
     AccelVAESkipCompile,
     AccelResolutionSnap,
+    AccelResolutionRestore,
+    AccelBatchSnap,
     AccelWarmUpGraphs,
     AccelClearGraphCache,
 ]

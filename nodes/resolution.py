@@ -1,31 +1,52 @@
-"""Resolution Snap: a size that the model takes without rounding, and an empty latent of it."""
+"""Resolution Snap: a size that the model takes without rounding, and the image or latent of it."""
 
 from __future__ import annotations
 
 import math
 
-import comfy.model_management
-import torch
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
+from comfy_execution.graph_utils import ExecutionBlocker
 
-from ..accel.hosts.comfyui.model_sizes import SAFE_FOR_ANY_UNET, LatentLayout, latent_layout, model_multiple
+from ..accel.fit import ANCHORS, HOW, Restore, fit
+from ..accel.hosts.comfyui.model_sizes import SAFE_FOR_ANY_UNET, LatentLayout, latent_layout
+from ..accel.hosts.comfyui.node_text import show
+from ..accel.hosts.comfyui.snapping import (
+    DEFAULT_FAMILY,
+    FROM_MODEL,
+    MULTIPLES,
+    TRAINED_FOR,
+    Rule,
+    choose,
+    empty_latent,
+    latent_size,
+    snap_image,
+    snap_latent,
+)
 from ..accel.hosts.comfyui.versions import check_options, make_input, schema
-from ..accel.resolution import MODES, snap
+from ..accel.resolution import MODES, Size
 
-FROM_MODEL = "from model"
-MULTIPLES = (FROM_MODEL, "8", "16", "32", "64")
 SMALLEST, LARGEST = 16, 16384  # pixels; as core's Empty Latent Image
+RESTORE = io.Custom("ACCEL_RESTORE")
 
 
 def range_error(**sides: int | None) -> str | None:
-    """One sentence on the first side that is out of range; None if all are fine. None stands for a linked side."""
-    for name, side in sides.items():
-        if side is not None and not SMALLEST <= side <= LARGEST:
-            return f"{name} is {side}; it must be from {SMALLEST} to {LARGEST} pixels."
+    """A sentence on the first side that is out of range, and the nearest size; None if all are fine.
+
+    None stands for a linked side.
+    """
+    for name, value in sides.items():
+        if value is not None and not SMALLEST <= value <= LARGEST:
+            nearest = "×".join("…" if s is None else str(min(max(s, SMALLEST), LARGEST)) for s in sides.values())
+            return (
+                f"{name} is {value}; it must be from {SMALLEST} to {LARGEST} pixels. The nearest valid size is"
+                f" {nearest}."
+            )
     return None
 
 
 class AccelResolutionSnap(io.ComfyNode):
+    """A size, an IMAGE or a LATENT in; the same at a size that the model takes, and the record for undoing it, out."""
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
@@ -33,10 +54,11 @@ class AccelResolutionSnap(io.ComfyNode):
             display_name="Resolution Snap",
             category="accel",
             description=(
-                "Takes the size you want and gives the nearest one that the model runs at without rounding,"
-                " with an empty latent of it. A size that is right already is not touched."
+                "Takes the size you want, an image or a latent, and gives the nearest one that the model runs at"
+                " without rounding. A size that is right already is not touched. Resolution Restore brings the result"
+                " to exactly the size you wanted."
             ),
-            search_aliases=["empty latent", "round resolution", "divisible by 64", "size", "bucket"],
+            search_aliases=["empty latent", "round resolution", "divisible by 64", "size", "bucket", "pad", "crop"],
             inputs=[
                 make_input(
                     io.Int,
@@ -45,7 +67,10 @@ class AccelResolutionSnap(io.ComfyNode):
                     min=SMALLEST,
                     max=LARGEST,
                     step=1,
-                    tooltip="The width you want, in pixels. Any number; it need not be a multiple of anything.",
+                    tooltip=(
+                        "The width you want, in pixels. Any number; it need not be a multiple of anything. An image or"
+                        " a latent that is connected brings its own."
+                    ),
                 ),
                 make_input(
                     io.Int,
@@ -54,7 +79,7 @@ class AccelResolutionSnap(io.ComfyNode):
                     min=SMALLEST,
                     max=LARGEST,
                     step=1,
-                    tooltip="The height you want, in pixels.",
+                    tooltip="The height you want, in pixels. An image or a latent that is connected brings its own.",
                 ),
                 make_input(
                     io.Combo,
@@ -64,7 +89,9 @@ class AccelResolutionSnap(io.ComfyNode):
                     tooltip=(
                         'Both sides become multiples of this many pixels. "from model" asks the connected model'
                         f" (64 for SD1.5, 32 for SDXL, 16 for Flux); with none connected it is {SAFE_FOR_ANY_UNET},"
-                        " which suits every one of these."
+                        ' which suits every one of these. "trained sizes" takes the nearest size that the model was'
+                        ' trained at. "already compiled" takes the nearest size that Accelerate Model has compiled'
+                        ' with shapes on "exact size".'
                     ),
                 ),
                 make_input(
@@ -112,33 +139,140 @@ class AccelResolutionSnap(io.ComfyNode):
                         " Without it the latent is that of SD1.5 and SDXL, whose channels ComfyUI's samplers adapt."
                     ),
                 ),
+                make_input(
+                    io.Image,
+                    "image",
+                    optional=True,
+                    tooltip="Optional. An image to snap, in place of width and height.",
+                ),
+                make_input(
+                    io.Latent,
+                    "latent",
+                    optional=True,
+                    tooltip=(
+                        "Optional. A latent to snap, with its noise mask, in place of width and height. Connect an"
+                        " image or a latent, not both."
+                    ),
+                ),
+                make_input(
+                    io.Combo,
+                    "how",
+                    options=list(HOW),
+                    default=HOW[0],
+                    optional=True,
+                    tooltip=(
+                        "resize: stretch. pad: add a border, copied from the edge, mirrored or of one colour; nothing"
+                        " of the image is lost, no side gets smaller, and Resolution Restore gives back every pixel."
+                        " crop: cut off what is too much; nothing is stretched."
+                    ),
+                ),
+                make_input(
+                    io.Combo,
+                    "anchor",
+                    options=list(ANCHORS),
+                    default=ANCHORS[0],
+                    optional=True,
+                    advanced=True,
+                    tooltip="Where the image stays when it is padded, and which part of it when it is cropped.",
+                ),
+                make_input(
+                    io.Float,
+                    "fill",
+                    default=0.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    optional=True,
+                    advanced=True,
+                    tooltip='The brightness of the border of "pad constant": 0 = black, 0.5 = grey, 1 = white.',
+                ),
+                make_input(
+                    io.Combo,
+                    "trained_for",
+                    options=list(TRAINED_FOR),
+                    default=FROM_MODEL,
+                    optional=True,
+                    advanced=True,
+                    tooltip=(
+                        'Whose sizes "trained sizes" takes. "from model" asks the connected model; with none connected'
+                        f" it is {DEFAULT_FAMILY}."
+                    ),
+                ),
             ],
+            hidden=[io.Hidden.unique_id],
             outputs=[
                 io.Int.Output(display_name="width", tooltip="The snapped width, in pixels."),
                 io.Int.Output(display_name="height", tooltip="The snapped height, in pixels."),
-                io.Latent.Output(display_name="latent", tooltip="An empty latent of exactly this size."),
+                io.Latent.Output(
+                    display_name="latent",
+                    tooltip="The latent given, snapped; an empty one of exactly this size where none is connected.",
+                ),
+                io.Image.Output(display_name="image", tooltip="The image given, snapped. Needs an image."),
+                RESTORE.Output(
+                    display_name="restore", tooltip="What was changed, for Resolution Restore at the end of the graph."
+                ),
             ],
         )
 
     @classmethod
-    def validate_inputs(cls, width=None, height=None, multiple=None, mode=None) -> bool | str:
+    def validate_inputs(
+        cls, width=None, height=None, multiple=None, mode=None, how=None, anchor=None, trained_for=None
+    ) -> bool | str:
         error = range_error(width=width, height=height)
-        return error or check_options(multiple=(multiple, MULTIPLES), mode=(mode, MODES))
+        return error or check_options(
+            multiple=(multiple, MULTIPLES),
+            mode=(mode, MODES),
+            how=(how, HOW),
+            anchor=(anchor, ANCHORS),
+            trained_for=(trained_for, TRAINED_FOR),
+        )
 
     @classmethod
     def execute(
-        cls, width, height, multiple, mode, keep_aspect, max_megapixels, batch_size, model=None
+        cls,
+        width,
+        height,
+        multiple,
+        mode,
+        keep_aspect,
+        max_megapixels,
+        batch_size,
+        model=None,
+        image=None,
+        latent=None,
+        how=HOW[0],
+        anchor=ANCHORS[0],
+        fill=0.0,
+        trained_for=FROM_MODEL,
     ) -> io.NodeOutput:
-        error = range_error(width=width, height=height)  # linked sides have no value before this
-        if error:
-            raise ValueError(error)
+        if image is not None and latent is not None:
+            raise ValueError("Both an image and a latent are connected; connect the one that is to be snapped.")
         layout = latent_layout(model) if model is not None else LatentLayout()
-        if multiple == FROM_MODEL:
-            step = model_multiple(model) if model is not None else SAFE_FOR_ANY_UNET
+        batch, frames, unit = batch_size, 1, 1
+        if image is not None:
+            asked, batch = Size(image.shape[2], image.shape[1]), image.shape[0]
+        elif latent is not None:
+            unit = layout.scale if model is not None else latent.get("downscale_ratio_spacial", layout.scale)
+            layout = LatentLayout(layout.channels, unit, layout.has_frames)
+            asked, shape = latent_size(latent, unit), latent["samples"].shape
+            batch, frames = shape[0], math.prod(shape[2:-2])
         else:
-            step = math.lcm(int(multiple), layout.scale)  # so that the latent has exactly this width and height
-        size = snap(width, height, step, mode, keep_aspect, max_megapixels)
-        samples = torch.zeros(layout.shape(size, batch_size), device=comfy.model_management.intermediate_device())
-        # Later cores rescale an empty latent for the model that samples it, if they know its scale.
-        latent = {"samples": samples, "downscale_ratio_spacial": layout.scale}
-        return io.NodeOutput(size.width, size.height, latent)
+            error = range_error(width=width, height=height)  # linked sides have no value before this
+            if error:
+                raise ValueError(error)
+            asked = Size(width, height)
+        rule = Rule(multiple, mode, keep_aspect, max_megapixels, trained_for, how.startswith("pad"))
+        chosen = choose(asked, rule, model, layout, batch, frames=frames)
+        plan = fit(asked, chosen.size, how, anchor, unit, chosen.multiple)
+        text = f"{plan.summary()} ({chosen.note})" if chosen.note else plan.summary()
+        show(text, cls.hidden.unique_id if cls.hidden else None)
+        return io.NodeOutput(
+            chosen.size.width,
+            chosen.size.height,
+            empty_latent(chosen.size, batch_size, layout) if latent is None else snap_latent(latent, plan, unit),
+            ExecutionBlocker("Resolution Snap gives an image only if one is connected to its image input.")
+            if image is None
+            else snap_image(image, plan, fill),
+            Restore(plan),
+            ui=ui.PreviewText(text),
+        )

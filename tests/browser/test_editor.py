@@ -41,13 +41,14 @@ ALERTS = """
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """A ComfyUI with this pack; the checkpoint that the workflows name is an empty file."""
+    """A ComfyUI with this pack; the models that the workflows name are empty files."""
     from PIL import Image
 
     base = tmp_path_factory.mktemp("editor")
-    for folder in ("models/checkpoints", "input", "user/default"):
+    for folder in ("models/checkpoints", "models/controlnet", "input", "user/default"):
         (base / folder).mkdir(parents=True)
     (base / "models/checkpoints/v1-5-pruned-emaonly-fp16.safetensors").touch()
+    (base / "models/controlnet/control_v11p_sd15_scribble_fp16.safetensors").touch()
     Image.new("RGB", (64, 64), "teal").save(base / "input" / "example.png")
     (base / "user/default/comfy.settings.json").write_text(json.dumps(SETTINGS), encoding="utf-8")
     with serving(base) as running:

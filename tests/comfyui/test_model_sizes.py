@@ -3,8 +3,11 @@
 import pytest
 import tiny_models
 import torch
+from comfy.ldm.flux.model import FluxParams
 from comfy_accel.accel.hosts.comfyui.model_sizes import latent_layout, model_multiple
 from comfy_accel.accel.resolution import Size
+
+from bench.tiny_models import known_to
 
 FLUX = {
     "image_model": "flux",
@@ -22,6 +25,7 @@ FLUX = {
     "qkv_bias": True,
     "guidance_embed": False,
     "patch_size": 2,
+    **known_to(FluxParams, txt_ids_dims=[]),
 }
 WAN = {
     "image_model": "wan2.1",
@@ -98,7 +102,7 @@ def test_the_node_asks_the_connected_model(tiny_unet):
     from comfy_accel.nodes.resolution import AccelResolutionSnap
 
     asked = (720, 960, "from model", "down", False, 0.0, 3)
-    width, height, latent = AccelResolutionSnap.execute(*asked, tiny_unet).result
+    width, height, latent, *_ = AccelResolutionSnap.execute(*asked, tiny_unet).result
     assert (width, height) == (704, 960)
     assert latent["samples"].shape == (3, 4, 120, 88)
     assert AccelResolutionSnap.execute(*asked).result[:2] == (704, 960)

@@ -89,6 +89,18 @@ def test_least_recently_used_leaves_first():
     assert cache.statistics()["evictions"] == 1
 
 
+def test_what_is_held_can_be_asked_without_using_it():
+    cache = GraphCache(max_entries=2)
+    for key in "ab":
+        find(cache, key)
+    before = cache.statistics()
+    assert cache.holds("ab") and cache.holds(()) and not cache.holds("ac")
+    assert cache.statistics() == before
+    cache.holds("a")
+    find(cache, "c")
+    assert cache.holds("bc") and not cache.holds("a")
+
+
 def test_bytes_are_bounded():
     cache = GraphCache(max_bytes=100)
     for key in "abc":

@@ -4,7 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 from comfy_accel.accel.hosts.comfyui.model_sizes import latent_layout, model_multiple
-from comfy_accel.accel.resolution import MODES, PIXELS_PER_MEGAPIXEL, Size, budget_pixels, safe_multiple, snap
+from comfy_accel.accel.resolution import (
+    MODES,
+    PIXELS_PER_MEGAPIXEL,
+    Size,
+    aspect_error,
+    budget_pixels,
+    safe_multiple,
+    snap,
+)
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
@@ -110,6 +118,16 @@ def test_keep_aspect_is_never_further_from_the_aspect_than_rounding_each_side(wi
 
 
 @given(st.integers(64, 8192), st.integers(64, 8192), st.sampled_from([8, 16, 32, 64]))
+def test_the_aspect_errs_by_half_a_multiple_of_each_side_at_most(width, height, multiple):
+    size = snap(width, height, multiple)
+    error = aspect_error(size, Size(width, height))
+    half = multiple / 2
+    assume(min(width, height) > half)
+    bounds = ((width + half) / (height - half), width / height), ((height + half) / (width - half), height / width)
+    assert error <= max(worst / asked for worst, asked in bounds) + 1e-9
+
+
+@given(st.integers(64, 8192), st.integers(64, 8192), st.sampled_from([8, 16, 32, 64]))
 def test_keep_aspect_errs_by_half_a_multiple_of_the_shorter_side_at_most(width, height, multiple):
     kept = snap(width, height, multiple, keep_aspect=True)
     error = max(kept.width * height, kept.height * width) / min(kept.width * height, kept.height * width)
@@ -137,7 +155,7 @@ def test_changing_places_of_width_and_height_changes_the_answer_alike(
         ((64, 64, 0), "multiple is 0; it must be 1 or more"),
         ((64, 64, 8, "sideways"), "nearest, up, down"),
         ((64, 64, 8, "up", False, -1.0), "max_megapixels is -1.0; it must be 0"),
-        ((64, 64, 64, "up", False, 0.001), "at least 0.004"),
+        ((64, 64, 64, "up", False, 0.001), "at least 0.004: the smallest size is 64×64"),
     ],
 )
 def test_wrong_arguments_are_refused_with_the_valid_range(arguments, message):

@@ -21,6 +21,7 @@ from ...substitution import Layer, Order, substituted
 from . import graph_store
 from .options import simplifier, without_hooks
 from .progress import CompileProgress
+from .shape_errors import size_remembered, sizes_explained
 from .versions import NO_RESULT_DEPENDS_ON, clone_for_compiling
 
 log = logging.getLogger("accel")
@@ -108,7 +109,8 @@ def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | N
         with cache.claim() as claim:
             options[KEY] = Run(settings, cache, claim, node_id)
             try:
-                return executor(*args, **kwargs)
+                with sizes_explained(executor, args), size_remembered(executor, args, cache, claim):
+                    return executor(*args, **kwargs)
             finally:
                 options.pop(KEY, None)
 

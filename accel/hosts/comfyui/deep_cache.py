@@ -18,6 +18,7 @@ from ...deep_cache import DeepCacheRun, DeepCacheSettings, StreamKey
 from ...events import emit, log
 from ...step_schedule import is_in_order
 from ...substitution import Order, substituted
+from .shape_errors import sizes_explained
 
 KEY = "accel_deep_cache"
 """Of our wrappers, and of the run's state in its transformer_options."""
@@ -83,7 +84,8 @@ def _run_wrapper(settings: DeepCacheSettings) -> Callable[..., Any]:
         if get_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_COMPILE, options):
             log.warning("DeepCache: beside it TorchCompileModel compiles nothing; use Accelerate Model in its place.")
         try:
-            return executor(*args, **kwargs)
+            with sizes_explained(executor, args):
+                return executor(*args, **kwargs)
         finally:
             if before is None:
                 options.pop(KEY, None)

@@ -29,6 +29,9 @@ _SCALES = {
     "HunyuanImage21": 32,
     "LTXV": 32,
 }
+# Core's configurations of models whose trained sizes are known, and those that merely derive from them.
+_FAMILIES = {"SD15": "SD1.5", "SDXL": "SDXL", "Flux2": None, "Flux": "Flux", "QwenImage": "Qwen-Image"}
+
 # Formats of two dimensions that are no picture: Stable Cascade's prior (about 42 pixels an element) and music.
 _NO_IMAGE = ("SC_Prior", "ACEAudio")
 
@@ -75,6 +78,19 @@ def model_multiple(model: Any) -> int:
         return safe_multiple(scale, downsamplings=_downsamplings(network.input_blocks))
     patch = _patch_size(network)
     return math.lcm(SAFE_FOR_ANY_UNET, scale) if patch is None else safe_multiple(scale, patch=patch)
+
+
+def trained_family(model: Any) -> str | None:
+    """The name in `buckets.TRAINED` of the family that `model` is of; None for one whose sizes are not listed."""
+    config = getattr(model.model, "model_config", None)
+    names = [cls.__name__ for cls in type(config).__mro__]
+    return next((_FAMILIES[name] for name in names if name in _FAMILIES), None)
+
+
+def family_name(model: Any) -> str:
+    """What core calls the family of `model`, such as `WAN21_T2V`."""
+    config = getattr(model.model, "model_config", None)
+    return type(model.model if config is None else config).__name__
 
 
 def _downsamplings(input_blocks: Any) -> int:

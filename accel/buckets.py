@@ -1,0 +1,104 @@
+"""The sizes that model families were trained at, and which of some sizes is nearest to a size asked for.
+
+Pure arithmetic over `Size`, in pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from .resolution import PIXELS_PER_MEGAPIXEL, Size, aspect_error, budget_pixels, factor
+
+
+def _with_turned(sizes: Sequence[tuple[int, int]]) -> tuple[Size, ...]:
+    """The sizes and, of each, the one with width and height changed places; every size once, narrow ones first."""
+    return tuple(Size(*pair) for pair in sorted({*sizes, *(pair[::-1] for pair in sizes)}))
+
+
+def _aspect_buckets() -> tuple[Size, ...]:
+    """For each width from 256 to 1024 the largest height up to 1024 within 512 × 768 pixels, and 512 × 512."""
+    heights = {width: min(1024, 512 * 768 // width // 64 * 64) for width in range(256, 1025, 64)}
+    return _with_turned([*heights.items(), (512, 512)])
+
+
+_SDXL = tuple(
+    (width, height)
+    for width, heights in {
+        512: (1856, 1920, 1984, 2048),
+        576: (1664, 1728, 1792),
+        640: (1536, 1600),
+        704: (1344, 1408, 1472),
+        768: (1280, 1344),
+        832: (1152, 1216),
+        896: (1088, 1152),
+        960: (1024, 1088),
+        1024: (1024,),
+    }.items()
+    for height in heights
+)
+"""Narrow and square; all of them were used turned as well, and 704 × 1344 only so."""
+
+TRAINED: dict[str, tuple[Size, ...]] = {
+    # Stable Diffusion 1.x itself knows 512 × 512 alone (its model card); these are the buckets that its finetunes are
+    # trained in: bucketmanager.py of github.com/NovelAI/novelai-aspect-ratio-bucketing, with its defaults.
+    "SD1.5": _aspect_buckets(),
+    # The 40 of "SDXL: Improving Latent Diffusion Models", arXiv 2307.01952, appendix I, which names heights first.
+    "SDXL": tuple(size for size in _with_turned(_SDXL) if size != Size(704, 1344)),
+    # Flux was trained at 0.1 to 2 megapixels; the only list published for it is that of Flux Kontext:
+    # src/flux/util.py of github.com/black-forest-labs/flux, and comfy_extras/nodes_flux.py of ComfyUI.
+    "Flux": _with_turned(
+        ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
+        + ((1024, 1024),)
+    ),
+    # `aspect_ratios` in the README of github.com/QwenLM/Qwen-Image.
+    "Qwen-Image": _with_turned(((1328, 1328), (928, 1664), (1104, 1472), (1056, 1584))),
+}
+"""Family → the sizes it was trained at."""
+
+FAMILIES = tuple(TRAINED)
+
+
+def nearest_trained(sizes: Sequence[Size], asked: Size, mode: str = "nearest", max_megapixels: float = 0.0) -> Size:
+    """The size nearest in aspect ratio, as trainers sort pictures into buckets; of equals, the nearest in area.
+
+    mode: "up" and "down" take only sizes of which no side is smaller, or larger, where there are any.
+    max_megapixels: as in `resolution.snap`.
+
+    Raises ValueError, naming the smallest size, when all are beyond the budget.
+    """
+
+    def distance(size: Size) -> tuple[float, float]:
+        return aspect_error(size, asked), factor(size.pixels, asked.pixels)
+
+    return _nearest(sizes, asked, mode, max_megapixels, distance)
+
+
+def nearest_size(sizes: Sequence[Size], asked: Size, mode: str = "nearest", max_megapixels: float = 0.0) -> Size:
+    """The size nearest in area and aspect ratio alike; arguments and errors as in `nearest_trained`."""
+
+    def distance(size: Size) -> float:
+        return math.hypot(math.log(factor(size.pixels, asked.pixels)), math.log(aspect_error(size, asked)))
+
+    return _nearest(sizes, asked, mode, max_megapixels, distance)
+
+
+def _nearest(
+    sizes: Sequence[Size], asked: Size, mode: str, max_megapixels: float, distance: Callable[[Size], float | tuple]
+) -> Size:
+    budget = budget_pixels(max_megapixels)
+    allowed = [size for size in sizes if budget is None or size.pixels <= budget]
+    if not allowed:
+        least = min(sizes, key=lambda size: size.pixels)
+        megapixels = math.ceil(least.pixels / PIXELS_PER_MEGAPIXEL * 1e4) / 1e4
+        raise ValueError(
+            f"max_megapixels is {max_megapixels}; here it must be 0 (no limit) or at least {megapixels}:"
+            f" the smallest size is {least}."
+        )
+    if mode == "up":
+        that_way = [size for size in allowed if size.width >= asked.width and size.height >= asked.height]
+    elif mode == "down":
+        that_way = [size for size in allowed if size.width <= asked.width and size.height <= asked.height]
+    else:
+        that_way = allowed
+    return min(that_way or allowed, key=distance)

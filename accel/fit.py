@@ -1,0 +1,160 @@
+"""How a picture of the size that was asked for is brought to the size that a model takes, and back.
+
+Whole numbers only; `resize` does what is decided here to tensors. Pixels throughout, unless a `unit` is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .resolution import Size
+
+HOW = ("resize", "pad edge", "pad reflect", "pad constant", "crop")
+ANCHORS = (
+    "center",
+    *("top", "bottom", "left", "right"),
+    *("top left", "top right", "bottom left", "bottom right"),
+)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One picture's way from `asked` to `snapped`.
+
+    The picture is resized to `scaled`; then, by padding, it lies at (left, top) in the snapped size, or, by
+    cropping, the snapped size is cut out of it at (left, top). how: of `HOW`. anchor: of `ANCHORS`, where the
+    picture stays, or which part of it.
+    """
+
+    asked: Size
+    snapped: Size
+    scaled: Size
+    left: int = 0
+    top: int = 0
+    how: str = "resize"
+    anchor: str = "center"
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether the picture is of the right size already."""
+        return self.asked == self.snapped
+
+    @property
+    def pads(self) -> bool:
+        return self.how.startswith("pad")
+
+    @property
+    def crops(self) -> bool:
+        return self.how == "crop"
+
+    def box(self, size: Size) -> tuple[int, int, int, int]:
+        """Where the picture lies in a padded one of `size`: (left, top, width, height).
+
+        `size` is the snapped size, or what became of it: enlarged by an upscaler, say.
+        """
+        if size == self.snapped:
+            return self.left, self.top, self.scaled.width, self.scaled.height
+        left, right = (side * size.width // self.snapped.width for side in (self.left, self.left + self.scaled.width))
+        top, bottom = (side * size.height // self.snapped.height for side in (self.top, self.top + self.scaled.height))
+        return left, top, max(1, right - left), max(1, bottom - top)
+
+    def over(self, unit: int) -> Fit:
+        """The same in elements of `unit` pixels a side; all of its numbers must be multiples of it."""
+
+        def size(of: Size) -> Size:
+            return Size(of.width // unit, of.height // unit)
+
+        sizes = size(self.asked), size(self.snapped), size(self.scaled)
+        return Fit(*sizes, self.left // unit, self.top // unit, self.how, self.anchor)
+
+    def summary(self) -> str:
+        """What happens, for people: `720×960 → 704×960, 2.2 % narrower`."""
+        if self.is_nothing:
+            return f"{self.asked}, as asked"
+        return f"{self.asked} → {self.snapped}, {self._change()}"
+
+    def _change(self) -> str:
+        words = []
+        if self.scaled != self.asked and not (self.scaled == self.snapped and self.how == "resize"):
+            words.append(f"resized to {self.scaled}")
+        across, down = self.snapped.width - self.scaled.width, self.snapped.height - self.scaled.height
+        cut = [f"{-by} px cut from the {side}" for side, by in (("width", across), ("height", down)) if by < 0]
+        added = [f"{by} px added to the {side}" for side, by in (("width", across), ("height", down)) if by > 0]
+        words += cut + added
+        return " and ".join(words) if words else _stretch(self.asked, self.snapped)
+
+
+def fit(asked: Size, snapped: Size, how: str, anchor: str = "center", unit: int = 1, multiple: int = 1) -> Fit:
+    """How a picture of `asked` becomes one of `snapped`.
+
+    how: "resize" stretches it. "pad ..." never cuts, stretches or enlarges it: it is shrunk only where it is too
+        large. "crop" never stretches it or leaves a border: what is too much is cut off, and it is resized only
+        where a side is too short, or where `multiple` pixels or more would go.
+    unit: pixels that everything has to be a multiple of; the latent scale, for latents.
+
+    Raises ValueError for an unknown how or anchor.
+    """
+    for name, value, known in (("how", how, HOW), ("anchor", anchor, ANCHORS)):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}; it must be one of: {', '.join(known)}.")
+    if how == "resize":
+        return Fit(asked, snapped, snapped, how=how, anchor=anchor)
+    if how == "crop":
+        scaled = _covering(asked, snapped, unit, multiple)
+    else:
+        scaled = _inside(asked, snapped, unit)
+    left, top = _place(abs(snapped.width - scaled.width), abs(snapped.height - scaled.height), anchor, unit)
+    return Fit(asked, snapped, scaled, left, top, how, anchor)
+
+
+def _inside(asked: Size, snapped: Size, unit: int) -> Size:
+    """The size, of the aspect ratio asked for and not larger, that lies in the snapped one."""
+    if asked.width <= snapped.width and asked.height <= snapped.height:
+        return asked
+    if asked.width * snapped.height >= asked.height * snapped.width:
+        return Size(snapped.width, min(snapped.height, _rounded(asked.height * snapped.width, asked.width, unit)))
+    return Size(min(snapped.width, _rounded(asked.width * snapped.height, asked.height, unit)), snapped.height)
+
+
+def _covering(asked: Size, snapped: Size, unit: int, multiple: int) -> Size:
+    """The size, of the aspect ratio asked for, that the snapped one is cut out of."""
+    if 0 <= asked.width - snapped.width < multiple and 0 <= asked.height - snapped.height < multiple:
+        return asked
+    if asked.width * snapped.height <= asked.height * snapped.width:
+        return Size(snapped.width, max(snapped.height, _rounded(asked.height * snapped.width, asked.width, unit)))
+    return Size(max(snapped.width, _rounded(asked.width * snapped.height, asked.height, unit)), snapped.height)
+
+
+def _rounded(dividend: int, divisor: int, unit: int) -> int:
+    """The multiple of `unit`, one at least, nearest to the quotient."""
+    return max(1, (2 * dividend + divisor * unit) // (2 * divisor * unit)) * unit
+
+
+def _place(across: int, down: int, anchor: str, unit: int) -> tuple[int, int]:
+    """(left, top) of what is anchored in what is larger by `across` and `down` pixels."""
+    left = 0 if "left" in anchor else across if "right" in anchor else across // 2
+    top = 0 if "top" in anchor else down if "bottom" in anchor else down // 2
+    return left // unit * unit, top // unit * unit
+
+
+def _stretch(asked: Size, snapped: Size) -> str:
+    sides = (
+        (asked.width, snapped.width, "narrower", "wider"),
+        (asked.height, snapped.height, "lower", "higher"),
+    )
+    return " and ".join(
+        f"{abs(after - before) / before:.1%}".replace("%", " %") + f" {less if after < before else more}"
+        for before, after, less, more in sides
+        if before != after
+    )
+
+
+@dataclass(frozen=True)
+class Restore:
+    """What undoes a snap: the RESTORE record.
+
+    fit: of the size; None where it was not changed. batch: (images asked for, images made); None likewise.
+    """
+
+    fit: Fit | None = None
+    batch: tuple[int, int] | None = None

@@ -1,0 +1,45 @@
+"""Resolution Restore: images back at exactly the size, and in the number, that was asked for."""
+
+from comfy_api.latest import io, ui
+
+from ..accel.hosts.comfyui.node_text import show
+from ..accel.hosts.comfyui.snapping import restore_image
+from ..accel.hosts.comfyui.versions import make_input, schema
+from .resolution import RESTORE
+
+
+class AccelResolutionRestore(io.ComfyNode):
+    """IMAGE and record in, IMAGE out."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AccelResolutionRestore",
+            display_name="Resolution Restore",
+            category="accel",
+            description=(
+                "Undoes Resolution Snap and Batch Snap: brings an image to exactly the size that was asked for, by"
+                " cropping the border or by resizing, and leaves out the images that only filled up the batch."
+            ),
+            search_aliases=["unpad", "uncrop", "original size", "exact size", "resize back"],
+            inputs=[
+                make_input(io.Image, "image", tooltip="The image, from VAE Decode or whatever comes after it."),
+                make_input(
+                    RESTORE, "restore", tooltip="The record of what was changed, from Resolution Snap or Batch Snap."
+                ),
+            ],
+            hidden=[io.Hidden.unique_id],
+            outputs=[io.Image.Output(display_name="IMAGE", tooltip="The image at the size that was asked for.")],
+        )
+
+    @classmethod
+    def execute(cls, image, restore) -> io.NodeOutput:
+        restored = restore_image(image, restore)
+        (_, before_height, before_width, _), (count, height, width, _) = image.shape, restored.shape
+        text = f"{width}×{height}, as it was"
+        if (before_width, before_height) != (width, height):
+            text = f"{before_width}×{before_height} → {width}×{height}"
+        if count != len(image):
+            text = f"{text}, {count} of {len(image)} images"
+        show(text, cls.hidden.unique_id if cls.hidden else None)
+        return io.NodeOutput(restored, ui=ui.PreviewText(text))

@@ -1,0 +1,109 @@
+"""What is said when a model of ours fails at a size that it cannot take."""
+
+import pytest
+import tiny_models
+import torch
+from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.deep_cache import DeepCacheSettings
+from comfy_accel.accel.graph_cache import GraphCache
+from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache
+from comfy_accel.accel.hosts.comfyui.shape_errors import ShapeMismatch
+from tiny_dits import DITS
+
+from bench.tiny_models import sample
+
+HUNYUAN = DITS["HunyuanVideo"]
+"""Core's class for it does not fill up patches, and fails at an odd latent."""
+
+ODD = (1, 16, 2, 9, 8)  # [B, C, T, H, W]: 64 × 72 pixels, at patches of 16
+
+
+def accelerated(model):
+    return accelerate(model, CompileSettings(backend="eager"), GraphCache())
+
+
+def deep_cached(model):
+    return apply_deep_cache(model, DeepCacheSettings(interval=2))
+
+
+NODES = {
+    "Accelerate Model": accelerated,
+    "DeepCache": deep_cached,
+    "both": lambda model: deep_cached(accelerated(model)),
+    "both, the other way": lambda model: accelerated(deep_cached(model)),
+}
+
+
+def sample_odd(model, shape=ODD):
+    conds = {"positive": HUNYUAN.conditioning(1), "negative": HUNYUAN.conditioning(2)}
+    return sample(model, torch.zeros(shape), steps=2, **conds)
+
+
+@pytest.fixture(scope="module")
+def hunyuan():
+    return HUNYUAN.load()
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_an_odd_latent_is_explained_in_one_sentence(node, hunyuan):
+    with pytest.raises(RuntimeError) as plain:
+        sample_odd(hunyuan)
+    with pytest.raises(ShapeMismatch) as said:
+        sample_odd(NODES[node](hunyuan))
+    sentence = str(said.value)
+    assert sentence.startswith("Sampling failed at 64×72 pixels (a latent of 8×9), whose sides are not all")
+    assert "multiples of the 16" in sentence and " ".join(str(plain.value).split()) in sentence
+    assert sentence.endswith("if that is why, Resolution Snap before the sampler helps, which makes it 64×80.")
+    assert "\n" not in sentence and sentence.count(". ") == 0
+    assert type(said.value.__cause__) is RuntimeError and str(said.value.__cause__) == str(plain.value)
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_the_size_that_was_suggested_runs(node, hunyuan):
+    assert torch.isfinite(sample_odd(NODES[node](hunyuan), (1, 16, 2, 10, 8))).all()
+
+
+def fail_with(error, model):
+    """The model, with somebody's patch in it that raises this error."""
+    patched = model.clone()
+
+    def wrapper(apply_model, arguments):
+        raise error
+
+    patched.set_model_unet_function_wrapper(wrapper)
+    return patched
+
+
+@pytest.mark.parametrize(
+    ("error", "height"),
+    [
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (154x2048 and 768x320)"), 72),
+        (RuntimeError("The size of tensor a (46) must match the size of tensor b (45) at dimension 3"), 64),
+        (RuntimeError("Expected all tensors to be on the same device"), 72),
+        (torch.OutOfMemoryError("The size of tensor a (46) must match the size of tensor b (45)"), 72),
+        (ValueError("Sizes of tensors must match except in dimension 1"), 72),
+    ],
+    ids=["another prompt's", "a size that is right", "another error", "memory", "no RuntimeError"],
+)
+@pytest.mark.parametrize("node", NODES)
+def test_an_error_that_no_snap_prevents_passes_as_it_is(node, error, height, tiny_unet):
+    with pytest.raises(type(error)) as said:
+        tiny_models.sample(NODES[node](fail_with(error, tiny_unet)), 64, height, steps=1)
+    assert said.value is error
+
+
+def test_somebody_elses_mismatch_at_a_size_that_the_model_runs_at_is_not_blamed_on_the_model(tiny_unet):
+    """Core's UNets run at sizes that are no multiple of theirs."""
+    assert torch.isfinite(tiny_models.sample(accelerated(tiny_unet), 64, 72, steps=1)).all()
+    error = RuntimeError("The size of tensor a (46) must match the size of tensor b (45) at dimension 3")
+    with pytest.raises(ShapeMismatch) as said:
+        tiny_models.sample(accelerated(fail_with(error, tiny_unet)), 64, 72, steps=1)
+    assert "does not run" not in str(said.value) and "if that is why" in str(said.value)
+    assert str(error) in str(said.value) and said.value.__cause__ is error
+
+
+def test_without_our_nodes_nothing_is_touched(hunyuan):
+    with pytest.raises(RuntimeError) as said:
+        sample_odd(hunyuan)
+    assert type(said.value) is RuntimeError

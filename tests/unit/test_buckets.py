@@ -1,0 +1,69 @@
+"""Trained sizes: the lists as published, and which of them is nearest."""
+
+import pytest
+from comfy_accel.accel.buckets import FAMILIES, TRAINED, nearest_size, nearest_trained
+from comfy_accel.accel.resolution import MODES, PIXELS_PER_MEGAPIXEL, Size, aspect_error
+from hypothesis import given
+from hypothesis import strategies as st
+
+asked_sizes = st.builds(Size, st.integers(16, 8192), st.integers(16, 8192))
+families = st.sampled_from(FAMILIES)
+
+
+@pytest.mark.parametrize(("family", "count", "multiple"), [("SDXL", 40, 64), ("SD1.5", 19, 64), ("Flux", 17, 16)])
+def test_a_list_is_as_long_as_published_and_of_whole_multiples(family, count, multiple):
+    sizes = TRAINED[family]
+    assert len(sizes) == len(set(sizes)) == count
+    assert all(size.width % multiple == size.height % multiple == 0 for size in sizes)
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "size"),
+    [
+        ("SDXL", (1920, 1080), (1344, 768)),
+        ("SDXL", (512, 512), (1024, 1024)),
+        ("SDXL", (720, 960), (896, 1152)),
+        ("SDXL", (1344, 704), (1344, 704)),
+        ("SDXL", (704, 1344), (704, 1408)),
+        ("SD1.5", (1024, 1024), (512, 512)),
+        ("SD1.5", (1000, 1500), (512, 768)),
+        ("Flux", (1024, 1536), (832, 1248)),
+        ("Qwen-Image", (1920, 1080), (1664, 928)),
+    ],
+)
+def test_the_nearest_aspect_is_taken_and_of_equals_the_nearest_area(family, asked, size):
+    assert nearest_trained(TRAINED[family], Size(*asked)) == Size(*size)
+
+
+@given(families, asked_sizes, st.sampled_from(MODES))
+def test_nearest_trained_is_in_the_list_and_idempotent(family, asked, mode):
+    sizes = TRAINED[family]
+    found = nearest_trained(sizes, asked, mode)
+    assert found in sizes and nearest_trained(sizes, found, mode) == found
+    if mode == "nearest":
+        assert all(aspect_error(found, asked) <= aspect_error(size, asked) for size in sizes)
+    elif any(size.width >= asked.width and size.height >= asked.height for size in sizes) and mode == "up":
+        assert found.width >= asked.width and found.height >= asked.height
+
+
+@given(families, asked_sizes, st.sampled_from(MODES), st.floats(0.45, 4.0))
+def test_the_budget_is_kept_or_refused_with_the_smallest_size(family, asked, mode, megapixels):
+    sizes = TRAINED[family]
+    least = min(sizes, key=lambda size: size.pixels)
+    try:
+        found = nearest_trained(sizes, asked, mode, megapixels)
+    except ValueError as error:
+        assert least.pixels > megapixels * PIXELS_PER_MEGAPIXEL
+        assert f"the smallest size is {least}" in str(error)
+        enough = float(str(error).split("at least ")[1].split(":")[0])
+        assert nearest_trained(sizes, asked, mode, enough).pixels == least.pixels
+    else:
+        assert found.pixels <= megapixels * PIXELS_PER_MEGAPIXEL
+
+
+def test_nearest_size_weighs_area_as_much_as_aspect():
+    compiled = [Size(512, 512), Size(1024, 1024), Size(512, 508)]
+    assert nearest_size(compiled, Size(1000, 990)) == Size(1024, 1024)
+    assert nearest_size(compiled, Size(600, 590)) == Size(512, 512)
+    assert nearest_size(compiled, Size(600, 590), "up") == Size(1024, 1024)
+    assert nearest_size(compiled, Size(4000, 4000), "up") == Size(1024, 1024)  # nothing is larger
