@@ -53,7 +53,7 @@ def same(views, vae, call):
 @torch.inference_mode()
 def test_decode_of_sizes_batches_and_frames(name, vae, views, cache):
     if vae.latent_dim == 3:
-        asked = [(5, 4, 1, 1), (4, 5, 1, 3), (4, 4, 1, 5), (5, 4, 1, 3), *[(4, 4, 2, 2)] * (name != "ltx")]
+        asked = [(5, 4, 1, 1), (4, 5, 1, 3), *[(4, 4, 2, 2)] * (name != "ltx")]
     else:
         asked = [(6, 5, 1, 1), (5, 8, 1, 1), (4, 4, 3, 1)]
     for height, width, batch, frames in asked:

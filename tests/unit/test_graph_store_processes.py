@@ -16,8 +16,8 @@ from store_kit import load, reasons, save, store
 
 HERE = Path(__file__).resolve().parent.parent
 KILLS = int(os.environ.get("ACCEL_TEST_KILLS", "20"))
-REAL_KILLS = int(os.environ.get("ACCEL_TEST_REAL_KILLS", "20"))
-ROUNDS = int(os.environ.get("ACCEL_TEST_ROUNDS", "4"))
+REAL_KILLS = int(os.environ.get("ACCEL_TEST_REAL_KILLS", "10"))
+ROUNDS = int(os.environ.get("ACCEL_TEST_ROUNDS", "3"))
 
 
 def start(script, *arguments, **environment):

@@ -16,8 +16,9 @@ def without_key(monkeypatch):
     monkeypatch.delenv(store_trust.KEY_VARIABLE, raising=False)
 
 
-def math_sdp(reduced):
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(reduced)
+def other_math_sdp():
+    attention = torch.backends.cuda  # a ComfyUI in this process may have set it
+    attention.allow_fp16_bf16_reduction_math_sdp(not attention.fp16_bf16_reduction_math_sdp_allowed())
 
 
 def matmul_as_before():
@@ -54,7 +55,7 @@ def test_settings_of_torch_that_change_kernels_are_in_the_environment():
         (lambda: torch.set_num_threads(THREADS + 1), lambda: torch.set_num_threads(THREADS)),
         (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
         (lambda: torch.backends.cuda.enable_flash_sdp(False), lambda: torch.backends.cuda.enable_flash_sdp(True)),
-        (lambda: math_sdp(True), lambda: math_sdp(False)),
+        (other_math_sdp, other_math_sdp),
         (lambda: torch.set_float32_matmul_precision("medium"), matmul_as_before),
         (lambda: torch.use_deterministic_algorithms(True), lambda: torch.use_deterministic_algorithms(False)),
         (lambda: torch.backends.mkldnn.set_flags(False), lambda: torch.backends.mkldnn.set_flags(True)),
