@@ -2,14 +2,10 @@
 
 from comfy_api.latest import io
 
-from ..accel.block_runner import CompileSettings
-from ..accel.compilers import BACKENDS
 from ..accel.graph_cache import DEFAULT_MAX_BYTES, shared
 from ..accel.hosts.comfyui.accelerate import accelerate
-from ..accel.hosts.comfyui.versions import check_options, make_input, schema
-
-SHAPES = ANY_SIZE, EXACT_SIZE = ("any size", "exact size")
-ON_TROUBLE = RUN_EAGERLY, STOP = ("run eagerly", "stop with the reason")
+from ..accel.hosts.comfyui.versions import make_input, schema
+from .compile_inputs import check, check_gain_input, how_to_compile, settings
 
 
 class AccelModel(io.ComfyNode):
@@ -29,37 +25,7 @@ class AccelModel(io.ComfyNode):
             search_aliases=["compile", "torch.compile", "speed up", "faster", "onediff"],
             inputs=[
                 make_input(io.Model, "model", tooltip="The model to make faster. It is not changed itself."),
-                make_input(
-                    io.Combo,
-                    "shapes",
-                    options=list(SHAPES),
-                    default=ANY_SIZE,
-                    tooltip=(
-                        "any size: compile once, then every image size and batch runs without compiling again. "
-                        "exact size: compile anew for each size; only worth it when one size is all you use."
-                    ),
-                ),
-                make_input(
-                    io.Combo,
-                    "backend",
-                    options=list(BACKENDS),
-                    default=BACKENDS[0],
-                    tooltip=(
-                        "inductor: torch's compiler, the fast one. eager: capture the blocks without compiling "
-                        "them, to find out whether a problem comes from the compiler."
-                    ),
-                ),
-                make_input(
-                    io.Combo,
-                    "on_trouble",
-                    options=list(ON_TROUBLE),
-                    default=RUN_EAGERLY,
-                    advanced=True,
-                    tooltip=(
-                        "What happens when a block cannot be compiled. run eagerly: it runs as without this node and "
-                        "the log says why. stop with the reason: the prompt ends with the reason."
-                    ),
-                ),
+                *how_to_compile(),
                 make_input(
                     io.Int,
                     "min_repetitions",
@@ -73,18 +39,7 @@ class AccelModel(io.ComfyNode):
                         "A higher number shortens the first image and gives a little less speed."
                     ),
                 ),
-                make_input(
-                    io.Boolean,
-                    "check_gain",
-                    default=True,
-                    optional=True,
-                    advanced=True,
-                    tooltip=(
-                        "Run a few calls of each compiled kind both ways, again where images are twice as large or "
-                        "half, and leave it uncompiled at sizes where that is faster on this machine, or everywhere "
-                        "if the result is another."
-                    ),
-                ),
+                check_gain_input(),
                 make_input(
                     io.Int,
                     "cache_mb",
@@ -107,18 +62,12 @@ class AccelModel(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, shapes=None, backend=None, on_trouble=None) -> bool | str:
-        return check_options(shapes=(shapes, SHAPES), backend=(backend, BACKENDS), on_trouble=(on_trouble, ON_TROUBLE))
+        return check(shapes, backend, on_trouble)
 
     @classmethod
     def execute(
         cls, model, shapes, backend, on_trouble, min_repetitions=1, check_gain=True, cache_mb=DEFAULT_MAX_BYTES >> 20
     ) -> io.NodeOutput:
-        settings = CompileSettings(
-            backend=backend,
-            any_size=shapes == ANY_SIZE,
-            stop_on_trouble=on_trouble == STOP,
-            min_repetitions=min_repetitions,
-            measured=check_gain and backend == BACKENDS[0],  # what is not compiled can gain nothing
-        )
+        wanted = settings(shapes, backend, on_trouble, check_gain, min_repetitions)
         shared.set_budget(max_bytes=cache_mb << 20)
-        return io.NodeOutput(accelerate(model, settings, node_id=cls.hidden.unique_id if cls.hidden else None))
+        return io.NodeOutput(accelerate(model, wanted, node_id=cls.hidden.unique_id if cls.hidden else None))
