@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from . import call_spec, compilers, kinds
+from .added_weights import AddedWeights, with_added
+from .causes import one_line
 from .compiled_graph import CompiledGraph, Facts
-from .eager_calls import elsewhere, not_in_this_mode
+from .eager_calls import RunEagerly, elsewhere, not_in_this_mode
 from .fallbacks import fallbacks
 from .graph_cache import Claim, GraphCache, NoGraph
 from .graph_entry import Entry
@@ -24,10 +26,6 @@ _MAX_REMEMBERED = 64
 """Call shapes a stand-in remembers the graph of; more than one model call ever has."""
 
 _type_and_place = operator.attrgetter("dtype", "device")
-
-
-class RunEagerly(Exception):
-    """This call of a block is not for a graph; the message says why. Expected, so never `Trouble`."""
 
 
 class Trouble(RuntimeError):
@@ -95,7 +93,9 @@ class BlockRunner:
         self._rows = rows
         self._claim = claim
         self._on_shortage = on_shortage
-        self._slots = kinds.weight_slots(region.block, region.kind.weights)
+        where = region.block, region.kind.weights, region.wraps
+        self._slots = kinds.weight_slots(*where)
+        self._wrappers = None if region.wraps is None else AddedWeights(*where)
         self._remembered: dict[tuple, _Found | None] = {}
         self._generation = cache.generation
 
@@ -113,16 +113,15 @@ class BlockRunner:
         inputs: list[torch.Tensor] = []
         try:
             spec = call_spec.flatten((args, kwargs), inputs, self._simplify)
+            added = () if self._wrappers is None else self._wrappers.now()
         except RunEagerly as reason:
-            fallbacks.note(self._region.kind.name, str(reason))
-            return inner(*args, **kwargs)
+            return self._pass(inner, args, kwargs, str(reason))
         except call_spec.UnsupportedArgument as reason:
             return self._eagerly(inner, args, kwargs, f"it is called with {reason}")
         weights = self._slots.read()
         reason = not_in_this_mode(weights, inputs)
         if reason is not None:
-            fallbacks.note(self._region.kind.name, reason)
-            return inner(*args, **kwargs)
+            return self._pass(inner, args, kwargs, reason)
         given, inputs = inputs, [call_spec.dense(tensor) for tensor in inputs]
         try:
             found = self._look_up(spec, weights, inputs)
@@ -131,7 +130,7 @@ class BlockRunner:
         else:
             if found is None:
                 return inner(*args, **kwargs)
-            return self._run(found, inner, args, kwargs, spec, given, inputs, (*weights, *inputs))
+            return self._run(found, inner, args, kwargs, spec, given, inputs, weights, added)
         try:
             out = inner(*args, **kwargs)
         except BaseException:
@@ -143,13 +142,16 @@ class BlockRunner:
         self._note(str(refusal))
         return out
 
-    def _run(self, found, inner, args, kwargs, spec, given, inputs, tensors):
+    def _run(self, found, inner, args, kwargs, spec, given, inputs, weights, added):
         entry, graph, probe = found.entry, found.graph, found.probe
         if graph.facts.changed and call_spec.share_memory(given, graph.facts.changed):
             return self._eagerly(inner, args, kwargs, "it changes an argument that shares memory with another")
         if probe is not None and probe.verdict is not None:
-            fallbacks.note(self._region.kind.name, probe.verdict)  # never trouble: the graph is there
-            return inner(*args, **kwargs)
+            return self._pass(inner, args, kwargs, probe.verdict)
+        try:
+            tensors = (*with_added(weights, added), *inputs)
+        except RunEagerly as reason:
+            return self._pass(inner, args, kwargs, str(reason))
         entry.hits += 1
 
         def run() -> Any:
@@ -167,7 +169,7 @@ class BlockRunner:
             raise
         except Exception as error:
             is_shortage = isinstance(error, torch.OutOfMemoryError)
-            reason = compilers.one_line(error)
+            reason = one_line(error)
         # Outside of the handler, whose exception would keep the failed call's tensors.
         self._remembered.clear()
         if is_shortage:
@@ -257,7 +259,8 @@ class BlockRunner:
 
         def load_graph() -> CompiledGraph | None:
             def build(data: bytes, facts: Facts) -> CompiledGraph:
-                return compilers.load_block(kinds.template_of(region.block), spec, data, facts, self._interrupts)
+                template = kinds.template_of(region.block, region.wraps)
+                return compilers.load_block(template, spec, data, facts, self._interrupts)
 
             def could_fit(facts: Facts) -> bool:
                 return facts.values == values and facts.allow(tensors)
@@ -266,9 +269,9 @@ class BlockRunner:
 
         def compile_graph() -> CompiledGraph:
             try:
-                template = kinds.template_of(region.block)
+                template = kinds.template_of(region.block, region.wraps)
             except Exception as error:
-                raise compilers.CompileFailed(f"it cannot be copied: {compilers.one_line(error)}") from error
+                raise compilers.CompileFailed(f"it cannot be copied: {one_line(error)}") from error
             growing = self._rows.growing(region.block, inputs) if self._rows and settings.any_size else None
             with silent():
                 graph = compilers.compile_block(
@@ -291,8 +294,13 @@ class BlockRunner:
             entry, graph = self._cache.find(key, name, fits, compile_graph, self._claim, load_graph)
             return _Found(entry, graph, entry.probe(graph, inputs) if settings.measured else None)
         except torch.OutOfMemoryError as error:
-            reason = f"out of memory while compiling: {compilers.one_line(error)}"
+            reason = f"out of memory while compiling: {one_line(error)}"
         raise NoGraph(key, reason)  # outside of the handler, whose exception would keep the compiler's tensors
+
+    def _pass(self, inner, args, kwargs, reason):
+        """Let a call run as it is that no graph is for, or that needs none: never trouble."""
+        fallbacks.note(self._region.kind.name, reason)
+        return inner(*args, **kwargs)
 
     def _eagerly(self, inner, args, kwargs, reason):
         self._note(reason)

@@ -28,3 +28,9 @@ def pass_on(error: BaseException, classes: tuple[type[BaseException], ...]) -> N
     cause = cause_among(error, classes)
     if cause is not None:
         raise cause
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line for log and report: its type and the first line of its message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]

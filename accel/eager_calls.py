@@ -9,6 +9,10 @@ import torch
 _is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
 
 
+class RunEagerly(Exception):
+    """This call of a block is not for a graph; the message says why. Expected, so never `Trouble`."""
+
+
 def elsewhere(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> torch.device | None:
     """A device that holds weights but is not the inputs'; None where all is in one place."""
     here = {tensor.device for tensor in inputs if tensor.ndim and tensor.numel()}

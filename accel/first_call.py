@@ -14,17 +14,18 @@ import torch
 
 from . import regions
 from .substitution import Layer, Order, substituted
+from .wrapped_layers import Wraps
 
 MakeLayers = Callable[[torch.nn.Module], Mapping[torch.nn.Module, Layer]]
 """From the part that is being called to the layers for it and for the modules in it."""
 
 
 @contextmanager
-def at_first_call(model: torch.nn.Module, make_layers: MakeLayers) -> Iterator[None]:
+def at_first_call(model: torch.nn.Module, make_layers: MakeLayers, wraps: Wraps | None = None) -> Iterator[None]:
     """While it lasts, each part of the model that holds blocks gets its layers when it is first called.
 
     A part is a module around blocks (an encoder, a decoder); of nested ones the outermost that is called counts.
-    The layers stay in place to the end, for later calls too.
+    The layers stay in place to the end, for later calls too. wraps: as for `regions.survey`.
     """
     ready: set[torch.nn.Module] = set()
     with ExitStack() as stack:
@@ -42,20 +43,23 @@ def at_first_call(model: torch.nn.Module, make_layers: MakeLayers) -> Iterator[N
 
             return layer
 
-        stack.enter_context(substituted({part: gate(part) for part in parts(model)}, Order.CACHED))
+        stack.enter_context(substituted({part: gate(part) for part in parts(model, wraps)}, Order.CACHED))
         yield
 
 
-def parts(model: torch.nn.Module) -> list[torch.nn.Module]:
+def parts(model: torch.nn.Module, wraps: Wraps | None = None) -> list[torch.nn.Module]:
     """The modules around the model's blocks, itself among them, from the outermost inwards; none without blocks."""
     paths = dict.fromkeys(
         path[:end]
-        for path, _ in regions.blocks(model)
+        for path, _ in regions.blocks(model, wraps)
         for end in (0, *(index for index, letter in enumerate(path) if letter == "."))
     )
     return [model.get_submodule(path) for path in paths]
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether somebody has compiled it or a part of it as a whole: torch would trace stand-ins in it, and fail."""
-    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in model.modules())
+    """Whether somebody has compiled it or a part of it as a whole: torch would trace stand-ins in it, and fail.
+
+    What a host of ours puts where torch keeps a module's compiled call is false.
+    """
+    return any("_orig_mod" in part._modules or part._compiled_call_impl for part in model.modules())

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from . import wrapped_layers
 from .code_reach import CodeReader, Meaning
 from .graph_key import tensor_spec
 from .held_code import Held
-from .plain_values import attributes_of
+from .plain_values import Indescribable, attributes_of, describe_value
+from .wrapped_layers import Wraps
+
+
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -70,17 +75,18 @@ class WeightSlots:
         return [holder[name] for holder, name in self.places]
 
 
-def describe(block: torch.nn.Module, reader: CodeReader | None = None) -> Description:
+def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wraps | None = None) -> Description:
     """What the block is now; its weights' dtypes, devices and layouts count, their values do not.
 
-    reader: shared by the blocks of one survey.
+    reader: shared by the blocks of one survey. wraps: the wrappers that are left out of it.
     Raises:
         Indescribable: with the path of what cannot be described.
     """
     reader = reader or CodeReader()
     held = Held(reader)
-    state = [(path, module, attributes_of(module, path, held)) for path, module in block.named_modules()]
-    classes = {type(module) for module in block.modules()} | held.classes
+    parts = list(wrapped_layers.modules(block, wraps))
+    state = [(path, module, attributes_of(module, path, held)) for path, module in parts]
+    classes = {type(module) for _, module in parts} | held.classes
     meaning = reader.meaning(frozenset(classes), held.functions)
     digest = hashlib.sha256(meaning.digest.encode())
     for path, module, attributes in state:
@@ -91,16 +97,38 @@ def describe(block: torch.nn.Module, reader: CodeReader | None = None) -> Descri
             repr((path, cls.__module__, cls.__qualname__, [(item.name, item.described) for item in read])).encode()
         )
     names, shapes = [], []
-    for name, tensor in _named_weights(block):
+    for name, tensor in wrapped_layers.weights(block, wraps):
         names.append(name)
         shapes.append(tensor.shape)
         spec = tensor_spec(tensor)
         strides = tensor.stride() if isinstance(spec.layout, tuple) else None
-        digest.update(repr((name, spec, strides)).encode())
+        digest.update(repr((name, spec, strides, _sort_of(name, tensor, held))).encode())
     return Description(type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), meaning)
 
 
-def kinds_of(descriptions: Sequence[Description], model: Iterable[torch.nn.Module] = ()) -> list[Kind]:
+def _sort_of(name: str, tensor: torch.Tensor, held: Held) -> tuple | None:
+    """What a tensor of a class of its own is besides the tensors in it, as quantised weights are; None of plain ones.
+
+    Its sizes too: a graph's example of such a weight must be one itself, so none may stand for others.
+    """
+    cls = type(tensor)
+    if cls in PLAIN_TENSORS:
+        return None
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        raise Indescribable(f"{name} holds a {cls.__module__}.{cls.__qualname__}")
+    parts, about = flatten()
+    try:
+        described = describe_value(about, held)
+    except Indescribable as reason:
+        raise Indescribable(f"{name} holds {reason}") from None
+    inner = tuple((part, _sort_of(f"{name}.{part}", getattr(tensor, part), held)) for part in parts)
+    return (cls.__module__, cls.__qualname__, tuple(tensor.shape), described, inner)
+
+
+def kinds_of(
+    descriptions: Sequence[Description], model: Iterable[torch.nn.Module] = (), wraps: Wraps | None = None
+) -> list[Kind]:
     """The kind of each block of a model: blocks alike in all but the sizes of weights are of one kind.
 
     model: all blocks of the model, the indescribable ones included. Which sizes vary is asked of all that
@@ -110,7 +138,7 @@ def kinds_of(descriptions: Sequence[Description], model: Iterable[torch.nn.Modul
     for description in descriptions:
         built_alike.setdefault(description.structure, []).append(description.shapes)
     for block in model:
-        named = list(_named_weights(block))
+        named = list(wrapped_layers.weights(block, wraps))
         shapes = tuple(tensor.shape for _, tensor in named)
         structure = _structure(type(block).__name__, tuple(name for name, _ in named), shapes)
         built_alike.setdefault(structure, []).append(shapes)
@@ -142,32 +170,31 @@ def _kind(description: Description, varying: tuple[tuple[int, int], ...]) -> Kin
     return Kind(description.name, full, description.weights, varying, meaning.sources, meaning.opaque)
 
 
-def weight_slots(block: torch.nn.Module, names: tuple[str, ...]) -> WeightSlots:
+def weight_slots(block: torch.nn.Module, names: tuple[str, ...], wraps: Wraps | None = None) -> WeightSlots:
     """The slots of the named parameters and buffers, in that order."""
     places = []
+    parts = dict(wrapped_layers.modules(block, wraps))
     for name in names:
         path, _, leaf = name.rpartition(".")
-        owner = block.get_submodule(path)
+        owner = parts[path]
         places.append((owner._parameters if leaf in owner._parameters else owner._buffers, leaf))
     return WeightSlots(tuple(places))
 
 
-def template_of(block: torch.nn.Module) -> torch.nn.Module:
-    """A copy of the block with its weights on the meta device: its code and settings, no memory, no tie to it."""
+def template_of(block: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.Module:
+    """A copy of the block with its weights on the meta device: its code and settings, no memory, no tie to it.
+
+    wraps: the wrappers in whose place the copy has their layers.
+    """
     memo: dict[int, Any] = {}
-    for _, tensor in _named_weights(block):
+    for _, tensor in wrapped_layers.weights(block, wraps):
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         if isinstance(tensor, torch.nn.Parameter):
             empty = torch.nn.Parameter(empty, requires_grad=False)
         memo[id(tensor)] = empty
-    own = block.__dict__.pop("forward", None)
-    try:
-        return copy.deepcopy(block, memo)
-    finally:
-        if own is not None:
-            block.__dict__["forward"] = own
-
-
-def _named_weights(block: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from block.named_parameters()
-    yield from block.named_buffers()
+    for wrapper, layer in wrapped_layers.wrapped(block, wraps):
+        memo[id(wrapper)] = copy.deepcopy(layer, memo)
+    template = copy.deepcopy(block, memo)
+    # The block keeps its stand-in meanwhile: other threads may be calling it.
+    template.__dict__.pop("forward", None)
+    return template

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from . import wrapped_layers
 from .code_reach import CodeReader
 from .kinds import Kind, describe, kinds_of
 from .plain_values import Indescribable
 from .substitution import has_foreign_forward
+from .wrapped_layers import Wraps
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 
@@ -24,12 +26,14 @@ class Region:
     """One block to compile: where it stands in the model, itself, and its kind.
 
     strings: every string constant in its code: the dict keys it may look at are among them.
+    wraps: tells the wrappers around its layers, which are no part of its kind.
     """
 
     path: str
     block: torch.nn.Module
     kind: Kind
     strings: frozenset[str] = frozenset()
+    wraps: Wraps | None = None
 
 
 @dataclass(frozen=True)
@@ -45,27 +49,31 @@ class Survey:
 
 
 def survey(
-    model: torch.nn.Module, min_repetitions: int = 1, ignored: frozenset[tuple[str, str]] = frozenset()
+    model: torch.nn.Module,
+    min_repetitions: int = 1,
+    ignored: frozenset[tuple[str, str]] = frozenset(),
+    wraps: Wraps | None = None,
 ) -> Survey:
     """Find a model's blocks and their kinds.
 
     min_repetitions: kinds with fewer blocks stay eager, since compiling costs more than it gives.
     ignored: as for `code_reach.CodeReader`.
+    wraps: tells the wrappers around layers; what is found is the same with and without them.
     """
     described, left_eager = [], []
     reader = CodeReader(ignored)
-    found = list(blocks(model))
+    found = list(blocks(model, wraps))
     for path, block in found:
         if has_foreign_forward(block):
             left_eager.append((path, "another extension has replaced its forward"))
             continue
         try:
-            described.append((path, block, describe(block, reader)))
+            described.append((path, block, describe(block, reader, wraps)))
         except Indescribable as reason:
             left_eager.append((path, str(reason)))
-    kinds = kinds_of([description for _, _, description in described], [block for _, block in found])
+    kinds = kinds_of([description for _, _, description in described], [block for _, block in found], wraps)
     regions = [
-        Region(path, block, kind, description.meaning.strings)
+        Region(path, block, kind, description.meaning.strings, wraps)
         for (path, block, description), kind in zip(described, kinds, strict=True)
     ]
     counts: dict[Kind, int] = {}
@@ -80,46 +88,46 @@ def survey(
     return Survey(tuple(kept), tuple(left_eager))
 
 
-def blocks(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def blocks(model: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple[str, torch.nn.Module]]:
     """The model's blocks with their paths, in the order of the module tree.
 
     They are the elements of its lists, and whatever else is of the same class (a VAE's middle block).
     """
-    classes = {type(block) for _, block in _blocks(model, "", False, frozenset())}
-    yield from _blocks(model, "", False, frozenset(classes))
+    classes = {type(block) for _, block in _blocks(model, "", False, frozenset(), wraps)}
+    yield from _blocks(model, "", False, frozenset(classes), wraps)
 
 
 def _blocks(
-    module: torch.nn.Module, path: str, in_list: bool, classes: frozenset[type]
+    module: torch.nn.Module, path: str, in_list: bool, classes: frozenset[type], wraps: Wraps | None
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     is_container = isinstance(module, _CONTAINERS)
     if (
         (in_list or type(module) in classes)
         and not is_container
-        and _is_composite(module)
-        and not _holds_blocks(module)
+        and _is_composite(module, wraps)
+        and not _holds_blocks(module, wraps)
     ):
         yield path, module
         return
     # What stands beside a list of blocks inside a block (the attention beside a mixture of experts) is one too.
     in_list = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)) or (
-        in_list and (is_container or _holds_blocks(module))
+        in_list and (is_container or _holds_blocks(module, wraps))
     )
-    for name, child in module.named_children():
-        yield from _blocks(child, f"{path}.{name}" if path else name, in_list, classes)
+    for name, child in wrapped_layers.children(module, wraps):
+        yield from _blocks(child, f"{path}.{name}" if path else name, in_list, classes, wraps)
 
 
-def _is_composite(module: torch.nn.Module) -> bool:
+def _is_composite(module: torch.nn.Module, wraps: Wraps | None) -> bool:
     """Built of at least two layers with weights: around a single one there is nothing to fuse."""
-    layers = (part for part in module.modules() if part is not module and part._parameters)
+    layers = (part for _, part in wrapped_layers.modules(module, wraps) if part is not module and part._parameters)
     return next(layers, None) is not None and next(layers, None) is not None
 
 
-def _holds_blocks(module: torch.nn.Module) -> bool:
+def _holds_blocks(module: torch.nn.Module, wraps: Wraps | None) -> bool:
     """Whether a list further inside holds composite elements: then those are the blocks."""
     return any(
-        _is_composite(element)
-        for inner in module.modules()
+        _is_composite(element, wraps)
+        for _, inner in wrapped_layers.modules(module, wraps)
         if inner is not module and isinstance(inner, torch.nn.ModuleList)
-        for element in inner
+        for _, element in wrapped_layers.children(inner, wraps)
     )

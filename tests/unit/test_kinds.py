@@ -165,3 +165,47 @@ def test_attribute_that_repeats_the_class_is_as_if_it_were_not_there():
     set_once.functions = []
     changed.functions = [torch.relu]
     assert digest(plain) == digest(set_once) != digest(changed)
+
+
+class Quantised(torch.Tensor):
+    """Like GGUF's weights: an attribute that torch does not know of says how its bytes are to be read."""
+
+
+class Tagged(torch.Tensor):
+    """Like ComfyUI's quantised weights: tensors, and how they are to be read."""
+
+    @staticmethod
+    def __new__(cls, inner, tag):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner, tag):
+        self.inner, self.tag = inner, tag
+
+    def __tensor_flatten__(self):
+        return ["inner"], {"tag": self.tag}
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        bare = [arg.inner if isinstance(arg, Tagged) else arg for arg in args]
+        return function(*bare, **(kwargs or {}))
+
+
+def holding(weight):
+    block = Block()
+    del block.up.weight
+    block.up.register_buffer("weight", weight)
+    return block
+
+
+def test_how_weights_of_a_class_of_their_own_are_read_makes_another_kind():
+    weight = torch.randn(16, 8, 1, 1)
+    a, b = digest(holding(Tagged(weight, "a"))), digest(holding(Tagged(weight, "b")))
+    assert a == digest(holding(Tagged(weight.clone(), "a")))
+    assert len({a, b, digest(holding(weight))}) == 3
+    with pytest.raises(Indescribable, match="up.weight holds a builtins.object"):
+        digest(holding(Tagged(weight, object())))
+
+
+def test_weights_of_which_nothing_can_be_told_are_not_described():
+    with pytest.raises(Indescribable, match="up.weight holds a .*Quantised"):
+        digest(holding(torch.randn(16, 8, 1, 1).as_subclass(Quantised)))
