@@ -21,6 +21,7 @@ class Facts:
     changed: the inputs that the block writes to, counted from the first that is no weight.
     dynamic: it serves any size.
     values: the numbers and texts among the call's arguments that it is good for (`call_spec.without_values`).
+    fixed: (input, dimension, size) of the inputs' sizes that it is good for alone, though they might vary.
     """
 
     static_ones: tuple[tuple[int, int], ...] = ()
@@ -28,10 +29,12 @@ class Facts:
     changed: tuple[int, ...] = ()
     dynamic: bool = True
     values: tuple[str, ...] = ()
+    fixed: tuple[tuple[int, int, int], ...] = ()
 
     def allow(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the graph could be right for these weights and inputs; its guards may still say no."""
-        return all(i < len(tensors) and tensors[i].shape[d] == 1 for i, d in self.static_ones)
+        sizes = (*((i, d, 1) for i, d in self.static_ones), *self.fixed)
+        return all(i < len(tensors) and tensors[i].shape[d] == size for i, d, size in sizes)
 
 
 @dataclass(eq=False)

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from . import ahead_of_time, call_spec, generated_code
-from .causes import cause_among, pass_on
+from .causes import cause_among, one_line, pass_on
 from .compiled_graph import CompiledGraph, Facts
 from .convolution import leave_to_library
-from .kinds import Kind
+from .fixed_sizes import FixedSizes
+from .kinds import PLAIN_TENSORS, Kind
 from .same_path import Path, path_of
 
 BACKENDS = ("inductor", "eager")
@@ -81,7 +82,7 @@ def compile_block(
     example_weights = _example_weights(weights, kind, unfilled=runs)
     with _one_at_a_time:
         before = set(generated_code.all_modules())
-        function, run, guards, save = _compile(
+        function, run, guards, save, fixed = _compile(
             template, kind, spec, (*example_weights, *examples), backend, dynamic, interrupts, runs
         )
         generated = [module for module in generated_code.all_modules() if module not in before]
@@ -91,6 +92,7 @@ def compile_block(
         changed=tuple(range(len(inputs))) if taken is None else taken.changed,
         dynamic=dynamic,
         values=call_spec.without_values(spec)[1],
+        fixed=tuple(item for item in fixed if item[0] >= len(weights)),
     )
     graph = CompiledGraph(
         run,
@@ -148,17 +150,19 @@ def _path(
 
 
 def _compile(template, kind, spec, tensors, backend, dynamic, interrupts, runs):
-    """The function traced, the graph, its guards, and what saves it, given template and generated code; or None.
+    """The function traced, the graph, its guards, what saves it, given template and generated code, or None; and the
+    sizes that it is good for alone.
 
     runs: compile it by running it. Taking 1 for a size like others is given up where it leaves a question open that
     must be answered.
     """
     compile_with = _just_in_time if runs else _ahead_of_time
     for oblivious in (True, False) if dynamic else (False,):
-        function = _block_function(template, kind.weights, spec)
+        fixed = FixedSizes()
+        function = _block_function(template, kind.weights, spec, fixed)
         try:
             with _settings(dynamic, oblivious):
-                return function, *compile_with(function, tensors, backend)
+                return function, *compile_with(function, tensors, backend), fixed.of(tensors)
         except Exception as error:
             pass_on(error, (*interrupts, torch.OutOfMemoryError))
             if cause_among(error, (MemoryError,)) is not None:
@@ -167,10 +171,13 @@ def _compile(template, kind, spec, tensors, backend, dynamic, interrupts, runs):
                 raise CompileFailed(one_line(error)) from error
 
 
-def _block_function(template: torch.nn.Module, names: tuple[str, ...], spec: call_spec.Spec) -> Callable:
+def _block_function(
+    template: torch.nn.Module, names: tuple[str, ...], spec: call_spec.Spec, fixed: FixedSizes
+) -> Callable:
     count = len(names)
 
     def block(*tensors):
+        watch()
         # Inductor asks whether a slice to the end goes past the end, which nothing says of a size without bound.
         for tensor in tensors[count:]:
             for size in tensor.shape:
@@ -182,7 +189,7 @@ def _block_function(template: torch.nn.Module, names: tuple[str, ...], spec: cal
     # not share, and leaves what it compiled in the function's globals, which must go when the graph goes.
     code = block.__code__.replace(co_name=f"block_{id(template)}")
     scope = {"__builtins__": __builtins__, "__name__": __name__, "torch": torch, "call_spec": call_spec}
-    scope["LARGEST_SIZE"] = LARGEST_SIZE
+    scope |= {"LARGEST_SIZE": LARGEST_SIZE, "watch": fixed.watch()}
     return types.FunctionType(code, scope, "block", None, block.__closure__)
 
 
@@ -192,9 +199,13 @@ def _example_weights(weights: Sequence[torch.Tensor], kind: Kind, unfilled: bool
     unfilled: stand-ins for all of them, since the block, which might write to one, will run.
     """
     varying = {index for index, _ in kind.varying}
-    examples = [_unfilled(weight) if unfilled or i in varying else weight for i, weight in enumerate(weights)]
+    examples = [
+        _unfilled(weight) if (unfilled or i in varying) and type(weight) in PLAIN_TENSORS else weight
+        for i, weight in enumerate(weights)
+    ]
     for index, dimension in kind.varying:
-        torch._dynamo.maybe_mark_dynamic(examples[index], dimension)
+        if examples[index] is not weights[index]:
+            torch._dynamo.maybe_mark_dynamic(examples[index], dimension)
     return examples
 
 
@@ -281,9 +292,3 @@ def _just_in_time(function: types.FunctionType, tensors: Sequence[torch.Tensor],
     scope = dict(zip(function.__code__.co_freevars, cells, strict=True))
     check = made.guard_manager.check
     return lambda tensors: call(*tensors), lambda tensors: check({**scope, "tensors": tuple(tensors)}), None
-
-
-def one_line(error: BaseException) -> str:
-    """An exception as one line for log and report: its type and the first line of its message."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]

@@ -289,6 +289,7 @@ def _facts(stored: dict[str, Any]) -> Facts:
             changed=tuple(int(index) for index in stored["changed"]),
             dynamic=bool(stored["dynamic"]),
             values=tuple(str(value) for value in stored["values"]),
+            fixed=tuple((int(index), int(dimension), int(size)) for index, dimension, size in stored["fixed"]),
         )
     except (KeyError, TypeError, ValueError):
         raise BadEntry("its manifest is damaged") from None

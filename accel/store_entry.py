@@ -13,7 +13,7 @@ from typing import Any
 from .store_folder import Folder
 from .store_trust import Seals
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST, DATA = ".json", ".bin"
 LARGEST_MANIFEST = 1 << 20
 LARGEST_DATA = 1 << 30

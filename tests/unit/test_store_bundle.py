@@ -58,7 +58,7 @@ def test_without_trust_nothing_is_imported_and_the_reason_is_said(tmp_path, bund
         (lambda name, data: None if name.endswith(".bin") else data, "missing"),
         (lambda name, data: b"[]" if name.endswith(".json") else data, "damaged"),
         (lambda name, data: data.replace(b'"key":"', b'"key":"../../') if name.endswith(".json") else data, "damaged"),
-        (lambda name, data: data.replace(b'"format":2', b'"format":3') if name.endswith(".json") else data, "format"),
+        (lambda name, data: data.replace(b'"format":3', b'"format":4') if name.endswith(".json") else data, "format"),
         (lambda name, data: data.replace(b'"torch":"', b'"torch":5,"x":"') if name.endswith(".json") else data, "dama"),
         (lambda name, data: data.replace(b'"size":9', b'"size":-9') if name.endswith(".json") else data, "-9 bytes"),
         (lambda name, data: data.replace(b'"size":9', b'"size":1e9') if name.endswith(".json") else data, "damaged"),
@@ -210,7 +210,7 @@ def test_one_entry_that_cannot_be_read_stops_no_command(tmp_path, capsys):
     first.unlink()
     first.symlink_to("nowhere")
     (tmp_path / "graphs" / ("c" * 24 + "-" + "d" * 12 + ".json")).write_text(
-        '{"seal": 1, "format": 2, "key": "\\u001b"}'
+        '{"seal": 1, "format": 3, "key": "\\u001b"}'
     )
     assert run(tmp_path, "list") == 0
     assert run(tmp_path, "verify") == 1
