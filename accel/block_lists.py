@@ -26,7 +26,7 @@ class BlockList:
 def trunk_of(model: torch.nn.Module) -> tuple[BlockList, ...]:
     """The lists that hold most of the model's work, in the order in which they run; empty when unclear.
 
-    Two lists run in turn where their names say so: `double…` before `single…`, or `x` before `single_x`.
+    Two lists run in turn where their names say so: `double…` or `joint…` before `single…`, or `x` before `single_x`.
     Otherwise it is the one list that outweighs all others together: beside it stand refiners of the
     text, adapters, encoders, which run as they are on every step.
     """
@@ -34,7 +34,8 @@ def trunk_of(model: torch.nn.Module) -> tuple[BlockList, ...]:
     for path, found in lists.items():
         parent, _, name = path.rpartition(".")
         prefix = f"{parent}." if parent else ""
-        for second in {f"{prefix}single_{name}", prefix + name.replace("double", "single")} - {path}:
+        singles = [f"single_{name}", name.replace("double", "single"), name.replace("joint", "single")]
+        for second in [prefix + single for single in singles if single != name]:
             if second in lists:
                 return found, lists[second]
     if not lists:

@@ -30,6 +30,11 @@ def test_default_depth_is_the_largest_within_its_share():
 def test_trunk_is_two_lists_in_turn_or_the_one_that_outweighs_the_others():
     assert [found.path for found in trunk_of(Doubles())] == ["double_blocks", "single_blocks"]
 
+    joints = Doubles(1, 3)
+    joints.joint_transformer_blocks, joints.single_transformer_blocks = joints.double_blocks, joints.single_blocks
+    del joints.double_blocks, joints.single_blocks
+    assert [found.path for found in trunk_of(joints)] == ["joint_transformer_blocks", "single_transformer_blocks"]
+
     class Others(Chain):
         def __init__(self, refiners):
             super().__init__(3)

@@ -1,6 +1,7 @@
 """DeepCache in a pipeline, without diffusers: schedules as its schedulers have them, and what may go wrong."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -19,23 +20,23 @@ def scheduler(timesteps, **more):
 
 
 class Pipe:
-    """Calls the UNet once for each timestep, and says when it is done."""
+    """Calls the UNet once for each timestep, under a progress bar."""
 
-    def __init__(self, timesteps=(900, 700, 500, 300, 100)):
-        self.unet, self.timesteps = ToyDiffusersUNet(), list(timesteps)
+    def __init__(self, timesteps=(900, 700, 500, 300, 100), unet=None):
+        self.unet, self.timesteps = unet or ToyDiffusersUNet(), list(timesteps)
         self.scheduler = scheduler([999, 998])
 
-    def __call__(self, size=(4, 4), calls=1, batched=False):
+    def progress_bar(self, timesteps=None, total=None):
+        return nullcontext() if timesteps is None else timesteps
+
+    def __call__(self, size=(4, 4), calls=1, batched=False, iterated=False):
         self.scheduler.timesteps = torch.tensor(self.timesteps)
         outs = []
-        for time in self.scheduler.timesteps:
-            x = torch.full((2, 1, *size), float(time) / 1000)
-            outs += [self.unet(x, time.expand(2) if batched else time) for _ in range(calls)]
-        self.maybe_free_model_hooks()
+        with nullcontext() if iterated else self.progress_bar(total=len(self.timesteps)):
+            for time in self.progress_bar(self.scheduler.timesteps) if iterated else self.scheduler.timesteps:
+                x = torch.full((2, 1, *size), float(time) / 1000)
+                outs += [self.unet(x, time.expand(2) if batched else time) for _ in range(calls)]
         return outs
-
-    def maybe_free_model_hooks(self):
-        pass
 
 
 @pytest.fixture
@@ -104,16 +105,71 @@ def test_other_timesteps_are_nowhere(timestep):
     assert PipelineSchedule(scheduler([900, 600])).place_of(timestep) is None
 
 
+def flow(timesteps, step=None, begin=None, **config):
+    """A scheduler of a rectified flow, which counts its steps."""
+    times = torch.tensor(timesteps, dtype=torch.float32)
+    sigmas = torch.cat([times / 1000, torch.zeros(1)])
+    return SimpleNamespace(
+        timesteps=times, sigmas=sigmas, step_index=step, begin_index=begin, config=SimpleNamespace(**config)
+    )
+
+
+def test_noise_of_a_flow_is_a_share():
+    schedule = PipelineSchedule(flow([1000, 600, 200]))
+    assert schedule.is_flow and schedule.run_from(1) == pytest.approx((0.6, 0.2, 0.0))
+    assert schedule.level_at(0.5) == pytest.approx(0.6) and schedule.level_at(0.0) == math.inf
+    trained = flow([1000, 600, 200], use_flow_sigmas=True)
+    trained.alphas_cumprod = TRAINED  # as UniPC has them even so
+    assert PipelineSchedule(trained).run_from(1) == pytest.approx((0.6, 0.2, 0.0))
+    turned = flow([0, 400, 800], invert_sigmas=True)
+    assert PipelineSchedule(turned).run_from(0) == pytest.approx((1.0, 0.6, 0.2, 0.0))
+    assert not PipelineSchedule(SimpleNamespace(timesteps=torch.ones(1), sigmas=torch.tensor([80.0, 0.0]))).is_flow
+
+
+LINEAR = [1000.0 - 50 * place for place in range(20)]
+
+
+@pytest.mark.parametrize("step", range(20))
+def test_time_is_found_however_the_model_is_told_it(step):
+    time = torch.tensor(LINEAR[step])
+    for counted in ({"step": step}, {"begin": step}):
+        schedule = PipelineSchedule(flow(LINEAR, **counted))
+        for told in (time, time / 1000, 1 - time / 1000, (1000 - time) / 1000, 1000 - time):
+            assert schedule.place_of(told) == step
+            assert schedule.place_of(told.to(torch.float16).expand(2)) == step
+            assert schedule.place_of(told.to(torch.bfloat16).expand(2)) == step
+        assert schedule.place_of((time.to(torch.bfloat16) / 1000).expand(2)) == step
+        assert schedule.place_of(torch.stack([time, 0 * time, time])[None]) == step
+        assert schedule.place_of(torch.stack([time, time / 2])) is None
+
+
+def test_time_is_found_where_many_steps_are_close_to_one_another():
+    shares = [1 - step / 100 for step in range(100)]
+    times = [1000 * 8 * share / (1 + 7 * share) for share in shares]
+    for step, time in enumerate(torch.tensor(times).to(torch.bfloat16)):
+        assert PipelineSchedule(flow(times, step=step)).place_of(time / 1000) == step
+
+
+def test_time_that_is_not_due_is_somebody_elses():
+    schedule = PipelineSchedule(flow([900, 600, 300], step=1))
+    assert [schedule.place_of(time) for time in (900.0, 600.0, 0.6, 0.3, 123.0)] == [None, 1, 1, None, None]
+    schedule.scheduler.step_index = 3
+    assert [schedule.place_of(time) for time in (900.0, 300.0)] == [None, None]
+    schedule.scheduler.step_index = None  # nothing is counted yet, and where it begins is not said
+    assert [schedule.place_of(time) for time in (900.0, 600.0, 0.3)] == [0, 1, 2]
+
+
 # Runs
 
 
+@pytest.mark.parametrize("iterated", [True, False])
 @pytest.mark.parametrize("batched", [True, False])
-def test_every_image_is_a_run(counts, batched):
+def test_every_image_is_a_run(counts, batched, iterated):
     pipe = Pipe()
     with deep_cache(pipe, uniform_hold(2, 1)):
-        pipe(batched=batched)
+        pipe(batched=batched, iterated=iterated)
         assert counts == [(3, 2)]
-        pipe(size=(6, 3))
+        pipe(size=(6, 3), iterated=iterated)
     assert counts == [(3, 2), (3, 2)]
 
 
@@ -131,7 +187,7 @@ def test_schedule_that_goes_back_starts_a_run(counts):
     x = torch.ones(1, 1, 4, 4)
     with deep_cache(pipe, uniform_hold(5, 1)):
         pipe.scheduler.timesteps = torch.tensor([900, 500, 100])
-        for time in (900, 500, 900, 500):
+        for time in pipe.progress_bar([900, 500, 900, 500]):
             pipe.unet(x, time)
     assert counts == [(1, 1), (1, 1)]
 
@@ -139,9 +195,18 @@ def test_schedule_that_goes_back_starts_a_run(counts):
 def test_call_outside_the_schedule_is_plain(counts):
     pipe = Pipe()
     with deep_cache(pipe, uniform_hold(3, 1)):
-        pipe.unet(torch.ones(1, 1, 4, 4), 123)
-        assert "middle" in pipe.unet.called
+        for time in pipe.progress_bar([123, 123]):
+            pipe.unet(torch.ones(1, 1, 4, 4), time)
+            assert "middle" in pipe.unet.called
     assert counts == []
+
+
+def test_loop_within_the_loop_is_a_part_of_it(counts):
+    pipe = Pipe()
+    with deep_cache(pipe, uniform_hold(2, 1)), pipe.progress_bar(total=2):
+        first, second = pipe(), pipe()
+        assert counts == [(3, 2)]
+    assert counts == [(3, 2)] * 2 and all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
 def test_window_keeps_steps_full(counts):
@@ -182,25 +247,66 @@ def test_lack_of_memory_is_the_callers():
     with pytest.raises(torch.OutOfMemoryError), deep_cache(pipe, uniform_hold(3, 1)):
         pipe()
     assert "forward" not in vars(pipe.unet)
-    assert "maybe_free_model_hooks" not in vars(pipe)
+    assert "progress_bar" not in vars(pipe)
 
 
-def test_offloading_that_replaces_forwards_after_an_image_changes_nothing(counts):
+def test_offloading_that_replaces_forwards_between_images_changes_nothing(counts):
     pipe = Pipe()
     own = pipe.unet.forward
-
-    def offload():
-        pipe.unet.forward = lambda *args, **kwargs: own(*args, **kwargs)
-
-    pipe.maybe_free_model_hooks = offload
-    offload()
     with deep_cache(pipe, uniform_hold(2, 1)):
-        first, second = pipe(), pipe()
+        first = pipe()
+        hooked = pipe.unet.forward = lambda *args, **kwargs: own(*args, **kwargs)
+        second = pipe()
+        assert vars(pipe.unet)["forward"] is hooked
     assert counts == [(3, 2), (3, 2)]
     assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
-    assert pipe.maybe_free_model_hooks is offload
+
+
+@pytest.mark.parametrize("iterated", [True, False])
+def test_image_that_fails_leaves_nothing(counts, iterated):
+    pipe = Pipe()
+    hook = pipe.unet.up_blocks[1].resnets[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    caught = []
+    with deep_cache(pipe, uniform_hold(3, 1)):
+        try:
+            pipe(iterated=iterated)
+        except ZeroDivisionError as error:
+            caught.append(error)  # with all that was alive where it was raised
+    assert "forward" not in vars(pipe.unet) and "progress_bar" not in vars(pipe)
     counts.clear()
-    pipe()
+    hook.remove()
+    plain = pipe()
+    with deep_cache(pipe, uniform_hold(3, 1)):
+        assert torch.equal(pipe(iterated=iterated)[0], plain[0])
+    assert counts == [(2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"sigmas": torch.tensor([8.0])}, "has a schedule that it does not understand"),
+        ({"sigmas": torch.tensor([8.0, 2.0, 4.0, 1.0, 0.5])}, "go up and down"),
+        ({"step_index": 4}, "is called at other timesteps than its scheduler's"),
+    ],
+)
+def test_schedule_that_is_not_understood_is_computed_in_full(change, said, counts, caplog):
+    pipe = Pipe()
+    pipe.scheduler = SimpleNamespace(timesteps=None, **change)
+    if "step_index" in change:
+        pipe.timesteps = [900, 700, 500, 300]  # one too few for what it has counted
+    plain = pipe()
+    with deep_cache(pipe, uniform_hold(2, 1)):
+        assert all(torch.equal(*pair) for pair in zip(pipe(), plain, strict=True))
+    assert said in caplog.text and caplog.text.count("every step r") == 1
+    assert sum(skipped for _, skipped in counts) == 0
+
+
+def test_schedulers_may_have_no_timesteps(counts):
+    pipe = Pipe()
+    del pipe.scheduler
+    with deep_cache(pipe, uniform_hold(2, 1)):
+        for _ in pipe.progress_bar([1, 2]):
+            pipe.unet(torch.ones(1, 1, 4, 4), 900)
     assert counts == []
 
 

@@ -1,0 +1,275 @@
+"""DeepCache around many images of a pipeline: what may happen to the pipeline between and during them."""
+
+import copy
+import gc
+import threading
+import weakref
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
+
+import deep_transformers  # noqa: E402
+import diffusers  # noqa: E402
+from comfy_accel.accel import accelerate_pipeline, restore  # noqa: E402
+from comfy_accel.accel.deep_cache import DeepCacheRun  # noqa: E402
+from comfy_accel.accel.events import subscribe  # noqa: E402
+from comfy_accel.accel.hosts.diffusers import deep_cache  # noqa: E402
+from deep_transformers import pipeline, sample, sample_cached  # noqa: E402
+from uniform_hold import uniform_hold  # noqa: E402
+
+SMALL = {"height": 32, "width": 48, "steps": 4}
+EVERY_THIRD = uniform_hold(3)
+CACHED = (2, 2)
+"""Full and skipped steps of four."""
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return pipeline("StableDiffusion3Pipeline")
+
+
+@pytest.fixture(scope="module")
+def plain(pipe):
+    return sample(pipe, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def cached(pipe, plain):
+    latents, counts = sample_cached(pipe, EVERY_THIRD, **SMALL)
+    assert counts == [CACHED] and not torch.equal(latents, plain)
+    return latents
+
+
+@pytest.fixture
+def counts():
+    found = []
+    unsubscribe = subscribe(
+        lambda name, data: name == "deep_cache_run" and found.append((data["full_steps"], data["skipped_steps"]))
+    )
+    yield found
+    unsubscribe()
+
+
+def state_of(pipe):
+    return [dict(vars(part)) for part in (pipe, *pipe.transformer.modules())]
+
+
+def features_kept():
+    gc.collect()
+    return sum(len(thing._histories) for thing in gc.get_objects() if type(thing) is DeepCacheRun)
+
+
+class Stop(Exception):
+    pass
+
+
+def test_between_images_all_is_as_without(pipe, plain, cached, counts):
+    before = state_of(pipe)
+    with deep_cache(pipe, EVERY_THIRD):
+        around = state_of(pipe)
+        assert around[1:] == before[1:]
+        for arguments, skipped in ((SMALL, CACHED), (SMALL | {"batch": 2}, CACHED), (SMALL | {"steps": 6}, (2, 4))):
+            sample(pipe, **arguments)
+            assert counts.pop() == skipped
+        assert torch.equal(sample(pipe, **SMALL), cached)
+        assert state_of(pipe) == around and not features_kept()
+    assert state_of(pipe) == before
+    assert torch.equal(sample(pipe, **SMALL), plain)
+
+
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("where", ["callback", "model"])
+def test_image_that_fails_leaves_nothing_to_the_next(pipe, cached, counts, error, where):
+    before = state_of(pipe)
+
+    def stop(*_):
+        seen.append(True)
+        if len(seen) >= 3:
+            raise error
+        return {} if where == "callback" else None
+
+    with deep_cache(pipe, EVERY_THIRD):
+        around, seen = state_of(pipe), []
+        # The third call is a skipped one; what fails there fails again when it is made in full.
+        hook = pipe.transformer.norm_out.register_forward_pre_hook(stop) if where == "model" else None
+        with pytest.raises(error):
+            sample(pipe, **SMALL, callback_on_step_end=stop if hook is None else None)
+        if hook is not None:
+            hook.remove()
+        counts.clear()
+        assert state_of(pipe) == around and not features_kept()
+        assert torch.equal(sample(pipe, **SMALL), cached) and counts == [CACHED]
+    assert state_of(pipe) == before
+
+
+def test_interrupted_image_is_a_shorter_run(pipe, cached, counts):
+    def interrupt(pipe, step, *_):
+        pipe._interrupt = step == 1
+        return {}
+
+    with deep_cache(pipe, EVERY_THIRD):
+        sample(pipe, **SMALL, callback_on_step_end=interrupt)
+        assert counts == [(1, 1)]
+        assert torch.equal(sample(pipe, **SMALL), cached)
+
+
+def test_scheduler_and_model_may_be_replaced_between_images(pipe, cached, counts):
+    scheduler, transformer = pipe.scheduler, pipe.transformer
+    try:
+        with deep_cache(pipe, uniform_hold(3, 2)):
+            sample(pipe, **SMALL)
+            pipe.scheduler = diffusers.FlowMatchHeunDiscreteScheduler(shift=3.0)
+            sample(pipe, **SMALL)
+            pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=2.0)
+            pipe.transformer = deep_transformers.sd3(5)
+            sample(pipe, **SMALL)
+            pipe.transformer = deep_transformers.sd3(4)
+            sample(pipe, **SMALL)  # not deep enough for that depth
+            pipe.transformer, pipe.scheduler = transformer, scheduler
+            sample(pipe, **SMALL)
+        assert counts == [CACHED, CACHED, CACHED, CACHED]
+    finally:
+        pipe.transformer, pipe.scheduler = transformer, scheduler
+
+
+def test_offloaded_models_are_divided_wherever_the_hooks_come_and_go(cached, counts):
+    accelerate = pytest.importorskip("accelerate")
+    pipe = pipeline("StableDiffusion3Pipeline")
+    model, cpu = pipe.transformer, torch.device("cpu")
+    free = pipe.maybe_free_model_hooks
+
+    def offload():
+        """As `enable_model_cpu_offload` does, which wants an accelerator."""
+        accelerate.hooks.remove_hook_from_module(model, recurse=True)
+        accelerate.cpu_offload_with_hook(model, cpu)
+
+    pipe.maybe_free_model_hooks = lambda: (free(), offload())[0]
+    with deep_cache(pipe, EVERY_THIRD):
+        sample(pipe, **SMALL)
+        for _ in range(2):
+            assert torch.equal(sample(pipe, **SMALL), cached)
+        accelerate.hooks.remove_hook_from_module(model, recurse=True)
+        pipe.maybe_free_model_hooks = free
+        assert torch.equal(sample(pipe, **SMALL), cached)
+        # With the weights themselves away, a block that is left out is not fetched.
+        accelerate.cpu_offload(model, cpu)
+        fetched = []
+        for number, block in enumerate(model.transformer_blocks):
+            block.ff.net[2].register_forward_pre_hook(lambda *_, number=number: fetched.append(number))
+        assert torch.equal(sample(pipe, **SMALL), cached)
+        assert fetched == [*range(8), 0, 7, 0, 7, *range(8)]
+    assert counts == [CACHED] * 5
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    assert vars(model)["forward"] == type(model).forward.__get__(model)  # accelerate's leaving, and nothing of ours
+
+
+def test_pipelines_that_share_a_model_have_runs_of_their_own(pipe, plain, cached, counts):
+    other = diffusers.StableDiffusion3Pipeline(**{**pipe.components, "scheduler": copy.deepcopy(pipe.scheduler)})
+    twin = diffusers.StableDiffusion3Pipeline(**pipe.components)  # as from_pipe, the scheduler too
+    for one in (other, twin):
+        one.set_progress_bar_config(disable=True)
+    with deep_cache(pipe, EVERY_THIRD):
+        assert torch.equal(sample(other, **SMALL), plain) and torch.equal(sample(twin, **SMALL), plain)
+        with deep_cache(other, uniform_hold(2)), deep_cache(twin, EVERY_THIRD):
+            for _ in range(2):
+                assert torch.equal(sample(pipe, **SMALL), cached)
+                assert torch.equal(sample(twin, **SMALL), cached)
+                sample(other, **SMALL | {"steps": 5})
+        assert counts == [CACHED, CACHED, (3, 2)] * 2
+    assert not features_kept()
+
+
+def test_images_within_images_and_contexts_within_contexts(pipe, cached, counts):
+    other = diffusers.StableDiffusion3Pipeline(**{**pipe.components, "scheduler": copy.deepcopy(pipe.scheduler)})
+    other.set_progress_bar_config(disable=True)
+
+    def another(_, step, *rest):
+        assert step != 1 or torch.equal(sample(other, **SMALL), cached)
+        return {}
+
+    with deep_cache(pipe, EVERY_THIRD), deep_cache(other, EVERY_THIRD):
+        assert torch.equal(sample(pipe, **SMALL, callback_on_step_end=another), cached)
+        with deep_cache(pipe, uniform_hold(4)):
+            sample(pipe, **SMALL)
+    assert counts == [CACHED, CACHED, (1, 3)]
+
+
+def test_copy_of_the_pipeline_is_one_without(pipe, plain, cached, counts):
+    with deep_cache(pipe, EVERY_THIRD):
+        with deep_cache(pipe, EVERY_THIRD):
+            apart = copy.deepcopy(pipe)
+        assert torch.equal(sample(apart, **SMALL), plain) and not counts
+        assert torch.equal(sample(pipe, **SMALL), cached)
+
+
+def test_pipeline_that_nobody_has_any_more_is_gone(pipe):
+    apart = copy.deepcopy(pipe)
+    vars(apart)["held"] = ExitStack()
+    apart.held.enter_context(deep_cache(apart, EVERY_THIRD))
+    sample(apart, **SMALL)
+    gc.collect()
+    reference = weakref.ref(apart)
+    del apart
+    assert reference() is None
+
+
+def test_another_thread_asks_the_model_itself(pipe, counts):
+    x = {"hidden_states": torch.ones(1, 4, 8, 8), "encoder_hidden_states": torch.ones(1, 5, 16)}
+    x |= {"pooled_projections": torch.ones(1, 16), "timestep": torch.tensor([500.0])}
+    with torch.no_grad():
+        expected = pipe.transformer(**x).sample
+    found = []
+
+    def beside(*_):
+        def ask():
+            with torch.no_grad():
+                found.append(pipe.transformer(**x).sample)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        return {}
+
+    with deep_cache(pipe, EVERY_THIRD):
+        sample(pipe, **SMALL, callback_on_step_end=beside)
+    assert len(found) == 4 and all(torch.equal(one, expected) for one in found)
+    assert counts == [CACHED]
+
+
+# Compiled too
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiled_blocks_run_beneath(cached, plain, counts, inside):
+    pipe = pipeline("StableDiffusion3Pipeline")
+    if inside:
+        with deep_cache(pipe, EVERY_THIRD):
+            accelerate_pipeline(pipe, backend="eager")
+            latents = sample(pipe, **SMALL)
+            restore(pipe)
+            assert torch.equal(sample(pipe, **SMALL), cached)
+    else:
+        accelerate_pipeline(pipe, deep_cache=EVERY_THIRD, backend="eager")
+        latents = sample(pipe, **SMALL)
+        assert torch.equal(sample(pipe, **SMALL), latents)
+        restore(pipe)
+    assert torch.equal(latents, cached) and counts == [CACHED] * 2
+    assert torch.equal(sample(pipe, **SMALL), plain)
+
+
+def test_models_compiled_by_somebody_else_are_divided_too(counts):
+    model = deep_transformers.sd3(3)
+    expected, _ = sample_cached(pipeline("StableDiffusion3Pipeline", transformer=model), EVERY_THIRD, **SMALL)
+    whole = pipeline("StableDiffusion3Pipeline", transformer=model)
+    whole.transformer = torch.compile(model, backend="eager")
+    with deep_cache(whole, EVERY_THIRD):
+        assert torch.equal(sample(whole, **SMALL), expected)
+    pipe = pipeline("StableDiffusion3Pipeline", transformer=model)
+    for block in model.transformer_blocks:  # as compile_repeated_blocks does
+        block.compile(backend="eager")
+    with deep_cache(pipe, EVERY_THIRD):
+        assert torch.allclose(sample(pipe, **SMALL), expected, atol=1e-5)
+    assert counts == [CACHED] * 3
