@@ -7,6 +7,7 @@ which they were entered, so the two compose, and leaving the context restores th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
@@ -29,35 +30,46 @@ class Order(IntEnum):
 
 
 class StandIn:
-    """What a module's `forward` is while at least one layer is in place."""
+    """What a module's `forward` is while at least one layer is in place.
+
+    Threads may call it while others put layers in place or take them away: a call keeps to those it found.
+    """
 
     __slots__ = ("_layers", "is_foreign", "own")
 
     def __init__(self, module: torch.nn.Module):
         self.own: Forward = module.forward
         self.is_foreign = "forward" in module.__dict__
-        self._layers: list[tuple[int, Layer]] = []
+        self._layers: tuple[tuple[int, int | None, Layer], ...] = ()
 
-    def add(self, order: int, layer: Layer) -> None:
-        self._layers.append((order, layer))
-        self._layers.sort(key=lambda item: item[0])
+    def add(self, order: int, layer: Layer, thread: int | None = None) -> None:
+        """thread: whose calls alone go to the layer; None for all."""
+        self._layers = tuple(sorted((*self._layers, (order, thread, layer)), key=lambda item: item[0]))
 
     def remove(self, layer: Layer) -> bool:
         """Take `layer` away once, the place added last first; True when no layer is left."""
-        for index in reversed(range(len(self._layers))):
-            if self._layers[index][1] is layer:
-                del self._layers[index]
+        layers = list(self._layers)
+        for index in reversed(range(len(layers))):
+            if layers[index][2] is layer:
+                del layers[index]
                 break
-        return not self._layers
+        self._layers = tuple(layers)
+        return not layers
+
+    def __deepcopy__(self, memo: dict) -> StandIn:
+        """Itself: whoever copies a module puts away the copy's stand-in."""
+        return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(len(self._layers) - 1, args, kwargs)
+        here = threading.get_ident()
+        layers = [layer for _, thread, layer in self._layers if thread is None or thread == here]
+        return self._call(layers, len(layers) - 1, args, kwargs)
 
-    def _call(self, index: int, args: tuple, kwargs: dict) -> Any:
+    def _call(self, layers: list[Layer], index: int, args: tuple, kwargs: dict) -> Any:
         if index < 0:
             return self.own(*args, **kwargs)
-        inner = self.own if index == 0 else lambda *a, **k: self._call(index - 1, a, k)
-        return self._layers[index][1](inner, *args, **kwargs)
+        inner = self.own if index == 0 else lambda *a, **k: self._call(layers, index - 1, a, k)
+        return layers[index](inner, *args, **kwargs)
 
 
 def has_foreign_forward(module: torch.nn.Module) -> bool:
@@ -67,27 +79,38 @@ def has_foreign_forward(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def substituted(layers: Mapping[torch.nn.Module, Layer], order: Order) -> Iterator[None]:
+def substituted(
+    layers: Mapping[torch.nn.Module, Layer], order: Order, this_thread_only: bool = False
+) -> Iterator[None]:
     """While it lasts, calling a module of `layers` calls its layer as `layer(inner, *args, **kwargs)`.
 
     `inner` is the next layer inwards and in the end the module's own forward. Whatever ends the
     block (return, exception, interrupt) puts every module's `__dict__` back as it was.
+
+    this_thread_only: the calls that other threads make of the same modules meanwhile are none of the layers'.
     """
+    thread = threading.get_ident() if this_thread_only else None
     placed: list[tuple[torch.nn.Module, Layer]] = []
     try:
-        for module, layer in layers.items():
-            stand_in = module.__dict__.get("forward")
-            if not isinstance(stand_in, StandIn):
-                stand_in = StandIn(module)
-                module.__dict__["forward"] = stand_in
-            stand_in.add(order, layer)
-            placed.append((module, layer))
+        with _changing:
+            for module, layer in layers.items():
+                stand_in = module.__dict__.get("forward")
+                if not isinstance(stand_in, StandIn):
+                    stand_in = StandIn(module)
+                    module.__dict__["forward"] = stand_in
+                stand_in.add(order, layer, thread)
+                placed.append((module, layer))
         yield
     finally:
-        for module, layer in reversed(placed):
-            stand_in = module.__dict__.get("forward")
-            if isinstance(stand_in, StandIn) and stand_in.remove(layer):
-                _restore(module, stand_in)
+        with _changing:
+            for module, layer in reversed(placed):
+                stand_in = module.__dict__.get("forward")
+                if isinstance(stand_in, StandIn) and stand_in.remove(layer):
+                    _restore(module, stand_in)
+
+
+_changing = threading.RLock()
+"""Held while stand-ins are put in place or taken away; reentrant, since an interrupt may come in between."""
 
 
 def _restore(module: torch.nn.Module, stand_in: StandIn) -> None:

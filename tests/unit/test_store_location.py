@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from comfy_accel.accel import store_command, store_location, store_trust
+from comfy_accel.accel import store_attach, store_command, store_home, store_location, store_trust
+from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.graph_store import GraphStore
 from comfy_accel.accel.store_folder import LocalFolder
 from store_kit import load, reasons, save, store
@@ -242,3 +243,35 @@ def test_folder_is_an_ordinary_one_for_those_who_use_it(tmp_path):
     assert not list(folder.unfinished()) and abs(folder.now() - plain.now()) < 60
     folder.remove("ab")
     assert not list(plain.files())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="as the folder is found on Linux")
+def test_programs_that_are_not_comfyui_keep_graphs_among_what_this_person_can_do_without(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    home = store_home.of_this_person()
+    assert home == tmp_path / "cache" / "comfy-accel" and not home.exists()
+    monkeypatch.chdir(tmp_path)
+    assert store_home.find(None, None, None) is None
+    home.mkdir(parents=True)
+    assert store_home.find(None, None, None) == (home, False)
+    assert store_home.find(None, tmp_path, None) == (tmp_path / store_home.NAME, True)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # is to be ignored, says its specification
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert store_home.of_this_person() == tmp_path / ".cache" / "comfy-accel"
+
+
+def test_cache_gets_its_store_once_and_none_where_none_is_wanted(tmp_path, monkeypatch):
+    cache = GraphCache()
+    monkeypatch.setattr(store_attach, "shared", cache)
+    store_attach.attach(GraphCache(), lambda: pytest.fail("no cache of somebody's own gets one"))
+    monkeypatch.setenv(store_location.VARIABLE, "off")
+    store_attach.attach(cache, lambda: tmp_path)
+    assert cache.store is None
+    monkeypatch.delenv(store_location.VARIABLE)
+    store_attach.attach(cache, lambda: None)  # an account without a home
+    assert cache.store is None
+    store_attach.attach(cache, lambda: tmp_path)
+    first = cache.store
+    assert first is not None and not list(tmp_path.iterdir())
+    store_attach.attach(cache, lambda: tmp_path / "other")
+    assert cache.store is first

@@ -83,3 +83,21 @@ def test_wheel_brings_the_command(installed, home):
 def test_wheel_has_the_whole_engine(installed):
     brought = {path.relative_to(installed) for path in (installed / "accel").rglob("*.py")}
     assert brought == {path.relative_to(ROOT) for path in (ROOT / "accel").rglob("*.py")}
+
+
+def test_wheel_is_imported_without_torch_and_brings_what_scripts_call(installed, home):
+    names = ("DeepCacheSettings", "accelerate_pipeline", "accelerated", "restore", "warm_up")
+    without = NO_TORCH + f"import accel; print(accel.__file__, set(accel.__all__) == set({names}) <= set(dir(accel)))"
+    where = told([sys.executable, "-c", without], home, PYTHONPATH=str(installed))
+    assert where.split() == [str(installed / "accel" / "__init__.py"), "True"]
+    script = f"import sys; from accel import {', '.join(names)}; print(warm_up.__module__, 'comfy' in sys.modules)"
+    said = told([sys.executable, "-c", script], home, PYTHONPATH=str(installed)).split()
+    assert said == ["accel.hosts.pipeline_warm_up", "False"]
+
+
+def test_packages_that_scripts_need_are_listed(installed):
+    (found,) = metadata.distributions(name="comfy-accel", path=[str(installed)])
+    assert found.metadata["Requires-Python"] == ">=3.10"
+    needed = [line for line in found.requires if 'extra == "diffusers"' in line]
+    assert [re.match(r"\w+", line)[0] for line in needed] == ["torch", "diffusers", "peft", "accelerate"]
+    assert not [line for line in found.requires if "extra ==" not in line]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,10 +12,8 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ...block_runner import BlockRunner, CompileSettings
-from ...events import emit
+from ...compiled_layers import Host, compiled_layers, look_at
 from ...graph_cache import Claim, GraphCache, shared
-from ...regions import survey
-from ...row_survey import RowSurvey
 from ...substitution import Layer, Order, substituted
 from . import graph_store
 from .options import simplifier, without_hooks
@@ -24,12 +21,12 @@ from .progress import CompileProgress
 from .shape_errors import size_remembered, sizes_explained
 from .versions import NO_RESULT_DEPENDS_ON, clone_for_compiling
 
-log = logging.getLogger("accel")
-
 KEY = "accel.compile"
 """Under which our wrappers stand on a patcher, and the run's state in its transformer_options."""
 
 INTERRUPTS = (comfy.model_management.InterruptProcessingException,)
+
+HOST = Host(NO_RESULT_DEPENDS_ON, INTERRUPTS, simplifier, without_hooks)
 
 
 class Run:
@@ -69,24 +66,7 @@ def block_layers(
     claim: of the run that they are for; their graphs stay in the cache while it lasts.
     on_shortage: as for `BlockRunner`.
     """
-    found = survey(model, settings.min_repetitions, NO_RESULT_DEPENDS_ON)
-    for path, reason in found.left_eager:
-        log.debug("%s stays eager: %s", path, reason)
-    emit(
-        "survey",
-        model=type(model).__name__,
-        blocks=len(found.regions),
-        kinds=len(found.kinds),
-        left_eager=found.left_eager,
-    )
-    tensors_of: dict[torch.nn.Module, Callable[[tuple], list[torch.Tensor]]] = {}
-    rows = RowSurvey(model, tensors_of, without_hooks, INTERRUPTS)
-    layers: dict[torch.nn.Module, Layer] = {model: rows}
-    for region in found.regions:
-        runner = BlockRunner(region, cache, settings, simplifier(region), INTERRUPTS, rows, claim, on_shortage)
-        layers[region.block] = runner
-        tensors_of[region.block] = runner.tensors_of
-    return layers
+    return compiled_layers(model, look_at(model, settings, HOST), settings, HOST, cache, claim, on_shortage)
 
 
 def accelerate(model: Any, settings: CompileSettings, cache: GraphCache = shared, node_id: str | None = None) -> Any:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
-from ... import store_home, store_location
-from ...graph_cache import GraphCache, shared
-from ...graph_store import GraphStore
-
-log = logging.getLogger("accel")
+from ... import store_attach, store_home
+from ...graph_cache import GraphCache
 
 
 def home() -> Path:
@@ -20,16 +16,5 @@ def home() -> Path:
 
 
 def attach(cache: GraphCache) -> None:
-    """Give the process' own cache its store, once; a cache of somebody's own keeps what it has.
-
-    Touches no disk: the store reads and writes when the first block is looked for.
-    """
-    if cache is not shared or cache.store is not None:
-        return
-    try:
-        folder = store_location.folder(home())
-    except OSError as error:
-        log.warning("No compiled graph is kept: %s", error)
-        return
-    if folder is not None:
-        cache.store = GraphStore(folder, store_location.secret(home()), lambda: store_location.max_bytes(home()))
+    """Give the process' own cache its store, once; a cache of somebody's own keeps what it has."""
+    store_attach.attach(cache, home)

@@ -1,0 +1,229 @@
+"""What diffusers promises of its pipelines (its own pipeline tests say it), of pipelines that are accelerated."""
+
+import pytest
+
+pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
+
+import diffusers  # noqa: E402
+import numpy as np  # noqa: E402
+import pipeline_zoo as zoo  # noqa: E402
+import torch  # noqa: E402
+from comfy_accel.accel import accelerate_pipeline, restore, warm_up  # noqa: E402
+from diffusers.schedulers import KarrasDiffusionSchedulers  # noqa: E402
+from tiny_pipelines import difference  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
+
+UNETS = ["StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusionControlNetPipeline"]
+KINDS = [*UNETS, "FluxPipeline", "StableDiffusion3Pipeline", "WanPipeline"]
+TOLERANCE = 1e-4
+"""Of the largest value: the graphs are run as they were captured."""
+
+STEPS = 3
+
+
+def compiled():
+    return counters["stats"]["unique_graphs"]
+
+
+def accelerate(pipe):
+    # Blocks of Wan's VAE write to a list that they are given, and run as they are.
+    return accelerate_pipeline(pipe, ignores=("vae",), backend="eager", stop_on_trouble=True)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pipes(request):
+    """A pipeline, plain, and one of the same weights that is accelerated and warmed up at another size."""
+    plain, fast = zoo.pipeline(request.param), accelerate(zoo.pipeline(request.param))
+    given = {"num_frames": 5} if request.param == "WanPipeline" else {}
+    assert warm_up(fast, sizes=[(64, 32)], **zoo.prompt(fast), **given).failed == ()
+    return plain, fast
+
+
+@pytest.fixture(scope="module")
+def unet_pipes(pipes):
+    if type(pipes[0]).__name__ not in UNETS:
+        pytest.skip("for pipelines with a UNet")
+    return pipes
+
+
+@pytest.fixture
+def compiles_nothing(pipes):
+    before = compiled()
+    yield
+    assert compiled() == before
+
+
+warmed = pytest.mark.usefixtures("compiles_nothing")
+
+
+def call(pipe, batch=1, **given):
+    """What one call returns, for `batch` prompts, of which each has noise of its own; the same every time."""
+    made = {"width": 32, "height": 48, "num_inference_steps": STEPS, "output_type": "pt", **zoo.prompt(pipe, batch)}
+    if "ControlNet" in type(pipe).__name__:
+        made["image"] = torch.rand(batch, 3, 48, 32, generator=torch.Generator().manual_seed(7))
+    if type(pipe) is diffusers.WanPipeline:
+        made["num_frames"] = 5
+    return pipe(**{**made, "generator": [torch.Generator().manual_seed(number) for number in range(batch)], **given})
+
+
+@warmed
+def test_one_image_a_batch_and_a_tuple_are_as_without(pipes):
+    plain, fast = pipes
+    expected = call(plain, batch=2)[0]
+    assert difference(call(fast, batch=2)[0], expected) < TOLERANCE
+    alone = call(fast, prompt_embeds=zoo.prompt(fast, 2)["prompt_embeds"][:1], **first_rows(fast))
+    assert difference(alone[0], expected[:1]) < TOLERANCE
+    as_tuple = call(fast, batch=2, return_dict=False)
+    assert type(as_tuple) is tuple and torch.equal(as_tuple[0], call(fast, batch=2)[0])
+
+
+def first_rows(pipe):
+    """All that stands for the first of two prompts, beside its own features."""
+    rows = {name: value[:1] for name, value in zoo.prompt(pipe, 2).items() if name != "prompt_embeds"}
+    if "ControlNet" in type(pipe).__name__:
+        rows["image"] = torch.rand(2, 3, 48, 32, generator=torch.Generator().manual_seed(7))[:1]
+    return rows
+
+
+@warmed
+@pytest.mark.parametrize("images", [1, 3])
+def test_images_per_prompt(unet_pipes, images):
+    plain, fast = unet_pipes
+    given = {"batch": 2, "num_images_per_prompt": images, "generator": torch.Generator().manual_seed(0)}
+    if "ControlNet" in type(fast).__name__:
+        given["image"] = torch.rand(1, 3, 48, 32)
+    out = call(fast, **given)[0]
+    assert len(out) == 2 * images
+    assert difference(out, call(plain, **{**given, "generator": torch.Generator().manual_seed(0)})[0]) < TOLERANCE
+
+
+@warmed
+def test_callback_sees_every_step_and_may_change_the_latents(pipes):
+    _, fast = pipes
+    seen = []
+
+    def watch(pipe, step, timestep, tensors):
+        assert pipe is fast and set(tensors) <= set(pipe._callback_tensor_inputs)
+        seen.append((step, float(timestep), tensors["latents"].clone()))
+        return tensors
+
+    names = [name for name in fast._callback_tensor_inputs if name in ("latents", "prompt_embeds")]
+    latents = call(fast, output_type="latent", callback_on_step_end=watch, callback_on_step_end_tensor_inputs=names)[0]
+    assert [step for step, *_ in seen] == list(range(STEPS))
+    assert torch.equal(seen[-1][2], latents)
+
+    def clear(pipe, step, timestep, tensors):
+        return {"latents": torch.zeros_like(tensors["latents"])} if step == STEPS - 1 else tensors
+
+    assert not call(fast, output_type="latent", callback_on_step_end=clear)[0].any()
+    with pytest.raises(ValueError, match="callback_on_step_end_tensor_inputs"):
+        call(fast, callback_on_step_end=watch, callback_on_step_end_tensor_inputs=["noise"])
+
+
+@warmed
+def test_interrupted_after_a_step_the_image_is_that_steps(pipes):
+    plain, fast = pipes
+    latents = []
+
+    def stop(pipe, step, timestep, tensors):
+        latents.append(tensors["latents"].clone())
+        pipe._interrupt = step == 1
+        return tensors
+
+    out = call(fast, output_type="latent", callback_on_step_end=stop)[0]
+    assert len(latents) == 2 and torch.equal(out, latents[-1])
+    # The next image is whole again.
+    assert difference(call(fast)[0], call(plain)[0]) < TOLERANCE
+
+
+@warmed
+def test_saved_and_loaded_it_is_the_same_pipeline_and_plain(pipes, tmp_path):
+    plain, fast = pipes
+    keys = {name: list(part.state_dict()) for name, part in models(plain).items()}
+    assert {name: list(part.state_dict()) for name, part in models(fast).items()} == keys
+    fast.save_pretrained(tmp_path)
+    absent = {name: None for name, part in fast.components.items() if part is None}
+    loaded = type(fast).from_pretrained(tmp_path, **absent)
+    loaded.set_progress_bar_config(disable=True)
+    assert type(loaded) is type(plain) and set(loaded.components) == set(plain.components)
+    expected = call(loaded)[0]
+    assert difference(call(plain)[0], expected) < 1e-5  # weights from a file lie otherwise in memory
+    assert difference(call(accelerate(loaded))[0], expected) < TOLERANCE
+    assert torch.equal(call(restore(loaded))[0], expected)
+
+
+def models(pipe):
+    return {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+
+
+def test_weights_of_another_type_are_used_from_the_next_image_on():
+    plain, fast = zoo.pipeline(UNETS[0]), accelerate(zoo.pipeline(UNETS[0]))
+    before = call(fast)[0]
+    assert fast.to(torch.bfloat16) is fast
+    assert all(part.dtype == torch.bfloat16 for part in models(fast).values())
+    out, expected = call(fast)[0], call(plain.to(torch.bfloat16))[0]
+    assert out.dtype == torch.bfloat16 and difference(out, expected) < 0.1
+    fast.to(torch.float32)
+    assert 0 < difference(call(fast)[0], before) < 0.1  # the weights have been rounded
+
+
+def test_attention_in_slices_and_whole_again():
+    plain, fast = zoo.pipeline(UNETS[0]), accelerate(zoo.pipeline(UNETS[0]))
+    expected = call(plain)[0]
+    fast.enable_attention_slicing(slice_size=1)
+    assert difference(call(fast)[0], expected) < 1e-3
+    fast.disable_attention_slicing()
+    assert difference(call(fast)[0], expected) < TOLERANCE
+
+
+@warmed
+def test_another_pipeline_from_its_models(unet_pipes):
+    plain, fast = unet_pipes
+    target = getattr(diffusers, type(fast).__name__.replace("Pipeline", "Img2ImgPipeline"))
+    image = torch.rand(1, 3, 48, 32, generator=torch.Generator().manual_seed(5))
+    given = {"image": image, "strength": 0.5, "num_inference_steps": 4}
+    if "ControlNet" in type(fast).__name__:
+        given["control_image"] = image
+    made = []
+    for pipe in (plain, fast):
+        other = target.from_pipe(pipe)
+        other.set_progress_bar_config(disable=True)
+        assert other.unet is pipe.unet
+        made.append(other(**given, **zoo.prompt(other), generator=torch.manual_seed(0), output_type="pt")[0])
+    assert difference(made[1], made[0]) < TOLERANCE
+
+
+def test_images_of_every_sort_start_and_end_alike():
+    kind = "StableDiffusionXLImg2ImgPipeline"
+    fast = accelerate(zoo.pipeline(kind))
+    image = (torch.rand(1, 3, 48, 32, generator=torch.Generator().manual_seed(5)) * 255).round() / 255
+    array = image.permute(0, 2, 3, 1).numpy()
+    pil = fast.image_processor.numpy_to_pil(array)
+    warm_up(fast, sizes=[(64, 32)], **zoo.prompt(fast))
+    before = compiled()
+
+    def out(start, output_type):
+        given = {"strength": 0.5, "num_inference_steps": 4, "generator": torch.manual_seed(0), **zoo.prompt(fast)}
+        return fast(image=start, output_type=output_type, **given)[0]
+
+    expected = out(image, "np")
+    for start in (array, pil):
+        np.testing.assert_allclose(out(start, "np"), expected, atol=1e-4)
+    np.testing.assert_allclose(out(image, "pt").permute(0, 2, 3, 1).numpy(), expected, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(out(pil, "pil")[0]) / 255, expected[0], atol=1e-2)
+    assert compiled() == before
+
+
+def test_every_scheduler_of_its_family_takes_its_place():
+    plain, fast = zoo.pipeline(UNETS[0]), accelerate(zoo.pipeline(UNETS[0]))
+    config = dict(fast.scheduler.config, skip_prk_steps=True)
+    warm_up(fast, sizes=[(64, 32)], **zoo.prompt(fast))
+    before = compiled()
+    for scheduler in KarrasDiffusionSchedulers:
+        made = []
+        for pipe in (fast, plain):
+            pipe.scheduler = getattr(diffusers, scheduler.name).from_config(config)
+            torch.manual_seed(0)  # one of them takes noise of its own
+            made.append(call(pipe, output_type="latent", num_inference_steps=2)[0])
+        assert difference(*made) < 1e-3, scheduler.name
+    assert compiled() == before

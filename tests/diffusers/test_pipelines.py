@@ -1,0 +1,237 @@
+"""Pipelines that are accelerated: which of their models and blocks run compiled, whatever people do to them."""
+
+import pytest
+
+pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
+
+import diffusers  # noqa: E402
+import pipeline_zoo as zoo  # noqa: E402
+import torch  # noqa: E402
+from comfy_accel.accel import DeepCacheSettings, accelerate_pipeline, accelerated, restore  # noqa: E402
+from comfy_accel.accel.fallbacks import fallbacks  # noqa: E402
+from comfy_accel.accel.graph_cache import shared  # noqa: E402
+from diffusers.models.attention_processor import AttnProcessor  # noqa: E402
+from tiny_pipelines import difference  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
+
+TOLERANCE = 1e-5
+"""Of the largest value: the graphs are run as they were captured."""
+
+
+def compiled():
+    return counters["stats"]["unique_graphs"]
+
+
+def image(pipe, width=32, height=32, batch=1, **given):
+    """What one call gives, the same for the same arguments."""
+    kind = type(pipe).__name__
+    made = {"width": width, "height": height, "num_inference_steps": 2, "output_type": "pt", **zoo.prompt(pipe, batch)}
+    picture = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(7))
+    if "Inpaint" in kind:
+        made |= {"image": picture, "mask_image": picture[:, :1].round(), "strength": 0.5, "num_inference_steps": 4}
+    if "ControlNet" in kind:
+        nets = getattr(pipe.controlnet, "nets", None)
+        made["image"] = picture if nets is None else [picture] * len(nets)
+    if kind.startswith("Wan"):
+        made["num_frames"] = 5
+    return pipe(**{**made, "generator": torch.Generator().manual_seed(1), **given})[0]
+
+
+SIZES = ((32, 32, 1), (48, 32, 1), (32, 80, 2))
+"""Width, height, batch."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_said():
+    fallbacks.clear()
+    yield
+    fallbacks.clear()
+
+
+@pytest.fixture(scope="module")
+def sd():
+    """A pipeline for those tests that leave it as it was; its models are accelerated in each."""
+    return zoo.pipeline("StableDiffusionPipeline")
+
+
+def several_controlnets():
+    pipe = zoo.pipeline("StableDiffusionPipeline")
+    nets = [zoo.controlnet(pipe.unet, seed) for seed in (0, 1)]
+    return zoo.pipeline("StableDiffusionControlNetPipeline", **{**pipe.components, "controlnet": nets})
+
+
+@pytest.mark.parametrize(
+    ("make", "eager"),
+    [
+        (several_controlnets, set()),
+        (lambda: zoo.pipeline("StableDiffusionXLInpaintPipeline"), set()),
+        (lambda: zoo.pipeline("WanPipeline"), {"WanResidualBlock", "WanResample"}),  # they write to a list of features
+    ],
+    ids=["controlnets", "inpaint", "wan"],
+)
+def test_every_model_runs_compiled_at_all_sizes(make, eager):
+    pipe = make()
+    plain = [image(pipe, *size) for size in SIZES]
+    accelerate_pipeline(pipe, backend="eager")
+    used = shared.statistics()["hits"]
+    for index, size in enumerate(SIZES):
+        assert difference(image(pipe, *size), plain[index]) < TOLERANCE
+        if index == 0:
+            before = compiled()
+    assert compiled() == before
+    assert shared.statistics()["hits"] > used
+    assert {row["block"] for row in fallbacks.rows()} == eager
+
+
+def test_text_encoder_runs_compiled_and_a_block_with_hooks_in_it_as_it_is():
+    encoder = zoo.text_encoder(99)
+    pipe = zoo.pipeline("StableDiffusionPipeline", text_encoder=encoder)
+    tokens = [torch.randint(99, shape, generator=torch.Generator().manual_seed(1)) for shape in ((1, 77), (3, 20))]
+    with torch.no_grad():
+        plain = [encoder(ids)[0] for ids in tokens]
+        with accelerated(pipe, ignores=("unet", "vae"), backend="eager", stop_on_trouble=True):
+            before, used = compiled(), shared.statistics()["hits"]
+            assert [difference(encoder(ids)[0], out) < TOLERANCE for ids, out in zip(tokens, plain, strict=True)]
+            assert (compiled() - before, shared.statistics()["hits"] - used) == (1, 4)
+            handle = encoder.encoder.layers[0].self_attn.register_forward_hook(lambda *_: None)
+            assert torch.equal(encoder(tokens[0])[0], plain[0])
+            handle.remove()
+    assert [(row["block"], row["reason"]) for row in fallbacks.rows()] == [
+        ("CLIPEncoderLayer", "self_attn has forward hooks")
+    ]
+
+
+def test_components_are_left_out_by_name(sd):
+    def hits(ignores):
+        with accelerated(sd, ignores=ignores, backend="eager"):
+            before = shared.statistics()["hits"]
+            image(sd)
+            return shared.statistics()["hits"] - before
+
+    everything = hits(())
+    assert hits(("vae.encoder",)) == everything  # it has no part in this
+    assert 0 < hits("unet") < everything
+    assert hits(("vae",)) + hits(("unet",)) == everything
+    assert hits(("unet", "vae.decoder")) == 0
+
+
+def test_what_cannot_be_meant_is_refused_and_changes_nothing(sd):
+    def refused(error, sentence, **arguments):
+        with pytest.raises(error, match=sentence):
+            accelerate_pipeline(sd, **{"backend": "eager", **arguments})
+
+    before = [dict(vars(part)) for part in (sd, sd.unet, sd.vae.decoder)]
+    refused(ValueError, "no component 'unte' to ignore; it has vae, vae.decoder, vae.encoder, unet.", ignores=("unte",))
+    refused(ValueError, "backend is 'cuda'; it must be one of: inductor, eager", backend="cuda")
+    refused(ValueError, "shapes is 'all'; it must be one of: any, exact", shapes="all")
+    refused(ValueError, "min_repetitions is 0; it must be 1 or more", min_repetitions=0)
+    refused(TypeError, "deep_cache is a int; it must be DeepCacheSettings", deep_cache=3)
+    refused(ValueError, "depth 99 is outside this model's range 1 to", deep_cache=DeepCacheSettings(depth=99))
+    with pytest.raises(TypeError, match="a diffusers pipeline is wanted, and this is a UNet2DConditionModel"):
+        accelerate_pipeline(sd.unet)
+    assert [dict(vars(part)) for part in (sd, sd.unet, sd.vae.decoder)] == before
+
+
+def test_model_whose_weights_are_not_loaded_is_refused_by_name(sd):
+    with torch.device("meta"):
+        unet = diffusers.UNet2DConditionModel.from_config(sd.unet.config)
+    pipe = zoo.pipeline("StableDiffusionPipeline", unet=unet, vae=sd.vae)
+    with pytest.raises(ValueError, match="unet is not loaded: its .*weight is on the meta device"):
+        accelerate_pipeline(pipe, backend="eager")
+    assert accelerate_pipeline(pipe, ignores=("unet",), backend="eager") is pipe
+    restore(pipe)
+
+
+def test_exact_shapes_compile_for_each_size(sd):
+    with accelerated(sd, ignores=("vae",), backend="eager", shapes="exact", min_repetitions=4):
+        image(sd)
+        before = compiled()
+        image(sd)
+        assert compiled() == before
+        image(sd, 40, 24)
+        assert compiled() > before
+
+
+def freeu(pipe):
+    pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+    return pipe.disable_freeu
+
+
+def channels_last(pipe):
+    pipe.unet.to(memory_format=torch.channels_last)
+    return lambda: pipe.unet.to(memory_format=torch.contiguous_format)
+
+
+def tiles(pipe):
+    pipe.vae.enable_tiling()
+    pipe.vae.enable_slicing()
+    return lambda: (pipe.vae.disable_tiling(), pipe.vae.disable_slicing())
+
+
+def other_attention(pipe):
+    before = pipe.unet.attn_processors
+    pipe.unet.set_attn_processor(AttnProcessor())
+    return lambda: pipe.unet.set_attn_processor(dict(before))
+
+
+@pytest.mark.parametrize("change", [freeu, tiles, other_attention, channels_last])
+def test_what_is_turned_on_in_between_is_on_and_then_off_again(sd, change):
+    plain = image(sd, 48, 40)
+    undo = change(sd)
+    changed = image(sd, 48, 40)
+    undo()
+    with accelerated(sd, ignores=("vae.encoder",), backend="eager", stop_on_trouble=True):
+        assert difference(image(sd, 48, 40), plain) < TOLERANCE
+        undo = change(sd)
+        used = shared.statistics()["hits"]
+        assert difference(image(sd, 48, 40), changed) < TOLERANCE
+        assert shared.statistics()["hits"] > used
+        undo()
+        before = compiled()
+        assert difference(image(sd, 48, 40), plain) < TOLERANCE
+        assert compiled() == before
+
+
+class Doubled:
+    """Attention of somebody's own, that no graph which was made without it may stand for."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, **_):
+        return 2 * AttnProcessor()(attn, hidden_states, encoder_hidden_states, attention_mask)
+
+
+def test_attention_that_a_callback_replaces_counts_from_the_next_step_on(sd):
+    before = sd.unet.attn_processors
+
+    def replace(pipe, step, time, tensors):
+        if step == 0:
+            pipe.unet.set_attn_processor(Doubled())
+        return tensors
+
+    def run():
+        try:
+            return image(sd, num_inference_steps=3, callback_on_step_end=replace)
+        finally:
+            sd.unet.set_attn_processor(dict(before))
+
+    plain, expected = image(sd, num_inference_steps=3), run()
+    assert difference(expected, plain) > 100 * TOLERANCE
+    with accelerated(sd, ignores=("vae",), backend="eager", stop_on_trouble=True):
+        assert difference(run(), expected) < TOLERANCE
+        assert difference(image(sd, num_inference_steps=3), plain) < TOLERANCE
+
+
+def test_model_that_changes_at_every_step_is_given_up_with_the_reason(sd):
+    def touch(pipe, step, time, tensors):
+        pipe.unet.mid_block.attentions[0].transformer_blocks[0].note = step
+        return tensors
+
+    plain = image(sd, num_inference_steps=12)
+    try:
+        with accelerated(sd, ignores=("vae",), backend="eager"):
+            out = image(sd, num_inference_steps=12, callback_on_step_end=touch)
+            assert difference(out, plain) < TOLERANCE
+    finally:
+        del sd.unet.mid_block.attentions[0].transformer_blocks[0].note
+    assert ("UNet2DConditionModel", "its settings change at every call") in {
+        (row["block"], row["reason"]) for row in fallbacks.rows()
+    }

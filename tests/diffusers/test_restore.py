@@ -1,0 +1,263 @@
+"""What an accelerated pipeline leaves behind: nothing, on whichever of its objects, however its calls end."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import pytest
+
+pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
+
+import pipeline_zoo as zoo  # noqa: E402
+import torch  # noqa: E402
+from comfy_accel.accel import DeepCacheSettings, accelerate_pipeline, accelerated, restore  # noqa: E402
+from comfy_accel.accel.fallbacks import fallbacks  # noqa: E402
+from comfy_accel.accel.graph_cache import shared  # noqa: E402
+from comfy_accel.accel.hosts.component_call import call_of  # noqa: E402
+from comfy_accel.accel.substitution import StandIn  # noqa: E402
+from diffusers import StableDiffusionImg2ImgPipeline  # noqa: E402
+from tiny_pipelines import difference  # noqa: E402
+
+TOLERANCE = 1e-5
+"""Of the largest value: the graphs are run as they were captured."""
+
+FAST = {"ignores": ("vae",), "backend": "eager", "stop_on_trouble": True}
+
+
+def image(pipe, width=32, height=32, seed=1, steps=2, **given):
+    random = torch.Generator().manual_seed(seed)
+    size = {"width": width, "height": height, "num_inference_steps": steps, "output_type": "latent"}
+    return pipe(**size, **zoo.prompt(pipe), generator=random, **given)[0]
+
+
+def state(pipe):
+    """All that the pipeline, its models and every module in them hold, but for the values of tensors."""
+    models = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    parts = [pipe, *(part for model in models for part in model.modules())]
+    return [
+        {name: dict(value) if isinstance(value, dict) else value for name, value in vars(part).items()}
+        for part in parts
+    ]
+
+
+def hits():
+    return shared.statistics()["hits"]
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The components that the tests make pipelines of; compiled once."""
+    pipe = zoo.pipeline("StableDiffusionPipeline")
+    with accelerated(pipe, **FAST):
+        image(pipe)
+    return pipe.components
+
+
+@pytest.fixture
+def pipe(models):
+    return zoo.pipeline("StableDiffusionPipeline", **models)
+
+
+@pytest.fixture(autouse=True)
+def models_are_plain_afterwards(models):
+    yield
+    for part in (models["unet"], *models["unet"].modules()):
+        assert call_of(part) is None
+        assert not isinstance(vars(part).get("forward"), StandIn)
+    assert shared._claims == []
+
+
+@pytest.mark.parametrize("deep_cache", [None, DeepCacheSettings(interval=2)])
+def test_restored_pipeline_is_what_it_was_to_the_bit(pipe, tmp_path, deep_cache):
+    plain, before = image(pipe), state(pipe)
+    keys, forward = list(pipe.unet.state_dict()), pipe.unet.forward
+    assert accelerate_pipeline(pipe, **FAST, deep_cache=deep_cache) is pipe
+    used = hits()
+    image(pipe)
+    assert hits() > used
+    assert list(pipe.unet.state_dict()) == keys and pipe.unet.forward == forward
+    assert pipe.components.keys() == zoo.pipeline("StableDiffusionPipeline").components.keys()
+    assert "accel" not in str(dict(pipe.config)) and "progress_bar" not in pipe.config
+    assert restore(pipe) is pipe
+    assert state(pipe) == before
+    assert list(pipe.unet.state_dict()) == keys and pipe.unet.forward == forward
+    used = hits()
+    assert torch.equal(image(pipe), plain)
+    assert hits() == used
+    assert restore(pipe) is pipe and state(pipe) == before  # once more does no harm
+
+
+def test_last_call_counts_and_one_restore_undoes_all(pipe):
+    image(pipe)  # it notes things down on itself
+    before = state(pipe)
+    accelerate_pipeline(pipe, **FAST)
+    accelerate_pipeline(pipe, ignores=("unet", "vae"), backend="eager")
+    used = hits()
+    image(pipe)
+    assert hits() == used
+    accelerate_pipeline(pipe, **FAST, deep_cache=DeepCacheSettings(interval=2))
+    image(pipe)
+    assert hits() > used
+    restore(pipe)
+    assert state(pipe) == before
+
+
+def test_context_leaves_the_pipeline_as_it_was_before_it(pipe):
+    image(pipe)
+    before = state(pipe)
+    with pytest.raises(KeyboardInterrupt), accelerated(pipe, **FAST) as inside:
+        assert inside is pipe
+        with accelerated(pipe, ignores=("unet", "vae"), backend="eager"):
+            used = hits()
+            image(pipe)
+            assert hits() == used
+        image(pipe)
+        assert hits() > used
+        raise KeyboardInterrupt
+    assert state(pipe) == before
+
+
+class Stopped(BaseException):
+    """As an interrupt from the keyboard, which is no Exception."""
+
+
+@pytest.mark.parametrize("error", [Stopped, RuntimeError])
+@pytest.mark.parametrize("where", ["callback", "block"])
+def test_image_that_is_broken_off_leaves_nothing_on_the_models(pipe, error, where):
+    plain, before = image(pipe), state(pipe)
+
+    def stop(*_):
+        raise error
+
+    accelerate_pipeline(pipe, **FAST)
+    fast = state(pipe)
+    if where == "block":
+        handle = pipe.unet.mid_block.register_forward_hook(stop)
+    with pytest.raises(error):
+        image(pipe, **({"callback_on_step_end": stop} if where == "callback" else {}))
+    if where == "block":
+        handle.remove()
+    assert state(pipe) == fast
+    assert shared._claims == []
+    assert difference(image(pipe), plain) < TOLERANCE
+    restore(pipe)
+    assert state(pipe) == before
+
+
+def test_run_holds_its_graphs_from_the_first_step_to_the_last_and_no_longer(pipe):
+    held = []
+
+    def look(pipe, step, time, tensors):
+        held.append([len(claim.keys) for claim in shared._claims])
+        return tensors
+
+    with accelerated(pipe, **FAST):
+        image(pipe, callback_on_step_end=look)
+        assert shared._claims == []
+        with torch.no_grad():  # a loop of somebody's own
+            pipe.unet(torch.randn(1, 4, 8, 8), 1, zoo.prompt(pipe)["prompt_embeds"])
+        assert shared._claims == []
+    assert len(held) == 2 and held[0] == held[1] and len(held[0]) == 1 and held[0][0] > 3
+
+
+def test_pipelines_of_the_same_models_are_accelerated_and_restored_together(pipe, models):
+    other = StableDiffusionImg2ImgPipeline.from_pipe(pipe)
+    other.set_progress_bar_config(disable=True)
+    picture = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    given = {"image": picture, "num_inference_steps": 4, "strength": 0.5, "output_type": "latent", **zoo.prompt(pipe)}
+
+    def start():
+        return other(**given, generator=torch.Generator().manual_seed(1))[0]
+
+    plain, before = start(), state(other)
+    accelerate_pipeline(pipe, **FAST)
+    used = hits()
+    assert difference(start(), plain) < TOLERANCE
+    assert hits() > used
+    restore(other)
+    used = hits()
+    image(pipe)
+    assert torch.equal(start(), plain)
+    assert hits() == used
+    restore(pipe)
+    assert state(other) == before
+
+
+def test_model_put_in_the_place_of_another_is_followed(pipe):
+    first, second = pipe.unet, copy.deepcopy(pipe.unet)
+    with torch.no_grad():
+        for weight in second.parameters():
+            weight.mul_(0.5)
+    pipe.unet = second
+    expected = image(pipe)
+    pipe.unet = first
+    accelerate_pipeline(pipe, **FAST)
+    image(pipe)
+    pipe.unet = second
+    used = hits()
+    assert difference(image(pipe), expected) < TOLERANCE
+    assert hits() > used
+    assert call_of(first) is None
+    restore(pipe)
+    assert call_of(second) is None
+    pipe.unet = first
+
+
+def test_copies_of_an_accelerated_pipeline_and_of_its_models_are_plain(pipe):
+    plain = image(pipe)
+    accelerate_pipeline(pipe, **FAST, deep_cache=DeepCacheSettings(interval=2))
+    copied = copy.deepcopy(pipe)
+    restore(pipe)
+    used = hits()
+    assert torch.equal(image(copied), plain)
+    assert hits() == used
+    assert accelerate_pipeline(copied, **FAST) is copied
+    assert difference(image(copied), plain) < TOLERANCE
+    assert hits() > used
+
+
+def test_accelerated_pipeline_that_is_let_go_of_is_gone(models):
+    pipe = zoo.pipeline("StableDiffusionPipeline", **{**models, "unet": copy.deepcopy(models["unet"])})
+    accelerate_pipeline(pipe, **FAST, deep_cache=DeepCacheSettings(interval=2))
+    image(pipe)
+    kept = pipe.unet  # others may have it
+    gone = weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert gone() is None
+    used = hits()
+    with torch.no_grad():
+        kept(torch.randn(1, 4, 8, 8), 1, torch.randn(1, 5, zoo.WIDTH))
+    assert hits() > used
+    gone = weakref.ref(kept)
+    del kept
+    gc.collect()
+    assert gone() is None
+
+
+def test_two_threads_with_pipelines_of_the_same_models_get_their_own_images(pipe, models):
+    pipes = [pipe, zoo.pipeline("StableDiffusionPipeline", **models)]
+    pipes[1].scheduler = copy.deepcopy(pipe.scheduler)
+    calls = [{"width": 32, "height": 32}, {"width": 48, "height": 24}]
+    plain = [image(pipes[0], seed=index, steps=6, **size) for index, size in enumerate(calls)]
+    for one in pipes:
+        accelerate_pipeline(one, **FAST)
+    before, made, together = state(pipe), [None, None], threading.Barrier(2)
+
+    def work(index):
+        together.wait(60)
+        made[index] = image(pipes[index], seed=index, steps=6, **calls[index])
+
+    fallbacks.clear()
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for out, expected in zip(made, plain, strict=True):
+        assert difference(out, expected) < TOLERANCE
+    assert state(pipe) == before
+    assert fallbacks.rows() == []
+    for one in pipes:
+        restore(one)

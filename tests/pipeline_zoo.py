@@ -1,0 +1,194 @@
+"""Whole pipelines of diffusers' own classes, tiny and random, with a VAE and without text encoders.
+
+Imported by tests that have made sure that diffusers is there. An image of W x H pixels has a latent of W / 4 x H / 4.
+"""
+
+import json
+
+import diffusers
+import torch
+
+diffusers.logging.set_verbosity_error()  # it warns at every image that a VAE changes its dtype
+
+WIDTH = 16
+"""Of text features, pooled ones too."""
+
+VAE = {
+    "block_out_channels": (8, 8, 8),
+    "down_block_types": ("DownEncoderBlock2D",) * 3,
+    "up_block_types": ("UpDecoderBlock2D",) * 3,
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "sample_size": 32,
+}
+UNET = {"sample_size": 8, "layers_per_block": 1, "norm_num_groups": 4, "cross_attention_dim": WIDTH}
+SD = {
+    "block_out_channels": (8, 8),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    "attention_head_dim": 4,
+}
+SDXL = {
+    "block_out_channels": (8, 8, 8),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 1, 2),
+    "attention_head_dim": 2,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 8,
+    "projection_class_embeddings_input_dim": WIDTH + 6 * 8,
+}
+SCHEDULE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
+"""Of Stable Diffusion's schedulers."""
+
+
+def seeded(make):
+    """What `make` makes, with the same weights every time."""
+    torch.manual_seed(0)
+    made = make()
+    return made.eval() if isinstance(made, torch.nn.Module) else made
+
+
+def vae(channels=4, **changes):
+    return seeded(lambda: diffusers.AutoencoderKL(latent_channels=channels, **VAE, **changes))
+
+
+def controlnet(unet, seed=0):
+    torch.manual_seed(seed)
+    made = diffusers.ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(4, 8, 16)).eval()
+    for parameter in made.parameters():
+        if not parameter.any():  # its last layers are zero until they have learned
+            torch.nn.init.normal_(parameter, std=0.2)
+    return made
+
+
+def pipeline(kind, schedule=None, **parts):
+    """A pipeline of the class named `kind`, with the scheduler of that name; `parts` replace or add components."""
+    make = getattr(diffusers, kind)
+    if kind.startswith("StableDiffusion3"):
+        made = _sd3(make, parts)
+    elif kind.startswith("StableDiffusionXL"):
+        made = _stable_diffusion(make, SDXL, parts)
+    elif kind.startswith("StableDiffusion"):
+        made = _stable_diffusion(make, SD, parts)
+    else:
+        made = {"Flux": _flux, "Wan": _wan}[kind[:4] if kind.startswith("Flux") else kind[:3]](make, parts)
+    if schedule is not None:
+        made.scheduler = getattr(diffusers, schedule).from_config(made.scheduler.config)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def tokenizer(folder):
+    """CLIP's, with a vocabulary of single characters that is written to the folder."""
+    from transformers import CLIPTokenizer
+
+    letters = [chr(code) for code in range(33, 127)]
+    words = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return CLIPTokenizer.from_pretrained(str(folder), model_max_length=77)
+
+
+def text_encoder(vocabulary):
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    special = {"bos_token_id": vocabulary - 2, "eos_token_id": vocabulary - 1, "pad_token_id": vocabulary - 1}
+    size = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 2, "num_hidden_layers": 2}
+    return seeded(lambda: CLIPTextModel(CLIPTextConfig(vocab_size=vocabulary, **special, **size)))
+
+
+def prompt(pipe, batch=1):
+    """Arguments that stand for `batch` prompts and their negatives, the same every time."""
+    name = type(pipe).__name__
+    random = torch.Generator().manual_seed(3)
+    pooled = "XL" in name or "3" in name or name.startswith("Flux")
+    made = {}
+    for prefix in ("", "negative_"):
+        made[f"{prefix}prompt_embeds"] = torch.randn(batch, 5, WIDTH, generator=random)
+        if pooled:
+            made[f"{prefix}pooled_prompt_embeds"] = torch.randn(batch, WIDTH, generator=random)
+    if name.startswith("Flux"):  # is guided without negatives
+        made = {key: value for key, value in made.items() if not key.startswith("negative_")}
+    return made
+
+
+def _stable_diffusion(make, layout, parts):
+    unet = parts.pop("unet", None) or seeded(lambda: diffusers.UNet2DConditionModel(**UNET, **layout))
+    absent = dict.fromkeys(["text_encoder", "tokenizer"])
+    if layout is SDXL:
+        absent |= dict.fromkeys(["text_encoder_2", "tokenizer_2"])
+    else:
+        absent |= {**dict.fromkeys(["safety_checker", "feature_extractor"]), "requires_safety_checker": False}
+    if "ControlNet" in make.__name__ and "controlnet" not in parts:
+        parts["controlnet"] = controlnet(unet)
+    scheduler = diffusers.EulerDiscreteScheduler(**SCHEDULE)
+    return make(**{"vae": vae(), "unet": unet, "scheduler": scheduler, **absent, **parts})
+
+
+def _sd3(make, parts):
+    transformer = seeded(
+        lambda: diffusers.SD3Transformer2DModel(
+            sample_size=16,
+            patch_size=1,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=WIDTH,
+            caption_projection_dim=16,
+            pooled_projection_dim=WIDTH,
+        )
+    )
+    absent = dict.fromkeys(f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2", "_3"))
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    coder = vae(shift_factor=0.1, scaling_factor=1.5)
+    return make(**{"vae": coder, "transformer": transformer, "scheduler": scheduler, **absent, **parts})
+
+
+def _flux(make, parts):
+    transformer = seeded(
+        lambda: diffusers.FluxTransformer2DModel(
+            in_channels=16,
+            num_layers=1,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=WIDTH,
+            pooled_projection_dim=WIDTH,
+            axes_dims_rope=(4, 4, 8),
+        )
+    )
+    absent = dict.fromkeys(f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2"))
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    coder = vae(shift_factor=0.1, scaling_factor=1.5)
+    return make(**{"vae": coder, "transformer": transformer, "scheduler": scheduler, **absent, **parts})
+
+
+def _wan(make, parts):
+    transformer = seeded(
+        lambda: diffusers.WanTransformer3DModel(
+            patch_size=(1, 2, 2),
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=16,
+            out_channels=16,
+            text_dim=WIDTH,
+            freq_dim=16,
+            ffn_dim=32,
+            num_layers=2,
+            cross_attn_norm=True,
+            qk_norm="rms_norm_across_heads",
+            rope_max_seq_len=32,
+        )
+    )
+    coder = seeded(
+        lambda: diffusers.AutoencoderKLWan(
+            base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+        )
+    )
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0)
+    absent = dict.fromkeys(["text_encoder", "tokenizer"])
+    return make(**{"vae": coder, "transformer": transformer, "scheduler": scheduler, **absent, **parts})

@@ -1,0 +1,55 @@
+"""What `bench diffusers` makes of its rows, and when it has failed."""
+
+import pytest
+
+from bench import BENCHES, WITH_DIFFUSERS, diffusers
+from bench.session_plan import TOLERANCE
+
+STEPS = diffusers.STEPS[:3]
+
+
+def rows(contender=diffusers.OURS, compilations=(4, 0, 0), **changes):
+    made = []
+    for step, count, seconds in zip(STEPS, compilations, (30.0, 2.0, 5.0), strict=True):
+        row = {"model": "m", "contender": contender, "step": step.name, "batch": 2, "compilations": count}
+        row |= {"uncompiled": 0, "gave_up": False, "first_s": seconds, "warm_s": 0.5, "relative_diff": 1e-6}
+        made.append({**row, "device": "cpu", "dtype": "fp32", **changes})
+    return made
+
+
+def test_totals_are_per_model_and_contender():
+    ours, whole = diffusers.totals([*rows(), *rows(diffusers.WHOLE, (1, 1, 0), device="cuda")])
+    assert tuple(ours) == diffusers.COLUMNS
+    assert (ours["first_image"], ours["later"], ours["stalls"], ours["gave_up_at"]) == (4, 0, 1, None)
+    assert (ours["first_call_s"], ours["session_s"], ours["worst_stall_s"], ours["warm_s"]) == (30.0, 37.0, 5.0, 1.5)
+    assert ours["images_per_s"] is None and ours["worst_diff"] == "1.0e-06"
+    assert (whole["first_image"], whole["later"], whole["stalls"], whole["images_per_s"]) == (1, 1, 2, 4.0)
+
+
+def test_giving_up_is_named_by_the_image_at_which_it_was():
+    given_up = rows(diffusers.WHOLE)
+    for row in given_up[1:]:
+        row["gave_up"] = True
+    assert diffusers.totals(given_up)[0]["gave_up_at"] == STEPS[1].name
+
+
+def test_compiling_in_the_first_image_alone_is_no_failure():
+    assert diffusers.failure([*rows(), *rows(diffusers.WHOLE, (1, 1, 1), relative_diff=9.0)]) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"compilations": (4, 1, 0)}, f"m, {STEPS[1].name}: compiled 1 graphs, and only the first"),
+        ({"compilations": (0, 0, 0)}, "nothing was compiled, so nothing was measured"),
+        ({"uncompiled": 3}, "3 calls of blocks ran uncompiled"),
+        ({"relative_diff": 1.1 * TOLERANCE["fp32"]}, "differs from plain"),
+        ({"relative_diff": float("nan")}, "differs from plain"),
+    ],
+)
+def test_broken_promises_are_named(changed, sentence):
+    assert sentence in diffusers.failure(rows(**changed))
+
+
+def test_measurements_with_more_requirements_are_measurements():
+    assert set(WITH_DIFFUSERS) <= set(BENCHES)
