@@ -15,7 +15,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from bench import BENCHES, ROOT, WORK, Problem
+from bench import BENCHES, ROOT, WITH_DIFFUSERS, WORK, Problem
 from bench.command import run
 
 VENV = ROOT / ".venv"
@@ -34,7 +34,8 @@ AT_ONCE = ["--numprocesses=2", "--dist=loadfile"]
 
 def main():
     options, passed_on = parse(sys.argv[1:])
-    requirements = [RUNNING, TESTING] if options.command == "test" else [RUNNING]
+    tests = options.command == "test" or getattr(options, "name", None) in WITH_DIFFUSERS
+    requirements = [RUNNING, TESTING] if tests else [RUNNING]
     python = foreign_python(options.python) if options.python else own_python(requirements)
     comfyui = find_comfyui(python, options.comfyui)
     environment = {**os.environ, "COMFYUI_PATH": str(comfyui)}

@@ -18,8 +18,12 @@ BENCHES = {
     "restart": "the first image of a new process: with the saved graphs, with torch's own cache, with neither, eager",
     "vae": "a VAE at twenty sizes, twice: plain, skip, auto, compiled; seconds, graphs and memory of each decoding",
     "cold": "seconds to compile SD1.5, SDXL and Flux at full depth, beside core's node; overhead a block",
+    "diffusers": "a diffusers script's session: plain, compile_repeated_blocks, torch.compile of the whole model, ours",
 }
 """What `dev.py bench NAME` runs: module of this package → what it measures."""
+
+WITH_DIFFUSERS = ("diffusers",)
+"""Those of them that need what the tests are run with (tests/requirements.txt) too."""
 
 
 class Problem(Exception):

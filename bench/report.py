@@ -35,7 +35,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(comfyui: Path) -> dict[str, str | None]:
-    """What ran: the pack, ComfyUI, Python, torch and triton (None where missing)."""
+    """What ran: the pack, ComfyUI, Python, torch, triton and diffusers (None where missing)."""
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     return {
         "comfy-accel": re.search(r'^version = "(.+)"', pyproject, re.MULTILINE)[1],
@@ -43,6 +43,7 @@ def versions(comfyui: Path) -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": _installed("torch"),
         "triton": _installed("triton"),
+        "diffusers": _installed("diffusers"),
     }
 
 
