@@ -14,6 +14,7 @@ from .added_weights import AddedWeights, with_added
 from .causes import one_line
 from .compiled_graph import CompiledGraph, Facts
 from .eager_calls import RunEagerly, elsewhere, not_in_this_mode
+from .events import emit
 from .fallbacks import fallbacks
 from .graph_cache import Claim, GraphCache, NoGraph
 from .graph_entry import Entry
@@ -98,6 +99,8 @@ class BlockRunner:
         self._wrappers = None if region.wraps is None else AddedWeights(*where)
         self._remembered: dict[tuple, _Found | None] = {}
         self._generation = cache.generation
+        self.eager_calls = 0
+        """Calls that ran without a graph."""
 
     @property
     def kind(self) -> kinds.Kind:
@@ -115,13 +118,13 @@ class BlockRunner:
             spec = call_spec.flatten((args, kwargs), inputs, self._simplify)
             added = () if self._wrappers is None else self._wrappers.now()
         except RunEagerly as reason:
-            return self._pass(inner, args, kwargs, str(reason))
+            return self._eagerly(inner, args, kwargs, str(reason), is_trouble=False)
         except call_spec.UnsupportedArgument as reason:
             return self._eagerly(inner, args, kwargs, f"it is called with {reason}")
         weights = self._slots.read()
         reason = not_in_this_mode(weights, inputs)
         if reason is not None:
-            return self._pass(inner, args, kwargs, reason)
+            return self._eagerly(inner, args, kwargs, reason, is_trouble=False)
         given, inputs = inputs, [call_spec.dense(tensor) for tensor in inputs]
         try:
             found = self._look_up(spec, weights, inputs)
@@ -129,8 +132,10 @@ class BlockRunner:
             refusal = why
         else:
             if found is None:
+                self.eager_calls += 1
                 return inner(*args, **kwargs)
             return self._run(found, inner, args, kwargs, spec, given, inputs, weights, added)
+        self.eager_calls += 1
         try:
             out = inner(*args, **kwargs)
         except BaseException:
@@ -147,12 +152,13 @@ class BlockRunner:
         if graph.facts.changed and call_spec.share_memory(given, graph.facts.changed):
             return self._eagerly(inner, args, kwargs, "it changes an argument that shares memory with another")
         if probe is not None and probe.verdict is not None:
-            return self._pass(inner, args, kwargs, probe.verdict)
+            return self._eagerly(inner, args, kwargs, probe.verdict, is_trouble=False)
         try:
             tensors = (*with_added(weights, added), *inputs)
         except RunEagerly as reason:
-            return self._pass(inner, args, kwargs, str(reason))
-        entry.hits += 1
+            return self._eagerly(inner, args, kwargs, str(reason), is_trouble=False)
+        is_settled = probe is None or probe.done
+        (probe if probe is not None and is_settled else entry).hits += 1
 
         def run() -> Any:
             out = graph.run(tensors)
@@ -162,7 +168,7 @@ class BlockRunner:
             return out
 
         try:
-            if probe is None or probe.done:
+            if is_settled:
                 return run()
             return self._probe(graph, probe, run, inner, spec, given, inputs, tensors[0].device)
         except self._interrupts:
@@ -176,6 +182,7 @@ class BlockRunner:
             self._on_shortage()
             if probe is not None:
                 probe.abandon()
+        self.eager_calls += 1
         out = inner(*args, **kwargs)
         if not is_shortage:
             self._reject(entry, graph, reason)
@@ -207,6 +214,8 @@ class BlockRunner:
                 given[index].copy_(tensor)
         if probe.verdict is not None:
             fallbacks.note(self._region.kind.name, probe.verdict)
+        if probe.done:
+            emit("probe_end", name=self._region.kind.name, gain=probe.gain, reason=probe.verdict)
         return out
 
     def _look_up(self, spec, weights, inputs):
@@ -297,16 +306,12 @@ class BlockRunner:
             reason = f"out of memory while compiling: {one_line(error)}"
         raise NoGraph(key, reason)  # outside of the handler, whose exception would keep the compiler's tensors
 
-    def _pass(self, inner, args, kwargs, reason):
-        """Let a call run as it is that no graph is for, or that needs none: never trouble."""
-        fallbacks.note(self._region.kind.name, reason)
+    def _eagerly(self, inner, args, kwargs, reason, is_trouble=True):
+        self._note(reason, is_trouble)
+        self.eager_calls += 1
         return inner(*args, **kwargs)
 
-    def _eagerly(self, inner, args, kwargs, reason):
-        self._note(reason)
-        return inner(*args, **kwargs)
-
-    def _note(self, reason: str) -> None:
-        if self._settings.stop_on_trouble:
+    def _note(self, reason: str, is_trouble: bool = True) -> None:
+        if is_trouble and self._settings.stop_on_trouble:
             raise Trouble(f"{self._region.kind.name} ({self._region.path}) cannot run compiled: {reason}")
         fallbacks.note(self._region.kind.name, reason)

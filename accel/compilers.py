@@ -177,7 +177,7 @@ def _block_function(
     count = len(names)
 
     def block(*tensors):
-        watch()
+        watch()  # noqa: F821 of its own scope, below
         # Inductor asks whether a slice to the end goes past the end, which nothing says of a size without bound.
         for tensor in tensors[count:]:
             for size in tensor.shape:

@@ -8,6 +8,7 @@ the model hands to the shallow part; the steps between run the shallow part alon
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import torch
 
 from .change_meter import ChangeMeter
 from .forecast import ORDER, History
+from .savings import FULL, SKIPPED
 from .step_schedule import angle, in_window, stake, step_of
 
 SCHEDULES = ("uniform", "adaptive")
@@ -146,6 +148,8 @@ class DeepCacheRun:
         self._meter = ChangeMeter()
         self._occurrences: Counter[StreamKey] = Counter()
         self._skipped: dict[int, bool] = {}
+        self._began: list[tuple[int, float]] = []
+        """Steps in the order in which they came, with the moment; seconds of `time.perf_counter`."""
 
     def begin_evaluation(self, sigma: float) -> None:
         """The sampler asks for a prediction at `sigma`; the first one of a step decides for all of it.
@@ -160,6 +164,7 @@ class DeepCacheRun:
         step = step_of(sigma, self.schedule)
         if step != self._step:
             self._step = step
+            self._began.append((step, time.perf_counter()))
             if self._refresh is not None and step < self._refresh - LOOK_AHEAD:
                 self._forget()  # back up, as restarting samplers go: what is remembered is the future
             if step not in self._full:
@@ -271,6 +276,16 @@ class DeepCacheRun:
     @property
     def skipped_steps(self) -> int:
         return sum(self._skipped.values())
+
+    @property
+    def letters(self) -> str:
+        """A letter for each step as they came: F where it was computed in full, S where a part was skipped."""
+        return "".join(SKIPPED if self._skipped.get(step) else FULL for step, _ in self._began)
+
+    @property
+    def began(self) -> tuple[float, ...]:
+        """When each of these steps began, in seconds of `time.perf_counter`."""
+        return tuple(moment for _, moment in self._began)
 
     def close(self) -> None:
         """Drop all tensors and the model."""

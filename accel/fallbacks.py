@@ -43,6 +43,10 @@ class Fallbacks:
         with self._lock:
             return [dict(row) for row in self._calls.values()]
 
+    def counts(self) -> dict[tuple[str, str], int]:
+        """Calls so far by (block, reason), as in `rows`."""
+        return {(row["block"], row["reason"]): row["calls"] for row in self.rows()}
+
     def clear(self) -> None:
         """Forget all; the next of each reason is logged again."""
         with self._lock:

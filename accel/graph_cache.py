@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from . import cache_table
 from .compiled_graph import CompiledGraph
 from .compilers import CompileFailed
 from .events import emit
+from .graph_claim import Claim
 from .graph_entry import Entry
 
 if TYPE_CHECKING:
@@ -35,17 +35,6 @@ class NoGraph(Exception):
         self.tried = tried
 
 
-@dataclass(eq=False)
-class Claim:
-    """One run's hold on what it uses of the cache.
-
-    keys: in use, so that no other graph takes their place. full: a graph of this run found no room.
-    """
-
-    keys: dict[Hashable, None] = field(default_factory=dict)
-    full: bool = False
-
-
 class GraphCache:
     """A bounded table from a key to compiled graphs; the least recently used go first.
 
@@ -59,7 +48,8 @@ class GraphCache:
 
     def __init__(self, max_entries: int = DEFAULT_MAX_ENTRIES, max_bytes: int = DEFAULT_MAX_BYTES, max_graphs: int = 4):
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
+        # Not an OrderedDict, whose iteration hashes every key again: those of graphs are long, and there are thousands.
+        self._entries: dict[Hashable, Entry] = {}
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._max_graphs = max_graphs
@@ -96,6 +86,8 @@ class GraphCache:
                 self._claims.remove(claim)
                 for key in claim.keys:
                     self._touch(key)
+                    if key in self._entries:
+                        claim.leave(self._entries[key])
 
     def find(
         self,
@@ -118,6 +110,7 @@ class GraphCache:
         with entry._busy:
             for graph in entry.graphs:
                 if fits(graph):
+                    emit("graph_hit", name=name, key=key)
                     return entry, graph
             if entry.failure is not None:
                 raise NoGraph(key, entry.failure)
@@ -146,10 +139,11 @@ class GraphCache:
             except BaseException:
                 # Interrupted, or out of memory: nothing was learnt about the block.
                 self._leave_if_empty(entry)
-                emit("compile_failed", name=name, key=key, reason="interrupted")
+                emit("compile_failed", name=name, key=key, reason="interrupted", seconds=time.perf_counter() - started)
                 raise
             if graph is None:
-                emit("compile_failed", name=name, key=key, reason=entry.failure)
+                seconds = time.perf_counter() - started
+                emit("compile_failed", name=name, key=key, reason=entry.failure, seconds=seconds)
                 raise NoGraph(key, entry.failure, tried=True)
             seconds = time.perf_counter() - started
             try:
@@ -162,6 +156,11 @@ class GraphCache:
         """Whether every key has an entry, so that a run with them compiles nothing; counts as no use of them."""
         with self._lock:
             return all(key in self._entries for key in keys)
+
+    def keys(self) -> list[Hashable]:
+        """All there are, the most recently used last."""
+        with self._lock:
+            return list(self._entries)
 
     def failure(self, key: Hashable) -> str | None:
         """Why there is no graph under this key; None when nothing failed."""
@@ -186,6 +185,16 @@ class GraphCache:
         with self._lock:
             return self._drop(key)
 
+    def evict_named(self, entry_id: str) -> int | None:
+        """Drop the entry with this `Entry.id`: the bytes that it had, None when there is none."""
+        with self._lock:
+            entries = list(self._entries.values())
+        found = next((entry for entry in entries if entry.id == entry_id), None)
+        if found is None:
+            return None
+        freed = found.nbytes
+        return freed if self.evict(found.key) else None
+
     def clear(self) -> int:
         """Drop every entry; the number dropped."""
         with self._lock:
@@ -194,37 +203,31 @@ class GraphCache:
                 self._drop(key)
             return len(keys)
 
-    def statistics(self) -> dict[str, Any]:
-        """Totals, and a row per entry, most recently used last. Seconds, bytes, counts."""
+    @property
+    def evictions(self) -> int:
+        """Entries that had to leave, for whatever reason."""
+        return self._evictions
+
+    def statistics(self, rows: int | None = None, wanted: str = "") -> dict[str, Any]:
+        """Totals, and a row per entry, most recently used last. Seconds, bytes, counts.
+
+        rows: at most so many of the latest; None gives all. wanted: those alone with this text in their name or model.
+        """
         with self._lock:
-            rows = [
-                {
-                    "name": entry.name,
-                    "graphs": len(entry.graphs),
-                    "hits": entry.hits,
-                    "seconds": entry.seconds,
-                    "probe_seconds": entry.probe_seconds,
-                    "bytes": entry.nbytes,
-                    "last_used": entry.last_used,
-                    "failure": entry.failure,
-                }
-                for entry in self._entries.values()
-            ]
-            return {
-                "entries": len(rows),
-                "graphs": sum(row["graphs"] for row in rows),
-                "hits": self._evicted_hits + sum(row["hits"] for row in rows),
+            entries = list(self._entries.values())
+            totals = {
                 "misses": self._misses,
                 "compilations": self._compilations,
                 "loaded": self._loaded,
                 "seconds": self._seconds,
-                "probe_seconds": sum(row["probe_seconds"] for row in rows),
                 "evictions": self._evictions,
-                "bytes": sum(row["bytes"] for row in rows),
                 "max_entries": self._max_entries,
                 "max_bytes": self._max_bytes,
-                "table": rows,
             }
+            evicted_hits = self._evicted_hits
+        counted = cache_table.totals(entries)
+        counted["hits"] += evicted_hits
+        return {**counted, **totals, **cache_table.table(entries, rows, wanted)}
 
     def _enter(self, key: Hashable, name: str, claim: Claim | None) -> Entry:
         with self._lock:
@@ -235,7 +238,7 @@ class GraphCache:
                 self._shrink(self._in_use() | {key})
             self._touch(key)
             if claim is not None:
-                claim.keys[key] = None
+                claim.enter(entry)
             return entry
 
     def _keep(self, entry: Entry, graph: CompiledGraph, seconds: float | None, claim: Claim | None) -> None:
@@ -262,6 +265,7 @@ class GraphCache:
                     self._entries.pop(entry.key, None)
                 raise
             entry.graphs.append(graph)
+            entry.was_loaded = seconds is None
             entry.seconds += seconds or 0.0
             self._shrink(self._in_use() | {entry.key})
 
@@ -281,12 +285,12 @@ class GraphCache:
             raise NoGraph(key, f"the graphs of this run need more than the {budget} that they may keep (cache_mb)")
 
     def _in_use(self) -> set[Hashable]:
-        return {key for claim in self._claims for key in claim.keys}
+        return set().union(*(claim.keys for claim in self._claims))
 
     def _touch(self, key: Hashable) -> None:
-        entry = self._entries.get(key)
+        entry = self._entries.pop(key, None)
         if entry is not None:
-            self._entries.move_to_end(key)
+            self._entries[key] = entry
             entry.last_used = time.time()
 
     def _leave_if_empty(self, entry: Entry) -> None:
@@ -298,7 +302,9 @@ class GraphCache:
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
-        self._evicted_hits += entry.hits
+        for claim in self._claims:
+            claim.leave(entry)
+        self._evicted_hits += entry.calls
         self._evictions += 1
         self.generation += 1
         return True

@@ -22,7 +22,6 @@ from .held_code import Held
 from .plain_values import Indescribable, attributes_of, describe_value
 from .wrapped_layers import Wraps
 
-
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -35,6 +35,7 @@ class Probe:
 
     done: no further call need be compared. verdict: why the graph is not used at this size; None
         where it is. wrong: the verdict is about its output. seconds: what comparing has cost.
+        hits: calls of the graph at this size since then.
     """
 
     def __init__(self) -> None:
@@ -46,6 +47,14 @@ class Probe:
         self.verdict: str | None = None
         self.wrong = False
         self.seconds = 0.0
+        self.hits = 0
+
+    @property
+    def gain(self) -> float | None:
+        """Seconds that a call of the graph takes less than one of its block; None where too few were compared."""
+        if self.verdict is not None or len(self._eager) < CLEAR_ROUNDS:
+            return None
+        return statistics.median(self._eager) - statistics.median(self._compiled)
 
     def call(self, compiled: Callable[[], Any], eager: Callable[[], Any], device: torch.device) -> Any:
         """The output for this call, from the compiled graph unless it is wrong.
@@ -99,12 +108,19 @@ class Probes:
 
     def of(self, inputs: Sequence[torch.Tensor]) -> Probe:
         """The probe for calls of about the size of these inputs; one that found the graph wrong is for all."""
-        wrong = next((probe for probe in list(self._by_size.values()) if probe.wrong), None)
+        wrong = next((probe for probe in self.all() if probe.wrong), None)
         return wrong or self._by_size.setdefault(order_of_size(inputs), Probe())
+
+    def all(self) -> list[Probe]:
+        return list(self._by_size.values())
 
     @property
     def seconds(self) -> float:
-        return sum(probe.seconds for probe in list(self._by_size.values()))
+        return sum(probe.seconds for probe in self.all())
+
+    @property
+    def hits(self) -> int:
+        return sum(probe.hits for probe in self.all())
 
 
 def order_of_size(inputs: Sequence[torch.Tensor]) -> int:

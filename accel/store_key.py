@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import module_files
+from .toolchain import triton_version
 
 if TYPE_CHECKING:
     from .graph_key import GraphKey
@@ -112,18 +113,7 @@ def _accelerator(kind: str, index: int | None) -> str:
         capability = backend.get_device_capability(index) if hasattr(backend, "get_device_capability") else ""
     toolkit = torch.version.hip or torch.version.cuda if kind == "cuda" else getattr(torch.version, kind, None)
     # The index is in the generated code.
-    return f"{kind}:{index} {name} {capability} toolkit {toolkit} triton {_triton()}"
-
-
-def _triton() -> str | None:
-    from importlib import metadata
-
-    for package in ("triton", "pytorch-triton-rocm", "triton-windows"):
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return f"{kind}:{index} {name} {capability} toolkit {toolkit} triton {triton_version()}"
 
 
 @functools.lru_cache(maxsize=1)

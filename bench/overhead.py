@@ -42,7 +42,9 @@ def of_a_warm_call(model: Any, image: Callable[[], Any]) -> dict[str, float]:
 
     # A graph that does nothing, behind everything that finds it.
     compile_block = compilers.compile_block
-    compilers.compile_block = lambda *args: dataclasses.replace(compile_block(*args), run=lambda tensors: None)
+    compilers.compile_block = lambda *args, **kwargs: dataclasses.replace(
+        compile_block(*args, **kwargs), run=lambda tensors: None
+    )
     try:
         with substituted(layers, Order.COMPILED):
             medians = [_median_us(block.forward, *call) for block, call in calls.items()]

@@ -132,9 +132,12 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
             else:
                 values = torch.randn(parameter.shape, generator=generator) * 0.02
             parameter.copy_(values)
-        positions = model._buffers.get("pos_embed")  # SD3's, without values until a checkpoint fills it
-        if positions is not None:
-            positions.copy_(torch.randn(positions.shape, generator=generator))
+        # Buffers without values until a checkpoint fills them: SD3's, and those of Stable Audio's rotary embedding.
+        for name, buffer in model.named_buffers():
+            if name == "pos_embed":
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
+            elif name.endswith("rotary_pos_emb.inv_freq"):
+                buffer.copy_(10000.0 ** -torch.linspace(0, 1, buffer.numel()))
 
 
 def lora(model, seed: int, rank: int = 4) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from .batch_snap import AccelBatchSnap
 from .clear_cache import AccelClearGraphCache
 from .controlnet import AccelControlNet
 from .deep_cache import AccelDeepCache
+from .report import AccelReport
 from .resolution import AccelResolutionSnap
 from .resolution_restore import AccelResolutionRestore
 from .vae import AccelVAESkipCompile
@@ -23,11 +24,12 @@ NODES: list[type[io.ComfyNode]] = [
     AccelBatchSnap,
     AccelWarmUpGraphs,
     AccelClearGraphCache,
+    AccelReport,
 ]
 
 
 class AccelExtension(ComfyExtension):
-    """What ComfyUI loads: the nodes and, on a running server, the state route."""
+    """What ComfyUI loads: the nodes and, on a running server, the routes."""
 
     @override
     async def get_node_list(self) -> list[type[io.ComfyNode]]:

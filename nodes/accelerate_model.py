@@ -2,8 +2,8 @@
 
 from comfy_api.latest import io
 
-from ..accel.graph_cache import DEFAULT_MAX_BYTES, shared
 from ..accel.hosts.comfyui.accelerate import accelerate
+from ..accel.hosts.comfyui.preferences import FROM_SETTINGS, set_node_budget
 from ..accel.hosts.comfyui.versions import make_input, schema
 from .compile_inputs import check, check_gain_input, how_to_compile, settings
 
@@ -43,16 +43,16 @@ class AccelModel(io.ComfyNode):
                 make_input(
                     io.Int,
                     "cache_mb",
-                    default=DEFAULT_MAX_BYTES >> 20,
-                    min=0,
+                    default=FROM_SETTINGS,
+                    min=FROM_SETTINGS,
                     max=1 << 20,
-                    step=64,
                     optional=True,
                     advanced=True,
                     tooltip=(
-                        "How much memory compiled graphs may keep, in MB, for all models of this ComfyUI together: the "
-                        "node that ran last decides. What was used longest ago goes first; what one image needs beyond "
-                        "it runs uncompiled; 0 compiles nothing."
+                        "How much memory compiled graphs may keep, in MB, for all models of this ComfyUI together. "
+                        "-1 = as ComfyUI's settings say (Accel); any other number counts until another node runs. What "
+                        "was used longest ago goes first; what one image needs beyond it runs uncompiled; 0 compiles "
+                        "nothing."
                     ),
                 ),
             ],
@@ -66,8 +66,8 @@ class AccelModel(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model, shapes, backend, on_trouble, min_repetitions=1, check_gain=True, cache_mb=DEFAULT_MAX_BYTES >> 20
+        cls, model, shapes, backend, on_trouble, min_repetitions=1, check_gain=True, cache_mb=FROM_SETTINGS
     ) -> io.NodeOutput:
         wanted = settings(shapes, backend, on_trouble, check_gain, min_repetitions)
-        shared.set_budget(max_bytes=cache_mb << 20)
+        set_node_budget(cache_mb)
         return io.NodeOutput(accelerate(model, wanted, node_id=cls.hidden.unique_id if cls.hidden else None))

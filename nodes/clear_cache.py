@@ -3,8 +3,7 @@
 from comfy_api.latest import io
 from typing_extensions import override
 
-from ..accel.fallbacks import fallbacks
-from ..accel.graph_cache import shared
+from ..accel.hosts.comfyui.panel import clear
 from ..accel.hosts.comfyui.versions import make_input, schema
 
 
@@ -47,7 +46,6 @@ class AccelClearGraphCache(io.ComfyNode):
     @classmethod
     @override
     def execute(cls, anything=None) -> io.NodeOutput:
-        freed = shared.statistics()["bytes"]
-        dropped = shared.clear()
-        fallbacks.clear()
-        return io.NodeOutput(anything, f"{dropped} compiled graphs dropped, {freed / 2**20:.1f} MB of code.")
+        cleared = clear()
+        text = f"{cleared['dropped']} compiled graphs dropped, {cleared['bytes'] / 2**20:.1f} MB of code."
+        return io.NodeOutput(anything, text)

@@ -231,5 +231,7 @@ def test_run_tells_what_it_did(small_unet, sample):
         sample(cached(small_unet), 64, 64, steps=7)
     finally:
         stop()
-    assert ("deep_cache_run", {"full_steps": 3, "skipped_steps": 4}) in events
+    (told,) = (data for name, data in events if name == "deep_cache_run")
+    assert (told["full_steps"], told["skipped_steps"]) == (told["steps"].count("F"), told["steps"].count("S")) == (3, 4)
+    assert len(told["began"]) == 7 and sorted(told["began"]) == list(told["began"])
     assert last_run() == {"full_steps": 3, "skipped_steps": 4}

@@ -5,6 +5,7 @@ import http.client
 import json
 import time
 import urllib.parse
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
@@ -218,7 +219,7 @@ def test_name_that_comfyui_does_not_list_is_refused(server, name):
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b"[" * 60_000, b"NaN-"])
-@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear"])
+@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear", "/accel/evict", "/accel/settings"])
 def test_body_that_is_no_json_is_refused(server, path, body):
     refused(request(server, path, body))
 
@@ -242,7 +243,7 @@ def test_form_of_a_page_is_refused(server, kind):
     refused(request(server, "/accel/warm_up", wanted(), **{"Content-Type": kind}), 415)
 
 
-@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear"])
+@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear", "/accel/evict", "/accel/settings"])
 @pytest.mark.parametrize("origin", ["https://example.org", "null", "http://my-server:9999", "http://my-server.x.org"])
 def test_foreign_origin_is_refused_on_any_address(server, path, origin):
     body = wanted() if "warm" in path else None
@@ -266,13 +267,151 @@ def test_own_origin_is_served(server):
     assert request(server, "/accel/clear", Origin=server.url)[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear"])
+@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear", "/accel/evict", "/accel/settings"])
 def test_get_changes_nothing(server, path):
     assert request(server, path, method="GET")[0] in (404, 405)
 
 
 def test_clear_takes_nothing(server):
     refused(request(server, "/accel/clear", {"store": "all"}))
+
+
+def filled(server):
+    """The state once the cache has what two sizes need."""
+    request(server, "/accel/warm_up", wanted())
+    client = Client(server.url)
+    wait_until_idle(client)
+    return client.get("/accel/state")
+
+
+def test_state_has_the_run_and_its_rows_are_bounded_and_filtered(server):
+    state = filled(server)
+    cache, client = state["graph_cache"], Client(server.url)
+    assert state["last_run"]["model"] == "SD15" and state["last_run"]["compiled_calls"] > 0
+    assert state["last_run"]["steps"] == 1 and len(state["last_run"]["latent"]) == 4
+    assert state["compiling"] is None and state["version"]
+    assert cache["rows_total"] == cache["entries"] == len(cache["table"]) > 2
+    assert [row["last_used"] for row in cache["table"]] == sorted(
+        (r["last_used"] for r in cache["table"]), reverse=True
+    )
+    row = cache["table"][0]
+    assert row["model"] == "SD15" and row["sizes"] == "any" and row["source"] == "compiled"
+    assert row["used_at"][0] == {"latent": [11, 9], "batch": 1, "context": 77} and row["backend"] == "eager"
+    few = client.get("/accel/state?rows=2")["graph_cache"]
+    assert len(few["table"]) == 2 and few["rows_total"] == cache["entries"] and few["bytes"] == cache["bytes"]
+    found = client.get("/accel/state?filter=resBLOCK")["graph_cache"]
+    assert {row["name"] for row in found["table"]} == {"ResBlock"} and found["rows_total"] < cache["entries"]
+
+
+@pytest.mark.parametrize(
+    "query", ["rows=-1", "rows=5001", "rows=x", "rows=", "rows=%C2%B2", "rows=1e3", "filter=" + "x" * 201]
+)
+def test_query_out_of_range_is_refused(server, query):
+    refused(request(server, f"/accel/state?{query}", method="GET"))
+
+
+def test_evict_drops_the_one_that_is_named(server):
+    entry = filled(server)["graph_cache"]["table"][0]
+    assert request(server, "/accel/evict", {"id": entry["id"]}) == (200, {"dropped": 1, "bytes": entry["bytes"]})
+    assert request(server, "/accel/evict", {"id": entry["id"]}) == (200, {"dropped": 0, "bytes": 0})
+    left = Client(server.url).get("/accel/state")["graph_cache"]["table"]
+    assert left and entry["id"] not in {row["id"] for row in left}
+
+
+@pytest.mark.parametrize("body", [None, [], {}, {"id": 7}, {"id": ""}, {"id": "../x"}, {"id": "g0"}, {"id": "0" * 65}])
+def test_wrong_entry_is_refused(server, body):
+    refused(request(server, "/accel/evict", body))
+
+
+def test_settings_are_put_into_force_and_kept(server):
+    before = Client(server.url).get("/accel/state")["settings"]
+    changed = {"max_mb": 321, "max_entries": 99, "store_mb": 77, "verbosity": "quiet"}
+    try:
+        assert request(server, "/accel/settings", changed) == (200, {"settings": changed})
+        state = Client(server.url).get("/accel/state")
+        assert state["settings"] == changed
+        assert (state["graph_cache"]["max_bytes"], state["graph_cache"]["max_entries"]) == (321 << 20, 99)
+        assert state["graph_store"] is None or state["graph_store"]["limit_bytes"] == 77 << 20
+        kept = [json.loads(path.read_text()) for path in sorted((server.base / "user" / "__accel").glob("*s.json"))]
+        assert kept == [{"max_mb": 321, "max_entries": 99, "verbosity": "quiet"}, {"max_mb": 77}]
+        assert request(server, "/accel/settings", {"max_mb": 322})[1]["settings"] == {**changed, "max_mb": 322}
+    finally:
+        assert request(server, "/accel/settings", before)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(None, [], {}, "text", {"max_mb": -1}, {"max_mb": 2**21}, {"max_mb": "5"}, {"max_mb": None}, {"max_mb": True}),
+        *(
+            {"max_entries": 10**9},
+            {"store_mb": -5},
+            {"store_mb": None},
+            {"verbosity": "loud"},
+            {"verbosity": ["quiet"]},
+        ),
+        *({"folder": "/etc"}, {"max_mb": 5, "other": 1}, {"x" * 1000: 1}),
+    ],
+)
+def test_wrong_setting_is_refused_and_none_is_changed(server, body):
+    before = Client(server.url).get("/accel/state")["settings"]
+    refused(request(server, "/accel/settings", body))
+    assert Client(server.url).get("/accel/state")["settings"] == before
+
+
+def test_report_comes_as_text_and_as_json(server):
+    filled(server)
+    with urllib.request.urlopen(f"{server.url}/accel/report?format=text", timeout=60) as response:
+        assert response.headers.get_content_type() == "text/plain"
+        text = response.read().decode()
+    assert text.startswith("Accel Report") and "Last image: SD15" in text and "choose inductor" in text
+    answer = Client(server.url).get("/accel/report?format=json")
+    assert answer["state"]["last_run"]["model"] == "SD15" and any("inductor" in line for line in answer["diagnosis"])
+    refused(request(server, "/accel/report?format=pdf", method="GET"))
+
+
+def test_pages_are_told_what_happens_and_not_too_often(server):
+    """Compiling, its end, the run's end and a cleared cache, at most about five a second."""
+    request(server, "/accel/clear")
+
+    async def listen():
+        told = []
+        async with aiohttp.ClientSession(server.url) as session, session.ws_connect("/ws?clientId=page") as page:
+            async with session.post("/accel/warm_up", json=wanted()) as response:
+                assert response.status == 200
+            started = time.monotonic()
+            while not told or told[-1]["event"] != "run_end":
+                message = await text_of(page)
+                told += [message["data"]] if message["type"] == "accel" else []
+            seconds = time.monotonic() - started
+            while Client(server.url).get("/prompt")["exec_info"]["queue_remaining"]:
+                await asyncio.sleep(0.1)
+            async with session.post("/accel/clear", json={}):
+                pass
+            while told[-1]["event"] != "cache_changed":
+                message = await text_of(page)
+                told += [message["data"]] if message["type"] == "accel" else []
+        return told, seconds
+
+    told, seconds = asyncio.run(asyncio.wait_for(listen(), 120))
+    events = [message["event"] for message in told]
+    assert {"compiling", "compiled", "run_end", "cache_changed"} <= set(events)
+    assert events.index("run_end") / (seconds + 0.2) < 6
+    first = told[events.index("compiling")]
+    assert first["name"] and 1 <= first["number"] <= first["of"] and first["node"] == "model"
+
+
+def test_report_node_runs_in_a_prompt(server):
+    inputs = {name: ["empty", 0] for name in ("anything", "image", "reference")}
+    graph = {
+        "empty": {"class_type": "EmptyImage", "inputs": {"width": 32, "height": 32, "batch_size": 1, "color": 7}},
+        "report": {"class_type": "AccelReport", "inputs": inputs},
+    }
+    client = Client(server.url)
+    result = client.run(graph, timeout=60)
+    outputs = client.get(f"/history/{result.prompt_id}")[result.prompt_id]["outputs"]["report"]
+    assert "reference: equal" in outputs["text"][0] and outputs["images"][0]["type"] == "temp"
+    assert "Accelerate Model is not in this workflow" in outputs["text"][0] or "choose inductor" in outputs["text"][0]
 
 
 def test_server_is_unharmed(server):

@@ -1,4 +1,4 @@
-"""The example workflows: both formats describe one graph, and ComfyUI's own validation accepts it."""
+"""The example workflows: both formats describe one graph, ComfyUI accepts it, and it makes images."""
 
 import asyncio
 import copy
@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import real_prompts
 from comfy_api.latest import io
+from PIL import Image
+
+from bench import synthetic, workflow
 
 FOLDER = Path(__file__).resolve().parents[2] / "example_workflows"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 CHECKPOINT = "v1-5-pruned-emaonly-fp16.safetensors"
 CONTROL = "control_v11p_sd15_scribble_fp16.safetensors"
+LORA = "blindbox_v1_mix.safetensors"
 PICTURE = "example.png"
 NOTES = {"Note", "MarkdownNote"}  # exist in the editor alone
 
@@ -32,12 +37,12 @@ def core_nodes(monkeypatch, tmp_path):
 
     import nodes
 
-    for name in (CHECKPOINT, CONTROL, PICTURE):
+    for name in (CHECKPOINT, CONTROL, LORA, PICTURE):
         (tmp_path / name).touch()
     for node in NODES:
         node.GET_SCHEMA()
         monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, node.define_schema().node_id, node)
-    for folder in ("checkpoints", "controlnet"):
+    for folder in ("checkpoints", "controlnet", "loras"):
         _, extensions = folder_paths.folder_names_and_paths[folder]
         monkeypatch.setitem(folder_paths.folder_names_and_paths, folder, ([str(tmp_path)], extensions))
     monkeypatch.setattr(folder_paths, "filename_list_cache", {})
@@ -105,3 +110,114 @@ def test_a_wrong_size_is_refused_with_what_is_right(name, value, reason, core_no
     valid, node_errors = validate(prompt)
     assert not valid
     assert any(reason in said["details"] for said in node_errors[key]["errors"])
+
+
+SMALL = {
+    "AccelModel": {"backend": "eager"},
+    "AccelWarmUpGraphs": {"sizes": "64x64"},
+    "AccelDeepCache": {"schedule": "uniform", "interval": 2},
+    "EmptyLatentImage": {"width": 64, "height": 64},
+    "KSampler": {"steps": 2},
+}
+"""Node's class or title → values at which a workflow takes seconds."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs a workflow by its name, small and with changes; gives what its nodes show: title → output.
+
+    plain: without the nodes of this pack that change a model.
+    """
+    import folder_paths
+
+    folder = tmp_path_factory.mktemp("workflows")
+    (folder / CHECKPOINT).symlink_to(synthetic.checkpoint())
+    _write_lora(folder / LORA)
+    Image.linear_gradient("L").convert("RGB").resize((90, 70)).save(folder / PICTURE)
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("checkpoints", "loras"):
+            _, extensions = folder_paths.folder_names_and_paths[kind]
+            patch.setitem(folder_paths.folder_names_and_paths, kind, ([str(folder)], extensions))
+        patch.setattr(folder_paths, "filename_list_cache", {})
+        for kind in ("input", "output", "temp"):
+            patch.setattr(folder_paths, f"{kind}_directory", str(folder))
+        prompts = real_prompts.prompts(patch, folder)
+
+        def run_one(name: str, plain: bool = False, **changes: dict) -> dict[str, dict]:
+            prompt = workflow.bypass(graph(name)) if plain else graph(name)
+            for node in prompt.values():
+                for key in (node["class_type"], node["_meta"]["title"]):
+                    node["inputs"].update({**SMALL.get(key, {}), **changes.get(key, {})})
+            prompts.run(prompt)
+            outputs = prompts.executor.history_result["outputs"]
+            return {prompt[key]["_meta"]["title"]: shown for key, shown in outputs.items()}
+
+        run_one.folder = folder
+        yield run_one
+
+
+def _write_lora(path: Path) -> None:
+    """A LoRA for one attention layer of the synthetic checkpoint."""
+    import safetensors.torch
+    import torch
+
+    layer = "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q"
+    # Not constant: what comes out of a layer norm has the mean 0, so a constant would add next to nothing.
+    up, down = (torch.randn(shape, generator=torch.Generator().manual_seed(7)) / 4 for shape in ((320, 4), (4, 320)))
+    safetensors.torch.save_file({f"{layer}.lora_up.weight": up, f"{layer}.lora_down.weight": down}, path)
+
+
+def sizes(run, shown: dict) -> list[tuple[int, int]]:
+    """Of the images that a node saved, width and height."""
+    return [Image.open(run.folder / each["subfolder"] / each["filename"]).size for each in shown["images"]]
+
+
+def test_hires_fix_gives_exactly_the_size_that_was_typed(run):
+    typed = {"Final size": {"width": 90, "height": 118}, "Size of the first pass": {"max_megapixels": 64 * 64 / 2**20}}
+    shown = run("hires_fix_any_size", **typed)
+    assert shown["Final size"]["text"][0].startswith("90×118 → 128×128")
+    assert shown["Size of the first pass"]["text"][0].startswith("128×128 → 64×64")
+    assert sizes(run, shown["Save Image"]) == [(90, 118)]
+
+
+def test_image_to_image_at_any_size_gives_the_size_of_the_picture(run):
+    assert sizes(run, run("image_to_image_any_size", KSampler={"steps": 2, "denoise": 1.0})["Save Image"]) == [(90, 70)]
+
+
+def test_image_to_image_gives_an_image(run):
+    assert len(run("image_to_image")["Save Image"]["images"]) == 1
+
+
+def test_a_lora_sweep_compiles_nothing_for_its_second_and_later_strengths(run):
+    from comfy_accel.accel.graph_cache import shared
+
+    titles = [f"Picture at {each}" for each in (0.4, 0.8, 1.2)]
+    accelerated = run("lora_sweep")
+    compiled = shared.statistics()["compilations"]
+    assert compiled > 0
+    others = run("lora_sweep", **{f"LoRA at {each}": {"strength_model": each / 4} for each in (0.4, 0.8, 1.2)})
+    assert shared.statistics()["compilations"] == compiled
+    assert len({_pixels(run, shown[title]) for title in titles for shown in (accelerated, others)}) == 6
+    plain = run("lora_sweep", plain=True)
+    assert [_pixels(run, plain[title]) for title in titles] == [_pixels(run, accelerated[title]) for title in titles]
+
+
+def test_deepcache_quality_says_how_close_the_pictures_are(run):
+    shown = run("deepcache_quality")
+    plain, cached = shown["Without DeepCache"], shown["With DeepCache"]
+    assert _pixels(run, plain) != _pixels(run, cached)
+    (text,) = shown["Accel Report"]["text"]
+    assert "PSNR" in text
+    assert "FS" in text
+
+
+def test_warm_up_then_sizes_gives_two_images_of_each_size(run):
+    shown = run("warm_up_sizes", **{"An odd size": {"width": 88, "height": 72}, "Landscape": {"width": 96}})
+    assert sizes(run, shown["Portrait"]) == [(64, 64)] * 2
+    assert sizes(run, shown["Landscape"]) == [(96, 64)] * 2
+    assert sizes(run, shown["An odd size"]) == [(88, 72)] * 2
+
+
+def _pixels(run, shown: dict) -> bytes:
+    (each,) = shown["images"]
+    return Image.open(run.folder / each["subfolder"] / each["filename"]).tobytes()

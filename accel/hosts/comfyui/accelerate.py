@@ -13,11 +13,13 @@ from comfy.patcher_extension import WrappersMP
 
 from ...block_runner import BlockRunner, CompileSettings
 from ...compiled_layers import Host, compiled_layers, look_at
+from ...events import emit
 from ...graph_cache import Claim, GraphCache, shared
 from ...substitution import Layer, Order, substituted
-from . import graph_store
+from . import graph_store, preferences
 from .options import simplifier, without_hooks
 from .progress import CompileProgress
+from .recording import recorded, uses
 from .shape_errors import size_remembered, sizes_explained
 from .versions import NO_RESULT_DEPENDS_ON, clone_for_compiling
 
@@ -42,16 +44,31 @@ class Run:
         self._progress = CompileProgress(node_id)
         self._model: weakref.ref | None = None
         self._layers: dict[torch.nn.Module, Layer] = {}
+        self._evictions = cache.evictions
+        self._contexts: set[int] = set()
 
     @contextmanager
-    def call(self, model: torch.nn.Module) -> Iterator[None]:
-        """For one call of the model: its blocks have their stand-ins."""
+    def call(self, model: torch.nn.Module, context: Any = None) -> Iterator[None]:
+        """For one call of the model: its blocks have their stand-ins. context: the prompt [B, T, ...], if any."""
+        if isinstance(context, torch.Tensor) and context.ndim > 1:
+            self._contexts.add(context.shape[1])
         if self._model is None or self._model() is not model:
             self._layers = block_layers(model, self._settings, self._cache, self._claim)
             self._model = weakref.ref(model)
         kinds = {layer.kind for layer in self._layers.values() if isinstance(layer, BlockRunner)}
         with self._progress.during_call(len(kinds)), substituted(self._layers, Order.COMPILED):
             yield
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Lengths of the prompts, in tokens."""
+        return tuple(sorted(self._contexts))
+
+    def tell(self) -> None:
+        """For the record of the run, once its claim is over."""
+        eager = sum(layer.eager_calls for layer in self._layers.values() if isinstance(layer, BlockRunner))
+        evicted = self._cache.evictions - self._evictions
+        emit("run_calls", claim=self._claim, eager_calls=eager, contexts=self.contexts, evicted=evicted)
 
 
 def block_layers(
@@ -66,6 +83,8 @@ def block_layers(
     claim: of the run that they are for; their graphs stay in the cache while it lasts.
     on_shortage: as for `BlockRunner`.
     """
+    if cache is shared:
+        preferences.current()  # the settings are put into force before the first graph is made
     return compiled_layers(model, look_at(model, settings, HOST), settings, HOST, cache, claim, on_shortage)
 
 
@@ -84,15 +103,26 @@ def accelerate(model: Any, settings: CompileSettings, cache: GraphCache = shared
 
 
 def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | None):
+    described = {
+        "backend": settings.backend,
+        "shapes": "any size" if settings.any_size else "exact size",
+        "min_repetitions": settings.min_repetitions,
+        "check_gain": settings.measured,
+    }
+
     def wrapper(executor, *args, **kwargs):
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
-        with cache.claim() as claim:
-            options[KEY] = Run(settings, cache, claim, node_id)
+        with recorded(executor, args, compiling=described), ExitStack() as stack:
+            claim = stack.enter_context(cache.claim())
+            run = options[KEY] = Run(settings, cache, claim, node_id)
             try:
                 with sizes_explained(executor, args), size_remembered(executor, args, cache, claim):
                     return executor(*args, **kwargs)
             finally:
                 options.pop(KEY, None)
+                claim.uses = uses(executor, args, run.contexts)
+                stack.close()
+                run.tell()
 
     return wrapper
 
@@ -105,7 +135,7 @@ def _apply_model(settings: CompileSettings, cache: GraphCache):
         with ExitStack() as stack:
             # Somebody may call the model outside a sampler.
             run = options.get(KEY) or Run(settings, cache, stack.enter_context(cache.claim()))
-            stack.enter_context(run.call(executor.class_obj.diffusion_model))
+            stack.enter_context(run.call(executor.class_obj.diffusion_model, c_crossattn))
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
     return wrapper

@@ -17,6 +17,7 @@ from ...code_digest import facts_of
 from ...fallbacks import fallbacks
 from ...first_call import is_compiled
 from ...graph_cache import Claim, GraphCache, shared
+from ...graph_entry import Use
 from ...substitution import Layer, Order, substituted
 from . import graph_store
 from .accelerate import block_layers
@@ -174,8 +175,11 @@ class _ControlRun:
         self._layers: dict[torch.nn.Module, Layer] = {}
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """For one call of the network: its blocks have their stand-ins."""
+    def call(self, latent: Any = None) -> Iterator[None]:
+        """For one call of the network: its blocks have their stand-ins. latent: [B, C, ...] that it is called with."""
+        if isinstance(latent, torch.Tensor) and latent.ndim > 2:
+            claim = self._made_with[2]
+            claim.uses = (Use(type(self.network).__name__, tuple(latent.shape[2:]), latent.shape[0]),)
         if not self._layers:
             layers = block_layers(self.network, *self._made_with)
             unsteady = [b for b, layer in layers.items() if isinstance(layer, BlockRunner) and _sets_its_settings(b)]
@@ -214,7 +218,7 @@ def _view(network: torch.nn.Module, run: _ControlRun) -> torch.nn.Module:
 @functools.lru_cache(maxsize=64)
 def _view_class(cls: type) -> type:
     def call(view: Any, *args: Any, **kwargs: Any) -> Any:
-        with view.accel_run.call():
+        with view.accel_run.call(args[0] if args else kwargs.get("x")):
             return view.accel_run.network(*args, **kwargs)
 
     return type(cls.__name__, (cls,), {"__slots__": ("accel_run",), "__call__": call})

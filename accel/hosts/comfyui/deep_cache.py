@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import comfy.model_management
@@ -16,8 +16,10 @@ from ...boundaries import boundary_of, why_none
 from ...cached_call import cached_call
 from ...deep_cache import DeepCacheRun, DeepCacheSettings, StreamKey
 from ...events import emit, log
+from ...run_record import records
 from ...step_schedule import is_in_order
 from ...substitution import Order, substituted
+from .recording import recorded
 from .shape_errors import sizes_explained
 
 KEY = "accel_deep_cache"
@@ -27,9 +29,6 @@ _WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_
 
 _CORE_COMPILE = "torch.compile"
 """The key of the wrapper that core's TorchCompileModel adds."""
-
-_lock = threading.Lock()
-_last_run: dict[str, int] | None = None
 
 
 def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings) -> Any:
@@ -57,8 +56,8 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings) -> Any:
 
 def last_run() -> dict[str, int] | None:
     """`{"full_steps": n, "skipped_steps": n}` of the DeepCache run that ended last in this process."""
-    with _lock:
-        return None if _last_run is None else dict(_last_run)
+    known = records.deep_cache()
+    return None if known is None else {name: known[name] for name in ("full_steps", "skipped_steps")}
 
 
 def _asks_wrappers(model: torch.nn.Module) -> bool:
@@ -83,25 +82,29 @@ def _run_wrapper(settings: DeepCacheSettings) -> Callable[..., Any]:
         run.is_flow = isinstance(sampling, CONST)
         if get_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_COMPILE, options):
             log.warning("DeepCache: beside it TorchCompileModel compiles nothing; use Accelerate Model in its place.")
-        try:
-            with sizes_explained(executor, args):
-                return executor(*args, **kwargs)
-        finally:
-            if before is None:
-                options.pop(KEY, None)
-            else:
-                options[KEY] = before
-            run.close()
-            _report(run)
+        with recorded(executor, args, caching=asdict(settings)):
+            try:
+                with sizes_explained(executor, args):
+                    return executor(*args, **kwargs)
+            finally:
+                if before is None:
+                    options.pop(KEY, None)
+                else:
+                    options[KEY] = before
+                run.close()
+                _report(run)
 
     return keep_state_for_run
 
 
 def _report(run: DeepCacheRun) -> None:
-    global _last_run
-    with _lock:
-        _last_run = {"full_steps": run.full_steps, "skipped_steps": run.skipped_steps}
-    emit("deep_cache_run", full_steps=run.full_steps, skipped_steps=run.skipped_steps)
+    emit(
+        "deep_cache_run",
+        full_steps=run.full_steps,
+        skipped_steps=run.skipped_steps,
+        steps=run.letters,
+        began=run.began,
+    )
     if run.settings.is_adaptive and not run.skipped_steps and not run.failed:
         log.info(
             "DeepCache: too much changed from step to step, so all %d were computed in full; more steps, a higher "

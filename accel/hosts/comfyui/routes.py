@@ -1,4 +1,4 @@
-"""What the server answers for the engine: its state, warming up without a workflow, and dropping what is compiled.
+"""What the server answers for the engine: its state and report, warming up without a workflow, changing the cache.
 
 No route names a file, and none can make a saved graph be imported or trusted.
 """
@@ -6,26 +6,16 @@ No route names a file, and none can make a saved graph be imported or trusted.
 from __future__ import annotations
 
 import json
+import re
 import urllib.parse
 from typing import Any
 
-from ...fallbacks import fallbacks
-from ...graph_cache import shared
-from . import deep_cache
+from . import panel, panel_messages, preferences, report
 from .versions import queue_prompt
 from .warm_up_request import Refused, read
 
 LARGEST_BODY = 64 << 10
 """Bytes; the longest request that makes sense has a few thousand."""
-
-
-def state() -> dict:
-    """The graph cache's and the store's statistics and DeepCache's last run, as JSON."""
-    return {
-        "graph_cache": {**shared.statistics(), "fallbacks": fallbacks.rows()},
-        "graph_store": None if shared.store is None else shared.store.statistics(),
-        "deep_cache": {"last_run": deep_cache.last_run()},
-    }
 
 
 def register() -> None:
@@ -49,9 +39,49 @@ def register() -> None:
 
         return answer
 
+    def refusing(handler):
+        """A GET route; a refusal with one sentence."""
+
+        async def answer(request):
+            try:
+                return await handler(request)
+            except Refused as refused:
+                return web.json_response({"error": str(refused)}, status=refused.status)
+
+        return answer
+
     @server.routes.get("/accel/state")
+    @refusing
     async def get_state(request):
-        return web.json_response(state())
+        rows, wanted = read_table_query(request.query)
+        return web.json_response(panel.state(rows, wanted))
+
+    @server.routes.get("/accel/report")
+    @refusing
+    async def get_report(request):
+        kind = request.query.get("format", "text")
+        if kind == "text":
+            return web.Response(text=report.text())
+        if kind == "json":
+            return web.json_response(report.facts_as_json())
+        raise Refused("format must be text or json.")
+
+    @server.routes.post("/accel/evict")
+    @answering
+    async def post_evict(body):
+        return panel.evict(read_entry_id(body))
+
+    @server.routes.post("/accel/settings")
+    @answering
+    async def post_settings(body):
+        if not isinstance(body, dict) or not body:
+            raise Refused(f"The body must be a JSON object with some of {', '.join(preferences.NAMES)}.")
+        try:
+            return panel.change_settings(body)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        except OSError as error:
+            raise Refused(f"It counts until ComfyUI ends, but cannot be kept: {error}.", 500) from None
 
     @server.routes.post("/accel/warm_up")
     @answering
@@ -63,7 +93,29 @@ def register() -> None:
     async def post_clear(body):
         if body not in (None, {}):
             raise Refused("This takes nothing: send an empty body.")
-        return clear()
+        return panel.clear()
+
+    panel_messages.start(server)
+
+
+def read_table_query(query: Any) -> tuple[int, str]:
+    """?rows=N&filter=text of a request; Refused where they are out of range."""
+    rows, wanted = query.get("rows", str(panel.DEFAULT_ROWS)), query.get("filter", "")
+    if not (rows.isascii() and rows.isdecimal() and len(rows) <= 6 and int(rows) <= panel.MOST_ROWS):
+        raise Refused(f"rows must be a whole number from 0 to {panel.MOST_ROWS}.")
+    if len(wanted) > panel.LONGEST_FILTER:
+        raise Refused(f"filter must have at most {panel.LONGEST_FILTER} characters.")
+    return int(rows), wanted
+
+
+def read_entry_id(body: Any) -> str:
+    """The id in {"id": "..."}; Refused for anything else."""
+    if not isinstance(body, dict) or set(body) != {"id"}:
+        raise Refused('The body must be {"id": "..."}, with an id of the table in GET /accel/state.')
+    found = body["id"]
+    if not isinstance(found, str) or re.fullmatch("[0-9a-f]{1,64}", found) is None:
+        raise Refused("id must be a text of 1 to 64 hexadecimal digits.")
+    return found
 
 
 async def warm_up(server: Any, body: Any) -> dict:
@@ -82,14 +134,6 @@ async def warm_up(server: Any, body: Any) -> dict:
     if error is not None:
         raise Refused(f"ComfyUI refuses it: {error}.")
     return {"prompt_id": prompt_id}
-
-
-def clear() -> dict:
-    """Drop all compiled graphs of this process; what is saved on disk stays."""
-    freed = shared.statistics()["bytes"]
-    dropped = shared.clear()
-    fallbacks.clear()
-    return {"dropped": dropped, "bytes": freed}
 
 
 def refuse_foreign_origin(headers: Any) -> None:

@@ -16,6 +16,7 @@ from ...block_runner import BlockRunner, CompileSettings
 from ...fallbacks import fallbacks
 from ...first_call import at_first_call, is_compiled
 from ...graph_cache import GraphCache, shared
+from ...graph_entry import Use
 from ...substitution import Layer
 from ...vae import AUTO, SKIP, Repeats, VaePolicy, gives_back, has_room, one_tile
 from . import graph_store
@@ -124,6 +125,8 @@ class _Around:
         is_auto = self._policy.compiled == AUTO
         with ExitStack() as stack:
             claim = stack.enter_context(self._cache.claim())
+            if shape is not None:
+                claim.uses = (Use(type(model).__name__, shape[2:], shape[0]),)
 
             def make_layers(part: torch.nn.Module) -> Mapping[torch.nn.Module, Layer]:
                 used.append(part)

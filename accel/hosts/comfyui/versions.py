@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,6 +56,44 @@ def clone_for_compiling(model: Any) -> Any:
     if "disable_dynamic" in inspect.signature(model.clone).parameters:
         return model.clone(disable_dynamic=True)
     return model.clone()
+
+
+def streams_weights() -> bool:
+    """Whether core streams weights to the device as they are needed ("dynamic VRAM", from 0.15.1 on)."""
+    return bool(getattr(sys.modules.get("comfy.memory_management"), "aimdo_enabled", False))
+
+
+def comfyui_version() -> str | None:
+    """As the release calls itself, "0.3.75"; None for a tree that does not say."""
+    try:
+        from comfyui_version import __version__
+    except ImportError:
+        return None
+    return __version__
+
+
+def show_node_progress(node_id: str, value: int, of: int) -> None:
+    """Fill a node's own bar in the page to `value` of `of`; the running node's bar is another entry, and stays.
+
+    Nothing happens outside of a prompt, or where core keeps no progress by node.
+    """
+    registry = _progress_of(node_id)
+    if registry is not None:
+        registry.update_progress(node_id, value, of)
+
+
+def finish_node_progress(node_id: str) -> None:
+    """Take the node's own bar away: it is as it was, done."""
+    registry = _progress_of(node_id)
+    if registry is not None:
+        registry.finish_progress(node_id)
+
+
+def _progress_of(node_id: str) -> Any:
+    """Core's registry of the nodes' progress, where the prompt that runs has this node; else None."""
+    registry = getattr(sys.modules.get("comfy_execution.progress"), "global_progress_registry", None)
+    has_node = getattr(getattr(registry, "dynprompt", None), "has_node", None)
+    return registry if has_node is not None and has_node(node_id) else None
 
 
 async def queue_prompt(

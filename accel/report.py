@@ -1,0 +1,144 @@
+"""The report in words: what the last image gained, and what stands in the way of more. Pure: a state in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ALIKE_DB = 30.0
+"""PSNR above which most eyes see no difference between two pictures."""
+
+_MOST_REASONS = 8
+_LONGEST_TIMELINE = 100
+
+
+def text(state: Mapping[str, Any], diagnosis: Sequence[str], comparison: str | None = None) -> str:
+    """A few short paragraphs.
+
+    state: the panel's (`GET /accel/state`). diagnosis: what to change, the first thing first. comparison: of the image
+        with its reference, a sentence.
+    """
+    run = state["last_run"]
+    parts = [
+        ["Accel Report"],
+        _image(run),
+        _compiled(run),
+        _skipped(run),
+        _saved(run),
+        [] if comparison is None else [comparison],
+        _uncompiled(run),
+        _cache(state["graph_cache"], state["graph_store"]),
+        _advice(diagnosis),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def size_of(run: Mapping[str, Any]) -> str:
+    """The latent and its number, as in "latent 64x64, batch 2"."""
+    latent = run["latent"]
+    if len(latent) < 3:
+        return "latent " + "x".join(map(str, latent)) if latent else "latent unknown"
+    return f"latent {'x'.join(map(str, latent[2:]))}, batch {latent[0]}"
+
+
+def _image(run: Mapping[str, Any] | None) -> list[str]:
+    if run is None:
+        return ["No image was sampled with Accelerate Model or DeepCache yet."]
+    steps = "" if run["steps"] is None else f", {run['steps']} steps"
+    sampler = f" of {run['sampler']}" if run["sampler"] and steps else ""
+    tokens = f", prompt of {' and '.join(map(str, run['contexts']))} tokens" if run["contexts"] else ""
+    return [f"Last image: {run['model']}, {size_of(run)}{tokens}{steps}{sampler}: {seconds(run['seconds'])}."]
+
+
+def _compiled(run: Mapping[str, Any] | None) -> list[str]:
+    if run is None or run["compiling"] is None:
+        return []
+    word = "captured" if run["compiling"]["backend"] == "eager" else "compiled"
+    calls = run["compiled_calls"] + run["eager_calls"]
+    share = f" ({run['compiled_calls'] / calls:.0%})" if calls else ""
+    lines = [f"Compiling: {run['compiled_calls']} of {calls} block calls{share} ran {word}."]
+    if run["blocks"]:
+        lines.append(f"  {run['blocks']} blocks of {run['kinds']} kinds can run {word}.")
+    if run["compilations"]:
+        lines.append(f"  {run['compilations']} graphs were {word} in this run, in {seconds(run['compile_seconds'])}.")
+    if run["loaded"]:
+        lines.append(f"  {run['loaded']} graphs were loaded from the disk, in {seconds(run['load_seconds'])}.")
+    if not run["compilations"] and not run["loaded"] and run["compiled_calls"]:
+        lines.append("  All graphs were there already: these sizes were warm.")
+    return lines
+
+
+def _skipped(run: Mapping[str, Any] | None) -> list[str]:
+    if run is None or run["caching"] is None:
+        return []
+    steps = run["steps_taken"]
+    shown = steps if len(steps) <= _LONGEST_TIMELINE else f"{steps[:_LONGEST_TIMELINE]}..."
+    lines = [f"DeepCache: {steps.count('S')} of {len(steps)} steps skipped the deep part of the model."]
+    return [*lines, f"  {shown}   (F full, S skipped)"] if steps else lines
+
+
+def _saved(run: Mapping[str, Any] | None) -> list[str]:
+    if run is None:
+        return []
+    saved = run["saved_seconds"]
+    if saved is None:
+        return [f"Time saved: not known. {run['saved_how']}"]
+    without = run["seconds"] + saved
+    if saved < 0:
+        first = f"Time saved: none; it took about {seconds(-saved)} longer."
+    else:
+        share = f" ({saved / without:.0%})" if without > 0 else ""
+        first = f"Time saved: about {seconds(saved)} of the {seconds(without)} that it would have taken{share}."
+    return [first, f"  How this is known: {run['saved_how']}"]
+
+
+def comparison(psnr: float) -> str:
+    """What a PSNR in dB means; 100 and above is equal."""
+    if psnr >= 100:
+        return "Compared with the reference: equal."
+    seen = "most eyes see no difference" if psnr >= ALIKE_DB else "the difference can be seen"
+    return f"Compared with the reference: {psnr:.1f} dB PSNR ({seen}; above {ALIKE_DB:.0f} dB is close)."
+
+
+def _uncompiled(run: Mapping[str, Any] | None) -> list[str]:
+    rows = sorted(run["fallbacks"], key=lambda row: -row["calls"]) if run is not None else []
+    left = sorted(run["left_eager"].items(), key=lambda item: -item[1]) if run is not None else []
+    if not rows and not left:
+        return []
+    lines = [f"  {row['block']}: {row['reason']} ({row['calls']} times)" for row in rows[:_MOST_REASONS]]
+    lines += [f"  {count} blocks: {reason}" for reason, count in left[:_MOST_REASONS]]
+    more = len(rows) + len(left) - len(lines)
+    return ["What ran uncompiled, and why:", *lines, *([f"  and {more} more reasons"] if more else [])]
+
+
+def _cache(cache: Mapping[str, Any], store: Mapping[str, Any] | None) -> list[str]:
+    budget = f"{megabytes(cache['bytes'])} of {megabytes(cache['max_bytes'])}"
+    totals = f"{cache['compilations']} compiled in {seconds(cache['seconds'])}, {cache['loaded']} loaded"
+    lines = [
+        f"Graph cache: {cache['graphs']} graphs, {budget}.",
+        f"  Since ComfyUI started: {totals}, used {cache['hits']} times, {cache['evictions']} dropped.",
+    ]
+    if store is not None:
+        lines.append(f"  On disk: {store['loaded']} loaded and {store['saved']} saved by this process.")
+    return lines
+
+
+def _advice(diagnosis: Sequence[str]) -> list[str]:
+    if not diagnosis:
+        return ["Nothing stands in the way of a gain."]
+    first, *others = diagnosis
+    lines = ["What to look at first:", f"  {first}"]
+    return [*lines, "And then:", *(f"  {sentence}" for sentence in others)] if others else lines
+
+
+def seconds(value: float) -> str:
+    """A time for people: 0.02 s, 3.4 s, 2 min 05 s."""
+    if value < 60:
+        return f"{value:.2g} s" if value < 1 else f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s"
+
+
+def megabytes(value: int) -> str:
+    """Bytes for people."""
+    return f"{value / (1 << 20):.1f} MB" if value < 10 << 20 else f"{value / (1 << 20):.0f} MB"

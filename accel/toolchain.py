@@ -1,0 +1,25 @@
+"""What torch needs beside itself to compile, and whether it is there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+
+def triton_version() -> str | None:
+    """Of the package that compiles for GPUs; None where it is not installed."""
+    from importlib import metadata
+
+    for package in ("triton", "pytorch-triton-rocm", "triton-windows"):
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def cpp_compiler() -> str | None:
+    """The path of the compiler that torch calls for the CPU: CXX, or the system's usual one; None without it."""
+    usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
+    return shutil.which(os.environ.get("CXX") or usual)

@@ -1,0 +1,72 @@
+"""The Accel Report node."""
+
+from comfy_api.latest import io, ui
+from typing_extensions import override
+
+from ..accel.hosts.comfyui import node_text, report
+from ..accel.hosts.comfyui.versions import make_input, schema
+
+
+class AccelReport(io.ComfyNode):
+    """Says what was accelerated, skipped and saved, as text and as a chart, and what to change where nothing was."""
+
+    @classmethod
+    @override
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AccelReport",
+            display_name="Accel Report",
+            category="accel",
+            description=(
+                "Says what the last image gained: what was compiled, loaded and skipped, the time that it saved, and, "
+                "where it saved none, what to change first. Connect the image to have the report made after it. Runs "
+                "each time the workflow does."
+            ),
+            search_aliases=["statistics", "benchmark", "speed", "PSNR", "why slow", "diagnose"],
+            is_output_node=True,
+            not_idempotent=True,
+            inputs=[
+                make_input(
+                    io.AnyType,
+                    "anything",
+                    optional=True,
+                    tooltip=(
+                        "Optional. The report is made after what is connected here: the image of VAE Decode, say, or "
+                        "the model that it was made with."
+                    ),
+                ),
+                make_input(
+                    io.Image,
+                    "image",
+                    optional=True,
+                    tooltip="Optional. An image to compare with the reference, pixel by pixel.",
+                ),
+                make_input(
+                    io.Image,
+                    "reference",
+                    optional=True,
+                    tooltip=(
+                        "Optional. The same image made without the nodes of this pack: the report says how close the "
+                        "two are (PSNR; above 30 dB most eyes see no difference)."
+                    ),
+                ),
+            ],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
+            outputs=[
+                io.String.Output(display_name="report", tooltip="The report, as text."),
+                io.Image.Output(display_name="chart", tooltip="The report, as a picture."),
+            ],
+        )
+
+    @classmethod
+    @override
+    def fingerprint_inputs(cls, anything=None, image=None, reference=None) -> float:
+        return float("nan")  # never equal to itself: the node runs every time
+
+    @classmethod
+    @override
+    def execute(cls, anything=None, image=None, reference=None) -> io.NodeOutput:
+        text, chart = report.make(image, reference, cls.hidden.prompt if cls.hidden else None)
+        node_text.show(text, cls.hidden.unique_id if cls.hidden else None)
+        shown = {**ui.PreviewText(text).as_dict(), **ui.PreviewImage(chart, cls=cls).as_dict()}
+        return io.NodeOutput(text, chart, ui=shown)

@@ -1,0 +1,260 @@
+"""What is told of real runs: the record, the report of it, progress on the node, and that no image shows any of it."""
+
+import json
+
+import comfy.model_management
+import folder_paths
+import pytest
+import tiny_models
+import torch
+from comfy_accel.accel import events
+from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.deep_cache import DeepCacheSettings
+from comfy_accel.accel.fallbacks import fallbacks
+from comfy_accel.accel.graph_cache import DEFAULT_MAX_BYTES, GraphCache, shared
+from comfy_accel.accel.hosts.comfyui import panel, preferences, report
+from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.versions import finish_node_progress, show_node_progress
+from comfy_accel.accel.run_record import records
+from comfy_accel.nodes.accelerate_model import AccelModel
+from comfy_accel.nodes.report import AccelReport
+
+warm = GraphCache()
+UNIFORM = DeepCacheSettings(interval=3, schedule="uniform", between="hold")
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    records.clear()
+    fallbacks.clear()
+
+
+@pytest.fixture(scope="module")
+def unet():
+    return tiny_models.unet(
+        channel_mult=[1, 2],
+        num_res_blocks=[1, 1],
+        transformer_depth=[1, 0],
+        transformer_depth_output=[1, 1, 0, 0],
+        transformer_depth_middle=-1,
+    )
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """Preferences of an installation of its own, as if ComfyUI had just started."""
+    before = folder_paths.get_user_directory()
+    folder_paths.set_user_directory(str(tmp_path))
+
+    def restart():
+        preferences._current, preferences._node_mb = None, preferences.FROM_SETTINGS
+        return preferences
+
+    yield restart
+    folder_paths.set_user_directory(before)
+    restart()
+    shared.set_budget(512, DEFAULT_MAX_BYTES)
+
+
+def fast(model, cache=warm, node_id=None):
+    return accelerate(model, CompileSettings(backend="eager"), cache, node_id)
+
+
+def image(model, **arguments):
+    return tiny_models.sample(model, **{"width": 64, "height": 72, "steps": 3, **arguments})
+
+
+def test_first_run_compiles_and_the_second_finds_all_there(unet):
+    cache = GraphCache()
+    for _ in range(2):
+        image(fast(unet, cache))
+    first, second = records.all()
+    assert (first.model, first.latent, first.steps, first.sampler) == ("SD15", (1, 4, 9, 8), 3, "euler")
+    assert first.compilations == cache.statistics()["compilations"] > 0 and first.compile_seconds > 0
+    assert second.compilations == 0
+    assert first.compiled_calls == second.compiled_calls == second.blocks * 3
+    assert first.eager_calls == second.eager_calls == 0
+    assert second.contexts == (77,) and second.fallbacks == [] and not second.failed
+    assert second.seconds >= 0 and second.loaded_share == 1.0
+    used = [row["used_at"] for row in cache.statistics()["table"]]
+    assert all(at == [{"latent": [9, 8], "batch": 1, "context": 77}] for at in used)
+
+
+def test_deep_cache_and_compiling_are_one_run_in_either_order(unet):
+    orders = (
+        lambda model: apply_deep_cache(fast(model), UNIFORM),
+        lambda model: fast(apply_deep_cache(model, UNIFORM)),
+    )
+    for order in orders:
+        records.clear()
+        image(order(unet), steps=7)
+        (run,) = records.all()
+        assert run.compiling["backend"] == "eager" and run.caching["interval"] == 3
+        assert run.steps_taken == "FSSFSSF"
+        assert last_run() == {"full_steps": 3, "skipped_steps": 4}
+        assert records.deep_cache()["steps"] == "FSSFSSF"
+        # The middle ones were timed: F and S, none of them disturbed but the first.
+        assert run.by_skipping.seconds is not None and "4 skipped steps" in run.by_skipping.how
+
+
+def test_deep_cache_alone_is_recorded(unet):
+    image(apply_deep_cache(unet, UNIFORM), steps=4)
+    run = records.last()
+    assert run.compiling is None and run.steps_taken == "FSSF" and run.model == "SD15"
+
+
+def test_blocks_that_a_patch_concerns_are_told_with_advice(unet):
+    model = fast(unet)
+    model.set_model_attn2_patch(lambda q, k, v, extra: (q, k, v))
+    image(model)
+    run = records.last()
+    assert run.eager_calls > 0 and run.compiled_calls > 0
+    assert run.fallbacks[0]["calls"] == run.eager_calls
+    text = report.text()
+    assert "a patch (attn2_patch) concerns it" in text and "Another node patches these blocks" in text
+
+
+def test_run_that_is_interrupted_is_recorded_as_failed_and_passes_on(unet):
+    def stop(*_):
+        raise comfy.model_management.InterruptProcessingException
+
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        image(fast(apply_deep_cache(unet, UNIFORM)), callback=stop)
+    assert records.last().failed
+    assert "ended with an error or was stopped" in report.text()
+
+
+def test_image_is_the_same_whatever_listeners_do(unet):
+    def broken(name, data):
+        raise RuntimeError(name)
+
+    plain = image(unet)
+    stop = events.subscribe(broken)
+    try:
+        assert torch.equal(image(fast(unet)), plain)
+    finally:
+        stop()
+
+
+def test_state_is_json_with_what_the_contract_names(unet):
+    image(fast(apply_deep_cache(unet, UNIFORM)))
+    state = json.loads(json.dumps(panel.state()))
+    assert {"graph_cache", "graph_store", "deep_cache", "compiling", "last_run", "settings", "version"} <= set(state)
+    wanted = "model latent seconds steps compiled_calls eager_calls compile_seconds loaded saved_seconds saved_how"
+    assert set(wanted.split()) <= set(state["last_run"])
+    assert set(state["settings"]) == {"max_mb", "max_entries", "store_mb", "verbosity"}
+    assert {"steps", "saved_seconds", "saved_how"} <= set(state["deep_cache"]["last_run"])
+
+
+def test_node_gives_text_and_a_picture_and_shows_both(unet):
+    image(fast(apply_deep_cache(unet, UNIFORM)))
+    picture = torch.rand(2, 16, 24, 3)
+    out = AccelReport.execute("anything", picture, picture.clone())
+    text, chart = out.args
+    assert "Last image: SD15, latent 9x8, batch 1" in text and "reference: equal" in text
+    assert chart.ndim == 4 and chart.shape[0] == 1 and chart.shape[3] == 3 and chart.shape[2] == 512
+    assert 0 <= float(chart.min()) < float(chart.max()) <= 1
+    assert out.ui["text"] == (text,) and len(out.ui["images"]) == 1
+
+
+def test_node_without_a_run_and_inputs_says_what_to_do():
+    (text, chart) = AccelReport.execute().args
+    assert "No image was sampled" in text and "between the loaders and the sampler" in text
+    assert chart.shape[0] == 1
+
+
+@pytest.mark.parametrize(("difference", "said"), [(0.1, "20.0 dB"), (0.01, "40.0 dB"), (0.0, "equal")])
+def test_psnr_by_mental_arithmetic(difference, said):
+    reference = torch.full((1, 8, 8, 3), 0.5)
+    assert said in AccelReport.execute(None, reference + difference, reference).args[0]
+
+
+def test_images_of_two_sizes_are_not_compared_and_do_no_harm():
+    text = AccelReport.execute(None, torch.zeros(1, 8, 16, 3), torch.zeros(2, 8, 8, 3)).args[0]
+    assert "Not compared: the image is 16x8 (1) and the reference 8x8 (2)" in text
+
+
+def test_bar_of_the_node_fills_while_compiling_and_the_samplers_stays(unet):
+    from comfy_execution import progress
+    from comfy_execution.graph import DynamicPrompt
+
+    heard, told = [], []
+
+    class Watch(progress.ProgressHandler):
+        def update_handler(self, node_id, value, max_value, state, prompt_id, image=None):
+            heard.append((node_id, value, max_value))
+
+    prompt = {name: {"class_type": "any", "inputs": {}} for name in ("7", "sampler")}
+    progress.reset_progress_state("prompt", DynamicPrompt(prompt))
+    registry = progress.get_progress_state()
+    registry.register_handler(Watch("watch"))
+    registry.start_progress("sampler")
+    registry.update_progress("sampler", 1, 3)
+    heard.clear()
+    stop = events.subscribe(lambda name, data: told.append(data) if name == "compiling" else None)
+    try:
+        image(fast(unet, GraphCache(), node_id="7"))
+        show_node_progress("of another prompt", 1, 2)
+        finish_node_progress("of another prompt")
+    finally:
+        stop()
+        sampler, own = registry.nodes["sampler"], registry.nodes["7"]
+        progress.reset_progress_state("", DynamicPrompt({}))
+    kinds = records.last().kinds
+    assert {node for node, _, _ in heard} == {"7"} and set(registry.nodes) == {"sampler", "7"}
+    values = [value for _, value, _ in heard]
+    assert values == sorted(values) and values[0] == 0 and values[-1] == kinds and heard[-1][2] == kinds
+    assert own["state"] is progress.NodeState.Finished
+    assert sampler["state"] is progress.NodeState.Running and (sampler["value"], sampler["max"]) == (1, 3)
+    assert [(data["number"], data["of"]) for data in told[:kinds]] == [(n + 1, kinds) for n in range(kinds)]
+    assert told[0]["node"] == "7"
+
+
+def test_budget_comes_from_the_settings_unless_the_node_names_one(settings):
+    model = tiny_models.unet()
+    settings().change({"max_mb": 100, "max_entries": 50})
+
+    def budget():
+        totals = shared.statistics()
+        return totals["max_bytes"] >> 20, totals["max_entries"]
+
+    assert budget() == (100, 50)
+    AccelModel.execute(model, "any size", "eager", "run eagerly", cache_mb=64)
+    assert budget() == (64, 50)
+    AccelModel.execute(model, "any size", "eager", "run eagerly")
+    assert budget() == (100, 50)
+    AccelModel.execute(model, "any size", "eager", "run eagerly", cache_mb=64)
+    settings().current()  # another start: the page's settings are still there
+    assert budget() == (100, 50)
+
+
+def test_node_that_names_a_budget_before_the_settings_are_read_keeps_it(settings):
+    settings().change({"max_mb": 100})
+    again = settings()
+    AccelModel.execute(tiny_models.unet(), "any size", "eager", "run eagerly", cache_mb=64)
+    again.current()
+    assert shared.statistics()["max_bytes"] >> 20 == 64
+    assert panel.state()["settings"]["max_mb"] == 100
+
+
+def test_damaged_settings_count_as_none_and_wrong_ones_change_nothing(settings, tmp_path):
+    folder = tmp_path / "__accel"
+    folder.mkdir()
+    (folder / "preferences.json").write_text("{")
+    assert settings().current().max_mb == DEFAULT_MAX_BYTES >> 20
+    with pytest.raises(ValueError, match="max_entries must be"):
+        preferences.change({"max_mb": 5, "max_entries": -1})
+    assert preferences.current().max_mb == DEFAULT_MAX_BYTES >> 20
+
+
+def test_store_limit_is_kept_beside_its_folder(settings, tmp_path, monkeypatch):
+    monkeypatch.delenv("ACCEL_STORE")
+    (tmp_path / "__accel").mkdir()
+    (tmp_path / "__accel" / "settings.json").write_text(json.dumps({"folder": str(tmp_path / "graphs")}))
+    settings().change({"store_mb": 17})
+    assert preferences.state()["store_mb"] == 17
+    assert json.loads((tmp_path / "__accel" / "settings.json").read_text())["folder"] == str(tmp_path / "graphs")
+    monkeypatch.setenv("ACCEL_STORE_MB", "3")
+    with pytest.raises(ValueError, match="ACCEL_STORE_MB"):
+        preferences.change({"store_mb": 18})

@@ -1,0 +1,86 @@
+"""The cache as rows: of thousands of entries a few, quickly, and each has a name that stays."""
+
+import time
+
+import pytest
+import torch
+from comfy_accel.accel.compiled_graph import CompiledGraph
+from comfy_accel.accel.graph_cache import GraphCache
+from comfy_accel.accel.graph_entry import Entry, Use
+from comfy_accel.accel.graph_key import GraphKey, TensorSpec
+from comfy_accel.accel.kinds import Kind
+
+MANY = 5000
+
+
+def key(number=0, sizes=None):
+    weights = tuple(f"layer.{index}.weight" for index in range(20))
+    specs = tuple(TensorSpec(torch.float16, torch.device("cpu"), 4, "contiguous") for _ in weights)
+    return GraphKey(Kind("Block", f"digest {number}", weights), ("tensor",), specs, "inductor", sizes)
+
+
+def fill(cache, keys, name="Block"):
+    for one in keys:
+        with cache.claim() as claim:
+            cache.find(one, name, lambda graph: True, lambda: CompiledGraph(len, bool, nbytes=10), claim)
+            claim.uses = (Use("SD15", (8, 8), 1),)
+
+
+@pytest.fixture(scope="module")
+def full():
+    cache = GraphCache(max_entries=MANY)
+    for number in range(MANY - 5):  # by `find`, each would look whether all still fit
+        entry = Entry(key(number), "Block", [CompiledGraph(len, bool, nbytes=10)], uses=(Use("SD15", (8, 8), 1),))
+        cache._entries[entry.key] = entry
+    fill(cache, (key(MANY + number) for number in range(5)), "Transformer")
+    return cache
+
+
+def test_rows_are_bounded_and_the_latest_and_totals_are_of_all(full):
+    found = full.statistics(rows=200)
+    assert len(found["table"]) == 200 and found["rows_total"] == found["entries"] == MANY
+    assert found["bytes"] == MANY * 10
+    assert [row["name"] for row in found["table"]][-5:] == ["Transformer"] * 5
+    assert full.statistics(rows=0)["table"] == []
+
+
+def test_rows_are_filtered_by_name_and_model_in_any_case(full):
+    assert full.statistics(200, "transF")["rows_total"] == 5
+    assert full.statistics(200, "sd15")["rows_total"] == MANY
+    assert full.statistics(200, "nothing")["rows_total"] == 0
+
+
+def test_thousands_of_entries_are_told_quickly(full):
+    full.statistics(200)
+    started = time.process_time()
+    full.statistics(200)
+    full.statistics(200, "transformer")
+    assert time.process_time() - started < 0.5
+
+
+def test_entry_is_named_the_same_in_every_cache_and_evicted_by_its_name():
+    one, other = GraphCache(), GraphCache()
+    for cache in (one, other):
+        fill(cache, [key(1), key(2)])
+    names = [row["id"] for row in one.statistics()["table"]]
+    assert names == [row["id"] for row in other.statistics()["table"]] and len(set(names)) == 2
+    assert one.evict_named(names[0]) == 10
+    assert one.evict_named(names[0]) is None and one.evict_named("0") is None
+    assert [row["id"] for row in one.statistics()["table"]] == names[1:]
+
+
+def test_row_says_what_the_graph_is_for():
+    cache = GraphCache()
+    fill(cache, [key(1), key(2, (torch.Size((2, 3)), torch.Size(())))])
+    any_size, exact = cache.statistics()["table"]
+    assert (any_size["sizes"], exact["sizes"]) == ("any", [[2, 3], []])
+    assert (exact["dtype"], exact["device"], exact["backend"]) == ("float16", "cpu", "inductor")
+    assert exact["source"] == "compiled" and exact["model"] == "SD15"
+    assert exact["used_at"] == [{"latent": [8, 8], "batch": 1, "context": None}]
+
+
+def test_loaded_graph_is_said_to_be_from_the_disk():
+    cache = GraphCache()
+    graph = CompiledGraph(len, bool)
+    cache.find("a", "A", lambda found: True, lambda: pytest.fail("compiled"), load_graph=lambda: graph)
+    assert cache.statistics()["table"][0]["source"] == "disk"

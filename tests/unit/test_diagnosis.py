@@ -1,0 +1,164 @@
+"""Each sentence about a missing gain: when it is said, and that it says what to do."""
+
+import pytest
+from comfy_accel.accel import diagnosis, diagnosis_machine
+from comfy_accel.accel.diagnosis import CAUSES, diagnose
+from comfy_accel.accel.diagnosis_facts import Facts, nodes_of
+from comfy_accel.accel.run_record import Run
+from comfy_accel.accel.savings import Saving
+
+WARM = {
+    "model": "SDXL",
+    "latent": (1, 4, 128, 128),
+    "steps": 30,
+    "sampler": "euler",
+    "compiling": {"backend": "inductor", "shapes": "any size", "min_repetitions": 1, "check_gain": True},
+    "seconds": 10.0,
+    "compiled_calls": 1000,
+    "blocks": 70,
+    "kinds": 9,
+    "loaded_share": 1.0,
+}
+GIB = 1 << 30
+
+
+def facts(run=None, **changes):
+    """A machine with a GPU on which all is well, and the run `WARM` with changes."""
+    well = {
+        "run": Run(**{**WARM, **(run or {})}).as_json(),
+        "cache": {"max_bytes": 2 << 30, "max_entries": 512},
+        "device": "cuda",
+        "torch": "2.11.0",
+        "comfyui": "0.3.75",
+        "triton": "3.6",
+        "memory_total": 24 * GIB,
+        "memory_free": 12 * GIB,
+        "memory_ours": 11 * GIB,
+    }
+    return Facts(**{**well, **changes})
+
+
+def compiling(**changes):
+    return {"compiling": {**WARM["compiling"], **changes}}
+
+
+def skipping(**run):
+    return {"caching": {"interval": 3}, "compiling": None, "steps_taken": "F" * run.get("steps", 30), **run}
+
+
+def rows(*reasons, calls=10):
+    return [{"block": "Block", "reason": reason, "calls": calls} for reason in reasons]
+
+
+def test_where_all_is_well_nothing_is_said():
+    assert diagnose(facts()) == []
+
+
+SAID = [
+    (diagnosis.no_run, Facts(), "between the loaders and the sampler"),
+    (diagnosis.no_run, Facts(nodes={"AccelModel": [{}]}), "connect the image to `anything`"),
+    (diagnosis.run_failed, facts({"failed": True}), "not those of a whole image"),
+    (diagnosis_machine.torch_too_old, facts(torch="2.8.0", ahead_of_time=False), "2.11 or later"),
+    (diagnosis_machine.triton_missing, facts(triton=None), "triton-windows"),
+    (diagnosis_machine.cpp_compiler_missing, facts(device="cpu"), "install one"),
+    (diagnosis_machine.comfyui_too_old, facts(comfyui="0.3.74"), "update it"),
+    (diagnosis.no_compiling_node, facts(skipping(), nodes={"KSampler": [{}]}), "not in this workflow"),
+    (diagnosis.whole_model_compiled_too, facts(nodes={"TorchCompileModel": [{}], "AccelModel": [{}]}), "Take it out"),
+    (diagnosis.backend_compiles_nothing, facts(compiling(backend="eager")), "choose inductor"),
+    (diagnosis.cache_is_off, facts(cache={"max_bytes": 0, "max_entries": 9}), "raise its budget"),
+    (diagnosis.cache_is_off, facts(cache={"max_bytes": 9, "max_entries": 0}), "raise its budget"),
+    (diagnosis.cache_too_small, facts({"evicted": 3, "compilations": 3, "compile_seconds": 1.0}), "dropped 3 graphs"),
+    (diagnosis.cache_too_small, facts({"fallbacks": rows("more than the 2 MB (cache_mb)")}), "did not hold"),
+    (diagnosis.sizes_were_cold, facts({"compilations": 9, "compile_seconds": 8.0}), "8.0 of its 10.0 s"),
+    (
+        diagnosis.sizes_were_cold,
+        facts({**compiling(shapes="exact size"), "compilations": 9, "compile_seconds": 8.0}),
+        "choose any size",
+    ),
+    (diagnosis.exact_size, facts(compiling(shapes="exact size")), "any size never is"),
+    (diagnosis.loading_took_long, facts({"loaded": 9, "load_seconds": 2.0}), "once after a restart"),
+    (
+        diagnosis.few_repetitions_left_out,
+        facts({**compiling(min_repetitions=3), "left_eager": {"fewer than 3 blocks of its kind": 7}}),
+        "keeps 7 blocks uncompiled",
+    ),
+    (
+        diagnosis.blocks_fell_back,
+        facts({"eager_calls": 66, "fallbacks": rows("a patch (attn2_patch) concerns it")}),
+        "66 of 1066 block calls",
+    ),
+    (
+        diagnosis.blocks_fell_back,
+        facts({"eager_calls": 1, "fallbacks": rows("at this size it takes 2 ms a call and eagerly 1 ms")}),
+        "faster so",
+    ),
+    (diagnosis.blocks_fell_back, facts({"eager_calls": 1, "fallbacks": rows("autocast is on")}), "No graph is made"),
+    (diagnosis.blocks_left_out, facts({"left_eager": {"it holds a lock": 10}}), "10 of 80 blocks"),
+    (diagnosis.nothing_measured, facts(compiling(check_gain=False)), "turn it on"),
+    (diagnosis.gain_is_small, facts({"by_compiling": Saving(0.1, "Measured.")}), "matrix products"),
+    (diagnosis.deep_cache_is_off, facts(nodes={"AccelDeepCache": [{"interval": 1}]}), "3 is the default"),
+    (
+        diagnosis.deep_cache_is_off,
+        facts(nodes={"AccelDeepCache": [{"interval": 3, "start_percent": 0.5, "end_percent": 0.5}]}),
+        "no step to skip",
+    ),
+    (
+        diagnosis.deep_cache_is_off,
+        facts(nodes={"AccelDeepCache": [{"interval": 3, "schedule": "adaptive", "threshold": 0.0}]}),
+        "0.05 is the default",
+    ),
+    (diagnosis.deep_cache_found_no_place, facts(nodes={"AccelDeepCache": [{"interval": 3}]}), "the log says why"),
+    (diagnosis.deep_cache_skipped_nothing, facts(skipping(steps=6)), "from about 20 steps on"),
+    (diagnosis.deep_cache_skipped_nothing, facts(skipping(sampler="euler_ancestral")), "Use euler"),
+    (diagnosis.deep_cache_skipped_nothing, facts(skipping()), "higher threshold"),
+    (diagnosis.vae_is_left_alone, facts(nodes={"AccelVAESkipCompile": [{"policy": "skip"}]}), "policy auto"),
+    (diagnosis_machine.no_gpu, facts(device="cpu", cpp_compiler="/bin/g++"), "on the CPU"),
+    (diagnosis_machine.partly_loaded, facts({"loaded_share": 0.4}), "Only 40%"),
+    (diagnosis_machine.saves_memory, facts(low_vram="lowvram"), "mode lowvram"),
+    (diagnosis_machine.weights_are_streamed, facts(streams_weights=True), "dynamic VRAM"),
+    (diagnosis_machine.gpu_is_shared, facts(memory_free=2 * GIB), "hold 11.0 of the GPU's 24 GB"),
+]
+
+
+@pytest.mark.parametrize(("cause", "given", "said"), SAID, ids=[case[0].__name__ for case in SAID])
+def test_cause_is_told_with_what_to_do(cause, given, said):
+    sentence = cause(given)
+    assert said in sentence
+    assert sentence.endswith(".") and len(sentence) < 400 and "\n" not in sentence
+    assert sentence in diagnose(given)
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=[cause.__name__ for cause in CAUSES])
+def test_every_cause_is_tested_and_silent_where_all_is_well(cause):
+    assert cause in {case[0] for case in SAID}
+    assert cause(facts()) is None
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=[cause.__name__ for cause in CAUSES])
+def test_cause_lives_without_facts(cause):
+    assert isinstance(cause(Facts()), (str, type(None)))
+
+
+def test_what_stops_all_comes_before_what_costs_little():
+    given = facts({"compilations": 1, "compile_seconds": 0.1}, triton=None, memory_free=GIB)
+    told = diagnose(given)
+    assert "Triton" in told[0] and "Other programs" in told[-1] and len(told) == 3
+
+
+def test_compiled_in_this_run_is_not_called_a_small_gain():
+    assert (
+        diagnosis.gain_is_small(
+            facts({"by_compiling": Saving(0.1, "Measured."), "compilations": 1, "compile_seconds": 1.0})
+        )
+        is None
+    )
+
+
+def test_workflow_is_read_by_class_without_links():
+    prompt = {
+        "1": {"class_type": "AccelDeepCache", "inputs": {"model": ["4", 0], "interval": 1}},
+        "2": {"class_type": "AccelDeepCache", "inputs": {"interval": 3}},
+        "3": "no node",
+    }
+    assert nodes_of(prompt) == {"AccelDeepCache": [{"interval": 1}, {"interval": 3}]}
+    assert nodes_of(None) == {}

@@ -1,0 +1,83 @@
+"""Messages to the pages: in order, a few a second, and none where nobody listens."""
+
+import pytest
+from comfy_accel.accel.events import emit, subscribe
+from comfy_accel.accel.hosts.comfyui.panel_messages import _MOST_WAITING, SPACING, PanelMessages
+
+
+class Page:
+    """Somebody who listens, and an event loop whose time passes when told."""
+
+    def __init__(self, listens=True):
+        self.listens, self.got, self.due = listens, [], []
+        self.messages = PanelMessages(self.got.append, lambda s, act: self.due.append((s, act)), lambda: self.listens)
+
+    def wait(self):
+        """Until the next message's time; the seconds that it took."""
+        seconds, act = self.due.pop(0)
+        act()
+        return seconds
+
+    def events(self):
+        while self.due:
+            self.wait()
+        return [message["event"] for message in self.got]
+
+
+@pytest.fixture
+def page():
+    made = Page()
+    stop = subscribe(made.messages.hear)
+    yield made
+    stop()
+
+
+def test_nothing_is_sent_or_planned_where_nobody_listens(page):
+    page.listens = False
+    emit("run_end", owner=1, failed=False)
+    assert page.due == [] and page.got == []
+
+
+def test_events_become_messages_in_order(page):
+    emit("compile_start", name="Block", key="x")
+    emit("compiling", name="Block", number=1, of=2, node=None)
+    emit("compile_end", name="Block", key="x", seconds=1.0)
+    emit("graph_loaded", name="Other", key="y", seconds=0.5)
+    emit("fallback", block="Block", reason="odd")
+    emit("run_end", owner=1, failed=False)
+    emit("cache_changed")
+    emit("graph_hit", name="Block", key="x")
+    assert page.events() == ["compiling", "compiled", "loaded", "fallback", "run_end", "cache_changed"]
+    assert page.got[0]["number"] == 1 and page.got[0]["of"] == 2 and page.got[0]["seconds"] >= 0
+    assert page.got[1] == {"event": "compiled", "name": "Block", "seconds": 1.0}
+    assert page.got[3] == {"event": "fallback", "block": "Block", "reason": "odd"}
+
+
+def test_of_many_at_once_the_latest_of_a_sort_is_sent_spaced(page):
+    for number in range(1000):
+        emit("graph_loaded", name=f"Block{number}", key="x", seconds=0.5)
+    emit("run_end", owner=1, failed=False)
+    assert page.wait() == 0.0
+    assert page.wait() == SPACING
+    assert page.got == [{"event": "loaded", "name": "Block999", "seconds": 0.5}, {"event": "run_end"}]
+    assert page.due == []
+    emit("cache_changed")
+    assert 0 < page.wait() <= SPACING
+
+
+def test_a_later_compilation_is_told_after_the_end_of_the_one_before(page):
+    for number in (1, 2):
+        emit("compile_start", name="Block", key="x")
+        emit("compiling", name="Block", number=number, of=2, node=None)
+        if number == 1:
+            emit("compile_end", name="Block", key="x", seconds=1.0)
+    assert page.events() == ["compiled", "compiling"]
+    assert page.got[-1]["number"] == 2
+    emit("compile_failed", name="Block", key="x", reason="no", seconds=0.1)
+    assert page.events()[-1] == "compiled" and page.got[-1]["failed"] == "no"
+
+
+def test_fallbacks_are_told_once_for_each_reason_and_bounded(page):
+    for number in range(500):
+        emit("fallback", block="Block", reason=f"reason {number}")
+    assert len(page.events()) == _MOST_WAITING

@@ -1,0 +1,136 @@
+"""What a person has set of the cache and the log: kept, checked, and put into force for our logger alone."""
+
+import io
+import logging
+
+import pytest
+from comfy_accel.accel import debug_log, log_level, preferences
+from comfy_accel.accel.events import emit, log
+from comfy_accel.accel.graph_key import GraphKey, TensorSpec
+from comfy_accel.accel.kinds import Kind
+from comfy_accel.accel.preferences import LARGEST_MB, MOST_ENTRIES, Preferences
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    wanted = Preferences(max_mb=64, max_entries=7, verbosity="quiet")
+    preferences.write(tmp_path / "home", wanted)
+    assert preferences.read(tmp_path / "home") == wanted
+
+
+def test_without_a_file_there_are_the_defaults(tmp_path):
+    assert preferences.read(tmp_path / "none") == Preferences()
+    assert not (tmp_path / "none").exists()
+
+
+def test_fields_of_a_later_version_are_left_out(tmp_path):
+    (tmp_path / preferences.NAME).write_text('{"max_mb": 5, "later": 1}')
+    assert preferences.read(tmp_path) == Preferences(max_mb=5)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "7", "null", '{"max_mb": -1}', '{"max_mb": "5"}', '{"verbosity": "loud"}', "[" * 9999]
+)
+def test_damaged_file_is_an_error_that_names_it(tmp_path, text):
+    (tmp_path / preferences.NAME).write_text(text)
+    with pytest.raises(OSError, match="mend or delete"):
+        preferences.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"max_mb": -1}, f"0 to {LARGEST_MB}"),
+        ({"max_mb": LARGEST_MB + 1}, f"0 to {LARGEST_MB}"),
+        ({"max_mb": True}, "whole number"),
+        ({"max_mb": 1.5}, "whole number"),
+        ({"max_mb": None}, "whole number"),
+        ({"max_entries": MOST_ENTRIES + 1}, f"0 to {MOST_ENTRIES}"),
+        ({"verbosity": "loud"}, "quiet, normal, debug"),
+        ({"verbosity": []}, "quiet, normal, debug"),
+    ],
+)
+def test_wrong_values_are_refused_with_the_range(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        Preferences(**wrong)
+
+
+@pytest.fixture
+def verbosity():
+    root = logging.getLogger()
+    before = root.level, list(root.handlers), log.level
+    yield log_level.set_verbosity
+    log_level.set_verbosity("normal")
+    root.handlers[:] = before[1]
+    root.setLevel(before[0])
+    log.setLevel(before[2])
+
+
+def lines_at(level):
+    """A handler of the program's, in place of all others; and what it was given."""
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setLevel(level)
+    logging.getLogger().handlers[:] = [handler]
+    logging.getLogger().setLevel(logging.INFO)
+    return out
+
+
+@pytest.mark.parametrize(("level", "said"), [("quiet", "E"), ("normal", "IWE"), ("debug", "DIWE")])
+def test_verbosity_is_of_our_logger_alone(verbosity, level, said):
+    out = lines_at(logging.NOTSET)
+    verbosity(level)
+    for logger in (log, logging.getLogger("somebody.else")):
+        logger.debug("D"), logger.info("I"), logger.warning("W"), logger.error("E")
+    assert out.getvalue().replace("\n", "") == said + "IWE"
+    assert logging.getLogger().level == logging.INFO
+
+
+def test_debug_lines_have_a_way_out_where_the_programs_handler_lets_none_through(verbosity, capsys):
+    out = lines_at(logging.INFO)
+    verbosity("debug")
+    log.debug("deep"), log.info("shallow")
+    assert out.getvalue() == "shallow\n"
+    assert "deep" in capsys.readouterr().err or log.handlers
+    verbosity("normal")
+    assert not log.handlers
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("1", "debug"), ("yes", "debug"), ("0", None), ("", None), (None, None)])
+def test_environment_asks_for_debugging(monkeypatch, value, wanted):
+    monkeypatch.delenv(log_level.VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(log_level.VARIABLE, value)
+    assert log_level.from_environment() == wanted
+
+
+def key(dtype="float16", backend="inductor", name="Block"):
+    import torch
+
+    spec = TensorSpec(getattr(torch, dtype), torch.device("cpu"), 4, "contiguous")
+    return GraphKey(Kind(name, "digest", ()), ("tensor",), (spec,), backend)
+
+
+def test_every_event_of_a_graph_is_logged_with_its_key_and_reason(verbosity):
+    out = lines_at(logging.NOTSET)
+    emit("graph_hit", name="Block", key=key())
+    assert out.getvalue() == ""
+    verbosity("debug")
+    emit("graph_hit", name="Block", key=key())
+    emit("compile_start", name="Block", key=key())
+    emit("compile_end", name="Block", key=key(), seconds=1.25)
+    emit("compile_failed", name="Block", key=key(), reason="no compiler", seconds=0.5)
+    emit("graph_loaded", name="Block", key=key(), seconds=0.125)
+    emit("fallback", block="Block", reason="a patch concerns it")
+    text = out.getvalue()
+    for said in ("hit", "miss, compiling: ", "compiled in 1.250 s", "not compiled in 0.500 s: no compiler"):
+        assert said in text
+    for said in ("loaded in 0.125 s", "GraphKey(", "block Block, reason a patch concerns it"):
+        assert said in text
+
+
+def test_reason_of_a_miss_is_what_the_nearest_key_has_otherwise():
+    assert "first of its kind" in debug_log.why_missed(key(), [key(name="Other")])
+    assert "do not fit this call" in debug_log.why_missed(key(), [key()])
+    told = debug_log.why_missed(key(), [key("float32", "eager"), key("bfloat16")])
+    assert "nearest of 2" in told and "torch.bfloat16" in told and "torch.float16" in told and "backend" not in told
+    assert "nothing is known" in debug_log.why_missed("a", ["b"])

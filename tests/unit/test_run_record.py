@@ -1,0 +1,167 @@
+"""What happened in a run, put together from events; and how much is kept."""
+
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from comfy_accel.accel.compiled_graph import CompiledGraph
+from comfy_accel.accel.events import emit, subscribe
+from comfy_accel.accel.fallbacks import fallbacks
+from comfy_accel.accel.graph_cache import GraphCache
+from comfy_accel.accel.graph_entry import Use
+from comfy_accel.accel.run_record import _MOST_RUNS, RunRecords
+
+
+@pytest.fixture
+def records():
+    made = RunRecords()
+    stop = subscribe(made.hear)
+    yield made
+    stop()
+
+
+def start(owner=1, **facts):
+    emit("run_start", owner=owner, **{"model": "SD15", "latent": (2, 4, 8, 8), "steps": 4, **facts})
+
+
+def end(owner=1, failed=False):
+    emit("run_end", owner=owner, failed=failed)
+
+
+def test_no_run_is_no_record(records):
+    assert records.last() is None and records.deep_cache() is None and records.compiling() is None
+
+
+def test_events_between_start_and_end_belong_to_the_run(records):
+    emit("graph_loaded", name="Block", key="x", seconds=9.0)  # of nobody
+    start()
+    emit("survey", model="UNet", blocks=5, kinds=2, left_eager=[("a", "odd"), ("b", "odd"), ("c", "strange")])
+    emit("compile_start", name="Block", key="x")
+    emit("compile_end", name="Block", key="x", seconds=1.5)
+    emit("graph_loaded", name="Block", key="y", seconds=0.25)
+    fallbacks.note("Block", "a patch (attn9) concerns it")
+    end()
+    run = records.last()
+    assert (run.model, run.latent, run.steps) == ("SD15", (2, 4, 8, 8), 4)
+    assert (run.compilations, run.compile_seconds, run.loaded, run.load_seconds) == (1, 1.5, 1, 0.25)
+    assert run.left_eager == {"odd": 2, "strange": 1} and (run.blocks, run.kinds) == (5, 2)
+    assert [row["reason"] for row in run.fallbacks] == ["a patch (attn9) concerns it"]
+    assert not run.failed and run.seconds >= 0 and abs(run.finished - time.time()) < 60
+
+
+def test_fallbacks_of_earlier_runs_are_not_counted_again(records):
+    for calls in (3, 2):
+        start()
+        for _ in range(calls):
+            fallbacks.note("Block", "some reason that comes again")
+        end()
+    assert [run.fallbacks[0]["calls"] for run in records.all()] == [3, 2]
+
+
+def test_two_wrappers_of_one_sampler_describe_one_run(records):
+    start(compiling={"backend": "inductor"})
+    start(caching={"interval": 3})
+    emit("deep_cache_run", full_steps=1, skipped_steps=1, steps="FS", began=(0.0, 1.0))
+    end()
+    assert records.last() is None
+    end()
+    (run,) = records.all()
+    assert run.compiling and run.caching and run.steps_taken == "FS"
+    assert records.deep_cache()["steps"] == "FS"
+
+
+def test_a_sampler_within_a_sampler_is_a_run_of_its_own(records):
+    start(owner=1, model="outer")
+    start(owner=2, model="inner")
+    emit("compile_end", name="Block", key="x", seconds=1.0)
+    end(owner=2)
+    end(owner=1)
+    assert [(run.model, run.compilations) for run in records.all()] == [("inner", 1), ("outer", 0)]
+
+
+def test_what_another_thread_does_belongs_to_its_own_run(records):
+    start()
+    other = threading.Thread(target=emit, args=("compile_end",), kwargs={"name": "B", "key": "x", "seconds": 1.0})
+    other.start()
+    other.join()
+    end()
+    assert records.last().compilations == 0
+
+
+def test_steps_that_nobody_timed_are_told_as_such(records):
+    emit("deep_cache_run", full_steps=2, skipped_steps=4)  # as hosts without a sampler of their own tell it
+    known = records.deep_cache()
+    assert (known["full_steps"], known["skipped_steps"], known["saved_seconds"]) == (2, 4, None)
+    assert "not timed" in known["saved_how"]
+
+
+def test_run_that_fails_is_kept_as_failed(records):
+    start()
+    end(failed=True)
+    assert records.last().failed
+
+
+def test_records_are_bounded(records):
+    for number in range(_MOST_RUNS + 5):
+        start(steps=number)
+        end()
+    assert len(records.all()) == _MOST_RUNS
+    assert records.last().steps == _MOST_RUNS + 4
+
+
+def test_what_is_being_compiled_can_be_seen_meanwhile(records):
+    emit("compile_start", name="Block", key="x")
+    emit("compiling", name="Block", number=2, of=5, node="7")
+    now = records.compiling()
+    assert (now["name"], now["number"], now["of"], now["node"]) == ("Block", 2, 5, "7") and now["seconds"] >= 0
+    emit("compile_failed", name="Block", key="x", reason="it does not", seconds=0.1)
+    assert records.compiling() is None
+
+
+def graph():
+    return CompiledGraph(len, lambda tensors: True, nbytes=8)
+
+
+def find(cache, key, claim=None):
+    return cache.find(key, f"name of {key}", lambda found: True, graph, claim)[0]
+
+
+def test_calls_of_graphs_are_those_of_the_run_alone(records):
+    cache = GraphCache()
+    find(cache, "a").hits += 100  # an earlier run's
+    start()
+    with cache.claim() as claim:
+        entry = find(cache, "a", claim)
+        find(cache, "a", claim)
+        entry.hits += 3
+        find(cache, "b", claim).hits += 4
+        cache.evict("b")
+        find(cache, "b", claim).hits += 5
+    emit("run_calls", claim=claim, eager_calls=2, contexts=(77,), evicted=1)
+    end()
+    run = records.last()
+    assert (run.compiled_calls, run.eager_calls, run.contexts, run.evicted) == (12, 2, (77,), 1)
+
+
+def test_entries_remember_the_latest_runs_that_used_them():
+    cache = GraphCache()
+    for side in range(12):
+        with cache.claim() as claim:
+            find(cache, "a", claim)
+            claim.uses = (Use("SD15", (side, 8), 1, 77),)
+    row = cache.statistics()["table"][0]
+    assert row["model"] == "SD15"
+    assert [use["latent"][0] for use in row["used_at"]] == [11, 10, 9, 8, 7, 6, 5, 4]
+
+
+def test_no_tensor_is_kept(records):
+    tensor = torch.zeros(4)
+    gone = weakref.ref(tensor)
+    start()
+    emit("compile_start", name="Block", key=("a key with", tensor))
+    emit("compile_end", name="Block", key=("a key with", tensor), seconds=0.0)
+    end()
+    del tensor
+    assert gone() is None

@@ -1,0 +1,88 @@
+"""What was saved: mental arithmetic, and nothing where nothing was measured."""
+
+import pytest
+import torch
+from comfy_accel.accel.compiled_graph import CompiledGraph
+from comfy_accel.accel.graph_cache import GraphCache
+from comfy_accel.accel.probe import CLEAR_ROUNDS, Probe
+from comfy_accel.accel.savings import by_compiling, by_skipping, together
+
+
+def probe(compiled, eager):
+    made = Probe()
+    made._compiled, made._eager, made.done = list(compiled), list(eager), True
+    return made
+
+
+def test_gain_of_a_call_times_calls():
+    fast = probe([1.0, 2.0, 1.0], [3.0, 3.0, 9.0])  # medians 1 and 3
+    saved = by_compiling(10, {fast: 10})
+    assert saved.seconds == 20.0
+    assert "median" in saved.how and "not taken off" in saved.how
+
+
+def test_a_slower_graph_that_runs_costs():
+    assert by_compiling(4, {probe([2.0] * 3, [1.5] * 3): 4}).seconds == -2.0
+
+
+def test_calls_that_were_not_compared_count_nothing():
+    saved = by_compiling(10, {probe([1.0] * 3, [2.0] * 3): 6})
+    assert saved.seconds == 6.0 and "6 of 10 calls" in saved.how
+
+
+@pytest.mark.parametrize(
+    ("calls", "measured", "is_measured", "said"),
+    [
+        (0, {}, True, "No compiled block ran"),
+        (5, {}, True, "too few calls"),
+        (5, {}, False, "check_gain is off"),
+        (5, {probe([1.0], [2.0]): 5}, True, "too few calls"),
+    ],
+)
+def test_nothing_measured_is_not_guessed(calls, measured, is_measured, said):
+    saved = by_compiling(calls, measured, is_measured)
+    assert saved.seconds is None and said in saved.how
+
+
+def test_a_real_probe_knows_its_gain_after_enough_calls():
+    made = Probe()
+    for _ in range(CLEAR_ROUNDS + 6):
+        if not made.done:
+            made.call(lambda: torch.ones(2), lambda: [torch.ones(2) for _ in range(20_000)][0], torch.device("cpu"))
+    assert made.done and made.verdict is None
+    assert made.gain > 0
+
+
+def test_skipped_steps_cost_less_than_full_ones():
+    # Durations: F 5 (the first, left out), S 1, S 1, F 4, S 1, and the last, which has no end.
+    saved = by_skipping("FSSFSF", (0.0, 5.0, 6.0, 7.0, 11.0, 12.0))
+    assert saved.seconds == 3 * (4.0 - 1.0)
+    assert "3 skipped steps" in saved.how
+
+
+def test_steps_in_which_something_was_compiled_are_left_out():
+    began = (0.0, 5.0, 6.0, 16.0, 17.0, 21.0, 22.0)
+    assert by_skipping("FSFSFSF", began).seconds == 3 * (7.0 - 1.0)
+    assert by_skipping("FSFSFSF", began, disturbed=(15.0,)).seconds == 3 * (4.0 - 1.0)
+
+
+@pytest.mark.parametrize("steps", ["", "F", "FF", "FS", "FSF", "FSS"])
+def test_too_few_steps_are_not_guessed_from(steps):
+    assert by_skipping(steps, tuple(range(len(steps)))).seconds is None
+
+
+def test_sum_of_what_is_known():
+    known, unknown = by_skipping("FSFSF", (0.0, 1.0, 2.0, 4.0, 5.0)), by_compiling(0, {})
+    assert together([known, unknown]).seconds == known.seconds == 2 * (2.0 - 1.0)
+    assert together([unknown]).seconds is None
+
+
+def test_probes_count_the_calls_at_their_size_and_the_entry_all():
+    cache = GraphCache()
+    with cache.claim() as claim:
+        entry, graph = cache.find("a", "A", lambda found: True, lambda: CompiledGraph(len, bool), claim)
+        small, large = entry.probe(graph, [torch.zeros(2)]), entry.probe(graph, [torch.zeros(99)])
+        entry.hits, small.hits, large.hits = 1, 2, 3
+    assert claim.calls == 6 and claim.measured == {small: 2, large: 3}
+    entry.drop(graph)
+    assert entry.calls == 6
