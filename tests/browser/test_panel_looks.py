@@ -1,0 +1,272 @@
+"""How the Accel tab looks and is used: themes, languages, widths, the keyboard, thousands of rows, hostile names."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from editor_page import CLASSIC, IN_NEWEST, SETUPS, screenshot
+from panel_page import (
+    CONTRASTS,
+    EXECUTE,
+    MARKUP,
+    SAY,
+    SET,
+    answering,
+    close_panel,
+    idle,
+    open_panel,
+    row,
+    set_width,
+    state,
+)
+
+from bench import ROOT
+
+pytestmark = pytest.mark.browser
+
+in_both = pytest.mark.parametrize("setup", (CLASSIC, IN_NEWEST), indirect=True)
+in_all = pytest.mark.parametrize("setup", SETUPS, indirect=True)
+
+BUSY = {"event": "compiling", "name": "BasicTransformerBlock", "number": 3, "of": 9, "seconds": 2.0}
+RENDERED = """
+async () => {
+    const button = document.querySelector('.accel-header button');
+    const until = wanted => new Promise(resolve => {
+        const check = () => (wanted() ? resolve(performance.now()) : requestAnimationFrame(check));
+        check();
+    });
+    const rows = () => document.querySelectorAll('.accel-row').length;
+    const text = Response.prototype.text;
+    let arrived = null;
+    Response.prototype.text = async function () {
+        const found = await text.call(this);
+        arrived = performance.now();
+        return found;
+    };
+    button.click();
+    const drawn = await until(() => arrived !== null && rows() > 50);
+    Response.prototype.text = text;
+    const before = performance.now();
+    document.querySelector('.accel-sort button').click();
+    return [drawn - arrived, performance.now() - before, rows()];
+}
+"""
+"""Milliseconds from the answer to its rows, and for sorting them; rows drawn, with the headings."""
+
+
+@pytest.fixture
+def shown(page):
+    """The panel with a day's work in it; afterwards the page is as it was."""
+    with answering(page, state()):
+        panel = open_panel(page)
+        panel.locator(".accel-row").nth(1).wait_for()
+        yield panel
+        page.evaluate(SAY, {"event": "run_end"})
+        close_panel(page)
+
+
+@in_all
+def test_the_tab_opens_by_its_button_in_each_way_of_drawing_nodes(page):
+    with answering(page, state()):
+        page.get_by_role("button", name="Accel", exact=True).click()
+        page.locator(".accel-panel .accel-row").nth(1).wait_for()
+        screenshot(page, "panel")
+        page.get_by_role("button", name="Accel", exact=True).click()
+        page.locator(".accel-panel").wait_for(state="detached")
+
+
+@in_both
+def test_other_tabs_take_the_place_and_give_it_back(page):
+    """The page hands the element of one pack's tab to the next one's, and tells neither."""
+    page.evaluate(
+        """() => window.app.extensionManager.registerSidebarTab({
+            id: 'of-another-pack', title: 'Other', type: 'custom', icon: 'pi pi-box',
+            render: element => element.append(Object.assign(document.createElement('p'), { id: 'theirs' })),
+        })"""
+    )
+    try:
+        with answering(page, state()) as asked:
+            for other, theirs in (("of-another-pack", "#theirs"), ("workflows", ".comfy-vue-side-bar-container")):
+                open_panel(page).locator(".accel-row").nth(1).wait_for()
+                page.evaluate(EXECUTE, f"Workspace.ToggleSidebarTab.{other}")
+                page.locator(theirs).first.wait_for(state="attached")
+                page.locator(".accel-panel").wait_for(state="detached")
+                page.evaluate(SAY, {"event": "run_end"})
+                page.wait_for_timeout(700)
+                before = len(asked)
+                page.evaluate(SAY, {"event": "run_end"})
+                page.wait_for_timeout(700)
+                assert len(asked) == before, "nobody looks any more"
+            open_panel(page).locator(".accel-row").nth(1).wait_for()
+            assert page.locator("#theirs").count() == 0
+            close_panel(page)
+    finally:
+        page.evaluate("window.app.extensionManager.unregisterSidebarTab('of-another-pack')")
+
+
+@in_both
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_every_text_is_readable_in_both_themes(page, shown, theme):
+    style = "getComputedStyle(document.querySelector('.accel-panel'))"
+    colours = f"() => [{style}.color, {style}.backgroundColor]"
+    before = page.evaluate(colours)
+    try:
+        page.evaluate(SET, ["Comfy.ColorPalette", theme])
+        page.evaluate(SAY, BUSY)
+        page.wait_for_timeout(400)
+        screenshot(page, f"panel-{theme}")
+        found = page.evaluate(CONTRASTS)
+        assert len(found) > 50
+        assert [(ratio, text) for ratio, text in found if ratio < 4.5] == []
+        assert (page.evaluate(colours) == before) == (theme == "dark")
+    finally:
+        page.evaluate(SET, ["Comfy.ColorPalette", "dark"])
+
+
+@in_both
+def test_another_language_is_taken_at_once(page, shown):
+    try:
+        page.evaluate(SET, ["Comfy.Locale", "zh"])
+        shown.get_by_role("heading", name="编译缓存").wait_for()
+        screenshot(page, "panel-zh")
+        texts = page.evaluate("document.querySelector('.accel-panel').innerText")
+        assert "Graph cache" not in texts and "上次运行" in texts
+        assert [ratio for ratio, _ in page.evaluate(CONTRASTS) if ratio < 4.5] == []
+    finally:
+        page.evaluate(SET, ["Comfy.Locale", "en"])
+    shown.get_by_role("heading", name="Graph cache").wait_for()
+
+
+@in_both
+@pytest.mark.parametrize("width", [300, 420, 760])
+def test_nothing_is_cut_off_at_the_width(page, shown, width):
+    page.evaluate(SAY, BUSY)
+    set_width(page, width)
+    screenshot(page, f"panel-{width}")
+    beyond = page.evaluate(
+        """() => {
+            const panel = document.querySelector('.accel-panel');
+            const right = panel.getBoundingClientRect().right;
+            const outside = [...panel.querySelectorAll('*')].filter(part =>
+                part.checkVisibility() && !part.closest('.accel-spoken') && part.getBoundingClientRect().right > right);
+            return [panel.scrollWidth - panel.clientWidth, outside.map(part => part.outerHTML.slice(0, 80))];
+        }"""
+    )
+    assert beyond == [0, []]
+    assert shown.locator(".accel-head").is_visible() == (width == 760)
+
+
+@in_both
+def test_thousands_of_entries_are_drawn_in_a_moment(page):
+    with answering(page, state(5000)):
+        panel = open_panel(page)
+        panel.locator(".accel-row").nth(1).wait_for()
+        tries = [page.evaluate(RENDERED) for _ in range(3)]
+        screenshot(page, "panel-thousands")
+        assert min(drawn for drawn, _, _ in tries) < 200
+        assert min(sorting for _, sorting, _ in tries) < 200
+        assert tries[0][2] == 51
+        assert "50 of 5,000" in panel.inner_text()
+        panel.get_by_role("button", name="Show more").click()
+        assert panel.locator(".accel-row").count() == 101
+        close_panel(page)
+
+
+@in_both
+def test_rows_are_sorted_and_filtered_also_by_the_server(page):
+    with answering(page, state()) as asked:
+        panel = open_panel(page)
+        set_width(page, 760)
+        head = panel.get_by_role("columnheader")
+        head.get_by_role("button", name="Memory").click()
+        cells = panel.locator(".accel-of-bytes[role=cell]").all_inner_texts()
+        sizes = [int(text.split()[0]) for text in cells]
+        assert sizes == sorted(sizes, reverse=True)
+        assert head.nth(2).get_attribute("aria-sort") == "descending"
+        head.get_by_role("button", name="Memory").click()
+        assert head.nth(2).get_attribute("aria-sort") == "ascending"
+        panel.get_by_role("searchbox").fill("resbl")
+        names = panel.locator(".accel-row .accel-strong").all_inner_texts()
+        assert set(names) == {"ResBlock"} and len(names) == 3
+        page.wait_for_timeout(600)
+        assert asked[-1].endswith("filter=resbl")
+        panel.get_by_role("searchbox").fill("there is none")
+        panel.get_by_text("Nothing in the cache").wait_for()
+        panel.get_by_role("searchbox").fill("")
+        head.get_by_role("button", name="Last used").click()
+        close_panel(page)
+
+
+@in_both
+def test_names_and_reasons_are_shown_as_text_whatever_they_are(page):
+    hostile = state()
+    hostile["graph_cache"]["table"] = [row(1, name=MARKUP, model=MARKUP, dtype=MARKUP, failure=MARKUP)]
+    hostile["graph_cache"]["fallbacks"] = [{"block": MARKUP, "reason": MARKUP, "calls": MARKUP}]
+    hostile["graph_store"].update(folder=MARKUP, misses=[{"block": MARKUP, "reason": MARKUP, "count": 1}])
+    hostile["last_run"].update(model=MARKUP, latent=[MARKUP], saved_how=MARKUP, left_eager={MARKUP: 1})
+    hostile["compiling"] = {"name": MARKUP, "number": 1, "of": 2, "seconds": 1}
+    with answering(page, hostile):
+        panel = open_panel(page)
+        panel.locator(".accel-row").nth(1).wait_for()
+        page.evaluate(SAY, {"event": "fallback", "block": MARKUP, "reason": MARKUP})
+        page.wait_for_timeout(1500)
+        assert panel.inner_text().count(MARKUP) >= 6
+        assert panel.locator("img, b").count() == 0
+        assert page.locator("img[src='x']").count() == 0
+        assert page.evaluate("window.accelHacked") is None
+        page.evaluate(SAY, {"event": "run_end"})
+        close_panel(page)
+
+
+@in_both
+def test_the_keyboard_reaches_every_control_and_shows_where_it_is(page, shown):
+    page.evaluate(EXECUTE, "Accel.OpenPanel")
+    page.wait_for_function("document.activeElement?.classList.contains('accel-panel')")
+    buttons = "[...document.querySelectorAll('.accel-panel :is(button, input, select, summary)')]"
+    wanted = page.evaluate(f"() => {buttons}.filter(part => part.checkVisibility()).length")
+    reached = set()
+    for _ in range(wanted + 2):
+        page.keyboard.press("Tab")
+        place, outline = page.evaluate(
+            f"() => [{buttons}.indexOf(document.activeElement), getComputedStyle(document.activeElement).outlineStyle]"
+        )
+        if place < 0:
+            break
+        assert outline != "none"
+        reached.add(place)
+    assert len(reached) == wanted
+    unnamed = page.evaluate(
+        "() => [...document.querySelectorAll('.accel-panel button')]"
+        ".filter(button => !(button.textContent.trim() || button.ariaLabel)).length"
+    )
+    assert unnamed == 0
+
+
+@in_both
+def test_less_motion_is_given_where_it_is_asked_for(page, shown):
+    moves = "() => getComputedStyle(document.querySelector('.accel-busy')).animationName"
+    page.evaluate(SAY, BUSY)
+    assert page.evaluate(moves) == "accel-turn"
+    page.emulate_media(reduced_motion="reduce")
+    try:
+        assert page.evaluate(moves) == "none"
+    finally:
+        page.emulate_media(reduced_motion="no-preference")
+
+
+@in_both
+def test_an_empty_panel_says_what_to_do(page):
+    with answering(page, idle()):
+        panel = open_panel(page)
+        panel.get_by_text("Add Accelerate Model").wait_for()
+        screenshot(page, "panel-empty")
+        assert panel.locator(".accel-section:visible").count() == 1
+        close_panel(page)
+
+
+def test_every_sentence_is_said_somewhere():
+    sentences = json.loads((ROOT / "locales" / "en" / "main.json").read_text(encoding="utf-8"))["accelPanel"]
+    scripts = "".join(path.read_text(encoding="utf-8") for path in Path(ROOT / "web").glob("*.js"))
+    unused = [key for key in sentences if not re.search(rf"\b({key}|{key.removesuffix('Tip')})\b", scripts)]
+    assert [key for key in unused if not key.startswith("store_")] == []

@@ -1,0 +1,113 @@
+/** The rows of the graph cache's table: a grid of cells in a wide panel, a card of three lines in a narrow one. */
+
+import { h, iconButton, setAttribute, setText, show } from "./dom.js";
+import { NOTHING, ago, bytes, count, moment, seconds, size } from "./format.js";
+import { t } from "./texts.js";
+
+const SIZES_SHOWN = 3;
+
+/** Column → its value for sorting, and whether the greatest comes first. `null`: cannot be sorted by. */
+export const COLUMNS = {
+  name: { value: (row) => String(row.name ?? ""), isDescending: false },
+  usedFor: null,
+  bytes: { value: (row) => row.bytes ?? 0, isDescending: true },
+  hits: { value: (row) => row.hits ?? 0, isDescending: true },
+  lastUsed: { value: (row) => row.last_used ?? 0, isDescending: true },
+  compileTime: { value: (row) => row.seconds ?? 0, isDescending: true },
+};
+
+export const keyOf = (row, index) => row.id ?? `${row.name} ${index}`;
+
+export function matches(row, filter) {
+  const wanted = filter.toLowerCase();
+  return [row.name, row.model].some((text) => String(text ?? "").toLowerCase().includes(wanted));
+}
+
+export function sorted(rows, column, isDescending) {
+  const { value } = COLUMNS[column];
+  const sign = isDescending ? -1 : 1;
+  return [...rows].sort((one, other) => {
+    const [a, b] = [value(one), value(other)];
+    return sign * (typeof a === "string" ? a.localeCompare(b) : a - b);
+  });
+}
+
+/** onEvict(id, row element) */
+export function makeRow(row, onEvict) {
+  const cell = (name, ...children) => h("div", { class: `accel-cell accel-of-${name}`, role: "cell" }, ...children);
+  const parts = {
+    name: h("span", { class: "accel-strong" }),
+    model: h("span", { class: "accel-muted" }),
+    usedFor: cell("usedFor"),
+    bytes: cell("bytes"),
+    hits: cell("hits"),
+    lastUsed: cell("lastUsed"),
+    compileTime: cell("compileTime"),
+    failure: h("div", { class: "accel-failure", role: "cell" }),
+  };
+  parts.hits.dataset.label = t("hits");
+  const element = h("div", { class: "accel-row", role: "row" });
+  parts.evict = row.id ? iconButton("times", "", () => onEvict(row.id, element)) : null;
+  element.accelParts = parts;
+  element.append(
+    cell("name", parts.name, parts.model),
+    ...["usedFor", "bytes", "hits", "lastUsed", "compileTime"].map((name) => parts[name]),
+    cell("evict", parts.evict),
+    parts.failure,
+  );
+  return element;
+}
+
+export function updateRow({ accelParts: parts }, row) {
+  setText(parts.name, row.name);
+  setText(parts.model, [row.model, row.dtype].filter(Boolean).join(" · "));
+  setAttribute(parts.model, "title", [t("nameTip"), row.device, row.backend].filter(Boolean).join("\n"));
+  setText(parts.usedFor, uses(row));
+  setAttribute(parts.usedFor, "title", allUses(row));
+  setText(parts.bytes, bytes(row.bytes));
+  setAttribute(parts.bytes, "title", t("bytesTip"));
+  setText(parts.hits, t("hitsNumber", { number: count(row.hits) }));
+  setAttribute(parts.hits, "title", t("hitsTip"));
+  setText(parts.lastUsed, ago(row.last_used));
+  setAttribute(parts.lastUsed, "title", moment(row.last_used));
+  const isLoaded = row.source === "disk";
+  setText(parts.compileTime, isLoaded ? t("disk") : t("compiledIn", { seconds: seconds(row.seconds) }));
+  setAttribute(parts.compileTime, "title", isLoaded ? t("diskTip") : t("compiledTip"));
+  setText(parts.failure, row.failure ? t("failed", { reason: row.failure }) : "");
+  show(parts.failure, Boolean(row.failure));
+  if (parts.evict) {
+    const label = t("evict", { name: row.name });
+    setAttribute(parts.evict, "aria-label", label);
+    setAttribute(parts.evict, "title", t("evictTip"));
+  }
+}
+
+/** What its graphs were used for last, in a line: sizes, batches, prompt lengths. */
+function uses(row) {
+  const used = Array.isArray(row.used_at) ? row.used_at : [];
+  const kind = row.sizes === undefined ? null : t(row.sizes === "any" ? "anySize" : "exactSize");
+  const sizes = different(used.map(({ latent }) => latent && size(latent)));
+  const rest = sizes.length > SIZES_SHOWN ? ` ${t("andMore", { number: sizes.length - SIZES_SHOWN })}` : "";
+  const batches = different(used.map(({ batch }) => batch)).sort((one, other) => one - other);
+  const contexts = different(used.map(({ context }) => context)).sort((one, other) => one - other);
+  const parts = [
+    kind,
+    sizes.slice(0, SIZES_SHOWN).join(", ") + rest,
+    batches.some((batch) => batch > 1) ? t("batchOf", { number: batches.join(", ") }) : null,
+    contexts.length ? t("contextOf", { number: contexts.join(", ") }) : null,
+  ];
+  return parts.filter(Boolean).join(" · ") || NOTHING;
+}
+
+/** The same, a line for each. */
+function allUses(row) {
+  const used = Array.isArray(row.used_at) ? row.used_at : [];
+  const lines = used.map(({ latent, batch, context }) =>
+    [size(latent), t("batchOf", { number: batch }), context && t("contextOf", { number: context })]
+      .filter(Boolean)
+      .join(" · "),
+  );
+  return [t("usedForTip"), ...lines].join("\n");
+}
+
+const different = (values) => [...new Set(values.filter((value) => value !== null && value !== undefined))];

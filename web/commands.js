@@ -1,0 +1,69 @@
+/** What the command palette and the panel's buttons do. */
+
+import { app } from "../../scripts/app.js";
+import { feed } from "./feed.js";
+import { bytes, count } from "./format.js";
+import * as server from "./server.js";
+import { loadTexts, t } from "./texts.js";
+import { toast } from "./toasts.js";
+
+export const TAB = "accel";
+const REPORT = "accel-report.txt";
+
+/** Labels are English here; the page takes others from locales/LANGUAGE/commands.json. */
+export const COMMANDS = [
+  { id: "Accel.OpenPanel", label: "Accel: open panel", icon: "pi pi-bolt", function: openPanel },
+  { id: "Accel.ClearCache", label: "Accel: clear graph cache", icon: "pi pi-trash", function: clearCache },
+  { id: "Accel.ExportReport", label: "Accel: export report", icon: "pi pi-download", function: exportReport },
+];
+
+/** Show the tab, and give it the focus. */
+export async function openPanel() {
+  const manager = app.extensionManager;
+  const isShown = manager.sidebarTab?.activeSidebarTab?.id === TAB;
+  if (!isShown) await manager.command.execute(`Workspace.ToggleSidebarTab.${TAB}`);
+  requestAnimationFrame(() => document.querySelector(".accel-panel")?.focus());
+}
+
+/** Drop all compiled graphs, once the person has agreed to it. */
+export async function clearCache() {
+  await loadTexts();
+  if (!(await isConfirmed(t("clear"), t("clearQuestion")))) return;
+  const answer = await server.clear();
+  if (server.isFine(answer)) {
+    const { dropped, bytes: freed } = answer.data ?? {};
+    toast("success", t("cleared"), t("clearedNumbers", { number: count(dropped), bytes: bytes(freed) }));
+  } else {
+    tellFailure(answer);
+  }
+  feed.refresh();
+}
+
+/** Drop one entry of the graph cache; whether it is gone. */
+export async function evictRow(id) {
+  const answer = await server.evict(id);
+  if (!server.isFine(answer)) tellFailure(answer);
+  return server.isFine(answer);
+}
+
+/** Save the server's report as a text file. */
+export async function exportReport() {
+  await loadTexts();
+  const answer = await server.fetchReport();
+  if (!server.isFine(answer)) return tellFailure(answer);
+  const text = typeof answer.data === "string" ? answer.data : JSON.stringify(answer.data, null, 2);
+  const address = URL.createObjectURL(new Blob([text], { type: "text/plain" }));
+  const link = Object.assign(document.createElement("a"), { href: address, download: REPORT });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(address), 10_000);
+}
+
+async function isConfirmed(title, message) {
+  const ask = app.extensionManager?.dialog?.confirm;
+  return ask ? Boolean(await ask({ title, message, type: "delete" })) : window.confirm(message);
+}
+
+function tellFailure(answer) {
+  const why = server.complaint(answer) ?? t(answer.status === 404 ? "missing" : "unreachable");
+  toast("error", t("failedAction"), why);
+}

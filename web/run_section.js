@@ -1,0 +1,101 @@
+/** The last run: how long it took, how much of it ran compiled, what DeepCache skipped, and what was saved. */
+
+import { h, setText, show } from "./dom.js";
+import { count, percent, seconds, size } from "./format.js";
+import { reasonList } from "./reason_list.js";
+import { t } from "./texts.js";
+
+const MOST_CELLS = 400;
+
+export function runSection() {
+  const facts = h("dl", { class: "accel-facts" });
+  const how = h("p", { class: "accel-muted" });
+  const estimate = h("details", { class: "accel-details" }, h("summary", { text: t("savedHow") }), how);
+  const timeline = stepTimeline();
+  const left = reasonList();
+  const summary = h("summary", { title: t("leftAloneTip") });
+  const details = h("details", { class: "accel-details" }, summary, ...left.elements);
+  const element = h(
+    "section",
+    { class: "accel-section", hidden: true },
+    h("h3", { text: t("lastRun") }),
+    facts,
+    estimate,
+    timeline.element,
+    details,
+  );
+
+  function update({ state }) {
+    const run = state?.last_run ?? null;
+    const cached = state?.deep_cache?.last_run ?? null;
+    show(element, Boolean(run || cached));
+    if (element.hidden) return;
+    facts.replaceChildren(...rows(run, cached).flatMap(([key, value]) => fact(key, value)));
+    timeline.update(cached, run?.steps_taken === "");
+    const sentence = (run ?? cached).saved_how ?? "";
+    setText(how, sentence);
+    show(estimate, sentence !== "");
+    const reasons = Object.entries(run?.left_eager ?? {}).map(([reason, number]) => ({ reason, number }));
+    show(details, reasons.length > 0);
+    setText(summary, t("leftAlone", { number: count(reasons.reduce((sum, { number }) => sum + number, 0)) }));
+    left.update(reasons);
+  }
+
+  return { elements: [element], update };
+}
+
+function fact(key, value) {
+  const tip = t(`${key}Tip`);
+  return [h("dt", { text: t(key), title: tip }), h("dd", { class: `accel-${key}`, text: value, title: tip })];
+}
+
+function rows(run, cached) {
+  const found = [];
+  if (run) {
+    if (run.model) found.push(["model", run.model]);
+    if (run.latent) found.push(["latent", size(run.latent)]);
+    const took = seconds(run.seconds);
+    if (typeof run.seconds === "number")
+      found.push(["took", run.steps > 0 ? t("inSteps", { seconds: took, steps: count(run.steps) }) : took]);
+    const calls = (run.compiled_calls ?? 0) + (run.eager_calls ?? 0);
+    if (calls) found.push(["compiledCalls", percent(run.compiled_calls / calls)]);
+    if (run.compile_seconds > 0) found.push(["compileSeconds", seconds(run.compile_seconds)]);
+    if (run.loaded > 0) found.push(["fromDisk", count(run.loaded)]);
+  }
+  const saved = (run ?? cached)?.saved_seconds; // below 0 where it was slower
+  if (typeof saved === "number") found.push(["saved", seconds(saved)]);
+  return found;
+}
+
+/** One cell a step, full ones filled and tall; what it shows is also said in words. */
+function stepTimeline() {
+  const cells = h("div", { class: "accel-steps", role: "img" });
+  const words = h("p", { class: "accel-muted" });
+  const heading = h("h4");
+  const element = h("div", { title: t("deepCacheTip"), hidden: true }, heading, cells, words);
+
+  /** isEarlier: the last run had no DeepCache, this is of the one before that had */
+  function update(cached, isEarlier) {
+    show(element, Boolean(cached));
+    if (!cached) return;
+    setText(heading, t(isEarlier ? "deepCacheEarlier" : "deepCache"));
+    const steps = typeof cached.steps === "string" ? cached.steps.replace(/[^FS]/g, "") : "";
+    const full = cached.full_steps ?? [...steps].filter((step) => step === "F").length;
+    const skipped = cached.skipped_steps ?? steps.length - full;
+    const summary = t("stepsSummary", { full: count(full), skipped: count(skipped) });
+    setText(words, summary);
+    show(cells, steps.length > 0);
+    cells.setAttribute("aria-label", `${summary} ${t("fullSteps", { list: fullSteps(steps) })}`);
+    const shown = [...steps.slice(0, MOST_CELLS)];
+    cells.replaceChildren(...shown.map((step) => h("span", { class: step === "F" ? "accel-full" : "accel-skipped" })));
+  }
+
+  return { element, update };
+}
+
+/** "1, 4-6, 9": the places of the full steps, counted from 1. */
+function fullSteps(steps) {
+  const runs = [...steps.matchAll(/F+/g)];
+  const place = ({ 0: run, index }) => (run.length > 1 ? `${index + 1}-${index + run.length}` : index + 1);
+  return runs.map(place).join(", ");
+}

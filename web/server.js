@@ -1,0 +1,43 @@
+/** Requests to the pack's routes. None of them throws: a server without them, or none at all, is an answer too. */
+
+import { api } from "../../scripts/api.js";
+
+/** `{status, data}`; status 0: the server did not answer. data: its JSON, else its text, else null. */
+async function ask(path, options) {
+  try {
+    const answer = await api.fetchApi(path, options);
+    const text = await answer.text();
+    return { status: answer.status, data: parsed(text) };
+  } catch {
+    return { status: 0, data: null };
+  }
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return text || null;
+  }
+}
+
+function post(path, body = {}) {
+  const headers = { "Content-Type": "application/json" };
+  return ask(path, { method: "POST", headers, body: JSON.stringify(body) });
+}
+
+export const isFine = ({ status }) => status >= 200 && status < 300;
+
+/** What the server said went wrong, if it said so in a sentence. */
+export const complaint = ({ data }) => (typeof data?.error === "string" ? data.error : null);
+
+/** rows: at most so many of the cache's table, last used first; filter: only names and models with this text */
+export function fetchState(rows, filter = "") {
+  const query = new URLSearchParams({ rows: String(rows), ...(filter && { filter }) });
+  return ask(`/accel/state?${query}`, { cache: "no-store" });
+}
+
+export const evict = (id) => post("/accel/evict", { id });
+export const clear = () => post("/accel/clear");
+export const change = (settings) => post("/accel/settings", settings);
+export const fetchReport = () => ask("/accel/report?format=text", { cache: "no-store" });

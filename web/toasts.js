@@ -1,0 +1,38 @@
+/** The page's toasts, and the one that says once why something runs uncompiled. */
+
+import { app } from "../../scripts/app.js";
+import { count } from "./format.js";
+import { loadTexts, t } from "./texts.js";
+
+const LIFE = 12_000; // milliseconds
+const GATHER = 800; // milliseconds: what falls back for one cause does so within the same step
+const MOST_SINGLE = 2;
+const MOST_KNOWN = 500;
+
+const told = new Set();
+let waiting = [];
+
+/** severity: success, info, warn or error */
+export function toast(severity, summary, detail) {
+  app.extensionManager?.toast?.add?.({ severity, summary, detail, life: LIFE });
+}
+
+/** Tell of a fallback unless its reason was told of before; many at once become one. */
+export function tellFallback({ block, reason }) {
+  const key = String(reason ?? "").replace(/\d+/g, "#");
+  if (told.has(key) || told.size >= MOST_KNOWN) return;
+  told.add(key);
+  if (!waiting.length) setTimeout(tellWaiting, GATHER);
+  waiting.push({ block, reason });
+}
+
+async function tellWaiting() {
+  await loadTexts();
+  const now = waiting;
+  waiting = [];
+  if (now.length > MOST_SINGLE) {
+    toast("warn", t("fallbackToast"), t("fallbackManyDetail", { number: count(now.length) }));
+    return;
+  }
+  for (const { block, reason } of now) toast("warn", t("fallbackToast"), t("fallbackDetail", { block, reason }));
+}
