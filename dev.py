@@ -22,6 +22,7 @@ VENV = ROOT / ".venv"
 RUNNING = ROOT / "bench" / "requirements.txt"
 COMFYUI = ROOT / "bench" / "requirements-comfyui.txt"
 TESTING = ROOT / "tests" / "requirements.txt"
+FRONTEND = ROOT / "tests" / "requirements-frontend.txt"
 GIB_NEEDED = 8
 
 # pytest as its own console script would start it. `-m pytest` puts the current folder first on the path, where this
@@ -40,6 +41,7 @@ def main():
     comfyui = find_comfyui(python, options.comfyui)
     environment = {**os.environ, "COMFYUI_PATH": str(comfyui)}
     if options.command == "test":
+        lay_frontend(python)
         # Threads that wait by spinning make small tensors minutes slower where another program shares the cores.
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if not passed_on:
@@ -111,6 +113,17 @@ def own_python(requirements):
         install(python, ["--no-deps", "-r", str(COMFYUI)])
         stamp.write_text(state, encoding="ascii")
     return python
+
+
+def lay_frontend(python):
+    """ComfyUI's newest page in .work/frontend, for the tests that open it; a ComfyUI never sees it otherwise."""
+    folder = WORK / "frontend"
+    stamp = folder / "installed"
+    state = FRONTEND.read_text(encoding="ascii")
+    if not stamp.is_file() or stamp.read_text(encoding="ascii") != state:
+        shutil.rmtree(folder, ignore_errors=True)
+        install(python, ["--no-deps", "--target", str(folder), "-r", str(FRONTEND)])
+        stamp.write_text(state, encoding="ascii")
 
 
 def make_venv():

@@ -1,179 +1,147 @@
-"""The example workflows in ComfyUI's own page, in Chromium.
+"""The nodes in ComfyUI's own page: added from the search box, in light and dark, in English and Chinese, with help.
 
-Screenshots, and what the page made of each workflow, are left under .work/screenshots.
+`ACCEL_UPDATE=1 python3 dev.py test tests/browser/test_editor.py` takes the pictures on the help pages anew, in the
+newest frontend.
 """
 
+import io
 import json
-import shutil
-import urllib.request
-from pathlib import Path
+from contextlib import suppress
 
 import pytest
+from editor_page import CLEAR, IN_NEWEST, UPDATE, get, screenshot, set_setting
+from playwright.sync_api import TimeoutError
 
-from bench import WORK
-from bench.comfyui import PACK_NAME
-from bench.server import serving
+from bench import ROOT
 
 pytestmark = pytest.mark.browser
 
-FOLDER = Path(__file__).resolve().parents[2] / "example_workflows"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
-SCREENSHOTS = WORK / "screenshots"
-OURS = f"/extensions/{PACK_NAME}/"
+DOCS = ROOT / "web" / "docs"
 LANGUAGES = ("en", "zh")
+NODES = sorted(path.stem for path in DOCS.glob("*.md"))
 
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
-# A visitor who has been here before: no tour, no map over the graph.
-SETTINGS = {"Comfy.TutorialCompleted": True, "Comfy.Minimap.Visible": False}
-READY = "!!(window.app?.graph && window.app.extensionManager && window.LiteGraph?.registered_node_types.AccelModel)"
-UNKNOWN_NODES = """
-() => window.app.graph.nodes
-    .filter(node => node.has_errors || !(node.type in window.LiteGraph.registered_node_types))
-    .map(node => node.type)
+LOSES_TEXTS = "1.32."
+"""A frontend that puts its own texts of a language, which it loads late, in the place of every custom node's."""
+
+ALONE = """
+async type => {
+    const { app, LiteGraph } = window;
+    await app.extensionManager.command.execute('Comfy.ClearWorkflow');
+    const node = LiteGraph.createNode(type);
+    app.graph.add(node);
+    node.pos = [300, 100];
+    app.canvas.ds.scale = 1;
+    app.canvas.ds.offset = [0, 0];
+    app.canvas.setDirty(true, true);
+    return node.title;
+}
 """
-ALERTS = """
-() => [...document.querySelectorAll('.p-toast-message-error, .p-toast-message-warn')].map(toast => toast.innerText)
+SELECT = "() => { window.app.canvas.deselectAll(); window.app.canvas.selectNode(window.app.graph.nodes[0]); }"
+HELP = """
+([type, title]) => {
+    const help = document.querySelector('.node-help-content');
+    const picture = help?.querySelector('img');
+    return help?.querySelector('h1')?.innerText === title && picture?.src.includes(`/docs/${type}/`)
+        && picture.complete && picture.naturalWidth > 100;
+}
 """
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A ComfyUI with this pack; the models that the workflows name are empty files."""
+def picture(page, name: str, language: str) -> None:
+    """Take the picture of the only node for its help page."""
     from PIL import Image
 
-    base = tmp_path_factory.mktemp("editor")
-    for folder in ("models/checkpoints", "models/controlnet", "input", "user/default"):
-        (base / folder).mkdir(parents=True)
-    (base / "models/checkpoints/v1-5-pruned-emaonly-fp16.safetensors").touch()
-    (base / "models/controlnet/control_v11p_sd15_scribble_fp16.safetensors").touch()
-    Image.new("RGB", (64, 64), "teal").save(base / "input" / "example.png")
-    (base / "user/default/comfy.settings.json").write_text(json.dumps(SETTINGS), encoding="utf-8")
-    with serving(base) as running:
-        yield running
+    page.evaluate("() => { window.app.canvas.ds.scale = 1.3; window.app.canvas.setDirty(true, true); }")
+    page.mouse.move(1500, 700)
+    page.wait_for_timeout(500)
+    box = page.locator("[data-node-id]").first.bounding_box()
+    edge = 14  # half of a socket
+    clip = {"x": box["x"] - edge, "y": box["y"] - edge, "width": box["width"] + 2 * edge, "height": box["height"] + 28}
+    path = DOCS / name / f"{language}.png"
+    path.parent.mkdir(exist_ok=True)
+    Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("RGB").save(path, optimize=True)
 
 
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert program, "No Chromium here: install it (Debian: apt install chromium)."
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
-        yield opened
-        opened.close()
+def until(page, condition: str, act) -> None:
+    """Do `act`, such as a click, again and again until the condition holds: what comes too soon the page loses."""
+    for _ in range(20):
+        act()
+        with suppress(TimeoutError):
+            page.wait_for_function(condition, timeout=1000)
+            return
+    raise AssertionError(f"not so: {condition}")
 
 
-@pytest.fixture(params=["classic", "nodes2"])
-def page(request, server, browser):
-    """ComfyUI's page, ready, in either way of drawing nodes; at the end our files must have caused no error."""
-    opened = browser.new_page(viewport={"width": 1600, "height": 830})
-    opened.add_init_script("localStorage.setItem('vueNodesBannerDismissed', 'true')")
-    complaints = []
-    opened.on("pageerror", lambda error: complaints.append(f"{error}\n{error.stack}"))
-    opened.on(
-        "console",
-        lambda message: (
-            message.type in ("error", "warning")
-            and complaints.append(f"{message.text} ({message.location.get('url')})")
-        ),
-    )
-    opened.rendering = request.param
-    set_up(opened, server.url)
-    opened.evaluate(
-        "on => window.app.extensionManager.setting.set('Comfy.VueNodes.Enabled', on)", request.param == "nodes2"
-    )
-    set_up(opened, server.url)  # the page takes this setting in whole only when it starts
-    yield opened
-    opened.close()
-    assert [complaint for complaint in complaints if OURS in complaint] == []
+def show_every_help_page(page, language: str, titles: dict[str, str]) -> dict[str, str]:
+    """Open each node's help page as a click on its "i" does, and see its title and picture; node → title on the graph.
+
+    titles: node → the title of its help page.
+    """
+    seen = {}
+    for name in NODES:
+        seen[name] = page.evaluate(ALONE, name)
+        if UPDATE and page.setup == IN_NEWEST:
+            picture(page, name, language)
+            page.evaluate(ALONE, name)
+        until(page, "document.querySelector('[data-testid=info-button]')", lambda: page.evaluate(SELECT))
+        page.wait_for_timeout(200)
+        if not page.evaluate(HELP, [name, titles[name]]):
+            page.get_by_test_id("info-button").first.dispatch_event("click")
+        page.wait_for_function(HELP, arg=[name, titles[name]], timeout=20_000)
+    screenshot(page, f"help-{language}")
+    page.evaluate("() => { window.app.extensionManager.sidebarTab.activeSidebarTabId = null; }")
+    return seen
 
 
-def set_up(page, url: str) -> None:
-    page.goto(url)
-    page.wait_for_function(READY, timeout=120_000)
+def test_every_node_is_added_from_the_search_box(page, any_server):
+    names = {node["display_name"]: name for name, node in our_nodes(any_server).items()}
+    for title, name in names.items():
+        page.evaluate(CLEAR)
+        until(page, "document.activeElement.tagName === 'INPUT'", lambda: page.mouse.dblclick(900, 450))
+        page.keyboard.type(title)
+        page.get_by_role("option").filter(has_text=title).first.wait_for()
+        until(page, "window.app.graph.nodes.length", lambda: page.keyboard.press("Enter"))
+        # In newer frontends the node hangs on the pointer until it is put down.
+        until(page, "!window.app.graph.nodes[0].flags.ghost", lambda: page.mouse.click(700, 300))
+        assert page.evaluate("window.app.graph.nodes.map(({ type }) => type)") == [name]
 
 
-def open_template(page, name: str) -> None:
-    """What a click on the template does: fetch it from where the page would, and load it."""
-    page.evaluate(
-        """async ([pack, name]) => {
-            const answer = await fetch(`/api/workflow_templates/${pack}/${name}.json`);
-            await window.app.loadGraphData(await answer.json(), true, true, name);
-        }""",
-        [PACK_NAME, name],
-    )
-    page.wait_for_timeout(1500)
+def test_the_page_in_light_and_in_dark(page):
+    colors = []
+    for palette in ("light", "dark"):
+        page.evaluate("name => window.app.extensionManager.setting.set('Comfy.ColorPalette', name)", palette)
+        page.evaluate(ALONE, "AccelModel")
+        page.wait_for_timeout(500)
+        screenshot(page, f"node-{palette}")
+        colors.append(page.evaluate("() => getComputedStyle(document.body).getPropertyValue('--comfy-menu-bg')"))
+    assert len(set(colors)) == 2
+    assert page.errors() == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_template_opens_whole_and_converts_to_the_stored_graph(page, name):
-    open_template(page, name)
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=str(SCREENSHOTS / f"{name}-{page.rendering}.png"))
-    assert page.evaluate(UNKNOWN_NODES) == []
-    assert page.evaluate(ALERTS) == []
-    assert page.locator(".p-dialog").count() == 0
-
-    # As text: Playwright would turn JavaScript's undefined into null.
-    converted = json.loads(page.evaluate("async () => JSON.stringify((await window.app.graphToPrompt()).output)"))
-    made = SCREENSHOTS / f"{name}.api.json"
-    made.write_text(json.dumps(converted, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    stored = json.loads((FOLDER / "api" / f"{name}.json").read_text(encoding="utf-8"))
-    assert converted == stored, f"The page converts {name} to what is now in {made}."
+def test_every_help_page_opens_with_its_picture(page, any_server):
+    titles = {name: node["display_name"] for name, node in our_nodes(any_server).items()}
+    assert show_every_help_page(page, "en", titles) == titles
 
 
-def get(server, path: str) -> bytes:
-    with urllib.request.urlopen(server.url + path, timeout=30) as answer:
-        return answer.read()
+def test_in_chinese_nodes_and_help_pages_are_chinese(open_page, server, any_server):
+    set_setting(server, "Comfy.Locale", "zh")
+    try:
+        page = open_page()
+    finally:
+        set_setting(server, "Comfy.Locale", "en")
+    texts = json.loads(get(any_server, "/i18n"))["zh"]["nodeDefs"]
+    titles = {name: text["display_name"] for name, text in texts.items() if name in NODES}
+    seen = show_every_help_page(page, "zh", titles)
+    if not page.evaluate("window.__COMFYUI_FRONTEND_VERSION__").startswith(LOSES_TEXTS):
+        assert seen == titles
+        page.evaluate(ALONE, "AccelResolutionSnap")
+        shown = page.evaluate("window.app.graph.nodes[0].widgets.map(({ label }) => label)")
+        assert texts["AccelResolutionSnap"]["inputs"]["width"]["name"] in shown
+    assert page.errors() == []
+    page.context.close()
 
 
-def test_the_page_is_offered_every_template_with_its_thumbnail(server):
-    offered = json.loads(get(server, "/api/workflow_templates"))
-    assert sorted(offered[PACK_NAME]) == NAMES
-    for name in NAMES:
-        assert get(server, f"/api/workflow_templates/{PACK_NAME}/{name}.jpg")[:3] == b"\xff\xd8\xff"
-
-
-def test_every_input_and_output_has_tooltip_help_and_both_languages(server):
-    ours = {name: node for name, node in json.loads(get(server, "/object_info")).items() if name.startswith("Accel")}
-    languages = json.loads(get(server, "/i18n"))
-    missing = []
-    for name, node in ours.items():
-        inputs = {**node["input"]["required"], **node["input"].get("optional", {})}
-        page = get(server, f"{OURS}docs/{name}.md").decode()
-        missing += [f"{name}.md: {key}" for key in inputs if f"`{key}`" not in page]
-        missing += [f"{name}: tooltip of {key}" for key, declared in inputs.items() if not declared[1].get("tooltip")]
-        outputs = {str(index): tooltip for index, tooltip in enumerate(node["output_tooltips"])}
-        missing += [f"{name}: tooltip of output {key}" for key, tooltip in outputs.items() if not tooltip]
-        for language in LANGUAGES:
-            texts = languages.get(language, {}).get("nodeDefs", {}).get(name, {})
-            missing += [f"{language}: {name}.{key}" for key in ("display_name", "description") if not texts.get(key)]
-            for part, keys in (("inputs", inputs), ("outputs", outputs)):
-                entries = texts.get(part, {})
-                missing += [
-                    f"{language}: {name}.{part}.{key}"
-                    for key in keys
-                    if not (entries.get(key, {}).get("name") and entries[key].get("tooltip"))
-                ]
-                missing += [f"{language}: {name}.{part}.{key} is no more" for key in entries.keys() - keys.keys()]
-    assert missing == []
-
-
-def test_the_english_texts_are_those_of_the_nodes(server):
-    ours = {name: node for name, node in json.loads(get(server, "/object_info")).items() if name.startswith("Accel")}
-    english = json.loads(get(server, "/i18n"))["en"]["nodeDefs"]
-    assert english.keys() == ours.keys()
-    for name, node in ours.items():
-        assert (english[name]["display_name"], english[name]["description"]) == (
-            node["display_name"],
-            node["description"],
-        )
-        inputs = {**node["input"]["required"], **node["input"].get("optional", {})}
-        declared = {key: options["tooltip"] for key, (_, options) in inputs.items()}
-        assert {key: entry["tooltip"] for key, entry in english[name]["inputs"].items()} == declared
-        outputs = [entry["tooltip"] for _, entry in sorted(english[name]["outputs"].items())]
-        assert outputs == node["output_tooltips"]
+def our_nodes(any_server) -> dict[str, dict]:
+    """Our nodes' part of /object_info."""
+    described = json.loads(get(any_server, "/object_info"))
+    return {name: node for name, node in described.items() if name.startswith("Accel")}

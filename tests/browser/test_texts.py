@@ -1,0 +1,144 @@
+"""Everything that a person can set or press has its texts: tooltip, help page with picture, English and Chinese."""
+
+import json
+import re
+
+import pytest
+from editor_page import get
+
+from bench import ROOT
+
+DOCS = ROOT / "web" / "docs"
+LANGUAGES = ("en", "zh")
+HELP = {"en": "{name}.md", "zh": "{name}/zh.md"}
+"""Where ComfyUI's page looks for help: first in a node's folder for its language, then beside it."""
+
+MOST_BYTES = 60_000
+"""Of a picture in a help page."""
+
+
+@pytest.fixture(scope="module")
+def nodes(any_server):
+    described = json.loads(get(any_server, "/object_info"))
+    return {name: node for name, node in described.items() if name.startswith("Accel")}
+
+
+@pytest.fixture(scope="module")
+def languages(any_server):
+    return json.loads(get(any_server, "/i18n"))
+
+
+def inputs_of(node) -> dict:
+    return {**node["input"].get("required", {}), **node["input"].get("optional", {})}
+
+
+def test_every_input_and_output_has_a_tooltip_and_both_languages(nodes, languages):
+    missing = []
+    for name, node in nodes.items():
+        inputs = inputs_of(node)
+        missing += [f"{name}: tooltip of {key}" for key, declared in inputs.items() if not declared[1].get("tooltip")]
+        outputs = {str(index): tooltip for index, tooltip in enumerate(node["output_tooltips"])}
+        missing += [f"{name}: tooltip of output {key}" for key, tooltip in outputs.items() if not tooltip]
+        for language in LANGUAGES:
+            texts = languages.get(language, {}).get("nodeDefs", {}).get(name, {})
+            missing += [f"{language}: {name}.{key}" for key in ("display_name", "description") if not texts.get(key)]
+            for part, keys in (("inputs", inputs), ("outputs", outputs)):
+                entries = texts.get(part, {})
+                missing += [
+                    f"{language}: {name}.{part}.{key}"
+                    for key in keys
+                    if not (entries.get(key, {}).get("name") and entries[key].get("tooltip"))
+                ]
+                missing += [f"{language}: {name}.{part}.{key} is no more" for key in entries.keys() - keys.keys()]
+    assert nodes
+    assert missing == []
+
+
+def test_the_english_texts_are_those_of_the_nodes(nodes, languages):
+    english = languages["en"]["nodeDefs"]
+    assert english.keys() == nodes.keys()
+    for name, node in nodes.items():
+        assert (english[name]["display_name"], english[name]["description"]) == (
+            node["display_name"],
+            node["description"],
+        )
+        declared = {key: options["tooltip"] for key, (_, options) in inputs_of(node).items()}
+        assert {key: entry["tooltip"] for key, entry in english[name]["inputs"].items()} == declared
+        outputs = [entry["tooltip"] for _, entry in sorted(english[name]["outputs"].items())]
+        assert outputs == node["output_tooltips"]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_node_has_a_help_page_with_its_picture_and_every_input(language, nodes, languages):
+    missing = []
+    for name, node in nodes.items():
+        path = HELP[language].format(name=name)
+        page = (DOCS / path).read_text(encoding="utf-8") if (DOCS / path).is_file() else ""
+        title = languages[language]["nodeDefs"][name]["display_name"]
+        if not page.startswith(f"# {title}\n"):
+            missing.append(f"{path} with the title {title}")
+        missing += [f"{path}: {key}" for key in inputs_of(node) if f"`{key}`" not in page]
+        # Relative to the folder of all pages, whatever the clone is called: so ComfyUI's page resolves it.
+        picture = f"{name}/{language}.png"
+        data = (DOCS / picture).read_bytes() if (DOCS / picture).is_file() else b""
+        if f"]({picture})" not in page:
+            missing.append(f"{path}: the picture {picture}")
+        if not data.startswith(b"\x89PNG") or len(data) > MOST_BYTES:
+            missing.append(f"{picture} as a PNG of at most {MOST_BYTES} bytes")
+    assert missing == []
+
+
+def in_our_scripts(pattern: str) -> set[str]:
+    """What a pattern's group finds in the JavaScript files of the page."""
+    return {found for path in (ROOT / "web").rglob("*.js") for found in re.findall(pattern, path.read_text("utf-8"))}
+
+
+def test_every_setting_and_command_has_both_languages(languages):
+    missing = []
+    declared = in_our_scripts(r'\bid: "(Accel\.[\w.]+)"')
+    for language in LANGUAGES:
+        settings, commands = languages[language].get("settings", {}), languages[language].get("commands", {})
+        keys = {name.replace(".", "_") for name in declared}
+        for key in keys:
+            has_setting = settings.get(key, {}).get("name") and settings[key].get("tooltip")
+            if not (has_setting or commands.get(key, {}).get("label")):
+                missing.append(f"{language}: {key}")
+        ours = {key for key in (*settings, *commands) if key.startswith("Accel")}
+        missing += [f"{language}: {key} is no more" for key in ours - keys]
+    assert declared
+    assert missing == []
+
+
+def leaves(texts, path: str = "") -> dict[str, str]:
+    """Nested texts as path → text."""
+    if isinstance(texts, str):
+        return {path: texts}
+    return {key: text for name, inner in texts.items() for key, text in leaves(inner, f"{path}/{name}").items()}
+
+
+def blanks(text: str) -> set[str]:
+    """The names in a text in place of which the page puts something."""
+    return set(re.findall(r"\{\w+\}", text))
+
+
+@pytest.mark.parametrize("part", ["settings", "commands", "main"])
+def test_both_languages_have_the_same_texts_with_the_same_blanks(part):
+    english, chinese = (
+        leaves(json.loads((ROOT / "locales" / language / f"{part}.json").read_text(encoding="utf-8")))
+        for language in LANGUAGES
+    )
+    assert english.keys() == chinese.keys()
+    assert [path for path, text in {**english, **chinese}.items() if not text.strip()] == []
+    differing = [
+        path
+        for path in english
+        if set(re.findall(r"\{\w+\}", english[path])) != set(re.findall(r"\{\w+\}", chinese[path]))
+    ]
+    assert differing == []
+
+
+def test_every_text_that_the_panel_asks_for_is_there(languages):
+    asked = in_our_scripts(r'\bt\("(\w+)"')
+    assert asked
+    for language in LANGUAGES:
+        assert asked - languages[language]["accelPanel"].keys() == set()
