@@ -11,6 +11,7 @@ import torch
 
 from . import call_spec, compilers, kinds
 from .added_weights import AddedWeights, with_added
+from .block_observer import BlockObserver
 from .causes import one_line
 from .compiled_graph import CompiledGraph, Facts
 from .eager_calls import RunEagerly, elsewhere, not_in_this_mode
@@ -27,6 +28,10 @@ _MAX_REMEMBERED = 64
 """Call shapes a stand-in remembers the graph of; more than one model call ever has."""
 
 _type_and_place = operator.attrgetter("dtype", "device")
+
+
+class NotReady(RuntimeError):
+    """A block would look for its graph, or make one, while a call of its model is recorded."""
 
 
 class Trouble(RuntimeError):
@@ -101,6 +106,8 @@ class BlockRunner:
         self._generation = cache.generation
         self.eager_calls = 0
         """Calls that ran without a graph."""
+        self.observer: BlockObserver | None = None
+        """Whoever records the whole model call that this one is part of."""
 
     @property
     def kind(self) -> kinds.Kind:
@@ -113,6 +120,8 @@ class BlockRunner:
         return tensors
 
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        if self.observer is not None and self.observer.resting:
+            return inner(*args, **kwargs)
         inputs: list[torch.Tensor] = []
         try:
             spec = call_spec.flatten((args, kwargs), inputs, self._simplify)
@@ -159,6 +168,10 @@ class BlockRunner:
             return self._eagerly(inner, args, kwargs, str(reason), is_trouble=False)
         is_settled = probe is None or probe.done
         (probe if probe is not None and is_settled else entry).hits += 1
+        observer = self.observer
+        if observer is not None:
+            observer.used.append((entry, graph))
+            observer.settled &= is_settled
 
         def run() -> Any:
             out = graph.run(tensors)
@@ -174,6 +187,8 @@ class BlockRunner:
         except self._interrupts:
             raise
         except Exception as error:
+            if observer is not None and observer.recording:
+                raise
             is_shortage = isinstance(error, torch.OutOfMemoryError)
             reason = one_line(error)
         # Outside of the handler, whose exception would keep the failed call's tensors.
@@ -219,7 +234,8 @@ class BlockRunner:
         return out
 
     def _look_up(self, spec, weights, inputs):
-        if self._generation != self._cache.generation:
+        is_recorded = self.observer is not None and self.observer.recording
+        if self._generation != self._cache.generation and not is_recorded:
             self._remembered.clear()
             self._generation = self._cache.generation
         signature = (
@@ -231,6 +247,8 @@ class BlockRunner:
             return self._remembered[signature]
         except KeyError:
             pass
+        if is_recorded:
+            raise NotReady(f"{self._region.kind.name} ({self._region.path}) has no graph at hand")
         if len(self._remembered) >= _MAX_REMEMBERED:
             self._remembered.clear()
         try:
@@ -277,6 +295,8 @@ class BlockRunner:
             return store and store.load(key, name, devices, build, fits, values, self._interrupts, could_fit)
 
         def compile_graph() -> CompiledGraph:
+            if self.observer is not None:
+                self.observer.settled = False
             try:
                 template = kinds.template_of(region.block, region.wraps)
             except Exception as error:

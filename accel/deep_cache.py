@@ -264,6 +264,11 @@ class DeepCacheRun:
         for key, chunk in zip(keys, shallow.chunk(len(keys)), strict=True):
             self._meter.watch(key, chunk, self._step, renew=self._full[self._step] or not self._has_all(key))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the present step is computed in full, for all streams alike."""
+        return self._step is not None and self._full[self._step]
+
     def count(self, skipped: bool) -> None:
         """A model call of the present step is done; a step with one skipped call is a skipped step."""
         if self._step is not None:

@@ -7,7 +7,7 @@ Residuals of middle blocks as in Chen et al.: "Δ-DiT" (arXiv 2406.01125); the p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -102,6 +102,27 @@ class DiTBoundary:
     @property
     def max_depth(self) -> int:
         return (self.count - 1) // 2
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether calls of one phase do the same from now on: what the blocks do to which arguments is known."""
+        return all(span.unfit or span.remembered for span in self.spans)
+
+    @property
+    def parts(self) -> tuple[Hashable, ...]:
+        """Of the run's features, those that a skipped call takes."""
+        return tuple(span.part(name) for span in self.spans if span.remembered for name in span.streams.tensors)
+
+    @property
+    def layout(self) -> Hashable:
+        """Tells where the model is cut."""
+        return "transformer", self.depth, tuple(span.found.path for span in self.spans if not span.unfit)
+
+    def note(self, keys: Sequence[StreamKey], image: torch.Tensor) -> None:
+        """A call in full has begun; nothing of it is kept here."""
+
+    def require(self, keys: Sequence[StreamKey], image: torch.Tensor) -> None:
+        """A skipped call has begun; its shapes are compared when residuals are added."""
 
     def recording(self, run: DeepCacheRun, keys: Sequence[StreamKey]) -> dict[torch.nn.Module, Layer]:
         """The stand-ins for a call in full."""

@@ -24,8 +24,8 @@ class Fallbacks:
         self._lock = threading.Lock()
         self._calls: dict[tuple[str, str], dict[str, Any]] = {}
 
-    def note(self, block: str, reason: str) -> None:
-        """One call of a block ran eagerly; the first of each reason goes to the log."""
+    def note(self, block: str, reason: str, how: str = "uncompiled") -> None:
+        """One call of a block ran eagerly, or `how` else; the first of each reason goes to the log."""
         key = block, _NUMBER.sub("#", reason)
         with self._lock:
             row = self._calls.get(key)
@@ -35,7 +35,7 @@ class Fallbacks:
             if len(self._calls) >= _MOST:
                 del self._calls[next(iter(self._calls))]
             self._calls[key] = {"block": block, "reason": reason, "calls": 1}
-        log.warning("%s runs uncompiled: %s", block, reason)
+        log.warning("%s runs %s: %s", block, how, reason)
         emit("fallback", block=block, reason=reason)
 
     def rows(self) -> list[dict[str, Any]]:

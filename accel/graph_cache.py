@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from . import cache_table
+from .capture_key import CaptureKey
 from .compiled_graph import CompiledGraph
 from .compilers import CompileFailed
 from .events import emit
@@ -16,6 +17,7 @@ from .graph_claim import Claim
 from .graph_entry import Entry
 
 if TYPE_CHECKING:
+    from .capture_pool import CapturePool
     from .graph_store import GraphStore
 
 DEFAULT_MAX_ENTRIES = 512
@@ -58,11 +60,14 @@ class GraphCache:
         self._evicted_hits = 0
         self._misses = 0
         self._compilations = 0
+        self._captures = 0
         self._loaded = 0
         self._seconds = 0.0
         self._evictions = 0
         self.store: GraphStore | None = None
         """Where compiled graphs are kept from one process to the next; None keeps none."""
+        self.captures: CapturePool | None = None
+        """What the recorded calls among the entries share; None where nothing is recorded."""
         self.generation = 0
         """Grows whenever an entry leaves, so that holders of graphs know to let go of theirs."""
 
@@ -97,10 +102,13 @@ class GraphCache:
         compile_graph: Callable[[], CompiledGraph],
         claim: Claim | None = None,
         load_graph: Callable[[], CompiledGraph | None] = lambda: None,
+        action: str = "compile",
     ) -> tuple[Entry, CompiledGraph]:
         """The entry and the graph of it that fits this call, loaded or else compiled now if there is none.
 
         One compilation per key at a time, however many threads ask; the others wait and share it.
+
+        action: "compile" or "capture": what making the graph is counted as, and called in events.
 
         Raises:
             NoGraph: with the reason. Whatever `load_graph` raises, and `compile_graph` other than CompileFailed,
@@ -130,7 +138,7 @@ class GraphCache:
                 emit("graph_loaded", name=name, key=key, seconds=time.perf_counter() - started)
                 return entry, graph
             started = time.perf_counter()
-            emit("compile_start", name=name, key=key)
+            emit(f"{action}_start", name=name, key=key)
             graph = None
             try:
                 graph = compile_graph()
@@ -139,18 +147,39 @@ class GraphCache:
             except BaseException:
                 # Interrupted, or out of memory: nothing was learnt about the block.
                 self._leave_if_empty(entry)
-                emit("compile_failed", name=name, key=key, reason="interrupted", seconds=time.perf_counter() - started)
+                seconds = time.perf_counter() - started
+                emit(f"{action}_failed", name=name, key=key, reason="interrupted", seconds=seconds)
                 raise
             if graph is None:
                 seconds = time.perf_counter() - started
-                emit("compile_failed", name=name, key=key, reason=entry.failure, seconds=seconds)
+                emit(f"{action}_failed", name=name, key=key, reason=entry.failure, seconds=seconds)
                 raise NoGraph(key, entry.failure, tried=True)
             seconds = time.perf_counter() - started
             try:
-                self._keep(entry, graph, seconds, claim)
+                self._keep(entry, graph, seconds, claim, action)
             finally:
-                emit("compile_end", name=name, key=key, seconds=seconds)
+                emit(f"{action}_end", name=name, key=key, seconds=seconds)
             return entry, graph
+
+    def get(self, key: Hashable, claim: Claim | None = None) -> Entry | None:
+        """The entry under the key, used now; None where there is none."""
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._touch(key)
+            if claim is not None:
+                claim.enter(self._entries[key])
+            return self._entries[key]
+
+    @property
+    def max_bytes(self) -> int:
+        """Bound on the sum of the entries' bytes."""
+        return self._max_bytes
+
+    def room_for(self, keys: Container[Hashable]) -> int:
+        """Bytes that the entries under these keys may have together, beside the others that there are."""
+        with self._lock:
+            return self._max_bytes - sum(entry.nbytes for key, entry in self._entries.items() if key not in keys)
 
     def holds(self, keys: Iterable[Hashable]) -> bool:
         """Whether every key has an entry, so that a run with them compiles nothing; counts as no use of them."""
@@ -218,6 +247,7 @@ class GraphCache:
             totals = {
                 "misses": self._misses,
                 "compilations": self._compilations,
+                "captures": self._captures,
                 "loaded": self._loaded,
                 "seconds": self._seconds,
                 "evictions": self._evictions,
@@ -234,14 +264,21 @@ class GraphCache:
             entry = self._entries.get(key)
             if entry is None:
                 self._require_room(key, claim)
-                entry = self._entries[key] = Entry(key, name)
+                entry = self._entries[key] = Entry(key, name, is_capture=isinstance(key, CaptureKey))
                 self._shrink(self._in_use() | {key})
             self._touch(key)
             if claim is not None:
                 claim.enter(entry)
             return entry
 
-    def _keep(self, entry: Entry, graph: CompiledGraph, seconds: float | None, claim: Claim | None) -> None:
+    def _keep(
+        self,
+        entry: Entry,
+        graph: CompiledGraph,
+        seconds: float | None,
+        claim: Claim | None,
+        action: str = "compile",
+    ) -> None:
         """Take a new graph in, and let others go for it; NoGraph where those that must stay leave no room.
 
         seconds: what compiling it took; None for one that was loaded.
@@ -249,6 +286,8 @@ class GraphCache:
         with self._lock:
             if seconds is None:
                 self._loaded += 1
+            elif action == "capture":
+                self._captures += 1
             else:
                 self._compilations += 1
                 self._seconds += seconds
@@ -310,12 +349,13 @@ class GraphCache:
         return True
 
     def _shrink(self, keep: set[Hashable] | tuple[()]) -> None:
-        used = sum(entry.nbytes for entry in self._entries.values())
-        for key in list(self._entries):
+        # Recorded calls first: each costs a few steps to make again, compiling costs minutes. What they share is
+        # less by the share of one only when all are gone, so the sum is taken anew each time.
+        for key in sorted(self._entries, key=lambda key: not self._entries[key].is_capture):
+            used = sum(entry.nbytes for entry in self._entries.values())
             if len(self._entries) <= self._max_entries and used <= self._max_bytes:
                 return
             if key not in keep:
-                used -= self._entries[key].nbytes
                 self._drop(key)
 
 

@@ -45,6 +45,7 @@ class Entry:
     graphs: usually one; a second where a call did not fit the first one's guards.
     hits: calls that no probe counts; `calls` has all. uses: of the last runs with it, the newest last.
     was_loaded: its newest graph came from the disk.
+    is_capture: they are recorded calls, made in no time, and not compiled.
     """
 
     key: Hashable
@@ -56,6 +57,7 @@ class Entry:
     last_used: float = 0.0
     uses: tuple[Use, ...] = ()
     was_loaded: bool = False
+    is_capture: bool = False
     _probes: dict[int, Probes] = field(default_factory=dict, repr=False)
     _busy: threading.Lock = field(default_factory=threading.Lock, repr=False)
 

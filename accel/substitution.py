@@ -25,6 +25,7 @@ Layer = Callable[..., Any]
 class Order(IntEnum):
     """Who is asked first: a higher layer sees the call before a lower one."""
 
+    CAPTURED = -1
     COMPILED = 0
     CACHED = 1
 

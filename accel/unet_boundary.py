@@ -6,7 +6,7 @@ Other architectures get a boundary of their own with the same `recording`, `skip
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,11 +76,32 @@ class UNetBoundary:
     def max_depth(self) -> int:
         return self.count - 1
 
+    is_settled = True
+    """Whether calls of one phase do the same from now on."""
+
+    parts = (0,)
+    """Of the run's features, those that a skipped call takes."""
+
+    @property
+    def layout(self) -> Hashable:
+        """Tells where the model is cut."""
+        return "unet", self.depth
+
+    def note(self, keys: Sequence[StreamKey], x: torch.Tensor) -> None:
+        """`x` is what the streams' deep part is computed from."""
+        self._entered.update(dict.fromkeys(keys, x.shape[2:]))
+
+    def require(self, keys: Sequence[StreamKey], x: torch.Tensor) -> None:
+        """Raises OutdatedFeature where `x` is not of the size that the streams' features were computed from."""
+        for size in {self._entered.get(key) for key in keys}:
+            if size != x.shape[2:]:
+                raise OutdatedFeature(f"made from {size}, and {x.shape[2:]} is here")
+
     def recording(self, run: DeepCacheRun, keys: Sequence[StreamKey]) -> dict[torch.nn.Module, Layer]:
         """The stand-ins for a call in full."""
 
         def enter(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._entered.update(dict.fromkeys(keys, x.shape[2:]))
+            self.note(keys, x)
             run.watch(keys, x)
             return inner(x, *args, **kwargs)
 
@@ -96,9 +117,7 @@ class UNetBoundary:
         """
 
         def enter(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            for size in {self._entered.get(key) for key in keys}:
-                if size != x.shape[2:]:
-                    raise OutdatedFeature(f"made from {size}, and {x.shape[2:]} is here")
+            self.require(keys, x)
             run.watch(keys, x)
             # Patches may work in place, and `x` is a skip of the shallow part too.
             return _pass_nothing(inner, x).clone()

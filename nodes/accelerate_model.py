@@ -4,8 +4,10 @@ from comfy_api.latest import io
 
 from ..accel.hosts.comfyui.accelerate import accelerate
 from ..accel.hosts.comfyui.preferences import FROM_SETTINGS, set_node_budget
-from ..accel.hosts.comfyui.versions import make_input, schema
+from ..accel.hosts.comfyui.versions import check_options, make_input, schema
 from .compile_inputs import check, check_gain_input, how_to_compile, settings
+
+GRAPHS = ("off", "auto")
 
 
 class AccelModel(io.ComfyNode):
@@ -55,19 +57,43 @@ class AccelModel(io.ComfyNode):
                         "nothing."
                     ),
                 ),
+                make_input(
+                    io.Combo,
+                    "graphs",
+                    options=list(GRAPHS),
+                    default=GRAPHS[0],
+                    optional=True,
+                    advanced=True,
+                    tooltip=(
+                        "auto: on NVIDIA cards record the work of a whole model call once for each size and replay it, "
+                        "which saves the time between kernels, most of it at small sizes. Takes GPU memory, counted in "
+                        "cache_mb; what cannot be recorded runs as with off. off is the default as long as this is "
+                        "untested on real cards."
+                    ),
+                ),
             ],
             hidden=[io.Hidden.unique_id],
             outputs=[io.Model.Output("MODEL", tooltip="The accelerated model, for a sampler or further model nodes.")],
         )
 
     @classmethod
-    def validate_inputs(cls, shapes=None, backend=None, on_trouble=None) -> bool | str:
-        return check(shapes, backend, on_trouble)
+    def validate_inputs(cls, shapes=None, backend=None, on_trouble=None, graphs=None) -> bool | str:
+        valid = check(shapes, backend, on_trouble)
+        return check_options(graphs=(graphs, GRAPHS)) if valid is True else valid
 
     @classmethod
     def execute(
-        cls, model, shapes, backend, on_trouble, min_repetitions=1, check_gain=True, cache_mb=FROM_SETTINGS
+        cls,
+        model,
+        shapes,
+        backend,
+        on_trouble,
+        min_repetitions=1,
+        check_gain=True,
+        cache_mb=FROM_SETTINGS,
+        graphs=GRAPHS[0],
     ) -> io.NodeOutput:
         wanted = settings(shapes, backend, on_trouble, check_gain, min_repetitions)
         set_node_budget(cache_mb)
-        return io.NodeOutput(accelerate(model, wanted, node_id=cls.hidden.unique_id if cls.hidden else None))
+        node_id = cls.hidden.unique_id if cls.hidden else None
+        return io.NodeOutput(accelerate(model, wanted, node_id=node_id, graphs=graphs != GRAPHS[0]))

@@ -15,8 +15,9 @@ from ...block_runner import BlockRunner, CompileSettings
 from ...compiled_layers import Host, compiled_layers, look_at
 from ...events import emit
 from ...graph_cache import Claim, GraphCache, shared
+from ...model_capture import ModelCapture
 from ...substitution import Layer, Order, substituted
-from . import graph_store, preferences
+from . import capture, graph_store, preferences
 from .options import simplifier, without_hooks
 from .progress import CompileProgress
 from .recording import recorded, uses
@@ -37,7 +38,14 @@ class Run:
     They are bound at the first model call, since the weights are loaded only then.
     """
 
-    def __init__(self, settings: CompileSettings, cache: GraphCache, claim: Claim, node_id: str | None = None):
+    def __init__(
+        self,
+        settings: CompileSettings,
+        cache: GraphCache,
+        claim: Claim,
+        node_id: str | None = None,
+        graphs: bool = False,
+    ):
         self._settings = settings
         self._cache = cache
         self._claim = claim
@@ -46,6 +54,8 @@ class Run:
         self._layers: dict[torch.nn.Module, Layer] = {}
         self._evictions = cache.evictions
         self._contexts: set[int] = set()
+        self._graphs = graphs
+        self._capture: ModelCapture | None = None
 
     @contextmanager
     def call(self, model: torch.nn.Module, context: Any = None) -> Iterator[None]:
@@ -55,6 +65,7 @@ class Run:
         if self._model is None or self._model() is not model:
             self._layers = block_layers(model, self._settings, self._cache, self._claim)
             self._model = weakref.ref(model)
+            self._capture = None
         kinds = {layer.kind for layer in self._layers.values() if isinstance(layer, BlockRunner)}
         with self._progress.during_call(len(kinds)), substituted(self._layers, Order.COMPILED):
             yield
@@ -69,6 +80,17 @@ class Run:
         eager = sum(layer.eager_calls for layer in self._layers.values() if isinstance(layer, BlockRunner))
         evicted = self._cache.evictions - self._evictions
         emit("run_calls", claim=self._claim, eager_calls=eager, contexts=self.contexts, evicted=evicted)
+
+    @contextmanager
+    def captured(self, base: torch.nn.Module, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """For the same call, if calls of a BaseModel may be recorded: the options that it is to be made with."""
+        if not self._graphs:
+            yield options
+            return
+        if self._capture is None:
+            self._capture = capture.begin(base, self._settings, self._cache, self._claim, self._layers)
+        with capture.standing_in(self._capture, base.diffusion_model, options) as options:
+            yield options
 
 
 def block_layers(
@@ -88,33 +110,39 @@ def block_layers(
     return compiled_layers(model, look_at(model, settings, HOST), settings, HOST, cache, claim, on_shortage)
 
 
-def accelerate(model: Any, settings: CompileSettings, cache: GraphCache = shared, node_id: str | None = None) -> Any:
+def accelerate(
+    model: Any, settings: CompileSettings, cache: GraphCache = shared, node_id: str | None = None, graphs: bool = False
+) -> Any:
     """A clone of a ModelPatcher whose repeated blocks run compiled; the model given is unchanged.
 
-    node_id: the node in the page that shows compile progress.
+    node_id: the node in the page that shows compile progress. graphs: record whole model calls and replay them, where
+    the device and the call allow it.
     """
     graph_store.attach(cache)
     patched = clone_for_compiling(model)
+    if graphs:
+        capture.attach(cache, patched)
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
         patched.remove_wrappers_with_key(wrapper, KEY)
-    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _outer_sample(settings, cache, node_id))
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _outer_sample(settings, cache, node_id, graphs))
     patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _apply_model(settings, cache))
     return patched
 
 
-def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | None):
+def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | None, graphs: bool):
     described = {
         "backend": settings.backend,
         "shapes": "any size" if settings.any_size else "exact size",
         "min_repetitions": settings.min_repetitions,
         "check_gain": settings.measured,
+        "graphs": graphs,
     }
 
     def wrapper(executor, *args, **kwargs):
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
         with recorded(executor, args, compiling=described), ExitStack() as stack:
             claim = stack.enter_context(cache.claim())
-            run = options[KEY] = Run(settings, cache, claim, node_id)
+            run = options[KEY] = Run(settings, cache, claim, node_id, graphs)
             try:
                 with sizes_explained(executor, args), size_remembered(executor, args, cache, claim):
                     return executor(*args, **kwargs)
@@ -136,6 +164,7 @@ def _apply_model(settings: CompileSettings, cache: GraphCache):
             # Somebody may call the model outside a sampler.
             run = options.get(KEY) or Run(settings, cache, stack.enter_context(cache.claim()))
             stack.enter_context(run.call(executor.class_obj.diffusion_model, c_crossattn))
+            options = stack.enter_context(run.captured(executor.class_obj, options))
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
     return wrapper

@@ -16,9 +16,12 @@ from ...boundaries import boundary_of, why_none
 from ...cached_call import cached_call
 from ...deep_cache import DeepCacheRun, DeepCacheSettings, StreamKey
 from ...events import emit, log
+from ...model_capture import ModelCapture
 from ...run_record import records
 from ...step_schedule import is_in_order
 from ...substitution import Order, substituted
+from .capture import KEY as CAPTURE
+from .capture import asks_wrappers
 from .recording import recorded
 from .shape_errors import sizes_explained
 
@@ -47,7 +50,7 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings) -> Any:
     if not settings.is_off:
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings))
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, _begin_evaluation)
-        if _asks_wrappers(_uncompiled(model)):
+        if asks_wrappers(_uncompiled(model)):
             clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _call_model)
         else:
             clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _stand_in_for_model)
@@ -58,12 +61,6 @@ def last_run() -> dict[str, int] | None:
     """`{"full_steps": n, "skipped_steps": n}` of the DeepCache run that ended last in this process."""
     known = records.deep_cache()
     return None if known is None else {name: known[name] for name in ("full_steps", "skipped_steps")}
-
-
-def _asks_wrappers(model: torch.nn.Module) -> bool:
-    """Whether the model's forward runs the wrappers for DIFFUSION_MODEL; SD3's and some others' does not."""
-    code = getattr(type(model).forward, "__code__", None)
-    return code is not None and "DIFFUSION_MODEL" in code.co_names
 
 
 def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
@@ -175,7 +172,9 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
         return call(*kept, **named)
 
     keys = _streams(run, x, options)
-    return cached_call(run, boundary, keys, lambda: call(*args, **kwargs), skipped, _must_pass)
+    capture: ModelCapture | None = options.get(CAPTURE)
+    recorded = None if capture is None else capture.during
+    return cached_call(run, boundary, keys, lambda: call(*args, **kwargs), skipped, _must_pass, recorded)
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -58,6 +58,17 @@ def clone_for_compiling(model: Any) -> Any:
     return model.clone()
 
 
+def is_dynamic(model: Any) -> bool:
+    """Whether a ModelPatcher streams its weights; cores from 0.15.1 on may."""
+    asked = getattr(model, "is_dynamic", None)
+    return asked is not None and asked()
+
+
+def is_split_over_devices(options: dict) -> bool:
+    """Whether a call with this per-call dict is one of several that run at once, on a device each; newer cores may."""
+    return "multigpu_thread_device" in options
+
+
 def streams_weights() -> bool:
     """Whether core streams weights to the device as they are needed ("dynamic VRAM", from 0.15.1 on)."""
     return bool(getattr(sys.modules.get("comfy.memory_management"), "aimdo_enabled", False))

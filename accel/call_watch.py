@@ -1,0 +1,92 @@
+"""What a call does that a recording of it would not do again, or not on the right tensors.
+
+Looked for in one call whose blocks run as they are, operator by operator; what happens between operators, in
+Python, nobody sees here (see `model_state.obstacle`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_WAITS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class CallWatch(TorchDispatchMode):
+    """A mode to make the call in; `reason` says afterwards why it cannot be recorded, None where it can.
+
+    own: the weights and the call's inputs: it may read these and what it makes, and write what it makes alone.
+    device: where all of it must be.
+    """
+
+    def __init__(self, own: Iterable[torch.Tensor], device: torch.device):
+        super().__init__()
+        self._own = {_storage(tensor) for tensor in own}
+        self._made: set[int] = set()
+        self._device = device
+        self._random = random.getstate()
+        self._reason: str | None = None
+
+    @property
+    def reason(self) -> str | None:
+        if self._reason is None and random.getstate() != self._random:
+            return "Python's random numbers are drawn inside"
+        return self._reason
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._reason is None:
+            self._reason = self._look(func, args, kwargs)
+        out = func(*args, **kwargs)
+        for tensor in _tensors(out):
+            if self._reason is None and tensor.device != self._device:
+                self._reason = f"it moves a tensor from {self._device} to {tensor.device} ({func})"
+            storage = _storage(tensor)
+            if storage not in self._own:
+                self._made.add(storage)
+        return out
+
+    def _look(self, func: Any, args: tuple, kwargs: dict) -> str | None:
+        if torch.Tag.nondeterministic_seeded in func.tags and not _is_inert(func, args, kwargs):
+            return f"random numbers are drawn inside ({func})"
+        if any(tag in func.tags for tag in _WAITS):
+            return f"the CPU waits for a value of the device inside ({func})"
+        if "lift_fresh" in func.name():
+            # A single number may be an index that is assigned; a device gets it without the CPU's memory.
+            return f"it makes a tensor of Python's values ({func})" if args[0].ndim else None
+        for tensor in _tensors((args, kwargs)):
+            if tensor.device != self._device and tensor.numel():
+                return f"it takes a tensor on {tensor.device} ({func})"
+            if tensor.numel() and _storage(tensor) not in self._own and _storage(tensor) not in self._made:
+                return f"it reads a tensor that is neither a weight nor an input ({func})"
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and self._is_own(value):
+                return f"it writes to its inputs or weights ({func})"
+        return None
+
+    def _is_own(self, value: Any) -> bool:
+        return any(_storage(tensor) in self._own for tensor in _tensors(value))
+
+
+def _is_inert(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether an operator that may draw random numbers draws none: attention or dropout at 0, or not training."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {argument.name: argument.default_value for argument in func._schema.arguments}
+    given.update(zip(names, args, strict=False))
+    given.update(kwargs)
+    if given.get("train") is False or given.get("training") is False:
+        return True
+    return any(name in given and not given[name] for name in ("dropout_p", "dropout", "p"))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

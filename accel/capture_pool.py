@@ -1,0 +1,137 @@
+"""The memory that recordings share, and how it is counted.
+
+Memory that one recording has made the pool grow by serves later ones too, and goes back only when the last
+recording goes. So each weighs an equal part of the pool, and the sum is the truth whichever of them leave.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from .model_state import ModelState, Unrecordable
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    import torch
+
+    from .capture import Recorder, Recording
+    from .captured_call import CapturedCall
+    from .graph_cache import Claim, GraphCache
+
+_MAX_REFUSED = 1024
+
+
+class NoRoom(Exception):
+    """The recording does not fit into the budget beside those that the run needs too."""
+
+
+class MadeRoom(Exception):
+    """Everything recorded was dropped so that what the present run needs can be recorded again, alone."""
+
+
+class CapturePool:
+    """What a recorder's recordings hold, and who of them is left.
+
+    recorder: makes them. One pool for each recorder, and one recorder for a process.
+    """
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+        self._grown = 0
+        self._members: weakref.WeakSet[CapturedCall] = weakref.WeakSet()
+        self._refused: dict[Hashable, int] = {}
+
+    @property
+    def members(self) -> list[CapturedCall]:
+        """The recordings that are left."""
+        return list(self._members)
+
+    @property
+    def share(self) -> int:
+        """Bytes of the shared memory, for each recording."""
+        return self._grown // max(len(self._members), 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shared memory and of all buffers."""
+        return self._grown + sum(member.buffer_bytes for member in self.members)
+
+    def begin(self) -> None:
+        """Before a recording is made: where none is left, their memory is nobody's any more."""
+        if not self._members:
+            self._grown = 0
+            self.recorder.begin_anew()
+
+    def grow(self, recording: Recording) -> None:
+        """A recording was made, whether or not it is kept."""
+        self._grown += recording.nbytes
+
+    def is_refused(self, key: Hashable, budget: int) -> bool:
+        """Whether a recording under this key did not fit into a budget as large as this, bytes."""
+        return self._refused.get(key, -1) >= budget
+
+    def leave(self, member: CapturedCall) -> None:
+        """A recording has let go of its memory."""
+        self._members.discard(member)
+
+    def admit(self, member: CapturedCall, cache: GraphCache, claim: Claim) -> None:
+        """Take a new recording in, where the pool then fits into the cache's budget beside its other graphs.
+
+        Raises:
+            MadeRoom: all recordings were dropped, some of them of other runs; the call may be recorded again.
+            NoRoom: it does not fit beside those that this run uses; those stay.
+        """
+        self._members.add(member)
+        keys = {known.key for known in self.members}
+        room = cache.room_for(keys)
+        if self.nbytes <= room:
+            return
+        needed = self.nbytes
+        self._members.discard(member)
+        others = keys - claim.keys.keys() - {member.key}
+        if not others:
+            self._refuse(member.key, cache.max_bytes)
+        if others or self.nbytes > room:
+            self.drop_all(cache)
+        if others:
+            raise MadeRoom
+        raise NoRoom(
+            f"the recorded calls of this run need {needed >> 20} MB, more than the {max(room, 0) >> 20} MB that they "
+            "may keep (cache_mb)"
+        )
+
+    def drop_all(self, cache: GraphCache) -> None:
+        """Let go of every recording."""
+        for member in self.members:
+            cache.evict(member.key)
+
+    def drop_outdated(self, cache: GraphCache) -> None:
+        """Let go of the recordings whose model is gone or has been moved since; some milliseconds for each model."""
+        digests: dict[object, str | None] = {}
+        for member in self.members:
+            model = member.key.model()
+            if model is not None and model not in digests:
+                digests[model] = _digest(model)
+            if model is None or member.digest != digests[model] or not member.has_kernels():
+                cache.evict(member.key)
+
+    def drop_model(self, cache: GraphCache, model: object) -> None:
+        """Let go of the recordings of one model."""
+        for member in self.members:
+            if member.key.model() is model:
+                cache.evict(member.key)
+
+    def _refuse(self, key: Hashable, budget: int) -> None:
+        self._refused.pop(key, None)
+        self._refused[key] = budget
+        if len(self._refused) > _MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+
+
+def _digest(model: torch.nn.Module) -> str | None:
+    try:
+        return ModelState(model).digest
+    except Unrecordable:
+        return None

@@ -1,0 +1,178 @@
+"""Recorded model calls inside ComfyUI: where they stand in a call, and what speaks against one.
+
+They are the innermost of the wrappers around a model's forward, so that what other packs wrap around it runs in
+every call; what runs inside is the model's own code and the blocks' stand-ins. Memory goes back when ComfyUI unloads
+the model, when the model goes, and at the next run of any model when its weights have been moved since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import comfy.model_management
+import torch
+from comfy.patcher_extension import CallbacksMP, WrappersMP
+
+from ...block_runner import BlockRunner, RunEagerly
+from ...call_spec import CONSTANTS
+from ...capture_cuda import CudaRecorder
+from ...capture_pool import CapturePool
+from ...code_reach import CodeReader
+from ...graph_cache import Claim, GraphCache
+from ...model_capture import CaptureHost, ModelCapture
+from ...plain_values import Indescribable
+from ...substitution import Order, substituted
+from .options import is_transformer_options
+from .versions import NO_RESULT_DEPENDS_ON, is_dynamic, is_split_over_devices
+
+KEY = "accel.capture"
+"""Under which the run's recordings stand in its transformer_options, and our callbacks on a patcher."""
+
+INTERRUPTS = (comfy.model_management.InterruptProcessingException,)
+
+_PER_CALL = frozenset(
+    "activations_shape block block_index block_type callbacks img_slice original_shape patches patches_replace "
+    "sample_sigmas sigmas total_blocks transformer_index uuids wrappers".split()
+)
+"""Keys of the per-call dict that say nothing of what the model computes while no patch reads them, or that it writes
+itself."""
+
+
+def attach(cache: GraphCache, model: Any) -> None:
+    """Let calls be recorded into the cache, and let go of those of the patcher's model when it is unloaded."""
+    if cache.captures is None:
+        cache.captures = CapturePool(CudaRecorder())
+
+    def let_go(patcher: Any, unpatch_all: bool = True, *args: Any) -> None:
+        if unpatch_all:  # not where another clone takes its place, with the weights as they are
+            cache.captures.drop_model(cache, patcher.model.diffusion_model)
+
+    model.callbacks.get(CallbacksMP.ON_DETACH, {}).pop(KEY, None)
+    model.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, let_go)
+
+
+def begin(
+    base: torch.nn.Module, settings: Hashable, cache: GraphCache, claim: Claim, layers: Mapping[torch.nn.Module, Any]
+) -> ModelCapture:
+    """For one run of a BaseModel whose blocks have these stand-ins."""
+    cache.captures.drop_outdated(cache)
+    model = base.diffusion_model
+    runners = [layer for layer in layers.values() if isinstance(layer, BlockRunner)]
+    strings, code, reason = frozenset(), None, None
+    try:
+        meaning = CodeReader(NO_RESULT_DEPENDS_ON).meaning(frozenset(map(type, model.modules())))
+        strings, code = meaning.strings, meaning.digest
+    except Indescribable as why:
+        reason = f"what its code does cannot be told: {why}"
+    host = CaptureHost(
+        facts=(code, settings, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
+        simplify=_simplifier(strings),
+        token=lambda: _weights_token(base),
+        why_not=lambda: reason or _obstacle(base),
+        of_module=_obstacle_in,
+        interrupts=INTERRUPTS,
+    )
+    return ModelCapture(model, cache, cache.captures, claim, runners, host)
+
+
+@contextmanager
+def standing_in(capture: ModelCapture, model: torch.nn.Module, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """For one call of the model, whose transformer_options are to be those that it yields."""
+    if is_split_over_devices(options):
+        yield options
+        return
+    options = {**options, KEY: capture}
+    if not asks_wrappers(model):
+        with substituted({model: torch.compiler.disable(capture.call)}, Order.CAPTURED):
+            yield options
+        return
+    wrappers = options.get("wrappers", {})
+    of_model = {key: known for key, known in wrappers.get(WrappersMP.DIFFUSION_MODEL, {}).items() if key != KEY}
+    options["wrappers"] = {**wrappers, WrappersMP.DIFFUSION_MODEL: {**of_model, KEY: [_call_model]}}
+    yield options
+
+
+def asks_wrappers(model: torch.nn.Module) -> bool:
+    """Whether the model's forward runs the wrappers for DIFFUSION_MODEL; SD3's and some others' does not."""
+    code = getattr(type(model).forward, "__code__", None)
+    return code is not None and "DIFFUSION_MODEL" in code.co_names
+
+
+@torch.compiler.disable
+def _call_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    options = kwargs.get("transformer_options") or next(
+        (value for value in args if isinstance(value, dict) and KEY in value), {}
+    )
+    capture: ModelCapture | None = options.get(KEY)
+    is_innermost = executor.idx + 1 == len(executor.wrappers)
+    if capture is None or not is_innermost:
+        return executor(*args, **kwargs)
+    return capture.call(executor, *args, **kwargs)
+
+
+def _simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
+    """From the per-call dict to what a recorded call is given of it; `strings`: all in the model's code.
+
+    What its code does not ask for is left out: others keep counters and objects of their own there. Raises `RunEagerly`
+    where somebody's code in the dict would have to run in each call.
+    """
+
+    def simplify(options: dict) -> dict:
+        if not is_transformer_options(options):
+            return options
+        if options.get("optimized_attention_override") is not None:
+            raise RunEagerly("an extension overrides attention for this run")
+        for name, patches in (*options.get("patches", {}).items(), *options.get("patches_replace", {}).items()):
+            if patches:
+                raise RunEagerly(f"a patch ({name}) runs its own code in each call")
+        kept = {}
+        for key, value in options.items():
+            if key in _PER_CALL or key not in strings:
+                continue
+            if type(value) in CONSTANTS or _is_plain(value):
+                kept[key] = value
+            else:
+                raise RunEagerly(f"it reads {key} from the per-call options")
+        return kept
+
+    return simplify
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of numbers and texts alone."""
+    if type(value) not in (list, tuple, dict):
+        return False
+    parts = value.values() if type(value) is dict else value
+    return all(type(part) in CONSTANTS or _is_plain(part) for part in parts)
+
+
+def _weights_token(base: torch.nn.Module) -> Hashable:
+    """What core changes when it loads, unloads or patches weights."""
+    names = ("current_weight_patches_uuid", "model_loaded_weight_memory", "lowvram_patch_counter", "model_lowvram")
+    return tuple(getattr(base, name, None) for name in names)
+
+
+def _obstacle(base: torch.nn.Module) -> str | None:
+    """Why no call of the model can be recorded just now."""
+    if getattr(base, "model_lowvram", False):
+        return "it is loaded in part, and its other weights come and go"
+    patcher = base.current_patcher
+    if patcher is None:
+        return None
+    if is_dynamic(patcher):
+        return "its weights are streamed (dynamic VRAM)"
+    if patcher.current_hooks is not None:
+        return "hooks change its weights during the run"
+    if patcher.injections:
+        return "an extension puts its own code into the model for each run"
+    return None
+
+
+def _obstacle_in(module: torch.nn.Module) -> str | None:
+    if getattr(module, "weight_function", None) or getattr(module, "bias_function", None):
+        return "its weights are patched anew in each call"
+    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        return "it is compiled as a whole already"
+    return None

@@ -1,0 +1,367 @@
+"""Recorded model calls with ComfyUI's own models, samplers, LoRAs, ControlNets and caches.
+
+What records here is `cpu_recorder`: operators on fixed storages, with the rules of CUDA graphs. Blocks stay eager
+where a test is not about them, since tracing is most of a test's time.
+"""
+
+import gc
+
+import comfy.controlnet
+import comfy.model_management
+import pytest
+import tiny_models
+import torch
+from comfy.patcher_extension import WrappersMP
+from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.capture_pool import CapturePool
+from comfy_accel.accel.deep_cache import DeepCacheSettings
+from comfy_accel.accel.fallbacks import fallbacks
+from comfy_accel.accel.graph_cache import GraphCache
+from comfy_accel.accel.hosts.comfyui import capture
+from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache, last_run
+from cpu_recorder import STAGES, CpuRecorder, left
+from deep_cache_runs import split_chunks
+from tiny_dits import DITS
+from uniform_hold import uniform_hold
+
+from bench.tiny_models import Family
+
+EAGER_BLOCKS = CompileSettings(backend="eager", min_repetitions=100)
+
+SKIPS_ALL_IT_MAY = DeepCacheSettings(threshold=1000.0)
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    fallbacks.clear()
+
+
+@pytest.fixture
+def recorder():
+    return CpuRecorder()
+
+
+@pytest.fixture
+def cache(recorder):
+    cache = GraphCache()
+    cache.captures = CapturePool(recorder)
+    return cache
+
+
+def reasons():
+    return [row["reason"] for row in fallbacks.rows()]
+
+
+def image(model, **changes):
+    return tiny_models.sample(model, **({"width": 64, "height": 96, "steps": 8} | changes))
+
+
+def fast(model, cache, settings=EAGER_BLOCKS):
+    return accelerate(model, settings, cache, graphs=True)
+
+
+def assert_reads_only_weights_and_buffers(recorder, cache, *networks):
+    own = [tensor for member in cache.captures.members for tensor in member._buffers.tensors]
+    weights = [tensor for network in networks for tensor in (*network.parameters(), *network.buffers())]
+    recorder.assert_reads_only(*own, *weights)
+
+
+def load(name):
+    """A model and a function that samples it in so many steps."""
+    if name == "UNet":
+        return tiny_models.unet(), lambda model, steps=10, **conds: image(model, steps=steps, **conds)
+    tiny = DITS[name]
+    return tiny.load(), lambda model, steps=10, **conds: tiny.sample(model, steps=steps, **conds)
+
+
+@pytest.mark.parametrize("name", ["UNet", "Flux", "Chroma", "SD3", "Qwen-Image", "Z-Image", "Wan", "HunyuanVideo"])
+def test_image_of_replays_is_the_plain_one_and_the_next_image_is_nothing_else(name, recorder, cache):
+    model, run = load(name)
+    expected = run(model)
+    model_fast = fast(model, cache)
+    assert torch.equal(run(model_fast), expected)
+    assert (recorder.rehearsals, recorder.records) == (1, 1) and recorder.replays > 5
+    before = recorder.replays
+    other = {"positive": tiny_models.conditioning(seed=9)} if name == "UNet" else {}
+    assert torch.equal(run(model_fast, **other), run(model, **other))
+    assert (recorder.rehearsals, recorder.records, recorder.replays - before) == (1, 1, 10)
+    assert_reads_only_weights_and_buffers(recorder, cache, model.model.diffusion_model)
+    assert reasons() == []
+
+
+@pytest.mark.parametrize("cached_first", [True, False])
+@pytest.mark.parametrize("name", ["UNet", "Flux", "SD3", "Wan"])
+def test_deep_cache_has_a_recording_for_full_and_one_for_skipped_steps(name, cached_first, recorder, cache):
+    model, run = load(name)
+    expected = run(apply_deep_cache(model, SKIPS_ALL_IT_MAY))
+    steps = last_run()
+    both = (
+        fast(apply_deep_cache(model, SKIPS_ALL_IT_MAY), cache)
+        if cached_first
+        else apply_deep_cache(fast(model, cache), SKIPS_ALL_IT_MAY)
+    )
+    for _ in range(2):
+        assert torch.equal(run(both), expected) and last_run() == steps
+    assert steps["skipped_steps"] > 4
+    assert {member.key.phase[0] for member in cache.captures.members} == {"full", "skipped"}
+    assert (recorder.records, left(recorder)) == (2, 2)
+    assert_reads_only_weights_and_buffers(recorder, cache, model.model.diffusion_model)
+    assert reasons() == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [uniform_hold(2), uniform_hold(3, 2), DeepCacheSettings(5, threshold=0.3), DeepCacheSettings(3, between="hold")],
+)
+def test_schedules_and_streams_are_deep_caches_own(settings, recorder, cache):
+    """Conditioning in calls of their own: two streams share each recording."""
+    model = split_chunks(tiny_models.unet())
+    expected = image(apply_deep_cache(model, settings), steps=12)
+    steps = last_run()
+    both = fast(apply_deep_cache(model, settings), cache)
+    for _ in range(2):
+        assert torch.equal(image(both, steps=12), expected) and last_run() == steps
+    assert recorder.records <= 2 and recorder.replays > 20
+
+
+def test_session_of_sizes_batches_and_prompts_is_right_and_comes_back_to_replays(recorder, cache):
+    model = tiny_models.unet()
+    model_fast = fast(model, cache)
+    session = [
+        {},
+        {"width": 96},
+        {"batch": 2},
+        {"tokens": 154},
+        {"width": 80, "height": 120},
+        {"cfg": 1.0},
+    ]
+    expected = [image(model, steps=5, **changes) for changes in session]
+    for _ in range(2):
+        recorded = recorder.records
+        for changes, plain in zip(session, expected, strict=True):
+            assert torch.equal(image(model_fast, steps=5, seed=0, **changes), plain)
+    assert recorded == recorder.records == len(session)
+
+
+def test_compiled_blocks_are_inside_and_a_new_kernel_makes_a_new_recording(recorder, cache):
+    model, run = load("Flux")
+    expected = run(model)
+    model_fast = fast(model, cache, CompileSettings(backend="eager"))
+    assert torch.equal(run(model_fast), expected)
+    assert torch.equal(run(model_fast), expected)
+    assert recorder.records == 1 and cache.statistics()["compilations"] > 0
+    (member,) = cache.captures.members
+    assert len(member._used) == 7
+    entry, graph = member._used[0]
+    del member
+    cache.drop_graph(entry, graph)
+    assert torch.equal(run(model_fast), expected)
+    assert recorder.records == 2 and reasons() == []
+
+
+def lora(model, strength):
+    patched = model.clone()
+    name = "diffusion_model.input_blocks.1.0.in_layers.2.weight"
+    weight = model.model.state_dict()[name]
+    patched.add_patches(
+        {name: ("diff", (torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)),))}, strength
+    )
+    return patched
+
+
+def test_lora_on_stronger_and_off_again_is_recorded_anew_each_time_and_never_stale(recorder, cache):
+    model = tiny_models.unet()
+    for strength in (None, 0.5, 1.0, None):
+        patched = model if strength is None else lora(model, strength)
+        expected = image(patched)
+        assert torch.equal(image(fast(patched, cache)), expected)
+        assert torch.equal(image(fast(patched, cache)), expected)
+        assert left(recorder) == 1
+    assert recorder.records <= 4 and reasons() == []
+
+
+@pytest.mark.parametrize("unload", ["unload_all_models", "detach", "gone"])
+def test_unloading_the_model_frees_its_recordings(unload, recorder, cache):
+    model = tiny_models.unet()
+    model_fast = fast(model, cache)
+    expected = image(model_fast)
+    assert left(recorder) == 1
+    if unload == "unload_all_models":
+        comfy.model_management.unload_all_models()
+    elif unload == "detach":
+        model_fast.detach()
+    else:
+        del model, model_fast
+        comfy.model_management.unload_all_models()
+        gc.collect()
+    assert left(recorder) == 0 and cache.statistics()["bytes"] == 0
+    if unload != "gone":
+        assert torch.equal(image(model_fast), expected) and left(recorder) == 1
+
+
+def test_run_of_another_model_frees_the_recordings_of_one_whose_weights_have_moved(recorder, cache):
+    model, other = tiny_models.unet(), tiny_models.unet(seed=3)
+    image(fast(model, cache))
+    for parameter in model.model.diffusion_model.parameters():
+        parameter.data = parameter.data.clone()
+    image(fast(other, cache))
+    assert [member.key.model() for member in cache.captures.members] == [other.model.diffusion_model]
+
+
+def test_model_loaded_in_part_is_left_alone_and_told_once(recorder, cache):
+    model = tiny_models.unet()
+    x, t, context = torch.randn(2, 4, 12, 15), torch.tensor([5.0, 5.0]), torch.randn(2, 77, tiny_models.CONTEXT_DIM)
+    model.load(torch.device("cpu"), lowvram_model_memory=model.model_size() // 2)
+    try:
+        with torch.inference_mode():
+            plain = model.model.apply_model(x, t, c_crossattn=context, transformer_options={})
+            options = {"wrappers": fast(model, cache).wrappers}
+            for _ in range(4):
+                assert torch.equal(
+                    model.model.apply_model(x, t, c_crossattn=context, transformer_options=options), plain
+                )
+    finally:
+        model.detach()
+    assert recorder.records == 0
+
+
+def control(seed=4, end=1.0):
+    net = Family("", "SD15", tiny_models.unet_config(), context_dim=768).control_net(torch.float32)
+    hint = torch.rand(1, 3, 96, 64, generator=torch.Generator().manual_seed(seed))
+    return net.copy().set_cond_hint(hint, 0.8, (0.0, end))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_residuals_of_a_control_net_are_inputs_and_which_there_are_is_in_the_key(cached, recorder, cache):
+    model = tiny_models.unet()
+    base = apply_deep_cache(model, uniform_hold(2)) if cached else model
+    both = fast(base, cache)
+    for seed, end in ((4, 1.0), (5, 1.0), (4, 0.5), (None, 1.0)):
+        extra = {} if seed is None else {"control": control(seed, end), "control_apply_to_uncond": True}
+        conds = {"positive": tiny_models.conditioning(**extra)}
+        expected = image(base, steps=16, **conds)
+        assert torch.equal(image(both, steps=16, **conds), expected)
+    # With residuals and without; and both of full and skipped steps.
+    assert recorder.records == (4 if cached else 2)
+    assert_reads_only_weights_and_buffers(recorder, cache, model.model.diffusion_model)
+    assert reasons() == []
+
+
+def test_patch_with_code_of_its_own_runs_in_each_call_and_is_told_once(recorder, cache):
+    model = tiny_models.unet()
+    patched, seen = model.clone(), []
+
+    def patch(q, k, v, options):
+        seen.append(1)
+        return q * (1 + len(seen) % 3), k, v
+
+    patched.set_model_attn1_patch(patch)
+    expected = image(patched)
+    calls = len(seen)
+    seen.clear()
+    assert torch.equal(image(fast(patched, cache)), expected)
+    assert len(seen) == calls and recorder.rehearsals == 0
+    assert reasons() == ["a patch (attn1_patch) runs its own code in each call"]
+
+
+def test_wrapper_around_the_forward_runs_in_each_call_and_what_is_inside_is_recorded(recorder, cache):
+    model, calls = tiny_models.unet(), []
+
+    def halve(executor, *args, **kwargs):
+        calls.append(1)
+        return executor(*args, **kwargs) * (0.5 if len(calls) % 2 else 1.0)
+
+    wrapped = model.clone()
+    wrapped.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "somebody", halve)
+    expected = image(wrapped)
+    calls.clear()
+    assert torch.equal(image(fast(wrapped, cache)), expected)
+    assert len(calls) == 8 and recorder.replays > 4
+
+
+def test_wrapper_that_comes_later_is_not_recorded_with_the_model(recorder, cache):
+    model, calls = tiny_models.unet(), []
+
+    def count(executor, *args, **kwargs):
+        calls.append(1)
+        return executor(*args, **kwargs) * (1 + len(calls) % 2)
+
+    def add_late(executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
+        options = dict(transformer_options)
+        wrappers = options.get("wrappers", {})
+        of_model = {**wrappers.get(WrappersMP.DIFFUSION_MODEL, {}), "late": [count]}
+        options["wrappers"] = {**wrappers, WrappersMP.DIFFUSION_MODEL: of_model}
+        return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "plain", add_late)
+    expected = image(model)
+    calls.clear()
+    model_fast = fast(model, cache)
+    own = model_fast.wrappers[WrappersMP.APPLY_MODEL]
+    own["plain"] = own.pop("plain")  # inside of ours
+    assert torch.equal(image(model_fast), expected)
+    assert len(calls) == 8 and recorder.records == 0
+
+
+def test_object_put_before_a_blocks_forward_is_left_alone(recorder, cache):
+    model = tiny_models.unet()
+    patched = model.clone()
+    block = model.model.diffusion_model.middle_block[0]
+    patched.add_object_patch(
+        "diffusion_model.middle_block.0.forward", lambda x, emb: type(block).forward(block, x, emb) * 2
+    )
+    expected = image(patched)
+    assert torch.equal(image(fast(patched, cache)), expected)
+    assert recorder.records == 0 and "has replaced code" in reasons()[0]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_failure_at_any_stage_leaves_the_image_right(stage, error, recorder, cache):
+    model, run = load("Flux")
+    base = apply_deep_cache(model, SKIPS_ALL_IT_MAY)
+    expected = run(base)
+    recorder.fail_at, recorder.error = stage, error
+    both = fast(base, cache)
+    for _ in range(2):
+        assert torch.equal(run(both), expected)
+    assert left(recorder) == 0 and cache.statistics()["bytes"] == 0
+    assert reasons()
+
+
+def test_interrupt_while_recording_ends_the_prompt_and_the_next_is_right(recorder, cache):
+    model, run = load("Flux")
+    expected = run(model)
+    model_fast = fast(model, cache)
+    recorder.fail_at, recorder.error = "during", comfy.model_management.InterruptProcessingException
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        run(model_fast)
+    recorder.fail_at = None
+    assert torch.equal(run(model_fast), expected)
+    assert reasons() == [] and recorder.replays > 4
+
+
+def test_half_precision_has_recordings_of_its_own_and_is_bit_for_bit_the_same(recorder, cache):
+    for dtype in (torch.bfloat16, torch.float16):
+        model = tiny_models.unet(dtype=dtype)
+        assert torch.equal(image(fast(model, cache)), image(model))
+    assert recorder.records == 2 and reasons() == []
+
+
+def test_nothing_is_left_on_model_or_options_and_off_leaves_none_of_it(recorder, cache):
+    model = tiny_models.unet()
+    model_fast = fast(model, cache)
+    image(model_fast)
+    assert capture.KEY not in model_fast.model_options["transformer_options"]
+    assert [path for path, part in model.model.diffusion_model.named_modules() if "forward" in vars(part)] == []
+    records = recorder.records
+    image(accelerate(model, EAGER_BLOCKS, cache))
+    assert recorder.records == records
+
+
+def test_without_cuda_the_node_says_so_once_and_the_image_is_plain():
+    model, cache = tiny_models.unet(), GraphCache()
+    assert torch.equal(image(fast(model, cache)), image(model))
+    (reason,) = reasons()
+    assert "CUDA" in reason and cache.statistics()["captures"] == 0

@@ -1,0 +1,174 @@
+"""A recorder that needs no GPU: it writes down the operators of a call and does them again, in place.
+
+It keeps to the rules of CUDA graphs. What is replayed are operators on fixed storages, never Python: an operator
+reads what it read when it was recorded, wherever the model's weights or the caller's inputs are by then, and writes
+where it wrote. Recordings share memory: making or replaying one spoils what all others have computed. Waiting for
+a value fails while recording.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+STAGES = ("rehearse", "begin", "during", "end", "first replay", "later replay")
+
+_WAITS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def tensors_in(value) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Log(TorchDispatchMode):
+    def __init__(self, fail_after: int | None, error: type[Exception]):
+        super().__init__()
+        self.operators: list[tuple] = []
+        self.made: dict[int, torch.Tensor] = {}
+        self.fixed: dict[int, torch.Tensor] = {}
+        """Tensors from outside, by their id, as aliases: a parameter that is given other data keeps it to itself."""
+        self.originals: list[torch.Tensor] = []
+        self.constants: set[int] = set()
+        self._fail_after, self._error = fail_after, error
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self._fail_after is not None and len(self.operators) >= self._fail_after:
+            raise self._error("simulated")
+        if any(tag in func.tags for tag in _WAITS):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        out = func(*args, **kwargs)
+        if "lift_fresh" in func.name():
+            self.constants.add(storage(out))
+        fix = self._fix
+        self.operators.append((func, tree_map(fix, args), tree_map(fix, kwargs), out))
+        read = {storage(tensor) for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(out):
+            if storage(tensor) not in read:
+                self.made[storage(tensor)] = tensor
+        return out
+
+    def _fix(self, value):
+        if not isinstance(value, torch.Tensor) or storage(value) in self.made:
+            return value
+        if id(value) not in self.fixed:
+            self.originals.append(value)  # so that its id stays its own
+            self.fixed[id(value)] = value.detach()
+        return self.fixed[id(value)]
+
+
+class CpuRecording:
+    """reads: the tensors from outside that it reads, at the addresses that they had. replays: how often it was."""
+
+    def __init__(self, recorder: CpuRecorder, log: _Log):
+        self._recorder = weakref.ref(recorder)
+        self._operators = log.operators
+        self._made = list(log.made.values())
+        self.reads = [tensor for tensor in log.fixed.values() if storage(tensor) not in log.constants]
+        self.own_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self._made)
+        self.nbytes = 0
+        self.replays = 0
+
+    def replay(self) -> None:
+        recorder = self._recorder()
+        self.replays += 1
+        recorder.replays += 1
+        if recorder.fails_at("first replay" if self.replays == 1 else "later replay"):
+            raise recorder.error("simulated")
+        recorder.spoil(self)
+        with torch.inference_mode():
+            for func, args, kwargs, out in self._operators:
+                self._do(func, args, kwargs, out)
+
+    def _do(self, func, args, kwargs, out) -> None:
+        if func._schema.is_mutable:
+            func(*args, **kwargs)
+            return
+        read = {storage(tensor) for tensor in tensors_in((args, kwargs))}
+        written = [tensor for tensor in tensors_in(out) if storage(tensor) not in read]
+        if not written:
+            return  # a view
+        again = func(*args, **kwargs)
+        for known, new in zip(tensors_in(out), tensors_in(again), strict=True):
+            if storage(known) not in read:
+                known.copy_(new)
+
+    def spoil(self) -> None:
+        """Somebody else uses the memory of what was computed here."""
+        with torch.inference_mode():
+            for tensor in self._made:
+                if tensor.numel():
+                    tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
+
+
+class CpuRecorder:
+    """fail_at: one of STAGES, at which `error` is raised. bytes: what its pool holds."""
+
+    def __init__(self, fail_at: str | None = None, error: type[Exception] = RuntimeError):
+        self.lock = threading.RLock()
+        self.fail_at, self.error = fail_at, error
+        self.reason: str | None = None
+        self.bytes = 0
+        self.recordings: weakref.WeakSet[CpuRecording] = weakref.WeakSet()
+        self.rehearsals = self.records = self.replays = 0
+
+    def fails_at(self, stage: str) -> bool:
+        return self.fail_at == stage
+
+    def why_not(self, device):
+        return self.reason
+
+    def rehearse(self, device, call):
+        self.rehearsals += 1
+        if self.fails_at("rehearse"):
+            raise self.error("simulated")
+        return call()
+
+    def record(self, device, call):
+        self.records += 1
+        if self.fails_at("begin"):
+            raise self.error("simulated")
+        self.spoil(None)
+        log = _Log(5 if self.fails_at("during") else None, self.error)
+        with log:
+            out = call()
+        if self.fails_at("end"):
+            raise self.error("simulated")
+        recording = CpuRecording(self, log)
+        recording.nbytes = max(recording.own_bytes - self.bytes, 0)
+        self.bytes += recording.nbytes
+        # A capture computes nothing.
+        recording.spoil()
+        self.recordings.add(recording)
+        return recording, out
+
+    def begin_anew(self):
+        self.bytes = 0
+
+    def spoil(self, but) -> None:
+        for recording in list(self.recordings):
+            if recording is not but:
+                recording.spoil()
+
+    def assert_reads_only(self, *allowed: torch.Tensor) -> None:
+        """Every recording reads its own buffers, which nobody but it holds, and these tensors."""
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in allowed}
+        for recording in self.recordings:
+            for tensor in recording.reads:
+                if tensor.numel() and tensor.untyped_storage().data_ptr() not in addresses:
+                    raise AssertionError(f"a recording reads a foreign {list(tensor.shape)}")
+
+
+def left(recorder: CpuRecorder) -> int:
+    """The recordings that are alive."""
+    gc.collect()
+    return len(recorder.recordings)

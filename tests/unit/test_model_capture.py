@@ -1,0 +1,365 @@
+"""A run's calls as recordings: when they are made, told apart, given up, and always right."""
+
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+from capture_kit import Toy, check_calls, latent, reasons, recording_cache, run, settle, times
+from comfy_accel.accel.block_runner import RunEagerly
+from comfy_accel.accel.fallbacks import fallbacks
+from comfy_accel.accel.model_capture import CaptureHost
+from cpu_recorder import STAGES, CpuRecorder, left
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    fallbacks.clear()
+
+
+def test_third_call_is_recorded_and_the_rest_are_replays_in_this_run_and_the_next():
+    model, (cache, recorder) = Toy(), recording_cache()
+    with run(model, cache) as call:
+        # Each call until then runs the model; the second is watched besides, the third recorded besides.
+        assert check_calls(model, call, 6) == 3 + 2
+        assert (recorder.rehearsals, recorder.records, recorder.replays) == (1, 1, 1 + 3)
+    with run(model, cache) as call:
+        assert check_calls(model, call, 3) == 0
+    recorder.assert_reads_only(*model.parameters(), *model.buffers(), *buffers(cache))
+    assert cache.statistics()["captures"] == 1 and cache.statistics()["compilations"] == 0
+    assert reasons() == []
+
+
+def buffers(cache):
+    return [tensor for member in cache.captures.members for tensor in member._buffers.tensors]
+
+
+def test_output_stays_as_it_was_when_the_next_call_is_made():
+    model, (cache, _) = Toy(), recording_cache()
+    with run(model, cache) as call:
+        settle(call, latent(), times())
+        first = call(latent(1), times())
+        kept = first.clone()
+        call(latent(2), times())
+    assert torch.equal(first, kept)
+
+
+def variants():
+    x, t = latent(), times()
+    context = torch.ones(2, 3, 8)
+    return {
+        "plain": ((x, t), {}),
+        "batch": ((latent(batch=4), times(batch=4)), {}),
+        "size": ((latent(tokens=7), t), {}),
+        "type": ((x, t.double()), {}),
+        "context": ((x, t), {"context": context}),
+        "longer context": ((x, t), {"context": torch.ones(2, 6, 8)}),
+        "residual": ((x, t), {"control": {"middle": [torch.ones(2, 5, 8)]}}),
+        "other residuals": ((x, t), {"control": {"middle": [None, torch.ones(2, 5, 8)]}}),
+        "number": ((x, t), {"scale": 0.5}),
+        "other number": ((x, t), {"scale": 0.25}),
+    }
+
+
+def copied(value):
+    """Calls use lists up."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(item) for item in value)
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    return value
+
+
+def test_what_changes_the_work_is_recorded_apart_and_what_changes_values_is_not():
+    model, (cache, recorder) = Toy(), recording_cache()
+    calls = variants()
+    with run(model, cache) as call:
+        for _ in range(5):
+            for args, kwargs in calls.values():
+                assert torch.equal(call(*copied(args), **copied(kwargs)), model(*copied(args), **copied(kwargs)))
+    assert recorder.records == len(calls)
+    with run(model, cache, CaptureHost(facts="another attention")) as call:
+        settle(call, latent(), times())
+    assert recorder.records == len(calls) + 1
+    recorder.assert_reads_only(*model.parameters(), *model.buffers(), *buffers(cache))
+
+
+def test_odd_strides_share_a_recording_with_even_ones():
+    model, (cache, recorder) = Toy(), recording_cache()
+    with run(model, cache) as call:
+        settle(call, latent(), times())
+        odd = latent(3).transpose(0, 1).contiguous().transpose(0, 1)
+        wide = torch.randn(2, 10, 8)[:, ::2]
+        row = latent(4)[:1].expand(2, -1, -1)
+        for x in (odd, wide, row):
+            assert torch.equal(call(x, times()), model(x.contiguous(), times()))
+    assert (recorder.records, recorder.replays) == (1, 1 + 3)
+
+
+def test_two_models_of_one_kind_have_recordings_of_their_own():
+    cache, recorder = recording_cache()
+    for seed in (1, 2):
+        model = Toy(seed)
+        with run(model, cache) as call:
+            check_calls(model, call, 5)
+    assert recorder.records == 2
+
+
+def replace_weight(model):
+    model.blocks[1].weight = torch.nn.Parameter(torch.randn(8, 8), requires_grad=False)
+
+
+def swap_data(model):
+    model.blocks[2].bias.data = torch.randn(8)
+
+
+def replace_buffer(model):
+    model.shift = torch.randn(8)
+
+
+def move_all(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+@pytest.mark.parametrize("change", [replace_weight, swap_data, replace_buffer, move_all])
+@pytest.mark.parametrize("when", ["between runs", "within a run"])
+def test_moved_weights_drop_the_recording_and_the_next_call_makes_one(change, when):
+    model, (cache, recorder) = Toy(), recording_cache()
+    with run(model, cache) as call:
+        check_calls(model, call, 5)
+        if when == "within a run":
+            change(model)
+            check_calls(model, call, 4)
+    if when == "between runs":
+        change(model)
+        with run(model, cache) as call:
+            check_calls(model, call, 4)
+    assert (recorder.rehearsals, recorder.records, left(recorder)) == (1, 2, 1)
+    recorder.assert_reads_only(*model.parameters(), *model.buffers(), *buffers(cache))
+
+
+def test_weight_that_no_sample_looks_at_is_noticed_before_the_output_is_used():
+    model, (cache, recorder) = Toy(blocks=100), recording_cache()
+    with run(model, cache) as call:
+        check_calls(model, call, 4)
+        for block in list(model.blocks)[::20]:
+            block.bias.data = torch.randn(8)
+            check_calls(model, call, 3)
+    assert recorder.records == 1 + 5
+
+
+def test_weights_changed_in_place_need_no_new_recording():
+    model, (cache, recorder) = Toy(), recording_cache()
+    with run(model, cache) as call:
+        check_calls(model, call, 4)
+        with torch.no_grad():
+            model.blocks[0].weight.mul_(0.5)
+        check_calls(model, call, 3)
+    assert recorder.records == 1
+
+
+def test_token_of_the_host_is_enough_to_look_at_the_weights_again():
+    model, (cache, recorder), token = Toy(), recording_cache(), [0]
+    with run(model, cache, CaptureHost(token=lambda: token[0])) as call:
+        check_calls(model, call, 4)
+        token[0] = 1
+        check_calls(model, call, 3)
+    assert recorder.records == 1
+
+
+def hook(model):
+    return model.blocks[1].register_forward_hook(lambda module, args, out: out * 2).remove
+
+
+def other_forward(model):
+    own = model.blocks[1].forward
+    model.blocks[1].forward = lambda x: own(x) * 2
+    return lambda: delattr(model.blocks[1], "forward")
+
+
+@pytest.mark.parametrize("put", [hook, other_forward])
+def test_code_put_into_the_model_in_mid_run_runs_and_so_does_the_model_without_it(put):
+    model, (cache, _) = Toy(), recording_cache()
+    with run(model, cache) as call:
+        check_calls(model, call, 4)
+        take_away = put(model)
+        check_calls(model, call, 3)
+        take_away()
+        check_calls(model, call, 4)
+    with run(model, cache) as call:
+        take_away = put(model)
+        check_calls(model, call, 4)
+        take_away()
+    assert len(reasons()) == 1 and ("hook" in reasons()[0] or "replaced code" in reasons()[0])
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_model_that_changes_from_call_to_call_is_left_alone_after_a_while(index):
+    model, (cache, recorder) = Toy(blocks=100), recording_cache()
+    with run(model, cache) as call:
+        check_calls(model, call, 4)
+        for _ in range(20):
+            model.blocks[index].bias.data = torch.randn(8)  # a sample looks at the second
+            check_calls(model, call, 3)
+    assert recorder.records < 12 and reasons() == ["its weights or its code change from call to call"]
+
+
+class Draws(Toy):
+    def forward(self, x, t):
+        return super().forward(x, t) + torch.rand(())
+
+
+class Waits(Toy):
+    def forward(self, x, t):
+        return super().forward(x, t) * (2.0 if t.max().item() > 1 else 1.0)
+
+
+class Remembers(Toy):
+    def forward(self, x, t):
+        return super().forward(x, t) + self.held[0]
+
+    held = [torch.ones(8)]
+
+
+class WritesInputs(Toy):
+    def forward(self, x, t):
+        x.mul_(0.5)
+        return super().forward(x, t)
+
+
+class WritesItself(Toy):
+    def forward(self, x, t):
+        self.shift += 1
+        return super().forward(x, t)
+
+
+class DrawsInPython(Toy):
+    def forward(self, x, t):
+        return super().forward(x, t) + random.random()
+
+
+class MakesTensors(Toy):
+    def forward(self, x, t):
+        return super().forward(x, t) * torch.tensor([1.0] * 8)
+
+
+@pytest.mark.parametrize(
+    "cls, said",
+    [
+        (Draws, "random numbers"),
+        (DrawsInPython, "random numbers"),
+        (Waits, "waits for a value"),
+        (Remembers, "neither a weight nor an input"),
+        (WritesInputs, "writes to its inputs"),
+        (WritesItself, "writes to its inputs"),
+        (MakesTensors, "tensor of Python's values"),
+    ],
+)
+def test_what_a_recording_would_not_do_again_is_told_once_and_nothing_is_recorded(cls, said):
+    model, (cache, recorder) = cls(), recording_cache()
+    for _ in range(2):
+        with run(model, cache) as call:
+            for seed in range(4):
+                call(latent(seed), times(seed))
+    assert (recorder.rehearsals, recorder.records) == (1, 0)
+    (reason,) = reasons()
+    assert said in reason
+
+
+def test_training_and_gradients_are_left_alone():
+    model, (cache, recorder) = Toy().train(), recording_cache()
+    with run(model, cache) as call:
+        check_calls(model, call, 4)
+    model = Toy().requires_grad_(True)
+    with run(model, cache) as call:
+        x = latent().requires_grad_(True)
+        for _ in range(4):
+            call(x, times()).sum().backward()
+        assert x.grad.abs().sum() > 0
+    assert recorder.records == recorder.rehearsals == 0
+    assert reasons() == ["it is being trained", "gradients are wanted, and a graph gives none"]
+
+
+def test_reasons_of_host_and_recorder_are_told_once():
+    model, (cache, recorder) = Toy(), recording_cache()
+    recorder.reason = "this device cannot"
+    with run(model, cache) as call:
+        check_calls(model, call, 4)
+    with run(model, cache, CaptureHost(why_not=lambda: "the host is against it")) as call:
+        check_calls(model, call, 4)
+
+    def refuse(options):
+        raise RunEagerly("a patch is in it")
+
+    with run(model, cache, CaptureHost(simplify=refuse)) as call:
+        for _ in range(4):
+            call(latent(), times(), control={"middle": []})
+    assert recorder.rehearsals == 0
+    assert reasons() == ["this device cannot", "the host is against it", "a patch is in it"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
+def test_failure_at_any_stage_leaves_every_output_right_and_no_memory_behind(stage, error):
+    model, (cache, recorder) = Toy(), recording_cache(CpuRecorder(stage, error))
+    with run(model, cache) as call:
+        check_calls(model, call, 8)
+        check_calls(model, call, 4, tokens=9)
+    tried = recorder.rehearsals + recorder.records
+    assert left(recorder) == 0 and cache.statistics()["bytes"] == 0
+    if error is torch.OutOfMemoryError:
+        assert all("memory is short" in reason for reason in reasons())
+    else:
+        assert all("simulated" in reason for reason in reasons())
+        with run(model, cache) as call:
+            check_calls(model, call, 4)
+        assert recorder.rehearsals + recorder.records == tried  # given up for good
+    assert reasons()
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_interrupt_passes_and_the_next_run_is_right(stage):
+    model, (cache, recorder) = Toy(), recording_cache(CpuRecorder(stage, Interrupted))
+    host = CaptureHost(interrupts=(Interrupted,))
+    with pytest.raises(Interrupted), run(model, cache, host) as call:
+        check_calls(model, call, 8)
+    recorder.fail_at = None
+    with run(model, cache, host) as call:
+        check_calls(model, call, 8)
+    assert reasons() == [] and left(recorder) == 1
+
+
+def test_recording_that_is_wrong_is_given_up_at_its_first_replay():
+    class Wrong(CpuRecorder):
+        def record(self, device, call):
+            recording, out = super().record(device, call)
+            recording._operators.pop()
+            return recording, out
+
+    model, (cache, recorder) = Toy(), recording_cache(Wrong())
+    with run(model, cache) as call:
+        check_calls(model, call, 6)
+    assert "differs from the call itself" in reasons()[0] and len(reasons()) == 1
+    assert recorder.records == 1 and left(recorder) == 0
+
+
+def test_clearing_evicting_and_a_model_that_is_gone_free_the_recordings():
+    model, (cache, recorder) = Toy(), recording_cache()
+    with run(model, cache) as call:
+        check_calls(model, call, 4)
+        cache.clear()  # in mid-run, from another thread
+        assert left(recorder) == 0
+        check_calls(model, call, 4)
+    assert left(recorder) == 1
+    gone = weakref.ref(model)
+    del model, call
+    gc.collect()
+    assert gone() is None
+    assert left(recorder) == 0 and cache.statistics()["bytes"] == 0
+    cache.captures.drop_outdated(cache)
