@@ -28,7 +28,10 @@ def table(entries: Sequence[Entry], rows: int | None, wanted: str) -> dict[str, 
 
 
 def row(entry: Entry) -> dict[str, Any]:
-    """One entry as JSON. last_used: unix seconds; used_at: of the latest runs with it, the newest first."""
+    """One entry as JSON. last_used: unix seconds; used_at: of the latest runs with it, the newest first.
+
+    source: where its graphs are from: "compiled", "disk", or "captured" for recorded calls of a whole model.
+    """
     return {
         "id": entry.id,
         "name": entry.name,
@@ -43,13 +46,13 @@ def row(entry: Entry) -> dict[str, Any]:
         "used_at": [
             {"latent": list(use.latent), "batch": use.batch, "context": use.context} for use in reversed(entry.uses)
         ],
-        "source": "disk" if entry.was_loaded else "compiled",
+        "source": "captured" if entry.is_capture else "disk" if entry.was_loaded else "compiled",
         **_of_key(entry.key),
     }
 
 
 def _of_key(key: Hashable) -> dict[str, Any]:
-    """What a `GraphKey` tells people; of any other key, nothing."""
+    """What a `GraphKey` or a `CaptureKey` tells people; of any other key, nothing."""
     sizes = getattr(key, "sizes", None)
     inputs = getattr(key, "inputs", ())
     return {

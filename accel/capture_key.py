@@ -44,6 +44,11 @@ class CaptureKey:
     phase: Hashable
     facts: Hashable
 
+    @property
+    def sizes(self) -> tuple[torch.Size, ...]:
+        """Of the tensors, as a `GraphKey` for exact sizes has them."""
+        return tuple(spec.shape for spec in self.inputs)
+
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 

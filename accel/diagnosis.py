@@ -138,6 +138,19 @@ def blocks_fell_back(facts: Facts) -> str | None:
     return told
 
 
+def not_captured(facts: Facts) -> str | None:
+    run = facts.run or {}
+    calls, replays = run.get("model_calls", 0), run.get("replays", 0)
+    if 2 * replays >= calls:
+        return None
+    told = f"{calls - replays} of {calls} calls of the model were no replays of a CUDA graph"
+    reasons = facts.reasons_not_captured()
+    if reasons:
+        reason = reasons[0][0].rstrip(".")
+        return f"{told}, most of them because: {reason}. The blocks ran compiled all the same."
+    return f"{told}, since a size is captured at its third or a later call: the next image of this size replays."
+
+
 def blocks_left_out(facts: Facts) -> str | None:
     run = facts.run or {}
     left = {reason: n for reason, n in run.get("left_eager", {}).items() if not reason.startswith("fewer than")}
@@ -215,7 +228,7 @@ CAUSES: tuple[Callable[[Facts], str | None], ...] = (
     *(no_run, run_failed, torch_too_old, triton_missing, cpp_compiler_missing, backend_compiles_nothing, cache_is_off),
     *(partly_loaded, cache_too_small, sizes_were_cold, whole_model_compiled_too, no_compiling_node),
     *(deep_cache_is_off, deep_cache_found_no_place, deep_cache_skipped_nothing, blocks_fell_back, blocks_left_out),
-    *(few_repetitions_left_out, exact_size, loading_took_long, gpu_is_shared, saves_memory, no_gpu),
+    *(not_captured, few_repetitions_left_out, exact_size, loading_took_long, gpu_is_shared, saves_memory, no_gpu),
     *(weights_are_streamed, nothing_measured, gain_is_small, comfyui_too_old, vae_is_left_alone),
 )
 """What may stand in the way; what costs most, or is easiest to change, first."""

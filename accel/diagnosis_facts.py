@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .fallbacks import NOT_CAPTURED
+
 Nodes = Mapping[str, Sequence[Mapping[str, Any]]]
 """The inputs of a workflow's nodes, by class."""
 
@@ -48,6 +50,14 @@ class Facts:
 
     def reasons(self) -> list[tuple[str, int]]:
         """Why block calls of the last run were not compiled ones, the most frequent first."""
+        return [(reason, calls) for reason, calls in self._reasons() if not reason.startswith(NOT_CAPTURED)]
+
+    def reasons_not_captured(self) -> list[tuple[str, int]]:
+        """Why calls of the whole model were not captured, the most frequent first."""
+        found = self._reasons()
+        return [(why.removeprefix(NOT_CAPTURED), calls) for why, calls in found if why.startswith(NOT_CAPTURED)]
+
+    def _reasons(self) -> list[tuple[str, int]]:
         rows = sorted((self.run or {}).get("fallbacks", ()), key=lambda row: -row["calls"])
         return [(row["reason"], row["calls"]) for row in rows]
 

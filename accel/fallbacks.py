@@ -11,6 +11,9 @@ from .events import emit
 
 log = logging.getLogger("accel")
 
+NOT_CAPTURED = "not captured as a CUDA graph: "
+"""How reasons begin that are of a whole model's calls; their blocks may well have run compiled."""
+
 _MOST = 500
 """Reasons kept; the oldest is forgotten for a new one beyond."""
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from . import cache_table
+from .bounded_entries import BoundedEntries, NoGraph
 from .capture_key import CaptureKey
 from .compiled_graph import CompiledGraph
 from .compilers import CompileFailed
@@ -25,20 +24,8 @@ DEFAULT_MAX_BYTES = 2 << 30
 _MAX_KNOWN_SIZES = 4096
 
 
-class NoGraph(Exception):
-    """There is no graph for a call; the message says why.
-
-    tried: compiling for this very call failed just now. The call itself may be to blame: see `forgive`.
-    """
-
-    def __init__(self, key: Hashable, reason: str, tried: bool = False):
-        super().__init__(reason)
-        self.key = key
-        self.tried = tried
-
-
-class GraphCache:
-    """A bounded table from a key to compiled graphs; the least recently used go first.
+class GraphCache(BoundedEntries):
+    """A bounded table from a key to compiled graphs and recorded calls; the least recently used go first.
 
     What a run under way uses stays: when all its graphs do not fit, those that come last are not
     compiled, since taking turns would mean to compile at every step.
@@ -49,50 +36,17 @@ class GraphCache:
     """
 
     def __init__(self, max_entries: int = DEFAULT_MAX_ENTRIES, max_bytes: int = DEFAULT_MAX_BYTES, max_graphs: int = 4):
-        self._lock = threading.Lock()
-        # Not an OrderedDict, whose iteration hashes every key again: those of graphs are long, and there are thousands.
-        self._entries: dict[Hashable, Entry] = {}
-        self._max_entries = max_entries
-        self._max_bytes = max_bytes
+        super().__init__(max_entries, max_bytes)
         self._max_graphs = max_graphs
-        self._claims: list[Claim] = []
-        self._sizes: dict[Hashable, int] = {}
-        self._evicted_hits = 0
         self._misses = 0
         self._compilations = 0
         self._captures = 0
         self._loaded = 0
         self._seconds = 0.0
-        self._evictions = 0
         self.store: GraphStore | None = None
         """Where compiled graphs are kept from one process to the next; None keeps none."""
         self.captures: CapturePool | None = None
         """What the recorded calls among the entries share; None where nothing is recorded."""
-        self.generation = 0
-        """Grows whenever an entry leaves, so that holders of graphs know to let go of theirs."""
-
-    def set_budget(self, max_entries: int | None = None, max_bytes: int | None = None) -> None:
-        """Change the bounds; what no longer fits leaves at once."""
-        with self._lock:
-            self._max_entries = self._max_entries if max_entries is None else max_entries
-            self._max_bytes = self._max_bytes if max_bytes is None else max_bytes
-            self._shrink(())
-
-    @contextmanager
-    def claim(self) -> Iterator[Claim]:
-        """For one run: while it lasts, what is found under the claim stays, and counts as used until its end."""
-        claim = Claim()
-        with self._lock:
-            self._claims.append(claim)
-        try:
-            yield claim
-        finally:
-            with self._lock:
-                self._claims.remove(claim)
-                for key in claim.keys:
-                    self._touch(key)
-                    if key in self._entries:
-                        claim.leave(self._entries[key])
 
     def find(
         self,
@@ -171,16 +125,6 @@ class GraphCache:
                 claim.enter(self._entries[key])
             return self._entries[key]
 
-    @property
-    def max_bytes(self) -> int:
-        """Bound on the sum of the entries' bytes."""
-        return self._max_bytes
-
-    def room_for(self, keys: Container[Hashable]) -> int:
-        """Bytes that the entries under these keys may have together, beside the others that there are."""
-        with self._lock:
-            return self._max_bytes - sum(entry.nbytes for key, entry in self._entries.items() if key not in keys)
-
     def holds(self, keys: Iterable[Hashable]) -> bool:
         """Whether every key has an entry, so that a run with them compiles nothing; counts as no use of them."""
         with self._lock:
@@ -231,11 +175,6 @@ class GraphCache:
             for key in keys:
                 self._drop(key)
             return len(keys)
-
-    @property
-    def evictions(self) -> int:
-        """Entries that had to leave, for whatever reason."""
-        return self._evictions
 
     def statistics(self, rows: int | None = None, wanted: str = "") -> dict[str, Any]:
         """Totals, and a row per entry, most recently used last. Seconds, bytes, counts.
@@ -307,56 +246,6 @@ class GraphCache:
             entry.was_loaded = seconds is None
             entry.seconds += seconds or 0.0
             self._shrink(self._in_use() | {entry.key})
-
-    def _require_room(self, key: Hashable, claim: Claim | None) -> None:
-        """Raise NoGraph if one more graph under this key does not fit beside what is in use.
-
-        Its size is known where it was compiled before; where not, none is tried after one did not fit.
-        """
-        others = [self._entries[other] for other in self._in_use() - {key} if other in self._entries]
-        if len(others) >= self._max_entries:
-            raise NoGraph(key, f"the graph cache may hold {self._max_entries} kinds, and as many are in use")
-        own = self._entries.get(key)
-        used = sum(entry.nbytes for entry in others) + (own.nbytes if own else 0)
-        is_hopeless = claim is not None and claim.full and key not in self._sizes
-        if is_hopeless or used + max(self._sizes.get(key, 1), 1) > self._max_bytes:
-            budget = f"{self._max_bytes / (1 << 20):.4g} MB"
-            raise NoGraph(key, f"the graphs of this run need more than the {budget} that they may keep (cache_mb)")
-
-    def _in_use(self) -> set[Hashable]:
-        return set().union(*(claim.keys for claim in self._claims))
-
-    def _touch(self, key: Hashable) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._entries[key] = entry
-            entry.last_used = time.time()
-
-    def _leave_if_empty(self, entry: Entry) -> None:
-        with self._lock:
-            if not entry.graphs and self._entries.get(entry.key) is entry:
-                del self._entries[entry.key]
-
-    def _drop(self, key: Hashable) -> bool:
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            return False
-        for claim in self._claims:
-            claim.leave(entry)
-        self._evicted_hits += entry.calls
-        self._evictions += 1
-        self.generation += 1
-        return True
-
-    def _shrink(self, keep: set[Hashable] | tuple[()]) -> None:
-        # Recorded calls first: each costs a few steps to make again, compiling costs minutes. What they share is
-        # less by the share of one only when all are gone, so the sum is taken anew each time.
-        for key in sorted(self._entries, key=lambda key: not self._entries[key].is_capture):
-            used = sum(entry.nbytes for entry in self._entries.values())
-            if len(self._entries) <= self._max_entries and used <= self._max_bytes:
-                return
-            if key not in keep:
-                self._drop(key)
 
 
 shared = GraphCache()

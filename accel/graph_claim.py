@@ -16,13 +16,14 @@ class Claim:
     keys: in use, so that no other graph takes their place. full: a graph of this run found no room.
     uses: what the run is, for the entries to remember; its owner sets it before the end.
     calls, measured: of graphs in this run: all, and those at a size for which the gain of a call is known, by probe.
-        They are counted at the run's end, from what entries count anyway.
+        They are counted at the run's end, from what entries count anyway. replays: of recorded model calls.
     """
 
     keys: dict[Hashable, tuple[int, dict[Probe, int]]] = field(default_factory=dict)
     full: bool = False
     uses: tuple[Use, ...] = ()
     calls: int = 0
+    replays: int = 0
     measured: dict[Probe, int] = field(default_factory=dict)
 
     def enter(self, entry: Entry) -> None:
@@ -35,7 +36,10 @@ class Claim:
         if entry.key not in self.keys:
             return
         calls, by_probe = self.keys[entry.key]
-        self.calls += entry.calls - calls
+        if entry.is_capture:
+            self.replays += entry.calls - calls
+        else:
+            self.calls += entry.calls - calls
         for probe, count in entry.calls_by_probe.items():
             since = count - by_probe.get(probe, 0)
             if since:

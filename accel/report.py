@@ -63,6 +63,12 @@ def _compiled(run: Mapping[str, Any] | None) -> list[str]:
         lines.append(f"  {run['compilations']} graphs were {word} in this run, in {seconds(run['compile_seconds'])}.")
     if run["loaded"]:
         lines.append(f"  {run['loaded']} graphs were loaded from the disk, in {seconds(run['load_seconds'])}.")
+    if run["model_calls"]:
+        lines.append(f"  {run['replays']} of {run['model_calls']} calls of the model were replays of CUDA graphs.")
+    if run["captures"]:
+        lines.append(
+            f"  {run['captures']} CUDA graphs were captured in this run, in {seconds(run['capture_seconds'])}."
+        )
     if not run["compilations"] and not run["loaded"] and run["compiled_calls"]:
         lines.append("  All graphs were there already: these sizes were warm.")
     return lines

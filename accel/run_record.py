@@ -19,7 +19,9 @@ _MOST_RUNS = 64
 _MOST_REASONS = 50
 """Of one run: for blocks that ran eagerly, and as many for those that nobody tried to compile."""
 
-_DISTURBING = frozenset(("compile_end", "compile_failed", "graph_loaded", "probe_end"))
+_DISTURBING = frozenset(
+    ("compile_end", "compile_failed", "graph_loaded", "probe_end", "call_watched", "capture_end", "capture_failed")
+)
 
 
 @dataclass
@@ -30,6 +32,8 @@ class Run:
     compiling, caching: the settings of Accelerate Model and of DeepCache; None without that node.
     eager_calls: of blocks that could have run compiled. left_eager: blocks that nobody tried to compile, by reason.
     fallbacks: rows as of `fallbacks.Fallbacks`, of this run alone. steps_taken: "FSSF", of DeepCache.
+    model_calls, replays: of the whole model, where they may be recorded, and those of them that were replays.
+    captures: calls recorded in this run, in capture_seconds.
     loaded_share: of the model's weights, those that were on the device at the end, 0 to 1. finished: unix seconds.
     """
 
@@ -53,6 +57,10 @@ class Run:
     compile_seconds: float = 0.0
     loaded: int = 0
     load_seconds: float = 0.0
+    model_calls: int = 0
+    replays: int = 0
+    captures: int = 0
+    capture_seconds: float = 0.0
     evicted: int = 0
     fallbacks: list[dict[str, Any]] = field(default_factory=list)
     steps_taken: str = ""
@@ -184,6 +192,7 @@ class RunRecords:
         run = now.run
         run.compiled_calls, run.eager_calls = claim.calls, data["eager_calls"]
         run.contexts, run.evicted = data["contexts"], data["evicted"]
+        run.model_calls, run.replays = data["model_calls"], claim.replays
         run.by_compiling = by_compiling(claim.calls, claim.measured, (run.compiling or {}).get("check_gain", True))
 
     def _on_deep_cache_run(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
@@ -221,6 +230,11 @@ class RunRecords:
         if now is not None:
             now.run.compilations += 1
             now.run.compile_seconds += data["seconds"]
+
+    def _on_capture_end(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+        if now is not None:
+            now.run.captures += 1
+            now.run.capture_seconds += data["seconds"]
 
     def _on_compile_failed(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         self._compiling.pop(thread, None)

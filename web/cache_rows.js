@@ -6,6 +6,9 @@ import { t } from "./texts.js";
 
 const SIZES_SHOWN = 3;
 
+/** Where a row's graphs are from → the text for it. */
+const SOURCES = { compiled: "compiledIn", disk: "disk", captured: "capturedIn" };
+
 /** Column → its value for sorting, and whether the greatest comes first. `null`: cannot be sorted by. */
 export const COLUMNS = {
   name: { value: (row) => String(row.name ?? ""), isDescending: false },
@@ -70,9 +73,9 @@ export function updateRow({ accelParts: parts }, row) {
   setAttribute(parts.hits, "title", t("hitsTip"));
   setText(parts.lastUsed, ago(row.last_used));
   setAttribute(parts.lastUsed, "title", moment(row.last_used));
-  const isLoaded = row.source === "disk";
-  setText(parts.compileTime, isLoaded ? t("disk") : t("compiledIn", { seconds: seconds(row.seconds) }));
-  setAttribute(parts.compileTime, "title", isLoaded ? t("diskTip") : t("compiledTip"));
+  const source = row.source in SOURCES ? row.source : "compiled";
+  setText(parts.compileTime, t(SOURCES[source], { seconds: seconds(row.seconds) }));
+  setAttribute(parts.compileTime, "title", t(`${source}Tip`));
   setText(parts.failure, row.failure ? t("failed", { reason: row.failure }) : "");
   show(parts.failure, Boolean(row.failure));
   if (parts.evict) {

@@ -60,6 +60,10 @@ function rows(run, cached) {
     const calls = (run.compiled_calls ?? 0) + (run.eager_calls ?? 0);
     if (calls) found.push(["compiledCalls", percent(run.compiled_calls / calls)]);
     if (run.compile_seconds > 0) found.push(["compileSeconds", seconds(run.compile_seconds)]);
+    if (run.model_calls > 0) {
+      const numbers = { replays: count(run.replays), calls: count(run.model_calls) };
+      found.push(["replays", t("ofCalls", numbers)]);
+    }
     if (run.loaded > 0) found.push(["fromDisk", count(run.loaded)]);
   }
   const saved = (run ?? cached)?.saved_seconds; // below 0 where it was slower

@@ -4,6 +4,7 @@ import pytest
 from comfy_accel.accel import diagnosis, diagnosis_machine
 from comfy_accel.accel.diagnosis import CAUSES, diagnose
 from comfy_accel.accel.diagnosis_facts import Facts, nodes_of
+from comfy_accel.accel.fallbacks import NOT_CAPTURED
 from comfy_accel.accel.run_record import Run
 from comfy_accel.accel.savings import Saving
 
@@ -93,6 +94,12 @@ SAID = [
         "faster so",
     ),
     (diagnosis.blocks_fell_back, facts({"eager_calls": 1, "fallbacks": rows("autocast is on")}), "No graph is made"),
+    (
+        diagnosis.not_captured,
+        facts({"model_calls": 30, "fallbacks": rows(NOT_CAPTURED + "its weights are streamed (dynamic VRAM)")}),
+        "30 of 30 calls of the model were no replays of a CUDA graph, most of them because: its weights are streamed",
+    ),
+    (diagnosis.not_captured, facts({"model_calls": 4, "replays": 1}), "the next image of this size replays"),
     (diagnosis.blocks_left_out, facts({"left_eager": {"it holds a lock": 10}}), "10 of 80 blocks"),
     (diagnosis.nothing_measured, facts(compiling(check_gain=False)), "turn it on"),
     (diagnosis.gain_is_small, facts({"by_compiling": Saving(0.1, "Measured.")}), "matrix products"),

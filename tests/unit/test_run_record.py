@@ -139,7 +139,7 @@ def test_calls_of_graphs_are_those_of_the_run_alone(records):
         find(cache, "b", claim).hits += 4
         cache.evict("b")
         find(cache, "b", claim).hits += 5
-    emit("run_calls", claim=claim, eager_calls=2, contexts=(77,), evicted=1)
+    emit("run_calls", claim=claim, eager_calls=2, contexts=(77,), evicted=1, model_calls=0)
     end()
     run = records.last()
     assert (run.compiled_calls, run.eager_calls, run.contexts, run.evicted) == (12, 2, (77,), 1)
