@@ -41,6 +41,10 @@ CONTRASTS = """
 """The contrast of each text in the panel with what is behind it, by WCAG's formula, and the text."""
 
 
+CAPTURED = {"name": "UNetModel call", "source": "captured", "sizes": [[2, 4, 64, 64]], "seconds": 0.31, "backend": None}
+"""What differs in the row of a recorded model call."""
+
+
 def row(number: int, **changes: Any) -> dict[str, Any]:
     """A row of the cache's table."""
     kinds = ("BasicTransformerBlock", "ResBlock", "SpatialTransformer", "DoubleStreamBlock")
@@ -61,6 +65,7 @@ def row(number: int, **changes: Any) -> dict[str, Any]:
         "dtype": "float16",
         "device": "cuda:0",
         "backend": "inductor",
+        **(CAPTURED if number == 4 else {}),
         **changes,
     }
 
@@ -85,6 +90,7 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
         "compiling": None,
         "last_run": {
             **{"model": "SD15", "latent": [1, 4, 90, 120], "seconds": 14.2, "steps": 25, "compiled_calls": 1180},
+            **{"model_calls": 25, "replays": 18, "captures": 2, "capture_seconds": 0.6},
             **{"eager_calls": 64, "compile_seconds": 4.4, "loaded": 4, "saved_seconds": 8.4},
             "saved_how": "DeepCache: 16 skipped steps of 0.2 s each, beside 0.6 s for a full one.",
         },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from comfy_accel.accel import store_command
 from comfy_accel.accel.compiled_graph import CompiledGraph, Facts
 from comfy_accel.accel.graph_key import GraphKey
 from comfy_accel.accel.graph_store import GraphStore
@@ -39,3 +40,8 @@ def load(store, name="a", fits=lambda graph: True):
 
 def reasons(store):
     return [row["reason"] for row in store.statistics()["misses"]]
+
+
+def run_command(home, *arguments):
+    """`python -m accel store` for a home; its exit code."""
+    return store_command.main(["--home", str(home), *map(str, arguments)])

@@ -29,6 +29,23 @@ def unet(seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
     return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
 
 
+def small_unet(**changes):
+    """The same on two levels and without a middle: two kinds of blocks, so that compiling takes a moment only."""
+    layout = {
+        "channel_mult": [1, 2],
+        "num_res_blocks": [1, 1],
+        "transformer_depth": [1, 0],
+        "transformer_depth_output": [1, 1, 0, 0],
+        "transformer_depth_middle": -1,
+    }
+    return unet(**layout | changes)
+
+
+def res_blocks():
+    """The same without transformers, whose tracing takes most of the time: ResBlocks alone."""
+    return small_unet(transformer_depth=[0, 0], transformer_depth_output=[0, 0, 0, 0])
+
+
 def conditioning(tokens: int = 77, seed: int = 1, dim: int = CONTEXT_DIM, **extra) -> list:
     """Core's CONDITIONING with random text features: [[context [1, tokens, dim], {...}]]."""
     generator = torch.Generator().manual_seed(seed)

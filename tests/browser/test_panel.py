@@ -260,3 +260,13 @@ def test_the_panel_fills_once_the_server_is_back(page):
         assert "ResBlock" in panel.locator(".accel-progress").inner_text()
         assert panel.get_by_role("progressbar").get_attribute("aria-valuenow") is None
         close_panel(page)
+
+
+def test_captured_calls_are_told_from_compiled_blocks(page):
+    with answering(page, state()):
+        panel = open_panel(page)
+        assert panel.locator("dd.accel-replays").inner_text() == "18 of 25 calls"
+        row = panel.locator(".accel-row", has_text="UNetModel call")
+        assert row.locator(".accel-of-compileTime").inner_text() == "CUDA graph, 0.31 s"
+        assert "exact size" in row.locator(".accel-of-usedFor").inner_text()
+        close_panel(page)

@@ -13,6 +13,8 @@ boot(cpu=True)
 os.environ["ACCEL_STORE"] = "off"  # no test finds what another left; those of the store say where it is
 
 import tiny_models  # noqa: E402
+from comfy_accel.accel.fallbacks import fallbacks  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
 
 
 @pytest.fixture
@@ -24,3 +26,18 @@ def tiny_unet():
 @pytest.fixture
 def sample():
     return tiny_models.sample
+
+
+@pytest.fixture(scope="module")
+def vae():
+    """Core's VAE of SD1.5's layout, 32 channels wide."""
+    from bench import tiny_vaes  # it imports every kind of VAE that core has
+
+    return tiny_vaes.sd15()
+
+
+@pytest.fixture
+def clean_counters():
+    """Torch's counts, and our reasons for running uncompiled, begin anew."""
+    counters.clear()
+    fallbacks.clear()

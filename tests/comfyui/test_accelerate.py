@@ -11,16 +11,12 @@ from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from torch._dynamo.utils import counters
 
+pytestmark = pytest.mark.usefixtures("clean_counters")
+
 TOLERANCE = 2e-3  # of the largest value: another order of float32 additions over a few sampler steps
 
 warm = GraphCache()
 """For tests that do not count compilations: tracing is most of a test's time."""
-
-
-@pytest.fixture(autouse=True)
-def clean_counters():
-    counters.clear()
-    fallbacks.clear()
 
 
 def fast(model, cache=warm, **settings):
@@ -212,13 +208,7 @@ def assert_close(actual, expected, tolerance=TOLERANCE):
 
 def test_inductor_matches_eager_at_an_odd_size(sample):
     # One level and one transformer keep this the only real compilation of this file.
-    model = tiny_models.unet(
-        channel_mult=[1, 2],
-        num_res_blocks=[1, 1],
-        transformer_depth=[1, 0],
-        transformer_depth_output=[0, 0, 0, 0],
-        transformer_depth_middle=-1,
-    )
+    model = tiny_models.small_unet(transformer_depth_output=[0, 0, 0, 0])
     fast_model = accelerate(model, CompileSettings(backend="inductor"), GraphCache())
     assert_close(sample(fast_model, 128, 128), sample(model, 128, 128))
     compiled = graphs()

@@ -17,6 +17,8 @@ from tiny_controlnets import CONTROLS, SMALL, TinyControl, adapter, image, unet_
 from tiny_zoo import Noise, Size
 from torch._dynamo.utils import counters
 
+pytestmark = pytest.mark.usefixtures("clean_counters")
+
 SIZES = [
     Size(height=16, width=16, batch=1),
     Size(height=10, width=15, batch=4, tokens=40),
@@ -29,12 +31,6 @@ TOLERANCE = 1e-5  # of the largest value: a copy made contiguous is summed in an
 
 cache = GraphCache()
 """One for the file, as in a process: tracing is most of a test's time."""
-
-
-@pytest.fixture(autouse=True)
-def clean_counters():
-    counters.clear()
-    fallbacks.clear()
 
 
 def graphs() -> int:

@@ -21,16 +21,12 @@ from tiny_controlnets import SMALL, adapter, control_lora, taesd, unet_control
 from tiny_dits import CONTROLLED
 from torch._dynamo.utils import counters
 
+pytestmark = pytest.mark.usefixtures("clean_counters")
+
 SETTINGS = CompileSettings(backend="eager")
 
 cache = GraphCache()
 """One for the file, as in a process: tracing is most of a test's time."""
-
-
-@pytest.fixture(autouse=True)
-def clean_counters():
-    counters.clear()
-    fallbacks.clear()
 
 
 @functools.cache

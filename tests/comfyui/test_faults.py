@@ -24,13 +24,7 @@ def clean():
 
 @pytest.fixture(scope="module")
 def small():
-    return tiny_models.unet(
-        channel_mult=[1, 2],
-        num_res_blocks=[1, 1],
-        transformer_depth=[1, 0],
-        transformer_depth_output=[1, 1, 0, 0],
-        transformer_depth_middle=-1,
-    )
+    return tiny_models.res_blocks()
 
 
 def fast(model, backend, cache):

@@ -158,13 +158,7 @@ def test_users_folder_is_one_that_no_request_reaches(home):
 @pytest.mark.slow  # compiles the kinds of a small UNet with inductor
 def test_second_process_makes_the_same_image_without_compiling(home, sample):
     shared.clear()
-    model = tiny_models.unet(
-        channel_mult=[1, 2],
-        num_res_blocks=[1, 1],
-        transformer_depth=[1, 0],
-        transformer_depth_output=[1, 1, 0, 0],
-        transformer_depth_middle=-1,
-    )
+    model = tiny_models.small_unet()
     fast = accelerate(model, CompileSettings(backend="inductor"))
     before = shared.statistics()
     first = sample(fast, 64, 64)

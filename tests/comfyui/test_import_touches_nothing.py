@@ -17,13 +17,7 @@ boot(cpu=True)
 import nodes, comfy.sd, comfy.samplers, comfy_api.latest, folder_paths
 folder_paths.set_user_directory(user)
 import tiny_models
-model = tiny_models.unet(
-    channel_mult=[1, 2],
-    num_res_blocks=[1, 1],
-    transformer_depth=[1, 0],
-    transformer_depth_output=[1, 1, 0, 0],
-    transformer_depth_middle=-1,
-)
+model = tiny_models.small_unet()
 
 touched = []
 

@@ -59,13 +59,7 @@ def test_exact_sizes_stay_within_the_budget_in_bytes(sample, monkeypatch):
         return graph
 
     monkeypatch.setattr(compilers, "compile_block", weighed)
-    model = tiny_models.unet(
-        channel_mult=[1],
-        num_res_blocks=[1],
-        transformer_depth=[1],
-        transformer_depth_output=[1, 1],
-        transformer_depth_middle=-1,
-    )
+    model = tiny_models.res_blocks()
     fallbacks.clear()
     expected = {side: sample(model, side, 64, steps=1) for side in (64, 80, 96)}
     unbounded = GraphCache()

@@ -13,18 +13,13 @@ from comfy_accel.accel.graph_cache import DEFAULT_MAX_BYTES, GraphCache, shared
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from comfy_accel.nodes.accelerate_model import AccelModel
 from tiny_models import sample
-from torch._dynamo.utils import counters
+
+pytestmark = pytest.mark.usefixtures("clean_counters")
 
 SETTINGS = CompileSettings(backend="eager")
 
 cache = GraphCache()
 """One for the file: tracing is most of a test's time."""
-
-
-@pytest.fixture(autouse=True)
-def clean_counters():
-    counters.clear()
-    fallbacks.clear()
 
 
 def image(model):

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 def model():
     counters.clear()
     fallbacks.clear()
-    return tiny_models.unet()
+    return tiny_models.small_unet()
 
 
 def graphs() -> int:

@@ -12,14 +12,10 @@ from comfy_accel.accel.regions import survey
 from tiny_models import conditioning, sample
 from torch._dynamo.utils import counters
 
+pytestmark = pytest.mark.usefixtures("clean_counters")
+
 cache = GraphCache()
 """One for the file: what a patch leaves alone is compiled in the first test and never again."""
-
-
-@pytest.fixture(autouse=True)
-def clean_counters():
-    counters.clear()
-    fallbacks.clear()
 
 
 @pytest.fixture(scope="module")

@@ -15,22 +15,13 @@ from torch._dynamo.utils import counters
 
 from bench import tiny_vaes
 
+pytestmark = pytest.mark.usefixtures("clean_counters")
+
 CACHE = GraphCache()
 """Shared by the tests that do not count graphs, so that each kind is captured once."""
 
 POLICIES = (None, COMPILE_DECODER, COMPILE_BOTH)
 """None: skip."""
-
-
-@pytest.fixture(scope="module")
-def vae():
-    return tiny_vaes.sd15()
-
-
-@pytest.fixture(autouse=True)
-def clean_counters():
-    counters.clear()
-    fallbacks.clear()
 
 
 def view_of(vae, compiled=COMPILE_DECODER, cache=None, **settings):

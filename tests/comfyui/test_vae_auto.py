@@ -12,18 +12,7 @@ from comfy_accel.accel.hosts.comfyui.vae import vae_view
 from comfy_accel.accel.vae import AUTO, VaePolicy
 from torch._dynamo.utils import counters
 
-from bench import tiny_vaes
-
-
-@pytest.fixture(scope="module")
-def vae():
-    return tiny_vaes.sd15()
-
-
-@pytest.fixture(autouse=True)
-def clean_counters():
-    counters.clear()
-    fallbacks.clear()
+pytestmark = pytest.mark.usefixtures("clean_counters")
 
 
 def auto(vae, after=2, cache=None, **settings):

@@ -13,21 +13,12 @@ from torch._dynamo.utils import counters
 
 from bench import tiny_vaes
 
+pytestmark = pytest.mark.usefixtures("clean_counters")
+
 CACHE = GraphCache()
 
 POLICIES = (None, COMPILE_DECODER, COMPILE_BOTH)
 """None: skip."""
-
-
-@pytest.fixture(scope="module")
-def vae():
-    return tiny_vaes.sd15()
-
-
-@pytest.fixture(autouse=True)
-def clean_counters():
-    counters.clear()
-    fallbacks.clear()
 
 
 def view_of(vae, compiled=COMPILE_DECODER):

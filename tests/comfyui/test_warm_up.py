@@ -25,13 +25,7 @@ EAGER = CompileSettings(backend="eager")
 @pytest.fixture
 def small():
     """One level and no middle: two kinds, so that compiling takes a moment only."""
-    return tiny_models.unet(
-        channel_mult=[1, 2],
-        num_res_blocks=[1, 1],
-        transformer_depth=[1, 0],
-        transformer_depth_output=[1, 1, 0, 0],
-        transformer_depth_middle=-1,
-    )
+    return tiny_models.small_unet()
 
 
 def test_warmed_up_model_compiles_nothing_for_the_first_image(small, sample):
@@ -45,9 +39,9 @@ def test_warmed_up_model_compiles_nothing_for_the_first_image(small, sample):
     assert cache.statistics()["compilations"] == compiled
 
 
-def test_exact_sizes_are_warmed_up_one_by_one(small, sample):
+def test_exact_sizes_are_warmed_up_one_by_one(sample):
     cache = GraphCache()
-    fast = accelerate(small, CompileSettings(backend="eager", any_size=False), cache)
+    fast = accelerate(tiny_models.res_blocks(), CompileSettings(backend="eager", any_size=False), cache)
     warm_up(fast, tiny_models.conditioning(), [Size(64, 64), Size(64, 96)], [1])
     compiled = cache.statistics()["compilations"]
     sample(fast, 64, 96)

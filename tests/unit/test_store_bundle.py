@@ -4,18 +4,10 @@ import zipfile
 
 import pytest
 import torch
-from comfy_accel.accel import store_bundle, store_command, store_entry, store_location, store_trust
-from store_kit import load, reasons, save, store
+from comfy_accel.accel import store_bundle, store_entry, store_location
+from store_kit import load, reasons, run_command, save, store
 
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch):
-    for name in (store_trust.KEY_VARIABLE, store_location.VARIABLE, store_location.LIMIT_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-
-
-def run(home, *arguments):
-    return store_command.main(["--home", str(home), *map(str, arguments)])
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
 @pytest.fixture
@@ -23,7 +15,7 @@ def bundle(tmp_path):
     """A bundle that another installation made of two graphs."""
     for name, data in (("a", b"code of a"), ("b", b"code of b")):
         save(store(tmp_path / "builder"), name, data)
-    assert run(tmp_path / "builder", "export", tmp_path / "bundle") == 0
+    assert run_command(tmp_path / "builder", "export", tmp_path / "bundle") == 0
     return tmp_path / "bundle"
 
 
@@ -38,14 +30,14 @@ def change(bundle, edit):
 
 
 def test_trusted_bundle_is_loaded_on_another_machine(tmp_path, bundle, capsys):
-    assert run(tmp_path / "worker", "import", bundle, "--trust") == 0
+    assert run_command(tmp_path / "worker", "import", bundle, "--trust") == 0
     assert load(store(tmp_path / "worker"), "a")[0] == b"code of a"
     assert load(store(tmp_path / "worker"), "b")[0] == b"code of b"
     assert "2 graphs imported" in capsys.readouterr().out
 
 
 def test_without_trust_nothing_is_imported_and_the_reason_is_said(tmp_path, bundle, capsys):
-    assert run(tmp_path / "worker", "import", bundle) == 1
+    assert run_command(tmp_path / "worker", "import", bundle) == 1
     assert not (tmp_path / "worker").exists()
     assert "--trust" in capsys.readouterr().err
 
@@ -68,7 +60,7 @@ def test_without_trust_nothing_is_imported_and_the_reason_is_said(tmp_path, bund
 )
 def test_damaged_bundle_brings_nothing(tmp_path, bundle, capsys, edit, said):
     change(bundle, edit)
-    assert run(tmp_path / "worker", "import", bundle, "--trust") == 1
+    assert run_command(tmp_path / "worker", "import", bundle, "--trust") == 1
     assert said in capsys.readouterr().err
     assert not list(tmp_path.glob("worker/graphs/*"))
 
@@ -77,14 +69,14 @@ def test_every_truncated_bundle_ends_in_a_sentence(tmp_path, bundle, capsys):
     whole = bundle.read_bytes()
     for length in range(0, len(whole), 97):
         bundle.write_bytes(whole[:length])
-        assert run(tmp_path / "worker", "import", bundle, "--trust") == 1
+        assert run_command(tmp_path / "worker", "import", bundle, "--trust") == 1
         assert "is not a bundle." in capsys.readouterr().err
 
 
 def test_every_flipped_bit_of_a_bundle_ends_in_a_sentence_or_says_nothing(tmp_path, capsys):
     save(store(tmp_path / "builder"))
     bundle = tmp_path / "bundle"
-    run(tmp_path / "builder", "export", bundle)
+    run_command(tmp_path / "builder", "export", bundle)
     whole = bundle.read_bytes()
     (sound,) = store_bundle.read(bundle)
     ends = {}
@@ -103,7 +95,7 @@ def test_every_flipped_bit_of_a_bundle_ends_in_a_sentence_or_says_nothing(tmp_pa
     assert len(ends) > 3
     for changed in ends.values():
         bundle.write_bytes(changed)
-        assert run(tmp_path / "worker", "import", bundle, "--trust") == 1
+        assert run_command(tmp_path / "worker", "import", bundle, "--trust") == 1
         assert capsys.readouterr().err.strip()
         assert not list(tmp_path.glob("worker/graphs/*.json"))
 
@@ -112,7 +104,7 @@ def refused(tmp_path, write, capsys, compression=zipfile.ZIP_STORED):
     """What is said of a file that write(zip) has filled."""
     with zipfile.ZipFile(tmp_path / "bundle", "w", compression) as content:
         write(content)
-    assert run(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 1
+    assert run_command(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 1
     assert not (tmp_path / "worker" / "graphs").exists()
     return capsys.readouterr().err
 
@@ -141,28 +133,28 @@ def test_file_whose_parts_lie_over_each_other_is_refused(tmp_path, bundle, capsy
     at = whole.index(b"PK\x01\x02") + 20  # the sizes in the first entry of its list of contents
     whole[at : at + 8] = (2**20).to_bytes(4, "little") * 2
     bundle.write_bytes(whole)
-    assert run(tmp_path / "worker", "import", bundle, "--trust") == 1
+    assert run_command(tmp_path / "worker", "import", bundle, "--trust") == 1
     assert "and the file has" in capsys.readouterr().err
 
 
 def test_bundle_larger_than_the_store_may_be_is_refused(tmp_path, monkeypatch, capsys):
     save(store(tmp_path / "builder"), data=bytes(3 << 20))
-    run(tmp_path / "builder", "export", tmp_path / "bundle")
+    run_command(tmp_path / "builder", "export", tmp_path / "bundle")
     monkeypatch.setenv(store_location.LIMIT_VARIABLE, "2")
-    assert run(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 1
+    assert run_command(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 1
     assert "raise its limit first" in capsys.readouterr().err
     assert not (tmp_path / "worker" / "graphs").exists()
     monkeypatch.setenv(store_location.LIMIT_VARIABLE, "0")  # saves nothing, and that was not saving
-    assert run(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 0
+    assert run_command(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 0
     assert load(store(tmp_path / "worker")) is not None
 
 
 def test_import_keeps_the_store_within_its_bytes(tmp_path, monkeypatch):
     save(store(tmp_path / "builder"), "new", data=bytes(700 << 10))
-    run(tmp_path / "builder", "export", tmp_path / "bundle")
+    run_command(tmp_path / "builder", "export", tmp_path / "bundle")
     save(store(tmp_path / "worker"), "old", data=bytes(700 << 10))
     monkeypatch.setenv(store_location.LIMIT_VARIABLE, "1")
-    assert run(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 0
+    assert run_command(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 0
     assert load(store(tmp_path / "worker"), "old") is None
     assert load(store(tmp_path / "worker"), "new") is not None
 
@@ -170,7 +162,7 @@ def test_import_keeps_the_store_within_its_bytes(tmp_path, monkeypatch):
 def test_bundle_of_another_torch_is_a_miss_that_names_it(tmp_path, bundle):
     here = torch.__version__.encode()
     change(bundle, lambda name, data: data.replace(b'"torch":"' + here, b'"torch":"2.99.0'))
-    assert run(tmp_path / "worker", "import", bundle, "--trust") == 0
+    assert run_command(tmp_path / "worker", "import", bundle, "--trust") == 0
     worker = store(tmp_path / "worker")
     assert load(worker, "a") is None
     assert reasons(worker)[0].startswith("saved with another torch (2.99.0 ")
@@ -178,15 +170,15 @@ def test_bundle_of_another_torch_is_a_miss_that_names_it(tmp_path, bundle):
 
 def test_kinds_named_are_exported_alone(tmp_path, capsys):
     save(store(tmp_path))
-    assert run(tmp_path, "export", tmp_path / "none", "--kind", "Other") == 0
+    assert run_command(tmp_path, "export", tmp_path / "none", "--kind", "Other") == 0
     assert "0 graphs exported" in capsys.readouterr().out
-    assert run(tmp_path, "export", tmp_path / "one", "--kind", "Block") == 0
+    assert run_command(tmp_path, "export", tmp_path / "one", "--kind", "Block") == 0
     assert "1 graphs exported" in capsys.readouterr().out
 
 
 def test_export_never_overwrites(tmp_path, bundle, capsys):
     before = bundle.read_bytes()
-    assert run(tmp_path / "builder", "export", bundle) == 1
+    assert run_command(tmp_path / "builder", "export", bundle) == 1
     assert bundle.read_bytes() == before
     assert "exists" in capsys.readouterr().err
 
@@ -199,7 +191,7 @@ def test_export_that_is_stopped_leaves_no_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(store_entry, "check_bytes", stopped)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "builder", "export", tmp_path / "bundle")
+        run_command(tmp_path / "builder", "export", tmp_path / "bundle")
     assert [file.name for file in tmp_path.iterdir()] == ["builder"]
 
 
@@ -212,32 +204,32 @@ def test_one_entry_that_cannot_be_read_stops_no_command(tmp_path, capsys):
     (tmp_path / "graphs" / ("c" * 24 + "-" + "d" * 12 + ".json")).write_text(
         '{"seal": 1, "format": 3, "key": "\\u001b"}'
     )
-    assert run(tmp_path, "list") == 0
-    assert run(tmp_path, "verify") == 1
-    assert run(tmp_path, "export", tmp_path / "bundle") == 1
+    assert run_command(tmp_path, "list") == 0
+    assert run_command(tmp_path, "verify") == 1
+    assert run_command(tmp_path, "export", tmp_path / "bundle") == 1
     assert "1 graphs exported" in capsys.readouterr().out
-    assert run(tmp_path, "prune") == 0
+    assert run_command(tmp_path, "prune") == 0
 
 
 def test_verify_names_what_is_damaged(tmp_path, capsys):
     save(store(tmp_path), "a")
     save(store(tmp_path), "b", b"other")
-    assert run(tmp_path, "verify") == 0
+    assert run_command(tmp_path, "verify") == 0
     next((tmp_path / "graphs").glob("*.bin")).write_bytes(b"changed")
-    assert run(tmp_path, "verify") == 1
+    assert run_command(tmp_path, "verify") == 1
     told = capsys.readouterr()
     assert "1 graphs sound, 1 not" in told.out and "has 7 bytes" in told.err
 
 
 def test_list_shows_what_there_is_and_prune_deletes_it(tmp_path, capsys):
     save(store(tmp_path))
-    assert run(tmp_path, "list") == 0
+    assert run_command(tmp_path, "list") == 0
     assert "1 graphs" in capsys.readouterr().out
-    assert run(tmp_path, "prune", "--max-mb", 0) == 0
+    assert run_command(tmp_path, "prune", "--max-mb", 0) == 0
     assert load(store(tmp_path)) is None
 
 
 def test_text_of_a_bundle_does_not_reach_the_terminal_as_it_is(tmp_path, bundle, capsys):
     change(bundle, lambda name, data: data.replace(b"Block", b"\\u001b[2J") if name.endswith(".json") else data)
-    run(tmp_path / "worker", "import", bundle)
+    run_command(tmp_path / "worker", "import", bundle)
     assert "\x1b" not in capsys.readouterr().out

@@ -7,18 +7,10 @@ import zipfile
 
 import pytest
 import torch
-from comfy_accel.accel import compilers, store_command, store_location, store_trust
-from store_kit import CPU, key, reasons, save, store
+from comfy_accel.accel import compilers
+from store_kit import CPU, key, reasons, run_command, save, store
 
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch):
-    for name in (store_trust.KEY_VARIABLE, store_location.VARIABLE, store_location.LIMIT_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-
-
-def run(home, *arguments):
-    return store_command.main(["--home", str(home), *map(str, arguments)])
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
 class Hostile:
@@ -46,22 +38,22 @@ def load_for_real(home):
 def hostile(tmp_path):
     """(bundle, mark): a bundle whose one graph leaves the mark if it is opened, in the way that torch opens one."""
     save(store(tmp_path / "attacker"), data=b"\n" + pickle.dumps(Hostile(tmp_path / "mark")))
-    assert run(tmp_path / "attacker", "export", tmp_path / "hostile") == 0
+    assert run_command(tmp_path / "attacker", "export", tmp_path / "hostile") == 0
     return tmp_path / "hostile", tmp_path / "mark"
 
 
 def test_hostile_bundle_is_not_opened_unless_it_is_trusted(tmp_path, hostile):
     bundle, mark = hostile
-    assert run(tmp_path / "victim", "import", bundle) == 1
+    assert run_command(tmp_path / "victim", "import", bundle) == 1
     assert "nothing was saved" in load_for_real(tmp_path / "victim")
     for seal in ("0" * 64, "", None, 5, ["0"]):  # unpacked into the folder, with seals of the attacker's choice
         unpack(bundle, tmp_path / "victim" / "graphs", seal)
         assert "another installation" in load_for_real(tmp_path / "victim")
-        assert run(tmp_path / "victim", "verify") == 1
-        assert run(tmp_path / "victim", "list") == 0
+        assert run_command(tmp_path / "victim", "verify") == 1
+        assert run_command(tmp_path / "victim", "list") == 0
     assert not mark.exists()
     # And it is hostile: whoever trusts it runs it.
-    assert run(tmp_path / "victim", "import", bundle, "--trust") == 0
+    assert run_command(tmp_path / "victim", "import", bundle, "--trust") == 0
     assert "cannot be loaded" in load_for_real(tmp_path / "victim")
     assert mark.exists()
 
@@ -88,7 +80,7 @@ def unpack(bundle, folder, seal):
 def test_no_command_unpickles(tmp_path, hostile):
     bundle, mark = hostile
     for command in (["list"], ["verify"], ["export", tmp_path / "again"], ["move", tmp_path / "elsewhere"]):
-        assert run(tmp_path / "attacker", *command) == 0
-    assert run(tmp_path / "worker", "import", bundle, "--trust") == 0
-    assert run(tmp_path / "worker", "prune", "--max-mb", 0) == 0
+        assert run_command(tmp_path / "attacker", *command) == 0
+    assert run_command(tmp_path / "worker", "import", bundle, "--trust") == 0
+    assert run_command(tmp_path / "worker", "prune", "--max-mb", 0) == 0
     assert not mark.exists()

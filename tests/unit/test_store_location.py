@@ -12,20 +12,12 @@ from comfy_accel.accel import store_attach, store_command, store_home, store_loc
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.graph_store import GraphStore
 from comfy_accel.accel.store_folder import LocalFolder
-from store_kit import load, reasons, save, store
+from store_kit import load, reasons, run_command, save, store
+
+pytestmark = pytest.mark.usefixtures("plain_environment")
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "a key of sixteen letters"
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch):
-    for name in (store_trust.KEY_VARIABLE, store_location.VARIABLE, store_location.LIMIT_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-
-
-def run(home, *arguments):
-    return store_command.main(["--home", str(home), *map(str, arguments)])
 
 
 def server(home):
@@ -46,7 +38,7 @@ def test_environment_moves_the_graphs_or_turns_the_store_off(tmp_path, monkeypat
 
 def test_nothing_is_read_before_the_folder_is_used(tmp_path):
     home = tmp_path / "home"
-    run(home, "move", tmp_path / "other")
+    run_command(home, "move", tmp_path / "other")
     touched = []
 
     def hear(event, arguments):
@@ -65,21 +57,21 @@ def test_nothing_is_read_before_the_folder_is_used(tmp_path):
 def test_moved_graphs_are_used_and_the_secret_stays(tmp_path, capsys):
     home, other = tmp_path / "home", tmp_path / "other disk" / "graphs"
     assert save(server(home), "a") and save(server(home), "b")
-    assert run(home, "move", other) == 0
+    assert run_command(home, "move", other) == 0
     assert f"2 graphs moved from {home / 'graphs'} to {other}" in capsys.readouterr().out
     assert sorted(file.name for file in home.iterdir()) == ["graphs", "secret", "settings.json"]
     assert not list((home / "graphs").iterdir())
     assert json.loads((home / "settings.json").read_text()) == {"folder": str(other)}
     assert load(server(home), "a") is not None and save(server(home), "c")
     assert len(list(other.glob("*.json"))) == 3
-    assert run(home, "verify") == 0
-    assert run(home, "move", other) == 1
+    assert run_command(home, "verify") == 0
+    assert run_command(home, "move", other) == 1
     assert "already" in capsys.readouterr().err
 
 
 def test_path_is_taken_from_where_the_command_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run(tmp_path / "home", "move", "near") == 0
+    assert run_command(tmp_path / "home", "move", "near") == 0
     monkeypatch.chdir(os.sep)
     assert str(store_location.folder(tmp_path / "home")) == str(tmp_path / "near")
 
@@ -88,7 +80,7 @@ def test_move_that_fails_changes_nothing(tmp_path, capsys):
     home = tmp_path / "home"
     save(server(home))
     (tmp_path / "file").touch()
-    assert run(home, "move", tmp_path / "file") == 1
+    assert run_command(home, "move", tmp_path / "file") == 1
     assert capsys.readouterr().err.strip()
     assert load(server(home)) is not None
     assert not (home / "settings.json").exists()
@@ -100,14 +92,14 @@ def test_move_that_fails_changes_nothing(tmp_path, capsys):
 )
 def test_environment_wins_and_nothing_is_set_beside_it(tmp_path, monkeypatch, capsys, command, variable, value):
     monkeypatch.setenv(variable, value)
-    assert run(tmp_path, *command) == 1
+    assert run_command(tmp_path, *command) == 1
     assert f"{variable} is set" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_environment_wins_over_what_was_set(tmp_path, monkeypatch):
-    run(tmp_path, "move", tmp_path / "set")
-    run(tmp_path, "limit", "5")
+    run_command(tmp_path, "move", tmp_path / "set")
+    run_command(tmp_path, "limit", "5")
     assert store_location.max_bytes(tmp_path) == 5 << 20
     monkeypatch.setenv(store_location.VARIABLE, str(tmp_path / "environment"))
     monkeypatch.setenv(store_location.LIMIT_VARIABLE, "7")
@@ -120,7 +112,7 @@ def test_environment_wins_over_what_was_set(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(os.name != "posix", reason="only there a mode says who can read")
 def test_settings_are_their_owners_alone(tmp_path):
-    run(tmp_path, "move", "s3://me:password@host/graphs")
+    run_command(tmp_path, "move", "s3://me:password@host/graphs")
     assert (tmp_path / "settings.json").stat().st_mode & 0o777 == 0o600
 
 
@@ -135,18 +127,18 @@ def test_damaged_settings_are_a_reason_and_never_a_guess(tmp_path, capsys, text)
     assert all("settings.json is damaged" in reason for reason in reasons(damaged)) and reasons(damaged)
     assert "settings.json is damaged" in damaged.statistics()["folder"]
     for command in (["list"], ["limit", "5"], ["prune"], ["move", str(tmp_path / "x")]):
-        assert run(tmp_path, *command) == 1
+        assert run_command(tmp_path, *command) == 1
         assert "settings.json is damaged: mend or delete it" in capsys.readouterr().err
 
 
 def test_limit_of_nothing_deletes_nothing(tmp_path, monkeypatch, capsys):
     save(store(tmp_path))
-    for set_it in (lambda: run(tmp_path, "limit", "0"), lambda: monkeypatch.setenv("ACCEL_STORE_MB", "0")):
+    for set_it in (lambda: run_command(tmp_path, "limit", "0"), lambda: monkeypatch.setenv("ACCEL_STORE_MB", "0")):
         set_it()
-        assert run(tmp_path, "prune") == 1
+        assert run_command(tmp_path, "prune") == 1
         assert "--max-mb" in capsys.readouterr().err
     assert load(store(tmp_path)) is not None
-    assert run(tmp_path, "prune", "--max-mb", "0") == 0
+    assert run_command(tmp_path, "prune", "--max-mb", "0") == 0
     assert load(store(tmp_path)) is None
 
 
@@ -178,7 +170,7 @@ def test_user_directory_is_stronger_than_the_base_as_in_comfyui(tmp_path, capsys
 def test_nothing_is_sealed_with_a_secret_that_comfyui_does_not_know(tmp_path, monkeypatch, capsys):
     save(store(tmp_path / "builder"))
     bundle = tmp_path / "bundle"
-    run(tmp_path / "builder", "export", bundle)
+    run_command(tmp_path / "builder", "export", bundle)
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
     monkeypatch.setenv(store_location.VARIABLE, str(tmp_path / "shared"))
     assert store_command.main(["import", "--trust", str(bundle)]) == 1
@@ -219,7 +211,7 @@ def test_command_in_the_packs_folder_finds_its_comfyui(tmp_path, comfyui, linked
         shutil.copytree(ROOT / "accel", pack / "accel", ignore=shutil.ignore_patterns("__pycache__"))
     home = folder / "user" / "__accel"
     save(store(tmp_path / "builder"))
-    run(tmp_path / "builder", "export", tmp_path / "bundle")
+    run_command(tmp_path / "builder", "export", tmp_path / "bundle")
 
     code, _, said = command(pack, "import", tmp_path / "bundle", "--trust")
     assert code == 1 and "--user-directory" in said  # ComfyUI may have been started with another user folder

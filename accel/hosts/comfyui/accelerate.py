@@ -56,6 +56,7 @@ class Run:
         self._contexts: set[int] = set()
         self._graphs = graphs
         self._capture: ModelCapture | None = None
+        self._model_calls = 0
 
     @contextmanager
     def call(self, model: torch.nn.Module, context: Any = None) -> Iterator[None]:
@@ -79,7 +80,14 @@ class Run:
         """For the record of the run, once its claim is over."""
         eager = sum(layer.eager_calls for layer in self._layers.values() if isinstance(layer, BlockRunner))
         evicted = self._cache.evictions - self._evictions
-        emit("run_calls", claim=self._claim, eager_calls=eager, contexts=self.contexts, evicted=evicted)
+        emit(
+            "run_calls",
+            claim=self._claim,
+            eager_calls=eager,
+            contexts=self.contexts,
+            evicted=evicted,
+            model_calls=self._model_calls,
+        )
 
     @contextmanager
     def captured(self, base: torch.nn.Module, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -87,6 +95,7 @@ class Run:
         if not self._graphs:
             yield options
             return
+        self._model_calls += 1
         if self._capture is None:
             self._capture = capture.begin(base, self._settings, self._cache, self._claim, self._layers)
         with capture.standing_in(self._capture, base.diffusion_model, options) as options:
