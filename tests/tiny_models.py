@@ -17,12 +17,19 @@ def unet_config(**changes) -> dict:
     return {**UNET, **changes}
 
 
-def unet(seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
-    """A ModelPatcher over core's SD15 model class."""
+def unet(seed: int = 0, dtype: torch.dtype = torch.float32, inference_dtypes: tuple | None = None, **changes):
+    """A ModelPatcher over core's SD15 model class.
+
+    inference_dtypes: of the weights, and what core casts them to in each call, as where they are fp8; None casts none.
+    """
     import comfy.model_patcher
     import comfy.supported_models
 
-    config = comfy.supported_models.SD15(unet_config(dtype=dtype, **changes))
+    if inference_dtypes is None:
+        config = comfy.supported_models.SD15(unet_config(dtype=dtype, **changes))
+    else:
+        config = comfy.supported_models.SD15(unet_config(**changes))
+        config.set_inference_dtype(*inference_dtypes)
     model = config.get_model({}, device=torch.device("cpu"))
     randomize(model.diffusion_model, seed)
     device = torch.device("cpu")

@@ -267,6 +267,6 @@ def test_captured_calls_are_told_from_compiled_blocks(page):
         panel = open_panel(page)
         assert panel.locator("dd.accel-replays").inner_text() == "18 of 25 calls"
         row = panel.locator(".accel-row", has_text="UNetModel call")
-        assert row.locator(".accel-of-compileTime").inner_text() == "CUDA graph, 0.31 s"
+        assert row.locator(".accel-of-compileTime").inner_text() == "CUDA graph, 0.3s"
         assert "exact size" in row.locator(".accel-of-usedFor").inner_text()
         close_panel(page)

@@ -11,6 +11,7 @@ import comfy.model_management
 import pytest
 import tiny_models
 import torch
+from comfy.ldm.modules import attention
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.block_runner import CompileSettings
 from comfy_accel.accel.capture_pool import CapturePool
@@ -20,6 +21,8 @@ from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui import capture
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.warm_up import warm_up
+from comfy_accel.accel.resolution import Size
 from cpu_recorder import STAGES, CpuRecorder, left
 from deep_cache_runs import split_chunks
 from tiny_dits import DITS
@@ -347,6 +350,31 @@ def test_half_precision_has_recordings_of_its_own_and_is_bit_for_bit_the_same(re
         model = tiny_models.unet(dtype=dtype)
         assert torch.equal(image(fast(model, cache)), image(model))
     assert recorder.records == 2 and reasons() == []
+
+
+def test_fp8_weights_that_core_casts_in_each_call_are_inside_a_recording(recorder, cache):
+    model = tiny_models.unet(inference_dtypes=(torch.float8_e4m3fn, torch.float32))
+    assert torch.equal(image(fast(model, cache)), image(model))
+    assert recorder.records == 1 and recorder.replays > 4 and reasons() == []
+
+
+def test_other_attention_is_another_recording(recorder, cache, monkeypatch):
+    """As core selects it: a function that its modules look up at each call, and that every call does the work of."""
+    model = tiny_models.unet()
+    for attend in (attention.attention_pytorch, attention.attention_split):
+        monkeypatch.setattr(attention, "optimized_attention", attend)
+        assert torch.equal(image(fast(model, cache)), image(model))
+    assert recorder.records == 2 and reasons() == []
+
+
+def test_warm_up_leaves_nothing_to_record_to_the_first_image(recorder, cache):
+    model = tiny_models.unet()
+    model_fast = fast(model, cache)
+    warm_up(model_fast, tiny_models.conditioning(), [Size(64, 96)], [1])
+    assert recorder.records == 1
+    before = recorder.replays
+    assert torch.equal(image(model_fast), image(model))
+    assert (recorder.records, recorder.replays - before) == (1, 8)
 
 
 def test_nothing_is_left_on_model_or_options_and_off_leaves_none_of_it(recorder, cache):

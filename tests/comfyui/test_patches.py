@@ -260,15 +260,7 @@ def test_controlnet_on_and_off_compiles_nothing(model):
 
 
 def test_fp8_weights_with_manual_cast_match_eager():
-    import comfy.model_patcher
-    import comfy.supported_models
-
-    config = comfy.supported_models.SD15(tiny_models.unet_config())
-    config.set_inference_dtype(torch.float8_e4m3fn, torch.float32)
-    base = config.get_model({}, device=torch.device("cpu"))
-    tiny_models.randomize(base.diffusion_model)
-    cpu = torch.device("cpu")
-    model = comfy.model_patcher.ModelPatcher(base, load_device=cpu, offload_device=cpu)
+    model = tiny_models.unet(inference_dtypes=(torch.float8_e4m3fn, torch.float32))
     assert_same_image(model)
     compiled = graphs()
     assert compiled > 0 and fallbacks.rows() == []

@@ -53,6 +53,11 @@ def attach(cache: GraphCache, model: Any) -> None:
     model.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, let_go)
 
 
+def is_attached(model: Any) -> bool:
+    """Whether calls of the patcher's model may be recorded."""
+    return KEY in model.callbacks.get(CallbacksMP.ON_DETACH, {})
+
+
 def begin(
     base: torch.nn.Module, settings: Hashable, cache: GraphCache, claim: Claim, layers: Mapping[torch.nn.Module, Any]
 ) -> ModelCapture:

@@ -13,6 +13,7 @@ import comfy.utils
 import torch
 
 from ...resolution import Size
+from .capture import is_attached
 from .model_sizes import latent_layout
 
 MOST = 1000
@@ -23,6 +24,10 @@ LARGEST_RUN, MOST_PIXELS = 64 << 20, 1 << 30
 
 LARGEST_BATCH, LONGEST_PROMPT = 64, 4096
 """Images, and tokens, of one run."""
+
+_STEPS_TO_CAPTURE = 12
+"""After the calls in which graphs are compiled and compared with their blocks (eight at most), one each to make the
+call warm, to watch it and to record it."""
 
 
 def parse_sizes(text: str) -> list[Size]:
@@ -76,7 +81,7 @@ def check_amount(sizes: Sequence[Size], batches: Sequence[int], prompt_lengths: 
 def warm_up(
     model: Any, conditioning: list, sizes: Sequence[Size], batches: Sequence[int], prompt_lengths: Sequence[int] = ()
 ) -> tuple[int, float]:
-    """Sample one step at every combination of size, batch and prompt length.
+    """Sample at every combination of size, batch and prompt length: one step, or as many as recording a call takes.
 
     conditioning: core's CONDITIONING, for what the model wants beside the text.
     prompt_lengths: tokens; none takes the conditioning's own length.
@@ -91,12 +96,13 @@ def warm_up(
     if not runs:
         raise ValueError("That makes no run: name at least one size and one batch.")
     layout = latent_layout(model)
+    steps = _STEPS_TO_CAPTURE if is_attached(model) else 1
     progress = comfy.utils.ProgressBar(len(runs))
     started = time.perf_counter()
     for number, (size, batch, length) in enumerate(runs, 1):
         latent = torch.zeros(layout.shape(size, batch))
         prompt = conditioning if length is None else [_of_length(*part, length) for part in conditioning]
-        sampler = comfy.samplers.KSampler(model, 1, model.load_device, sampler="euler", scheduler="normal")
+        sampler = comfy.samplers.KSampler(model, steps, model.load_device, sampler="euler", scheduler="normal")
         sampler.sample(torch.zeros_like(latent), prompt, prompt, cfg=2.0, latent_image=latent, disable_pbar=True)
         progress.update_absolute(number)
     return len(runs), time.perf_counter() - started
