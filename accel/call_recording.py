@@ -73,13 +73,15 @@ class CallRecording:
             self.pool.begin()
             buffers = Buffers(self.tensors)
             buffers.fill(self.tensors)
-            self.observer.reset()
             self.observer.recording = True
             try:
+                if self.observer.used:  # compiled blocks, which rested while the call was watched
+                    recorder.rehearse(self.device, lambda: self._call_on(buffers.tensors))
+                self.observer.reset()
                 recording, (out, tape) = recorder.record(self.device, lambda: self._call_on(buffers.tensors))
             finally:
                 self.observer.recording = False
-            self.pool.grow(recording)
+            self.pool.grow(recording, self.device)
             if not self.state.is_same():
                 raise CaptureFailed("its weights were moved while it was recorded")
             captured = CapturedCall(

@@ -1,7 +1,7 @@
 """The memory that recordings share, and how it is counted.
 
 Memory that one recording has made the pool grow by serves later ones too, and goes back only when the last
-recording goes. So each weighs an equal part of the pool, and the sum is the truth whichever of them leave.
+recording goes. So each weighs an equal part of its device's pool, and the sum is the truth whichever of them leave.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .model_state import ModelState, Unrecordable
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Callable, Hashable
 
     import torch
 
@@ -39,34 +39,41 @@ class CapturePool:
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
-        self._grown = 0
+        self._grown: dict[torch.device, int] = {}
         self._members: weakref.WeakSet[CapturedCall] = weakref.WeakSet()
         self._refused: dict[Hashable, int] = {}
+        self.on_admitted: Callable[[torch.device], None] = lambda device: None
+        """Told on which device a recording has come in. Must not raise."""
 
     @property
     def members(self) -> list[CapturedCall]:
         """The recordings that are left."""
         return list(self._members)
 
-    @property
-    def share(self) -> int:
-        """Bytes of the shared memory, for each recording."""
-        return self._grown // max(len(self._members), 1)
+    def share(self, device: torch.device) -> int:
+        """Bytes of a device's shared memory, for each recording there."""
+        return self._grown.get(device, 0) // max(len(self._members_on(device)), 1)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the shared memory and of all buffers."""
-        return self._grown + sum(member.buffer_bytes for member in self.members)
+        return sum(map(self.nbytes_on, {member.device for member in self.members}))
+
+    def nbytes_on(self, device: torch.device) -> int:
+        """As `nbytes`, of one device."""
+        members = self._members_on(device)
+        return (self._grown.get(device, 0) if members else 0) + sum(member.buffer_bytes for member in members)
 
     def begin(self) -> None:
         """Before a recording is made: where none is left, their memory is nobody's any more."""
-        if not self._members:
-            self._grown = 0
+        left = {member.device for member in self.members}
+        self._grown = {device: grown for device, grown in self._grown.items() if device in left}
+        if not left:
             self.recorder.begin_anew()
 
-    def grow(self, recording: Recording) -> None:
+    def grow(self, recording: Recording, device: torch.device) -> None:
         """A recording was made, whether or not it is kept."""
-        self._grown += recording.nbytes
+        self._grown[device] = self._grown.get(device, 0) + recording.nbytes
 
     def is_refused(self, key: Hashable, budget: int) -> bool:
         """Whether a recording under this key did not fit into a budget as large as this, bytes."""
@@ -87,6 +94,7 @@ class CapturePool:
         keys = {known.key for known in self.members}
         room = cache.room_for(keys)
         if self.nbytes <= room:
+            self.on_admitted(member.device)
             return
         needed = self.nbytes
         self._members.discard(member)
@@ -122,6 +130,14 @@ class CapturePool:
         for member in self.members:
             if member.key.model() is model:
                 cache.evict(member.key)
+
+    def drop_device(self, cache: GraphCache, device: torch.device) -> None:
+        """Let go of the recordings on one device."""
+        for member in self._members_on(device):
+            cache.evict(member.key)
+
+    def _members_on(self, device: torch.device) -> list[CapturedCall]:
+        return [member for member in self.members if member.device == device]
 
     def _refuse(self, key: Hashable, budget: int) -> None:
         self._refused.pop(key, None)

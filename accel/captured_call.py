@@ -28,6 +28,7 @@ class Buffers:
         with torch.inference_mode(False):
             self.tensors = [call_spec.canonical(tensor) if tensor.numel() else tensor for tensor in tensors]
         self._targets = [self.tensors[index] for index in self._filled]
+        self.device = self._targets[0].device if self._targets else None
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self._targets)
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -62,6 +63,7 @@ class CapturedCall:
         self._spec = call_spec.flatten(out, self._returned)
         self.tape = tape
         self.digest, self.outline = digest, outline
+        self.device = buffers.device
         self._used = list(observer.used)
 
         # Its model may go with nobody saying so, and garbage is no place to take the cache's lock.
@@ -75,7 +77,7 @@ class CapturedCall:
     @property
     def nbytes(self) -> int:
         """Its buffers, and its part of the memory that recordings share."""
-        return self._buffers.nbytes + self._pool.share if self._recording is not None else 0
+        return self._buffers.nbytes + self._pool.share(self.device) if self._recording is not None else 0
 
     def release(self) -> None:
         """Let go of all memory; it is of no use any more."""

@@ -179,7 +179,15 @@ class ModelCapture:
         reason = not_in_this_mode((), inputs)
         if reason is None and torch.is_grad_enabled() and any(t.requires_grad for t in self._state.tensors()):
             reason = "gradients are wanted"
-        return reason or self._pool.recorder.why_not(self._device)
+        return reason or self._ask_recorder()
+
+    def _ask_recorder(self) -> str | None:
+        try:
+            return self._pool.recorder.why_not(self._device)
+        except self._host.interrupts:
+            raise
+        except Exception as error:
+            return f"its device does not say whether it can: {compilers.one_line(error)}"
 
     # Replays
 

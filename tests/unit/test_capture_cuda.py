@@ -1,11 +1,15 @@
 """The recorder for CUDA: refusals everywhere; recordings where there is a card."""
 
+import gc
 import inspect
+import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
 from capture_kit import Toy, check_calls, latent, reasons, recording_cache, run, times
-from comfy_accel.accel.capture_cuda import CudaRecorder
+from comfy_accel.accel.capture_ballast import idle_blocks
+from comfy_accel.accel.capture_cuda import CudaRecorder, _first_cause
 from comfy_accel.accel.fallbacks import fallbacks
 from cpu_recorder import CpuRecorder
 
@@ -38,8 +42,146 @@ def test_other_allocator_is_refused_with_the_flag_that_helps(monkeypatch):
     assert "--disable-cuda-malloc" in CudaRecorder().why_not(torch.device("cuda", 0))
 
 
+def test_reason_of_an_allocator_or_device_is_one_row_of_the_report_however_many_calls_there_are():
+    model, (cache, _) = Toy(), recording_cache(CudaRecorder())
+    for _ in range(3):
+        with run(model, cache) as call:
+            check_calls(model, call, 4)
+    (row,) = fallbacks.rows()
+    assert row["calls"] == 12
+
+
+@contextmanager
+def capture_that_cannot_be_ended():
+    try:
+        yield
+    finally:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def computes(error):
+    tensor = torch.ones(3)
+    computes.made = weakref.ref(tensor)
+    if error is not None:
+        raise error
+    return tensor
+
+
+class Stopped(BaseException):
+    """As newer ComfyUI's interrupt: no Exception."""
+
+
+@pytest.mark.parametrize("error", [ValueError("why"), torch.OutOfMemoryError("why"), Stopped("why")])
+def test_what_spoilt_a_capture_is_raised_and_not_that_it_is_spoilt(error):
+    with pytest.raises(type(error), match="why"):
+        _first_cause(capture_that_cannot_be_ended(), lambda: computes(error))
+    error.__traceback__ = None
+    gc.collect()
+    assert computes.made() is None
+
+
+def test_end_of_a_capture_that_fails_is_the_reason_where_the_call_did_not_fail():
+    with pytest.raises(RuntimeError, match="previous error"):
+        _first_cause(capture_that_cannot_be_ended(), lambda: computes(None))
+
+
+def segment(device, *blocks):
+    """As in torch's snapshots."""
+    return {"device": device, "blocks": [{"size": size << 20, "state": state} for size, state in blocks]}
+
+
+def test_idle_memory_of_a_pool_is_its_large_unused_blocks_the_largest_first():
+    segments = [
+        segment(0, (2, "inactive"), (7, "active_allocated"), (1, "inactive")),
+        segment(0, (20, "inactive"), (3, "active_pending_free")),
+        segment(1, (50, "inactive")),
+    ]
+    assert idle_blocks(segments, 0) == [20 << 20, 2 << 20]
+    assert idle_blocks(segments, 2) == []
+
+
+on_a_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+WIDE = 2048
+
+
+def wide(x):
+    """Needs three times what it is given."""
+    return ((x @ x) * 2 + x @ x.T) @ x
+
+
+def card():
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@on_a_card
+def test_capture_that_fails_leaves_random_numbers_memory_and_later_captures_as_they_were():
+    recorder, x = CudaRecorder(), torch.randn(WIDE, WIDE, device=card())
+    recorder.rehearse(card(), lambda: wide(x))
+    torch.cuda.manual_seed(1)
+    expected = torch.randn(5, device=card())
+    torch.cuda.manual_seed(1)
+    for _ in range(2):
+        with pytest.raises(Exception, match="[Cc]aptur"):
+            recorder.record(card(), lambda: wide(x).sum().item())
+        with pytest.raises(Stopped):
+            recorder.record(card(), lambda: computes(Stopped("why")))
+    assert torch.equal(torch.randn(5, device=card()), expected)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    recording, out = recorder.record(card(), lambda: wide(x))
+    recording.replay()
+    torch.testing.assert_close(out, wide(x))
+    torch.cuda.empty_cache()
+    assert 0 < torch.cuda.memory_reserved() - before <= recording.nbytes + (64 << 20)
+
+
+@pytest.mark.gpu
+@on_a_card
+def test_idle_memory_of_recordings_counts_as_taken_and_all_of_it_goes_back_with_the_last():
+    recorder, x = CudaRecorder(), torch.randn(WIDE, WIDE, device=card())
+    recorder.rehearse(card(), lambda: wide(x))
+    torch.cuda.empty_cache()
+    empty = torch.cuda.memory_reserved()
+    kept = []
+    for rows in (WIDE, WIDE // 2):
+        part = x[:rows, :rows].contiguous()
+        recording, out = recorder.record(card(), lambda part=part: wide(part))
+        kept.append((recording, out, part))
+    assert kept[1][0].nbytes <= kept[0][0].nbytes // 2  # it shares
+    torch.cuda.empty_cache()
+    stats = torch.cuda.memory_stats()
+    idle = stats["reserved_bytes.all.current"] - stats["active_bytes.all.current"]
+    assert idle < 16 << 20
+    for recording, out, part in kept:
+        recording.replay()
+        torch.testing.assert_close(out, wide(part))
+    del recording, out, part
+    kept.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= empty + (64 << 20)
+
+
+@pytest.mark.gpu
+@on_a_card
+def test_recording_survives_that_others_clear_the_workspaces_of_cublas():
+    recorder, x = CudaRecorder(), torch.randn(WIDE, WIDE, device=card())
+    recorder.rehearse(card(), lambda: wide(x))
+    recording, out = recorder.record(card(), lambda: wide(x))
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 20,), 7.0, device=card()) for _ in range(40)]
+    recording.replay()
+    torch.testing.assert_close(out, wide(x))
+    assert all(bool((other == 7).all()) for other in others)
+
+
+@pytest.mark.gpu
+@on_a_card
 def test_calls_are_recorded_and_replayed_on_the_card():
     recorder = CudaRecorder()
     model, (cache, _) = Toy().cuda(), recording_cache(recorder)

@@ -1,8 +1,9 @@
 """Recorded model calls inside ComfyUI: where they stand in a call, and what speaks against one.
 
 They are the innermost of the wrappers around a model's forward, so that what other packs wrap around it runs in
-every call; what runs inside is the model's own code and the blocks' stand-ins. Memory goes back when ComfyUI unloads
-the model, when the model goes, and at the next run of any model when its weights have been moved since.
+every call; what runs inside is the model's own code and the blocks' stand-ins. Memory goes back when ComfyUI asks for
+it (`capture_memory`), when it unloads the model, when the model goes, and at the next run of any model when its
+weights have been moved since.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from ...call_spec import CONSTANTS
 from ...capture_cuda import CudaRecorder
 from ...capture_pool import CapturePool
 from ...code_reach import CodeReader
-from ...graph_cache import Claim, GraphCache
+from ...graph_cache import Claim, GraphCache, shared
 from ...model_capture import CaptureHost, ModelCapture
 from ...plain_values import Indescribable
 from ...substitution import Order, substituted
+from . import preferences
+from .capture_memory import memory_of, room_for_recordings
 from .options import is_transformer_options
 from .versions import NO_RESULT_DEPENDS_ON, is_dynamic, is_split_over_devices
 
@@ -31,6 +34,8 @@ KEY = "accel.capture"
 """Under which the run's recordings stand in its transformer_options, and our callbacks on a patcher."""
 
 INTERRUPTS = (comfy.model_management.InterruptProcessingException,)
+
+_ASKED = "ComfyUI needs the memory of its recording during the run"
 
 _PER_CALL = frozenset(
     "activations_shape block block_index block_type callbacks img_slice original_shape patches patches_replace "
@@ -44,6 +49,7 @@ def attach(cache: GraphCache, model: Any) -> None:
     """Let calls be recorded into the cache, and let go of those of the patcher's model when it is unloaded."""
     if cache.captures is None:
         cache.captures = CapturePool(CudaRecorder())
+    memory_of(cache)
 
     def let_go(patcher: Any, unpatch_all: bool = True, *args: Any) -> None:
         if unpatch_all:  # not where another clone takes its place, with the weights as they are
@@ -62,7 +68,12 @@ def begin(
     base: torch.nn.Module, settings: Hashable, cache: GraphCache, claim: Claim, layers: Mapping[torch.nn.Module, Any]
 ) -> ModelCapture:
     """For one run of a BaseModel whose blocks have these stand-ins."""
+    memory = memory_of(cache)
+    if cache is shared:
+        preferences.make_room_for_recordings(room_for_recordings(comfy.model_management.get_torch_device()))
     cache.captures.drop_outdated(cache)
+    memory.leave_if_empty()
+    asked = memory.asked
     model = base.diffusion_model
     runners = [layer for layer in layers.values() if isinstance(layer, BlockRunner)]
     strings, code, reason = frozenset(), None, None
@@ -75,7 +86,7 @@ def begin(
         facts=(code, settings, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
         simplify=_simplifier(strings),
         token=lambda: _weights_token(base),
-        why_not=lambda: reason or _obstacle(base),
+        why_not=lambda: reason or _obstacle(base) or (_ASKED if memory.asked > asked else None),
         of_module=_obstacle_in,
         interrupts=INTERRUPTS,
     )

@@ -26,6 +26,19 @@ FROM_SETTINGS = -1
 _lock = threading.Lock()
 _current: Preferences | None = None
 _node_mb = FROM_SETTINGS
+_for_recordings = 0
+
+
+def make_room_for_recordings(nbytes: int) -> None:
+    """Calls are recorded from now on: the budget is larger by so many bytes, as long as nobody has set one.
+
+    A recording takes what one call of a whole model does, where compiled blocks take a few MB.
+    """
+    global _for_recordings
+    with _lock:
+        if nbytes > _for_recordings:
+            _for_recordings = nbytes
+            _set_budget(_current or Preferences())
 
 
 def set_node_budget(cache_mb: int) -> None:
@@ -101,7 +114,9 @@ def store_mb() -> int | None:
 
 
 def _set_budget(wanted: Preferences) -> None:
-    shared.set_budget(wanted.max_entries, (wanted.max_mb if _node_mb == FROM_SETTINGS else _node_mb) << 20)
+    is_default = _node_mb == FROM_SETTINGS and wanted.max_mb == Preferences.max_mb
+    max_mb = wanted.max_mb if _node_mb == FROM_SETTINGS else _node_mb
+    shared.set_budget(wanted.max_entries, (max_mb << 20) + (_for_recordings if is_default else 0))
 
 
 def _verbosity(wanted: Preferences) -> str:

@@ -1,0 +1,231 @@
+"""The memory of recorded calls is ComfyUI's to ask back, by every way in which it asks for a model's."""
+
+import gc
+import logging
+import sys
+import threading
+import weakref
+
+import comfy.model_management as core
+import pytest
+import tiny_models
+import torch
+from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.capture_pool import CapturePool
+from comfy_accel.accel.fallbacks import fallbacks
+from comfy_accel.accel.graph_cache import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES, GraphCache, shared
+from comfy_accel.accel.hosts.comfyui import preferences
+from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.capture_memory import RecordedCalls, memory_of, room_for_recordings
+from comfy_accel.accel.preferences import Preferences
+from cpu_recorder import CpuRecorder, left
+
+CPU = torch.device("cpu")
+
+EAGER_BLOCKS = CompileSettings(backend="eager", min_repetitions=100)
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    core.unload_all_models()
+    fallbacks.clear()
+    yield
+    core.unload_all_models()
+
+
+@pytest.fixture
+def recorder():
+    return CpuRecorder()
+
+
+@pytest.fixture
+def cache(recorder):
+    cache = GraphCache()
+    cache.captures = CapturePool(recorder)
+    return cache
+
+
+def image(model, **changes):
+    return tiny_models.sample(model, **({"width": 64, "height": 96, "steps": 5} | changes))
+
+
+def fast(model, cache):
+    return accelerate(model, EAGER_BLOCKS, cache, graphs=True)
+
+
+def standing():
+    return [entry for entry in core.current_loaded_models if isinstance(entry.model.model, RecordedCalls)]
+
+
+def loaded_weights():
+    return [entry.model.model for entry in core.current_loaded_models if entry not in standing()]
+
+
+def test_recordings_stand_among_loaded_models_with_their_bytes_and_are_not_handed_around(cache):
+    model = tiny_models.unet()
+    assert standing() == []
+    image(fast(model, cache))
+    (entry,) = standing()
+    assert entry.model_memory() == entry.model_loaded_memory() == cache.captures.nbytes > 0
+    assert entry.device == CPU and not entry.is_dead()
+    assert entry.model not in core.loaded_models(only_currently_used=True)
+    image(fast(model, cache), width=128)
+    assert standing() == [entry] and entry.model_memory() == cache.captures.nbytes
+
+
+def test_recordings_go_before_any_weights_even_those_of_a_model_loaded_in_part(cache, recorder, caplog):
+    model, partly, whole = tiny_models.unet(), tiny_models.unet(seed=2), tiny_models.unet(seed=3)
+    core.load_models_gpu([partly, whole])
+    partly.partially_unload(CPU, partly.model_size() // 2)
+    image(fast(model, cache))
+    image(fast(model, cache), width=128)
+    assert left(recorder) == 2 and len(core.current_loaded_models) == 4
+    with caplog.at_level(logging.DEBUG):
+        core.free_memory(1e30, CPU)
+    unloaded = [line for line in caplog.messages if line.startswith("Unloading ")]
+    assert unloaded[0] == "Unloading RecordedCalls" and len(unloaded) == 4
+    assert left(recorder) == 0 and core.current_loaded_models == []
+
+
+def test_nothing_is_unloaded_for_the_entry_and_nothing_goes_while_there_is_enough(cache, recorder):
+    model, other = tiny_models.unet(), tiny_models.unet(seed=2)
+    core.load_models_gpu([other])
+    image(fast(model, cache))
+    core.free_memory(0, CPU)
+    assert left(recorder) == 1 and set(loaded_weights()) == {model.model, other.model}
+
+
+@pytest.mark.parametrize("ask", ["unload_all_models", "free_memory", "another model", "keep another"])
+def test_every_way_to_ask_frees_them_and_the_next_image_is_right_and_recorded_anew(ask, cache, recorder):
+    model = tiny_models.unet()
+    model_fast = fast(model, cache)
+    expected = image(model)
+    assert torch.equal(image(model_fast), expected)
+    assert left(recorder) == 1
+    if ask == "unload_all_models":  # `/free`, and after a shortage
+        core.unload_all_models()
+    elif ask == "free_memory":
+        core.free_memory(1e30, CPU)
+    elif ask == "another model":
+        other = tiny_models.unet(seed=3)
+        core.free_memory(1e30, CPU)
+        core.load_models_gpu([other])
+    else:
+        kept = [entry for entry in core.current_loaded_models if entry not in standing()]
+        core.free_memory(1e30, CPU, keep_loaded=kept)
+        assert loaded_weights() == [model.model]
+    assert left(recorder) == 0 and standing() == [] and cache.captures.nbytes == 0
+    assert torch.equal(image(model_fast), expected)
+    assert left(recorder) == 1 and len(standing()) == 1 and fallbacks.rows() == []
+
+
+def test_unloading_the_model_alone_leaves_an_entry_of_no_bytes_until_the_next_run(cache, recorder):
+    model, other = tiny_models.unet(), tiny_models.unet(seed=3)
+    model_fast = fast(model, cache)
+    image(model_fast)
+    model_fast.detach()
+    assert left(recorder) == 0
+    assert [entry.model_memory() for entry in standing()] == [0]
+    tiny_models.sample(fast(other, cache), width=64, height=64, steps=1)
+    assert standing() == []
+
+
+def test_core_may_load_everything_in_its_list_again_and_nothing_changes(cache, recorder):
+    model = tiny_models.unet()
+    image(fast(model, cache))
+    core.load_models_gpu(core.loaded_models())
+    assert len(standing()) == 1 and left(recorder) == 1
+    core.cleanup_models_gc()
+    core.cleanup_models()
+    core.soft_empty_cache()
+    if hasattr(core, "reset_cast_buffers"):
+        core.reset_cast_buffers()
+    if hasattr(core, "unload_model_and_clones"):
+        core.unload_model_and_clones(tiny_models.unet(seed=5))
+    assert len(standing()) == 1 and left(recorder) == 1
+    core.unload_all_models()
+    assert left(recorder) == 0 and core.current_loaded_models == []
+
+
+def test_memory_asked_for_in_mid_run_is_given_and_the_run_goes_on_without(cache, recorder):
+    model = tiny_models.unet()
+    model_fast = fast(model, cache)
+    expected = image(model, steps=8)
+
+    def callback(step, *args):
+        if step == 5:
+            assert left(recorder) == 1
+            standing()[0].model_unload(1)
+            assert left(recorder) == 0
+
+    assert torch.equal(image(model_fast, steps=8, callback=callback), expected)
+    assert left(recorder) == 0
+    assert [row["reason"] for row in fallbacks.rows()] == ["ComfyUI needs the memory of its recording during the run"]
+    assert torch.equal(image(model_fast, steps=8), expected)
+    assert left(recorder) == 1
+
+
+def test_asking_waits_for_a_replay_of_another_thread(cache, recorder):
+    model = tiny_models.unet()
+    image(fast(model, cache))
+    thread = threading.Thread(target=core.free_memory, args=(1e30, CPU))
+    with recorder.lock:
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive() and left(recorder) == 1
+    thread.join(30)
+    assert not thread.is_alive() and left(recorder) == 0
+
+
+def test_neither_the_cache_nor_a_model_is_kept_alive_by_the_entry():
+    cache = GraphCache()
+    cache.captures = CapturePool(CpuRecorder())
+    model = tiny_models.unet()
+    image(fast(model, cache))
+    network, kept = weakref.ref(model.model.diffusion_model), weakref.ref(cache)
+    del model
+    gc.collect()
+    core.cleanup_models_gc()
+    assert network() is None and cache.captures.nbytes == 0
+    del cache
+    gc.collect()
+    assert kept() is None
+    core.free_memory(1e30, CPU)
+    assert core.current_loaded_models == []
+
+
+def test_core_that_keeps_its_models_otherwise_is_gone_without(cache, recorder, monkeypatch):
+    monkeypatch.delattr(core, "current_loaded_models")
+    model = tiny_models.unet()
+    patched = fast(model, cache)
+    memory_of(cache).stand(CPU)
+    memory_of(cache).leave_if_empty()
+    assert patched.model is model.model and "current_loaded_models" not in vars(sys.modules[core.__name__])
+
+
+@pytest.fixture
+def settings_as_they_were(monkeypatch):
+    for name in ("_current", "_node_mb", "_for_recordings"):
+        monkeypatch.setattr(preferences, name, getattr(preferences, name))
+    yield
+    monkeypatch.undo()
+    shared.set_budget(DEFAULT_MAX_ENTRIES, DEFAULT_MAX_BYTES)
+
+
+def test_budget_grows_for_recordings_unless_somebody_has_set_one(settings_as_they_were):
+    preferences._current, preferences._node_mb = Preferences(), preferences.FROM_SETTINGS
+    preferences.make_room_for_recordings(3 << 30)
+    assert shared.max_bytes == DEFAULT_MAX_BYTES + (3 << 30)
+    preferences.make_room_for_recordings(1 << 30)  # a smaller device beside it
+    assert shared.max_bytes == DEFAULT_MAX_BYTES + (3 << 30)
+    preferences.set_node_budget(500)
+    assert shared.max_bytes == 500 << 20
+    preferences.set_node_budget(preferences.FROM_SETTINGS)
+    assert shared.max_bytes == DEFAULT_MAX_BYTES + (3 << 30)
+    preferences._current = Preferences(max_mb=1000)
+    preferences.set_node_budget(preferences.FROM_SETTINGS)
+    assert shared.max_bytes == 1000 << 20
+
+
+def test_device_without_recordings_gets_no_room_for_them():
+    assert room_for_recordings(CPU) == 0
