@@ -65,10 +65,11 @@ class AccelModel(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip=(
-                        "auto: on NVIDIA cards record the work of a whole model call once for each size and replay it, "
-                        "which saves the time between kernels, most of it at small sizes. Takes GPU memory, counted in "
-                        "cache_mb; what cannot be recorded runs as with off. off is the default as long as this is "
-                        "untested on real cards."
+                        "auto: on NVIDIA cards capture the work of a whole model call once for each size (a CUDA "
+                        "graph) and replay it, which saves the time between kernels, most of it at small sizes. "
+                        "Wants ComfyUI started with --disable-cuda-malloc. Takes GPU memory, which ComfyUI gets "
+                        "back when it needs it; what cannot be captured runs as with off. off is the default as "
+                        "long as this is untested on real cards."
                     ),
                 ),
             ],
