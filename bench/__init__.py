@@ -17,6 +17,7 @@ BENCHES = {
     "deepcache": "what DeepCache's skipped steps cost in quality, on a trained network, beside core's EasyCache",
     "restart": "the first image of a new process: with the saved graphs, with torch's own cache, with neither, eager",
     "vae": "a VAE at twenty sizes, twice: plain, skip, auto, compiled; seconds, graphs and memory of each decoding",
+    "gpu": "on a GPU, every contender at every size: steps a second, first images, a session's stalls, memory",
     "cold": "seconds to compile SD1.5, SDXL and Flux at full depth, beside core's node; overhead a block",
     "diffusers": "a diffusers script's session: plain, compile_repeated_blocks, torch.compile of the whole model, ours",
 }

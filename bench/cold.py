@@ -7,14 +7,13 @@ And what our stand-in adds to a warm call of a block.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-from . import ROOT, Problem, command, overhead, pack, report
+from . import Problem, child, command, overhead, pack, report
 from .comfyui import has_accelerator, tree
-from .compilations import CACHE_DIR, counts, empty_inductor_cache
+from .compilations import counts, empty_inductor_cache
 from .inprocess import boot
 
 LAYOUTS = ("SD1.5", "SDXL", "Flux")
@@ -120,16 +119,7 @@ def verdicts(rows: list[report.Row]) -> list[str]:
 
 def _in_a_fresh_process(layout: str, contender: str) -> report.Row:
     with empty_inductor_cache():
-        child = subprocess.run(
-            [sys.executable, "-m", "bench.cold", "--child", layout, contender],
-            cwd=ROOT,
-            env={**os.environ, CACHE_DIR: os.environ[CACHE_DIR]},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-    if child.returncode:
-        raise Problem(f"{layout} with {contender} ended with exit code {child.returncode}; see above.")
-    return json.loads(child.stdout.splitlines()[-1])
+        return child.result_of("bench.cold", [layout, contender], f"{layout} with {contender}", {})
 
 
 def _timed(call):

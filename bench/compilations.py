@@ -7,9 +7,11 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
+STORE_KEY = "a measurement's own, worth nothing"
 
 
 class Counts(NamedTuple):
@@ -58,12 +60,30 @@ class RecompileLimit(logging.Handler):
 @contextmanager
 def empty_inductor_cache() -> Iterator[None]:
     """While it lasts, inductor keeps its files in a new folder, so that nobody finds what an earlier run compiled."""
-    before = os.environ.get(CACHE_DIR)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.environ[CACHE_DIR] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop(CACHE_DIR)
-            if before is not None:
-                os.environ[CACHE_DIR] = before
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, compiling_into(Path(folder)):
+        yield
+
+
+@contextmanager
+def compiling_into(folder: Path) -> Iterator[None]:
+    """While it lasts, inductor and triton keep their files in `folder`, and look nowhere else."""
+    changed = _places(folder)
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def fresh_folders(folder: Path) -> dict[str, str]:
+    """Environment of a process that keeps what it compiles in `folder` alone, and signs its graphs with a known key."""
+    return {**_places(folder), "ACCEL_STORE_KEY": STORE_KEY}
+
+
+def _places(folder: Path) -> dict[str, str]:
+    # Inductor gives triton a folder once for a process, where none is named.
+    return {CACHE_DIR: str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}

@@ -18,8 +18,8 @@ def boot(cpu: bool) -> Path:
     if str(comfyui) not in sys.path[:1]:
         sys.path.insert(0, str(comfyui))
     given = sys.argv
-    # Core's own attention is about 100 times slower on a CPU.
-    sys.argv = ["main.py", "--use-pytorch-cross-attention", *(["--cpu"] if cpu else [])]
+    # Core's own attention is about 100 times slower on a CPU; CUDA graphs need torch's own allocator.
+    sys.argv = ["main.py", "--use-pytorch-cross-attention", "--cpu" if cpu else "--disable-cuda-malloc"]
     try:
         import comfy.options
 

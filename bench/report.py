@@ -64,11 +64,26 @@ def table(rows: Sequence[Row], columns: Sequence[str] | None = None) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def write(path: Path, rows: Sequence[Row], comfyui: Path) -> None:
-    """Save the rows to `path` as {"machine": ..., "versions": ..., "rows": [...]}."""
-    content = {"machine": machine(), "versions": versions(comfyui), "rows": list(rows)}
+def markdown(rows: Sequence[Row], columns: Sequence[str], texts: Sequence[str] = ("model", "mode")) -> str:
+    """The rows as a table of Markdown, numbers to the right; texts: the columns that are none."""
+    lines = [" | ".join(columns), " | ".join("---" if name in texts else "--:" for name in columns)]
+    lines += [" | ".join(_cell(row.get(column)) for column in columns) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def write(path: Path, rows: Sequence[Row], comfyui: Path, **more: Any) -> None:
+    """Save the rows to `path` as {"machine": ..., "versions": ..., **more, "rows": [...]}."""
+    content = {"machine": machine(), "versions": versions(comfyui), **more, "rows": list(rows)}
+    # One row, one line.
+    fields = [f"{json.dumps(name)}: {_json(value)}" for name, value in content.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    path.write_text("{\n" + ",\n".join(fields) + "\n}\n", encoding="utf-8")
+
+
+def _json(value: Any) -> str:
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+    return json.dumps(value)
 
 
 def _cell(value: Any) -> str:

@@ -9,18 +9,16 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import ROOT, Problem, command, pack, report
+from . import Problem, child, command, pack, report
 from .comfyui import has_accelerator, tree
-from .compilations import CACHE_DIR, counts
+from .compilations import counts, fresh_folders
 from .inprocess import boot
 
 MODES = ("eager", "cold", "warm_process", "store", "torch_cache")
@@ -57,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
                 rows += made
                 print("\n".join(report.table(made, COLUMNS).splitlines()[2:]), file=sys.stderr, flush=True)
     shown = [{**row, "relative_diff": f"{row['relative_diff']:.1e}"} for row in rows]
-    print(f"\n{(markdown if options.markdown else report.table)(shown, COLUMNS)}\n\n{LEGEND}")
+    print(f"\n{(report.markdown if options.markdown else report.table)(shown, COLUMNS)}\n\n{LEGEND}")
     if options.mechanisms:
         print(LEGEND_OF_MECHANISMS)
     goals = verdicts(rows)
@@ -163,15 +161,6 @@ def verdicts(rows: Sequence[report.Row]) -> list[tuple[str, bool]]:
     return goals
 
 
-def markdown(rows: Sequence[report.Row], columns: Sequence[str]) -> str:
-    """The rows as a table of Markdown, numbers to the right."""
-    lines = [" | ".join(columns), " | ".join("---" if name in ("model", "mode") else "--:" for name in columns)]
-    for row in rows:
-        cells = (row[column] for column in columns)
-        lines.append(" | ".join(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells))
-    return "\n".join(f"| {line} |" for line in lines)
-
-
 def failure(rows: list[report.Row]) -> str | None:
     """What makes the figures no result: a block that ran uncompiled, a compilation where there must be none."""
     for row in rows:
@@ -222,22 +211,10 @@ def _in_a_fresh_process(model: str, mode: str, work: Path, expected: Path) -> li
     shared = {"cold": "torch", "torch_cache": "torch", "plain_cold": "plain", "plain_cache": "plain"}
     torch_cache = work / f"{model}-{shared.get(mode, f'{mode}-empty')}"
     environment = {
-        **os.environ,
-        CACHE_DIR: str(torch_cache),
-        "TRITON_CACHE_DIR": str(torch_cache / "triton"),
+        **fresh_folders(torch_cache),
         "ACCEL_STORE": str(work / f"{model}-graphs") if mode in ("cold", "store") else "off",
-        "ACCEL_STORE_KEY": "a measurement's own, worth nothing",
     }
-    child = subprocess.run(
-        [sys.executable, "-m", "bench.restart", "--child", model, mode, str(expected)],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    if child.returncode:
-        raise Problem(f"{model}, {mode} ended with exit code {child.returncode}; see above.")
-    return json.loads(child.stdout.splitlines()[-1])
+    return child.result_of("bench.restart", [model, mode, str(expected)], f"{model}, {mode}", environment)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -5,7 +5,8 @@ Import it after `inprocess.boot`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import comfy.cldm.cldm
@@ -73,7 +74,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 class Family:
     """How models of one architecture are made and prompted.
 
-    model_class: the name of core's class in comfy.supported_models. config: its UNet config.
+    model_class: the name of core's class in comfy.supported_models. config: its UNet config. control: what is
+        different in the config of its ControlNet.
     """
 
     name: str
@@ -81,16 +83,24 @@ class Family:
     config: dict[str, Any]
     context_dim: int
     pooled_dim: int | None = None
+    control: dict[str, Any] = field(default_factory=dict)
 
-    def load(self, dtype: torch.dtype, seed: int = 0):
-        """A ModelPatcher; the same weights for the same seed, as from a checkpoint."""
+    def build(self, dtype: torch.dtype, device: torch.device | str = "cpu"):
+        """Core's BaseModel on the device, its weights as the memory was."""
         config = getattr(comfy.supported_models, self.model_class)({**self.config, "dtype": dtype})
-        model = config.get_model({}, device=torch.device("cpu"))
+        return config.get_model({}, device=torch.device(device)).eval()
+
+    def load(self, dtype: torch.dtype, seed: int = 0, device: torch.device | None = None):
+        """A ModelPatcher; the same weights for the same seed, as from a checkpoint.
+
+        device: the weights are made there and stay there; None: made on the CPU and moved as core moves them.
+        """
+        model = self.build(dtype, device or "cpu")
         randomize(model.diffusion_model, seed)
         return comfy.model_patcher.ModelPatcher(
-            model.eval(),
-            load_device=comfy.model_management.get_torch_device(),
-            offload_device=comfy.model_management.unet_offload_device(),
+            model,
+            load_device=device or comfy.model_management.get_torch_device(),
+            offload_device=device or comfy.model_management.unet_offload_device(),
         )
 
     def conditioning(self, tokens: int, seed: int) -> list:
@@ -101,18 +111,18 @@ class Family:
             extra["pooled_output"] = torch.randn(1, self.pooled_dim, generator=generator)
         return [[torch.randn(1, tokens, self.context_dim, generator=generator), extra]]
 
-    def control_net(self, dtype: torch.dtype):
-        """A ControlNet of the same layout, as core's loader would give it."""
-        common = {"dtype": dtype, "device": torch.device("cpu"), "operations": comfy.ops.disable_weight_init}
-        if self.model_class == "SD15":
+    def control_net(self, dtype: torch.dtype, device: torch.device | None = None):
+        """A ControlNet of the same layout, as core's loader would give it; device: as for `load`."""
+        common = {"dtype": dtype, "device": device or "cpu", "operations": comfy.ops.disable_weight_init}
+        if self.model_class in ("SD15", "SDXL"):
             settings = {name: value for name, value in self.config.items() if name != "out_channels"}
             net = comfy.cldm.cldm.ControlNet(**settings, hint_channels=3, **common)
             conds = ["y"]
         else:
-            net = comfy.ldm.flux.controlnet.ControlNetFlux(**self.config, **common)
+            net = comfy.ldm.flux.controlnet.ControlNetFlux(**{**self.config, **self.control}, **common)
             conds = ["y", "guidance"]
         randomize(net, seed=3)
-        device = comfy.model_management.get_torch_device()
+        device = device or comfy.model_management.get_torch_device()
         return comfy.controlnet.ControlNet(net.eval(), load_device=device, extra_conds=conds)
 
 
@@ -121,21 +131,25 @@ FLUX_FAMILY = Family("Flux DiT", "FluxSchnell", FLUX, context_dim=64, pooled_dim
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:
-    """Weights that keep activations finite: norms 1, biases small, matrices scaled by fan-in."""
-    generator = torch.Generator().manual_seed(seed)
+    """Weights that keep activations finite: norms 1, biases small, matrices scaled by fan-in; made where they lie."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(shape: torch.Size) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
-                values = torch.randn(parameter.shape, generator=generator) / parameter[0].numel() ** 0.5
+                parameter.copy_(normal(parameter.shape) / parameter[0].numel() ** 0.5)
             elif name.endswith(("weight", "scale")):
-                values = torch.ones(parameter.shape)
+                parameter.fill_(1)
             else:
-                values = torch.randn(parameter.shape, generator=generator) * 0.02
-            parameter.copy_(values)
+                parameter.copy_(normal(parameter.shape) * 0.02)
         # Buffers without values until a checkpoint fills them: SD3's, and those of Stable Audio's rotary embedding.
         for name, buffer in model.named_buffers():
             if name == "pos_embed":
-                buffer.copy_(torch.randn(buffer.shape, generator=generator))
+                buffer.copy_(normal(buffer.shape))
             elif name.endswith("rotary_pos_emb.inv_freq"):
                 buffer.copy_(10000.0 ** -torch.linspace(0, 1, buffer.numel()))
 
@@ -161,9 +175,28 @@ def with_control(conditioning: list, control_net, seed: int = 4) -> list:
     return [[context, {**extra, **added}] for context, extra in conditioning]
 
 
-def sample(model, latent: torch.Tensor, positive: list, negative: list, steps: int, cfg: float = 5.0) -> torch.Tensor:
-    """Core's sampler from an empty latent [B, C, H, W]; returns the finished latent."""
+def sample(
+    model,
+    latent: torch.Tensor,
+    positive: list,
+    negative: list,
+    steps: int,
+    cfg: float = 5.0,
+    callback: Callable[..., None] | None = None,
+) -> torch.Tensor:
+    """Core's sampler from an empty latent [B, C, (F,) H, W]; returns the finished latent. callback: after each step."""
     noise = comfy.sample.prepare_noise(latent, 0)
     return comfy.sample.sample(
-        model, noise, steps, cfg, "euler", "normal", positive, negative, latent, disable_pbar=True, seed=0
+        model,
+        noise,
+        steps,
+        cfg,
+        "euler",
+        "normal",
+        positive,
+        negative,
+        latent,
+        callback=callback,
+        disable_pbar=True,
+        seed=0,
     )

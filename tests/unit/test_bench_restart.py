@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import restart
+from bench import report, restart
 
 
 def rows(**changes):
@@ -44,7 +44,7 @@ def test_goals_are_reached_or_missed():
 
 
 def test_table_of_markdown_has_a_row_for_each_process():
-    lines = restart.markdown(rows(), restart.COLUMNS).splitlines()
+    lines = report.markdown(rows(), restart.COLUMNS).splitlines()
     assert len(lines) == 2 + len(rows())
     assert lines[0].startswith("| model | mode | first_image_s |") and lines[1].startswith("| --- | --- | --: |")
     assert lines[5].startswith("| m | store | 3.00 | 0 | 5 |")

@@ -1,0 +1,161 @@
+"""Six models at the size of their published checkpoints, as core's own detection would describe these.
+
+Import it after `inprocess.boot`. Nothing is downloaded: weights are random, made where they are to lie.
+"""
+
+from __future__ import annotations
+
+import comfy.ldm.flux.model
+
+from .tiny_models import Family, known_to
+
+_UNET = {
+    "use_checkpoint": False,
+    "image_size": 32,
+    "use_spatial_transformer": True,
+    "legacy": False,
+    "in_channels": 4,
+    "out_channels": 4,
+    "model_channels": 320,
+    "use_temporal_resblock": False,
+    "use_temporal_attention": False,
+}
+
+SD15 = Family(
+    "SD1.5",
+    "SD15",
+    {
+        **_UNET,
+        "adm_in_channels": None,
+        "num_res_blocks": [2, 2, 2, 2],
+        "channel_mult": [1, 2, 4, 4],
+        "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
+        "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
+        "transformer_depth_middle": 1,
+        "use_linear_in_transformer": False,
+        "context_dim": 768,
+        "num_heads": 8,
+        "num_head_channels": -1,
+    },
+    context_dim=768,
+)
+
+SDXL = Family(
+    "SDXL",
+    "SDXL",
+    {
+        **_UNET,
+        "num_classes": "sequential",
+        "adm_in_channels": 2816,
+        "num_res_blocks": [2, 2, 2],
+        "channel_mult": [1, 2, 4],
+        "transformer_depth": [0, 0, 2, 2, 10, 10],
+        "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+        "transformer_depth_middle": 10,
+        "use_linear_in_transformer": True,
+        "context_dim": 2048,
+        "num_heads": -1,
+        "num_head_channels": 64,
+    },
+    context_dim=2048,
+    pooled_dim=1280,
+)
+
+FLUX = Family(
+    "Flux",
+    "Flux",
+    {
+        "image_model": "flux",
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_size": 2,
+        "vec_in_dim": 768,
+        "context_in_dim": 4096,
+        "hidden_size": 3072,
+        "mlp_ratio": 4.0,
+        "num_heads": 24,
+        "depth": 19,
+        "depth_single_blocks": 38,
+        "axes_dim": [16, 56, 56],
+        "theta": 10000,
+        "qkv_bias": True,
+        "guidance_embed": True,
+        **known_to(comfy.ldm.flux.model.FluxParams, txt_ids_dims=[], yak_mlp=False, txt_norm=False),
+    },
+    context_dim=4096,
+    pooled_dim=768,
+    control={"depth": 5, "depth_single_blocks": 10},
+)
+"""As Flux-dev; its ControlNet as deep as published ones."""
+
+SD35 = Family(
+    "SD3.5",
+    "SD3",
+    {
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_size": 2,
+        "depth": 24,
+        "input_size": None,
+        "adm_in_channels": 2048,
+        "context_embedder_config": {
+            "target": "torch.nn.Linear",
+            "params": {"in_features": 4096, "out_features": 1536},
+        },
+        "num_patches": 384 * 384,
+        "pos_embed_max_size": 384,
+        "pos_embed_scaling_factor": None,
+        "qk_norm": "rms",
+        "x_block_self_attn_layers": list(range(13)),
+    },
+    context_dim=4096,
+    pooled_dim=2048,
+)
+"""As SD3.5-medium."""
+
+WAN = Family(
+    "Wan",
+    "WAN21_T2V",
+    {
+        "image_model": "wan2.1",
+        "model_type": "t2v",
+        "dim": 1536,
+        "out_dim": 16,
+        "num_heads": 12,
+        "ffn_dim": 8960,
+        "num_layers": 30,
+        "patch_size": (1, 2, 2),
+        "freq_dim": 256,
+        "window_size": (-1, -1),
+        "qk_norm": True,
+        "cross_attn_norm": True,
+        "eps": 1e-6,
+        "in_dim": 16,
+    },
+    context_dim=4096,
+)
+"""As Wan 2.1, text to video, 1.3B."""
+
+Z_IMAGE = Family(
+    "Z-Image",
+    "ZImage",
+    {
+        "image_model": "lumina2",
+        "patch_size": 2,
+        "in_channels": 16,
+        "dim": 3840,
+        "cap_feat_dim": 2560,
+        "n_layers": 30,
+        "qk_norm": True,
+        "n_heads": 30,
+        "n_kv_heads": 30,
+        "axes_dims": [32, 48, 48],
+        "axes_lens": [1536, 512, 512],
+        "rope_theta": 256.0,
+        "ffn_dim_multiplier": 8.0 / 3.0,
+        "z_image_modulation": True,
+        "time_scale": 1000.0,
+        "pad_tokens_multiple": 32,
+    },
+    context_dim=2560,
+)

@@ -1,0 +1,268 @@
+"""Every contender at every size on one GPU, in one run: eager, core's compile nodes, ours, ours with DeepCache.
+
+Models at their published size with random weights, made in place. What is finished is written after every row, so a
+run that is cut keeps its results. --quick tries all of it on the CPU, with tiny models and nothing compiled.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from . import Problem, command, gpu_goals, gpu_page, pack, report
+from .comfyui import tree
+from .compilations import STORE_KEY, RecompileLimit
+from .gpu_cases import (
+    BATCHES,
+    BOTH,
+    COMPILING,
+    CONTENDERS,
+    EAGER,
+    MODELS,
+    PARTS,
+    QUICK_BATCHES,
+    QUICK_COMPILING,
+    QUICK_MODELS,
+    QUICK_SESSION,
+    QUICK_SIZES,
+    SESSION,
+    SIZES,
+    TIER_ONE,
+    Case,
+    TimeBudget,
+    cases,
+    merged,
+    named,
+    replaced,
+    size_of,
+    skipped,
+    turns,
+)
+from .inprocess import boot
+
+COLD_CASE = Case(512, 512, 1)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parse(arguments)
+    if options.comfyui:
+        os.environ["COMFYUI_PATH"] = os.path.abspath(options.comfyui)
+    tree()  # what is wrong with the path is said before torch is imported
+    _require_device(options.quick)
+    boot(cpu=options.quick)
+    pack.load()
+    # Saved graphs are of the part "cold" alone, in folders of its own.
+    os.environ.update(ACCEL_STORE="off", ACCEL_STORE_KEY=STORE_KEY)
+    results = Results(options)
+    budget = TimeBudget(None if options.minutes is None else 60 * options.minutes)
+    for number, model in enumerate(options.models):
+        started = time.monotonic()
+        for row in of_model(model, options, budget, len(options.models) - number, results.facts["device"]):
+            results.add(row)
+        results.took(model, time.monotonic() - started)
+        results.save()
+    results.tell()
+
+
+class Results:
+    """The rows so far, and the files that they are written to."""
+
+    def __init__(self, options: argparse.Namespace):
+        from . import gpu_device, gpu_models
+
+        self._options = options
+        self._comfyui = tree()
+        self.rows: list[report.Row] = []
+        self.skips: list[report.Row] = []
+        self.seconds: dict[str, float] = {}
+        device = next(iter(gpu_models.QUICK.values())).device
+        self.facts: dict[str, Any] = {
+            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%d %B %Y, %H:%M UTC"),
+            "command": " ".join(["dev.py bench gpu", *options.given]),
+            "device": gpu_device.described(device),
+            "versions": report.versions(self._comfyui),
+        }
+        self._old: dict[str, list] = {"rows": [], "skipped": []}
+        if options.add:
+            self._old = json.loads(options.add.read_text(encoding="utf-8"))
+            for name in ("name", "torch"):
+                if self._old["device"][name] != self.facts["device"][name]:
+                    raise Problem(f"--add {options.add} is of another {name}: measure all of it here.")
+            self.seconds = self._old["seconds"]
+
+    def add(self, row: report.Row) -> None:
+        if "why" in row:
+            self.skips = replaced(self.skips, row)
+        else:
+            self.rows = replaced(self.rows, row)
+        print(gpu_page.line(row), file=sys.stderr, flush=True)
+        self.save()
+
+    def took(self, model: str, seconds: float) -> None:
+        """The model's rows are all there; with --add the seconds are those of its runs together."""
+        self.seconds[model] = round(self.seconds.get(model, 0) + seconds, 1)
+
+    def save(self) -> None:
+        """Everything so far to the files that were asked for."""
+        rows, skips = self._all()
+        files = [self._options.json, self._options.out and self._options.out / "benchmarks.json"]
+        more = {"date": self.facts["date"], "command": self.facts["command"], "device": self.facts["device"]}
+        for file in filter(None, files):
+            report.write(file, rows, self._comfyui, **more, seconds=self.seconds, skipped=skips)
+        if self._options.out:
+            text = gpu_page.page(rows, skips, self._goals(), gpu_goals.failures(rows), self.facts)
+            (self._options.out / "benchmarks.md").write_text(text, encoding="utf-8")
+
+    def tell(self) -> None:
+        """The page on stdout; and what failed, as the sentence of a Problem."""
+        rows, skips = self._all()
+        wrong = gpu_goals.failures(rows)
+        print(gpu_page.page(rows, skips, self._goals(), wrong, self.facts))
+        if self._options.out:
+            print(f"Written: {self._options.out / 'benchmarks.md'} and benchmarks.json beside it")
+        if wrong:
+            raise Problem(f"{len(wrong)} failures, the first: {wrong[0]}.")
+
+    def _all(self) -> tuple[list[report.Row], list[report.Row]]:
+        again = {(row["part"], row["model"]) for row in [*self.rows, *self.skips]}
+        skips = [row for row in self._old["skipped"] if (row["part"], row["model"]) not in again]
+        return merged(self._old["rows"], self.rows), [*skips, *self.skips]
+
+    def _goals(self) -> list[gpu_goals.Goal]:
+        rows, skips = self._all()
+        return gpu_goals.goals(rows, skips, self.facts["device"]["cuda"] is not None, self.seconds)
+
+
+def of_model(
+    model: str, options: argparse.Namespace, budget: TimeBudget, models_left: int, device: dict[str, Any], recorder=None
+) -> Iterator[report.Row]:
+    """All rows of one model, part by part. recorder: in place of CUDA's."""
+    import torch
+
+    from . import gpu_cold, gpu_forty, gpu_models, gpu_session
+    from .gpu_contenders import Lineup
+    from .gpu_runs import Runs
+    from .gpu_steps import Steps
+
+    subject = (gpu_models.QUICK if options.quick else gpu_models.FULL)[model]
+    missing = subject.missing()
+    if missing:
+        yield from (skipped(part, model, "everything", EAGER, missing) for part in options.parts)
+        return
+    if options.quick:
+        torch.set_num_threads(1)  # Layers this small gain nothing from more.
+
+    def compiling(part: str) -> list[str]:
+        wanted = QUICK_COMPILING[part] if options.quick else COMPILING
+        return [name for name in (EAGER, *wanted) if name in options.contenders]
+
+    matrix_flops = device["matrix_tflops"] * 1e12
+    torch._dynamo.reset()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, RecompileLimit() as limit:
+        work, runs, lineup = Path(folder), None, None
+        begun: dict[str, Case] = {}
+        for part in budget.parts(options.parts, models_left):
+            if part in ("steps", "sizes40") and runs is None:
+                runs = Runs(subject)
+                backend = "eager" if options.quick else "inductor"
+                kept = "cold" in options.parts
+                lineup = Lineup(runs.model, backend, work / "steps", limit, recorder=recorder, keeps=kept)
+            if part == "steps":
+                answer = work / "steps" / gpu_cold.ANSWER
+                answer.parent.mkdir()
+                steps = Steps(model, runs, lineup, subject, budget, matrix_flops, answer)
+                for names in turns(options.contenders):
+                    for case in cases(options.sizes, options.batches):
+                        yield from steps.case(case, names)
+                begun = steps.begun
+            elif part == "sizes40" and BOTH in options.contenders:
+                yield from gpu_forty.rows(model, runs, lineup, budget)
+            if part not in ("steps", "sizes40"):
+                runs = lineup = steps = None
+                _free()
+            if part == "session":
+                prompts = QUICK_SESSION if options.quick else SESSION
+                yield from gpu_session.rows(
+                    model, subject, compiling(part), prompts, options.quick, work / part, budget, limit
+                )
+            elif part == "cold":
+                case = next(iter(begun.values()), COLD_CASE)
+                # Tier one's kernels are those of both tiers.
+                known = {*begun, *([TIER_ONE] if BOTH in begun else [])}
+                yield from gpu_cold.rows(model, compiling(part), case, options.quick, budget, work / "steps", known)
+        runs = lineup = steps = None
+        _free()
+
+
+def _free() -> None:
+    import comfy.model_management
+    import torch
+
+    torch._dynamo.reset()
+    comfy.model_management.unload_all_models()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _require_device(quick: bool) -> None:
+    import torch
+
+    if quick:
+        return
+    if not torch.cuda.is_available():
+        raise Problem("bench gpu measures a CUDA device and torch sees none: --quick tries all of it on the CPU.")
+    if torch.cuda.get_allocator_backend() != "native":
+        raise Problem("CUDA graphs need torch's own allocator: unset PYTORCH_CUDA_ALLOC_CONF.")
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dev.py bench gpu", description=__doc__)
+
+    def choice(option: str, known: Any, summary: str) -> None:
+        known = list(known)
+        parser.add_argument(
+            f"--{option}", nargs="+", choices=known, metavar="NAME", help=f"{summary}: {', '.join(known)}"
+        )
+
+    choice("models", MODELS, "default: all, with --quick " + " and ".join(QUICK_MODELS))
+    choice("contenders", CONTENDERS, "default: all; eager always runs")
+    choice("parts", PARTS, "default: all")
+    parser.add_argument("--sizes", nargs="+", metavar="WxH", help="pixels, such as 720x960")
+    parser.add_argument("--batches", nargs="+", type=int, metavar="N", help="images at a time")
+    parser.add_argument("--minutes", type=float, metavar="N", help="leave out what does not fit; default: all of it")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write benchmarks.md and benchmarks.json there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    parser.add_argument(
+        "--add",
+        type=Path,
+        metavar="FILE",
+        help="benchmarks.json of an earlier run on this device: its"
+        " rows stay where this run has none of the model's part",
+    )
+    parser.add_argument("--comfyui", metavar="PATH", help="a ComfyUI checkout, instead of the embedded 0.3.75")
+    parser.add_argument("--quick", action="store_true", help="tiny models on the CPU: whether it runs, and counts")
+    options = parser.parse_args(arguments)
+    options.given = sys.argv[1:] if arguments is None else arguments
+    quick = options.quick
+    options.models = named(options.models or (QUICK_MODELS if quick else None), MODELS)
+    options.contenders = named(options.contenders and [EAGER, *options.contenders], CONTENDERS)
+    options.parts = named(options.parts, PARTS)
+    options.batches = options.batches or (QUICK_BATCHES if quick else BATCHES)
+    try:
+        options.sizes = [size_of(text) for text in options.sizes or ()] or (QUICK_SIZES if quick else SIZES)
+    except ValueError as error:
+        raise Problem("--sizes takes sizes such as 720x960, both sides multiples of 8 from 64 on.") from error
+    if min(options.batches) < 1:
+        raise Problem("--batches takes numbers from 1 on.")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

@@ -1,0 +1,74 @@
+"""The device of `bench gpu`: its name and driver, the matrix products that it really does, memory and waiting."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import time
+from typing import Any
+
+import torch
+
+from .vae import resident_mb
+
+ROUNDS = 10
+SIDE, SIDE_CPU = 8192, 512
+
+
+def described(device: torch.device) -> dict[str, Any]:
+    """name, driver and cuda (None without a GPU), torch, and the rate of matrix products: tflops, dtype, side."""
+    is_gpu = device.type == "cuda"
+    dtype = torch.float16 if is_gpu else torch.float32
+    side = SIDE if is_gpu else SIDE_CPU
+    return {
+        "name": torch.cuda.get_device_name(device) if is_gpu else "CPU",
+        "driver": _driver() if is_gpu else None,
+        "cuda": torch.version.cuda if is_gpu else None,
+        "torch": torch.__version__,
+        "matrix_tflops": round(matrix_rate(device, dtype, side) / 1e12, 4),
+        "matrix_dtype": str(dtype).removeprefix("torch."),
+        "matrix_side": side,
+    }
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    """Floating-point operations a second of square matrix products, the median of `ROUNDS` after warm-up."""
+    one, other = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for number in range(ROUNDS + 3):
+        wait(device)
+        started = time.perf_counter()
+        one @ other
+        wait(device)
+        if number >= 3:
+            seconds.append(time.perf_counter() - started)
+    return 2 * side**3 / statistics.median(seconds)
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done all it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_mb(device: torch.device) -> float | None:
+    """Most that tensors held since `forget_peak`, MB; None without a GPU. What CUDA graphs keep is not in it."""
+    return round(torch.cuda.max_memory_allocated(device) / 2**20) if device.type == "cuda" else None
+
+
+def held_mb(device: torch.device) -> float:
+    """What torch holds of the device's memory, MB, graphs included; without a GPU, what the process holds."""
+    return round(torch.cuda.memory_reserved(device) / 2**20) if device.type == "cuda" else resident_mb()
+
+
+def _driver() -> str | None:
+    try:
+        ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(ask, capture_output=True, text=True, timeout=30).stdout.split()[0]
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        return None

@@ -1,0 +1,139 @@
+"""`dev.py bench gpu`: its full-size models are the published ones, and all of it runs at test scale on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import comfy.model_detection
+import pytest
+import torch
+from cpu_recorder import CpuRecorder
+
+from bench import ROOT, gpu, gpu_goals, gpu_models
+from bench.gpu_cases import BOTH, CORE, EAGER, NEW_PROCESS, PARTS, QUICK_SESSION, WARM, TimeBudget, in_session
+
+PUBLISHED = {
+    "SDXL": (2567e6, 2568e6),
+    "SD1.5": (859e6, 860e6),
+    "Flux": (11.8e9, 12.0e9),
+    "SD3.5": (2.2e9, 2.5e9),
+    "Wan": (1.3e9, 1.45e9),
+    "Z-Image": (6.0e9, 6.3e9),
+}
+"""Parameters, from and to."""
+
+CONTENDERS = [EAGER, BOTH, "deepcache-3"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_full_size_model_is_the_published_one_and_core_detects_the_same_config(name):
+    family = gpu_models.FULL[name].family
+    network = family.build(torch.float16, "meta").diffusion_model
+    least, most = PUBLISHED[name]
+    assert least <= sum(parameter.numel() for parameter in network.parameters()) <= most
+    weights = network.state_dict()
+    detected = comfy.model_detection.detect_unet_config(weights, "")
+    assert {key: family.config.get(key) for key in detected} == detected
+    found = comfy.model_detection.model_config_from_unet_config(detected, weights)
+    assert type(found).__name__ == family.model_class
+
+
+def test_small_model_runs_as_every_sort_of_contender():
+    rows = quick("SD3.5", [EAGER, BOTH, "deepcache-2", "blocks"])
+    assert [row["contender"] for row in rows] == [EAGER, BOTH, "deepcache-2", "blocks"]
+    assert gpu_goals.failures(rows) == []
+    assert {row["ran_as"] for row in rows[1:3]} == {"both tiers"}
+
+
+def quick(model, contenders, *more):
+    """The rows of the steps of a small model at one size, with a recorder that the CPU has."""
+    arguments = ["--quick", "--models", model, "--parts", "steps", "--sizes", "512x512", "--contenders", *contenders]
+    options = gpu._parse([*arguments, *more])
+    device = {"matrix_tflops": 0.1}
+    made = []
+    for row in gpu.of_model(model, options, TimeBudget(None), 1, device, recorder=CpuRecorder()):
+        made = gpu.replaced(made, row)
+    order = list(gpu.CONTENDERS)
+    steps = [row for row in made if row["part"] == "steps"]
+    return sorted(steps, key=lambda row: order.index(row["contender"]))
+
+
+def test_recorded_calls_are_counted_where_they_can_be_recorded():
+    eager, both, cached, core = quick("Flux", [EAGER, BOTH, "deepcache-3", CORE])
+    assert both["ran_as"] == cached["ran_as"] == "both tiers"
+    assert both["captures"] == 1 and both["replays"] == both["steps_timed"] + 2 and both["compilations"] > 0
+    assert cached["captures"] >= 1 and cached["skipped_steps"] == 20 and cached["compilations"] == 0
+    assert both["answer_diff"] == cached["answer_diff"] == eager["answer_diff"] == 0
+    assert core["ran_as"] == "core's TorchCompileModel" and core["captures"] == 0 and core["compilations"] > 0
+    assert min(row["steps_timed"] for row in (eager, both, cached, core)) >= 10
+    assert eager["tflop_a_step"] > 0 and eager["share_of_matrix"] > 0 and cached["share_of_matrix"] is None
+
+
+def test_contender_that_fails_is_told_and_the_others_go_on(monkeypatch):
+    from bench import gpu_contenders
+
+    def broken(model, backend):
+        raise RuntimeError("cannot")
+
+    monkeypatch.setattr(gpu_contenders, "by_blocks", broken)
+    eager, blocks = quick("Flux", [EAGER, "blocks"])
+    assert "cannot" in blocks["failed"] and eager["step_ms"] > 0
+    assert len(gpu_goals.failures([eager, blocks])) == 1
+
+
+def test_no_time_leaves_everything_out_and_says_so():
+    options = gpu._parse(["--quick", "--models", "Flux", "--sizes", "512x512", "--parts", "steps", "session"])
+    rows = list(gpu.of_model("Flux", options, TimeBudget(0.0), 1, {"matrix_tflops": 0.1}))
+    assert rows and {row["why"] for row in rows} == {"no time left"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """What a whole run writes; in a process of its own, as users run it."""
+    folder = tmp_path_factory.mktemp("gpu")
+    # The family that is compiled soonest.
+    arguments = ["--quick", "--models", "Wan", "--sizes", "512x512", "--contenders", *CONTENDERS, "--out", str(folder)]
+    command = [sys.executable, "-m", "bench.gpu", *arguments]
+    ended = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=500)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "# Benchmarks" in ended.stdout
+    content = json.loads((folder / "benchmarks.json").read_text(encoding="utf-8"))
+    return content, (folder / "benchmarks.md").read_text(encoding="utf-8")
+
+
+def of(content, part, contender=None):
+    return [row for row in content["rows"] if row["part"] == part and contender in (None, row["contender"])]
+
+
+def test_whole_run_has_every_part_and_outputs_that_are_eagers(written):
+    content, page = written
+    assert {row["part"] for row in content["rows"]} == set(PARTS)
+    assert content["skipped"] == [] and not any("failed" in row for row in content["rows"])
+    assert all(row["answer_diff"] <= 2e-3 for row in content["rows"] if row.get("answer_diff") is not None)
+    assert content["device"]["name"] == "CPU" and content["seconds"]["Wan"] > 0
+    assert "No GPU was measured" in page.splitlines()[2] and "tolerance: reached" in page
+
+
+def test_whole_run_says_why_there_is_no_second_tier(written):
+    content, page = written
+    (row,) = of(content, "steps", BOTH)
+    assert row["ran_as"] == "tier one" and "CUDA devices alone" in row["reasons"][0]
+    assert "CUDA devices alone" in page
+
+
+def test_whole_run_compiles_in_the_first_image_of_each_part_alone(written):
+    content, _ = written
+    assert of(content, "steps", BOTH)[0]["compilations"] > 0
+    sizes = of(content, "sizes40")
+    assert len(sizes) == 40 and not any(row["compilations"] or row["uncompiled"] for row in sizes)
+    session = of(content, "session", BOTH)
+    assert len(session) == len(in_session(False, QUICK_SESSION))
+    assert [row["compilations"] > 0 for row in session] == [True] + [False] * (len(session) - 1)
+
+
+def test_whole_run_starts_a_new_process_for_a_contender(written):
+    content, _ = written
+    starts = {row["start"]: row for row in of(content, "cold", BOTH)}
+    assert len(starts) == 3 and starts[WARM]["compilations"] == 0
+    assert starts[NEW_PROCESS]["answer_diff"] == 0 and starts[NEW_PROCESS]["process_s"] > 0

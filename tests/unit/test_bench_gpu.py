@@ -1,0 +1,359 @@
+"""`bench gpu` without torch: what is measured when time is short, how goals are judged, what the page says."""
+
+import pytest
+
+from bench import Problem, gpu, gpu_goals, gpu_page
+from bench.gpu_cases import (
+    BLOCKS,
+    BOTH,
+    CONTENDERS,
+    CORE,
+    EAGER,
+    MADE_TO_SKIP,
+    MODELS,
+    PARTS,
+    SESSION,
+    TIER_ONE,
+    TimeBudget,
+    cases,
+    forty_sizes,
+    in_session,
+    merged,
+    named,
+    replaced,
+    size_of,
+    skipped,
+    turns,
+)
+
+DEEP_3 = "deepcache-3"
+
+
+def step(contender, step_ms, eager_ms=20.0, size="512x512", batch=1, model="SDXL", **changes):
+    row = {"part": "steps", "model": model, "size": size, "batch": batch, "frames": None, "dtype": "fp16"}
+    row |= {"contender": contender, "step_ms": step_ms, "eager_ms": eager_ms, "steps_per_s": 1000 / step_ms}
+    row |= {"first_image_s": 1.0, "compilations": 0, "captures": 1, "gave_up": False, "uncompiled": 0, "reasons": []}
+    row |= {"answer_diff": 1e-3, "tolerance": 2e-2, "psnr_db": None, "peak_mb": 9000, "graphs_mb": 100.0}
+    row |= {"ran_as": "both tiers", "share_of_matrix": 0.4}
+    return row | changes
+
+
+def prompt(contender, stall_s, name="512x512", **changes):
+    row = {"part": "session", "model": "SDXL", "contender": contender, "step": name, "stall_s": stall_s}
+    row |= {"first_image_s": stall_s + 1, "compilations": 1, "captures": 0, "gave_up": False, "reasons": []}
+    return row | {"answer_diff": 1e-3, "tolerance": 2e-2} | changes
+
+
+def forty(number, **changes):
+    row = {"part": "sizes40", "model": "SDXL", "contender": BOTH, "number": number, "size": "512x512", "image_s": 0.5}
+    row |= {"cache_mb": 5000.0, "budget_mb": 6144, "held_mb": 12000.0, "ran_as": "both tiers", "evictions": 0}
+    return row | {"compilations": 0, "captures": 1, "reasons": []} | changes
+
+
+def start(contender, which, **changes):
+    row = {"part": "cold", "model": "SDXL", "contender": contender, "start": which, "size": "512x512", "loaded": 0}
+    row |= {"first_image_s": 60.0, "compilations": 13, "peak_mb": 8000, "held_mb": None, "ran_as": "both tiers"}
+    return row | {"answer_diff": 0.0, "reasons": []} | changes
+
+
+def everything():
+    """Rows of a run in which every goal of SDXL is reached."""
+    rows = []
+    for size in ("512x512", "1024x1024"):
+        rows += [step(EAGER, 20.0, size=size), step(BOTH, 12.0, size=size), step(CORE, 13.0, size=size)]
+        rows.append(step(DEEP_3, 7.0, size=size, psnr_db=30.0, full_steps=11, skipped_steps=20, share_of_matrix=None))
+    rows += [prompt(BOTH, 5.0), prompt(CORE, 80.0), *(forty(number) for number in range(1, 41))]
+    return [*rows, start(BOTH, "cold")]
+
+
+def judged(rows, skips=(), has_gpu=True, seconds=500.0):
+    return gpu_goals.goals(rows, skips, has_gpu, {"SDXL": seconds})
+
+
+def about(goals, words):
+    (found,) = [goal for goal in goals if words in goal.sentence]
+    return found
+
+
+# What is measured
+
+
+def test_models_begin_with_the_one_of_the_goals_and_cases_with_their_sizes():
+    assert MODELS[0] == gpu_goals.JUDGED
+    first = cases(((1024, 1024), (512, 512), (720, 960)), (1, 4))
+    assert [case.size for case in first[:2]] == ["1024x1024", "512x512"]
+    assert [case.batch for case in first] == [1, 1, 1, 4, 4, 4]
+    assert str(first[-1]) == "720x960, batch 4"
+
+
+def test_forty_sizes_are_forty_valid_ones_large_and_small_in_turn():
+    sizes = forty_sizes()
+    assert len(set(sizes)) == 40
+    assert all(side % 8 == 0 and 512 <= side <= 1024 for size in sizes for side in size)
+    assert sum(abs(one[0] - other[0]) >= 192 for one, other in zip(sizes, sizes[1:], strict=False)) == 39
+
+
+def test_session_has_sixteen_prompts_of_every_sort():
+    assert len(SESSION) == 16
+    assert {step.batch for step in SESSION} == {1, 2, 4} and {step.tokens for step in SESSION} == {77, 154}
+    assert {step.lora for step in SESSION} > {None, (1, 0.8), (1, 0.5)}
+    assert any(step.control for step in SESSION) and any(step.apart for step in SESSION)
+    assert not any(step.control for step in in_session(False, SESSION))
+
+
+def test_every_interval_of_deep_cache_divides_the_timed_steps():
+    intervals = [contender.interval for contender in CONTENDERS.values() if contender.interval]
+    assert intervals and not any(MADE_TO_SKIP % interval for interval in intervals)
+
+
+def test_cores_contenders_come_after_all_that_are_cheap_with_those_they_are_beside():
+    assert turns(list(CONTENDERS))[0] == [name for name in CONTENDERS if name not in (CORE, BLOCKS)]
+    assert turns(list(CONTENDERS))[1] == [EAGER, BOTH, CORE, BLOCKS]
+    assert turns([EAGER, CORE]) == [[EAGER, CORE]]
+    assert turns([EAGER, BOTH, TIER_ONE]) == [[EAGER, BOTH, TIER_ONE]]
+
+
+@pytest.mark.parametrize("text", ["512", "512x500", "0x512", "axb", "8x8"])
+def test_size_that_is_none_is_refused(text):
+    with pytest.raises(ValueError):
+        size_of(text)
+    with pytest.raises(Problem, match="multiples of 8"):
+        gpu._parse(["--sizes", text])
+
+
+def test_asking_for_some_keeps_the_order_and_eager():
+    options = gpu._parse(["--contenders", "core", "both", "--parts", "cold", "steps", "--sizes", "720x960"])
+    assert options.contenders == [EAGER, BOTH, CORE]
+    assert options.parts == ["steps", "cold"] and options.sizes == [(720, 960)]
+    assert options.models == list(MODELS) and named(None, PARTS) == list(PARTS)
+
+
+def test_without_a_gpu_one_sentence_names_quick():
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(Problem, match="--quick"):
+        gpu._require_device(quick=False)
+    gpu._require_device(quick=True)
+
+
+# When time is short
+
+
+class Clock:
+    def __init__(self):
+        self.time = 100.0
+
+    def __call__(self):
+        return self.time
+
+
+def test_without_a_limit_everything_fits():
+    budget = TimeBudget(None)
+    assert [part for part in budget.parts(PARTS, 6) if budget.fits(1e9)] == list(PARTS)
+
+
+def test_each_part_has_its_share_and_what_an_earlier_one_leaves():
+    clock = Clock()
+    budget = TimeBudget(540.0, clock)
+    left = {}
+    for part in budget.parts(PARTS, models_left=1):
+        left[part] = next(seconds for seconds in range(1000) if not budget.fits(seconds))
+    assert left["steps"] == pytest.approx(0.55 * 540, abs=1) and left["cold"] == pytest.approx(540, abs=1)
+    assert list(left.values()) == sorted(left.values())
+
+
+def test_what_does_not_fit_any_more_is_told_and_the_next_model_has_its_part():
+    clock = Clock()
+    budget = TimeBudget(100.0, clock)
+    for _ in budget.parts(["steps"], models_left=2):
+        assert budget.fits(49) and not budget.fits(51)
+        clock.time += 60
+        assert not budget.fits()
+    for _ in budget.parts(["steps"], models_left=1):
+        assert budget.fits(39) and not budget.fits(41)
+    row = skipped("steps", "SDXL", "512x512, batch 4", CORE)
+    assert gpu_page.line(row) == "SDXL, steps, 512x512, batch 4, core: left out, no time left"
+
+
+# Rows of several turns and runs
+
+
+def test_a_later_row_about_the_same_stands_in_place_of_the_earlier():
+    rows = [step(BOTH, 12.0), step(BOTH, 30.0, size="1024x1024")]
+    assert replaced(rows, step(BOTH, 11.0)) == [rows[1], step(BOTH, 11.0)]
+    assert len(replaced(rows, step(CORE, 11.0))) == 3
+    assert len(replaced([start(BOTH, "cold")], start(BOTH, "warm"))) == 2
+
+
+def test_rows_of_an_earlier_run_stay_where_their_part_was_not_measured_again():
+    old = [step(BOTH, 12.0), start(BOTH, "cold"), step(BOTH, 9.0, model="Flux")]
+    new = [step(BOTH, 11.0), step(CORE, 13.0)]
+    assert merged(old, new) == [*old[1:], *new]
+
+
+# Goals
+
+
+def test_all_goals_are_reached_where_they_are():
+    goals = judged(everything())
+    assert {goal.state for goal in goals if "minutes" not in goal.sentence} == {gpu_goals.REACHED}
+    assert len(goals) == 9
+    assert about(goals, "minutes").state == gpu_goals.REACHED
+
+
+def test_a_slower_case_than_cores_misses_and_is_named():
+    rows = [*everything(), step(BOTH, 14.0, size="720x960"), step(CORE, 13.0, size="720x960")]
+    goal = about(judged(rows), "TorchCompileModel at every size")
+    assert goal.state == gpu_goals.MISSED and "0.93" in goal.sentence and "720x960" in goal.sentence
+
+
+def test_a_case_left_out_leaves_the_goal_of_every_size_open():
+    skips = [skipped("steps", "SDXL", "768x768, batch 1", CORE)]
+    goal = about(judged(everything(), skips), "TorchCompileModel at every size")
+    assert goal.state == gpu_goals.NOT_MEASURED and "768x768" in goal.sentence
+
+
+def test_what_never_replayed_is_no_second_tier():
+    rows = [row | {"ran_as": "tier one"} if row["contender"] == BOTH else row for row in everything()]
+    goals = judged(rows)
+    assert about(goals, "TorchCompileModel at every size").state == gpu_goals.NOT_MEASURED
+    assert about(goals, "512x512, both tiers").state == gpu_goals.NOT_MEASURED
+    assert about(goals, "forty sizes").state == gpu_goals.NOT_MEASURED
+    assert about(goals, "512x512, with DeepCache 3").state == gpu_goals.REACHED
+
+
+@pytest.mark.parametrize(
+    ("contender", "size", "step_ms", "words"),
+    [
+        (BOTH, "512x512", 16.0, "512x512, both tiers: at least 1.3"),
+        (BOTH, "1024x1024", 18.0, "1024x1024, both tiers: at least 1.15"),
+        (DEEP_3, "1024x1024", 8.1, "1024x1024, with DeepCache 3"),
+    ],
+)
+def test_too_slow_beside_eager_misses(contender, size, step_ms, words):
+    goal = about(judged(replaced(everything(), step(contender, step_ms, size=size))), words)
+    assert goal.state == gpu_goals.MISSED and f"{20 / step_ms:.2f}" in goal.sentence
+
+
+@pytest.mark.parametrize(
+    ("ours", "cores", "state"),
+    [
+        ([5.0, 4.0], [60.0, 30.0], gpu_goals.REACHED),
+        ([5.0, 4.1], [60.0, 30.0], gpu_goals.MISSED),
+        ([5.0, 4.0], [90.0], gpu_goals.REACHED),  # core's was cut, and stalls no less than so
+        ([5.0, 4.0], [60.0], gpu_goals.NOT_MEASURED),
+        ([5.0], [60.0, 30.0], gpu_goals.NOT_MEASURED),
+        ([], [60.0], gpu_goals.NOT_MEASURED),
+    ],
+)
+def test_sessions_are_compared_by_all_their_stalls(ours, cores, state):
+    names = "one", "two"
+    rows = [prompt(BOTH, stall, name) for stall, name in zip(ours, names, strict=False)]
+    rows += [prompt(CORE, stall, name) for stall, name in zip(cores, names, strict=False)]
+    assert about(judged(rows), "stalls").state == state
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, gpu_goals.REACHED),
+        ({"held_mb": 12300.0}, gpu_goals.REACHED),
+        ({"held_mb": 12500.0}, gpu_goals.MISSED),
+        ({"cache_mb": 6145.0}, gpu_goals.MISSED),
+    ],
+)
+def test_forty_sizes_must_stay_flat_and_within_the_budget(changes, state):
+    rows = [forty(number) for number in range(1, 40)] + [forty(40, **changes)]
+    assert about(judged(rows), "forty").state == state
+    assert about(judged(rows[:30]), "forty").state == gpu_goals.NOT_MEASURED
+
+
+def test_nine_minutes_are_missed_by_time_and_by_what_was_left_out():
+    assert about(judged(everything(), seconds=541.0), "minutes").state == gpu_goals.MISSED
+    left_out = [skipped("cold", "SDXL", "cold start", BLOCKS)]
+    assert about(judged(everything(), left_out), "minutes").state == gpu_goals.MISSED
+    assert about(judged(everything()[:4]), "minutes").state == gpu_goals.NOT_MEASURED
+
+
+def test_without_a_gpu_only_outputs_are_judged():
+    goals = judged(everything(), has_gpu=False)
+    assert [goal.state for goal in goals] == [gpu_goals.NOT_MEASURED] * 8 + [gpu_goals.REACHED]
+    assert not any("1.67" in goal.sentence for goal in goals)
+
+
+def test_without_rows_nothing_is_reached():
+    assert {goal.state for goal in gpu_goals.goals([], [], True, {})} == {gpu_goals.NOT_MEASURED}
+
+
+@pytest.mark.parametrize("value", [2.1e-2, float("inf"), float("nan")])
+def test_output_that_is_not_eagers_is_a_failure_and_named(value):
+    rows = [*everything(), step(TIER_ONE, 13.0, answer_diff=value)]
+    (sentence,) = gpu_goals.failures(rows)
+    assert sentence.startswith("SDXL, 512x512 batch 1, ours, tier one: differs")
+    assert about(judged(rows), "eager's within tolerance").state == gpu_goals.MISSED
+
+
+def test_contender_that_failed_is_a_failure_and_named():
+    row = {"part": "session", "model": "SDXL", "step": "batch 4", "contender": CORE, "failed": "out of memory"}
+    assert gpu_goals.failures([row]) == ["SDXL, session, batch 4, core's TorchCompileModel: out of memory"]
+
+
+# The page
+
+
+def facts(cuda):
+    device = {"name": "H200" if cuda else "CPU", "driver": "570.1" if cuda else None, "cuda": cuda, "torch": "2.11.0"}
+    device |= {"matrix_tflops": 700.0, "matrix_dtype": "float16", "matrix_side": 8192}
+    versions = {"comfyui": "0.3.75", "triton": "3.6.0"}
+    return {
+        "device": device,
+        "versions": versions,
+        "date": "22 November 2026, 03:00 UTC",
+        "command": "dev.py bench gpu",
+    }
+
+
+def page(rows, skips=(), cuda="13.0"):
+    goals = judged(rows, skips, has_gpu=cuda is not None)
+    return gpu_page.page(rows, skips, goals, gpu_goals.failures(rows), facts(cuda))
+
+
+def test_page_tells_device_driver_torch_date_and_every_goal():
+    text = page(everything())
+    assert "No GPU was measured" not in text
+    assert "on 22 November 2026, 03:00 UTC: H200, driver 570.1; ComfyUI 0.3.75, torch 2.11.0 (CUDA 13.0)" in text
+    assert text.count(": reached (") == 9
+    assert "| 512x512 | 1 | ours, both tiers | 83.33 | 1.67 | 40.0% |" in text
+    assert "20 of 31 steps skipped, 30.0 dB" in text
+
+
+def test_page_of_a_cpu_says_so_first():
+    lines = page(everything(), cuda=None).splitlines()
+    assert lines[2].startswith("**No GPU was measured.**")
+    assert "seconds, ratios and shares say nothing" in " ".join(lines[2:6])
+
+
+def test_page_lists_what_was_left_out_what_failed_and_why_calls_were_not_replayed():
+    rows = [*everything(), step(TIER_ONE, 13.0, answer_diff=1.0, reasons=["memory is short"])]
+    text = page(rows, [skipped("cold", "SDXL", "new process start", CORE)])
+    assert "| SDXL | cold | new process start | core | no time left |" in text
+    assert "## What failed" in text and "ours, tier one: differs from eager by 1.0e+00" in text
+    assert "- SDXL: memory is short" in text
+
+
+def test_page_without_a_finished_row_of_a_part_is_written_all_the_same():
+    rows = [{"part": "steps", "model": "Flux", "size": "512x512", "batch": 1, "contender": EAGER, "failed": "no"}]
+    assert "Flux, 512x512 batch 1, eager: no" in page(rows)
+    assert page([]).startswith("# Benchmarks")
+
+
+def test_rows_of_a_case_stand_together_in_the_order_of_contenders():
+    rows = [step(TIER_ONE, 13.0), step(EAGER, 20.0, batch=4), step(CORE, 13.0), step(EAGER, 20.0)]
+    told = [line.split(" | ")[1:3] for line in gpu_page.steps_table(rows).splitlines()[4:]]
+    assert [(int(batch), label) for batch, label in told] == [
+        (1, "eager"),
+        (1, "ours, tier one"),
+        (1, "core's TorchCompileModel"),
+        (4, "eager"),
+    ]
