@@ -4,69 +4,40 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from . import call_spec, compilers, kinds
+from . import call_spec, kinds
 from .added_weights import AddedWeights, with_added
 from .block_observer import BlockObserver
-from .causes import one_line
-from .compiled_graph import CompiledGraph, Facts
-from .eager_calls import RunEagerly, elsewhere, not_in_this_mode
+from .causes import Failure
+from .compile_settings import CompileSettings, Trouble
+from .compiled_graph import CompiledGraph
+from .eager_calls import RunEagerly, not_in_this_mode
 from .events import emit
 from .fallbacks import fallbacks
+from .found_graph import Found, GraphFinder
 from .graph_cache import Claim, GraphCache, NoGraph
 from .graph_entry import Entry
-from .graph_key import GraphKey, tensor_spec
-from .probe import Probe
+from .known_call import KnownCall
 from .regions import Region
-from .row_survey import RowSurvey, silent
+from .row_survey import RowSurvey
 
 _MAX_REMEMBERED = 64
 """Call shapes a stand-in remembers the graph of; more than one model call ever has."""
+
+_MAX_KNOWN = 4
+"""Of these, how many are recognised at once, the latest first; others are described anew."""
+
+_MAX_NOTED = 8
+"""Times that a call shape is noted as one to recognise at once: some never are, others take turns."""
 
 _type_and_place = operator.attrgetter("dtype", "device")
 
 
 class NotReady(RuntimeError):
     """A block would look for its graph, or make one, while a call of its model is recorded."""
-
-
-class Trouble(RuntimeError):
-    """Raised instead of running eagerly, where the user asked to stop."""
-
-
-@dataclass(frozen=True)
-class CompileSettings:
-    """How blocks are compiled.
-
-    backend: a name of `compilers.BACKENDS`, or any that torch knows.
-    any_size: one graph for all sizes; False makes one for each.
-    stop_on_trouble: raise `Trouble` where a block would fall back to eager.
-    min_repetitions: kinds with fewer blocks in the model stay eager.
-    measured: compare each new graph with its block (`probe`) and give up one that does not pay.
-    """
-
-    backend: str = "inductor"
-    any_size: bool = True
-    stop_on_trouble: bool = False
-    min_repetitions: int = 1
-    measured: bool = False
-
-    def __post_init__(self) -> None:
-        if self.min_repetitions < 1:
-            raise ValueError(f"min_repetitions is {self.min_repetitions}; it must be 1 or more")
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What runs a call. probe: compares it with the block; None where nobody asked for that."""
-
-    entry: Entry
-    graph: CompiledGraph
-    probe: Probe | None
 
 
 class BlockRunner:
@@ -96,13 +67,13 @@ class BlockRunner:
         self._settings = settings
         self._simplify = simplify_options
         self._interrupts = interrupts
-        self._rows = rows
-        self._claim = claim
         self._on_shortage = on_shortage
+        self._finder = GraphFinder(region, cache, settings, interrupts, rows, claim)
         where = region.block, region.kind.weights, region.wraps
         self._slots = kinds.weight_slots(*where)
         self._wrappers = None if region.wraps is None else AddedWeights(*where)
-        self._remembered: dict[tuple, _Found | None] = {}
+        self._remembered: dict[tuple, Found | None] = {}
+        self._known: tuple[KnownCall, ...] = ()
         self._generation = cache.generation
         self.eager_calls = 0
         """Calls that ran without a graph."""
@@ -120,8 +91,45 @@ class BlockRunner:
         return tensors
 
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
-        if self.observer is not None and self.observer.resting:
+        observer = self.observer
+        if observer is not None and observer.resting:
             return inner(*args, **kwargs)
+        if self._generation == self._cache.generation and (self._wrappers is None or self._are_bare()):
+            for known in self._known:
+                try:
+                    tensors = known.tensors(args, kwargs)
+                except (RunEagerly, call_spec.UnsupportedArgument):
+                    break  # described anew, it says so again
+                if tensors is None:
+                    continue
+                found = known.found
+                counter = found.entry if found.probe is None else found.probe
+                if found.probe is not None and found.probe.verdict is not None:
+                    break
+                counter.hits += 1
+                if observer is not None:
+                    observer.used.append((found.entry, found.graph, counter))
+                try:
+                    return found.graph.run(tensors)
+                except self._interrupts:
+                    raise
+                except Exception as error:
+                    if observer is not None and observer.recording:
+                        raise
+                    failure = Failure.of(error)
+                # Outside of the handler, whose exception would keep the failed call's tensors.
+                return self._after(failure, found, inner, args, kwargs)
+        return self._call_anew(inner, args, kwargs)
+
+    def _are_bare(self) -> bool:
+        """Whether nothing is added to the weights in this call."""
+        try:
+            return not self._wrappers.now()
+        except RunEagerly:
+            return False
+
+    def _call_anew(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call that was not recognised: described in full."""
         inputs: list[torch.Tensor] = []
         try:
             spec = call_spec.flatten((args, kwargs), inputs, self._simplify)
@@ -136,25 +144,33 @@ class BlockRunner:
             return self._eagerly(inner, args, kwargs, reason, is_trouble=False)
         given, inputs = inputs, [call_spec.dense(tensor) for tensor in inputs]
         try:
-            found = self._look_up(spec, weights, inputs)
+            found, is_new = self._look_up(spec, weights, inputs)
         except NoGraph as why:
             refusal = why
         else:
             if found is None:
-                self.eager_calls += 1
+                self._count_eager()
                 return inner(*args, **kwargs)
+            if not is_new and found.is_settled and found.noted < _MAX_NOTED:
+                self._note_call(args, kwargs, spec, given, found)
             return self._run(found, inner, args, kwargs, spec, given, inputs, weights, added)
-        self.eager_calls += 1
+        self._count_eager()
         try:
             out = inner(*args, **kwargs)
         except BaseException:
             # The call itself fails, which says nothing of the block.
-            self._remembered.clear()
+            self._forget()
             if refusal.tried:
                 self._cache.forgive(refusal.key)
             raise
         self._note(str(refusal))
         return out
+
+    def _note_call(self, args: tuple, kwargs: dict[str, Any], spec: call_spec.Spec, given: list, found: Found) -> None:
+        """Recognise calls like this one from now on."""
+        found.noted += 1
+        known = KnownCall(args, kwargs, spec, given, self._slots, self._simplify, found)
+        self._known = (known, *self._known[: _MAX_KNOWN - 1])
 
     def _run(self, found, inner, args, kwargs, spec, given, inputs, weights, added):
         entry, graph, probe = found.entry, found.graph, found.probe
@@ -167,10 +183,11 @@ class BlockRunner:
         except RunEagerly as reason:
             return self._eagerly(inner, args, kwargs, str(reason), is_trouble=False)
         is_settled = probe is None or probe.done
-        (probe if probe is not None and is_settled else entry).hits += 1
+        counter = probe if probe is not None and is_settled else entry
+        counter.hits += 1
         observer = self.observer
         if observer is not None:
-            observer.used.append((entry, graph))
+            observer.used.append((entry, graph, counter))
             observer.settled &= is_settled
 
         def run() -> Any:
@@ -189,20 +206,28 @@ class BlockRunner:
         except Exception as error:
             if observer is not None and observer.recording:
                 raise
-            is_shortage = isinstance(error, torch.OutOfMemoryError)
-            reason = one_line(error)
+            failure = Failure.of(error)
         # Outside of the handler, whose exception would keep the failed call's tensors.
-        self._remembered.clear()
-        if is_shortage:
+        return self._after(failure, found, inner, args, kwargs)
+
+    def _after(self, failure: Failure, found: Found, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The call as it is, after its graph has failed."""
+        self._forget()
+        if failure.is_shortage:
             self._on_shortage()
-            if probe is not None:
-                probe.abandon()
-        self.eager_calls += 1
+            if found.probe is not None:
+                found.probe.abandon()
+        self._count_eager()
         out = inner(*args, **kwargs)
-        if not is_shortage:
-            self._reject(entry, graph, reason)
-        self._note(f"its compiled graph failed: {reason}")
+        if not failure.is_shortage:
+            self._reject(found.entry, found.graph, failure.reason)
+        self._note(f"its compiled graph failed: {failure.reason}")
         return out
+
+    def _forget(self) -> None:
+        """Which graphs calls have."""
+        self._remembered.clear()
+        self._known = ()
 
     def _reject(self, entry: Entry, graph: CompiledGraph, reason: str) -> None:
         """A graph failed where its block did not: one that was loaded is compiled anew, one compiled here is none."""
@@ -233,10 +258,11 @@ class BlockRunner:
             emit("probe_end", name=self._region.kind.name, gain=probe.gain, reason=probe.verdict)
         return out
 
-    def _look_up(self, spec, weights, inputs):
+    def _look_up(self, spec, weights, inputs) -> tuple[Found | None, bool]:
+        """What runs the call, and whether it was asked for now; None where it is to run eagerly."""
         is_recorded = self.observer is not None and self.observer.recording
         if self._generation != self._cache.generation and not is_recorded:
-            self._remembered.clear()
+            self._forget()
             self._generation = self._cache.generation
         signature = (
             spec,
@@ -244,91 +270,30 @@ class BlockRunner:
             tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs),
         )
         try:
-            return self._remembered[signature]
+            return self._remembered[signature], False
         except KeyError:
             pass
         if is_recorded:
             raise NotReady(f"{self._region.kind.name} ({self._region.path}) has no graph at hand")
         if len(self._remembered) >= _MAX_REMEMBERED:
-            self._remembered.clear()
+            self._forget()
         try:
-            found = self._find_or_compile(spec, weights, inputs)
+            found = self._finder.find(spec, weights, inputs, self.observer)
         except NoGraph:
             self._remembered[signature] = None
             raise
         self._remembered[signature] = found
         self._generation = self._cache.generation
-        return found
+        return found, True
 
-    def _find_or_compile(self, spec, weights, inputs):
-        region, settings = self._region, self._settings
-        device = elsewhere(weights, inputs)
-        if device is not None:
-            # A graph would be good for this split of the weights alone, and the next prompt splits them otherwise.
-            fallbacks.note(region.kind.name, f"its weights are partly on {device}, its inputs are not")
-            return None
-        tensors = (*weights, *inputs)
-        call, values = call_spec.without_values(spec)
-        key = GraphKey(
-            kind=region.kind,
-            call=call,
-            # The kind tells the weights as they were when the run began; they may have been moved or cast since.
-            inputs=tuple(tensor_spec(tensor) for tensor in tensors),
-            backend=settings.backend,
-            sizes=None if settings.any_size else tuple(tensor.shape for tensor in inputs),
-        )
-
-        store, name = self._cache.store, region.kind.name
-        devices = {tensor.device for tensor in tensors}
-
-        def fits(graph: CompiledGraph) -> bool:
-            return graph.facts.values == values and graph.accepts(tensors)
-
-        def load_graph() -> CompiledGraph | None:
-            def build(data: bytes, facts: Facts) -> CompiledGraph:
-                template = kinds.template_of(region.block, region.wraps)
-                return compilers.load_block(template, spec, data, facts, self._interrupts)
-
-            def could_fit(facts: Facts) -> bool:
-                return facts.values == values and facts.allow(tensors)
-
-            return store and store.load(key, name, devices, build, fits, values, self._interrupts, could_fit)
-
-        def compile_graph() -> CompiledGraph:
-            if self.observer is not None:
-                self.observer.settled = False
-            try:
-                template = kinds.template_of(region.block, region.wraps)
-            except Exception as error:
-                raise compilers.CompileFailed(f"it cannot be copied: {one_line(error)}") from error
-            growing = self._rows.growing(region.block, inputs) if self._rows and settings.any_size else None
-            with silent():
-                graph = compilers.compile_block(
-                    template,
-                    region.kind,
-                    weights,
-                    spec,
-                    inputs,
-                    settings.backend,
-                    settings.any_size,
-                    growing,
-                    self._interrupts,
-                    savable=store is not None,
-                )
-            if store is not None:
-                store.save(key, name, devices, graph, self._interrupts)
-            return graph
-
-        try:
-            entry, graph = self._cache.find(key, name, fits, compile_graph, self._claim, load_graph)
-            return _Found(entry, graph, entry.probe(graph, inputs) if settings.measured else None)
-        except torch.OutOfMemoryError as error:
-            reason = f"out of memory while compiling: {one_line(error)}"
-        raise NoGraph(key, reason)  # outside of the handler, whose exception would keep the compiler's tensors
+    def _count_eager(self) -> None:
+        self.eager_calls += 1
+        if self.observer is not None:
+            self.observer.eager_calls += 1
 
     def _eagerly(self, inner, args, kwargs, reason, is_trouble=True):
         self._note(reason, is_trouble)
-        self.eager_calls += 1
+        self._count_eager()
         return inner(*args, **kwargs)
 
     def _note(self, reason: str, is_trouble: bool = True) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -143,6 +143,28 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_dense(tensor) else tensor.contiguous()
 
 
+def sizes_in(spec: Spec) -> list[int]:
+    """Which of the call's tensors stand for whole numbers."""
+    return [at for at, sort in enumerate(_tensor_sorts(spec)) if sort == "size"]
+
+
+def has_tensors(spec: Spec) -> bool:
+    """Whether there are tensors in it, or whole numbers that travel as tensors."""
+    return next(_tensor_sorts(spec), None) is not None
+
+
+def _tensor_sorts(spec: Spec) -> Iterator[str]:
+    sort = spec[0]
+    if sort == "tensor" or sort == "size":
+        yield sort
+    elif sort == "tuple" or sort == "list":
+        for item in spec[1:]:
+            yield from _tensor_sorts(item)
+    elif sort == "dict" or sort == "object":
+        for _, item in spec[1 if sort == "dict" else 2 :]:
+            yield from _tensor_sorts(item)
+
+
 def outline(value: Any) -> Any:
     """What lists, dicts and dataclasses hold: equal as long as nobody puts something else into them."""
     if isinstance(value, torch.Tensor):
@@ -188,7 +210,12 @@ def share_memory(tensors: Sequence[torch.Tensor], changed: Sequence[int]) -> boo
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Where the tensor's first element begins and its last one ends, as addresses; equal where it has none."""
     start = tensor.data_ptr()
+    return start, start + extent(tensor)
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from the beginning of the tensor's first element to the end of its last one."""
     if not tensor.numel():
-        return start, start
+        return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+    return (last + 1) * tensor.element_size()

@@ -55,7 +55,8 @@ class CudaRecorder:
             return "torch allocates with cudaMallocAsync: start ComfyUI with --disable-cuda-malloc for CUDA graphs"
         if torch.cuda.is_current_stream_capturing():
             return "somebody else's CUDA graph is being captured around it"
-        if torch.cuda.current_stream(device) != self._homes.get(device, torch.cuda.current_stream(device)):
+        home = self._homes.get(device)
+        if home is not None and torch.cuda.current_stream(device) != home:
             return "it runs on another CUDA stream than the calls before it"
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,14 @@ class CaptureKey:
     inputs: tuple[BufferSpec, ...]
     phase: Hashable
     facts: Hashable
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # It has many parts, and is asked for several times in each call.
+        return hash((self.model, self.call, self.inputs, self.phase, self.facts))
 
     @property
     def sizes(self) -> tuple[torch.Size, ...]:

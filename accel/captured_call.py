@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from .capture_key import CaptureKey
     from .capture_pool import CapturePool
     from .feature_taps import Tape
+    from .graph_cache import GraphCache
+    from .graph_claim import Claim
 
 
 class Buffers:
@@ -64,7 +67,9 @@ class CapturedCall:
         self.tape = tape
         self.digest, self.outline = digest, outline
         self.device = buffers.device
-        self._used = list(observer.used)
+        self._kernels = {id(graph): (entry, graph) for entry, graph, _ in observer.used}
+        self._counters = Counter(counter for *_, counter in observer.used)
+        self._eager_calls = observer.eager_calls
 
         # Its model may go with nobody saying so, and garbage is no place to take the cache's lock.
         weakref.finalize(key.model(), _release, weakref.ref(self)).atexit = False
@@ -87,7 +92,18 @@ class CapturedCall:
 
     def has_kernels(self) -> bool:
         """Whether the compiled blocks inside are still what calls of the blocks would use."""
-        return all(any(graph is kept for kept in entry.graphs) for entry, graph in self._used)
+        return all(any(graph is kept for kept in entry.graphs) for entry, graph in self._kernels.values())
+
+    def claim_kernels(self, cache: GraphCache, claim: Claim) -> None:
+        """A run replays the call: the compiled blocks inside count as found by it, and stay while it lasts."""
+        for entry, _ in self._kernels.values():
+            cache.get(entry.key, claim)
+
+    def count(self) -> int:
+        """A replay ran its compiled blocks once more; the number of those inside that ran uncompiled."""
+        for counter, calls in self._counters.items():
+            counter.hits += calls
+        return self._eager_calls
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Sequence[Hashable | None], list[torch.Tensor]]:
         """Replay for these inputs: what the call returns, in tensors of its own, and what it hands to DeepCache,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
+
 
 def cause_among(error: BaseException, classes: tuple[type[BaseException], ...]) -> BaseException | None:
     """The error itself, or the nearest of those that led to it, that is of one of the classes.
@@ -34,3 +38,17 @@ def one_line(error: BaseException) -> str:
     """An exception as one line for log and report: its type and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+
+
+class Failure(NamedTuple):
+    """Why something failed, without the tensors that the exception itself would keep.
+
+    is_shortage: for want of memory.
+    """
+
+    reason: str
+    is_shortage: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        return cls(one_line(error), isinstance(error, torch.OutOfMemoryError))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .block_runner import BlockRunner, CompileSettings
+from .block_runner import BlockRunner
+from .compile_settings import CompileSettings
 from .events import emit
 from .graph_cache import Claim, GraphCache, shared
 from .regions import Region, Survey, survey

@@ -213,8 +213,9 @@ class DeepCacheRun:
         keys = []
         for uuid, cond_index in zip(uuids, cond_indices, strict=True):
             first = StreamKey(uuid, cond_index, circumstances, shape, x.dtype, x.device, 0)
-            keys.append(replace(first, occurrence=self._occurrences[first]))
-            self._occurrences[first] += 1
+            before = self._occurrences[first]
+            keys.append(replace(first, occurrence=before) if before else first)
+            self._occurrences[first] = before + 1
         return keys
 
     def _has_all(self, key: StreamKey) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,10 +69,11 @@ class Description:
 class WeightSlots:
     """Where a block's parameters and buffers live, so that replaced ones are seen at every call."""
 
-    places: tuple[tuple[dict, str], ...]
+    holders: tuple[dict[str, torch.Tensor], ...]
+    names: tuple[str, ...]
 
     def read(self) -> list[torch.Tensor]:
-        return [holder[name] for holder, name in self.places]
+        return list(map(operator.getitem, self.holders, self.names))
 
 
 def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wraps | None = None) -> Description:
@@ -171,13 +173,14 @@ def _kind(description: Description, varying: tuple[tuple[int, int], ...]) -> Kin
 
 def weight_slots(block: torch.nn.Module, names: tuple[str, ...], wraps: Wraps | None = None) -> WeightSlots:
     """The slots of the named parameters and buffers, in that order."""
-    places = []
+    holders, leaves = [], []
     parts = dict(wrapped_layers.modules(block, wraps))
     for name in names:
         path, _, leaf = name.rpartition(".")
         owner = parts[path]
-        places.append((owner._parameters if leaf in owner._parameters else owner._buffers, leaf))
-    return WeightSlots(tuple(places))
+        holders.append(owner._parameters if leaf in owner._parameters else owner._buffers)
+        leaves.append(leaf)
+    return WeightSlots(tuple(holders), tuple(leaves))
 
 
 def template_of(block: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.Module:

@@ -8,52 +8,35 @@ in later ones. Whatever goes wrong ends in the call made as ever.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from . import call_spec, compilers
+from . import call_spec
 from .block_observer import BlockObserver
-from .block_runner import BlockRunner, RunEagerly
+from .block_runner import BlockRunner
 from .call_recording import CallRecording, tensors_of
+from .call_sort import CallSort, CallSorts
 from .capture import CaptureFailed
-from .capture_key import CaptureKey, buffer_specs
+from .capture_host import CaptureHost
+from .capture_key import CaptureKey
 from .capture_pool import CapturePool, MadeRoom, NoRoom
 from .captured_call import CapturedCall
-from .eager_calls import not_in_this_mode
-from .fallbacks import fallbacks
+from .causes import one_line
+from .eager_calls import RunEagerly, not_in_this_mode
+from .events import emit
+from .fallbacks import NOT_CAPTURED, fallbacks
 from .feature_taps import Tape, Taps
 from .graph_cache import Claim, GraphCache, NoGraph
-from .model_state import ModelState, Unrecordable, obstacle
+from .model_watch import ModelWatch
 
 _MAX_SORTS = 256
 """Sorts of calls of a run of which it is remembered how far they are."""
 
-_MAX_SURPRISES = 8
-"""Times in a run that the model may turn out to be another than before; then there are no recordings any more."""
-
-_HOW = "without a graph of its own"
-
-
-@dataclass(frozen=True)
-class CaptureHost:
-    """What the program around the model knows of it.
-
-    facts: for the key, beside what the call says. simplify: what a dict among the arguments is replaced by; it
-        raises `RunEagerly` where something in it must run in each call. token: changes whenever the host has moved
-        or patched weights; cheap. why_not: what is against a recording just now, cheap. of_module: what is against
-        one in a module. interrupts: exceptions that mean "stop the run".
-    """
-
-    facts: Hashable = None
-    simplify: Callable[[dict], dict] | None = None
-    token: Callable[[], Hashable] = lambda: None
-    why_not: Callable[[], str | None] = lambda: None
-    of_module: Callable[[torch.nn.Module], str | None] = lambda module: None
-    interrupts: tuple[type[BaseException], ...] = ()
+_HOW = "block by block"
 
 
 @dataclass
@@ -88,11 +71,12 @@ class ModelCapture:
             runner.observer = self._observer
         self._sorts: dict[CaptureKey, _Sort] = {}
         self._confirmed: weakref.WeakSet[CapturedCall] = weakref.WeakSet()
-        self._state: ModelState | None = None
-        self._token: Hashable = None
+        self._model_watch = ModelWatch(model, host)
+        self._calls = CallSorts(host.simplify)
         self._off: str | None = None
-        self._surprises = 0
         self._taps: Taps | None = None
+        self.eager_calls = 0
+        """Calls of blocks, inside of replays, that ran without a graph."""
 
     @contextmanager
     def during(self, taps: Taps) -> Iterator[None]:
@@ -105,17 +89,10 @@ class ModelCapture:
 
     def call(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `inner` returns for these arguments, by a replay where there is one."""
-        taps, inputs = self._taps, []
-        reason, spec = self._off or self._why_not(), None
+        taps = self._taps
+        reason = self._off or self._why_not()
         if reason is None:
-            try:
-                spec = call_spec.flatten((args, kwargs), inputs, self._host.simplify)
-            except RunEagerly as why:
-                reason = str(why)
-            except call_spec.UnsupportedArgument as why:
-                reason = f"it is called with {why}"
-            else:
-                reason = self._unfit(inputs)
+            reason, known, inputs = self._sort_of(args, kwargs)
         if reason is not None:
             if reason != self._off:
                 self._note(reason)
@@ -124,8 +101,7 @@ class ModelCapture:
             return inner(*args, **kwargs)
         features = taps.features() if taps else {}
         tensors = [*inputs, *features.values()]
-        phase = taps.phase if taps else None
-        key = CaptureKey(self._model, spec, buffer_specs(tensors), phase, self._host.facts)
+        key = known.key(self._model, features, taps.phase if taps else None, self._host.facts)
         captured = self._find(key)
         if captured is not None:
             if taps is not None and captured.tape is not None:
@@ -133,61 +109,62 @@ class ModelCapture:
             done, out = self._replay(captured, tensors, taps)
             del captured  # its memory may be what the call needs
             return out if done else inner(*args, **kwargs)
-        return self._come_closer(key, inner, args, kwargs, tensors, features)
+        return self._come_closer(key, inner, args, kwargs, tensors, features, known.device)
 
     # Whether a call can be recorded or replayed at all
 
     def _why_not(self) -> str | None:
         reason = self._host.why_not()
-        if reason is not None:
+        if reason is not None or self._model_watch.seems_same():
             return reason
-        if self._state is None or self._host.token() != self._token or not self._state.seems_same():
-            return self._look_at_model()
-        return None
-
-    def _look_at_model(self) -> str | None:
-        """At the run's first call, and whenever the weights have moved."""
         self._confirmed.clear()
-        self._surprises += self._state is not None
-        self._state = None
-        model = self._model()
-        reason = obstacle(model, self._host.of_module)
-        if self._surprises >= _MAX_SURPRISES:
-            reason = "its weights or its code change from call to call"
-        if reason is None:
-            try:
-                state = ModelState(model)
-            except Unrecordable as why:
-                reason = str(why)
-        if reason is None:
-            self._state, self._token = state, self._host.token()
-        else:
+        self._calls.forget()
+        reason = self._model_watch.look()
+        if reason is not None:
             self._stop(reason)  # looking again at every call would cost more than it may give
         return reason
+
+    def _sort_of(self, args: tuple, kwargs: dict) -> tuple[str | None, CallSort | None, Sequence[torch.Tensor]]:
+        """What is against a replay of the call; its sort and its tensors, where nothing is."""
+        inputs: list[torch.Tensor] = []
+        try:
+            found = None if torch.is_grad_enabled() else self._calls.recognise(args, kwargs)
+            if found is not None:
+                return self._ask_recorder(found[0].device), *found
+            spec = call_spec.flatten((args, kwargs), inputs, self._host.simplify)
+        except RunEagerly as why:
+            return str(why), None, ()
+        except call_spec.UnsupportedArgument as why:
+            return f"it is called with {why}", None, ()
+        reason = self._unfit(inputs)
+        if reason is not None:
+            return reason, None, ()
+        known = self._calls.keep(args, kwargs, spec, inputs)
+        return self._ask_recorder(known.device), known, inputs
 
     def _unfit(self, inputs: Sequence[torch.Tensor]) -> str | None:
         filled = [tensor for tensor in inputs if tensor.numel()]
         if not filled:
             return "it is called without tensors"
-        self._device = filled[0].device
         odd = next((type(t).__name__ for t in filled if type(t) not in (torch.Tensor, torch.nn.Parameter)), None)
         if odd is not None:
             return f"it is called with a {odd}"
-        devices = {tensor.device for tensor in filled} | self._state.devices
+        state = self._model_watch.state
+        devices = {tensor.device for tensor in filled} | state.devices
         if len(devices) > 1:
             return f"its weights and inputs are on {' and '.join(sorted(map(str, devices)))}"
         reason = not_in_this_mode((), inputs)
-        if reason is None and torch.is_grad_enabled() and any(t.requires_grad for t in self._state.tensors()):
+        if reason is None and torch.is_grad_enabled() and any(t.requires_grad for t in state.tensors()):
             reason = "gradients are wanted"
-        return reason or self._ask_recorder()
+        return reason
 
-    def _ask_recorder(self) -> str | None:
+    def _ask_recorder(self, device: torch.device) -> str | None:
         try:
-            return self._pool.recorder.why_not(self._device)
+            return self._pool.recorder.why_not(device)
         except self._host.interrupts:
             raise
         except Exception as error:
-            return f"its device does not say whether it can: {compilers.one_line(error)}"
+            return f"its device does not say whether it can: {one_line(error)}"
 
     # Replays
 
@@ -200,11 +177,12 @@ class ModelCapture:
         if captured is None:
             return None
         if captured not in self._confirmed:
-            if captured.digest != self._state.digest or not captured.has_kernels():
+            if captured.digest != self._model_watch.state.digest or not captured.has_kernels():
                 self._cache.evict(key)
                 self._sort(key).made = True  # it was watched when it was made, and code is in the key
                 self._sort(key).watched = True
                 return None
+            captured.claim_kernels(self._cache, self._claim)
             self._confirmed.add(captured)
         entry.hits += 1
         return captured
@@ -217,25 +195,24 @@ class ModelCapture:
                 out, parts, handed = captured.run(tensors)
                 # The device is at work meanwhile. Recorded addresses were mapped when the call began; that all of
                 # them are the weights' is known only now.
-                if not self._state.is_same() or self._state.outline() != captured.outline:
+                if not self._model_watch.is_same(captured.outline):
                     self._cache.evict(captured.key)
-                    self._state = None
-                    self._surprises += 1
                     return False, None
                 if taps is not None:
                     taps.hand_over(parts, handed)
+                self.eager_calls += captured.count()
             return True, out
         except self._host.interrupts:
             raise
         except Exception as error:
             is_shortage = isinstance(error, torch.OutOfMemoryError)
-            reason = compilers.one_line(error)
+            reason = one_line(error)
         self._give_up(captured.key, f"its replay failed: {reason}", is_shortage)
         return False, None
 
     # From the first call of a sort to its recording
 
-    def _come_closer(self, key, inner, args, kwargs, tensors, features) -> Any:
+    def _come_closer(self, key, inner, args, kwargs, tensors, features, device) -> Any:
         """Make the call as ever, and what is next for its sort besides."""
         sort = self._sort(key)
         entry = self._cache.get(key)
@@ -251,7 +228,8 @@ class ModelCapture:
         if not sort.made or not self._observer.settled:
             sort.made = self._observer.settled
             return out
-        call = CallRecording(key, inner, tensors, features, taps, self._pool, self._observer, self._state, self._device)
+        state = self._model_watch.state
+        call = CallRecording(key, inner, tensors, features, taps, self._pool, self._observer, state, device)
         refusal = self._attempt(sort, call, [*tensors_of(out), *handed.tensors])
         if refusal is not None:
             self._note(refusal)
@@ -269,7 +247,7 @@ class ModelCapture:
             except known:
                 raise
             except Exception as error:
-                raise CaptureFailed(f"recording it failed: {compilers.one_line(error)}") from error
+                raise CaptureFailed(f"recording it failed: {one_line(error)}") from error
             self._pool.admit(captured, self._cache, self._claim)
             self._confirmed.add(captured)
             return captured
@@ -278,6 +256,7 @@ class ModelCapture:
         try:
             if not sort.watched:
                 refusal = self._watch(call, known)
+                emit("call_watched", name=self._name)
                 if refusal is None:
                     sort.watched = True
                     return None
@@ -289,7 +268,7 @@ class ModelCapture:
             sort.refused = True
             return str(error)
         except torch.OutOfMemoryError as error:
-            reason = f"memory is short: {compilers.one_line(error)}"
+            reason = f"memory is short: {one_line(error)}"
         # Outside of the handler, whose exception would keep what was recorded.
         self._stop(reason)
         self._pool.drop_all(self._cache)
@@ -301,7 +280,7 @@ class ModelCapture:
         except known:
             raise
         except Exception as error:
-            return f"it fails on its own: {compilers.one_line(error)}"
+            return f"it fails on its own: {one_line(error)}"
 
     def _sort(self, key: CaptureKey) -> _Sort:
         if key not in self._sorts and len(self._sorts) >= _MAX_SORTS:
@@ -326,4 +305,4 @@ class ModelCapture:
         self._note(reason)
 
     def _note(self, reason: str) -> None:
-        fallbacks.note(self._name, reason, _HOW)
+        fallbacks.note(self._name, NOT_CAPTURED + reason, _HOW)

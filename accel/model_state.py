@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import getitem
+from typing import Any
 
 import torch
 
@@ -31,11 +33,13 @@ class ModelState:
     def __init__(self, model: torch.nn.Module):
         modules = list(model.modules())
         holders = [holder for m in modules for holder in (m._parameters, m._buffers, m.__dict__)]
-        self._places = [
+        places = [
             (holder, name) for holder in holders for name, value in holder.items() if isinstance(value, torch.Tensor)
         ]
-        # The attributes of each module, and its hooks: whoever puts a forward or a hook on one changes a number.
-        self._dicts = [d for m in modules for d in (m.__dict__, m._forward_hooks, m._forward_pre_hooks)]
+        self._holders, self._names = [holder for holder, _ in places], [name for _, name in places]
+        # Whoever puts a forward or a hook on a module changes the length of one of these.
+        self._attributes = [m.__dict__ for m in modules]
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         tensors = self.tensors()
         odd = next((t for t in tensors if type(t) not in (torch.Tensor, torch.nn.Parameter)), None)
         if odd is not None:
@@ -44,32 +48,34 @@ class ModelState:
         if len(self.devices) > 1:
             raise Unrecordable(f"its weights are on {' and '.join(sorted(map(str, self.devices)))}")
         self._addresses = list(map(_address, tensors))
-        step = max(len(self._places) // _SAMPLED, 1)
-        self._sample = [(*place, address) for place, address in zip(self._places, self._addresses, strict=True)][::step]
+        step = max(len(places) // _SAMPLED, 1)
+        self._sample = self._holders[::step], self._names[::step], self._addresses[::step]
         layout = [(t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype)) for t in tensors]
         self.digest = hashlib.sha256(repr(layout).encode()).hexdigest()
 
     def tensors(self) -> list[torch.Tensor]:
         """The weights, buffers and other tensors that modules hold, as they are now."""
-        return [holder[name] for holder, name in self._places]
+        return list(map(getitem, self._holders, self._names))
 
     def seems_same(self) -> bool:
-        """Whether a sample of the weights is where it was; some ten microseconds."""
-        try:
-            return all(holder[name].data_ptr() == address for holder, name, address in self._sample)
-        except (KeyError, AttributeError):
-            return False
+        """Whether a sample of the weights is where it was; some microseconds."""
+        return _are_at(*self._sample)
 
     def is_same(self) -> bool:
         """Whether every weight is where it was; about a tenth of a microsecond for each."""
-        try:
-            return list(map(_address, self.tensors())) == self._addresses
-        except (KeyError, TypeError):
-            return False
+        return _are_at(self._holders, self._names, self._addresses)
 
     def outline(self) -> int:
         """A number that changes when an attribute or a hook is put on a module or taken from it."""
-        return hash(tuple(map(len, self._dicts)))
+        hooks = map(len, self._hooks) if any(self._hooks) else ()
+        return hash((*map(len, self._attributes), *hooks))
+
+
+def _are_at(holders: Sequence[dict[str, Any]], names: Sequence[str], addresses: list[int]) -> bool:
+    try:
+        return list(map(_address, map(getitem, holders, names))) == addresses
+    except (KeyError, TypeError):  # none is there any more, or something else
+        return False
 
 
 def obstacle(model: torch.nn.Module, of_module: Callable[[torch.nn.Module], str | None] = lambda module: None):

@@ -36,32 +36,45 @@ class StandIn:
     Threads may call it while others put layers in place or take them away: a call keeps to those it found.
     """
 
-    __slots__ = ("_layers", "is_foreign", "own")
+    __slots__ = ("_layers", "_only", "is_foreign", "own")
 
-    def __init__(self, module: torch.nn.Module):
+    def __init__(self, module: torch.nn.Module, order: int, layer: Layer, thread: int | None = None):
+        """thread: whose calls alone go to the layer; None for all."""
         self.own: Forward = module.forward
         self.is_foreign = "forward" in module.__dict__
-        self._layers: tuple[tuple[int, int | None, Layer], ...] = ()
+        self._layers: tuple[tuple[int, int | None, Layer], ...] = ((order, thread, layer),)
+        self._only: Layer | None = layer if thread is None else None
+        """The layer, where there is one and it is for all threads."""
 
     def add(self, order: int, layer: Layer, thread: int | None = None) -> None:
-        """thread: whose calls alone go to the layer; None for all."""
-        self._layers = tuple(sorted((*self._layers, (order, thread, layer)), key=lambda item: item[0]))
+        """One more layer."""
+        self._set(tuple(sorted((*self._layers, (order, thread, layer)), key=lambda item: item[0])))
 
     def remove(self, layer: Layer) -> bool:
         """Take `layer` away once, the place added last first; True when no layer is left."""
+        if self._only is layer:
+            self._layers, self._only = (), None
+            return True
         layers = list(self._layers)
         for index in reversed(range(len(layers))):
             if layers[index][2] is layer:
                 del layers[index]
                 break
-        self._layers = tuple(layers)
+        self._set(tuple(layers))
         return not layers
+
+    def _set(self, layers: tuple[tuple[int, int | None, Layer], ...]) -> None:
+        self._layers = layers
+        self._only = layers[0][2] if len(layers) == 1 and layers[0][1] is None else None
 
     def __deepcopy__(self, memo: dict) -> StandIn:
         """Itself: whoever copies a module puts away the copy's stand-in."""
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        only = self._only
+        if only is not None:
+            return only(self.own, *args, **kwargs)
         here = threading.get_ident()
         layers = [layer for _, thread, layer in self._layers if thread is None or thread == here]
         return self._call(layers, len(layers) - 1, args, kwargs)
@@ -91,31 +104,28 @@ def substituted(
     this_thread_only: the calls that other threads make of the same modules meanwhile are none of the layers'.
     """
     thread = threading.get_ident() if this_thread_only else None
-    placed: list[tuple[torch.nn.Module, Layer]] = []
+    placed: list[tuple[dict[str, Any], Layer]] = []
     try:
         with _changing:
             for module, layer in layers.items():
-                stand_in = module.__dict__.get("forward")
-                if not isinstance(stand_in, StandIn):
-                    stand_in = StandIn(module)
-                    module.__dict__["forward"] = stand_in
-                stand_in.add(order, layer, thread)
-                placed.append((module, layer))
+                attributes = module.__dict__
+                stand_in = attributes.get("forward")
+                if type(stand_in) is StandIn:
+                    stand_in.add(order, layer, thread)
+                else:
+                    attributes["forward"] = StandIn(module, order, layer, thread)
+                placed.append((attributes, layer))
         yield
     finally:
         with _changing:
-            for module, layer in reversed(placed):
-                stand_in = module.__dict__.get("forward")
-                if isinstance(stand_in, StandIn) and stand_in.remove(layer):
-                    _restore(module, stand_in)
+            for attributes, layer in reversed(placed):
+                stand_in = attributes.get("forward")
+                if type(stand_in) is StandIn and stand_in.remove(layer):
+                    if stand_in.is_foreign:
+                        attributes["forward"] = stand_in.own
+                    else:
+                        del attributes["forward"]
 
 
 _changing = threading.RLock()
 """Held while stand-ins are put in place or taken away; reentrant, since an interrupt may come in between."""
-
-
-def _restore(module: torch.nn.Module, stand_in: StandIn) -> None:
-    if stand_in.is_foreign:
-        module.__dict__["forward"] = stand_in.own
-    else:
-        del module.__dict__["forward"]

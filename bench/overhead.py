@@ -1,67 +1,109 @@
-"""What our stand-in for a block adds to a warm call of it, beside the compiled graph's own run."""
+"""Microseconds of our own beside the model's work: a block's stand-in, our wrappers, a replayed call; part by part.
 
-import dataclasses
-import statistics
-import time
-from collections.abc import Callable
+SD1.5, SDXL and Flux at full depth and narrow, in float32 on the CPU, one thread; warm calls with the arguments that
+core's sampler makes them with. Compiled blocks return nothing and replays do nothing, so what is timed is ours.
+"""
+
+import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
-REPETITIONS = 300
+from . import command, pack, report
+from .inprocess import boot
+from .overhead_blocks import of_a_warm_call as of_a_warm_call  # for bench.cold
+
+COLUMNS = ("layout", "part", "us", "per", "target_us", "verdict")
+TARGETS = {
+    "block": 2.0,
+    "step, tier one": 200.0,
+    "replay, before the launch": 50.0,
+    "replay, after the launch": 1000.0,
+}
+"""Microseconds. A step of 20 ms with 100 blocks may lose 1 % on tier one, which is 2 a block; on tier two a call may
+take 50 until the device is at work, and what comes after that must be over long before the device is."""
+
+LEGEND = """\
+block: all that a warm call of a block costs beside its graph; stand-in, arguments (with options), weights and check are
+parts of it. block, anew: the same where the call is not like the ones before. step, tier one: all blocks and our
+APPLY_MODEL wrapper. Of wrappers, what is inside of them is not counted. replay: of our DIFFUSION_MODEL wrapper, with
+copying inputs in before the launch and outputs out after it."""
+LATENT_SIDE = 16
 
 
-def of_a_warm_call(model: Any, image: Callable[[], Any]) -> dict[str, float]:
-    """Measure every block of a ModelPatcher's model with the arguments that `image()` calls it with.
+def main(arguments: list[str] | None = None) -> None:
+    options = _parse(arguments)
+    comfyui = boot(cpu=True)
+    pack.load()
+    import torch
 
-    Returns overhead_us: microseconds a call, the median over the blocks of each one's median; overhead_worst_us: the
-    largest of these; survey_ms: what a sampling run pays once, to find the blocks and set the stand-ins up.
-    """
-    from comfy_accel.accel import compilers
-    from comfy_accel.accel.block_runner import BlockRunner, CompileSettings
+    from . import layouts
+
+    torch.set_num_threads(1)
+    rows = []
+    for name in options.layouts or layouts.ALL:
+        rows += measure(layouts.ALL[name])
+        print(f"{name}: measured", file=sys.stderr, flush=True)
+    print(f"\n{report.table(rows, COLUMNS)}\n")
+    print(LEGEND)
+    for sentence in verdicts(rows):
+        print(sentence)
+    if options.json:
+        report.write(options.json, rows, comfyui)
+        print(f"JSON: {options.json}")
+
+
+def measure(family: Any) -> list[report.Row]:
+    """The rows of one layout."""
+    import torch
     from comfy_accel.accel.graph_cache import GraphCache
-    from comfy_accel.accel.hosts.comfyui.accelerate import block_layers
-    from comfy_accel.accel.substitution import Order, substituted
 
-    network = model.model.diffusion_model
-    settings, cache = CompileSettings(backend="eager"), GraphCache()
-    started = time.perf_counter()
-    layers = block_layers(network, settings, cache)
-    survey_ms = 1e3 * (time.perf_counter() - started)
-    blocks = [module for module, layer in layers.items() if isinstance(layer, BlockRunner)]
+    from . import overhead_blocks, overhead_calls, tiny_models
 
-    calls = {}
+    model = family.load(torch.float32)
+    channels = model.get_model_object("latent_format").latent_channels
+    latent = torch.zeros(1, channels, LATENT_SIDE, LATENT_SIDE)
+    prompts = family.conditioning(77, seed=1), family.conditioning(77, seed=2)
 
-    def spy(block):
-        def layer(inner, *args, **kwargs):
-            calls[block] = args, kwargs
-            return inner(*args, **kwargs)
+    def image(model: Any, steps: int = 1):
+        return tiny_models.sample(model, latent, *prompts, steps=steps)
 
-        return layer
-
-    with substituted({block: spy(block) for block in blocks}, Order.CACHED):
-        image()
-
-    # A graph that does nothing, behind everything that finds it.
-    compile_block = compilers.compile_block
-    compilers.compile_block = lambda *args, **kwargs: dataclasses.replace(
-        compile_block(*args, **kwargs), run=lambda tensors: None
-    )
-    try:
-        with substituted(layers, Order.COMPILED):
-            medians = [_median_us(block.forward, *call) for block, call in calls.items()]
-    finally:
-        compilers.compile_block = compile_block
-    return {
-        "overhead_us": round(statistics.median(medians), 1),
-        "overhead_worst_us": round(max(medians), 1),
-        "survey_ms": round(survey_ms, 1),
-    }
+    cache = GraphCache()
+    with torch.inference_mode():
+        calls = overhead_calls.of_calls(model, image, cache)
+        blocks, count = overhead_blocks.of_blocks(model, image, cache)
+    step = {"step, tier one": count * blocks["block"] + calls["APPLY_MODEL, ours"]}
+    return [
+        *(_row(family.name, part, us, "block") for part, us in blocks.items()),
+        *(_row(family.name, part, us, "run" if part.startswith("OUTER") else "call") for part, us in calls.items()),
+        *(_row(family.name, part, us, f"{count} blocks") for part, us in step.items()),
+    ]
 
 
-def _median_us(function: Callable, args: tuple, kwargs: dict) -> float:
-    function(*args, **kwargs)
-    seconds = []
-    for _ in range(REPETITIONS):
-        started = time.perf_counter()
-        function(*args, **kwargs)
-        seconds.append(time.perf_counter() - started)
-    return 1e6 * statistics.median(seconds)
+def verdicts(rows: list[report.Row]) -> list[str]:
+    """A sentence per target: reached or missed, by the worst layout."""
+    sentences = []
+    for part, target in TARGETS.items():
+        worst = max((row for row in rows if row["part"] == part), key=lambda row: row["us"], default=None)
+        if worst is not None:
+            verdict = "reached" if worst["us"] <= target else "missed"
+            sentences.append(f"{part}: {worst['us']} us at worst ({worst['layout']}); target {target:g}: {verdict}.")
+    return sentences
+
+
+def _row(layout: str, part: str, us: float, per: str) -> report.Row:
+    target = TARGETS.get(part)
+    verdict = None if target is None else "reached" if us <= target else "missed"
+    row = {"layout": layout, "part": part, "us": round(us, 2), "per": per}
+    return {**row, "target_us": target, "verdict": verdict}
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dev.py bench overhead", description=__doc__)
+    parser.add_argument("--layouts", nargs="+", choices=("SD1.5", "SDXL", "Flux"), help="default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

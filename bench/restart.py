@@ -85,7 +85,7 @@ def measure(model: str, mode: str, expected: Path) -> list[report.Row]:
     import comfy_accel.nodes  # noqa: F401
 
     import_ms = (time.perf_counter() - started) * 1e3
-    from comfy_accel.accel.block_runner import CompileSettings
+    from comfy_accel.accel.compile_settings import CompileSettings
     from comfy_accel.accel.graph_cache import shared
     from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 

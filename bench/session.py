@@ -193,7 +193,7 @@ def node(contender: str, backend: str) -> Callable[[Any], Any]:
             return model
 
         return capture if backend == "eager" else lambda model: TorchCompileModel.execute(model, backend).args[0]
-    from comfy_accel.accel.block_runner import CompileSettings
+    from comfy_accel.accel.compile_settings import CompileSettings
     from comfy_accel.accel.graph_cache import GraphCache
     from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 

@@ -105,7 +105,7 @@ def node(policy: str, quick: bool):
     """From a VAE to the one that our node gives under the policy; quick: graphs are captured and not compiled."""
     if policy == PLAIN:
         return lambda vae: vae
-    from comfy_accel.accel.block_runner import CompileSettings
+    from comfy_accel.accel.compile_settings import CompileSettings
     from comfy_accel.accel.graph_cache import GraphCache
     from comfy_accel.accel.hosts.comfyui.vae import vae_view
     from comfy_accel.accel.vae import VaePolicy

@@ -4,7 +4,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..accel.block_runner import CompileSettings
+from ..accel.compile_settings import CompileSettings
 from ..accel.compilers import BACKENDS
 from ..accel.hosts.comfyui.versions import check_options, make_input
 

@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..accel.block_runner import CompileSettings
+from ..accel.compile_settings import CompileSettings
 from ..accel.hosts.comfyui.vae import vae_view
 from ..accel.hosts.comfyui.versions import check_options, make_input, schema
 from ..accel.vae import AUTO, DEFAULT_AFTER, POLICIES, SKIP, VaePolicy

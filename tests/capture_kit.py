@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import torch
+from comfy_accel.accel.capture_host import CaptureHost
 from comfy_accel.accel.capture_pool import CapturePool
-from comfy_accel.accel.fallbacks import fallbacks
+from comfy_accel.accel.fallbacks import NOT_CAPTURED, fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.model_capture import CaptureHost, ModelCapture
+from comfy_accel.accel.model_capture import ModelCapture
 from cpu_recorder import CpuRecorder
 
 WIDTH = 8
@@ -78,7 +79,8 @@ def check_calls(model, call, count, **kwargs):
 
 
 def reasons() -> list[str]:
-    return [row["reason"] for row in fallbacks.rows()]
+    """Why blocks ran uncompiled, and calls were not recorded."""
+    return [row["reason"].removeprefix(NOT_CAPTURED) for row in fallbacks.rows()]
 
 
 def settle(call, *args, **kwargs):

@@ -16,7 +16,8 @@ from bench import pack  # noqa: E402
 pack.load()
 import store_kit  # noqa: E402
 import torch  # noqa: E402
-from comfy_accel.accel.block_runner import BlockRunner, CompileSettings  # noqa: E402
+from comfy_accel.accel.block_runner import BlockRunner  # noqa: E402
+from comfy_accel.accel.compile_settings import CompileSettings  # noqa: E402
 from comfy_accel.accel.fallbacks import fallbacks  # noqa: E402
 from comfy_accel.accel.graph_cache import GraphCache  # noqa: E402
 from comfy_accel.accel.graph_store import GraphStore  # noqa: E402

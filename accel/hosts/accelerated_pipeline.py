@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..block_runner import CompileSettings
+from ..compile_settings import CompileSettings
 from ..deep_cache import DeepCacheSettings
 from ..fallbacks import fallbacks
 from ..graph_cache import GraphCache

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..block_runner import CompileSettings
+from ..compile_settings import CompileSettings
 from ..graph_cache import GraphCache
 from ..substitution import Order, substituted
 from . import pipeline_offload

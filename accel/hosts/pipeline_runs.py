@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..block_runner import CompileSettings
+from ..compile_settings import CompileSettings
 from ..compiled_layers import Host, compiled_layers, look_at
 from ..fallbacks import fallbacks
 from ..first_call import is_compiled

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..block_runner import CompileSettings
+from ..compile_settings import CompileSettings
 from ..compilers import BACKENDS
 from ..deep_cache import DeepCacheSettings
 from ..graph_cache import shared

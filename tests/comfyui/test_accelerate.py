@@ -5,7 +5,7 @@ import pytest
 import tiny_models
 import torch
 from comfy.patcher_extension import WrappersMP
-from comfy_accel.accel.block_runner import CompileSettings, Trouble
+from comfy_accel.accel.compile_settings import CompileSettings, Trouble
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate

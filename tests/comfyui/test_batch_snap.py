@@ -6,7 +6,7 @@ import pytest
 import real_prompts
 import tiny_models
 import torch
-from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.batch import pad_batch

@@ -11,10 +11,11 @@ import comfy.model_management
 import pytest
 import tiny_models
 import torch
+from capture_kit import reasons
 from comfy.ldm.modules import attention
 from comfy.patcher_extension import WrappersMP
-from comfy_accel.accel.block_runner import CompileSettings
 from comfy_accel.accel.capture_pool import CapturePool
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.deep_cache import DeepCacheSettings
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
@@ -23,6 +24,7 @@ from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache, last_run
 from comfy_accel.accel.hosts.comfyui.warm_up import warm_up
 from comfy_accel.accel.resolution import Size
+from comfy_accel.accel.run_record import records
 from cpu_recorder import STAGES, CpuRecorder, left
 from deep_cache_runs import split_chunks
 from tiny_dits import DITS
@@ -50,10 +52,6 @@ def cache(recorder):
     cache = GraphCache()
     cache.captures = CapturePool(recorder)
     return cache
-
-
-def reasons():
-    return [row["reason"] for row in fallbacks.rows()]
 
 
 def image(model, **changes):
@@ -152,12 +150,17 @@ def test_compiled_blocks_are_inside_and_a_new_kernel_makes_a_new_recording(recor
     expected = run(model)
     model_fast = fast(model, cache, CompileSettings(backend="eager"))
     assert torch.equal(run(model_fast), expected)
+    first = records.last()
+    assert first.captures == 1 and first.model_calls == 10 and 0 < first.replays < 10
     assert torch.equal(run(model_fast), expected)
     assert recorder.records == 1 and cache.statistics()["compilations"] > 0
     (member,) = cache.captures.members
-    assert len(member._used) == 7
-    entry, graph = member._used[0]
+    calls = sum(member._counters.values())
+    entry, graph = next(iter(member._kernels.values()))
     del member
+    second = records.last()
+    assert calls == 7 and second.compiled_calls == 10 * calls and second.eager_calls == 0
+    assert (second.captures, second.model_calls, second.replays) == (0, 10, 10)
     cache.drop_graph(entry, graph)
     assert torch.equal(run(model_fast), expected)
     assert recorder.records == 2 and reasons() == []

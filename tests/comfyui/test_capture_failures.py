@@ -11,6 +11,7 @@ import comfy.model_management
 import pytest
 import tiny_models
 import torch
+from capture_kit import reasons
 from comfy_accel.accel.block_runner import CompileSettings
 from comfy_accel.accel.capture_key import CaptureKey
 from comfy_accel.accel.capture_pool import CapturePool
@@ -54,10 +55,6 @@ def clean():
     fallbacks.clear()
     yield
     comfy.model_management.unload_all_models()
-
-
-def reasons():
-    return [row["reason"] for row in fallbacks.rows()]
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import comfy.model_management as core
 import pytest
 import tiny_models
 import torch
+from capture_kit import reasons
 from comfy_accel.accel.block_runner import CompileSettings
 from comfy_accel.accel.capture_pool import CapturePool
 from comfy_accel.accel.fallbacks import fallbacks
@@ -160,7 +161,7 @@ def test_memory_asked_for_in_mid_run_is_given_and_the_run_goes_on_without(cache,
 
     assert torch.equal(image(model_fast, steps=8, callback=callback), expected)
     assert left(recorder) == 0
-    assert [row["reason"] for row in fallbacks.rows()] == ["ComfyUI needs the memory of its recording during the run"]
+    assert reasons() == ["ComfyUI needs the memory of its recording during the run"]
     assert torch.equal(image(model_fast, steps=8), expected)
     assert left(recorder) == 1
 

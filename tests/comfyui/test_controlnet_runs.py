@@ -8,7 +8,7 @@ import pytest
 import tiny_controlnets
 import tiny_models
 import torch
-from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.deep_cache import DeepCacheSettings
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache

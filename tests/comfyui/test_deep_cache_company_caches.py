@@ -4,7 +4,7 @@ import comfy.sd
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from comfy_api.torch_helpers import set_torch_compile_wrapper

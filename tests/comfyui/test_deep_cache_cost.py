@@ -7,7 +7,7 @@ import pytest
 import tiny_models
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
-from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from comfy_accel.accel.unet_boundary import UNetBoundary

@@ -6,8 +6,8 @@ import comfy.ops
 import pytest
 import torch
 from comfy.ldm.flux.model import Flux
-from comfy_accel.accel.block_runner import CompileSettings
 from comfy_accel.accel.boundaries import boundary_of
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.deep_cache import DeepCacheRun
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate

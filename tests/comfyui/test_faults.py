@@ -5,7 +5,7 @@ import pytest
 import tiny_models
 import torch
 from comfy_accel.accel import compilers
-from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate

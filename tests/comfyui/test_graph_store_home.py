@@ -17,7 +17,7 @@ import tiny_zoo_sound  # noqa: F401
 import tiny_zoo_video  # noqa: F401
 import torch
 from comfy_accel.accel import module_files, store_location, store_trust
-from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.graph_cache import GraphCache, shared
 from comfy_accel.accel.hosts.comfyui import graph_store
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
@@ -59,7 +59,7 @@ sys.path.append(sys.argv[1] + "/tests")
 from bench import pack
 pack.load()
 import tiny_dits, tiny_models
-from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.graph_cache import GraphCache, NoGraph
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from comfy_accel.accel.store_key import key_digest

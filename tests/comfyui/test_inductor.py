@@ -4,7 +4,7 @@ import comfy.ops
 import tiny_models
 import torch
 from comfy.ldm.flux.layers import DoubleStreamBlock, EmbedND
-from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import block_layers

@@ -8,7 +8,8 @@ import psutil
 import tiny_models
 import torch
 from comfy_accel.accel import compilers
-from comfy_accel.accel.block_runner import CompileSettings, fallbacks
+from comfy_accel.accel.compile_settings import CompileSettings
+from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from torch._dynamo.utils import counters

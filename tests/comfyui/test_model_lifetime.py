@@ -7,7 +7,7 @@ import comfy.model_management
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import DEFAULT_MAX_BYTES, GraphCache, shared
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate

@@ -12,7 +12,8 @@ import tiny_zoo_dit  # noqa: F401  They add to the zoo.
 import tiny_zoo_sound  # noqa: F401
 import tiny_zoo_video  # noqa: F401
 import torch
-from comfy_accel.accel.block_runner import CompileSettings, fallbacks
+from comfy_accel.accel.compile_settings import CompileSettings
+from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import block_layers
 from comfy_accel.accel.regions import survey

@@ -7,7 +7,8 @@ each way it can be split; where devices differ, it runs eagerly.
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel.block_runner import CompileSettings, fallbacks
+from comfy_accel.accel.compile_settings import CompileSettings
+from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from comfy_accel.accel.regions import survey

@@ -5,7 +5,8 @@ import comfy.utils
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel.block_runner import CompileSettings, fallbacks
+from comfy_accel.accel.compile_settings import CompileSettings
+from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
 from comfy_accel.accel.regions import survey

@@ -4,8 +4,8 @@ import comfy.latent_formats
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel.block_runner import CompileSettings
 from comfy_accel.accel.buckets import TRAINED
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.compiled_sizes import Compiled, compiled_for
 from comfy_accel.accel.fit import fit
 from comfy_accel.accel.graph_cache import GraphCache

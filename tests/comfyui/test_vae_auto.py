@@ -5,7 +5,7 @@ import time
 import comfy.model_management
 import pytest
 import torch
-from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.vae import vae_view

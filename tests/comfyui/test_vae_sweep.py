@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.vae import vae_view

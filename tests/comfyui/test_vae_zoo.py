@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comfy_accel.accel.block_runner import CompileSettings
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.hosts.comfyui.vae import _shape, skip_compile, vae_view

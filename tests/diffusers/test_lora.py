@@ -12,7 +12,8 @@ peft = pytest.importorskip("peft")
 import pipeline_zoo  # noqa: E402
 import transformers  # noqa: E402
 from comfy_accel.accel import accelerate_pipeline, accelerated, restore  # noqa: E402
-from comfy_accel.accel.block_runner import BlockRunner, CompileSettings  # noqa: E402
+from comfy_accel.accel.block_runner import BlockRunner  # noqa: E402
+from comfy_accel.accel.compile_settings import CompileSettings  # noqa: E402
 from comfy_accel.accel.fallbacks import fallbacks  # noqa: E402
 from comfy_accel.accel.graph_cache import GraphCache, shared  # noqa: E402
 from comfy_accel.accel.hosts.peft import PeftLayers  # noqa: E402

@@ -5,7 +5,8 @@ import time
 
 import pytest
 import torch
-from comfy_accel.accel.block_runner import BlockRunner, CompileSettings, Trouble
+from comfy_accel.accel.block_runner import BlockRunner
+from comfy_accel.accel.compile_settings import CompileSettings, Trouble
 from comfy_accel.accel.compiled_graph import CompiledGraph, Facts
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache

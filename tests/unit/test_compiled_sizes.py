@@ -4,7 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from comfy_accel.accel.block_runner import BlockRunner, CompileSettings  # noqa: E402
+from comfy_accel.accel.block_runner import BlockRunner  # noqa: E402
+from comfy_accel.accel.compile_settings import CompileSettings  # noqa: E402
 from comfy_accel.accel.compiled_graph import CompiledGraph  # noqa: E402
 from comfy_accel.accel.compiled_sizes import Compiled, architecture, compiled_for, remember  # noqa: E402
 from comfy_accel.accel.graph_cache import GraphCache  # noqa: E402

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from comfy_accel.accel.block_runner import BlockRunner, CompileSettings
+from comfy_accel.accel.block_runner import BlockRunner
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.graph_cache import GraphCache
 from comfy_accel.accel.regions import survey
 from comfy_accel.accel.substitution import Order, substituted

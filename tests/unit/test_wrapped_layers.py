@@ -3,7 +3,8 @@
 import pytest
 import torch
 from comfy_accel.accel.added_weights import with_added
-from comfy_accel.accel.block_runner import BlockRunner, CompileSettings
+from comfy_accel.accel.block_runner import BlockRunner
+from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.eager_calls import RunEagerly
 from comfy_accel.accel.fallbacks import fallbacks
 from comfy_accel.accel.graph_cache import GraphCache

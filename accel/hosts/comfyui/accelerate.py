@@ -11,7 +11,8 @@ import comfy.model_management
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ...block_runner import BlockRunner, CompileSettings
+from ...block_runner import BlockRunner
+from ...compile_settings import CompileSettings
 from ...compiled_layers import Host, compiled_layers, look_at
 from ...events import emit
 from ...graph_cache import Claim, GraphCache, shared
@@ -52,6 +53,7 @@ class Run:
         self._progress = CompileProgress(node_id)
         self._model: weakref.ref | None = None
         self._layers: dict[torch.nn.Module, Layer] = {}
+        self._kinds = 0
         self._evictions = cache.evictions
         self._contexts: set[int] = set()
         self._graphs = graphs
@@ -66,9 +68,9 @@ class Run:
         if self._model is None or self._model() is not model:
             self._layers = block_layers(model, self._settings, self._cache, self._claim)
             self._model = weakref.ref(model)
+            self._kinds = len({layer.kind for layer in self._layers.values() if isinstance(layer, BlockRunner)})
             self._capture = None
-        kinds = {layer.kind for layer in self._layers.values() if isinstance(layer, BlockRunner)}
-        with self._progress.during_call(len(kinds)), substituted(self._layers, Order.COMPILED):
+        with self._progress.during_call(self._kinds), substituted(self._layers, Order.COMPILED):
             yield
 
     @property
@@ -79,6 +81,7 @@ class Run:
     def tell(self) -> None:
         """For the record of the run, once its claim is over."""
         eager = sum(layer.eager_calls for layer in self._layers.values() if isinstance(layer, BlockRunner))
+        eager += self._capture.eager_calls if self._capture is not None else 0
         evicted = self._cache.evictions - self._evictions
         emit(
             "run_calls",

@@ -16,13 +16,15 @@ import comfy.model_management
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ...block_runner import BlockRunner, RunEagerly
+from ...block_runner import BlockRunner
 from ...call_spec import CONSTANTS
 from ...capture_cuda import CudaRecorder
+from ...capture_host import CaptureHost
 from ...capture_pool import CapturePool
 from ...code_reach import CodeReader
+from ...eager_calls import RunEagerly
 from ...graph_cache import Claim, GraphCache, shared
-from ...model_capture import CaptureHost, ModelCapture
+from ...model_capture import ModelCapture
 from ...plain_values import Indescribable
 from ...substitution import Order, substituted
 from . import preferences
@@ -135,17 +137,22 @@ def _simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
     where somebody's code in the dict would have to run in each call.
     """
 
+    readable = strings - _PER_CALL
+
     def simplify(options: dict) -> dict:
         if not is_transformer_options(options):
             return options
         if options.get("optimized_attention_override") is not None:
             raise RunEagerly("an extension overrides attention for this run")
-        for name, patches in (*options.get("patches", {}).items(), *options.get("patches_replace", {}).items()):
-            if patches:
-                raise RunEagerly(f"a patch ({name}) runs its own code in each call")
+        if options.get("patches") or options.get("patches_replace"):
+            for name, patches in (*options.get("patches", {}).items(), *options.get("patches_replace", {}).items()):
+                if patches:
+                    raise RunEagerly(f"a patch ({name}) runs its own code in each call")
+        if readable.isdisjoint(options):
+            return {}
         kept = {}
         for key, value in options.items():
-            if key in _PER_CALL or key not in strings:
+            if key not in readable:
                 continue
             if type(value) in CONSTANTS or _is_plain(value):
                 kept[key] = value

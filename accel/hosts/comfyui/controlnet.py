@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ...block_runner import BlockRunner, CompileSettings
+from ...block_runner import BlockRunner
 from ...code_digest import facts_of
+from ...compile_settings import CompileSettings
 from ...fallbacks import fallbacks
 from ...first_call import is_compiled
 from ...graph_cache import Claim, GraphCache, shared

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...block_runner import RunEagerly
 from ...call_spec import CONSTANTS
+from ...eager_calls import RunEagerly
 from ...regions import Region
 
 _FOR_PATCHES_ONLY = frozenset(
@@ -30,16 +30,21 @@ def simplifier(region: Region) -> Callable[[dict], dict]:
     The function raises `RunEagerly` when a patch in the dict concerns the block.
     """
     strings = region.strings
+    readable = strings - _FOR_PATCHES_ONLY
 
     def simplify(options: dict) -> dict:
-        if not is_transformer_options(options):
+        # At every call of a block, so what is usual comes first.
+        if _FOR_PATCHES_ONLY.isdisjoint(options) and _OVERRIDE not in options:
             return options
-        reason = _concern(options, strings)
-        if reason is not None:
-            raise RunEagerly(reason)
+        if options.get("patches") or options.get("patches_replace") or _OVERRIDE in options:
+            reason = _concern(options, strings)
+            if reason is not None:
+                raise RunEagerly(reason)
+        if readable.isdisjoint(options):
+            return {}
         kept = {}
         for key, value in options.items():
-            if key in strings and key not in _FOR_PATCHES_ONLY:
+            if key in readable:
                 if type(value) not in CONSTANTS:
                     raise RunEagerly(f"it reads {key} from the per-call options")
                 kept[key] = value

@@ -12,7 +12,8 @@ from typing import Any
 import comfy.model_management
 import torch
 
-from ...block_runner import BlockRunner, CompileSettings
+from ...block_runner import BlockRunner
+from ...compile_settings import CompileSettings
 from ...fallbacks import fallbacks
 from ...first_call import at_first_call, is_compiled
 from ...graph_cache import GraphCache, shared

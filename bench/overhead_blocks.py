@@ -1,0 +1,132 @@
+"""What our stand-in for a block adds to a warm call of it, beside the compiled graph's own run."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+REPETITIONS = 300
+
+
+def of_a_warm_call(model: Any, image: Callable[[], Any]) -> dict[str, float]:
+    """Measure every block of a ModelPatcher's model with the arguments that `image()` calls it with.
+
+    Returns overhead_us: microseconds a call, the median over the blocks of each one's median; overhead_worst_us: the
+    largest of these; survey_ms: what a sampling run pays once, to find the blocks and set the stand-ins up.
+    """
+    from comfy_accel.accel.graph_cache import GraphCache
+    from comfy_accel.accel.substitution import Order, substituted
+
+    cache = GraphCache()
+    started = time.perf_counter()
+    layers, runners = _stand_ins(model, cache)
+    survey_ms = 1e3 * (time.perf_counter() - started)
+    calls = _calls(runners, image)
+    with substituted(layers, Order.COMPILED):
+        with _idle(cache, calls):
+            medians = [median_us(block.forward, *call) for block, call in calls.items()]
+    return {
+        "overhead_us": round(statistics.median(medians), 1),
+        "overhead_worst_us": round(max(medians), 1),
+        "survey_ms": round(survey_ms, 1),
+    }
+
+
+def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[dict[str, float], int]:
+    """Microseconds of each part, the median over the model's blocks; and how many blocks there are."""
+    from comfy_accel.accel import call_spec, tensor_check
+    from comfy_accel.accel.call_shape import CallShape
+    from comfy_accel.accel.substitution import Order, substituted
+
+    layers, runners = _stand_ins(model, cache)
+    calls = _calls(runners, lambda: image(model))
+    parts: dict[str, list[float]] = {}
+
+    def note(part: str, function: Callable, *args: Any, **kwargs: Any) -> None:
+        parts.setdefault(part, []).append(median_us(function, args, kwargs))
+
+    with substituted(layers, Order.COMPILED):
+        with _idle(cache, calls):
+            for block, (args, kwargs) in calls.items():
+                note("block", block.forward, *args, **kwargs)
+            for block, (args, kwargs) in calls.items():
+                note("  block, anew", runners[block]._call_anew, block.forward.own, args, kwargs)
+    nothing = {block: lambda inner, *args, **kwargs: None for block in runners}
+    with substituted(nothing, Order.COMPILED):
+        for block, (args, kwargs) in calls.items():
+            note("  stand-in", block.forward, *args, **kwargs)
+    for block, (args, kwargs) in calls.items():
+        runner, inputs = runners[block], []
+        spec = call_spec.flatten((args, kwargs), inputs, runner._simplify)
+        shape = CallShape(args, kwargs, spec, inputs, runner._simplify)
+        tensors = (*runner._slots.read(), *shape.tensors(args, kwargs))
+        note("  arguments", shape.tensors, args, kwargs)
+        options = kwargs.get("transformer_options")
+        if options is not None:
+            note("    options", runner._simplify, options)
+        note("  weights", runner._slots.read)
+        note("  check", tensor_check.like(tensors), *tensors)
+        note("  arguments, anew", call_spec.flatten, (args, kwargs), [], runner._simplify)
+    order = ("block", "  stand-in", "  arguments", "    options", "  weights", "  check")
+    anew = ("  block, anew", "  arguments, anew")
+    return {part: statistics.median(parts[part]) for part in (*order, *anew) if part in parts}, len(calls)
+
+
+def median_us(function: Callable, args: tuple = (), kwargs: dict | None = None) -> float:
+    """Of a call: the median of 300."""
+    kwargs = kwargs or {}
+    clock = time.perf_counter
+    function(*args, **kwargs)
+    seconds, empty = [], []
+    for _ in range(REPETITIONS):
+        started = clock()
+        function(*args, **kwargs)
+        seconds.append(clock() - started)
+        started = clock()
+        empty.append(clock() - started)
+    return 1e6 * (statistics.median(seconds) - statistics.median(empty))
+
+
+def _stand_ins(model: Any, cache: Any) -> tuple[dict, dict]:
+    """The layers of a ModelPatcher's model, and those of them that are its blocks'."""
+    from comfy_accel.accel.block_runner import BlockRunner
+    from comfy_accel.accel.compile_settings import CompileSettings
+    from comfy_accel.accel.hosts.comfyui.accelerate import block_layers
+
+    layers = block_layers(model.model.diffusion_model, CompileSettings(backend="eager"), cache)
+    return layers, {block: layer for block, layer in layers.items() if isinstance(layer, BlockRunner)}
+
+
+def _calls(blocks: Any, image: Callable[[], Any]) -> dict[Any, tuple[tuple, dict]]:
+    """The arguments with which each block is called, with the per-call dict as it is then."""
+    from comfy_accel.accel.substitution import Order, substituted
+
+    calls = {}
+
+    def spy(block):
+        def layer(inner, *args, **kwargs):
+            calls[block] = args, {key: dict(value) if type(value) is dict else value for key, value in kwargs.items()}
+            return inner(*args, **kwargs)
+
+        return layer
+
+    with substituted({block: spy(block) for block in blocks}, Order.CACHED):
+        image()
+    return calls
+
+
+@contextmanager
+def _idle(cache: Any, calls: dict) -> Iterator[None]:
+    """While it lasts, compiled graphs do nothing; those of these calls are there."""
+    for block, (args, kwargs) in calls.items():
+        block.forward(*args, **kwargs)
+    graphs = [graph for key in cache.keys() for graph in cache.get(key).graphs if hasattr(graph, "guards")]
+    runs = [graph.run for graph in graphs]
+    try:
+        for graph in graphs:
+            graph.run = lambda tensors: None
+        yield
+    finally:
+        for graph, run in zip(graphs, runs, strict=True):
+            graph.run = run

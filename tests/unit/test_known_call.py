@@ -1,0 +1,269 @@
+"""Calls of a block that are like earlier ones: recognised, and never where anything about them has changed."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from comfy_accel.accel import tensor_check
+from comfy_accel.accel.block_runner import BlockRunner
+from comfy_accel.accel.compile_settings import CompileSettings
+from comfy_accel.accel.eager_calls import RunEagerly
+from comfy_accel.accel.fallbacks import fallbacks
+from comfy_accel.accel.graph_cache import GraphCache
+from comfy_accel.accel.regions import survey
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.second = torch.nn.Linear(4, 4)
+
+    def forward(self, x, y=None, sign=1, scale=1.0, size=0, options=None):
+        x = self.first(x.to(self.first.weight.dtype)).to(self.second.weight.dtype)
+        return self.second(x) * scale * (-1 if sign is True else 1) / (1 + size) + (0 if y is None else y)
+
+
+class InPlace(Block):
+    def forward(self, x, y):
+        x += self.first(y)
+        return self.second(x + y)
+
+
+class Counting(BlockRunner):
+    """anew: calls that were not recognised."""
+
+    anew = 0
+
+    def _call_anew(self, *args):
+        self.anew += 1
+        return super()._call_anew(*args)
+
+
+def runner(block, cache=None, simplify=None):
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList([block])
+    region, *_ = survey(model.eval().requires_grad_(False)).regions
+    return Counting(region, cache or GraphCache(), CompileSettings(backend="eager"), simplify)
+
+
+def settled(block, *args, cache=None, simplify=None, **kwargs):
+    """Its stand-in, which knows such calls."""
+    stand_in = runner(block, cache, simplify)
+    for _ in range(4):
+        torch.testing.assert_close(stand_in(block.forward, *args, **kwargs), block(*args, **kwargs))
+    assert stand_in.anew == 2
+    return stand_in
+
+
+def check(stand_in, block, *args, is_known=False, **kwargs):
+    """The call is right, and whether it is recognised is as expected."""
+    before = stand_in.anew
+    out = stand_in(block.forward, *args, **kwargs)
+    torch.testing.assert_close(out, block(*args, **kwargs))  # of one type too
+    assert (stand_in.anew == before) is is_known
+
+
+@pytest.fixture(params=[True, False], ids=["torch's check", "in Python"], autouse=True)
+def native(request, monkeypatch):
+    fallbacks.clear()
+    if request.param:
+        assert tensor_check._is_native()
+    else:
+        monkeypatch.setattr(tensor_check, "_is_native", lambda: False)
+
+
+def cast(block):
+    block.first.to(torch.float64)
+
+
+def replaced_by_another_type(block):
+    block.first.weight = torch.nn.Parameter(torch.randn(4, 4, dtype=torch.float64), requires_grad=False)
+    block.first.bias = torch.nn.Parameter(torch.randn(4, dtype=torch.float64), requires_grad=False)
+
+
+def given_other_strides(block):
+    block.first.weight = torch.nn.Parameter(torch.randn(4, 4).t(), requires_grad=False)
+
+
+def made_a_class_of_its_own(block):
+    class Other(torch.nn.Parameter):
+        pass
+
+    block.first.weight = Other(torch.randn(4, 4), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [cast, replaced_by_another_type, given_other_strides, made_a_class_of_its_own])
+def test_weights_that_are_others_in_mid_run_are_noticed(change):
+    block, x = Block(), torch.randn(2, 4)
+    stand_in = settled(block, x)
+    change(block)
+    check(stand_in, block, x)
+
+
+def test_weights_that_left_the_device_run_as_they_are():
+    block, x = Block(), torch.randn(2, 4)
+    stand_in = settled(block, x)
+    block.second.to("meta")
+    assert stand_in(lambda x: "eager", x) == "eager"
+    assert [row["reason"] for row in fallbacks.rows()] == ["its weights are partly on meta, its inputs are not"]
+
+
+def test_weights_of_other_values_are_read_and_none_is_kept():
+    block, x = Block(), torch.randn(2, 4)
+    stand_in = settled(block, x)
+    old = weakref.ref(block.first.weight)
+    block.first.weight = torch.nn.Parameter(torch.randn(4, 4), requires_grad=False)
+    gc.collect()
+    assert old() is None
+    check(stand_in, block, x, is_known=True)
+    block.first.weight.data = torch.randn(4, 4)
+    check(stand_in, block, x, is_known=True)
+
+
+@pytest.mark.parametrize("wanted", ["input", "weight"])
+def test_gradients_wanted_from_one_call_to_the_next_are_the_blocks_own(wanted):
+    block, x = Block(), torch.randn(2, 4)
+    if wanted == "weight":
+        with torch.no_grad():
+            stand_in = runner(block)
+            block.first.weight.requires_grad_()  # as diffusers leaves them
+            for _ in range(4):
+                stand_in(block.forward, x)
+        assert stand_in.anew == 2
+    else:
+        stand_in = settled(block, x)
+        x.requires_grad_()
+    stand_in(block.forward, x).sum().backward()
+    assert (x if wanted == "input" else block.first.weight).grad.abs().max() > 0
+    with torch.no_grad():
+        before = fallbacks.counts()
+        stand_in(block.forward, x)
+        assert fallbacks.counts() == before
+
+
+def test_autocast_from_one_call_to_the_next_is_seen():
+    block, x = Block(), torch.randn(2, 4)
+    stand_in = settled(block, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        check(stand_in, block, x)
+    check(stand_in, block, x, is_known=True)
+
+
+CALLS = {
+    "type": (lambda x, y: ((x.double(), y), {})),
+    "shape": (lambda x, y: ((torch.cat([x, x]), y[:1]), {})),
+    "strides": (lambda x, y: ((torch.randn(4, 2).t(), y), {})),
+    "class": (lambda x, y: ((torch.nn.Parameter(x, requires_grad=False), y), {})),
+    "one tensor twice": (lambda x, y: ((x, x), {})),
+    "no tensor": (lambda x, y: ((x, None), {})),
+    "a number for a tensor": (lambda x, y: ((x, 3.0), {})),
+    "a flag that equals the number": (lambda x, y: ((x, y), {"sign": True})),
+    "another number": (lambda x, y: ((x, y), {"scale": 2.0})),
+    "minus nought": (lambda x, y: ((x, y), {"scale": -0.0})),
+    "another size": (lambda x, y: ((x, y), {"size": 7})),
+    "by name": (lambda x, y: ((x,), {"y": y})),
+    "one argument less": (lambda x, y: ((x,), {})),
+    "an empty dict": (lambda x, y: ((x, y), {"options": {}})),
+}
+
+
+@pytest.mark.parametrize("sort", CALLS)
+@pytest.mark.parametrize("usual", [{}, {"scale": 0.0, "sign": 1, "size": 5, "options": None}], ids=["plain", "named"])
+def test_call_that_is_made_in_another_way_is_described_anew(sort, usual):
+    block, x, y = Block(), torch.randn(2, 4), torch.randn(2, 4)
+    stand_in = settled(block, x, y, **usual)
+    args, kwargs = CALLS[sort](x, y)
+    check(stand_in, block, *args, **{**usual, **kwargs})
+    check(stand_in, block, torch.randn(2, 4), torch.randn(2, 4), is_known=True, **usual)
+
+
+def test_nested_arguments_are_recognised_too():
+    class Nested(Block):
+        def forward(self, x, pairs, size):
+            return super().forward(x) * pairs[0] + pairs[1][0] / size
+
+    block, x, y = Nested(), torch.randn(2, 4), torch.randn(2, 4)
+    stand_in = settled(block, x, (x + 1, [y]), size=8)
+    check(stand_in, block, y, (x + 2, [x]), size=8, is_known=True)
+    check(stand_in, block, y, (x + 2, [y]), size=8)
+    check(stand_in, block, y, (x + 2, [x]), size=9)
+    check(stand_in, block, y, (x + 2, (x,)), size=8)
+
+
+def test_strided_input_is_made_dense_in_each_call():
+    block = Block()
+    stand_in = settled(block, torch.randn(4, 2).t())
+    check(stand_in, block, torch.randn(4, 2).t(), is_known=True)
+
+
+def test_changed_input_that_shares_memory_from_one_call_to_the_next_runs_as_it_is():
+    block, reference = InPlace(), InPlace()
+    reference.load_state_dict(block.state_dict())
+    stand_in = runner(block)
+    base = torch.randn(4, 4)
+    for number in range(6):
+        if number < 4:
+            x, y = base.clone()[:2], base.clone()[2:]
+            theirs = x.clone(), y.clone()
+        else:  # overlapping rows
+            mine, other = base.clone(), base.clone()
+            x, y, theirs = mine[:2], mine[1:3], (other[:2], other[1:3])
+        out = stand_in(block.forward, x, y)
+        assert torch.equal(out, reference(*theirs)) and torch.equal(x, theirs[0]) and torch.equal(y, theirs[1])
+    assert stand_in.anew == 4
+    assert [row["reason"] for row in fallbacks.rows()] == ["it changes an argument that shares memory with another"]
+
+
+def test_options_that_change_in_place_are_asked_about_in_each_call():
+    def simplify(options):
+        if options.get("patches"):
+            raise RunEagerly("a patch concerns it")
+        return {name: value for name, value in options.items() if name == "strength"} if "step" in options else options
+
+    block, x, options = Block(), torch.randn(2, 4), {"step": 1}
+    stand_in = settled(block, x, simplify=simplify, options=options)
+    options["step"] = 2
+    check(stand_in, block, x, is_known=True, options=options)
+    options["patches"] = ["somebody's"]
+    assert stand_in(lambda x, options: "eager", x, options=options) == "eager"
+    options["patches"] = []
+    check(stand_in, block, x, is_known=True, options=options)
+    options["strength"] = 0.5
+    check(stand_in, block, x, options=options)
+
+
+def test_graph_that_left_the_cache_is_not_used():
+    block, x, cache = Block(), torch.randn(2, 4), GraphCache()
+    stand_in = settled(block, x, cache=cache)
+    cache.clear()
+    check(stand_in, block, x)
+    assert cache.statistics()["compilations"] == 2
+
+
+def test_graph_that_fails_is_followed_by_the_block_and_forgotten():
+    block, x, cache = Block(), torch.randn(2, 4), GraphCache()
+    stand_in = settled(block, x, cache=cache)
+    [graph] = cache.get(cache.keys()[0]).graphs
+
+    def fail(tensors):
+        raise RuntimeError("simulated")
+
+    graph.run = fail
+    check(stand_in, block, x, is_known=True)
+    check(stand_in, block, x)
+    assert [row["reason"] for row in fallbacks.rows()] == [
+        "its compiled graph failed: RuntimeError: simulated",
+        "RuntimeError: simulated",
+    ]
+
+
+def test_many_sorts_of_calls_take_turns():
+    block = Block()
+    stand_in = runner(block)
+    for _ in range(12):
+        for rows in range(1, 9):
+            x = torch.randn(rows, 4)
+            assert torch.equal(stand_in(block.forward, x), block(x))
+    assert len(stand_in._known) == 4
