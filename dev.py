@@ -29,11 +29,8 @@ GIB_NEEDED = 8
 # pack's `nodes` would hide ComfyUI's.
 PYTEST = "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
-AT_ONCE = ["--numprocesses=2", "--dist=loadfile", "--no-loadscope-reorder"]
-"""For the whole suite: compiling keeps one core busy at a time, and each process needs up to 3 GB.
-
-In the order of the folders: by the number of tests, files of few long ones would come last, with one core idle.
-"""
+AT_ONCE = ["--numprocesses=2", "--dist=loadfile"]
+"""For the whole suite: compiling keeps one core busy at a time, and each process needs up to 3 GB."""
 
 
 def main():

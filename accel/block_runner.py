@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,16 +109,7 @@ class BlockRunner:
                 counter.hits += 1
                 if observer is not None:
                     observer.used.append((found.entry, found.graph, counter))
-                try:
-                    return found.graph.run(tensors)
-                except self._interrupts:
-                    raise
-                except Exception as error:
-                    if observer is not None and observer.recording:
-                        raise
-                    failure = Failure.of(error)
-                # Outside of the handler, whose exception would keep the failed call's tensors.
-                return self._after(failure, found, inner, args, kwargs)
+                return self._with_graph(found.graph.run, tensors, found, inner, args, kwargs)
         return self._call_anew(inner, args, kwargs)
 
     def _are_bare(self) -> bool:
@@ -190,28 +181,29 @@ class BlockRunner:
             observer.used.append((entry, graph, counter))
             observer.settled &= is_settled
 
-        def run() -> Any:
+        def run(tensors: Sequence[torch.Tensor]) -> Any:
             out = graph.run(tensors)
             for index in graph.facts.changed:
                 if inputs[index] is not given[index]:
                     given[index].copy_(inputs[index])
             return out
 
+        def probed(tensors: Sequence[torch.Tensor]) -> Any:
+            return self._probe(graph, probe, lambda: run(tensors), inner, spec, given, inputs, tensors[0].device)
+
+        return self._with_graph(run if is_settled else probed, tensors, found, inner, args, kwargs)
+
+    def _with_graph(self, run, tensors, found: Found, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What `run` makes of the tensors; the call as it is, where the graph fails."""
         try:
-            if is_settled:
-                return run()
-            return self._probe(graph, probe, run, inner, spec, given, inputs, tensors[0].device)
+            return run(tensors)
         except self._interrupts:
             raise
         except Exception as error:
-            if observer is not None and observer.recording:
+            if self.observer is not None and self.observer.recording:
                 raise
             failure = Failure.of(error)
         # Outside of the handler, whose exception would keep the failed call's tensors.
-        return self._after(failure, found, inner, args, kwargs)
-
-    def _after(self, failure: Failure, found: Found, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The call as it is, after its graph has failed."""
         self._forget()
         if failure.is_shortage:
             self._on_shortage()

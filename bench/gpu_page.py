@@ -33,6 +33,7 @@ LEGEND = """\
 - Cold starts have folders of their own, empty at first. Ours share theirs among them: the first of them starts cold,
   the others trace for themselves and find its kernels on disk; those with a cache policy are "both tiers" with one node
   more, in its graph cache.
+- Ours: *Accelerate Model*'s defaults without `check_gain`, which would run some calls of the first images twice.
 - A prompt's stall: its seconds minus those of the same prompt once more."""
 
 _TEXTS = ("contender", "size", "start", "ran as", "notes", "model", "part", "what", "why")

@@ -11,10 +11,9 @@ import comfy.model_management
 import pytest
 import tiny_models
 import torch
-from capture_kit import reasons
+from capture_kit import reasons, recording_cache
 from comfy.ldm.modules import attention
 from comfy.patcher_extension import WrappersMP
-from comfy_accel.accel.capture_pool import CapturePool
 from comfy_accel.accel.compile_settings import CompileSettings
 from comfy_accel.accel.deep_cache import DeepCacheSettings
 from comfy_accel.accel.fallbacks import fallbacks
@@ -49,9 +48,7 @@ def recorder():
 
 @pytest.fixture
 def cache(recorder):
-    cache = GraphCache()
-    cache.captures = CapturePool(recorder)
-    return cache
+    return recording_cache(recorder)[0]
 
 
 def image(model, **changes):

@@ -10,7 +10,7 @@ import comfy.model_management as core
 import pytest
 import tiny_models
 import torch
-from capture_kit import reasons
+from capture_kit import reasons, recording_cache
 from comfy_accel.accel.block_runner import CompileSettings
 from comfy_accel.accel.capture_pool import CapturePool
 from comfy_accel.accel.fallbacks import fallbacks
@@ -41,9 +41,7 @@ def recorder():
 
 @pytest.fixture
 def cache(recorder):
-    cache = GraphCache()
-    cache.captures = CapturePool(recorder)
-    return cache
+    return recording_cache(recorder)[0]
 
 
 def image(model, **changes):
