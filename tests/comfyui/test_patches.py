@@ -1,5 +1,7 @@
 """Patches of all sorts on an accelerated model: the eager image, and no compilation for what changes values alone."""
 
+import inspect
+
 import comfy.sd
 import comfy.utils
 import pytest
@@ -192,7 +194,11 @@ def test_inpaint_model_shares_the_blocks_of_the_plain_one(model):
 def test_context_windows_compile_nothing(model):
     from comfy_extras.nodes_context_windows import ContextWindowsManualNode
 
-    patched = ContextWindowsManualNode.execute(model, 2, 1, "standard_static", 1, False, "pyramid", 0).result[0]
+    windows = {"context_length": 2, "context_overlap": 1, "context_schedule": "standard_static", "context_stride": 1}
+    how = {"closed_loop": False, "fuse_method": "pyramid", "dim": 0, "freenoise": False}
+    known = inspect.signature(ContextWindowsManualNode.execute).parameters  # cores of 0.3.75 have no freenoise
+    how = {name: value for name, value in how.items() if name in known}
+    patched = ContextWindowsManualNode.execute(model, **windows, **how).result[0]
     assert_same_image(patched, batch=5, steps=4)  # core compares its 5 sigmas with the batch, one by one
     assert graphs() == 0 and fallbacks.rows() == []
 
