@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from . import cache_table
 from .bounded_entries import BoundedEntries, NoGraph
-from .capture_key import CaptureKey
 from .compiled_graph import CompiledGraph
 from .compilers import CompileFailed
 from .events import emit
@@ -68,7 +67,7 @@ class GraphCache(BoundedEntries):
             NoGraph: with the reason. Whatever `load_graph` raises, and `compile_graph` other than CompileFailed,
                 passes through, and nothing is kept.
         """
-        entry = self._enter(key, name, claim)
+        entry = self._enter(key, name, claim, is_capture=action == "capture")
         with entry._busy:
             for graph in entry.graphs:
                 if fits(graph):
@@ -198,12 +197,12 @@ class GraphCache(BoundedEntries):
         counted["hits"] += evicted_hits
         return {**counted, **totals, **cache_table.table(entries, rows, wanted)}
 
-    def _enter(self, key: Hashable, name: str, claim: Claim | None) -> Entry:
+    def _enter(self, key: Hashable, name: str, claim: Claim | None, is_capture: bool) -> Entry:
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
                 self._require_room(key, claim)
-                entry = self._entries[key] = Entry(key, name, is_capture=isinstance(key, CaptureKey))
+                entry = self._entries[key] = Entry(key, name, is_capture=is_capture)
                 self._shrink(self._in_use() | {key})
             self._touch(key)
             if claim is not None:

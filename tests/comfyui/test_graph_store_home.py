@@ -25,11 +25,13 @@ from comfy_accel.accel.hosts.comfyui.versions import NO_RESULT_DEPENDS_ON
 from comfy_accel.accel.regions import survey
 from tiny_zoo import ZOO
 
-IMPORT_LIMIT = 0.15
-"""Seconds of processor time beyond what ComfyUI imports anyway."""
+IMPORT_LIMIT, IMPORT_SHARE = 0.15, 0.04
+"""Seconds of processor time beyond what ComfyUI imports anyway; on a machine on which that takes more than 4 s, this
+share of it."""
 
 IMPORTING = """
 import sys, time
+begun = time.process_time()
 sys.path.append(sys.argv[1])
 from bench.inprocess import boot
 boot(cpu=True)
@@ -42,11 +44,13 @@ def hear(event, arguments):
         written.append(str(arguments[0]))
 sys.addaudithook(hear)
 started = time.process_time()
+comfyui = started - begun
 pack.load()
 from comfy_accel import nodes
 seconds = time.process_time() - started
 import json
-print(json.dumps({"seconds": seconds, "written": [name for name in written if "pycache" not in name]}))
+written = [name for name in written if "pycache" not in name]
+print(json.dumps({"seconds": seconds, "comfyui": comfyui, "written": written}))
 """
 
 
@@ -110,7 +114,7 @@ def test_importing_the_pack_is_quick_and_writes_nothing():
         out = subprocess.check_output([sys.executable, "-c", IMPORTING, root], cwd=os.sep, text=True)
         answer = json.loads(out.splitlines()[-1])
         assert answer["written"] == []
-        seconds.append(answer["seconds"])
+        seconds.append(answer["seconds"] / max(1.0, answer["comfyui"] * IMPORT_SHARE / IMPORT_LIMIT))
         if min(seconds) < IMPORT_LIMIT:
             break
     assert min(seconds) < IMPORT_LIMIT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import torch
@@ -16,14 +16,16 @@ from ...compile_settings import CompileSettings
 from ...compiled_layers import Host, compiled_layers, look_at
 from ...events import emit
 from ...graph_cache import Claim, GraphCache, shared
-from ...model_capture import ModelCapture
 from ...substitution import Layer, Order, substituted
-from . import capture, graph_store, preferences
+from . import graph_store, preferences
 from .options import simplifier, without_hooks
 from .progress import CompileProgress
 from .recording import recorded, uses
 from .shape_errors import size_remembered, sizes_explained
 from .versions import NO_RESULT_DEPENDS_ON, clone_for_compiling
+
+if TYPE_CHECKING:
+    from ...model_capture import ModelCapture
 
 KEY = "accel.compile"
 """Under which our wrappers stand on a patcher, and the run's state in its transformer_options."""
@@ -98,6 +100,8 @@ class Run:
         if not self._graphs:
             yield options
             return
+        from . import capture  # it is much to import for those who capture nothing
+
         self._model_calls += 1
         if self._capture is None:
             self._capture = capture.begin(base, self._settings, self._cache, self._claim, self._layers)
@@ -133,6 +137,8 @@ def accelerate(
     graph_store.attach(cache)
     patched = clone_for_compiling(model)
     if graphs:
+        from . import capture
+
         capture.attach(cache, patched)
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
         patched.remove_wrappers_with_key(wrapper, KEY)

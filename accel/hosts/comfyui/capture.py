@@ -29,11 +29,10 @@ from ...plain_values import Indescribable
 from ...substitution import Order, substituted
 from . import preferences
 from .capture_memory import memory_of, room_for_recordings
+from .model_calls import CAPTURE as KEY
+from .model_calls import asks_wrappers
 from .options import is_transformer_options
 from .versions import NO_RESULT_DEPENDS_ON, is_dynamic, is_split_over_devices
-
-KEY = "accel.capture"
-"""Under which the run's recordings stand in its transformer_options, and our callbacks on a patcher."""
 
 INTERRUPTS = (comfy.model_management.InterruptProcessingException,)
 
@@ -59,11 +58,6 @@ def attach(cache: GraphCache, model: Any) -> None:
 
     model.callbacks.get(CallbacksMP.ON_DETACH, {}).pop(KEY, None)
     model.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, let_go)
-
-
-def is_attached(model: Any) -> bool:
-    """Whether calls of the patcher's model may be recorded."""
-    return KEY in model.callbacks.get(CallbacksMP.ON_DETACH, {})
 
 
 def begin(
@@ -110,12 +104,6 @@ def standing_in(capture: ModelCapture, model: torch.nn.Module, options: dict[str
     of_model = {key: known for key, known in wrappers.get(WrappersMP.DIFFUSION_MODEL, {}).items() if key != KEY}
     options["wrappers"] = {**wrappers, WrappersMP.DIFFUSION_MODEL: {**of_model, KEY: [_call_model]}}
     yield options
-
-
-def asks_wrappers(model: torch.nn.Module) -> bool:
-    """Whether the model's forward runs the wrappers for DIFFUSION_MODEL; SD3's and some others' does not."""
-    code = getattr(type(model).forward, "__code__", None)
-    return code is not None and "DIFFUSION_MODEL" in code.co_names
 
 
 @torch.compiler.disable

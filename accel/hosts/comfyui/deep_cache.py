@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import torch
@@ -16,14 +16,15 @@ from ...boundaries import boundary_of, why_none
 from ...cached_call import cached_call
 from ...deep_cache import DeepCacheRun, DeepCacheSettings, StreamKey
 from ...events import emit, log
-from ...model_capture import ModelCapture
 from ...run_record import records
 from ...step_schedule import is_in_order
 from ...substitution import Order, substituted
-from .capture import KEY as CAPTURE
-from .capture import asks_wrappers
+from .model_calls import CAPTURE, asks_wrappers
 from .recording import recorded
 from .shape_errors import sizes_explained
+
+if TYPE_CHECKING:
+    from ...model_capture import ModelCapture
 
 KEY = "accel_deep_cache"
 """Of our wrappers, and of the run's state in its transformer_options."""

@@ -13,7 +13,7 @@ import comfy.utils
 import torch
 
 from ...resolution import Size
-from .capture import is_attached
+from .model_calls import is_captured
 from .model_sizes import latent_layout
 
 MOST = 1000
@@ -96,7 +96,7 @@ def warm_up(
     if not runs:
         raise ValueError("That makes no run: name at least one size and one batch.")
     layout = latent_layout(model)
-    steps = _STEPS_TO_CAPTURE if is_attached(model) else 1
+    steps = _STEPS_TO_CAPTURE if is_captured(model) else 1
     progress = comfy.utils.ProgressBar(len(runs))
     started = time.perf_counter()
     for number, (size, batch, length) in enumerate(runs, 1):

@@ -1,0 +1,25 @@
+"""Where a ModelPatcher's model can be stepped before, and whether its calls may be captured.
+
+Apart from `capture`, which is imported where calls are captured alone: importing the pack is to stay quick.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from comfy.patcher_extension import CallbacksMP
+
+CAPTURE = "accel.capture"
+"""Under which the run's recordings stand in its transformer_options, and our callbacks on a patcher."""
+
+
+def asks_wrappers(model: torch.nn.Module) -> bool:
+    """Whether the model's forward runs the wrappers for DIFFUSION_MODEL; SD3's and some others' does not."""
+    code = getattr(type(model).forward, "__code__", None)
+    return code is not None and "DIFFUSION_MODEL" in code.co_names
+
+
+def is_captured(model: Any) -> bool:
+    """Whether calls of the patcher's model may be recorded."""
+    return CAPTURE in model.callbacks.get(CallbacksMP.ON_DETACH, {})
