@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .model_state import ModelState, Unrecordable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterable
 
     import torch
 
@@ -112,8 +112,7 @@ class CapturePool:
 
     def drop_all(self, cache: GraphCache) -> None:
         """Let go of every recording."""
-        for member in self.members:
-            cache.evict(member.key)
+        _evict(cache, self.members)
 
     def drop_outdated(self, cache: GraphCache) -> None:
         """Let go of the recordings whose model is gone or has been moved since; some milliseconds for each model."""
@@ -127,14 +126,11 @@ class CapturePool:
 
     def drop_model(self, cache: GraphCache, model: object) -> None:
         """Let go of the recordings of one model."""
-        for member in self.members:
-            if member.key.model() is model:
-                cache.evict(member.key)
+        _evict(cache, (member for member in self.members if member.key.model() is model))
 
     def drop_device(self, cache: GraphCache, device: torch.device) -> None:
         """Let go of the recordings on one device."""
-        for member in self._members_on(device):
-            cache.evict(member.key)
+        _evict(cache, self._members_on(device))
 
     def _members_on(self, device: torch.device) -> list[CapturedCall]:
         return [member for member in self.members if member.device == device]
@@ -144,6 +140,11 @@ class CapturePool:
         self._refused[key] = budget
         if len(self._refused) > _MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
+
+
+def _evict(cache: GraphCache, members: Iterable[CapturedCall]) -> None:
+    for member in members:
+        cache.evict(member.key)
 
 
 def _digest(model: torch.nn.Module) -> str | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import comfy.model_management
 import torch
 from comfy.patcher_extension import WrappersMP
 
@@ -18,6 +17,7 @@ from ...events import emit
 from ...graph_cache import Claim, GraphCache, shared
 from ...substitution import Layer, Order, substituted
 from . import graph_store, preferences
+from .model_calls import INTERRUPTS
 from .options import simplifier, without_hooks
 from .progress import CompileProgress
 from .recording import recorded, uses
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 KEY = "accel.compile"
 """Under which our wrappers stand on a patcher, and the run's state in its transformer_options."""
-
-INTERRUPTS = (comfy.model_management.InterruptProcessingException,)
 
 HOST = Host(NO_RESULT_DEPENDS_ON, INTERRUPTS, simplifier, without_hooks)
 

@@ -30,11 +30,9 @@ from ...substitution import Order, substituted
 from . import preferences
 from .capture_memory import memory_of, room_for_recordings
 from .model_calls import CAPTURE as KEY
-from .model_calls import asks_wrappers
+from .model_calls import INTERRUPTS, asks_wrappers
 from .options import is_transformer_options
 from .versions import NO_RESULT_DEPENDS_ON, is_dynamic, is_split_over_devices
-
-INTERRUPTS = (comfy.model_management.InterruptProcessingException,)
 
 _ASKED = "ComfyUI needs the memory of its recording during the run"
 

@@ -19,7 +19,7 @@ from ...events import emit, log
 from ...run_record import records
 from ...step_schedule import is_in_order
 from ...substitution import Order, substituted
-from .model_calls import CAPTURE, asks_wrappers
+from .model_calls import CAPTURE, INTERRUPTS, asks_wrappers
 from .recording import recorded
 from .shape_errors import sizes_explained
 
@@ -229,4 +229,4 @@ def _must_pass(error: Exception) -> bool:
     out_of_memory = comfy.model_management.OOM_EXCEPTION
     if out_of_memory is not Exception and isinstance(error, out_of_memory):
         return True
-    return isinstance(error, comfy.model_management.InterruptProcessingException)
+    return isinstance(error, INTERRUPTS)

@@ -1,4 +1,4 @@
-"""Where a ModelPatcher's model can be stepped before, and whether its calls may be captured.
+"""What all that stands before a ModelPatcher's model goes by: how it is called, what must end a call, what is captured.
 
 Apart from `capture`, which is imported where calls are captured alone: importing the pack is to stay quick.
 """
@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import comfy.model_management
 import torch
 from comfy.patcher_extension import CallbacksMP
+
+INTERRUPTS = (comfy.model_management.InterruptProcessingException,)
+"""What means "stop the run", and is never swallowed."""
 
 CAPTURE = "accel.capture"
 """Under which the run's recordings stand in its transformer_options, and our callbacks on a patcher."""
