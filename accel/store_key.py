@@ -20,10 +20,13 @@ if TYPE_CHECKING:
     from .graph_key import GraphKey
 
 _ENGINE = (
-    *("ahead_of_time", "call_spec", "code_digest", "code_reach", "compiled_graph", "compilers", "convolution"),
-    *("functions_in", "graph_key", "held_code", "kinds", "native_kernels", "plain_values", "row_survey", "same_path"),
-)
-"""Modules that decide what is in an artifact, and which calls it is right for."""
+    "added_weights ahead_of_time block_observer block_runner bounded_entries cache_table call_shape call_spec "
+    "causes code_digest code_reach compile_settings compiled_graph compiled_layers compilers convolution "
+    "eager_calls events fallbacks fixed_sizes found_graph functions_in generated_code graph_cache graph_claim "
+    "graph_entry graph_key held_code kinds known_call model_copy module_files native_kernels plain_values probe "
+    "process_memos regions row_survey same_path substitution tensor_check whole_files wrapped_layers"
+).split()
+"""Modules that decide what is in an artifact, and which calls it is right for: compiling, dispatch and their imports."""
 
 _PASSES = ("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass") + (
     *("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "_pre_fusion_custom_pass", "_post_fusion_custom_pass"),
@@ -58,6 +61,11 @@ def key_digest(key: GraphKey, values: tuple[str, ...] = ()) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:24]
 
 
+def engine_files() -> list[str]:
+    """The engine's own files that decide what is in a saved graph."""
+    return [str(Path(__file__).with_name(f"{name}.py")) for name in _ENGINE]
+
+
 def environment(devices: Iterable[torch.device]) -> dict[str, str]:
     """What an artifact for these devices depends on beside its key, each as text.
 
@@ -87,7 +95,7 @@ def difference(here: dict[str, str], there: object) -> str | None:
 @functools.lru_cache(maxsize=1)
 def _software() -> dict[str, str]:
     try:
-        engine = module_files.digest(str(Path(__file__).with_name(f"{name}.py")) for name in _ENGINE)
+        engine = module_files.digest(engine_files())
     except module_files.Unknown as unknown:
         raise NotPortable(str(unknown)) from None
     return {
