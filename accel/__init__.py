@@ -14,11 +14,11 @@ from typing import Any
 __version__ = "0.1.0"
 
 _FROM = {
-    "DeepCacheSettings": "deep_cache",
-    "accelerate_pipeline": "hosts.pipelines",
-    "accelerated": "hosts.pipelines",
-    "restore": "hosts.pipelines",
-    "warm_up": "hosts.pipeline_warm_up",
+    "DeepCacheSettings": "step_cache.deep_cache",
+    "accelerate_pipeline": "hosts.diffusers.pipelines",
+    "accelerated": "hosts.diffusers.pipelines",
+    "restore": "hosts.diffusers.pipelines",
+    "warm_up": "hosts.diffusers.warm_up",
 }
 """What scripts use → the module that has it."""
 

@@ -8,7 +8,7 @@ def main() -> int:
     if arguments[:1] != ["store"]:
         print("usage: accel store {list,verify,export,import,prune,move,limit} ...", file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
-    from .store_command import main as store
+    from .store.cli import main as store
 
     return store(arguments[1:])
 

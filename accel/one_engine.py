@@ -15,7 +15,7 @@ from typing import Any
 
 log = logging.getLogger("accel")
 
-_LOADED = "hosts.comfyui.accelerate"
+_LOADED = "hosts.comfyui.models.accelerate"
 """The module of an engine that is there once ComfyUI has loaded the nodes over it."""
 
 

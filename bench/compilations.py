@@ -26,7 +26,7 @@ class Counts(NamedTuple):
 
 
 def counts() -> Counts:
-    from comfy_accel.accel.fallbacks import fallbacks
+    from comfy_accel.accel.core.fallbacks import fallbacks
     from torch._dynamo.utils import counters
 
     return Counts(

@@ -45,8 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
     comfyui = boot(cpu=not has_accelerator())
     pack.load()
     import torch
-    from comfy_accel.accel.boundaries import boundary_of
-    from comfy_accel.accel.deep_cache import DeepCacheSettings
+    from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
+    from comfy_accel.accel.step_cache.split_points import boundary_of
 
     from . import toy
 
@@ -160,7 +160,7 @@ class Bench:
 
     def _share(self, case: Case, depth: int | None) -> float:
         """Of the DeepCache run that has just ended."""
-        from comfy_accel.accel.hosts.comfyui.deep_cache import last_run
+        from comfy_accel.accel.hosts.comfyui.models.deep_cache import last_run
 
         steps = last_run()  # Counting below makes runs of its own.
         full, skipped = self._flops_of_steps(case, depth)
@@ -193,8 +193,8 @@ def apply(contender: Contender, model):
 
         defaults = {entry.id: entry.default for entry in EasyCacheNode.define_schema().inputs if entry.id != "model"}
         return EasyCacheNode.execute(model, **{**defaults, "reuse_threshold": contender.threshold}).args[0]
-    from comfy_accel.accel.deep_cache import DeepCacheSettings
-    from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache
+    from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
+    from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
 
     settings = {"schedule": contender.schedule, "between": contender.between}
     if contender.threshold is not None:

@@ -70,8 +70,8 @@ def measure(given: dict) -> list[Row]:
     boot(cpu=given["quick"])
     pack.load()
     import torch
-    from comfy_accel.accel.graph_cache import shared
-    from comfy_accel.accel.hosts.comfyui import preferences
+    from comfy_accel.accel.cache.graph_cache import shared
+    from comfy_accel.accel.hosts.comfyui.server import preferences
 
     from . import gpu_device, gpu_models
     from .gpu_cases import CONTENDERS

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfy_accel.accel import store_location
-from comfy_accel.accel.block_runner import CompileSettings
-from comfy_accel.accel.capture_pool import CapturePool
-from comfy_accel.accel.deep_cache import DeepCacheSettings
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.graph_store import GraphStore
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.cuda_graphs.pool import CapturePool
+from comfy_accel.accel.dispatch.block_runner import CompileSettings
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
+from comfy_accel.accel.store import location
+from comfy_accel.accel.store.graph_store import GraphStore
 
 from . import deepcache, session
 from .compilations import RecompileLimit, compiling_into, counts
@@ -92,7 +92,7 @@ class Lineup:
         if self._keeps:
             self._keeps = False
             cache = self.tier_one_cache if name == TIER_ONE else self.cache
-            cache.store = GraphStore(store_location.at(str(self._folder / GRAPHS)), None)
+            cache.store = GraphStore(location.at(str(self._folder / GRAPHS)), None)
         if name == TIER_ONE:
             return accelerate(model, settings, self.tier_one_cache)
         model = accelerate(model, settings, self.cache, graphs=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from comfy_accel.accel.causes import one_line
+from comfy_accel.accel.core.errors import one_line
 
 from . import gpu_device
 from .gpu_cases import BOTH, Case, TimeBudget, forty_sizes, skipped

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfy_accel.accel.causes import one_line
-from comfy_accel.accel.probe import TOLERANCE
+from comfy_accel.accel.compile.benchmark import TOLERANCE
+from comfy_accel.accel.core.errors import one_line
 
 from .compilations import RecompileLimit
 from .gpu_cases import EAGER, Case, TimeBudget, in_session, skipped

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from comfy_accel.accel.causes import one_line
-from comfy_accel.accel.hosts.comfyui.deep_cache import last_run
-from comfy_accel.accel.probe import TOLERANCE
+from comfy_accel.accel.compile.benchmark import TOLERANCE
+from comfy_accel.accel.core.errors import one_line
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import last_run
 
 from . import gpu_device
 from .gpu_cases import (

@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
 def measure(family: Any) -> list[report.Row]:
     """The rows of one layout."""
     import torch
-    from comfy_accel.accel.graph_cache import GraphCache
+    from comfy_accel.accel.cache.graph_cache import GraphCache
 
     from . import overhead_blocks, overhead_calls, tiny_models
 

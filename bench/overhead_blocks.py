@@ -15,8 +15,8 @@ def of_a_warm_call(model: Any, image: Callable[[], Any]) -> dict[str, float]:
     Returns overhead_us: microseconds a call, the median over the blocks of each one's median; overhead_worst_us: the
     largest of these; survey_ms: what a sampling run pays once, to find the blocks and set the stand-ins up.
     """
-    from comfy_accel.accel.graph_cache import GraphCache
-    from comfy_accel.accel.substitution import Order, substituted
+    from comfy_accel.accel.cache.graph_cache import GraphCache
+    from comfy_accel.accel.modules.substitution import Order, substituted
 
     cache = GraphCache()
     started = time.perf_counter()
@@ -35,9 +35,9 @@ def of_a_warm_call(model: Any, image: Callable[[], Any]) -> dict[str, float]:
 
 def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[dict[str, float], int]:
     """Microseconds of each part, the median over the model's blocks; and how many blocks there are."""
-    from comfy_accel.accel import call_spec, tensor_check
-    from comfy_accel.accel.call_shape import CallShape
-    from comfy_accel.accel.substitution import Order, substituted
+    from comfy_accel.accel.modules.substitution import Order, substituted
+    from comfy_accel.accel.signature import tensor_check, tree_spec
+    from comfy_accel.accel.signature.call_shape import CallShape
 
     layers, runners = _stand_ins(model, cache)
     calls = _calls(runners, lambda: image(model))
@@ -58,7 +58,7 @@ def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[dict
             note("  stand-in", block.forward, *args, **kwargs)
     for block, (args, kwargs) in calls.items():
         runner, inputs = runners[block], []
-        spec = call_spec.flatten((args, kwargs), inputs, runner._simplify)
+        spec = tree_spec.flatten((args, kwargs), inputs, runner._simplify)
         shape = CallShape(args, kwargs, spec, inputs, runner._simplify)
         tensors = (*runner._slots.read(), *shape.tensors(args, kwargs))
         note("  arguments", shape.tensors, args, kwargs)
@@ -67,7 +67,7 @@ def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[dict
             note("    options", runner._simplify, options)
         note("  weights", runner._slots.read)
         note("  check", tensor_check.like(tensors), *tensors)
-        note("  arguments, anew", call_spec.flatten, (args, kwargs), [], runner._simplify)
+        note("  arguments, anew", tree_spec.flatten, (args, kwargs), [], runner._simplify)
     order = ("block", "  stand-in", "  arguments", "    options", "  weights", "  check")
     anew = ("  block, anew", "  arguments, anew")
     return {part: statistics.median(parts[part]) for part in (*order, *anew) if part in parts}, len(calls)
@@ -90,9 +90,9 @@ def median_us(function: Callable, args: tuple = (), kwargs: dict | None = None) 
 
 def _stand_ins(model: Any, cache: Any) -> tuple[dict, dict]:
     """The layers of a ModelPatcher's model, and those of them that are its blocks'."""
-    from comfy_accel.accel.block_runner import BlockRunner
-    from comfy_accel.accel.compile_settings import CompileSettings
-    from comfy_accel.accel.hosts.comfyui.accelerate import block_layers
+    from comfy_accel.accel.core.compile_settings import CompileSettings
+    from comfy_accel.accel.dispatch.block_runner import BlockRunner
+    from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 
     layers = block_layers(model.model.diffusion_model, CompileSettings(backend="eager"), cache)
     return layers, {block: layer for block, layer in layers.items() if isinstance(layer, BlockRunner)}
@@ -100,7 +100,7 @@ def _stand_ins(model: Any, cache: Any) -> tuple[dict, dict]:
 
 def _calls(blocks: Any, image: Callable[[], Any]) -> dict[Any, tuple[tuple, dict]]:
     """The arguments with which each block is called, with the per-call dict as it is then."""
-    from comfy_accel.accel.substitution import Order, substituted
+    from comfy_accel.accel.modules.substitution import Order, substituted
 
     calls = {}
 

@@ -48,11 +48,11 @@ def of_calls(model: Any, image: Callable[[Any, int], Any], cache: Any) -> dict[s
     cache: gets the graphs of the model's blocks. image: samples with a model and a number of steps.
     """
     from comfy.patcher_extension import WrappersMP
-    from comfy_accel.accel.capture_pool import CapturePool
-    from comfy_accel.accel.compile_settings import CompileSettings
-    from comfy_accel.accel.deep_cache import DeepCacheSettings
-    from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-    from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache
+    from comfy_accel.accel.core.compile_settings import CompileSettings
+    from comfy_accel.accel.cuda_graphs.pool import CapturePool
+    from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+    from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
+    from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
 
     recorder = IdleRecorder()
     cache.captures = CapturePool(recorder)

@@ -85,9 +85,9 @@ def measure(model: str, mode: str, expected: Path) -> list[report.Row]:
     import comfy_accel.nodes  # noqa: F401
 
     import_ms = (time.perf_counter() - started) * 1e3
-    from comfy_accel.accel.compile_settings import CompileSettings
-    from comfy_accel.accel.graph_cache import shared
-    from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+    from comfy_accel.accel.cache.graph_cache import shared
+    from comfy_accel.accel.core.compile_settings import CompileSettings
+    from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 
     from . import tiny_models
 
@@ -192,7 +192,7 @@ def _families():
 
 def _compile_plainly(patcher) -> None:
     """Have torch.compile itself compile the blocks that the pack would."""
-    from comfy_accel.accel.regions import survey
+    from comfy_accel.accel.fingerprint.regions import survey
 
     for region in survey(patcher.model.diffusion_model).regions:
         region.block.compile(dynamic=True)

@@ -193,9 +193,9 @@ def node(contender: str, backend: str) -> Callable[[Any], Any]:
             return model
 
         return capture if backend == "eager" else lambda model: TorchCompileModel.execute(model, backend).args[0]
-    from comfy_accel.accel.compile_settings import CompileSettings
-    from comfy_accel.accel.graph_cache import GraphCache
-    from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+    from comfy_accel.accel.cache.graph_cache import GraphCache
+    from comfy_accel.accel.core.compile_settings import CompileSettings
+    from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 
     cache = GraphCache()
     return lambda model: accelerate(model, CompileSettings(backend=backend), cache)

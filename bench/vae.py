@@ -105,10 +105,10 @@ def node(policy: str, quick: bool):
     """From a VAE to the one that our node gives under the policy; quick: graphs are captured and not compiled."""
     if policy == PLAIN:
         return lambda vae: vae
-    from comfy_accel.accel.compile_settings import CompileSettings
-    from comfy_accel.accel.graph_cache import GraphCache
-    from comfy_accel.accel.hosts.comfyui.vae import vae_view
-    from comfy_accel.accel.vae import VaePolicy
+    from comfy_accel.accel.cache.graph_cache import GraphCache
+    from comfy_accel.accel.core.compile_settings import CompileSettings
+    from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
+    from comfy_accel.accel.sizing.vae import VaePolicy
 
     compiled = {SKIP: "skip", AUTO: "auto", COMPILED: "compile decoder"}[policy]
     # A graph that is run as it is gains nothing, so that comparing it would end in running eagerly.

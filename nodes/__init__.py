@@ -33,7 +33,7 @@ class AccelExtension(ComfyExtension):
 
     @override
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        from ..accel.hosts.comfyui import routes
+        from ..accel.hosts.comfyui.server import routes
 
         routes.register()
         return NODES

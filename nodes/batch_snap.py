@@ -2,11 +2,11 @@
 
 from comfy_api.latest import io, ui
 
-from ..accel.fit import Restore
-from ..accel.hosts.comfyui.batch import pad_batch
+from ..accel.hosts.comfyui.models.warm_up import parse_numbers
 from ..accel.hosts.comfyui.node_text import show
+from ..accel.hosts.comfyui.sizes.batch import pad_batch
 from ..accel.hosts.comfyui.versions import make_input, schema
-from ..accel.hosts.comfyui.warm_up import parse_numbers
+from ..accel.sizing.fit import Restore
 from .resolution import RESTORE
 
 LARGEST = 4096

@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 from typing_extensions import override
 
-from ..accel.hosts.comfyui.panel import clear
+from ..accel.hosts.comfyui.server.panel import clear
 from ..accel.hosts.comfyui.versions import make_input, schema
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..accel.compile_settings import CompileSettings
-from ..accel.compilers import BACKENDS
+from ..accel.compile.compilers import BACKENDS
+from ..accel.core.compile_settings import CompileSettings
 from ..accel.hosts.comfyui.versions import check_options, make_input
 
 SHAPES = ANY_SIZE, EXACT_SIZE = ("any size", "exact size")

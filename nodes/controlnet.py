@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..accel.hosts.comfyui.controlnet import accelerate_control
+from ..accel.hosts.comfyui.models.controlnet import accelerate_control
 from ..accel.hosts.comfyui.versions import make_input, schema
 from .compile_inputs import check, check_gain_input, how_to_compile, settings
 

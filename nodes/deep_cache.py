@@ -3,9 +3,9 @@
 from comfy_api.latest import io
 from typing_extensions import override
 
-from ..accel.deep_cache import BETWEEN, SCHEDULES, DeepCacheSettings
-from ..accel.hosts.comfyui.deep_cache import apply_deep_cache
+from ..accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from ..accel.hosts.comfyui.versions import check_options, make_input, schema
+from ..accel.step_cache.deep_cache import BETWEEN, SCHEDULES, DeepCacheSettings
 
 DEFAULTS = DeepCacheSettings()
 

@@ -3,7 +3,8 @@
 from comfy_api.latest import io, ui
 from typing_extensions import override
 
-from ..accel.hosts.comfyui import node_text, report
+from ..accel.hosts.comfyui import node_text
+from ..accel.hosts.comfyui.server import report
 from ..accel.hosts.comfyui.versions import make_input, schema
 
 

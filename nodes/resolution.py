@@ -7,10 +7,9 @@ import math
 from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
 
-from ..accel.fit import ANCHORS, HOW, Restore, fit
-from ..accel.hosts.comfyui.model_sizes import SAFE_FOR_ANY_UNET, LatentLayout, latent_layout
 from ..accel.hosts.comfyui.node_text import show
-from ..accel.hosts.comfyui.snapping import (
+from ..accel.hosts.comfyui.sizes.model_sizes import SAFE_FOR_ANY_UNET, LatentLayout, latent_layout
+from ..accel.hosts.comfyui.sizes.snapping import (
     DEFAULT_FAMILY,
     FROM_MODEL,
     MULTIPLES,
@@ -23,7 +22,8 @@ from ..accel.hosts.comfyui.snapping import (
     snap_latent,
 )
 from ..accel.hosts.comfyui.versions import check_options, make_input, schema
-from ..accel.resolution import MODES, Size
+from ..accel.sizing.fit import ANCHORS, HOW, Restore, fit
+from ..accel.sizing.resolution import MODES, Size
 
 SMALLEST, LARGEST = 16, 16384  # pixels; as core's Empty Latent Image
 RESTORE = io.Custom("ACCEL_RESTORE")

@@ -3,7 +3,7 @@
 from comfy_api.latest import io, ui
 
 from ..accel.hosts.comfyui.node_text import show
-from ..accel.hosts.comfyui.snapping import restore_image
+from ..accel.hosts.comfyui.sizes.snapping import restore_image
 from ..accel.hosts.comfyui.versions import make_input, schema
 from .resolution import RESTORE
 

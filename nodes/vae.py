@@ -2,10 +2,10 @@
 
 from comfy_api.latest import io
 
-from ..accel.compile_settings import CompileSettings
-from ..accel.hosts.comfyui.vae import vae_view
+from ..accel.core.compile_settings import CompileSettings
+from ..accel.hosts.comfyui.models.vae import vae_view
 from ..accel.hosts.comfyui.versions import check_options, make_input, schema
-from ..accel.vae import AUTO, DEFAULT_AFTER, POLICIES, SKIP, VaePolicy
+from ..accel.sizing.vae import AUTO, DEFAULT_AFTER, POLICIES, SKIP, VaePolicy
 
 
 class AccelVAESkipCompile(io.ComfyNode):

@@ -3,9 +3,8 @@
 from comfy_api.latest import io
 from typing_extensions import override
 
-from ..accel.graph_cache import shared
-from ..accel.hosts.comfyui.versions import make_input, schema
-from ..accel.hosts.comfyui.warm_up import (
+from ..accel.cache.graph_cache import shared
+from ..accel.hosts.comfyui.models.warm_up import (
     LARGEST_BATCH,
     LONGEST_PROMPT,
     check_amount,
@@ -13,6 +12,7 @@ from ..accel.hosts.comfyui.warm_up import (
     parse_sizes,
     warm_up,
 )
+from ..accel.hosts.comfyui.versions import make_input, schema
 
 
 def parse(sizes: str, batches: str, prompt_lengths: str):

@@ -8,10 +8,10 @@ import gc
 import tiny_models
 import torch
 from comfy.patcher_extension import WrappersMP
-from comfy_accel.accel.deep_cache import DeepCacheRun
-from comfy_accel.accel.hosts.comfyui import deep_cache as host
-from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache, last_run
-from comfy_accel.accel.substitution import Order, substituted
+from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
 from torch.utils.flop_counter import FlopCounterMode
 from uniform_hold import uniform_hold
 

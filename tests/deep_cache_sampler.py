@@ -1,7 +1,7 @@
 """A sampler and a model of numbers, to drive a DeepCacheRun without a host."""
 
 import torch
-from comfy_accel.accel.deep_cache import DeepCacheRun
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
 from uniform_hold import uniform_hold
 
 ADAPTIVE = {"schedule": "adaptive", "interval": 100}

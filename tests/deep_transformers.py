@@ -5,8 +5,8 @@ Imported by tests that have made sure that diffusers is there. Text encoders and
 
 import diffusers
 import torch
-from comfy_accel.accel.events import subscribe
-from comfy_accel.accel.hosts.diffusers import deep_cache
+from comfy_accel.accel.core.events import subscribe
+from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
 from uniform_hold import uniform_hold
 
 WIDTH = 16

@@ -9,20 +9,21 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from bench import pack  # noqa: E402
 
 pack.load()
-from comfy_accel.accel import store_entry, store_prune, store_trust  # noqa: E402
-from comfy_accel.accel.store_folder import LocalFolder  # noqa: E402
+from comfy_accel.accel.store import manifest as store_entry  # noqa: E402
+from comfy_accel.accel.store import prune, signing  # noqa: E402
+from comfy_accel.accel.store.folder import LocalFolder  # noqa: E402
 
 
 def main(home: Path) -> None:
     folder = LocalFolder(home / "graphs")
     print("ready", flush=True)
-    seals = store_trust.seals(home / "secret")
+    seals = signing.seals(home / "secret")
     number = 0
     while True:
         data = os.urandom(200_000)
         manifest = store_entry.describe(f"{number % 8:024x}", "Block", {}, {}, data)
         store_entry.write(folder, seals, manifest, data)
-        store_prune.prune(folder, 3_000_000)
+        prune.prune(folder, 3_000_000)
         number += 1
 
 

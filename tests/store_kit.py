@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from comfy_accel.accel import store_command
-from comfy_accel.accel.compiled_graph import CompiledGraph, Facts
-from comfy_accel.accel.graph_key import GraphKey
-from comfy_accel.accel.graph_store import GraphStore
-from comfy_accel.accel.kinds import Kind
-from comfy_accel.accel.store_folder import LocalFolder
+from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
+from comfy_accel.accel.fingerprint.graph_key import GraphKey
+from comfy_accel.accel.fingerprint.kinds import Kind
+from comfy_accel.accel.store import cli
+from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.store.graph_store import GraphStore
 
 CPU = [torch.device("cpu")]
 
@@ -44,4 +44,4 @@ def reasons(store):
 
 def run_command(home, *arguments):
     """`python -m accel store` for a home; its exit code."""
-    return store_command.main(["--home", str(home), *map(str, arguments)])
+    return cli.main(["--home", str(home), *map(str, arguments)])

@@ -16,12 +16,12 @@ from bench import pack  # noqa: E402
 pack.load()
 import store_kit  # noqa: E402
 import torch  # noqa: E402
-from comfy_accel.accel.block_runner import BlockRunner  # noqa: E402
-from comfy_accel.accel.compile_settings import CompileSettings  # noqa: E402
-from comfy_accel.accel.fallbacks import fallbacks  # noqa: E402
-from comfy_accel.accel.graph_cache import GraphCache  # noqa: E402
-from comfy_accel.accel.graph_store import GraphStore  # noqa: E402
-from comfy_accel.accel.regions import survey  # noqa: E402
+from comfy_accel.accel.cache.graph_cache import GraphCache  # noqa: E402
+from comfy_accel.accel.core.compile_settings import CompileSettings  # noqa: E402
+from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
+from comfy_accel.accel.dispatch.block_runner import BlockRunner  # noqa: E402
+from comfy_accel.accel.fingerprint.regions import survey  # noqa: E402
+from comfy_accel.accel.store.graph_store import GraphStore  # noqa: E402
 
 KILLED_WIDTHS = (8, 12, 16)
 KILLED_STORE_BYTES = 1_000_000
@@ -103,12 +103,12 @@ def say(answer):
 
 def real(home):
     """One small block with a matrix in it, with the store where ComfyUI would have it."""
-    from comfy_accel.accel import store_location
+    from comfy_accel.accel.store import location
     from torch._dynamo.utils import counters
 
     store = None
     if os.environ.get("ACCEL_STORE") != "off":
-        store = GraphStore(store_location.folder(home), store_location.secret(home))
+        store = GraphStore(location.folder(home), location.secret(home))
     answer = run(Block, 8, store)
     say({**answer, "inductor": dict(counters["inductor"]), "autograd": dict(counters["aot_autograd"])})
 

@@ -1,9 +1,9 @@
 """Transformers whose answer is mental arithmetic, and a run of DeepCache over one of them."""
 
 import torch
-from comfy_accel.accel.deep_cache import DeepCacheRun
-from comfy_accel.accel.dit_boundary import DiTBoundary
-from comfy_accel.accel.substitution import Order, substituted
+from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
+from comfy_accel.accel.step_cache.dit_split import DiTBoundary
 from uniform_hold import uniform_hold
 
 FULL, SKIPPED = 14.6, 8.0

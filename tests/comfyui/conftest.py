@@ -13,7 +13,7 @@ boot(cpu=True)
 os.environ["ACCEL_STORE"] = "off"  # no test finds what another left; those of the store say where it is
 
 import tiny_models  # noqa: E402
-from comfy_accel.accel.fallbacks import fallbacks  # noqa: E402
+from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
 

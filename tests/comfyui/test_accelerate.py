@@ -5,10 +5,10 @@ import pytest
 import tiny_models
 import torch
 from comfy.patcher_extension import WrappersMP
-from comfy_accel.accel.compile_settings import CompileSettings, Trouble
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings, Trouble
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from torch._dynamo.utils import counters
 
 pytestmark = pytest.mark.usefixtures("clean_counters")

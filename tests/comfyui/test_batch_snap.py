@@ -6,10 +6,10 @@ import pytest
 import real_prompts
 import tiny_models
 import torch
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.batch import pad_batch
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.sizes.batch import pad_batch
 
 SIZES = [1, 2, 4, 8]
 

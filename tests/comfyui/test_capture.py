@@ -14,16 +14,16 @@ import torch
 from capture_kit import reasons, recording_cache
 from comfy.ldm.modules import attention
 from comfy.patcher_extension import WrappersMP
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.deep_cache import DeepCacheSettings
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui import capture
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache, last_run
-from comfy_accel.accel.hosts.comfyui.warm_up import warm_up
-from comfy_accel.accel.resolution import Size
-from comfy_accel.accel.run_record import records
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.comfyui.models import capture
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.warm_up import warm_up
+from comfy_accel.accel.report.run_record import records
+from comfy_accel.accel.sizing.resolution import Size
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
 from cpu_recorder import STAGES, CpuRecorder, left
 from deep_cache_runs import split_chunks
 from tiny_dits import DITS

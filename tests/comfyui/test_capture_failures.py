@@ -12,14 +12,14 @@ import pytest
 import tiny_models
 import torch
 from capture_kit import reasons
-from comfy_accel.accel.block_runner import CompileSettings
-from comfy_accel.accel.capture_key import CaptureKey
-from comfy_accel.accel.capture_pool import CapturePool
-from comfy_accel.accel.deep_cache import DeepCacheSettings
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.cuda_graphs.capture_key import CaptureKey
+from comfy_accel.accel.cuda_graphs.pool import CapturePool
+from comfy_accel.accel.dispatch.block_runner import CompileSettings
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
 from cpu_recorder import STAGES, CpuRecorder, left
 from tiny_dits import DITS
 

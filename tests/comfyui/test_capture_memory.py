@@ -11,14 +11,14 @@ import pytest
 import tiny_models
 import torch
 from capture_kit import reasons, recording_cache
-from comfy_accel.accel.block_runner import CompileSettings
-from comfy_accel.accel.capture_pool import CapturePool
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES, GraphCache, shared
-from comfy_accel.accel.hosts.comfyui import preferences
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.capture_memory import RecordedCalls, memory_of, room_for_recordings
-from comfy_accel.accel.preferences import Preferences
+from comfy_accel.accel.cache.graph_cache import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES, GraphCache, shared
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.preferences import Preferences
+from comfy_accel.accel.cuda_graphs.pool import CapturePool
+from comfy_accel.accel.dispatch.block_runner import CompileSettings
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.capture_memory import RecordedCalls, memory_of, room_for_recordings
+from comfy_accel.accel.hosts.comfyui.server import preferences
 from cpu_recorder import CpuRecorder, left
 
 CPU = torch.device("cpu")

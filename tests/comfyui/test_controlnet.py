@@ -8,11 +8,11 @@ import weakref
 import comfy.controlnet
 import pytest
 import torch
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.events import subscribe
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.controlnet import accelerate_control
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.events import subscribe
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
 from tiny_controlnets import CONTROLS, SMALL, TinyControl, adapter, image, unet_control
 from tiny_zoo import Noise, Size
 from torch._dynamo.utils import counters

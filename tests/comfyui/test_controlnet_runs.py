@@ -8,14 +8,14 @@ import pytest
 import tiny_controlnets
 import tiny_models
 import torch
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.deep_cache import DeepCacheSettings
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.controlnet import accelerate_control
-from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache, last_run
-from comfy_accel.accel.regions import blocks
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.fingerprint.regions import blocks
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
 from comfy_accel.nodes.controlnet import AccelControlNet
 from tiny_controlnets import SMALL, adapter, control_lora, taesd, unet_control
 from tiny_dits import CONTROLLED

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
-from comfy_accel.accel.deep_cache import DeepCacheRun
-from comfy_accel.accel.hosts.comfyui import deep_cache as host
+from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
 from deep_cache_runs import (
     assert_close,
     cached,

@@ -4,7 +4,7 @@ import pytest
 import tiny_models
 import torch
 from comfy.ldm.modules.attention import optimized_attention
-from comfy_accel.accel.deep_cache import BETWEEN, SCHEDULES
+from comfy_accel.accel.step_cache.deep_cache import BETWEEN, SCHEDULES
 from deep_cache_reference import assert_as_reference, assert_skipped_is_full, held
 from deep_cache_runs import cached, counts, said_of_fallbacks
 

@@ -4,9 +4,9 @@ import comfy.sd
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras.nodes_freelunch import FreeU_V2
 from deep_cache_reference import SMALL, held, reference

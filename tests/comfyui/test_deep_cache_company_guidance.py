@@ -6,7 +6,7 @@ import comfy.samplers
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from deep_cache_reference import SMALL, assert_as_reference, assert_skipped_is_full, held, reference, still_answers
 from deep_cache_runs import assert_close, counts, split_chunks
 from uniform_hold import uniform_hold

@@ -6,13 +6,13 @@ import comfy.ops
 import pytest
 import torch
 from comfy.ldm.flux.model import Flux
-from comfy_accel.accel.boundaries import boundary_of
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.deep_cache import DeepCacheRun
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache
-from comfy_accel.accel.substitution import Order, substituted
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
+from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
+from comfy_accel.accel.step_cache.split_points import boundary_of
 from deep_cache_runs import (
     assert_close,
     assert_no_trace,

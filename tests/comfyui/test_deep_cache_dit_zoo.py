@@ -8,11 +8,11 @@ import tiny_zoo_dit  # noqa: F401  They add to the zoo.
 import tiny_zoo_sound  # noqa: F401
 import tiny_zoo_video  # noqa: F401
 import torch
-from comfy_accel.accel.boundaries import boundary_of, why_none
-from comfy_accel.accel.deep_cache import DeepCacheRun
-from comfy_accel.accel.dit_boundary import DiTBoundary
-from comfy_accel.accel.substitution import Order, substituted
-from comfy_accel.accel.unet_boundary import UNetBoundary
+from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
+from comfy_accel.accel.step_cache.dit_split import DiTBoundary
+from comfy_accel.accel.step_cache.split_points import boundary_of, why_none
+from comfy_accel.accel.step_cache.unet_split import UNetBoundary
 from deep_cache_runs import assert_close
 from tiny_dits import lengthened
 from tiny_zoo import ZOO, Noise, Size

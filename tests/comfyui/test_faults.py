@@ -4,12 +4,12 @@ import comfy.model_management
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel import compilers
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-from comfy_accel.accel.row_survey import RowSurvey
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile import compilers
+from comfy_accel.accel.compile.row_survey import RowSurvey
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
 

@@ -16,13 +16,14 @@ import tiny_zoo_dit  # noqa: F401  They add to the zoo.
 import tiny_zoo_sound  # noqa: F401
 import tiny_zoo_video  # noqa: F401
 import torch
-from comfy_accel.accel import module_files, store_location, store_trust
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.graph_cache import GraphCache, shared
-from comfy_accel.accel.hosts.comfyui import graph_store
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
+from comfy_accel.accel.cache.graph_cache import GraphCache, shared
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.fingerprint import module_files
+from comfy_accel.accel.fingerprint.regions import survey
+from comfy_accel.accel.hosts.comfyui import store
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.versions import NO_RESULT_DEPENDS_ON
-from comfy_accel.accel.regions import survey
+from comfy_accel.accel.store import location, signing
 from tiny_zoo import ZOO
 
 IMPORT_LIMIT, IMPORT_SHARE = 0.15, 0.04
@@ -63,10 +64,10 @@ sys.path.append(sys.argv[1] + "/tests")
 from bench import pack
 pack.load()
 import tiny_dits, tiny_models
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.graph_cache import GraphCache, NoGraph
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-from comfy_accel.accel.store_key import key_digest
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.cache.graph_cache import GraphCache, NoGraph
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.store.key import key_digest
 
 class Asked:
     def __init__(self):
@@ -100,7 +101,7 @@ print(json.dumps([
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """The process' own cache with a store under a user folder of the test's own."""
-    for name in (store_trust.KEY_VARIABLE, store_location.VARIABLE):
+    for name in (signing.KEY_VARIABLE, location.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(folder_paths, "get_user_directory", lambda: str(tmp_path / "user"))
     monkeypatch.setattr(shared, "store", None)
@@ -141,18 +142,18 @@ def test_node_alone_touches_no_disk(home):
 
 def test_caches_of_somebodys_own_get_no_store(home):
     cache = GraphCache()
-    graph_store.attach(cache)
+    store.attach(cache)
     assert cache.store is None
 
 
 def test_store_can_be_turned_off(home, monkeypatch):
-    monkeypatch.setenv(store_location.VARIABLE, "off")
-    graph_store.attach(shared)
+    monkeypatch.setenv(location.VARIABLE, "off")
+    store.attach(shared)
     assert shared.store is None
 
 
 def test_users_folder_is_one_that_no_request_reaches(home):
-    assert graph_store.home() == home
+    assert store.home() == home
     public = getattr(folder_paths, "get_public_user_directory", None)
     if public is None:
         pytest.skip("this core has no such protection")

@@ -52,7 +52,7 @@ def load():
     from bench import pack
     pack.load()
     import comfy_accel.nodes
-    import comfy_accel.accel.hosts.comfyui.routes
+    import comfy_accel.accel.hosts.comfyui.server.routes
 
 def make_node():
     from comfy_accel.nodes.accelerate_model import AccelModel

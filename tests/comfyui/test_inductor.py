@@ -4,11 +4,11 @@ import comfy.ops
 import tiny_models
 import torch
 from comfy.ldm.flux.layers import DoubleStreamBlock, EmbedND
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.accelerate import block_layers
-from comfy_accel.accel.substitution import Order, substituted
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
+from comfy_accel.accel.modules.substitution import Order, substituted
 from torch._dynamo.utils import counters
 
 INDUCTOR = CompileSettings(backend="inductor")

@@ -4,8 +4,8 @@ import pytest
 import tiny_models
 import torch
 from comfy.ldm.flux.model import FluxParams
-from comfy_accel.accel.hosts.comfyui.model_sizes import latent_layout, model_multiple
-from comfy_accel.accel.resolution import Size
+from comfy_accel.accel.hosts.comfyui.sizes.model_sizes import latent_layout, model_multiple
+from comfy_accel.accel.sizing.resolution import Size
 
 from bench.tiny_models import known_to
 

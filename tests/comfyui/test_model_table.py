@@ -12,12 +12,12 @@ import tiny_zoo_dit  # noqa: F401  They add to the zoo.
 import tiny_zoo_sound  # noqa: F401
 import tiny_zoo_video  # noqa: F401
 import torch
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.accelerate import block_layers
-from comfy_accel.accel.regions import survey
-from comfy_accel.accel.substitution import Order, substituted
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.fingerprint.regions import survey
+from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
+from comfy_accel.accel.modules.substitution import Order, substituted
 from tiny_zoo import ZOO, Noise, Size
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor

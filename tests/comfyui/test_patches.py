@@ -7,11 +7,11 @@ import comfy.utils
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-from comfy_accel.accel.regions import survey
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.fingerprint.regions import survey
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from tiny_models import conditioning, sample
 from torch._dynamo.utils import counters
 

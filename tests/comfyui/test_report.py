@@ -7,16 +7,16 @@ import folder_paths
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel import events
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.deep_cache import DeepCacheSettings
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import DEFAULT_MAX_BYTES, GraphCache, shared
-from comfy_accel.accel.hosts.comfyui import panel, preferences, report
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.cache.graph_cache import DEFAULT_MAX_BYTES, GraphCache, shared
+from comfy_accel.accel.core import events
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.server import panel, preferences, report
 from comfy_accel.accel.hosts.comfyui.versions import finish_node_progress, show_node_progress
-from comfy_accel.accel.run_record import records
+from comfy_accel.accel.report.run_record import records
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
 from comfy_accel.nodes.accelerate_model import AccelModel
 from comfy_accel.nodes.report import AccelReport
 

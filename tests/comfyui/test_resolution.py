@@ -8,8 +8,8 @@ import pytest
 import real_prompts
 import tiny_models
 import torch
-from comfy_accel.accel.fit import ANCHORS, HOW
-from comfy_accel.accel.resolution import MODES
+from comfy_accel.accel.sizing.fit import ANCHORS, HOW
+from comfy_accel.accel.sizing.resolution import MODES
 
 from bench.tiny_models import randomize
 

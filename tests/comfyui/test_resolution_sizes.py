@@ -4,15 +4,15 @@ import comfy.latent_formats
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel.buckets import TRAINED
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.compiled_sizes import Compiled, compiled_for
-from comfy_accel.accel.fit import fit
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.model_sizes import LatentLayout, trained_family
-from comfy_accel.accel.hosts.comfyui.snapping import MULTIPLES, Rule, choose
-from comfy_accel.accel.resolution import Size
+from comfy_accel.accel.cache.compiled_sizes import Compiled, compiled_for
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.sizes.model_sizes import LatentLayout, trained_family
+from comfy_accel.accel.hosts.comfyui.sizes.snapping import MULTIPLES, Rule, choose
+from comfy_accel.accel.sizing.buckets import TRAINED
+from comfy_accel.accel.sizing.fit import fit
+from comfy_accel.accel.sizing.resolution import Size
 from tiny_dits import DITS
 
 import bench.tiny_models

@@ -5,11 +5,11 @@ import time
 import comfy.model_management
 import pytest
 import torch
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.vae import vae_view
-from comfy_accel.accel.vae import AUTO, VaePolicy
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
+from comfy_accel.accel.sizing.vae import AUTO, VaePolicy
 from torch._dynamo.utils import counters
 
 pytestmark = pytest.mark.usefixtures("clean_counters")

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.hosts.comfyui.vae import skip_compile, vae_view
-from comfy_accel.accel.vae import COMPILE_BOTH, COMPILE_DECODER, VaePolicy
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.comfyui.models.vae import skip_compile, vae_view
+from comfy_accel.accel.sizing.vae import COMPILE_BOTH, COMPILE_DECODER, VaePolicy
 from torch._dynamo.utils import counters
 
 from bench import tiny_vaes

@@ -8,14 +8,14 @@ import comfy.samplers
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.events import subscribe
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache, shared
+from comfy_accel.accel.cache.graph_cache import GraphCache, shared
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.events import subscribe
+from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui import progress
-from comfy_accel.accel.hosts.comfyui.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.warm_up import parse_numbers, parse_sizes, warm_up
-from comfy_accel.accel.resolution import Size
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.warm_up import parse_numbers, parse_sizes, warm_up
+from comfy_accel.accel.sizing.resolution import Size
 from comfy_accel.nodes.clear_cache import AccelClearGraphCache
 from comfy_accel.nodes.warm_up import AccelWarmUpGraphs
 

@@ -189,7 +189,7 @@ def test_image_to_image_gives_an_image(run):
 
 
 def test_a_lora_sweep_compiles_nothing_for_its_second_and_later_strengths(run):
-    from comfy_accel.accel.graph_cache import shared
+    from comfy_accel.accel.cache.graph_cache import shared
 
     titles = [f"Picture at {each}" for each in (0.4, 0.8, 1.2)]
     accelerated = run("lora_sweep")

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
 
-from comfy_accel.accel.deep_cache import DeepCacheRun  # noqa: E402
-from comfy_accel.accel.hosts.diffusers import deep_cache  # noqa: E402
+from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun  # noqa: E402
 from tiny_pipelines import difference, pipeline, sample, sample_cached  # noqa: E402
 from uniform_hold import uniform_hold  # noqa: E402
 
@@ -119,7 +119,7 @@ def test_depth_beyond_the_model_is_refused_with_the_range():
 
 def test_video_and_unconditional_models_are_divided_or_left_alone():
     import diffusers
-    from comfy_accel.accel.diffusers_boundary import DiffusersBoundary, has_diffusers_layout
+    from comfy_accel.accel.step_cache.diffusers_split import DiffusersBoundary, has_diffusers_layout
 
     narrow = {"block_out_channels": (32, 32), "norm_num_groups": 8}
     plain = diffusers.UNet2DModel(

@@ -12,12 +12,12 @@ peft = pytest.importorskip("peft")
 import pipeline_zoo  # noqa: E402
 import transformers  # noqa: E402
 from comfy_accel.accel import accelerate_pipeline, accelerated, restore  # noqa: E402
-from comfy_accel.accel.block_runner import BlockRunner  # noqa: E402
-from comfy_accel.accel.compile_settings import CompileSettings  # noqa: E402
-from comfy_accel.accel.fallbacks import fallbacks  # noqa: E402
-from comfy_accel.accel.graph_cache import GraphCache, shared  # noqa: E402
-from comfy_accel.accel.hosts.peft import PeftLayers  # noqa: E402
-from comfy_accel.accel.regions import survey  # noqa: E402
+from comfy_accel.accel.cache.graph_cache import GraphCache, shared  # noqa: E402
+from comfy_accel.accel.core.compile_settings import CompileSettings  # noqa: E402
+from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
+from comfy_accel.accel.dispatch.block_runner import BlockRunner  # noqa: E402
+from comfy_accel.accel.fingerprint.regions import survey  # noqa: E402
+from comfy_accel.accel.hosts.diffusers.peft import PeftLayers  # noqa: E402
 from diffusers.models.attention import BasicTransformerBlock  # noqa: E402
 from peft.utils import get_peft_model_state_dict  # noqa: E402
 from torch._dynamo.utils import counters, get_compilation_metrics  # noqa: E402

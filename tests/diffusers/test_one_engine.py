@@ -35,8 +35,8 @@ folder_paths.set_user_directory(base)
 from bench import pack
 pack.load()  # as ComfyUI does, under a name of its own
 from comfy_accel import nodes
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import shared as comfys
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.cache.graph_cache import shared as comfys
 from accel.graph_cache import shared as own
 
 sys.path.append(root + "/tests")

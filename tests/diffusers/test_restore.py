@@ -12,10 +12,10 @@ pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers:
 import pipeline_zoo as zoo  # noqa: E402
 import torch  # noqa: E402
 from comfy_accel.accel import DeepCacheSettings, accelerate_pipeline, accelerated, restore  # noqa: E402
-from comfy_accel.accel.fallbacks import fallbacks  # noqa: E402
-from comfy_accel.accel.graph_cache import shared  # noqa: E402
-from comfy_accel.accel.hosts.component_call import call_of  # noqa: E402
-from comfy_accel.accel.substitution import StandIn  # noqa: E402
+from comfy_accel.accel.cache.graph_cache import shared  # noqa: E402
+from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
+from comfy_accel.accel.hosts.diffusers.component_call import call_of  # noqa: E402
+from comfy_accel.accel.modules.substitution import StandIn  # noqa: E402
 from diffusers import StableDiffusionImg2ImgPipeline  # noqa: E402
 from tiny_pipelines import difference  # noqa: E402
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from comfy_accel.accel import store_location, store_trust
+from comfy_accel.accel.store import location, signing
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
@@ -12,5 +12,5 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 @pytest.fixture
 def plain_environment(monkeypatch):
     """No variable of the machine's moves or signs the store."""
-    for name in (store_trust.KEY_VARIABLE, store_location.VARIABLE, store_location.LIMIT_VARIABLE):
+    for name in (signing.KEY_VARIABLE, location.VARIABLE, location.LIMIT_VARIABLE):
         monkeypatch.delenv(name, raising=False)

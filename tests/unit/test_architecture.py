@@ -2,15 +2,12 @@
 
 from pathlib import Path
 
-from comfy_accel.accel import store_key
-from engine_imports import ENGINE, closure
+from comfy_accel.accel.store import key
+from engine_imports import ENGINE, closure, files
 
-ROOTS = ("compilers", "kinds", "block_runner", "compiled_layers")
-"""Compiling, fingerprints and dispatch."""
+ROOTS = ("compile", "fingerprint", "dispatch")
 
 
 def test_all_code_that_decides_what_is_in_a_saved_graph_is_in_its_key():
-    decides = closure(ENGINE / f"{name}.py" for name in ROOTS)
-    assert {path.relative_to(ENGINE).as_posix() for path in decides} == {
-        Path(path).relative_to(ENGINE).as_posix() for path in store_key.engine_files()
-    }
+    decides = closure(file for name in ROOTS for file in files(ENGINE / name))
+    assert {file.parent for file in decides} == {ENGINE / Path(folder).name for folder in key.engine_folders()}

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from comfy_accel.accel.block_lists import largest_depth_within, trunk_of
-from comfy_accel.accel.boundaries import boundary_of, why_none
-from comfy_accel.accel.dit_boundary import DiTBoundary, has_dit_layout
-from comfy_accel.accel.unet_boundary import UNetBoundary
+from comfy_accel.accel.modules.block_lists import largest_depth_within, trunk_of
+from comfy_accel.accel.step_cache.dit_split import DiTBoundary, has_dit_layout
+from comfy_accel.accel.step_cache.split_points import boundary_of, why_none
+from comfy_accel.accel.step_cache.unet_split import UNetBoundary
 from toy_transformers import Chain, Doubles, Single
 
 

@@ -5,12 +5,12 @@ import time
 
 import pytest
 import torch
-from comfy_accel.accel.block_runner import BlockRunner
-from comfy_accel.accel.compile_settings import CompileSettings, Trouble
-from comfy_accel.accel.compiled_graph import CompiledGraph, Facts
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.regions import survey
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
+from comfy_accel.accel.core.compile_settings import CompileSettings, Trouble
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.fingerprint.regions import survey
 
 
 class Block(torch.nn.Module):

@@ -1,8 +1,8 @@
 """Trained sizes: the lists as published, and which of them is nearest."""
 
 import pytest
-from comfy_accel.accel.buckets import FAMILIES, TRAINED, nearest_size, nearest_trained
-from comfy_accel.accel.resolution import MODES, PIXELS_PER_MEGAPIXEL, Size, aspect_error
+from comfy_accel.accel.sizing.buckets import FAMILIES, TRAINED, nearest_size, nearest_trained
+from comfy_accel.accel.sizing.resolution import MODES, PIXELS_PER_MEGAPIXEL, Size, aspect_error
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,11 +4,11 @@ import time
 
 import pytest
 import torch
-from comfy_accel.accel.compiled_graph import CompiledGraph
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.graph_entry import Entry, Use
-from comfy_accel.accel.graph_key import GraphKey, TensorSpec
-from comfy_accel.accel.kinds import Kind
+from comfy_accel.accel.cache.entry import Entry, Use
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile.compiled_graph import CompiledGraph
+from comfy_accel.accel.fingerprint.graph_key import GraphKey, TensorSpec
+from comfy_accel.accel.fingerprint.kinds import Kind
 
 MANY = 5000
 

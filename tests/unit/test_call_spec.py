@@ -4,7 +4,14 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from comfy_accel.accel.call_spec import UnsupportedArgument, dense, flatten, rebuild, share_memory, without_values
+from comfy_accel.accel.signature.tree_spec import (
+    UnsupportedArgument,
+    dense,
+    flatten,
+    rebuild,
+    share_memory,
+    without_values,
+)
 
 
 def test_rebuild_is_the_inverse_of_flatten():

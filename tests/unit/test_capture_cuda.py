@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 from capture_kit import Toy, check_calls, latent, reasons, recording_cache, run, times
-from comfy_accel.accel.capture_ballast import idle_blocks
-from comfy_accel.accel.capture_cuda import CudaRecorder, _first_cause
-from comfy_accel.accel.fallbacks import fallbacks
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.cuda_graphs.ballast import idle_blocks
+from comfy_accel.accel.cuda_graphs.cuda import CudaRecorder, _first_cause
 from cpu_recorder import CpuRecorder
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 from capture_kit import Toy, check_calls, reasons, recording_cache, run
-from comfy_accel.accel.compiled_graph import CompiledGraph
-from comfy_accel.accel.fallbacks import fallbacks
+from comfy_accel.accel.compile.compiled_graph import CompiledGraph
+from comfy_accel.accel.core.fallbacks import fallbacks
 from cpu_recorder import left
 
 

@@ -1,7 +1,7 @@
 """What led to an exception is found, however it was wrapped."""
 
 import pytest
-from comfy_accel.accel.causes import cause_among, pass_on
+from comfy_accel.accel.core.errors import cause_among, pass_on
 
 
 class Stop(Exception):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comfy_accel.accel.change_meter import ChangeMeter, relative_change
+from comfy_accel.accel.step_cache.drift import ChangeMeter, relative_change
 
 
 def meter_after(*watched):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfy_accel.accel.kinds import describe
-from comfy_accel.accel.plain_values import Indescribable
+from comfy_accel.accel.fingerprint.kinds import describe
+from comfy_accel.accel.fingerprint.plain_values import Indescribable
 from torch import nn
 
 
@@ -199,7 +199,7 @@ def test_digest_is_the_same_in_every_process(seed):
         "import sys; sys.path.insert(0, {root!r}); sys.path.insert(0, {root!r} + '/tests')\n"
         "from bench import pack; pack.load()\n"
         "from torch import nn\n"
-        "from comfy_accel.accel.kinds import describe\n"
+        "from comfy_accel.accel.fingerprint.kinds import describe\n"
         "print(describe(nn.TransformerEncoderLayer(8, 2)).digest)"
     ).format(root=str(Path(__file__).parents[2]))
     environment = {**os.environ, "PYTHONHASHSEED": seed}

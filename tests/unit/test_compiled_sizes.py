@@ -4,15 +4,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from comfy_accel.accel.block_runner import BlockRunner  # noqa: E402
-from comfy_accel.accel.compile_settings import CompileSettings  # noqa: E402
-from comfy_accel.accel.compiled_graph import CompiledGraph  # noqa: E402
-from comfy_accel.accel.compiled_sizes import Compiled, architecture, compiled_for, remember  # noqa: E402
-from comfy_accel.accel.graph_cache import GraphCache  # noqa: E402
-from comfy_accel.accel.graph_key import GraphKey  # noqa: E402
-from comfy_accel.accel.kinds import Kind  # noqa: E402
-from comfy_accel.accel.regions import survey  # noqa: E402
-from comfy_accel.accel.substitution import Order, substituted  # noqa: E402
+from comfy_accel.accel.cache.compiled_sizes import Compiled, architecture, compiled_for, remember  # noqa: E402
+from comfy_accel.accel.cache.graph_cache import GraphCache  # noqa: E402
+from comfy_accel.accel.compile.compiled_graph import CompiledGraph  # noqa: E402
+from comfy_accel.accel.core.compile_settings import CompileSettings  # noqa: E402
+from comfy_accel.accel.dispatch.block_runner import BlockRunner  # noqa: E402
+from comfy_accel.accel.fingerprint.graph_key import GraphKey  # noqa: E402
+from comfy_accel.accel.fingerprint.kinds import Kind  # noqa: E402
+from comfy_accel.accel.fingerprint.regions import survey  # noqa: E402
+from comfy_accel.accel.modules.substitution import Order, substituted  # noqa: E402
 
 WIDTH = 8
 

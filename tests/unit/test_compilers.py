@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfy_accel.accel import call_spec, compilers
-from comfy_accel.accel.compilers import CompileFailed, compile_block
-from comfy_accel.accel.kinds import describe, kinds_of, template_of, weight_slots
+from comfy_accel.accel.compile import compilers
+from comfy_accel.accel.compile.compilers import CompileFailed, compile_block
+from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
+from comfy_accel.accel.signature import tree_spec
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import PyCodeCache, get_path
@@ -32,7 +33,7 @@ def compiled(block, inputs, kind=None, **options):
     options.setdefault("backend", "eager")
     kind = kind or kinds_of([describe(block)])[0]
     tensors = []
-    spec = call_spec.flatten((tuple(inputs), {}), tensors)
+    spec = tree_spec.flatten((tuple(inputs), {}), tensors)
     weights = weight_slots(block, kind.weights)
     graph = compile_block(template_of(block), kind, weights.read(), spec, tensors, **options)
     return graph, weights
@@ -242,7 +243,7 @@ def test_dropped_graph_leaves_nothing_in_inductor_whether_compiled_or_loaded():
     del graph
     gc.collect()
     assert kept() == before
-    loaded = compilers.load_block(template_of(block), call_spec.flatten((INPUTS, {}), []), data, facts)
+    loaded = compilers.load_block(template_of(block), tree_spec.flatten((INPUTS, {}), []), data, facts)
     torch.testing.assert_close(loaded.run((*weights.read(), *INPUTS)), block(*INPUTS))
     assert kept() != before
     del loaded
@@ -267,7 +268,7 @@ def test_prepared_file_in_torchs_cache_is_not_run_in_place_of_what_was_saved(tmp
     ):
         file.unlink(missing_ok=True)
         prepare()
-        loaded = compilers.load_block(template_of(block), call_spec.flatten(((x,), {}), []), data, facts)
+        loaded = compilers.load_block(template_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
         assert torch.equal(loaded.run((*weights.read(), x)), graph.run((*weights.read(), x)))
         assert file.is_file() and not mark.exists()
 
@@ -280,7 +281,7 @@ def test_library_is_loaded_once_and_takes_no_name_of_others(monkeypatch):
     data, facts = graph.save(), graph.facts
     before = set(sys.modules)
     for _ in range(2):
-        compilers.load_block(template_of(block), call_spec.flatten(((x,), {}), []), data, facts)
+        compilers.load_block(template_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
     new = [name for name in set(sys.modules) - before if name.endswith(".kernel")]
     assert len(new) <= 1 and all(name.startswith("accel_") for name in new)
     assert any(name.startswith("accel_") and name.endswith(".kernel") for name in sys.modules)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comfy_accel.accel.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun, DeepCacheSettings
 from deep_cache_sampler import ADAPTIVE, SCHEDULE, Sampler
 from uniform_hold import uniform_hold
 

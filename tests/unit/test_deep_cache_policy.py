@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from comfy_accel.accel import deep_cache
-from comfy_accel.accel.forecast import ORDER, REACH
+from comfy_accel.accel.step_cache import deep_cache
+from comfy_accel.accel.step_cache.forecast import ORDER, REACH
 from deep_cache_sampler import ADAPTIVE, SCHEDULE, Sampler
 
 # Which steps are full

@@ -1,12 +1,12 @@
 """Each sentence about a missing gain: when it is said, and that it says what to do."""
 
 import pytest
-from comfy_accel.accel import diagnosis, diagnosis_machine
-from comfy_accel.accel.diagnosis import CAUSES, diagnose
-from comfy_accel.accel.diagnosis_facts import Facts, nodes_of
-from comfy_accel.accel.fallbacks import NOT_CAPTURED
-from comfy_accel.accel.run_record import Run
-from comfy_accel.accel.savings import Saving
+from comfy_accel.accel.core.fallbacks import NOT_CAPTURED
+from comfy_accel.accel.report import diagnosis, diagnosis_machine
+from comfy_accel.accel.report.diagnosis import CAUSES, diagnose
+from comfy_accel.accel.report.diagnosis_facts import Facts, nodes_of
+from comfy_accel.accel.report.run_record import Run
+from comfy_accel.accel.report.savings import Saving
 
 WARM = {
     "model": "SDXL",

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from comfy_accel.accel.deep_cache import DeepCacheRun
-from comfy_accel.accel.diffusers_boundary import DiffusersBoundary, has_diffusers_layout
-from comfy_accel.accel.substitution import Order, substituted
+from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
+from comfy_accel.accel.step_cache.diffusers_split import DiffusersBoundary, has_diffusers_layout
 from toy_unets import Block, ToyDiffusersUNet
 from uniform_hold import uniform_hold
 

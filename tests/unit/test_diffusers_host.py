@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfy_accel.accel.events import subscribe
-from comfy_accel.accel.hosts.diffusers import deep_cache
-from comfy_accel.accel.hosts.diffusers_schedule import PipelineSchedule, noise_levels
+from comfy_accel.accel.core.events import subscribe
+from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
+from comfy_accel.accel.hosts.diffusers.schedule import PipelineSchedule, noise_levels
 from toy_unets import ToyDiffusersUNet
 from uniform_hold import uniform_hold
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from comfy_accel.accel.substitution import Order, substituted
+from comfy_accel.accel.modules.substitution import Order, substituted
 from toy_transformers import FULL, SKIPPED, Chain, Doubles, Joints, Sampler, Single, tokens, untouched
 
 # What a skipped call computes

@@ -1,6 +1,6 @@
 """What ran eagerly: one line and one row for each reason."""
 
-from comfy_accel.accel.fallbacks import _MOST, Fallbacks
+from comfy_accel.accel.core.fallbacks import _MOST, Fallbacks
 
 
 def test_reasons_that_differ_in_numbers_alone_are_one(caplog):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from comfy_accel.accel import forecast
-from comfy_accel.accel.forecast import History, weights
+from comfy_accel.accel.step_cache import forecast
+from comfy_accel.accel.step_cache.forecast import History, weights
 
 
 @pytest.mark.parametrize("points", [(3.0,), (3.0, 1.0), (3.0, 1.0, 0.0)])

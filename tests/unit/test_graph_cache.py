@@ -4,10 +4,10 @@ import threading
 import time
 
 import pytest
-from comfy_accel.accel.compiled_graph import CompiledGraph, Facts
-from comfy_accel.accel.compilers import CompileFailed
-from comfy_accel.accel.events import subscribe
-from comfy_accel.accel.graph_cache import GraphCache, NoGraph
+from comfy_accel.accel.cache.graph_cache import GraphCache, NoGraph
+from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
+from comfy_accel.accel.compile.compilers import CompileFailed
+from comfy_accel.accel.core.events import subscribe
 
 
 def graph(nbytes=0, limit=None):

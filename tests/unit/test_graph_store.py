@@ -8,17 +8,18 @@ import time
 
 import pytest
 import torch
-from comfy_accel.accel import store_key, store_trust
-from comfy_accel.accel.compiled_graph import CompiledGraph
-from comfy_accel.accel.graph_store import NOTHING_SAVED, GraphStore
-from comfy_accel.accel.store_folder import LocalFolder
-from comfy_accel.accel.store_prune import prune
+from comfy_accel.accel.compile.compiled_graph import CompiledGraph
+from comfy_accel.accel.store import key as store_key
+from comfy_accel.accel.store import signing
+from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.store.graph_store import NOTHING_SAVED, GraphStore
+from comfy_accel.accel.store.prune import prune
 from store_kit import CPU, graph, key, load, reasons, save, store
 
 
 @pytest.fixture(autouse=True)
 def without_key(monkeypatch):
-    monkeypatch.delenv(store_trust.KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(signing.KEY_VARIABLE, raising=False)
 
 
 def entry(path, end):
@@ -209,16 +210,16 @@ def test_entry_renamed_to_another_key_is_a_miss(tmp_path):
 
 
 def test_fleet_key_opens_what_another_machine_saved(tmp_path, monkeypatch):
-    monkeypatch.setenv(store_trust.KEY_VARIABLE, "a key for the whole fleet")
+    monkeypatch.setenv(signing.KEY_VARIABLE, "a key for the whole fleet")
     save(store(tmp_path))
     assert not (tmp_path / "secret").exists()
     assert load(store(tmp_path)) is not None
-    monkeypatch.setenv(store_trust.KEY_VARIABLE, "another key, as long as it")
+    monkeypatch.setenv(signing.KEY_VARIABLE, "another key, as long as it")
     assert load(store(tmp_path)) is None
 
 
 def test_short_key_turns_the_store_off_with_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setenv(store_trust.KEY_VARIABLE, "short")
+    monkeypatch.setenv(signing.KEY_VARIABLE, "short")
     off = store(tmp_path)
     assert not save(off)
     assert "16 at least" in reasons(off)[0]
@@ -368,7 +369,7 @@ def test_share_that_is_gone_is_asked_three_times_and_again_after_a_while(tmp_pat
         assert load(here, f"k{number}") is None
     assert folder.asked == 3
     now = time.monotonic()
-    monkeypatch.setattr("comfy_accel.accel.patience.time.monotonic", lambda: now + 301)
+    monkeypatch.setattr("comfy_accel.accel.core.circuit_breaker.time.monotonic", lambda: now + 301)
     assert load(here) is None and load(here) is None
     assert folder.asked == 4
 

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from comfy_accel.accel import store_entry, store_trust
-from comfy_accel.accel.store_folder import LocalFolder
+from comfy_accel.accel.store import manifest as store_entry
+from comfy_accel.accel.store import signing
+from comfy_accel.accel.store.folder import LocalFolder
 from store_kit import load, reasons, save, store
 
 HERE = Path(__file__).resolve().parent.parent
@@ -50,7 +51,7 @@ def ask(processes, *lines):
 def check_every_entry(folder):
     """The entries' manifests, by name, all of them whole; none stands for bytes that are not there."""
     files = LocalFolder(folder / "graphs")
-    seals = store_trust.seals(folder / "secret")
+    seals = signing.seals(folder / "secret")
     manifests = {}
     for name in [file.name for file in files.files() if file.name.endswith(".json")]:
         manifest, seal = store_entry.read_manifest(files.read(name, store_entry.LARGEST_MANIFEST))

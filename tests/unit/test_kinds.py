@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from comfy_accel.accel.kinds import describe, kinds_of, template_of, weight_slots
-from comfy_accel.accel.plain_values import Indescribable
+from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
+from comfy_accel.accel.fingerprint.plain_values import Indescribable
 from torch import nn
 
 

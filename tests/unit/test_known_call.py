@@ -5,13 +5,13 @@ import weakref
 
 import pytest
 import torch
-from comfy_accel.accel import tensor_check
-from comfy_accel.accel.block_runner import BlockRunner
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.eager_calls import RunEagerly
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.regions import survey
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.eager_calls import RunEagerly
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.fingerprint.regions import survey
+from comfy_accel.accel.signature import tensor_check
 
 
 class Block(torch.nn.Module):

@@ -7,9 +7,9 @@ import weakref
 import pytest
 import torch
 from capture_kit import Toy, check_calls, latent, reasons, recording_cache, run, settle, times
-from comfy_accel.accel.capture_host import CaptureHost
-from comfy_accel.accel.eager_calls import RunEagerly
-from comfy_accel.accel.fallbacks import fallbacks
+from comfy_accel.accel.core.eager_calls import RunEagerly
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.cuda_graphs.capture_host import CaptureHost
 from cpu_recorder import STAGES, CpuRecorder, left
 
 

@@ -8,8 +8,9 @@ import time
 import einops
 import pytest
 import torch
-from comfy_accel.accel import code_reach, kinds, module_files, store_key
-from comfy_accel.accel.graph_key import GraphKey
+from comfy_accel.accel.fingerprint import code_reach, kinds, module_files
+from comfy_accel.accel.fingerprint.graph_key import GraphKey
+from comfy_accel.accel.store import key
 
 BLOCK = """
 import torch
@@ -45,7 +46,7 @@ def kind_of(module):
 
 
 def digest_of(module):
-    return store_key.key_digest(GraphKey(kind_of(module), ("tensor",), (), "inductor"))
+    return key.key_digest(GraphKey(kind_of(module), ("tensor",), (), "inductor"))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_other_values_in_a_module_are_another_key(module, setting, read):
 def test_what_only_the_type_is_told_of_is_not_kept(module, setting, read, what):
     made = module(BLOCK.replace("{setting}", setting).replace("{read}", read))
     assert any(what in opaque for opaque in kind_of(made).opaque), kind_of(made).opaque
-    with pytest.raises(store_key.NotPortable, match="cannot be told from outside"):
+    with pytest.raises(key.NotPortable, match="cannot be told from outside"):
         digest_of(made)
 
 
@@ -98,7 +99,7 @@ def test_file_that_changed_since_is_not_what_runs(module, monkeypatch):
     made = module(BLOCK.format(setting="SCALE = 1", read="SCALE"))
     assert digest_of(made)
     monkeypatch.setattr(module_files, "_BEGAN", time.time() - 1000)
-    with pytest.raises(store_key.NotPortable, match="has changed since"):
+    with pytest.raises(key.NotPortable, match="has changed since"):
         digest_of(made)
 
 
@@ -109,7 +110,7 @@ def test_module_whose_file_is_gone_or_never_was_tells_nothing(module):
     with pytest.raises(module_files.Unknown, match="is gone"):
         module_files.digest([file])
     del made.__file__
-    with pytest.raises(store_key.NotPortable, match="accel_test_module has no file"):
+    with pytest.raises(key.NotPortable, match="accel_test_module has no file"):
         digest_of(made)
 
 

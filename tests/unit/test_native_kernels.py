@@ -7,7 +7,7 @@ import types
 import zlib
 from pathlib import Path
 
-from comfy_accel.accel.native_kernels import with_built_kernels
+from comfy_accel.accel.compile.native_kernels import with_built_kernels
 
 SOURCE = """
 from torch._inductor.async_compile import AsyncCompile

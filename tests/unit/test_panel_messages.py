@@ -1,8 +1,8 @@
 """Messages to the pages: in order, a few a second, and none where nobody listens."""
 
 import pytest
-from comfy_accel.accel.events import emit, subscribe
-from comfy_accel.accel.hosts.comfyui.panel_messages import _MOST_WAITING, SPACING, PanelMessages
+from comfy_accel.accel.core.events import emit, subscribe
+from comfy_accel.accel.hosts.comfyui.server.panel_messages import _MOST_WAITING, SPACING, PanelMessages
 
 
 class Page:

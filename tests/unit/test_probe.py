@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfy_accel.accel.probe import CLEAR_ROUNDS, ROUNDS, Probe, Probes, largest_difference
+from comfy_accel.accel.compile.benchmark import CLEAR_ROUNDS, ROUNDS, Probe, Probes, largest_difference
 
 CPU = torch.device("cpu")
 VALUE = torch.linspace(-1, 1, 64)

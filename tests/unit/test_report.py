@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from comfy_accel.accel import report, report_chart
-from comfy_accel.accel.run_record import Run
-from comfy_accel.accel.savings import Saving
+from comfy_accel.accel.report import chart
+from comfy_accel.accel.report import text as report
+from comfy_accel.accel.report.run_record import Run
+from comfy_accel.accel.report.savings import Saving
 
 CACHE = {
     **{"entries": 9, "graphs": 11, "hits": 3000, "compilations": 9, "loaded": 3, "seconds": 44.0, "evictions": 0},
@@ -112,9 +113,9 @@ def rgb(colour):
 
 
 def test_chart_shows_time_calls_steps_and_budget():
-    picture = report_chart.draw(state(), 34.2)
+    picture = chart.draw(state(), 34.2)
     assert picture.mode == "RGB" and picture.width == 512 and 300 < picture.height < 600
-    shown = [report_chart.BLUE, report_chart.ORANGE, report_chart.GREEN, report_chart.SKY]
+    shown = [chart.BLUE, chart.ORANGE, chart.GREEN, chart.SKY]
     assert {rgb(colour) for colour in shown} <= colours(picture)
 
 
@@ -125,33 +126,33 @@ def luminance(colour):
 
 
 def test_full_and_skipped_steps_differ_in_lightness_too():
-    full, skipped = luminance(report_chart.BLUE), luminance(report_chart.SKY)
+    full, skipped = luminance(chart.BLUE), luminance(chart.SKY)
     assert (skipped + 0.05) / (full + 0.05) > 2
 
 
 def test_widths_of_the_time_bar_are_its_shares():
-    picture = report_chart.draw(state())
+    picture = chart.draw(state())
     rows = [
         [picture.getpixel((x, y)) for x in range(picture.width)]
         for y in range(picture.height)
-        if sum(picture.getpixel((x, y)) == rgb(report_chart.ORANGE) for x in range(0, picture.width, 4)) > 15
+        if sum(picture.getpixel((x, y)) == rgb(chart.ORANGE) for x in range(0, picture.width, 4)) > 15
     ]
     # 6.5 s of sampling, 1.5 s of compiling and loading, 2 s saved, on 480 pixels.
-    assert abs(rows[0].count(rgb(report_chart.ORANGE)) - 480 * 1.5 / 10) <= 2
-    assert abs(rows[0].count(rgb(report_chart.BLUE)) - 480 * 6.5 / 10) <= 2
+    assert abs(rows[0].count(rgb(chart.ORANGE)) - 480 * 1.5 / 10) <= 2
+    assert abs(rows[0].count(rgb(chart.BLUE)) - 480 * 6.5 / 10) <= 2
 
 
 def test_chart_of_nothing_and_of_long_names_is_drawn():
-    assert report_chart.draw(state(None)).height < report_chart.draw(state()).height
+    assert chart.draw(state(None)).height < chart.draw(state()).height
     wide = Run(model="A" * 400, latent=tuple(range(1, 7)), seconds=0.0, steps_taken="FS" * 400, caching={})
-    assert report_chart.draw(state(wide)).width == 512
+    assert chart.draw(state(wide)).width == 512
 
 
 def test_importing_the_chart_loads_no_pillow():
     root = Path(__file__).resolve().parents[2]
     code = (
         "import sys; sys.path.append(sys.argv[1]); from bench import pack; pack.load();"
-        "import comfy_accel.accel.report_chart; print('PIL' in sys.modules, 'matplotlib' in sys.modules)"
+        "import comfy_accel.accel.report.chart; print('PIL' in sys.modules, 'matplotlib' in sys.modules)"
     )
     out = subprocess.check_output([sys.executable, "-c", code, str(root)], text=True)
     assert out.split() == ["False", "False"]

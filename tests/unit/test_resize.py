@@ -4,9 +4,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from comfy_accel.accel.fit import ANCHORS, HOW, Restore, fit  # noqa: E402
-from comfy_accel.accel.resize import apply_fit, undo_batch, undo_fit  # noqa: E402
-from comfy_accel.accel.resolution import MODES, Size, snap  # noqa: E402
+from comfy_accel.accel.sizing.fit import ANCHORS, HOW, Restore, fit  # noqa: E402
+from comfy_accel.accel.sizing.resize import apply_fit, undo_batch, undo_fit  # noqa: E402
+from comfy_accel.accel.sizing.resolution import MODES, Size, snap  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
-from comfy_accel.accel.hosts.comfyui.model_sizes import latent_layout, model_multiple
-from comfy_accel.accel.resolution import (
+from comfy_accel.accel.hosts.comfyui.sizes.model_sizes import latent_layout, model_multiple
+from comfy_accel.accel.sizing.resolution import (
     MODES,
     PIXELS_PER_MEGAPIXEL,
     Size,

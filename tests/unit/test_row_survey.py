@@ -4,8 +4,8 @@ import functools
 
 import pytest
 import torch
-from comfy_accel.accel.row_survey import RowSurvey
-from comfy_accel.accel.substitution import Order, substituted
+from comfy_accel.accel.compile.row_survey import RowSurvey
+from comfy_accel.accel.modules.substitution import Order, substituted
 
 
 class Block(torch.nn.Module):

@@ -6,12 +6,12 @@ import weakref
 
 import pytest
 import torch
-from comfy_accel.accel.compiled_graph import CompiledGraph
-from comfy_accel.accel.events import emit, subscribe
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.graph_entry import Use
-from comfy_accel.accel.run_record import _MOST_RUNS, RunRecords
+from comfy_accel.accel.cache.entry import Use
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile.compiled_graph import CompiledGraph
+from comfy_accel.accel.core.events import emit, subscribe
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.report.run_record import _MOST_RUNS, RunRecords
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comfy_accel.accel.same_path import path_of, same_path
+from comfy_accel.accel.compile.op_trace import path_of, same_path
 
 
 def at(function, *sizes):

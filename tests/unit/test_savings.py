@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from comfy_accel.accel.compiled_graph import CompiledGraph
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.probe import CLEAR_ROUNDS, Probe
-from comfy_accel.accel.savings import by_compiling, by_skipping, together
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile.benchmark import CLEAR_ROUNDS, Probe
+from comfy_accel.accel.compile.compiled_graph import CompiledGraph
+from comfy_accel.accel.report.savings import by_compiling, by_skipping, together
 
 
 def probe(compiled, eager):

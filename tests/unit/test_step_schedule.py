@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from comfy_accel.accel.step_schedule import LARGEST_SCALE, angle, in_window, is_in_order, stake, step_of
+from comfy_accel.accel.step_cache.step_schedule import LARGEST_SCALE, angle, in_window, is_in_order, stake, step_of
 
 SCHEDULE = (14.6, 8.0, 4.0, 2.0, 1.0, 0.5, 0.0)
 

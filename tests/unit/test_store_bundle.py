@@ -4,7 +4,8 @@ import zipfile
 
 import pytest
 import torch
-from comfy_accel.accel import store_bundle, store_entry, store_location
+from comfy_accel.accel.store import bundle as store_bundle
+from comfy_accel.accel.store import location, manifest
 from store_kit import load, reasons, run_command, save, store
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -118,7 +119,7 @@ def test_compressed_file_is_refused_before_it_is_unpacked(tmp_path, capsys):
 
 def test_manifest_that_is_too_large_is_refused(tmp_path, capsys):
     def large(content):
-        content.writestr("a" * 24 + "-" + "b" * 12 + ".json", b" " * (store_entry.LARGEST_MANIFEST + 1))
+        content.writestr("a" * 24 + "-" + "b" * 12 + ".json", b" " * (manifest.LARGEST_MANIFEST + 1))
 
     assert "larger than" in refused(tmp_path, large, capsys)
 
@@ -140,11 +141,11 @@ def test_file_whose_parts_lie_over_each_other_is_refused(tmp_path, bundle, capsy
 def test_bundle_larger_than_the_store_may_be_is_refused(tmp_path, monkeypatch, capsys):
     save(store(tmp_path / "builder"), data=bytes(3 << 20))
     run_command(tmp_path / "builder", "export", tmp_path / "bundle")
-    monkeypatch.setenv(store_location.LIMIT_VARIABLE, "2")
+    monkeypatch.setenv(location.LIMIT_VARIABLE, "2")
     assert run_command(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 1
     assert "raise its limit first" in capsys.readouterr().err
     assert not (tmp_path / "worker" / "graphs").exists()
-    monkeypatch.setenv(store_location.LIMIT_VARIABLE, "0")  # saves nothing, and that was not saving
+    monkeypatch.setenv(location.LIMIT_VARIABLE, "0")  # saves nothing, and that was not saving
     assert run_command(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 0
     assert load(store(tmp_path / "worker")) is not None
 
@@ -153,7 +154,7 @@ def test_import_keeps_the_store_within_its_bytes(tmp_path, monkeypatch):
     save(store(tmp_path / "builder"), "new", data=bytes(700 << 10))
     run_command(tmp_path / "builder", "export", tmp_path / "bundle")
     save(store(tmp_path / "worker"), "old", data=bytes(700 << 10))
-    monkeypatch.setenv(store_location.LIMIT_VARIABLE, "1")
+    monkeypatch.setenv(location.LIMIT_VARIABLE, "1")
     assert run_command(tmp_path / "worker", "import", tmp_path / "bundle", "--trust") == 0
     assert load(store(tmp_path / "worker"), "old") is None
     assert load(store(tmp_path / "worker"), "new") is not None
@@ -189,7 +190,7 @@ def test_export_that_is_stopped_leaves_no_file(tmp_path, monkeypatch):
     def stopped(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store_entry, "check_bytes", stopped)
+    monkeypatch.setattr(manifest, "check_bytes", stopped)
     with pytest.raises(KeyboardInterrupt):
         run_command(tmp_path / "builder", "export", tmp_path / "bundle")
     assert [file.name for file in tmp_path.iterdir()] == ["builder"]

@@ -12,10 +12,10 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-from comfy_accel.accel import store_location, store_trust
-from comfy_accel.accel.graph_store import GraphStore
-from comfy_accel.accel.store_prune import prune
-from comfy_accel.accel.store_remote import RemoteFolder
+from comfy_accel.accel.store import location, signing
+from comfy_accel.accel.store.graph_store import GraphStore
+from comfy_accel.accel.store.prune import prune
+from comfy_accel.accel.store.remote import RemoteFolder
 from store_kit import load, reasons, save
 
 SCRIPT = Path(__file__).resolve().parent.parent / "store_process.py"
@@ -178,12 +178,12 @@ def test_object_stores_leftovers_are_dated_by_its_own_clock(remote, monkeypatch)
 
 def test_worker_loads_what_another_compiled_where_both_have_the_key(tmp_path, monkeypatch):
     pytest.importorskip("fsspec", reason="an optional package")
-    monkeypatch.setenv(store_location.VARIABLE, f"memory://{uuid.uuid4().hex}/shared")
+    monkeypatch.setenv(location.VARIABLE, f"memory://{uuid.uuid4().hex}/shared")
 
     def worker(name, key):
-        monkeypatch.setenv(store_trust.KEY_VARIABLE, key)
+        monkeypatch.setenv(signing.KEY_VARIABLE, key)
         home = tmp_path / name
-        return GraphStore(store_location.folder(home), store_location.secret(home))
+        return GraphStore(location.folder(home), location.secret(home))
 
     assert save(worker("first", "the fleet's own key, 16 at least"))
     assert load(worker("second", "the fleet's own key, 16 at least"))[0] == b"code"

@@ -5,10 +5,11 @@ import os
 import time
 
 import pytest
-from comfy_accel.accel import store_entry, whole_files
-from comfy_accel.accel.store_folder import LocalFolder
-from comfy_accel.accel.store_prune import prune
-from comfy_accel.accel.store_trust import Seals
+from comfy_accel.accel.core import atomic_file
+from comfy_accel.accel.store import manifest as store_entry
+from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.store.prune import prune
+from comfy_accel.accel.store.signing import Seals
 from odd_disks import without_links
 
 SEALS = Seals(b"s" * 32)
@@ -117,9 +118,9 @@ def test_write_that_fails_leaves_the_old_file_and_no_other(folder, monkeypatch):
 def test_name_that_is_taken_stays_who_ever_comes_second(tmp_path, monkeypatch, links):
     if not links:
         without_links(monkeypatch)
-    whole_files.write_new(tmp_path / "new", b"first")
+    atomic_file.write_new(tmp_path / "new", b"first")
     with pytest.raises(FileExistsError):
-        whole_files.write_new(tmp_path / "new", b"second")
+        atomic_file.write_new(tmp_path / "new", b"second")
     assert (tmp_path / "new").read_bytes() == b"first"
     assert [file.name for file in tmp_path.iterdir()] == ["new"]
 

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 import torch
-from comfy_accel.accel import compilers
+from comfy_accel.accel.compile import compilers
 from store_kit import CPU, key, reasons, run_command, save, store
 
 pytestmark = pytest.mark.usefixtures("plain_environment")

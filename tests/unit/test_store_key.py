@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from comfy_accel.accel import store_key, store_trust
+from comfy_accel.accel.store import key as store_key
+from comfy_accel.accel.store import signing
 from store_kit import CPU, graph, key, load, reasons, save, store
 
 THREADS = torch.get_num_threads()
@@ -13,7 +14,7 @@ PRECISION = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
 
 @pytest.fixture(autouse=True)
 def without_key(monkeypatch):
-    monkeypatch.delenv(store_trust.KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(signing.KEY_VARIABLE, raising=False)
 
 
 def other_math_sdp():

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from comfy_accel.accel import store_attach, store_command, store_home, store_location, store_trust
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.graph_store import GraphStore
-from comfy_accel.accel.store_folder import LocalFolder
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.store import attach, cli, location, signing
+from comfy_accel.accel.store import home as store_home
+from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.store.graph_store import GraphStore
 from store_kit import load, reasons, run_command, save, store
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -22,7 +23,7 @@ KEY = "a key of sixteen letters"
 
 def server(home):
     """A store as ComfyUI has it."""
-    return GraphStore(store_location.folder(home), store_location.secret(home))
+    return GraphStore(location.folder(home), location.secret(home))
 
 
 @pytest.mark.parametrize(
@@ -30,10 +31,10 @@ def server(home):
     [("off", None), ("OFF", None), ("", "graphs"), ("/x/y", "/x/y"), ("file:///x/%79", "/x/y")],
 )
 def test_environment_moves_the_graphs_or_turns_the_store_off(tmp_path, monkeypatch, value, expected):
-    monkeypatch.setenv(store_location.VARIABLE, value)
-    folder = store_location.folder(tmp_path)
+    monkeypatch.setenv(location.VARIABLE, value)
+    folder = location.folder(tmp_path)
     assert folder is None if expected is None else str(folder).endswith(expected)
-    assert store_location.secret(tmp_path) == tmp_path / "secret"
+    assert location.secret(tmp_path) == tmp_path / "secret"
 
 
 def test_nothing_is_read_before_the_folder_is_used(tmp_path):
@@ -47,7 +48,7 @@ def test_nothing_is_read_before_the_folder_is_used(tmp_path):
 
     hearing = True
     sys.addaudithook(hear)
-    folder = store_location.folder(home)
+    folder = location.folder(home)
     assert not [path for path in touched if str(home) in path]
     assert str(folder) == str(tmp_path / "other")
     assert [path for path in touched if str(home) in path]
@@ -73,7 +74,7 @@ def test_path_is_taken_from_where_the_command_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_command(tmp_path / "home", "move", "near") == 0
     monkeypatch.chdir(os.sep)
-    assert str(store_location.folder(tmp_path / "home")) == str(tmp_path / "near")
+    assert str(location.folder(tmp_path / "home")) == str(tmp_path / "near")
 
 
 def test_move_that_fails_changes_nothing(tmp_path, capsys):
@@ -88,7 +89,7 @@ def test_move_that_fails_changes_nothing(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("command", "variable", "value"),
-    [(("move", "/x"), store_location.VARIABLE, "/y"), (("limit", "5"), store_location.LIMIT_VARIABLE, "7")],
+    [(("move", "/x"), location.VARIABLE, "/y"), (("limit", "5"), location.LIMIT_VARIABLE, "7")],
 )
 def test_environment_wins_and_nothing_is_set_beside_it(tmp_path, monkeypatch, capsys, command, variable, value):
     monkeypatch.setenv(variable, value)
@@ -100,14 +101,14 @@ def test_environment_wins_and_nothing_is_set_beside_it(tmp_path, monkeypatch, ca
 def test_environment_wins_over_what_was_set(tmp_path, monkeypatch):
     run_command(tmp_path, "move", tmp_path / "set")
     run_command(tmp_path, "limit", "5")
-    assert store_location.max_bytes(tmp_path) == 5 << 20
-    monkeypatch.setenv(store_location.VARIABLE, str(tmp_path / "environment"))
-    monkeypatch.setenv(store_location.LIMIT_VARIABLE, "7")
-    assert str(store_location.folder(tmp_path)) == str(tmp_path / "environment")
-    assert store_location.max_bytes(tmp_path) == 7 << 20
-    monkeypatch.setenv(store_location.LIMIT_VARIABLE, "many")
-    assert store_location.max_bytes(tmp_path) == 5 << 20
-    assert store_location.max_bytes(None) == 2 << 30
+    assert location.max_bytes(tmp_path) == 5 << 20
+    monkeypatch.setenv(location.VARIABLE, str(tmp_path / "environment"))
+    monkeypatch.setenv(location.LIMIT_VARIABLE, "7")
+    assert str(location.folder(tmp_path)) == str(tmp_path / "environment")
+    assert location.max_bytes(tmp_path) == 7 << 20
+    monkeypatch.setenv(location.LIMIT_VARIABLE, "many")
+    assert location.max_bytes(tmp_path) == 5 << 20
+    assert location.max_bytes(None) == 2 << 30
 
 
 @pytest.mark.skipif(os.name != "posix", reason="only there a mode says who can read")
@@ -144,10 +145,10 @@ def test_limit_of_nothing_deletes_nothing(tmp_path, monkeypatch, capsys):
 
 def test_without_a_place_the_command_asks_for_one(monkeypatch, capsys):
     for command in (["list"], ["move", "x"], ["limit", "5"]):
-        assert store_command.main(command) == 1
+        assert cli.main(command) == 1
         assert "--user-directory" in capsys.readouterr().err
-    monkeypatch.setenv(store_location.VARIABLE, "off")
-    assert store_command.main(["list"]) == 1
+    monkeypatch.setenv(location.VARIABLE, "off")
+    assert cli.main(["list"]) == 1
     assert "turns the store off" in capsys.readouterr().err
 
 
@@ -156,14 +157,14 @@ def test_options_name_the_home_before_and_after_the_command(tmp_path, capsys, op
     home = {"--home": "", "--user-directory": "__accel", "--base-directory": "user/__accel"}[option]
     save(store(tmp_path / home))
     for order in ([option, str(tmp_path), "verify"], ["verify", option, str(tmp_path)]):
-        assert store_command.main(order) == 0
+        assert cli.main(order) == 0
         told = capsys.readouterr().out
         assert "1 graphs sound" in told and str(tmp_path / home / "secret") in told
 
 
 def test_user_directory_is_stronger_than_the_base_as_in_comfyui(tmp_path, capsys):
     arguments = ["--user-directory", str(tmp_path / "user"), "--base-directory", str(tmp_path / "base")]
-    assert store_command.main(["list", *arguments]) == 0
+    assert cli.main(["list", *arguments]) == 0
     assert str(tmp_path / "user" / "__accel" / "graphs") in capsys.readouterr().out
 
 
@@ -172,12 +173,12 @@ def test_nothing_is_sealed_with_a_secret_that_comfyui_does_not_know(tmp_path, mo
     bundle = tmp_path / "bundle"
     run_command(tmp_path / "builder", "export", bundle)
     monkeypatch.setenv("HOME", str(tmp_path / "me"))
-    monkeypatch.setenv(store_location.VARIABLE, str(tmp_path / "shared"))
-    assert store_command.main(["import", "--trust", str(bundle)]) == 1
+    monkeypatch.setenv(location.VARIABLE, str(tmp_path / "shared"))
+    assert cli.main(["import", "--trust", str(bundle)]) == 1
     assert "ACCEL_STORE_KEY" in capsys.readouterr().err
     assert not (tmp_path / "shared").exists() and not (tmp_path / "me").exists()
-    monkeypatch.setenv(store_trust.KEY_VARIABLE, KEY)
-    assert store_command.main(["import", "--trust", str(bundle)]) == 0
+    monkeypatch.setenv(signing.KEY_VARIABLE, KEY)
+    assert cli.main(["import", "--trust", str(bundle)]) == 0
     assert "Sealed with the key in ACCEL_STORE_KEY." in capsys.readouterr().out
     assert load(server(tmp_path / "any worker")) is not None
 
@@ -227,7 +228,7 @@ def test_command_in_the_packs_folder_finds_its_comfyui(tmp_path, comfyui, linked
 
 def test_folder_is_an_ordinary_one_for_those_who_use_it(tmp_path):
     """What a home says is what a folder does, file by file."""
-    folder, plain = store_location.HomeFolder(tmp_path), LocalFolder(tmp_path / "graphs")
+    folder, plain = location.HomeFolder(tmp_path), LocalFolder(tmp_path / "graphs")
     folder.write("ab", b"data")
     assert folder.read("ab", 4) == plain.read("ab", 4) == b"data"
     folder.touch("ab")
@@ -254,16 +255,16 @@ def test_programs_that_are_not_comfyui_keep_graphs_among_what_this_person_can_do
 
 def test_cache_gets_its_store_once_and_none_where_none_is_wanted(tmp_path, monkeypatch):
     cache = GraphCache()
-    monkeypatch.setattr(store_attach, "shared", cache)
-    store_attach.attach(GraphCache(), lambda: pytest.fail("no cache of somebody's own gets one"))
-    monkeypatch.setenv(store_location.VARIABLE, "off")
-    store_attach.attach(cache, lambda: tmp_path)
+    monkeypatch.setattr(attach, "shared", cache)
+    attach.attach(GraphCache(), lambda: pytest.fail("no cache of somebody's own gets one"))
+    monkeypatch.setenv(location.VARIABLE, "off")
+    attach.attach(cache, lambda: tmp_path)
     assert cache.store is None
-    monkeypatch.delenv(store_location.VARIABLE)
-    store_attach.attach(cache, lambda: None)  # an account without a home
+    monkeypatch.delenv(location.VARIABLE)
+    attach.attach(cache, lambda: None)  # an account without a home
     assert cache.store is None
-    store_attach.attach(cache, lambda: tmp_path)
+    attach.attach(cache, lambda: tmp_path)
     first = cache.store
     assert first is not None and not list(tmp_path.iterdir())
-    store_attach.attach(cache, lambda: tmp_path / "other")
+    attach.attach(cache, lambda: tmp_path / "other")
     assert cache.store is first

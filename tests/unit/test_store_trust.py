@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from comfy_accel.accel import store_trust
-from comfy_accel.accel.store_trust import NoSecret, Seals, seals
+from comfy_accel.accel.store import signing
+from comfy_accel.accel.store.signing import NoSecret, Seals, seals
 from odd_disks import without_links
 
 posix = pytest.mark.skipif(os.name != "posix", reason="only there a mode says who can read")
@@ -17,7 +17,7 @@ posix = pytest.mark.skipif(os.name != "posix", reason="only there a mode says wh
 
 @pytest.fixture(autouse=True)
 def without_key(monkeypatch):
-    monkeypatch.delenv(store_trust.KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(signing.KEY_VARIABLE, raising=False)
 
 
 def test_seal_is_good_for_its_manifest_and_its_secret():
@@ -88,28 +88,28 @@ def test_empty_secret_is_waited_for_and_then_none(tmp_path, monkeypatch):
     later.start()
     assert seals(tmp_path / "secret").make(b"") == Seals(b"\xab" * 32).make(b"")
     later.join()
-    monkeypatch.setattr(store_trust, "_PATIENCE", 0.1)
+    monkeypatch.setattr(signing, "_PATIENCE", 0.1)
     (tmp_path / "empty").touch(0o600)
     with pytest.raises(NoSecret, match="holds no secret"):
         seals(tmp_path / "empty")
 
 
 def test_key_of_a_fleet_costs_whoever_guesses_it(tmp_path, monkeypatch):
-    monkeypatch.setenv(store_trust.KEY_VARIABLE, "sixteen letters!\n")
+    monkeypatch.setenv(signing.KEY_VARIABLE, "sixteen letters!\n")
     began = time.process_time()
     first = seals(tmp_path / "secret")
     assert time.process_time() - began > 0.01
     assert first.source == "the key in ACCEL_STORE_KEY"
-    monkeypatch.setenv(store_trust.KEY_VARIABLE, "sixteen letters!")  # a file's last line is no part of it
+    monkeypatch.setenv(signing.KEY_VARIABLE, "sixteen letters!")  # a file's last line is no part of it
     assert seals(None).make(b"") == first.make(b"")
-    monkeypatch.setenv(store_trust.KEY_VARIABLE, "sixteen letters?")
+    monkeypatch.setenv(signing.KEY_VARIABLE, "sixteen letters?")
     assert seals(None).make(b"") != first.make(b"")
     assert not list(tmp_path.iterdir())
 
 
 def test_key_is_the_same_in_every_process(monkeypatch):
     """A figure of its own: were it derived otherwise, every fleet's graphs would be strangers' after an update."""
-    monkeypatch.setenv(store_trust.KEY_VARIABLE, "a key for the whole fleet")
+    monkeypatch.setenv(signing.KEY_VARIABLE, "a key for the whole fleet")
     script = (
         "import hashlib, hmac; secret = hashlib.scrypt(b'a key for the whole fleet', salt=b'accel store key',"
         " n=16384, r=8, p=1, dklen=32); print(hmac.new(secret, b'manifest', 'sha256').hexdigest())"

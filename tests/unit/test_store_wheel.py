@@ -92,7 +92,7 @@ def test_wheel_is_imported_without_torch_and_brings_what_scripts_call(installed,
     assert where.split() == [str(installed / "accel" / "__init__.py"), "True"]
     script = f"import sys; from accel import {', '.join(names)}; print(warm_up.__module__, 'comfy' in sys.modules)"
     said = told([sys.executable, "-c", script], home, PYTHONPATH=str(installed)).split()
-    assert said == ["accel.hosts.pipeline_warm_up", "False"]
+    assert said == ["accel.hosts.diffusers.warm_up", "False"]
 
 
 def test_packages_that_scripts_need_are_listed(installed):

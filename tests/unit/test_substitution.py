@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comfy_accel.accel.substitution import Order, StandIn, has_foreign_forward, substituted
+from comfy_accel.accel.modules.substitution import Order, StandIn, has_foreign_forward, substituted
 
 
 class AddOne(torch.nn.Module):

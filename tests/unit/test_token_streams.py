@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from comfy_accel.accel.token_streams import NoStreams, StreamFinder, arguments
+from comfy_accel.accel.step_cache.token_streams import NoStreams, StreamFinder, arguments
 from toy_transformers import FULL, SKIPPED, Block, Chain, Joint, Sampler, Single, tokens
 
 

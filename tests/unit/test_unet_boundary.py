@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from comfy_accel.accel.deep_cache import DeepCacheRun
-from comfy_accel.accel.substitution import Order, substituted
-from comfy_accel.accel.unet_boundary import UNetBoundary, default_depth, has_unet_layout
+from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
+from comfy_accel.accel.step_cache.unet_split import UNetBoundary, default_depth, has_unet_layout
 from uniform_hold import uniform_hold
 
 
@@ -139,7 +139,7 @@ def test_default_depth_is_the_largest_within_its_share(monkeypatch):
     # Work of the pairs of blocks: 2, 2, 1/2, 1/2, 1/8, 1/8, and 1/16 in the middle: 5.3 in all.
     model = Levels()
     for share, depth in ((0.1, 1), (0.4, 1), (0.76, 2), (0.86, 3), (1.0, 5)):
-        monkeypatch.setattr("comfy_accel.accel.unet_boundary.DEFAULT_SHARE", share)
+        monkeypatch.setattr("comfy_accel.accel.step_cache.unet_split.DEFAULT_SHARE", share)
         assert default_depth(model) == depth
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comfy_accel.accel.first_call import at_first_call, parts
+from comfy_accel.accel.modules.first_call import at_first_call, parts
 
 
 class Block(torch.nn.Module):

@@ -1,7 +1,7 @@
 """When a VAE is compiled: repeats, memory, and what is given back. Numbers alone."""
 
 import pytest
-from comfy_accel.accel.vae import (
+from comfy_accel.accel.sizing.vae import (
     AUTO,
     COMPILE_BOTH,
     COMPILE_DECODER,

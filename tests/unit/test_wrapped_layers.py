@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from comfy_accel.accel.added_weights import with_added
-from comfy_accel.accel.block_runner import BlockRunner
-from comfy_accel.accel.compile_settings import CompileSettings
-from comfy_accel.accel.eager_calls import RunEagerly
-from comfy_accel.accel.fallbacks import fallbacks
-from comfy_accel.accel.graph_cache import GraphCache
-from comfy_accel.accel.kinds import template_of
-from comfy_accel.accel.regions import survey
-from comfy_accel.accel.wrapped_layers import LowRank
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.eager_calls import RunEagerly
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.dispatch.lora import with_added
+from comfy_accel.accel.fingerprint.kinds import template_of
+from comfy_accel.accel.fingerprint.regions import survey
+from comfy_accel.accel.modules.wrapped_layers import LowRank
 from torch import nn
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...events import emit, subscribe
+from ...core.events import emit, subscribe
 from . import node_text
 from .versions import finish_node_progress, show_node_progress
 

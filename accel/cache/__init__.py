@@ -1,0 +1,1 @@
+"""The shared in-memory cache of compiled graphs and captured calls."""

@@ -1,0 +1,105 @@
+"""What the graph cache knows under one key."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..compile.benchmark import Probe, Probes
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..compile.compiled_graph import CompiledGraph
+
+_MOST_USES = 8
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a run used graphs for.
+
+    model: the class of the network. latent: sizes without batch and channels, [H, W] or [T, H, W].
+    batch: images. context: tokens of the prompt; None where there is none.
+    """
+
+    model: str
+    latent: tuple[int, ...]
+    batch: int
+    context: int | None = None
+
+
+def id_of(key: Hashable) -> str:
+    """Names an entry to people and pages: the same for an equal key, in any process."""
+    return hashlib.blake2s(repr(key).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(eq=False)
+class Entry:
+    """What the cache knows under one key: its graphs, or why there is none.
+
+    graphs: usually one; a second where a call did not fit the first one's guards.
+    hits: calls that no probe counts; `calls` has all. uses: of the last runs with it, the newest last.
+    was_loaded: its newest graph came from the disk.
+    is_capture: they are recorded calls, made in no time, and not compiled.
+    """
+
+    key: Hashable
+    name: str
+    graphs: list[CompiledGraph] = field(default_factory=list)
+    failure: str | None = None
+    seconds: float = 0.0
+    hits: int = 0
+    last_used: float = 0.0
+    uses: tuple[Use, ...] = ()
+    was_loaded: bool = False
+    is_capture: bool = False
+    _probes: dict[int, Probes] = field(default_factory=dict, repr=False)
+    _busy: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def probe(self, graph: CompiledGraph, inputs: Sequence[torch.Tensor]) -> Probe:
+        """What is known of one of the graphs' gain in calls of about the size of these inputs."""
+        return self._probes.setdefault(id(graph), Probes()).of(inputs)
+
+    def drop(self, graph: CompiledGraph) -> None:
+        """Let go of one graph, with what is known of it."""
+        self.graphs[:] = [kept for kept in self.graphs if kept is not graph]
+        probes = self._probes.pop(id(graph), None)
+        self.hits += probes.hits if probes is not None else 0
+
+    def give_up(self, reason: str) -> None:
+        """Drop the graphs for good: calls of this key run eagerly from now on."""
+        self.failure = reason
+        self.hits = self.calls
+        self.graphs.clear()
+        self._probes.clear()
+
+    def note_uses(self, uses: Iterable[Use]) -> None:
+        """These are its latest uses; of equal ones the last counts."""
+        self.uses = tuple(dict.fromkeys((*uses, *reversed(self.uses))))[:_MOST_USES][::-1]
+
+    @functools.cached_property
+    def id(self) -> str:
+        return id_of(self.key)
+
+    @property
+    def calls(self) -> int:
+        """How often one of its graphs ran."""
+        return self.hits + sum(probes.hits for probes in list(self._probes.values()))
+
+    @property
+    def calls_by_probe(self) -> dict[Probe, int]:
+        """How often a graph ran at a size at which it had been compared with its block."""
+        return {probe: probe.hits for probes in list(self._probes.values()) for probe in probes.all()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(graph.nbytes for graph in self.graphs)
+
+    @property
+    def probe_seconds(self) -> float:
+        return sum(probes.seconds for probes in list(self._probes.values()))

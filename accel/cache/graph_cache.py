@@ -1,0 +1,251 @@
+"""The shared cache of compiled graphs: look-up, budget, eviction, statistics. One per process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from ..compile.compiled_graph import CompiledGraph
+from ..compile.compilers import CompileFailed
+from ..core.events import emit
+from . import table
+from .bounded_entries import BoundedEntries, NoGraph
+from .entry import Entry
+from .lease import Claim
+
+if TYPE_CHECKING:
+    from ..cuda_graphs.pool import CapturePool
+    from ..store.graph_store import GraphStore
+
+DEFAULT_MAX_ENTRIES = 512
+DEFAULT_MAX_BYTES = 2 << 30
+_MAX_KNOWN_SIZES = 4096
+
+
+class GraphCache(BoundedEntries):
+    """A bounded table from a key to compiled graphs and recorded calls; the least recently used go first.
+
+    What a run under way uses stays: when all its graphs do not fit, those that come last are not
+    compiled, since taking turns would mean to compile at every step.
+
+    max_entries: keys kept; 0 keeps nothing, and then nothing is compiled either.
+    max_bytes: bound on the sum of the entries' `nbytes`.
+    max_graphs: graphs an entry may hold before further misfits run eagerly; a bound on surprises.
+    """
+
+    def __init__(self, max_entries: int = DEFAULT_MAX_ENTRIES, max_bytes: int = DEFAULT_MAX_BYTES, max_graphs: int = 4):
+        super().__init__(max_entries, max_bytes)
+        self._max_graphs = max_graphs
+        self._misses = 0
+        self._compilations = 0
+        self._captures = 0
+        self._loaded = 0
+        self._seconds = 0.0
+        self.store: GraphStore | None = None
+        """Where compiled graphs are kept from one process to the next; None keeps none."""
+        self.captures: CapturePool | None = None
+        """What the recorded calls among the entries share; None where nothing is recorded."""
+
+    def find(
+        self,
+        key: Hashable,
+        name: str,
+        fits: Callable[[CompiledGraph], bool],
+        compile_graph: Callable[[], CompiledGraph],
+        claim: Claim | None = None,
+        load_graph: Callable[[], CompiledGraph | None] = lambda: None,
+        action: str = "compile",
+    ) -> tuple[Entry, CompiledGraph]:
+        """The entry and the graph of it that fits this call, loaded or else compiled now if there is none.
+
+        One compilation per key at a time, however many threads ask; the others wait and share it.
+
+        action: "compile" or "capture": what making the graph is counted as, and called in events.
+
+        Raises:
+            NoGraph: with the reason. Whatever `load_graph` raises, and `compile_graph` other than CompileFailed,
+                passes through, and nothing is kept.
+        """
+        entry = self._enter(key, name, claim, is_capture=action == "capture")
+        with entry._busy:
+            for graph in entry.graphs:
+                if fits(graph):
+                    emit("graph_hit", name=name, key=key)
+                    return entry, graph
+            if entry.failure is not None:
+                raise NoGraph(key, entry.failure)
+            if len(entry.graphs) >= self._max_graphs:
+                raise NoGraph(key, f"none of its {len(entry.graphs)} graphs fits this call")
+            with self._lock:
+                self._require_room(key, claim)
+                self._misses += 1
+            started = time.perf_counter()
+            try:
+                graph = load_graph()
+            except BaseException:
+                self._leave_if_empty(entry)
+                raise
+            if graph is not None:
+                self._keep(entry, graph, None, claim)
+                emit("graph_loaded", name=name, key=key, seconds=time.perf_counter() - started)
+                return entry, graph
+            started = time.perf_counter()
+            emit(f"{action}_start", name=name, key=key)
+            graph = None
+            try:
+                graph = compile_graph()
+            except CompileFailed as failed:
+                entry.failure = str(failed)
+            except BaseException:
+                # Interrupted, or out of memory: nothing was learnt about the block.
+                self._leave_if_empty(entry)
+                seconds = time.perf_counter() - started
+                emit(f"{action}_failed", name=name, key=key, reason="interrupted", seconds=seconds)
+                raise
+            if graph is None:
+                seconds = time.perf_counter() - started
+                emit(f"{action}_failed", name=name, key=key, reason=entry.failure, seconds=seconds)
+                raise NoGraph(key, entry.failure, tried=True)
+            seconds = time.perf_counter() - started
+            try:
+                self._keep(entry, graph, seconds, claim, action)
+            finally:
+                emit(f"{action}_end", name=name, key=key, seconds=seconds)
+            return entry, graph
+
+    def get(self, key: Hashable, claim: Claim | None = None) -> Entry | None:
+        """The entry under the key, used now; None where there is none."""
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._touch(key)
+            if claim is not None:
+                claim.enter(self._entries[key])
+            return self._entries[key]
+
+    def holds(self, keys: Iterable[Hashable]) -> bool:
+        """Whether every key has an entry, so that a run with them compiles nothing; counts as no use of them."""
+        with self._lock:
+            return all(key in self._entries for key in keys)
+
+    def keys(self) -> list[Hashable]:
+        """All there are, the most recently used last."""
+        with self._lock:
+            return list(self._entries)
+
+    def failure(self, key: Hashable) -> str | None:
+        """Why there is no graph under this key; None when nothing failed."""
+        entry = self._entries.get(key)
+        return entry.failure if entry else None
+
+    def forgive(self, key: Hashable) -> None:
+        """Forget that compiling failed, since the call itself does: another one may be compiled."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.failure = None
+            self._leave_if_empty(entry)
+
+    def drop_graph(self, entry: Entry, graph: CompiledGraph) -> None:
+        """Let go of one graph of an entry: the next call that it would fit has another made."""
+        with self._lock:
+            entry.drop(graph)
+            self.generation += 1
+
+    def evict(self, key: Hashable) -> bool:
+        """Drop one entry; True when it was there."""
+        with self._lock:
+            return self._drop(key)
+
+    def evict_named(self, entry_id: str) -> int | None:
+        """Drop the entry with this `Entry.id`: the bytes that it had, None when there is none."""
+        with self._lock:
+            entries = list(self._entries.values())
+        found = next((entry for entry in entries if entry.id == entry_id), None)
+        if found is None:
+            return None
+        freed = found.nbytes
+        return freed if self.evict(found.key) else None
+
+    def clear(self) -> int:
+        """Drop every entry; the number dropped."""
+        with self._lock:
+            keys = list(self._entries)
+            for key in keys:
+                self._drop(key)
+            return len(keys)
+
+    def statistics(self, rows: int | None = None, wanted: str = "") -> dict[str, Any]:
+        """Totals, and a row per entry, most recently used last. Seconds, bytes, counts.
+
+        rows: at most so many of the latest; None gives all. wanted: those alone with this text in their name or model.
+        """
+        with self._lock:
+            entries = list(self._entries.values())
+            totals = {
+                "misses": self._misses,
+                "compilations": self._compilations,
+                "captures": self._captures,
+                "loaded": self._loaded,
+                "seconds": self._seconds,
+                "evictions": self._evictions,
+                "max_entries": self._max_entries,
+                "max_bytes": self._max_bytes,
+            }
+            evicted_hits = self._evicted_hits
+        counted = table.totals(entries)
+        counted["hits"] += evicted_hits
+        return {**counted, **totals, **table.table(entries, rows, wanted)}
+
+    def _enter(self, key: Hashable, name: str, claim: Claim | None, is_capture: bool) -> Entry:
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                self._require_room(key, claim)
+                entry = self._entries[key] = Entry(key, name, is_capture=is_capture)
+                self._shrink(self._in_use() | {key})
+            self._touch(key)
+            if claim is not None:
+                claim.enter(entry)
+            return entry
+
+    def _keep(
+        self,
+        entry: Entry,
+        graph: CompiledGraph,
+        seconds: float | None,
+        claim: Claim | None,
+        action: str = "compile",
+    ) -> None:
+        """Take a new graph in, and let others go for it; NoGraph where those that must stay leave no room.
+
+        seconds: what compiling it took; None for one that was loaded.
+        """
+        with self._lock:
+            if seconds is None:
+                self._loaded += 1
+            elif action == "capture":
+                self._captures += 1
+            else:
+                self._compilations += 1
+                self._seconds += seconds
+            self._sizes.pop(entry.key, None)
+            self._sizes[entry.key] = graph.nbytes
+            if len(self._sizes) > _MAX_KNOWN_SIZES:
+                del self._sizes[next(iter(self._sizes))]
+            try:
+                self._require_room(entry.key, claim)
+            except NoGraph:
+                if claim is not None:
+                    claim.full = True
+                if not entry.graphs:
+                    self._entries.pop(entry.key, None)
+                raise
+            entry.graphs.append(graph)
+            entry.was_loaded = seconds is None
+            entry.seconds += seconds or 0.0
+            self._shrink(self._in_use() | {entry.key})
+
+
+shared = GraphCache()
+"""The one cache of this process: models, VAEs, ControlNets and pipelines all use it."""

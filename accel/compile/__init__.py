@@ -1,0 +1,1 @@
+"""From a block and an example of a call to a compiled graph."""

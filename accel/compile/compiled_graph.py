@@ -1,0 +1,85 @@
+"""One compiled callable over tensors, and which calls it is right for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..signature import tree_spec
+from .op_trace import Path, same_path
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a compiled graph beside its code; plain enough to be kept as JSON.
+
+    static_ones: (input, dimension) pairs that were 1 when it was compiled and are taken as 1.
+    weights: how many of the tensors are weights; the others are the call's.
+    changed: the inputs that the block writes to, counted from the first that is no weight.
+    dynamic: it serves any size.
+    values: the numbers and texts among the call's arguments that it is good for (`tree_spec.without_values`).
+    fixed: (input, dimension, size) of the inputs' sizes that it is good for alone, though they might vary.
+    """
+
+    static_ones: tuple[tuple[int, int], ...] = ()
+    weights: int = 0
+    changed: tuple[int, ...] = ()
+    dynamic: bool = True
+    values: tuple[str, ...] = ()
+    fixed: tuple[tuple[int, int, int], ...] = ()
+
+    def allow(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the graph could be right for these weights and inputs; its guards may still say no."""
+        sizes = (*((i, d, 1) for i, d in self.static_ones), *self.fixed)
+        return all(i < len(tensors) and tensors[i].shape[d] == size for i, d, size in sizes)
+
+
+@dataclass(eq=False)
+class CompiledGraph:
+    """One compiled callable: `run(tensors)` for calls that `accepts(tensors)`.
+
+    nbytes: what the artifact weighs, bytes; 0 when unknown.
+    path: what the block does with such inputs; None where nothing can be told without their values.
+    save: gives the bytes that the graph can be loaded from (`compilers.load_block`), or raises
+        `ahead_of_time.NotSavable`; None for a graph that was saved or loaded, or cannot leave the process.
+    saved_as: the name under which it lies in the store; None where it does not.
+    """
+
+    run: Callable[[Sequence[torch.Tensor]], Any]
+    guards: Callable[[Sequence[torch.Tensor]], bool]
+    facts: Facts = Facts()
+    nbytes: int = 0
+    path: Callable[[Sequence[torch.Tensor]], Path | None] | None = None
+    save: Callable[[], bytes] | None = None
+    saved_as: str | None = None
+
+    def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the graph is right for these weights and dense inputs.
+
+        Tracing leaves guards behind that a size is not 1, most of them without need: torch asks it of
+        layouts. Where they alone stand against a call, it is accepted if the block itself does the same
+        with 2 and with 3 in place of each 1.
+        """
+        if not self.facts.allow(tensors):
+            return False
+        weights, inputs = tensors[: self.facts.weights], tensors[self.facts.weights :]
+        ones = [tree_spec.canonical(tensor, device="meta") for tensor in inputs]
+        if self.guards((*weights, *ones)):
+            return True
+        if self.path is None:
+            return False
+        twos, threes = (
+            [self._without_ones(index, tensor, size) for index, tensor in enumerate(ones, self.facts.weights)]
+            for size in (2, 3)
+        )
+        if not self.guards((*weights, *twos)) or not self.guards((*weights, *threes)):
+            return False
+        return same_path([self.path(tensors) for tensors in (ones, twos, threes)])
+
+    def _without_ones(self, index: int, tensor: torch.Tensor, instead: int) -> torch.Tensor:
+        static = {d for i, d in self.facts.static_ones if i == index}
+        shape = [instead if size == 1 and d not in static else size for d, size in enumerate(tensor.shape)]
+        return tree_spec.canonical(tensor, shape)

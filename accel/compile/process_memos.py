@@ -1,0 +1,107 @@
+"""What code remembers for the whole process: `functools` caches, globals, attributes of classes.
+
+A run on tensors without values must leave none of them there: the next real call would find them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import types
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..fingerprint.plain_values import is_plain_object
+
+_DICTS = (dict, OrderedDict, defaultdict)
+_CONTAINERS = (*_DICTS, list, set)
+_CACHE = type(functools.lru_cache(lambda: None))
+_DEPTH = 4
+"""How far into containers of containers is looked."""
+
+
+@contextmanager
+def nothing_remembered(model: torch.nn.Module, foreign: Callable[[Any], bool]) -> Iterator[None]:
+    """Afterwards, no cache of the process and no global of the model's packages holds a foreign value.
+
+    foreign: tells the values that must not stay. A cache that got one forgets all; a container that got one, or
+    a name, is put back as it was; the others stay as they are.
+    """
+    before = [(namespace, dict(vars(namespace))) for namespace in _namespaces(model)]
+    containers: dict[int, Any] = {}
+    for _, names in before:
+        for value in names.values():
+            _collect(value, containers)
+    contents = [(container, container.copy()) for container in containers.values()]
+    try:
+        yield
+    finally:
+        for container, content in contents:
+            if _holds(container, foreign):
+                _refill(container, content)
+        for namespace, names in before:
+            for name, value in list(vars(namespace).items()):
+                if _holds(value, foreign):
+                    setattr(namespace, name, names[name]) if name in names else delattr(namespace, name)
+        for cache in [value for value in gc.get_objects() if type(value) is _CACHE]:
+            if any(_holds(part, foreign) for part in gc.get_referents(cache)):
+                cache.cache_clear()
+
+
+def _namespaces(model: torch.nn.Module) -> list[Any]:
+    """The Python modules of the packages that the model's classes come from, and the classes in them."""
+    packages = {_package(base.__module__) for part in model.modules() for base in type(part).__mro__}
+    packages -= {"torch", "builtins"}
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if _package(name) in packages and type(module) is types.ModuleType
+    ]
+    classes = {
+        id(value): value
+        for module in modules
+        for value in list(vars(module).values())
+        if issubclass(type(value), type) and _package(value.__module__) in packages
+    }
+    return [*modules, *classes.values()]
+
+
+def _package(name: Any) -> str:
+    return str(name).partition(".")[0]
+
+
+def _collect(value: Any, found: dict[int, Any], depth: int = _DEPTH) -> None:
+    """Add the containers within a value, and what plain objects keep, by id."""
+    if depth == 0 or id(value) in found:
+        return
+    if type(value) in _CONTAINERS:
+        found[id(value)] = value
+        for item in value.values() if type(value) in _DICTS else value:
+            _collect(item, found, depth - 1)
+    elif type(value) is tuple:
+        for item in value:
+            _collect(item, found, depth - 1)
+    elif is_plain_object(value):
+        _collect(vars(value), found, depth - 1)
+
+
+def _holds(value: Any, foreign: Callable[[Any], bool], depth: int = _DEPTH) -> bool:
+    if foreign(value):
+        return True
+    if depth == 0:
+        return False
+    if type(value) in _DICTS:
+        return any(_holds(item, foreign, depth - 1) for pair in list(value.items()) for item in pair)
+    if issubclass(type(value), (list, tuple, set)):
+        return any(_holds(item, foreign, depth - 1) for item in list(value))
+    return False
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    container.extend(content) if type(container) is list else container.update(content)

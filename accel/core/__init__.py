@@ -1,0 +1,1 @@
+"""What every room of the engine uses: events, errors, reasons, settings, files."""

@@ -1,0 +1,1 @@
+"""Whole model calls captured as CUDA graphs and replayed."""

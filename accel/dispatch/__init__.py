@@ -1,0 +1,1 @@
+"""From a block's call to its graph."""

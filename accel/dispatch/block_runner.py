@@ -1,0 +1,295 @@
+"""A block's stand-in: finds the compiled graph for a call, or runs the block as it is."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..cache.entry import Entry
+from ..cache.graph_cache import Claim, GraphCache, NoGraph
+from ..compile.compiled_graph import CompiledGraph
+from ..compile.row_survey import RowSurvey
+from ..core.compile_settings import CompileSettings, Trouble
+from ..core.eager_calls import RunEagerly, not_in_this_mode
+from ..core.errors import Failure
+from ..core.events import emit
+from ..core.fallbacks import fallbacks
+from ..fingerprint import kinds
+from ..fingerprint.regions import Region
+from ..signature import tree_spec
+from .block_observer import BlockObserver
+from .known_call import KnownCall
+from .lora import AddedWeights, with_added
+from .resolver import Found, GraphFinder
+
+_MAX_REMEMBERED = 64
+"""Call shapes a stand-in remembers the graph of; more than one model call ever has."""
+
+_MAX_KNOWN = 4
+"""Of these, how many are recognised at once, the latest first; others are described anew."""
+
+_MAX_NOTED = 8
+"""Times that a call shape is noted as one to recognise at once: some never are, others take turns."""
+
+_type_and_place = operator.attrgetter("dtype", "device")
+
+
+class NotReady(RuntimeError):
+    """A block would look for its graph, or make one, while a call of its model is recorded."""
+
+
+class BlockRunner:
+    """Stands in for one block's forward during model calls (a layer of `substitution`).
+
+    simplify_options: what a dict among the arguments is replaced by, so that a host's per-call options
+        do not reach the compiler; it raises `RunEagerly` when they concern the block.
+    interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
+    rows: tells sizes that are 1 because the batch is from those that always are.
+    claim: what the run that the stand-in is for holds in the cache; None where there is no run.
+    on_shortage: told when a graph ran out of memory; the block itself runs after it.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        cache: GraphCache,
+        settings: CompileSettings,
+        simplify_options: Callable[[dict], dict] | None = None,
+        interrupts: tuple[type[BaseException], ...] = (),
+        rows: RowSurvey | None = None,
+        claim: Claim | None = None,
+        on_shortage: Callable[[], None] = lambda: None,
+    ):
+        self._region = region
+        self._cache = cache
+        self._settings = settings
+        self._simplify = simplify_options
+        self._interrupts = interrupts
+        self._on_shortage = on_shortage
+        self._finder = GraphFinder(region, cache, settings, interrupts, rows, claim)
+        where = region.block, region.kind.weights, region.wraps
+        self._slots = kinds.weight_slots(*where)
+        self._wrappers = None if region.wraps is None else AddedWeights(*where)
+        self._remembered: dict[tuple, Found | None] = {}
+        self._known: tuple[KnownCall, ...] = ()
+        self._generation = cache.generation
+        self.eager_calls = 0
+        """Calls that ran without a graph."""
+        self.observer: BlockObserver | None = None
+        """Whoever records the whole model call that this one is part of."""
+
+    @property
+    def kind(self) -> kinds.Kind:
+        return self._region.kind
+
+    def tensors_of(self, call: tuple) -> list[torch.Tensor]:
+        """The input tensors of a call (args, kwargs) of the block, as a graph gets them."""
+        tensors: list[torch.Tensor] = []
+        tree_spec.flatten(call, tensors, self._simplify)
+        return tensors
+
+    def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        observer = self.observer
+        if observer is not None and observer.resting:
+            return inner(*args, **kwargs)
+        if self._generation == self._cache.generation and (self._wrappers is None or self._are_bare()):
+            for known in self._known:
+                try:
+                    tensors = known.tensors(args, kwargs)
+                except (RunEagerly, tree_spec.UnsupportedArgument):
+                    break  # described anew, it says so again
+                if tensors is None:
+                    continue
+                found = known.found
+                counter = found.entry if found.probe is None else found.probe
+                if found.probe is not None and found.probe.verdict is not None:
+                    break
+                counter.hits += 1
+                if observer is not None:
+                    observer.used.append((found.entry, found.graph, counter))
+                return self._with_graph(found.graph.run, tensors, found, inner, args, kwargs)
+        return self._call_anew(inner, args, kwargs)
+
+    def _are_bare(self) -> bool:
+        """Whether nothing is added to the weights in this call."""
+        try:
+            return not self._wrappers.now()
+        except RunEagerly:
+            return False
+
+    def _call_anew(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call that was not recognised: described in full."""
+        inputs: list[torch.Tensor] = []
+        try:
+            spec = tree_spec.flatten((args, kwargs), inputs, self._simplify)
+            added = () if self._wrappers is None else self._wrappers.now()
+        except RunEagerly as reason:
+            return self._eagerly(inner, args, kwargs, str(reason), is_trouble=False)
+        except tree_spec.UnsupportedArgument as reason:
+            return self._eagerly(inner, args, kwargs, f"it is called with {reason}")
+        weights = self._slots.read()
+        reason = not_in_this_mode(weights, inputs)
+        if reason is not None:
+            return self._eagerly(inner, args, kwargs, reason, is_trouble=False)
+        given, inputs = inputs, [tree_spec.dense(tensor) for tensor in inputs]
+        try:
+            found, is_new = self._look_up(spec, weights, inputs)
+        except NoGraph as why:
+            refusal = why
+        else:
+            if found is None:
+                self._count_eager()
+                return inner(*args, **kwargs)
+            if not is_new and found.is_settled and found.noted < _MAX_NOTED:
+                self._note_call(args, kwargs, spec, given, found)
+            return self._run(found, inner, args, kwargs, spec, given, inputs, weights, added)
+        self._count_eager()
+        try:
+            out = inner(*args, **kwargs)
+        except BaseException:
+            # The call itself fails, which says nothing of the block.
+            self._forget()
+            if refusal.tried:
+                self._cache.forgive(refusal.key)
+            raise
+        self._note(str(refusal))
+        return out
+
+    def _note_call(self, args: tuple, kwargs: dict[str, Any], spec: tree_spec.Spec, given: list, found: Found) -> None:
+        """Recognise calls like this one from now on."""
+        found.noted += 1
+        known = KnownCall(args, kwargs, spec, given, self._slots, self._simplify, found)
+        self._known = (known, *self._known[: _MAX_KNOWN - 1])
+
+    def _run(self, found, inner, args, kwargs, spec, given, inputs, weights, added):
+        entry, graph, probe = found.entry, found.graph, found.probe
+        if graph.facts.changed and tree_spec.share_memory(given, graph.facts.changed):
+            return self._eagerly(inner, args, kwargs, "it changes an argument that shares memory with another")
+        if probe is not None and probe.verdict is not None:
+            return self._eagerly(inner, args, kwargs, probe.verdict, is_trouble=False)
+        try:
+            tensors = (*with_added(weights, added), *inputs)
+        except RunEagerly as reason:
+            return self._eagerly(inner, args, kwargs, str(reason), is_trouble=False)
+        is_settled = probe is None or probe.done
+        counter = probe if probe is not None and is_settled else entry
+        counter.hits += 1
+        observer = self.observer
+        if observer is not None:
+            observer.used.append((entry, graph, counter))
+            observer.settled &= is_settled
+
+        def run(tensors: Sequence[torch.Tensor]) -> Any:
+            out = graph.run(tensors)
+            for index in graph.facts.changed:
+                if inputs[index] is not given[index]:
+                    given[index].copy_(inputs[index])
+            return out
+
+        def probed(tensors: Sequence[torch.Tensor]) -> Any:
+            return self._probe(graph, probe, lambda: run(tensors), inner, spec, given, inputs, tensors[0].device)
+
+        return self._with_graph(run if is_settled else probed, tensors, found, inner, args, kwargs)
+
+    def _with_graph(self, run, tensors, found: Found, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What `run` makes of the tensors; the call as it is, where the graph fails."""
+        try:
+            return run(tensors)
+        except self._interrupts:
+            raise
+        except Exception as error:
+            if self.observer is not None and self.observer.recording:
+                raise
+            failure = Failure.of(error)
+        # Outside of the handler, whose exception would keep the failed call's tensors.
+        self._forget()
+        if failure.is_shortage:
+            self._on_shortage()
+            if found.probe is not None:
+                found.probe.abandon()
+        self._count_eager()
+        out = inner(*args, **kwargs)
+        if not failure.is_shortage:
+            self._reject(found.entry, found.graph, failure.reason)
+        self._note(f"its compiled graph failed: {failure.reason}")
+        return out
+
+    def _forget(self) -> None:
+        """Which graphs calls have."""
+        self._remembered.clear()
+        self._known = ()
+
+    def _reject(self, entry: Entry, graph: CompiledGraph, reason: str) -> None:
+        """A graph failed where its block did not: one that was loaded is compiled anew, one compiled here is none."""
+        store = self._cache.store
+        if graph.saved_as is not None and store is not None and store.distrust(graph.saved_as):
+            self._cache.drop_graph(entry, graph)
+        else:
+            entry.give_up(reason)
+
+    def _probe(self, graph, probe, run, inner, spec, given, inputs, device):
+        """A call run both ways, on copies where the block might change its inputs; what they become is compared too."""
+        copies = [tensor.clone() for tensor in inputs]
+
+        def compiled():
+            return run(), [given[index] for index in graph.facts.changed]
+
+        def eager():
+            args, kwargs = tree_spec.rebuild(spec, copies)
+            return inner(*args, **kwargs), [copies[index] for index in graph.facts.changed]
+
+        out, changed = probe.call(compiled, eager, device)
+        for index, tensor in zip(graph.facts.changed, changed, strict=True):
+            if tensor is not given[index]:
+                given[index].copy_(tensor)
+        if probe.verdict is not None:
+            fallbacks.note(self._region.kind.name, probe.verdict)
+        if probe.done:
+            emit("probe_end", name=self._region.kind.name, gain=probe.gain, reason=probe.verdict)
+        return out
+
+    def _look_up(self, spec, weights, inputs) -> tuple[Found | None, bool]:
+        """What runs the call, and whether it was asked for now; None where it is to run eagerly."""
+        is_recorded = self.observer is not None and self.observer.recording
+        if self._generation != self._cache.generation and not is_recorded:
+            self._forget()
+            self._generation = self._cache.generation
+        signature = (
+            spec,
+            tuple(map(_type_and_place, weights)),
+            tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs),
+        )
+        try:
+            return self._remembered[signature], False
+        except KeyError:
+            pass
+        if is_recorded:
+            raise NotReady(f"{self._region.kind.name} ({self._region.path}) has no graph at hand")
+        if len(self._remembered) >= _MAX_REMEMBERED:
+            self._forget()
+        try:
+            found = self._finder.find(spec, weights, inputs, self.observer)
+        except NoGraph:
+            self._remembered[signature] = None
+            raise
+        self._remembered[signature] = found
+        self._generation = self._cache.generation
+        return found, True
+
+    def _count_eager(self) -> None:
+        self.eager_calls += 1
+        if self.observer is not None:
+            self.observer.eager_calls += 1
+
+    def _eagerly(self, inner, args, kwargs, reason, is_trouble=True):
+        self._note(reason, is_trouble)
+        self._count_eager()
+        return inner(*args, **kwargs)
+
+    def _note(self, reason: str, is_trouble: bool = True) -> None:
+        if is_trouble and self._settings.stop_on_trouble:
+            raise Trouble(f"{self._region.kind.name} ({self._region.path}) cannot run compiled: {reason}")
+        fallbacks.note(self._region.kind.name, reason)

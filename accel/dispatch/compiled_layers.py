@@ -1,0 +1,80 @@
+"""The stand-ins for one model's blocks, whatever the host that calls it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..cache.graph_cache import Claim, GraphCache, shared
+from ..compile.row_survey import RowSurvey
+from ..core.compile_settings import CompileSettings
+from ..core.events import emit
+from ..fingerprint.regions import Region, Survey, survey
+from ..modules.substitution import Layer
+from ..modules.wrapped_layers import Wraps
+from .block_runner import BlockRunner
+
+log = logging.getLogger("accel")
+
+Simplify = Callable[[dict], dict]
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the engine has to know of the program that calls the model.
+
+    ignored: as for `code_reach.CodeReader`. interrupts: exceptions that mean "stop the run", never swallowed.
+    simplifier: for a block, what a dict among its arguments is replaced by (`BlockRunner`'s simplify_options).
+    without_hooks: what a dict among the model's arguments is replaced by where nobody's code may run (`RowSurvey`).
+    wraps: tells the wrappers that are put around layers there, as for LoRA.
+    """
+
+    ignored: frozenset[tuple[str, str]] = frozenset()
+    interrupts: tuple[type[BaseException], ...] = ()
+    simplifier: Callable[[Region], Simplify | None] = lambda region: None
+    without_hooks: Simplify = dict
+    wraps: Wraps | None = None
+
+
+def look_at(model: torch.nn.Module, settings: CompileSettings, host: Host) -> Survey:
+    """The model's blocks as they are now; what was found is told to the log and to listeners ("survey")."""
+    found = survey(model, settings.min_repetitions, host.ignored, host.wraps)
+    for path, reason in found.left_eager:
+        log.debug("%s stays eager: %s", path, reason)
+    emit(
+        "survey",
+        model=type(model).__name__,
+        blocks=len(found.regions),
+        kinds=len(found.kinds),
+        left_eager=found.left_eager,
+    )
+    return found
+
+
+def compiled_layers(
+    model: torch.nn.Module,
+    found: Survey,
+    settings: CompileSettings,
+    host: Host,
+    cache: GraphCache = shared,
+    claim: Claim | None = None,
+    on_shortage: Callable[[], None] = lambda: None,
+) -> dict[torch.nn.Module, Layer]:
+    """A stand-in for every block found in the model, and for the model one that watches its calls.
+
+    claim: of the run that they are for; their graphs stay in the cache while it lasts.
+    on_shortage: as for `BlockRunner`.
+    """
+    tensors_of: dict[torch.nn.Module, Callable[[tuple], list[torch.Tensor]]] = {}
+    rows = RowSurvey(model, tensors_of, host.without_hooks, host.interrupts)
+    layers: dict[torch.nn.Module, Layer] = {model: rows}
+    for region in found.regions:
+        runner = BlockRunner(
+            region, cache, settings, host.simplifier(region), host.interrupts, rows, claim, on_shortage
+        )
+        layers[region.block] = runner
+        tensors_of[region.block] = runner.tensors_of
+    return layers

@@ -1,0 +1,1 @@
+"""When two blocks are the same code over weights of the same shapes."""

@@ -1,0 +1,1 @@
+"""ComfyUI's model patchers, ControlNets and VAEs with compiled blocks."""

@@ -1,0 +1,187 @@
+"""Accelerate Model's work: compiled stand-ins for a model patcher's blocks, for each model call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from comfy.patcher_extension import WrappersMP
+
+from ....cache.graph_cache import Claim, GraphCache, shared
+from ....core.compile_settings import CompileSettings
+from ....core.events import emit
+from ....dispatch.block_runner import BlockRunner
+from ....dispatch.compiled_layers import Host, compiled_layers, look_at
+from ....modules.substitution import Layer, Order, substituted
+from .. import store
+from ..progress import CompileProgress
+from ..server import preferences
+from ..sizes.shape_errors import size_remembered, sizes_explained
+from ..versions import NO_RESULT_DEPENDS_ON, clone_for_compiling
+from .model_calls import INTERRUPTS
+from .options import simplifier, without_hooks
+from .recording import recorded, uses
+
+if TYPE_CHECKING:
+    from ....cuda_graphs.model_capture import ModelCapture
+
+KEY = "accel.compile"
+"""Under which our wrappers stand on a patcher, and the run's state in its transformer_options."""
+
+HOST = Host(NO_RESULT_DEPENDS_ON, INTERRUPTS, simplifier, without_hooks)
+
+
+class Run:
+    """The stand-ins for one sampling run; made at its start, dropped at its end.
+
+    They are bound at the first model call, since the weights are loaded only then.
+    """
+
+    def __init__(
+        self,
+        settings: CompileSettings,
+        cache: GraphCache,
+        claim: Claim,
+        node_id: str | None = None,
+        graphs: bool = False,
+    ):
+        self._settings = settings
+        self._cache = cache
+        self._claim = claim
+        self._progress = CompileProgress(node_id)
+        self._model: weakref.ref | None = None
+        self._layers: dict[torch.nn.Module, Layer] = {}
+        self._kinds = 0
+        self._evictions = cache.evictions
+        self._contexts: set[int] = set()
+        self._graphs = graphs
+        self._capture: ModelCapture | None = None
+        self._model_calls = 0
+
+    @contextmanager
+    def call(self, model: torch.nn.Module, context: Any = None) -> Iterator[None]:
+        """For one call of the model: its blocks have their stand-ins. context: the prompt [B, T, ...], if any."""
+        if isinstance(context, torch.Tensor) and context.ndim > 1:
+            self._contexts.add(context.shape[1])
+        if self._model is None or self._model() is not model:
+            self._layers = block_layers(model, self._settings, self._cache, self._claim)
+            self._model = weakref.ref(model)
+            self._kinds = len({layer.kind for layer in self._layers.values() if isinstance(layer, BlockRunner)})
+            self._capture = None
+        with self._progress.during_call(self._kinds), substituted(self._layers, Order.COMPILED):
+            yield
+
+    @property
+    def contexts(self) -> tuple[int, ...]:
+        """Lengths of the prompts, in tokens."""
+        return tuple(sorted(self._contexts))
+
+    def tell(self) -> None:
+        """For the record of the run, once its claim is over."""
+        eager = sum(layer.eager_calls for layer in self._layers.values() if isinstance(layer, BlockRunner))
+        eager += self._capture.eager_calls if self._capture is not None else 0
+        evicted = self._cache.evictions - self._evictions
+        emit(
+            "run_calls",
+            claim=self._claim,
+            eager_calls=eager,
+            contexts=self.contexts,
+            evicted=evicted,
+            model_calls=self._model_calls,
+        )
+
+    @contextmanager
+    def captured(self, base: torch.nn.Module, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """For the same call, if calls of a BaseModel may be recorded: the options that it is to be made with."""
+        if not self._graphs:
+            yield options
+            return
+        from . import capture  # it is much to import for those who capture nothing
+
+        self._model_calls += 1
+        if self._capture is None:
+            self._capture = capture.begin(base, self._settings, self._cache, self._claim, self._layers)
+        with capture.standing_in(self._capture, base.diffusion_model, options) as options:
+            yield options
+
+
+def block_layers(
+    model: torch.nn.Module,
+    settings: CompileSettings,
+    cache: GraphCache = shared,
+    claim: Claim | None = None,
+    on_shortage: Callable[[], None] = lambda: None,
+) -> dict[torch.nn.Module, Layer]:
+    """A stand-in for every block of the model that can be compiled, and for the model one that watches its calls.
+
+    claim: of the run that they are for; their graphs stay in the cache while it lasts.
+    on_shortage: as for `BlockRunner`.
+    """
+    if cache is shared:
+        preferences.current()  # the settings are put into force before the first graph is made
+    return compiled_layers(model, look_at(model, settings, HOST), settings, HOST, cache, claim, on_shortage)
+
+
+def accelerate(
+    model: Any, settings: CompileSettings, cache: GraphCache = shared, node_id: str | None = None, graphs: bool = False
+) -> Any:
+    """A clone of a ModelPatcher whose repeated blocks run compiled; the model given is unchanged.
+
+    node_id: the node in the page that shows compile progress. graphs: record whole model calls and replay them, where
+    the device and the call allow it.
+    """
+    store.attach(cache)
+    patched = clone_for_compiling(model)
+    if graphs:
+        from . import capture
+
+        capture.attach(cache, patched)
+    for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
+        patched.remove_wrappers_with_key(wrapper, KEY)
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _outer_sample(settings, cache, node_id, graphs))
+    patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _apply_model(settings, cache))
+    return patched
+
+
+def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | None, graphs: bool):
+    described = {
+        "backend": settings.backend,
+        "shapes": "any size" if settings.any_size else "exact size",
+        "min_repetitions": settings.min_repetitions,
+        "check_gain": settings.measured,
+        "graphs": graphs,
+    }
+
+    def wrapper(executor, *args, **kwargs):
+        options = executor.class_obj.model_options.setdefault("transformer_options", {})
+        with recorded(executor, args, compiling=described), ExitStack() as stack:
+            claim = stack.enter_context(cache.claim())
+            run = options[KEY] = Run(settings, cache, claim, node_id, graphs)
+            try:
+                with sizes_explained(executor, args), size_remembered(executor, args, cache, claim):
+                    return executor(*args, **kwargs)
+            finally:
+                options.pop(KEY, None)
+                claim.uses = uses(executor, args, run.contexts)
+                stack.close()
+                run.tell()
+
+    return wrapper
+
+
+def _apply_model(settings: CompileSettings, cache: GraphCache):
+    # Core's own compile node traces the whole model, this wrapper included, unless told not to.
+    @torch.compiler.disable
+    def wrapper(executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
+        options = {} if transformer_options is None else transformer_options
+        with ExitStack() as stack:
+            # Somebody may call the model outside a sampler.
+            run = options.get(KEY) or Run(settings, cache, stack.enter_context(cache.claim()))
+            stack.enter_context(run.call(executor.class_obj.diffusion_model, c_crossattn))
+            options = stack.enter_context(run.captured(executor.class_obj, options))
+            return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+
+    return wrapper

@@ -1,0 +1,225 @@
+"""Accelerate ControlNet's work: a copy of a control object whose network's blocks run compiled."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ....cache.entry import Use
+from ....cache.graph_cache import Claim, GraphCache, shared
+from ....core.compile_settings import CompileSettings
+from ....core.fallbacks import fallbacks
+from ....dispatch.block_runner import BlockRunner
+from ....fingerprint.code_digest import facts_of
+from ....modules.first_call import is_compiled
+from ....modules.substitution import Layer, Order, substituted
+from .. import store
+from ..progress import CompileProgress
+from .accelerate import block_layers
+
+log = logging.getLogger("accel")
+
+_NETWORKS = ("control_model", "t2i_model")
+"""Under which control objects hold their network; a ControlLora's is there from `pre_run` to `cleanup` alone."""
+
+_CALLS = ("copy", "pre_run", "get_control", "cleanup")
+
+
+def accelerate_control(
+    control: Any, settings: CompileSettings, cache: GraphCache = shared, node_id: str | None = None
+) -> Any:
+    """A copy of a control object whose network's blocks run compiled, and so do those of its copies.
+
+    The object given is unchanged, and so are its class and its network. The copy is of exactly the same class,
+    since extensions tell control objects by it. An object that cannot be copied comes back as it is.
+
+    node_id: the node in the page that shows compile progress.
+    """
+    store.attach(cache)
+    name = type(control).__name__
+    if not all(callable(getattr(control, call, None)) for call in _CALLS):
+        log.warning("%s runs uncompiled: it is not a control object like core's", name)
+        return control
+    ours = getattr(vars(control).get("copy"), "__self__", None)
+    copied = ours.own("copy") if isinstance(ours, _Calls) else control.copy()
+    if copied is control:
+        log.warning("%s runs uncompiled: its copy is the object itself", name)
+        return control
+    is_dynamic = getattr(getattr(copied, "control_model_wrapped", None), "is_dynamic", None)
+    if is_dynamic is not None and is_dynamic():
+        log.warning("This %s's weights are streamed (dynamic VRAM), so its blocks may run uncompiled", name)
+    _Calls(copied, settings, cache, node_id)
+    return copied
+
+
+class _OpenRuns:
+    """The runs of control objects under way, each with its claim in the cache.
+
+    Core cleans up behind a sampler only where that ended well. What was broken off is ended by the next run of
+    the same object; where that is gone, by the next run of any. Never while garbage is collected: a claim's end
+    takes the cache's lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: list[tuple[weakref.ref, ExitStack]] = []
+
+    def begin(self, control: Any, cache: GraphCache) -> Claim:
+        self.end(control)
+        stack = ExitStack()
+        claim = stack.enter_context(cache.claim())
+        with self._lock:
+            self._held.append((weakref.ref(control), stack))
+        return claim
+
+    def end(self, control: Any) -> None:
+        """End the run of this object, and of those that are gone."""
+        with self._lock:
+            over = [item for item in self._held if item[0]() is None or item[0]() is control]
+            self._held = [item for item in self._held if item not in over]
+        for _, stack in over:
+            stack.close()
+
+
+_open_runs = _OpenRuns()
+
+
+class _Calls:
+    """What stands before the calls of one control object, as attributes of that object alone."""
+
+    def __init__(self, control: Any, settings: CompileSettings, cache: GraphCache, node_id: str | None):
+        self._control = control
+        self._made_with = settings, cache, node_id
+        self._view: tuple[torch.nn.Module, torch.nn.Module] | None = None
+        self._before = {name: vars(control).get(name) for name in _CALLS}  # extensions put theirs there, too
+        vars(control).update({name: getattr(self, name) for name in _CALLS}, __reduce_ex__=self._reduce)
+
+    def own(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the method of the control as if we were not there."""
+        control, before = self._control, self._before[name]
+        return before(*args, **kwargs) if before else getattr(type(control), name)(control, *args, **kwargs)
+
+    def copy(self, *args: Any, **kwargs: Any) -> Any:
+        copied = self.own("copy", *args, **kwargs)
+        if copied is not self._control:
+            _Calls(copied, *self._made_with)
+        return copied
+
+    def pre_run(self, *args: Any, **kwargs: Any) -> Any:
+        self._end()
+        return self.own("pre_run", *args, **kwargs)
+
+    def cleanup(self, *args: Any, **kwargs: Any) -> Any:
+        self._end()
+        return self.own("cleanup", *args, **kwargs)
+
+    def get_control(self, *args: Any, **kwargs: Any) -> Any:
+        """As the control's own; it finds its network in a view whose calls run compiled."""
+        control = self._control
+        name = next((name for name in _NETWORKS if vars(control).get(name) is not None), None)
+        network = vars(control)[name] if name else None
+        if self._view is None or self._view[0] is not network:
+            reason = _why_not(network)
+            if reason is not None:
+                fallbacks.note(type(control).__name__, reason)
+                return self.own("get_control", *args, **kwargs)
+            settings, cache, node_id = self._made_with
+            run = _ControlRun(network, settings, cache, _open_runs.begin(control, cache), node_id)
+            self._view = network, _view(network, run)
+        view = vars(control)[name] = self._view[1]
+        try:
+            return self.own("get_control", *args, **kwargs)
+        finally:
+            if vars(control).get(name) is view:
+                vars(control)[name] = network
+
+    def _end(self) -> None:
+        self._view = None
+        _open_runs.end(self._control)
+
+    def _reduce(self, protocol: int) -> Any:
+        """For the `copy` module: a control as it was before us, since these calls are one object's."""
+        control = self._control
+        make, arguments, state, *rest = type(control).__reduce_ex__(control, protocol)
+        ours = (*_CALLS, "__reduce_ex__")
+        plain = {name: value for name, value in state.items() if name not in ours}
+        plain.update({name: value for name, value in self._before.items() if value is not None})
+        return (make, arguments, plain, *rest)
+
+
+def _why_not(network: Any) -> str | None:
+    if network is None:
+        return f"it holds no network as {' or '.join(_NETWORKS)}"
+    if not isinstance(network, torch.nn.Module) or type(type(network)) is not type:
+        return f"its network is a {type(network).__name__}"
+    if is_compiled(network):
+        return "its network or a part of it is compiled as a whole already"
+    return None
+
+
+class _ControlRun:
+    """The stand-ins for a network in one run; made at its first call, when its weights are where they will be."""
+
+    def __init__(
+        self, network: torch.nn.Module, settings: CompileSettings, cache: GraphCache, claim: Claim, node_id: str | None
+    ):
+        self.network = network
+        self._made_with = settings, cache, claim
+        self._progress = CompileProgress(node_id)
+        self._layers: dict[torch.nn.Module, Layer] = {}
+
+    @contextmanager
+    def call(self, latent: Any = None) -> Iterator[None]:
+        """For one call of the network: its blocks have their stand-ins. latent: [B, C, ...] that it is called with."""
+        if isinstance(latent, torch.Tensor) and latent.ndim > 2:
+            claim = self._made_with[2]
+            claim.uses = (Use(type(self.network).__name__, tuple(latent.shape[2:]), latent.shape[0]),)
+        if not self._layers:
+            layers = block_layers(self.network, *self._made_with)
+            unsteady = [b for b, layer in layers.items() if isinstance(layer, BlockRunner) and _sets_its_settings(b)]
+            self._layers = {block: layer for block, layer in layers.items() if block not in unsteady}
+            log.debug("%d blocks that set their own settings stay eager", len(unsteady))
+            if not any(isinstance(layer, BlockRunner) for layer in self._layers.values()):
+                fallbacks.note(type(self.network).__name__, "no repeated block of it can be compiled")
+        kinds = {layer.kind for layer in self._layers.values() if isinstance(layer, BlockRunner)}
+        with self._progress.during_call(len(kinds)), substituted(self._layers, Order.COMPILED):
+            yield
+
+
+def _sets_its_settings(block: torch.nn.Module) -> bool:
+    """Whether its forward sets what its layers are made with: then it is of another kind after each size.
+
+    A T2I-Adapter's pooling does, its padding, by what is odd.
+    """
+    codes = (getattr(type(module).forward, "__code__", None) for module in block.modules())
+    assigned = frozenset().union(*(facts_of(code).assigned for code in codes if code is not None))
+    return any(name in assigned for module in block.modules() for name in vars(module))
+
+
+def _view(network: torch.nn.Module, run: _ControlRun) -> torch.nn.Module:
+    """A module of the same state, to the attribute, whose calls are calls of the network within `run.call`.
+
+    Put in the network's place it reaches the calls of one control object alone: another in the chain may hold
+    the same network, and a T2I-Adapter's is moved and cast just before its call.
+    """
+    view = object.__new__(_view_class(type(network)))
+    # A module's own way to set attributes would make the network a part of itself.
+    object.__setattr__(view, "__dict__", network.__dict__)
+    object.__setattr__(view, "accel_run", run)
+    return view
+
+
+@functools.lru_cache(maxsize=64)
+def _view_class(cls: type) -> type:
+    def call(view: Any, *args: Any, **kwargs: Any) -> Any:
+        with view.accel_run.call(args[0] if args else kwargs.get("x")):
+            return view.accel_run.network(*args, **kwargs)
+
+    return type(cls.__name__, (cls,), {"__slots__": ("accel_run",), "__call__": call})

@@ -1,0 +1,232 @@
+"""DeepCache inside ComfyUI: a clone of the model with wrappers, and a state for every sampler run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import comfy.model_management
+import torch
+from comfy.model_sampling import CONST
+from comfy.patcher_extension import WrappersMP, get_wrappers_with_key
+
+from ....core.events import emit, log
+from ....modules.substitution import Order, substituted
+from ....report.run_record import records
+from ....step_cache.cached_call import cached_call
+from ....step_cache.deep_cache import DeepCacheRun, DeepCacheSettings, StreamKey
+from ....step_cache.split_points import boundary_of, why_none
+from ....step_cache.step_schedule import is_in_order
+from ..sizes.shape_errors import sizes_explained
+from .model_calls import CAPTURE, INTERRUPTS, asks_wrappers
+from .recording import recorded
+
+if TYPE_CHECKING:
+    from ....cuda_graphs.model_capture import ModelCapture
+
+KEY = "accel_deep_cache"
+"""Of our wrappers, and of the run's state in its transformer_options."""
+
+_WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
+
+_CORE_COMPILE = "torch.compile"
+"""The key of the wrapper that core's TorchCompileModel adds."""
+
+
+def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings) -> Any:
+    """A clone of the ModelPatcher that samples with DeepCache, in place of any earlier settings.
+
+    When the settings skip nothing, or for a model without a boundary, the clone samples as if this
+    pack were not there. Raises ValueError when the depth is beyond the model.
+    """
+    clone = model_patcher.clone()
+    for kind in _WRAPPED:
+        clone.remove_wrappers_with_key(kind, KEY)
+    model = clone.get_model_object("diffusion_model")
+    if boundary_of(model, settings.depth) is None:
+        log.warning("DeepCache: %s: %s; every step runs in full.", type(model).__name__, why_none(model))
+        return clone
+    if not settings.is_off:
+        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings))
+        clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, _begin_evaluation)
+        if asks_wrappers(_uncompiled(model)):
+            clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _call_model)
+        else:
+            clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _stand_in_for_model)
+    return clone
+
+
+def last_run() -> dict[str, int] | None:
+    """`{"full_steps": n, "skipped_steps": n}` of the DeepCache run that ended last in this process."""
+    known = records.deep_cache()
+    return None if known is None else {name: known[name] for name in ("full_steps", "skipped_steps")}
+
+
+def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile` was given, where `model` is what it returned."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _run_wrapper(settings: DeepCacheSettings) -> Callable[..., Any]:
+    def keep_state_for_run(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        # The guider's model_options belong to this run; core copies them, with our state by reference.
+        options = executor.class_obj.model_options.setdefault("transformer_options", {})
+        before = options.get(KEY)
+        run = options[KEY] = DeepCacheRun(settings)
+        sampling = executor.class_obj.model_patcher.get_model_object("model_sampling")
+        run.window = tuple(float(sampling.percent_to_sigma(p)) for p in (settings.start_percent, settings.end_percent))
+        run.is_flow = isinstance(sampling, CONST)
+        if get_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_COMPILE, options):
+            log.warning("DeepCache: beside it TorchCompileModel compiles nothing; use Accelerate Model in its place.")
+        with recorded(executor, args, caching=asdict(settings)):
+            try:
+                with sizes_explained(executor, args):
+                    return executor(*args, **kwargs)
+            finally:
+                if before is None:
+                    options.pop(KEY, None)
+                else:
+                    options[KEY] = before
+                run.close()
+                _report(run)
+
+    return keep_state_for_run
+
+
+def _report(run: DeepCacheRun) -> None:
+    emit(
+        "deep_cache_run",
+        full_steps=run.full_steps,
+        skipped_steps=run.skipped_steps,
+        steps=run.letters,
+        began=run.began,
+    )
+    if run.settings.is_adaptive and not run.skipped_steps and not run.failed:
+        log.info(
+            "DeepCache: too much changed from step to step, so all %d were computed in full; more steps, a higher "
+            "threshold or the uniform schedule let it skip.",
+            run.full_steps,
+        )
+    else:
+        log.info("DeepCache: %d of %d steps were computed in full.", run.full_steps, run.full_steps + run.skipped_steps)
+
+
+def _run_in_full(run: DeepCacheRun, reason: str) -> None:
+    if not run.failed:
+        log.warning("DeepCache: %s; every step runs in full.", reason)
+    run.failed = True
+
+
+def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:
+    """Around every evaluation of the guider, whatever number of model calls it makes: the one place
+    that reads sigmas, since that waits for the GPU."""
+    model_options = {} if model_options is None else model_options
+    options = model_options.get("transformer_options", {})
+    run: DeepCacheRun | None = options.get(KEY)
+    if run is not None:
+        schedule = options.get("sample_sigmas")
+        if not run.schedule and schedule is not None:
+            run.schedule = tuple(schedule.tolist())
+            if not is_in_order(run.schedule):
+                _run_in_full(run, "the noise levels of this run go up and down")
+        run.begin_evaluation(float(torch.as_tensor(timestep).max()))
+    return executor(x, timestep, model_options, seed)
+
+
+def _stand_in_for_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `apply_model`, for models that run no wrappers of their own."""
+    model = _uncompiled(executor.class_obj.diffusion_model)
+
+    @torch.compiler.disable
+    def call(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _cached(inner, model, args, kwargs, _names(type(model).forward)[1:])
+
+    with substituted({model: call}, Order.CACHED):
+        return executor(*args, **kwargs)
+
+
+@torch.compiler.disable
+def _call_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around every call of the model's forward.
+
+    Not for Dynamo: what `TorchCompileModel` traced on a full step would be wrong on a skipped one.
+    """
+    return _cached(executor, executor.class_obj, args, kwargs, _names(executor.original))
+
+
+def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwargs: dict, names: Sequence[str]) -> Any:
+    """One call of the model: skipped, in full and remembered, or plain. `names`: of the positional arguments."""
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    options = named.get("transformer_options") or {}
+    run: DeepCacheRun | None = options.get(KEY)
+    boundary = None if run is None else _boundary(run, model)
+    x = args[0] if args else named.get("x")
+    if boundary is not None and not isinstance(x, torch.Tensor):
+        _run_in_full(run, f"{type(model).__name__} takes several latents at once")
+    if boundary is None:
+        return call(*args, **kwargs)
+
+    def skipped() -> Any:
+        kept, named = _with_control(args, kwargs, names, boundary.withhold)
+        return call(*kept, **named)
+
+    keys = _streams(run, x, options)
+    capture: ModelCapture | None = options.get(CAPTURE)
+    recorded = None if capture is None else capture.during
+    return cached_call(run, boundary, keys, lambda: call(*args, **kwargs), skipped, _must_pass, recorded)
+
+
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Of the arguments that may be given by position."""
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    names = () if code is None else code.co_varnames[: code.co_argcount]
+    return names[1:] if inspect.ismethod(function) else names
+
+
+def _with_control(args: tuple, kwargs: dict, names: Sequence[str], change: Callable[[Any], Any]) -> tuple[tuple, dict]:
+    """The arguments with the model's `control` changed, wherever it is among them."""
+    if "control" in kwargs:
+        return args, {**kwargs, "control": change(kwargs["control"])}
+    place = names.index("control") if "control" in names else len(args)
+    if place < len(args):
+        return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
+    return args, kwargs
+
+
+def _boundary(run: DeepCacheRun, model: torch.nn.Module) -> Any:
+    """Where the run's model is cut, looked up at its first call; None for any other model."""
+    if run.boundary is None:
+        run.boundary = boundary_of(model, run.settings.depth)
+    return run.boundary if run.boundary is not None and run.boundary.model is model else None
+
+
+def _streams(run: DeepCacheRun, x: torch.Tensor, options: dict[str, Any]) -> list[StreamKey] | None:
+    window = options.get("context_window")
+    if window is not None and not hasattr(window, "index_list"):
+        return None
+    frames: Hashable = None if window is None else tuple(window.index_list)
+    animate_diff = options.get("ad_params") or {}
+    if animate_diff.get("sub_idxs") is not None:
+        frames = (frames, tuple(animate_diff["sub_idxs"]))
+    circumstances = (frames, _replaced(options.get("patches_replace") or {}))
+    return run.streams(x, options.get("uuids"), options.get("cond_or_uncond", ()), circumstances)
+
+
+def _replaced(patches: dict[str, dict[Hashable, Any]]) -> frozenset[Hashable]:
+    """Which blocks are replaced, and by functions of what name: guidance makes its functions anew for every call."""
+    return frozenset(
+        (kind, block, getattr(patch, "__qualname__", type(patch).__qualname__))
+        for kind, blocks in patches.items()
+        for block, patch in blocks.items()
+    )
+
+
+def _must_pass(error: Exception) -> bool:
+    """Interrupts, and lack of memory, which core handles itself."""
+    out_of_memory = comfy.model_management.OOM_EXCEPTION
+    if out_of_memory is not Exception and isinstance(error, out_of_memory):
+        return True
+    return isinstance(error, INTERRUPTS)

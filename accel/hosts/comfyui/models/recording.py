@@ -1,0 +1,67 @@
+"""Tells `accel.events` of sampling runs: when one begins, what it is, when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ....cache.entry import Use
+from ....core.events import emit, log
+from ..server import preferences
+
+
+@contextmanager
+def recorded(executor: Any, arguments: Sequence[Any], **facts: Any) -> Iterator[None]:
+    """For a call in OUTER_SAMPLE: it is a run; wrappers around the same sampler describe one run together.
+
+    arguments: of the call, core's (noise, latent_image, sampler, sigmas, ...). facts: fields of `run_record.Run`.
+    """
+    preferences.current()  # they say how much is logged from here on
+    owner = id(executor.class_obj)
+    emit("run_start", owner=owner, **_described(executor, arguments), **facts)
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        emit("run_end", owner=owner, failed=failed, loaded_share=_loaded_share(executor.class_obj))
+
+
+def uses(executor: Any, arguments: Sequence[Any], contexts: Iterable[int]) -> tuple[Use, ...]:
+    """What the run used graphs for, by length of prompt; nothing where the latent is of an unknown sort."""
+    run = _described(executor, arguments)
+    if len(run["latent"]) < 3:
+        return ()
+    batch, _, *sizes = run["latent"]
+    return tuple(Use(run["model"], tuple(sizes), batch, context) for context in tuple(contexts) or (None,))
+
+
+def model_name(model_patcher: Any) -> str:
+    """What core calls the architecture ("SDXL"); the network's class where it has no name."""
+    model = getattr(model_patcher, "model", None)
+    config = getattr(model, "model_config", None)
+    return type(getattr(model, "diffusion_model", model) if config is None else config).__name__
+
+
+def _loaded_share(guider: Any) -> float | None:
+    patcher = getattr(guider, "model_patcher", None)
+    try:
+        whole, there = patcher.model_size(), patcher.loaded_size()
+    except Exception as error:  # a patcher of somebody's own; only a hint is lost
+        log.debug("how much of the model is loaded is not known: %s", error)
+        return None
+    return there / whole if whole else None
+
+
+def _described(executor: Any, arguments: Sequence[Any]) -> dict[str, Any]:
+    noise, _, sampler, sigmas = (*arguments[:4], *[None] * (4 - len(arguments[:4])))
+    function = getattr(sampler, "sampler_function", None)
+    return {
+        "model": model_name(getattr(executor.class_obj, "model_patcher", None)),
+        "latent": tuple(noise.shape) if isinstance(noise, torch.Tensor) else (),
+        "steps": sigmas.shape[-1] - 1 if isinstance(sigmas, torch.Tensor) and sigmas.ndim else None,
+        "sampler": None if function is None else getattr(function, "__name__", "").removeprefix("sample_") or None,
+    }

@@ -1,0 +1,228 @@
+"""VAE Skip Compile's work: a view of a VAE whose calls are never compiled, or whose blocks are, by our cache."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import comfy.model_management
+import torch
+
+from ....cache.entry import Use
+from ....cache.graph_cache import GraphCache, shared
+from ....core.compile_settings import CompileSettings
+from ....core.fallbacks import fallbacks
+from ....dispatch.block_runner import BlockRunner
+from ....modules.first_call import at_first_call, is_compiled
+from ....modules.substitution import Layer
+from ....sizing.vae import AUTO, SKIP, Repeats, VaePolicy, gives_back, has_room, one_tile
+from .. import store
+from ..progress import CompileProgress
+from ..versions import clone_for_compiling
+from .accelerate import block_layers
+
+log = logging.getLogger("accel")
+
+_CALLS = ("decode", "encode")
+"""How the names of all methods begin through which a VAE is run (decode_tiled_1d is one)."""
+
+
+def vae_view(
+    vae: Any,
+    policy: VaePolicy,
+    settings: CompileSettings | None = None,
+    cache: GraphCache = shared,
+    node_id: str | None = None,
+) -> Any:
+    """A VAE over the same weights that runs by the policy; the VAE given is unchanged.
+
+    Of a view of ours, it is a view of what that one stands for: the last node counts.
+    node_id: the node in the page that shows compile progress.
+    """
+    base = getattr(type(vae), "_accel_base", type(vae))
+    view = copy.copy(vae)
+    view.__class__ = _view_class(base)
+    if policy.compiled != SKIP:
+        store.attach(cache)
+        _keep_weights_in_place(view)
+    view._accel = _Around(policy, settings or CompileSettings(), cache, node_id)
+    return view
+
+
+def skip_compile(vae: Any) -> Any:
+    """A VAE over the same weights in whose calls nothing is compiled, whoever asked for it."""
+    return vae_view(vae, VaePolicy())
+
+
+@functools.lru_cache(maxsize=16)
+def _view_class(base: type) -> type:
+    """The VAE's class, with every call of it made under the view's policy.
+
+    The calls of one view do not stack: an inner one (core falls back to tiles by itself) keeps the outer's.
+    """
+
+    def under_policy(name: str, method: Callable) -> Callable:
+        # Somebody may compile what calls a VAE: our own work is not for a graph.
+        @torch.compiler.disable
+        @functools.wraps(method)
+        def call(self, *args, **kwargs):
+            if self.__dict__.get("_accel_active"):
+                return method(self, *args, **kwargs)
+            self._accel_active = True
+            try:
+                with self._accel.call(self, name, args, kwargs):
+                    return method(self, *args, **kwargs)
+            finally:
+                self.__dict__.pop("_accel_active", None)  # another thread may have been in a call, too
+
+        return call
+
+    names = [name for name in dir(base) if name.startswith(_CALLS) and callable(getattr(base, name))]
+    calls = {name: under_policy(name, getattr(base, name)) for name in names}
+    named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), {"_accel_base": base, **named, **calls})
+
+
+class _Around:
+    """What surrounds the calls of one view: its policy, and what is remembered from one call to the next."""
+
+    def __init__(self, policy: VaePolicy, settings: CompileSettings, cache: GraphCache, node_id: str | None):
+        self._made_with = policy, settings, cache, node_id
+        self._policy = policy
+        self._settings = settings
+        self._cache = cache
+        self._progress = CompileProgress(node_id)
+        self._repeats = Repeats(policy.after)
+        self._last_shape: tuple[int, ...] | None = None
+
+    def __deepcopy__(self, memo: dict) -> _Around:
+        """For a deep copy of a view: the cache stays the one it is."""
+        return _Around(*self._made_with)
+
+    def call(self, vae: Any, name: str, args: tuple, kwargs: dict) -> AbstractContextManager:
+        """For one call of the VAE's method `name` with these arguments."""
+        if not isinstance(getattr(vae, "first_stage_model", None), torch.nn.Module):
+            return nullcontext()
+        shape = _shape(vae, name, args, kwargs)
+        if self._policy.free_memory and shape is not None:
+            self._give_memory_back(vae, name, shape)
+        if not self._policy.compiles(name):
+            return _nothing_compiled() if self._policy.compiled in (SKIP, AUTO) else nullcontext()
+        if self._policy.compiled == AUTO and (shape is None or not self._repeats.come(shape)):
+            return _nothing_compiled()
+        return self._compiled(vae, name, shape)
+
+    @contextmanager
+    def _compiled(self, vae: Any, name: str, shape: tuple[int, ...] | None) -> Iterator[None]:
+        model, used = vae.first_stage_model, []
+        if is_compiled(model):
+            fallbacks.note(type(model).__name__, "it or a part of it is compiled as a whole already")
+            yield
+            return
+        is_auto = self._policy.compiled == AUTO
+        with ExitStack() as stack:
+            claim = stack.enter_context(self._cache.claim())
+            if shape is not None:
+                claim.uses = (Use(type(model).__name__, shape[2:], shape[0]),)
+
+            def make_layers(part: torch.nn.Module) -> Mapping[torch.nn.Module, Layer]:
+                used.append(part)
+                # Now, with the weights loaded, it is known what is free.
+                if is_auto and not self._has_room(vae, name, shape):
+                    return {}
+                on_shortage = functools.partial(self._repeats.was_short, shape) if is_auto else lambda: None
+                layers = block_layers(part, self._settings, self._cache, claim, on_shortage)
+                kinds = {layer.kind for layer in layers.values() if isinstance(layer, BlockRunner)}
+                stack.enter_context(self._progress.during_call(len(kinds)))
+                if is_auto:
+                    layers[part] = self._remembering_shortage(layers[part], shape)
+                return layers
+
+            stack.enter_context(at_first_call(model, make_layers))
+            yield
+        if not used:
+            fallbacks.note(type(model).__name__, f"no repeated block that can be compiled runs in its {name}")
+
+    def _has_room(self, vae: Any, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether there is memory to run compiled. For one image: core takes no more at a time than fit."""
+        needed = _memory_used(vae, name, (1, *shape[1:]))
+        free = comfy.model_management.get_free_memory(vae.device)
+        if needed is None or has_room(free, needed):
+            return True
+        model = type(vae.first_stage_model).__name__
+        log.info("%s runs uncompiled at %s: %.0f MB of memory are free", model, shape, free / 2**20)
+        return False
+
+    def _remembering_shortage(self, layer: Layer, shape: tuple[int, ...]) -> Layer:
+        def call(inner: Callable, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return layer(inner, *args, **kwargs)
+            except torch.OutOfMemoryError:
+                self._repeats.was_short(shape)
+                raise
+
+        return call
+
+    def _give_memory_back(self, vae: Any, name: str, shape: tuple[int, ...]) -> None:
+        before, self._last_shape = self._last_shape, shape
+        device = getattr(vae, "device", None)
+        if not isinstance(device, torch.device) or device.type != "cuda":
+            return
+        reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        if gives_back(before, shape, reserved, allocated, _memory_used(vae, name, shape)):
+            comfy.model_management.soft_empty_cache()
+
+
+def _keep_weights_in_place(view: Any) -> None:
+    """Where core streams weights from call to call, give the view a model of its own that stays loaded.
+
+    As core's own node for another device does, the view follows the model that its patcher has.
+    """
+    is_dynamic = getattr(view, "is_dynamic", None)
+    if is_dynamic is None or not is_dynamic():
+        return
+    try:
+        view.patcher = clone_for_compiling(view.patcher)
+    except Exception as reason:  # it was not loaded from a file, or that is gone, or its loader does not know how
+        log.warning("This VAE's weights are streamed, so its blocks may run uncompiled: %s", reason)
+        return
+    view.first_stage_model = view.patcher.model
+
+
+def _nothing_compiled() -> AbstractContextManager:
+    """While it lasts, functions wrapped in torch.compile run as they were written (torch 2.6 and later)."""
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    return nullcontext() if set_stance is None else set_stance("force_eager")
+
+
+def _shape(vae: Any, name: str, args: tuple, kwargs: dict) -> tuple[int, ...] | None:
+    """What a call works on at a time, as the VAE's own estimates take it: [B, C, (T,) H, W], or of one tile."""
+    given = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+    if given is None or given.ndim < 3:
+        return None
+    shape = tuple(given.shape)
+    if name in ("encode", "encode_tiled"):  # these take images, channels last: core's other methods do not
+        shape = _with_channels_second(shape, vae)
+    return one_tile(shape, kwargs.get("tile_x"), kwargs.get("tile_y"), kwargs.get("tile_t"))
+
+
+def _with_channels_second(shape: Sequence[int], vae: Any) -> tuple[int, ...]:
+    """[B, H, W, C] or [B, T, H, W, C] as the VAE gets it; a video VAE takes a batch of images for frames."""
+    batch, *sizes, channels = shape
+    if getattr(vae, "latent_dim", 2) != 3 or len(sizes) == 3:
+        return (batch, channels, *sizes)
+    return (batch, channels, 1, *sizes) if getattr(vae, "not_video", False) else (1, channels, batch, *sizes)
+
+
+def _memory_used(vae: Any, name: str, shape: tuple[int, ...]) -> float | None:
+    """Core's own estimate for a call, in bytes; None where the VAE has none for such a shape."""
+    estimate = getattr(vae, "memory_used_encode" if name.startswith("encode") else "memory_used_decode", None)
+    try:
+        return float(estimate(shape, vae.vae_dtype))
+    except Exception as error:  # the VAE's own, whatever it is made of; only a hint is lost
+        log.debug("no estimate for %s at %s: %s", name, shape, error)
+        return None

@@ -1,0 +1,1 @@
+"""ComfyUI's server: routes, panel, report, settings."""

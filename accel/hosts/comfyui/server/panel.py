@@ -1,0 +1,67 @@
+"""What the panel shows and does: the engine's state as JSON, and the changes that a page may ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....cache.graph_cache import shared
+from ....core.events import emit
+from ....core.fallbacks import fallbacks
+from ....report.run_record import records
+from . import preferences
+
+VERSION = "0.1.0"
+
+DEFAULT_ROWS, MOST_ROWS = 200, 5000
+LONGEST_FILTER = 200
+
+
+def state(rows: int = DEFAULT_ROWS, wanted: str = "") -> dict[str, Any]:
+    """All that the panel shows. rows, wanted: of the cache's table, as `GraphCache.statistics` takes them.
+
+    The table has the most recently used first.
+    """
+    settings = preferences.state()
+    cache = shared.statistics(rows, wanted)
+    cache["table"].reverse()
+    last = records.last()
+    store = None if shared.store is None else shared.store.statistics()
+    return {
+        "graph_cache": {**cache, "fallbacks": fallbacks.rows()},
+        "graph_store": None if store is None else {**store, "limit_bytes": _bytes(settings["store_mb"])},
+        "deep_cache": {"last_run": records.deep_cache()},
+        "compiling": records.compiling(),
+        "last_run": None if last is None else last.as_json(),
+        "settings": settings,
+        "version": VERSION,
+    }
+
+
+def evict(entry_id: str) -> dict[str, int]:
+    """Drop one entry of the cache."""
+    freed = shared.evict_named(entry_id)
+    if freed is not None:
+        emit("cache_changed")
+    return {"dropped": 0 if freed is None else 1, "bytes": freed or 0}
+
+
+def clear() -> dict[str, int]:
+    """Drop all compiled graphs of this process; what is saved on disk stays."""
+    freed = shared.statistics(rows=0)["bytes"]
+    dropped = shared.clear()
+    fallbacks.clear()
+    emit("cache_changed")
+    return {"dropped": dropped, "bytes": freed}
+
+
+def change_settings(wanted: dict[str, Any]) -> dict[str, Any]:
+    """As `preferences.change`, and what is in force then."""
+    try:
+        preferences.change(wanted)
+    finally:
+        emit("cache_changed")
+    return {"settings": preferences.state()}
+
+
+def _bytes(megabytes: int | None) -> int | None:
+    return None if megabytes is None else megabytes << 20

@@ -1,0 +1,98 @@
+"""The engine's events as messages to the pages: a few a second, and none when nobody is connected."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ....core.events import subscribe
+from ....report.run_record import records
+
+TYPE = "accel"
+"""Of our messages on ComfyUI's WebSocket."""
+
+SPACING = 0.2
+"""Seconds between two messages."""
+
+_MOST_WAITING = 32
+"""Messages that wait; the oldest makes room. Of one sort only the latest waits, of fallbacks one for each reason."""
+
+
+class PanelMessages:
+    """Listens (`hear`) and sends, in order and never faster than `SPACING`.
+
+    send: takes a message; called on the thread of `later`. later: has a function called after seconds, from any
+    thread. is_heard: whether there is anybody to send to.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[dict[str, Any]], None],
+        later: Callable[[float, Callable[[], None]], None],
+        is_heard: Callable[[], bool],
+    ):
+        self._send = send
+        self._later = later
+        self._is_heard = is_heard
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple, dict[str, Any]] = {}
+        self._is_due = False
+        self._sent = -SPACING
+
+    def hear(self, name: str, data: dict[str, Any]) -> None:
+        """A listener for `events.subscribe`."""
+        if name not in _MESSAGES or not self._is_heard():
+            return
+        message = _MESSAGES[name](data)
+        sort = (name, message["block"], message["reason"]) if name == "fallback" else (message["event"],)
+        with self._lock:
+            self._waiting.pop(sort, None)
+            self._waiting[sort] = message
+            if len(self._waiting) > _MOST_WAITING:
+                del self._waiting[next(iter(self._waiting))]
+            if self._is_due:
+                return
+            self._is_due = True
+            delay = max(0.0, self._sent + SPACING - time.monotonic())
+        self._later(delay, self._send_one)
+
+    def _send_one(self) -> None:
+        with self._lock:
+            message = self._waiting.pop(next(iter(self._waiting))) if self._waiting else None
+            self._sent = time.monotonic()
+            self._is_due = bool(self._waiting)
+            is_more = self._is_due
+        if is_more:
+            self._later(SPACING, self._send_one)
+        if message is not None:
+            self._send(message)
+
+
+_MESSAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "compiling": lambda data: {"event": "compiling", **(records.compiling() or data)},
+    "compile_end": lambda data: {"event": "compiled", "name": data["name"], "seconds": data["seconds"]},
+    "compile_failed": lambda data: {
+        "event": "compiled",
+        "name": data["name"],
+        "seconds": data["seconds"],
+        "failed": data["reason"],
+    },
+    "graph_loaded": lambda data: {"event": "loaded", "name": data["name"], "seconds": data["seconds"]},
+    "fallback": lambda data: {"event": "fallback", "block": data["block"], "reason": data["reason"]},
+    "run_end": lambda data: {"event": "run_end"},
+    "cache_changed": lambda data: {"event": "cache_changed"},
+}
+
+
+def start(server: Any) -> None:
+    """Tell the pages of this server from now on."""
+
+    def later(seconds: float, act: Callable[[], None]) -> None:
+        server.loop.call_soon_threadsafe(server.loop.call_later, seconds, act)
+
+    messages = PanelMessages(
+        lambda message: server.send_sync(TYPE, message), later, lambda: bool(getattr(server, "sockets", None))
+    )
+    subscribe(messages.hear)

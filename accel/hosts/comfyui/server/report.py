@@ -1,0 +1,70 @@
+"""The Accel Report node's work, and the report that the page's command asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ....report import chart as report_chart
+from ....report import text as report
+from ....report.diagnosis import diagnose
+from . import panel
+from .surroundings import facts
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_ROWS = 20
+"""Of the cache's table: enough for a report."""
+
+
+class Report(NamedTuple):
+    """text: in words. chart: as a picture, an IMAGE [1, H, W, 3]."""
+
+    text: str
+    chart: torch.Tensor
+
+
+def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = None, prompt: Any = None) -> Report:
+    """The report now. image, reference: IMAGEs to compare, where there are both. prompt: of the workflow it is in."""
+    state = panel.state(rows=_ROWS)
+    decibels = comparison = None
+    if image is not None and reference is not None:
+        decibels = psnr(image, reference)
+        comparison = _unlike(image, reference) if decibels is None else report.comparison(decibels)
+    words = report.text(state, diagnose(facts(state, prompt)), comparison)
+    return Report(words, _as_image(report_chart.draw(state, decibels)))
+
+
+def text() -> str:
+    """The report in words alone."""
+    state = panel.state(rows=_ROWS)
+    return report.text(state, diagnose(facts(state)))
+
+
+def facts_as_json() -> dict[str, Any]:
+    """The same as JSON: {"state", "diagnosis"}."""
+    state = panel.state(rows=_ROWS)
+    return {"state": state, "diagnosis": diagnose(facts(state))}
+
+
+def _as_image(picture: Image.Image) -> torch.Tensor:
+    data = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+    return data.reshape(1, picture.height, picture.width, 3).float() / 255
+
+
+def psnr(image: torch.Tensor, reference: torch.Tensor) -> float | None:
+    """Decibels between two IMAGEs [B, H, W, C] of values in 0..1, the mean over the batch; 100 where they are equal.
+
+    None where their shapes differ: a report is no reason to fail a prompt.
+    """
+    if image.shape != reference.shape:
+        return None
+    error = (image.double() - reference.double().to(image.device)).square().flatten(1).mean(1)
+    return float((-10 * error.log10()).clamp(max=100.0).mean())
+
+
+def _unlike(image: torch.Tensor, reference: torch.Tensor) -> str:
+    one, two = (f"{shape[2]}x{shape[1]} ({shape[0]})" for shape in (image.shape, reference.shape))
+    return f"Not compared: the image is {one} and the reference {two}; size and number must be the same."

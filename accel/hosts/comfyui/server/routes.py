@@ -1,0 +1,176 @@
+"""What the server answers for the engine: its state and report, warming up without a workflow, changing the cache.
+
+No route names a file, and none can make a saved graph be imported or trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.parse
+from typing import Any
+
+from ..versions import queue_prompt
+from . import panel, panel_messages, preferences, report
+from .warm_up_request import Refused, read
+
+LARGEST_BODY = 64 << 10
+"""Bytes; the longest request that makes sense has a few thousand."""
+
+
+def register() -> None:
+    """Add the routes to the running server; without one (nodes used as a library) do nothing."""
+    from server import PromptServer
+
+    server = getattr(PromptServer, "instance", None)
+    if server is None:
+        return
+    from aiohttp import web
+
+    def answering(handler):
+        """A POST route that answers in JSON, a refusal with one sentence."""
+
+        async def answer(request):
+            try:
+                refuse_foreign_origin(request.headers)
+                return web.json_response(await handler(await read_body(request)))
+            except Refused as refused:
+                return web.json_response({"error": str(refused)}, status=refused.status)
+
+        return answer
+
+    def refusing(handler):
+        """A GET route; a refusal with one sentence."""
+
+        async def answer(request):
+            try:
+                return await handler(request)
+            except Refused as refused:
+                return web.json_response({"error": str(refused)}, status=refused.status)
+
+        return answer
+
+    @server.routes.get("/accel/state")
+    @refusing
+    async def get_state(request):
+        rows, wanted = read_table_query(request.query)
+        return web.json_response(panel.state(rows, wanted))
+
+    @server.routes.get("/accel/report")
+    @refusing
+    async def get_report(request):
+        kind = request.query.get("format", "text")
+        if kind == "text":
+            return web.Response(text=report.text())
+        if kind == "json":
+            return web.json_response(report.facts_as_json())
+        raise Refused("format must be text or json.")
+
+    @server.routes.post("/accel/evict")
+    @answering
+    async def post_evict(body):
+        return panel.evict(read_entry_id(body))
+
+    @server.routes.post("/accel/settings")
+    @answering
+    async def post_settings(body):
+        if not isinstance(body, dict) or not body:
+            raise Refused(f"The body must be a JSON object with some of {', '.join(preferences.NAMES)}.")
+        try:
+            return panel.change_settings(body)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        except OSError as error:
+            raise Refused(f"It counts until ComfyUI ends, but cannot be kept: {error}.", 500) from None
+
+    @server.routes.post("/accel/warm_up")
+    @answering
+    async def post_warm_up(body):
+        return await warm_up(server, body)
+
+    @server.routes.post("/accel/clear")
+    @answering
+    async def post_clear(body):
+        if body not in (None, {}):
+            raise Refused("This takes nothing: send an empty body.")
+        return panel.clear()
+
+    panel_messages.start(server)
+
+
+def read_table_query(query: Any) -> tuple[int, str]:
+    """?rows=N&filter=text of a request; Refused where they are out of range."""
+    rows, wanted = query.get("rows", str(panel.DEFAULT_ROWS)), query.get("filter", "")
+    if not (rows.isascii() and rows.isdecimal() and len(rows) <= 6 and int(rows) <= panel.MOST_ROWS):
+        raise Refused(f"rows must be a whole number from 0 to {panel.MOST_ROWS}.")
+    if len(wanted) > panel.LONGEST_FILTER:
+        raise Refused(f"filter must have at most {panel.LONGEST_FILTER} characters.")
+    return int(rows), wanted
+
+
+def read_entry_id(body: Any) -> str:
+    """The id in {"id": "..."}; Refused for anything else."""
+    if not isinstance(body, dict) or set(body) != {"id"}:
+        raise Refused('The body must be {"id": "..."}, with an id of the table in GET /accel/state.')
+    found = body["id"]
+    if not isinstance(found, str) or re.fullmatch("[0-9a-f]{1,64}", found) is None:
+        raise Refused("id must be a text of 1 to 64 hexadecimal digits.")
+    return found
+
+
+async def warm_up(server: Any, body: Any) -> dict:
+    """Queue a warm-up as a prompt; its id. Refused while another prompt runs or waits."""
+    import folder_paths
+
+    def refuse_when_busy():
+        waiting = server.prompt_queue.get_tasks_remaining()
+        if waiting:
+            raise Refused(f"ComfyUI is busy, {waiting} prompts run or wait: warm up when it is idle.", 409)
+
+    wanted = read(body, lambda: folder_paths.get_filename_list("checkpoints"))
+    refuse_when_busy()
+    # A node may take its time to validate, and others are served meanwhile: asked again where nothing comes between.
+    prompt_id, error = await queue_prompt(server, wanted.graph(), wanted.client_id, refuse_when_busy)
+    if error is not None:
+        raise Refused(f"ComfyUI refuses it: {error}.")
+    return {"prompt_id": prompt_id}
+
+
+def refuse_foreign_origin(headers: Any) -> None:
+    """Raises Refused for a request that a page of another site makes in the visitor's browser.
+
+    Core does so for servers on the loopback address alone, and not where the person allows other origins.
+    """
+    from comfy.cli_args import args
+
+    origin = headers.get("Origin")
+    allowed = getattr(args, "enable_cors_header", None)
+    if origin is None or allowed in ("*", origin):
+        return
+    if urllib.parse.urlsplit(origin).netloc.lower() != headers.get("Host", "").lower():
+        raise Refused("Pages of another site may not ask this; see ComfyUI's --enable-cors-header.", 403)
+
+
+async def read_body(request: Any) -> Any:
+    """The request's JSON; None where it has no body.
+
+    Raises:
+        Refused: it is too large or no JSON.
+    """
+    too_large = Refused(f"The body must have at most {LARGEST_BODY} bytes.", 413)
+    if (request.content_length or 0) > LARGEST_BODY:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.content.iter_chunked(8192):
+        body += chunk
+        if len(body) > LARGEST_BODY:
+            raise too_large
+    if not body:
+        return None
+    # A form of another site can be sent without asking first, and is never of this type.
+    if request.content_type != "application/json":
+        raise Refused("The body must be JSON, with the content type application/json.", 415)
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise Refused("The body is not JSON.") from None

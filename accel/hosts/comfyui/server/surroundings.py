@@ -1,0 +1,69 @@
+"""What a diagnosis wants to know of the program and the machine around us; nothing here waits or loads anything."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ....compile import ahead_of_time
+from ....core import toolchain
+from ....report.diagnosis_facts import Facts, nodes_of
+from ..versions import comfyui_version, streams_weights
+
+log = logging.getLogger("accel")
+
+T = TypeVar("T")
+
+
+def facts(state: dict[str, Any], prompt: Any = None) -> Facts:
+    """The facts for a report. state: the panel's. prompt: the workflow in API format, where it is known."""
+    device = _or_none(_device)
+    total, free, ours = _or_none(lambda: _memory(device)) or (None, None, None)
+    return Facts(
+        run=state["last_run"],
+        cache=state["graph_cache"],
+        nodes=nodes_of(prompt),
+        device="cpu" if device is None else device.type,
+        torch=torch.__version__,
+        comfyui=_or_none(comfyui_version),
+        ahead_of_time=ahead_of_time.is_available(),
+        triton=toolchain.triton_version(),
+        cpp_compiler=toolchain.cpp_compiler(),
+        low_vram=_or_none(_low_vram),
+        streams_weights=bool(_or_none(streams_weights)),
+        memory_total=total,
+        memory_free=free,
+        memory_ours=ours,
+    )
+
+
+def _or_none(ask: Callable[[], T]) -> T | None:
+    """What core or torch answers; None where it has no answer: a report is the last to fail a prompt."""
+    try:
+        return ask()
+    except Exception as error:
+        log.debug("a fact for the report is not known: %s", error)
+        return None
+
+
+def _device() -> torch.device:
+    from comfy.model_management import get_torch_device
+
+    return torch.device(get_torch_device())
+
+
+def _memory(device: torch.device | None) -> tuple[int, int, int] | None:
+    """(total, free, taken by this process) of a CUDA device, in bytes."""
+    if device is None or device.type != "cuda" or not torch.cuda.is_initialized():
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total, free, torch.cuda.memory_reserved(device)
+
+
+def _low_vram() -> str | None:
+    from comfy.model_management import VRAMState, vram_state
+
+    return {VRAMState.LOW_VRAM: "lowvram", VRAMState.NO_VRAM: "novram"}.get(vram_state)

@@ -1,0 +1,1 @@
+"""Sizes of ComfyUI's models, latents and images."""

@@ -1,0 +1,114 @@
+"""What a ComfyUI model says about sizes: its latent's layout, and the multiple that it needs.
+
+Read from the model's structure, so that a family nobody has heard of works too. `model` is a
+ModelPatcher throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ....sizing.resolution import Size, safe_multiple
+
+SAFE_FOR_ANY_UNET = 64
+"""Pixels: four levels, the deepest that Stable Diffusion's UNets have, at a latent scale of 8."""
+
+# Latent scales that differ from 8, by the name of the latent format, for cores whose formats don't say
+# (those before `spacial_downscale_ratio`). From the empty-latent nodes and VAEs of ComfyUI 0.3.75.
+_SCALES = {
+    "ChromaRadiance": 1,
+    "SC_B": 4,
+    "SD_X4": 4,
+    "Flux2": 16,
+    "HunyuanImage21Refiner": 16,
+    "HunyuanVideo15": 16,
+    "Wan22": 16,
+    "HunyuanImage21": 32,
+    "LTXV": 32,
+}
+# Core's configurations of models whose trained sizes are known, and those that merely derive from them.
+_FAMILIES = {"SD15": "SD1.5", "SDXL": "SDXL", "Flux2": None, "Flux": "Flux", "QwenImage": "Qwen-Image"}
+
+# Formats of two dimensions that are no picture: Stable Cascade's prior (about 42 pixels an element) and music.
+_NO_IMAGE = ("SC_Prior", "ACEAudio")
+
+
+@dataclass(frozen=True)
+class LatentLayout:
+    """How a model's latent is laid out: [B, channels, H, W], or [B, channels, frames, H, W] for video formats.
+
+    scale: pixels a side that one latent element covers.
+    """
+
+    channels: int = 4
+    scale: int = 8
+    has_frames: bool = False
+
+    def shape(self, size: Size, batch: int) -> tuple[int, ...]:
+        """The shape of `batch` empty latents of `size` pixels, one frame each in a video format."""
+        frames = (1,) if self.has_frames else ()
+        return (batch, self.channels, *frames, *size.latent(self.scale))
+
+
+def latent_layout(model: Any) -> LatentLayout:
+    """The layout of the latents that `model` denoises.
+
+    Raises ValueError for a model whose latents are no images (audio, 3D, Stable Cascade's first stage).
+    """
+    latent_format = model.get_model_object("latent_format")
+    name = type(latent_format).__name__
+    if latent_format.latent_dimensions not in (2, 3) or name in _NO_IMAGE:
+        raise ValueError(
+            f"This model's latents ({name}) have no width and height in whole pixels;"
+            " use the empty latent node made for it."
+        )
+    scale = getattr(latent_format, "spacial_downscale_ratio", None) or _SCALES.get(name, 8)
+    return LatentLayout(latent_format.latent_channels, int(scale), latent_format.latent_dimensions == 3)
+
+
+def model_multiple(model: Any) -> int:
+    """The multiple of pixels at which no level of `model` has to round: 8 × 2^downsamplings for a UNet,
+    patch size × latent scale for a transformer, 64 for what is neither."""
+    scale = latent_layout(model).scale
+    network = model.get_model_object("diffusion_model")
+    if hasattr(network, "input_blocks"):
+        return safe_multiple(scale, downsamplings=_downsamplings(network.input_blocks))
+    patch = _patch_size(network)
+    return math.lcm(SAFE_FOR_ANY_UNET, scale) if patch is None else safe_multiple(scale, patch=patch)
+
+
+def trained_family(model: Any) -> str | None:
+    """The name in `buckets.TRAINED` of the family that `model` is of; None for one whose sizes are not listed."""
+    config = getattr(model.model, "model_config", None)
+    names = [cls.__name__ for cls in type(config).__mro__]
+    return next((_FAMILIES[name] for name in names if name in _FAMILIES), None)
+
+
+def family_name(model: Any) -> str:
+    """What core calls the family of `model`, such as `WAN21_T2V`."""
+    config = getattr(model.model, "model_config", None)
+    return type(model.model if config is None else config).__name__
+
+
+def _downsamplings(input_blocks: Any) -> int:
+    """How many of a UNet's input blocks halve their input: those with a strided convolution or pooling in them."""
+    return sum(any(stride > 1 for stride in _strides(block)) for block in input_blocks)
+
+
+def _strides(block: Any) -> Iterator[int]:
+    for module in block.modules():
+        stride = getattr(module, "stride", 1)
+        yield stride[-1] if isinstance(stride, tuple) else stride
+
+
+def _patch_size(network: Any) -> int | None:
+    """Latent elements a side of one token; None where the network doesn't say."""
+    patchifier = getattr(network, "patchifier", None)
+    for owner, attribute in ((network, "patch_size"), (network, "patch_spatial"), (patchifier, "patch_size")):
+        size = getattr(owner, attribute, None)
+        if size is not None:
+            return int(size[-1]) if isinstance(size, (tuple, list)) else int(size)
+    return None

@@ -1,0 +1,93 @@
+"""What is said when a model of ours fails at a size: the size, the multiple it needs, and the node that helps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ....cache.compiled_sizes import architecture, remember
+from ....cache.graph_cache import Claim, GraphCache
+from ....sizing.resolution import Size, snap
+from .model_sizes import latent_layout, model_multiple
+
+_MISMATCHES = re.compile(
+    r"size of tensor a \(\d+\) must match"
+    r"|Sizes of tensors must match except in dimension"
+    r"|expanded size of the tensor \(\d+\) must match"
+    r"|shape '\[.*\]' is invalid for input of size"
+    r"|Expected size \d+ but got size \d+"
+    r"|output with shape \[.*\] doesn't match the broadcast shape"
+    r"|can't divide axis of length"
+    r"|[Kk]ernel size can't be greater than actual input size",
+    re.DOTALL,
+)
+"""How torch and einops say that two sizes differ. Not "mat1 and mat2": that is a prompt made for another model."""
+
+
+class ShapeMismatch(RuntimeError):
+    """Shapes differ, and a side of the latent is no multiple of what the model needs; one sentence says what may do."""
+
+
+@contextmanager
+def sizes_explained(executor: Any, arguments: Sequence[Any]) -> Iterator[None]:
+    """For a call in OUTER_SAMPLE: a shape mismatch in it that Resolution Snap prevents says so.
+
+    arguments: of the call; the first is the noise, [B, C, H, W] or [B, C, T, H, W].
+
+    Raises:
+        ShapeMismatch: in place of the error, which is its cause. Any other error passes as it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        sentence = None if isinstance(error, ShapeMismatch) else explain(error, executor, arguments)
+        if sentence is None:
+            raise
+        raise ShapeMismatch(sentence) from error
+
+
+@contextmanager
+def size_remembered(executor: Any, arguments: Sequence[Any], cache: GraphCache, claim: Claim) -> Iterator[None]:
+    """For a call in OUTER_SAMPLE: when it ends well, a picture's latent shape is one that is "already compiled"."""
+    yield
+    noise = arguments[0] if arguments else None
+    model = executor.class_obj.model_patcher
+    if not isinstance(noise, torch.Tensor) or noise.ndim < 4:
+        return
+    try:
+        scale = latent_layout(model).scale
+    except (AttributeError, ValueError):  # no pictures, or a latent format of its own sort
+        return
+    remember(cache, architecture(model.get_model_object("diffusion_model")), noise.shape, claim.keys, scale)
+
+
+def explain(error: RuntimeError, executor: Any, arguments: Sequence[Any]) -> str | None:
+    """The sentence for an error of a sampler; None where the size of the latent is not to blame."""
+    said = " ".join(str(error).split())
+    noise = arguments[0] if arguments else None
+    if isinstance(error, torch.OutOfMemoryError) or _MISMATCHES.search(said) is None:
+        return None
+    if not isinstance(noise, torch.Tensor) or noise.ndim < 4:
+        return None
+    model = executor.class_obj.model_patcher
+    try:
+        scale, multiple = latent_layout(model).scale, model_multiple(model)
+    except (AttributeError, ValueError):
+        return None
+    height, width = noise.shape[-2:]
+    size = Size(width * scale, height * scale)
+    right = snap(size.width, size.height, multiple)
+    if right == size:
+        return None
+    if len(said) > 200:
+        said = f"{said[:197]}..."
+    # Many a model runs there all the same, and then it was somebody else's node that did not.
+    return (
+        f"Sampling failed at {size} pixels (a latent of {width}×{height}), whose sides are not all multiples of the"
+        f" {multiple} that the model is made for ({said.rstrip('.')}): if that is why, Resolution Snap before the"
+        f" sampler helps, which makes it {right}."
+    )

@@ -1,0 +1,1 @@
+"""Diffusers as a host: pipelines."""

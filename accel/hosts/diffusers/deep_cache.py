@@ -1,0 +1,242 @@
+"""DeepCache in a diffusers pipeline: a context in which every image, or batch of them, is a run."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from ...core.events import emit, log
+from ...modules.substitution import Order, substituted
+from ...step_cache.cached_call import cached_call
+from ...step_cache.deep_cache import DeepCacheRun, DeepCacheSettings
+from ...step_cache.diffusers_split import DiffusersBoundary
+from ...step_cache.split_points import Boundary, boundary_of, why_none
+from ...step_cache.step_schedule import is_in_order
+from ...step_cache.token_streams import NoStreams, arguments
+from .denoising_loop import around_loops
+from .schedule import PipelineSchedule
+
+DENOISERS = ("unet", "transformer", "transformer_2")
+"""Components of pipelines that are asked at every step; Wan 2.2 has two, one for each part of the schedule."""
+
+_TIMESTEPS = ("timestep", "timesteps", "t")
+"""What models call the argument that says where in the schedule they are."""
+
+_called: ContextVar[tuple[torch.nn.Module, ...]] = ContextVar("accel_deep_cache_called", default=())
+"""The models in a call that a run knows: where contexts of several pipelines are around one model, the call is the
+innermost one's."""
+
+
+@contextmanager
+def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
+    """While it lasts, the pipeline's UNet or transformers run their deep part only now and then.
+
+    `pipe` has a `scheduler`, any of `DENOISERS`, and a `progress_bar` around its denoising loop. Between images the
+    models are as they were, so they may be moved, offloaded, shared or replaced meanwhile, and the scheduler too; of
+    an image nothing is kept, however it ends. With settings that skip nothing, or models that cannot be divided, the
+    context does nothing. A model compiled as a whole runs uncompiled meanwhile.
+
+    Emits "deep_cache_run" after each run: one an image, and one for each of two transformers. Raises ValueError when
+    the depth is beyond a model.
+    """
+    with ExitStack() as undo:
+        if _divisible(pipe, settings.depth, log.warning) and not settings.is_off:
+            images = undo.enter_context(_Images(pipe, settings))
+            undo.enter_context(around_loops(pipe, images.one))
+        del pipe  # nobody's memory is held for as long as this lasts
+        yield
+
+
+def _divisible(pipe: Any, depth: int | None, tell: Callable[..., None]) -> list[torch.nn.Module]:
+    """The pipeline's models that can be divided, at `depth`; of the others it is told why not."""
+    models = [getattr(pipe, name, None) for name in DENOISERS]
+    models = [getattr(model, "_orig_mod", model) for model in models if model is not None]
+    if not models:
+        tell("DeepCache: it cannot divide %s, which has none of %s.", type(pipe).__name__, ", ".join(DENOISERS))
+    found = []
+    for model in models:
+        if boundary_of(model, depth) is not None:
+            found.append(model)
+        else:
+            said = "DeepCache: it cannot divide %s: %s; every step runs in full."
+            tell(said, type(model).__name__, why_none(model))
+    return found
+
+
+class _Images:
+    """The images that a pipeline makes while this context lasts; its models are looked up for each."""
+
+    def __init__(self, pipe: Any, settings: DeepCacheSettings):
+        self.pipe, self.settings = weakref.ref(pipe), settings
+        self.made: dict[int, ExitStack] = {}
+        """For each thread that is in an image, what ends it."""
+
+    def __enter__(self) -> _Images:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for undo in list(self.made.values()):
+            undo.close()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """For one denoising loop; a loop within it, as over the parts of a video, is a part of it."""
+        thread = threading.get_ident()
+        if thread in self.made:
+            yield
+            return
+        with ExitStack() as undo:
+            self.made[thread] = undo
+            undo.callback(self.made.pop, thread, None)
+            pipe = self.pipe()
+            for model in self._models(pipe):
+                cache = _Cache(pipe, model, self.settings)
+                undo.callback(cache.end_image)
+                undo.enter_context(substituted({model: cache.call}, Order.CACHED, this_thread_only=True))
+            yield
+
+    def _models(self, pipe: Any) -> list[torch.nn.Module]:
+        try:
+            return _divisible(pipe, self.settings.depth, log.debug)
+        except ValueError as error:
+            log.warning("%s Every step runs in full.", error)  # of a model that was put in place since
+            return []
+
+
+class _Cache:
+    """The run that one model of the pipeline is in, and how far it has come; for one denoising loop."""
+
+    def __init__(self, pipe: Any, model: torch.nn.Module, settings: DeepCacheSettings):
+        self.pipe, self.model, self.settings = pipe, model, settings
+        self.schedule: PipelineSchedule | None = None
+        self.not_understood: Any = None
+        """The timesteps that no schedule could be made of."""
+        self.plain_calls = self.own_calls = 0
+        self.run: DeepCacheRun | None = None
+        self.evaluation: tuple[Any, ...] = (-1,)
+        """Place in the schedule, and how often the scheduler has stepped: the calls of an evaluation share both."""
+
+    @torch.compiler.disable
+    def call(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        """One call of the model: skipped, in full and remembered, or plain."""
+        if self.model in _called.get():
+            return inner(*args, **kwargs)
+        try:
+            named = arguments(self.model, args, kwargs)
+        except NoStreams:
+            return inner(*args, **kwargs)  # which says what is wrong with them
+        timestep = next((named.pop(name) for name in _TIMESTEPS if name in named), None)
+        latent = _joined(next(iter(named.values()), None))
+        run = None if timestep is None or latent is None else self._begin(timestep)
+        if run is None:
+            self.plain_calls += 1
+            return inner(*args, **kwargs)
+        self.own_calls += 1
+        before = _called.set((*_called.get(), self.model))
+        try:
+            return cached_call(
+                run,
+                run.boundary,
+                # A call's cond and uncond are one batch from the first step to the last: one stream. Where they are
+                # calls of their own, they come in the same order at every step.
+                run.streams(latent, ("batch",), (0,), _layout(named)),
+                lambda: inner(*args, **kwargs),
+                lambda: inner(*args, **_withheld(run.boundary, kwargs)),
+                lambda error: isinstance(error, torch.OutOfMemoryError),
+            )
+        finally:
+            _called.reset(before)
+
+    def _begin(self, timestep: Any) -> DeepCacheRun | None:
+        """The run that a call at `timestep` belongs to; None for one outside the scheduler's schedule."""
+        schedule = self._schedule()
+        place = None if schedule is None else schedule.place_of(timestep)
+        if place is None:
+            return None
+        if self.run is None or place < self.evaluation[0]:
+            self.end_run()
+            self.run = self._start_run(schedule, place)
+        counted = tuple(getattr(schedule.scheduler, name, None) for name in ("step_index", "counter"))
+        if (place, *counted) != self.evaluation:
+            self.run.begin_evaluation(schedule.level(place))
+            self.evaluation = (place, *counted)
+        return self.run
+
+    def _schedule(self) -> PipelineSchedule | None:
+        """The schedule of the image that is being made; None where it cannot be told."""
+        scheduler = getattr(self.pipe, "scheduler", None)
+        timesteps = getattr(scheduler, "timesteps", None)
+        if timesteps is None or timesteps is self.not_understood:
+            return None
+        if self.schedule is None or not self.schedule.is_of(scheduler):
+            self.end_run()
+            try:
+                self.schedule = PipelineSchedule(scheduler)
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+                self.schedule, self.not_understood = None, timesteps
+                said = "DeepCache: %s has a schedule that it does not understand (%s); every step runs in full."
+                log.warning(said, type(scheduler).__name__, error)
+        return self.schedule
+
+    def _start_run(self, schedule: PipelineSchedule, place: int) -> DeepCacheRun:
+        run = DeepCacheRun(self.settings)
+        run.boundary = boundary_of(self.model, self.settings.depth)
+        run.schedule = schedule.run_from(place)
+        run.is_flow = schedule.is_flow
+        run.window = tuple(schedule.level_at(p) for p in (self.settings.start_percent, self.settings.end_percent))
+        if not is_in_order(run.schedule):
+            run.failed = True
+            log.warning("DeepCache: the noise levels of this run go up and down; every step runs in full.")
+        return run
+
+    def end_image(self) -> None:
+        self.end_run()
+        if self.plain_calls and not self.own_calls and self.not_understood is None:
+            said = "DeepCache: %s is called at other timesteps than its scheduler's; every step ran in full."
+            log.warning(said, type(self.model).__name__)
+
+    def end_run(self) -> None:
+        """Nothing of the run is kept."""
+        if self.run is not None:
+            self.run.close()
+            emit("deep_cache_run", full_steps=self.run.full_steps, skipped_steps=self.run.skipped_steps)
+        self.run, self.evaluation = None, (-1,)
+
+
+def _joined(latent: Any) -> torch.Tensor | None:
+    """The latents [B, ...] of a call, without a copy; None where a model takes several of different sizes."""
+    if isinstance(latent, list) and latent and all(isinstance(one, torch.Tensor) for one in latent):
+        first = latent[0]
+        is_even = all(one.shape == first.shape and one.dtype == first.dtype for one in latent)
+        return first.expand(len(latent), *first.shape) if is_even else None  # Z-Image takes a list of them
+    return latent if isinstance(latent, torch.Tensor) and latent.ndim else None
+
+
+def _layout(named: Mapping[str, Any]) -> Hashable:
+    """What a call is asked beside its values: which arguments there are, and of what shapes.
+
+    So guidance that asks the model again without some layers, with another text, or without a ControlNet has streams
+    of its own. Numbers are left out, since they may change with every step, and so are the contents of dicts, to
+    which some models add.
+    """
+
+    def told(value: Any) -> Hashable:
+        if isinstance(value, torch.Tensor):
+            return tuple(value.shape)
+        if isinstance(value, (list, tuple)):
+            return tuple(one if type(one) is int else told(one) for one in value)
+        return value if value is None or isinstance(value, (bool, str)) else type(value)
+
+    return tuple((name, told(value)) for name, value in named.items())
+
+
+def _withheld(boundary: Boundary, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A skipped call's arguments. A transformer's residuals stay: what is added between skipped blocks is
+    without effect, being in what is remembered."""
+    return boundary.withhold(kwargs) if isinstance(boundary, DiffusersBoundary) else kwargs

@@ -1,0 +1,149 @@
+"""LoRA through PEFT (diffusers' `load_lora_weights`): its wrappers around layers, and what they add just now.
+
+Strength, choice of adapters, hot-swapped, merged and disabled ones are read from the wrappers at every call, so
+none of them compiles anything. An adapter's product is rounded together with the weight, in the weight's type,
+where PEFT rounds the adapter's own output: in float16 and bfloat16 the two differ by about one rounding of the
+layer's output, as they do after `fuse_lora`.
+
+PEFT is not imported here: where nobody has imported it, no module is a wrapper of its.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...core.eager_calls import RunEagerly
+from ...modules.wrapped_layers import LowRank
+
+_BASE = "base_layer"
+_LAYERS = {
+    "Linear": torch.nn.Linear,
+    "Conv1d": torch.nn.Conv1d,
+    "Conv2d": torch.nn.Conv2d,
+    "Conv3d": torch.nn.Conv3d,
+}
+"""Classes of `peft.tuners.lora.layer` that only add a product to their layer → what the layer must be."""
+
+_GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "padding_mode", "groups")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class PeftLayers:
+    """The wrappers of PEFT, whatever its method (`wrapped_layers.Wraps`); of those that are not LoRA, the
+    block runs as it is for as long as they are there."""
+
+    def base(self, module: torch.nn.Module) -> torch.nn.Module | None:
+        if _BASE not in module._modules:
+            return None
+        tuners = sys.modules.get("peft.tuners.tuners_utils")
+        return module.get_base_layer() if tuners and isinstance(module, tuners.BaseTunerLayer) else None
+
+    def reader(self, wrapper: torch.nn.Module, base: torch.nn.Module) -> _Reader:
+        return _Reader(wrapper, base)
+
+
+class _Reader:
+    """Reads one wrapper as its own `forward` does."""
+
+    __slots__ = ("_base", "_checked", "_downs", "_dropouts", "_refusal", "_ups", "_wrapper")
+
+    def __init__(self, wrapper: torch.nn.Module, base: torch.nn.Module):
+        self._wrapper = wrapper
+        self._base = base
+        self._refusal = _unlike(wrapper, base)
+        self._checked: dict[str, tuple[torch.nn.Module, torch.nn.Module, str | None]] = {}
+        if self._refusal is None:
+            parts = wrapper._modules
+            self._downs, self._ups, self._dropouts = (
+                parts[name]._modules for name in ("lora_A", "lora_B", "lora_dropout")
+            )
+
+    def __call__(self) -> Sequence[LowRank]:
+        wrapper = self._wrapper
+        if self._refusal is not None:
+            raise RunEagerly(self._refusal)
+        if wrapper._modules[_BASE] is not self._base or _is_hooked(wrapper):
+            raise RunEagerly("a layer's LoRA is changed by somebody else")
+        merged = wrapper.merged_adapters
+        if wrapper._disable_adapters:
+            if merged:
+                raise RunEagerly("merged LoRA is being taken out of its weights")
+            return ()
+        if merged:
+            return ()
+        active = wrapper._active_adapter
+        added = []
+        for name in (active,) if isinstance(active, str) else active:
+            down = self._downs.get(name)
+            if down is not None:
+                added.append(self._read(name, down, self._ups[name]))
+        return added
+
+    def _read(self, name: str, down: torch.nn.Module, up: torch.nn.Module) -> LowRank:
+        wrapper = self._wrapper
+        checked = self._checked.get(name)
+        if checked is None or checked[0] is not down or checked[1] is not up:
+            checked = self._checked[name] = (down, up, _not_plain(wrapper, self._base, name, down, up))
+        dropout = self._dropouts[name]
+        reason = checked[2]
+        if reason is None and (_is_hooked(down) or _is_hooked(up)):
+            reason = "a layer's LoRA is changed by somebody else"
+        if reason is None and type(dropout) is not torch.nn.Identity:
+            if dropout.training or type(dropout) is not torch.nn.Dropout:
+                reason = "its LoRA leaves something out at random"
+        if reason is not None:
+            raise RunEagerly(reason)
+        weights = up._parameters
+        return LowRank(weights["weight"], down._parameters["weight"], wrapper.scaling[name], weights["bias"])
+
+
+def _unlike(wrapper: torch.nn.Module, base: torch.nn.Module) -> str | None:
+    """Why the wrapper is not one that only adds a product to the weight of a plain layer; else None."""
+    cls = type(wrapper)
+    lora = sys.modules.get("peft.tuners.lora.layer")
+    plain = _LAYERS.get(cls.__name__)
+    if plain is None or cls is not getattr(lora, cls.__name__, None):
+        return f"an adapter ({cls.__module__}.{cls.__qualname__}) does more than to add to its layer's weight"
+    if not _computes_as(base, plain) or getattr(wrapper, "fan_in_fan_out", False):
+        return f"a LoRA is around a {type(base).__name__}, which is no plain {plain.__name__}"
+    if getattr(base, "groups", 1) != 1:
+        return "a LoRA is around a convolution in groups"
+    if type(base.weight) is not torch.nn.Parameter or base.weight.dtype not in _FLOATS:
+        return f"a LoRA is around a layer of {type(base.weight).__name__}s of {base.weight.dtype}"
+    return None
+
+
+def _not_plain(
+    wrapper: torch.nn.Module, base: torch.nn.Module, name: str, down: torch.nn.Module, up: torch.nn.Module
+) -> str | None:
+    """Why the adapter does not add just the product of its two matrices; else None."""
+    variant = getattr(wrapper, "lora_variant", {}).get(name)
+    if variant is not None or getattr(wrapper, "use_dora", {}).get(name):
+        return f"its LoRA {name} is of another sort ({'DoRA' if variant is None else type(variant).__name__})"
+    plain = _LAYERS[type(wrapper).__name__]
+    if not (_computes_as(down, plain) and _computes_as(up, plain)) or down.bias is not None:
+        return f"its LoRA {name} is not of plain layers"
+    if down.weight.dtype is not up.weight.dtype or down.weight.dtype not in _FLOATS:
+        return f"its LoRA {name} is of {down.weight.dtype} and {up.weight.dtype}"
+    if up.bias is not None and base.bias is None:
+        return f"its LoRA {name} has a bias, and its layer has none"
+    if plain is not torch.nn.Linear:
+        same = all(getattr(down, part) == getattr(base, part) for part in _GEOMETRY)
+        if not same or not set(up.kernel_size) == set(up.stride) == {1} or set(up.padding) != {0} or up.groups != 1:
+            return f"its LoRA {name} slides over the image in another way than its layer"
+    return None
+
+
+def _computes_as(layer: torch.nn.Module, plain: type[torch.nn.Module]) -> bool:
+    """Whether it is of a class that computes what the plain one does from its weight and bias."""
+    cls = type(layer)
+    same = isinstance(layer, plain) and cls.forward is plain.forward
+    return same and getattr(cls, "_conv_forward", None) is getattr(plain, "_conv_forward", None)
+
+
+def _is_hooked(module: Any) -> bool:
+    return bool(module._forward_pre_hooks or module._forward_hooks or "forward" in module.__dict__)

@@ -1,0 +1,108 @@
+"""Calls of a pipeline's models with their blocks compiled, and the runs that these calls belong to.
+
+A run is one denoising loop of a pipeline; a call outside of any (of a VAE, a text encoder, or by somebody's own
+loop) is a run of its own. What a run uses of the graph cache it holds until its end, and no longer.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ...cache.graph_cache import Claim, GraphCache
+from ...core.compile_settings import CompileSettings
+from ...core.fallbacks import fallbacks
+from ...dispatch.compiled_layers import Host, compiled_layers, look_at
+from ...fingerprint.regions import Survey
+from ...modules.first_call import is_compiled
+from ...modules.settled import Settled
+from ...modules.substitution import Layer
+from ...modules.wrapped_layers import modules
+from . import attention_kwargs
+from .offload import moved_in_parts
+from .peft import PeftLayers
+
+HOST = Host(simplifier=attention_kwargs.simplifier, wraps=PeftLayers())
+
+_MOST_LOOKS = 8
+"""How often a model is looked at again in one run; one that changes at every call is not asked any more."""
+
+Layers = dict[torch.nn.Module, Layer]
+
+
+class Run:
+    """The stand-ins of the models called in one run; made at their first call, dropped at its end."""
+
+    def __init__(self, cache: GraphCache, claim: Claim):
+        self.cache, self._claim = cache, claim
+        self._placed: dict[torch.nn.Module, tuple[Layers, Settled]] = {}
+        self._looks: dict[torch.nn.Module, int] = {}
+
+    def layers(self, model: torch.nn.Module, settings: CompileSettings) -> Layers:
+        """The stand-ins for a call of the model now; what somebody changed in it since the last call counts."""
+        placed = self._placed.get(model)
+        if placed is None or not placed[1].holds():
+            looks = self._looks[model] = self._looks.get(model, 0) + 1
+            if looks <= _MOST_LOOKS:
+                placed = self._placed[model] = self._look(model, settings)
+            elif looks == _MOST_LOOKS + 1:
+                fallbacks.note(type(model).__name__, "its settings change at every call")
+                placed = self._placed[model] = {}, Settled(())
+        return placed[0]
+
+    def _look(self, model: torch.nn.Module, settings: CompileSettings) -> tuple[Layers, Settled]:
+        reason = _why_not(model)
+        if reason is not None:
+            fallbacks.note(type(model).__name__, reason)
+            return {}, Settled(())
+        found = look_at(model, settings, HOST)
+        _tell(model, found)
+        if not found.regions:
+            return {}, Settled(())
+        settled = Settled((region.block for region in found.regions), HOST.wraps)
+        return compiled_layers(model, found, settings, HOST, self.cache, self._claim), settled
+
+
+def _why_not(model: torch.nn.Module) -> str | None:
+    if is_compiled(model):
+        return "it or a part of it is compiled by somebody else already"
+    return moved_in_parts(model)
+
+
+def _tell(model: torch.nn.Module, found: Survey) -> None:
+    """Say which sorts of blocks stay eager, each reason once."""
+    if not found.regions and not found.left_eager:
+        fallbacks.note(type(model).__name__, "it has no repeated blocks")
+    if found.left_eager:
+        parts = dict(modules(model, HOST.wraps))
+        for path, reason in found.left_eager:
+            fallbacks.note(type(parts[path]).__name__, reason)
+
+
+class _Open(threading.local):
+    """The run that this thread is in."""
+
+    run: Run | None = None
+
+
+_open = _Open()
+
+
+def open_run(cache: GraphCache) -> Run | None:
+    """The run over this cache that the thread is in."""
+    return _open.run if _open.run is not None and _open.run.cache is cache else None
+
+
+@contextmanager
+def new_run(cache: GraphCache) -> Iterator[Run]:
+    """While it lasts, the models that this thread calls are called in one run."""
+    before = _open.run
+    with cache.claim() as claim:
+        _open.run = Run(cache, claim)
+        try:
+            yield _open.run
+        finally:
+            _open.run = before

@@ -1,0 +1,149 @@
+"""The report as a picture: where the last image's time went, what was skipped, what the cache holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .savings import SKIPPED
+from .text import megabytes, seconds, size_of
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageDraw
+
+WIDTH = 512
+"""Pixels; everything can be read at this size."""
+
+_MARGIN, _BAR, _LINE = 16, 22, 20
+_INK, _GREY, _PALE = "#1a1a1a", "#595959", "#d9d9d9"
+BLUE, ORANGE, SKY, GREEN = "#0072b2", "#d55e00", "#56b4e9", "#009e73"
+"""Okabe and Ito's, which colour-blind people can tell apart; no meaning is in colour alone."""
+
+_MOST_STEPS = 120
+
+
+def draw(state: Mapping[str, Any], psnr: float | None = None) -> Image.Image:
+    """An RGB picture, `WIDTH` pixels wide, as high as what there is to tell.
+
+    state: the panel's. psnr: dB, of the image beside its reference; None where there is none.
+    """
+    from PIL import Image
+
+    # Pillow cannot draw on a sheet that grows: once to see how high it gets, once for good.
+    height = _Sheet(Image.new("RGB", (WIDTH, 1))).fill(state, psnr)
+    picture = Image.new("RGB", (WIDTH, height), "white")
+    _Sheet(picture).fill(state, psnr)
+    return picture
+
+
+class _Sheet:
+    """Draws from the top to the bottom; `y` is where the next thing goes."""
+
+    def __init__(self, picture: Image.Image):
+        from PIL import ImageDraw, ImageFont
+
+        self._draw: ImageDraw.ImageDraw = ImageDraw.Draw(picture)
+        try:
+            self._font, self._large = ImageFont.load_default(15), ImageFont.load_default(19)
+        except (TypeError, ImportError):  # Pillow before 10.1, or without FreeType: one size, and that is small
+            self._font = self._large = ImageFont.load_default()
+        self._y = _MARGIN
+
+    def fill(self, state: Mapping[str, Any], psnr: float | None) -> int:
+        """Draw all; the height that it needs."""
+        run = state["last_run"]
+        self._write("Accel Report", self._large)
+        if run is None:
+            self._write("No image was sampled with these nodes yet.", colour=_GREY)
+        else:
+            self._write(f"{run['model']}, {size_of(run)}", colour=_GREY)
+            self._time(run)
+            if run["compiling"] is not None:
+                self._calls(run)
+            if run["steps_taken"]:
+                self._steps(run["steps_taken"])
+        self._budget(state["graph_cache"])
+        if psnr is not None:
+            self._gap()
+            self._write("Equal to the reference" if psnr >= 100 else f"{psnr:.1f} dB PSNR against the reference")
+        return self._y + _MARGIN
+
+    def _time(self, run: Mapping[str, Any]) -> None:
+        compiling = min(run["compile_seconds"] + run["load_seconds"], run["seconds"])
+        saved = run["saved_seconds"]
+        parts = [(run["seconds"] - compiling, BLUE, "sampling"), (compiling, ORANGE, "compiling or loading")]
+        if saved is not None and saved > 0:
+            parts.append((saved, None, "saved"))
+        self._gap()
+        self._write(f"Time of the last image: {seconds(run['seconds'])}" + ("" if saved else ", saving not measured"))
+        self._stack([(value, colour, f"{name} {seconds(value)}") for value, colour, name in parts if value > 0])
+
+    def _calls(self, run: Mapping[str, Any]) -> None:
+        parts = [(run["compiled_calls"], GREEN, "compiled"), (run["eager_calls"], _PALE, "uncompiled")]
+        self._gap()
+        self._write("Calls of blocks")
+        self._stack([(value, colour, f"{name} {value}") for value, colour, name in parts if value])
+
+    def _steps(self, steps: str) -> None:
+        self._gap()
+        self._write(f"DeepCache: {steps.count(SKIPPED)} of {len(steps)} steps skipped")
+        shown = steps[:_MOST_STEPS]
+        wide = (WIDTH - 2 * _MARGIN) / len(shown)
+        for index, step in enumerate(shown):
+            left = _MARGIN + index * wide
+            # A skipped step is low as well as pale: the colours need not be told apart.
+            top = self._y + (_BAR * 0.6 if step == SKIPPED else 0)
+            box = (left, top, left + max(wide - 2, 1), self._y + _BAR)
+            self._draw.rectangle(box, fill=SKY if step == SKIPPED else BLUE)
+        self._y += _BAR + 4
+        self._legend([(BLUE, "full (high)"), (SKY, "skipped (low)")])
+
+    def _budget(self, cache: Mapping[str, Any]) -> None:
+        self._gap()
+        held, most = cache["bytes"], cache["max_bytes"]
+        self._write(f"Graph cache: {cache['graphs']} graphs, {megabytes(held)} of {megabytes(most)}")
+        full = WIDTH - 2 * _MARGIN
+        self._box(_MARGIN, full, None)
+        if most and held:
+            self._box(_MARGIN, max(full * min(held / most, 1), 2), GREEN)
+        self._y += _BAR
+
+    def _stack(self, parts: list[tuple[float, str | None, str]]) -> None:
+        """Bars end to end, and below what they are; no colour draws an outline alone."""
+        total = sum(value for value, _, _ in parts)
+        if not total:
+            return
+        left, full = float(_MARGIN), WIDTH - 2 * _MARGIN
+        for value, colour, _ in parts:
+            wide = full * value / total
+            self._box(left, wide, colour)
+            left += wide
+        self._y += _BAR + 4
+        self._legend([(colour, label) for _, colour, label in parts])
+
+    def _box(self, left: float, wide: float, colour: str | None) -> None:
+        right = max(left + wide - 1, left + 1)
+        self._draw.rectangle((left, self._y, right, self._y + _BAR), fill=colour, outline=colour or _GREY)
+
+    def _legend(self, entries: list[tuple[str | None, str]]) -> None:
+        x = float(_MARGIN)
+        for colour, label in entries:
+            wide = 18 + self._draw.textlength(label, self._font) + 18
+            if x > _MARGIN and x + wide > WIDTH:
+                x, self._y = float(_MARGIN), self._y + _LINE
+            self._draw.rectangle((x, self._y + 4, x + 11, self._y + 15), fill=colour, outline=colour or _GREY)
+            self._draw.text((x + 17, self._y), label, fill=_INK, font=self._font)
+            x += wide
+        self._y += _LINE
+
+    def _write(self, text: str, font: Any = None, colour: str = _INK) -> None:
+        font = font or self._font
+        if self._draw.textlength(text, font) > WIDTH - 2 * _MARGIN:
+            while text and self._draw.textlength(f"{text}...", font) > WIDTH - 2 * _MARGIN:
+                text = text[:-1]
+            text += "..."
+        self._draw.text((_MARGIN, self._y), text, fill=colour, font=font)
+        self._y += _LINE + (6 if font is self._large else 2)
+
+    def _gap(self) -> None:
+        self._y += 10

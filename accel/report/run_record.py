@@ -1,0 +1,246 @@
+"""What happened in the latest sampling runs, put together from `events`; no tensor and no model is kept."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cache.lease import Claim
+from ..core.events import subscribe
+from ..core.fallbacks import fallbacks
+from .savings import Saving, by_compiling, by_skipping, together
+
+_MOST_RUNS = 64
+
+_MOST_REASONS = 50
+"""Of one run: for blocks that ran eagerly, and as many for those that nobody tried to compile."""
+
+_DISTURBING = frozenset(
+    ("compile_end", "compile_failed", "graph_loaded", "probe_end", "call_watched", "capture_end", "capture_failed")
+)
+
+
+@dataclass
+class Run:
+    """One sampling run.
+
+    latent: of the noise, [B, C, H, W] or what the model has. contexts: lengths of prompts, in tokens.
+    compiling, caching: the settings of Accelerate Model and of DeepCache; None without that node.
+    eager_calls: of blocks that could have run compiled. left_eager: blocks that nobody tried to compile, by reason.
+    fallbacks: rows as of `fallbacks.Fallbacks`, of this run alone. steps_taken: "FSSF", of DeepCache.
+    model_calls, replays: of the whole model, where they may be recorded, and those of them that were replays.
+    captures: calls recorded in this run, in capture_seconds.
+    loaded_share: of the model's weights, those that were on the device at the end, 0 to 1. finished: unix seconds.
+    """
+
+    model: str = ""
+    latent: tuple[int, ...] = ()
+    steps: int | None = None
+    sampler: str | None = None
+    compiling: dict[str, Any] | None = None
+    caching: dict[str, Any] | None = None
+    contexts: tuple[int, ...] = ()
+    seconds: float = 0.0
+    finished: float = 0.0
+    failed: bool = False
+    loaded_share: float | None = None
+    compiled_calls: int = 0
+    eager_calls: int = 0
+    blocks: int = 0
+    kinds: int = 0
+    left_eager: dict[str, int] = field(default_factory=dict)
+    compilations: int = 0
+    compile_seconds: float = 0.0
+    loaded: int = 0
+    load_seconds: float = 0.0
+    model_calls: int = 0
+    replays: int = 0
+    captures: int = 0
+    capture_seconds: float = 0.0
+    evicted: int = 0
+    fallbacks: list[dict[str, Any]] = field(default_factory=list)
+    steps_taken: str = ""
+    by_compiling: Saving = Saving(None, "")
+    by_skipping: Saving = Saving(None, "")
+
+    def as_json(self) -> dict[str, Any]:
+        """For the panel and the report."""
+        parts = [part for part in (self.by_compiling, self.by_skipping) if part.how]
+        saved = together(parts) if parts else Saving(None, "Nothing of this run was measured.")
+        values = {**vars(self), "latent": list(self.latent), "contexts": list(self.contexts)}
+        return {
+            **values,
+            "by_compiling": self.by_compiling._asdict(),
+            "by_skipping": self.by_skipping._asdict(),
+            "saved_seconds": saved.seconds,
+            "saved_how": saved.how,
+        }
+
+
+@dataclass
+class _Open:
+    """A run under way. owner: who it is of; wrappers of one owner describe one run together."""
+
+    owner: Hashable
+    run: Run
+    began: float
+    fallbacks_before: dict[tuple[str, str], int]
+    depth: int = 1
+    disturbed: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Compiling:
+    name: str
+    began: float
+    number: int | None = None
+    of: int | None = None
+    node: str | None = None
+
+
+class RunRecords:
+    """Listens (`hear`) and keeps the latest 64 runs, DeepCache's last one, and what is being compiled now.
+
+    A run is of the thread that emits its `run_start`; what the same thread tells until its `run_end` belongs to it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs: deque[Run] = deque(maxlen=_MOST_RUNS)
+        self._open: dict[int, list[_Open]] = {}
+        self._compiling: dict[int, _Compiling] = {}
+        self._deep_cache: dict[str, Any] | None = None
+
+    def last(self) -> Run | None:
+        """The run that ended last."""
+        with self._lock:
+            return self._runs[-1] if self._runs else None
+
+    def all(self) -> list[Run]:
+        """The latest runs, the newest last."""
+        with self._lock:
+            return list(self._runs)
+
+    def deep_cache(self) -> dict[str, Any] | None:
+        """Of the DeepCache run that ended last: full_steps, skipped_steps, steps, saved_seconds, saved_how."""
+        with self._lock:
+            return None if self._deep_cache is None else dict(self._deep_cache)
+
+    def compiling(self) -> dict[str, Any] | None:
+        """What is being compiled now, the latest where threads compile at once: name, number, of, node, seconds."""
+        with self._lock:
+            now = max(self._compiling.values(), key=lambda one: one.began, default=None)
+        if now is None:
+            return None
+        taken = time.perf_counter() - now.began
+        return {"name": now.name, "number": now.number, "of": now.of, "node": now.node, "seconds": taken}
+
+    def clear(self) -> None:
+        with self._lock:
+            self._runs.clear()
+            self._open.clear()
+            self._compiling.clear()
+            self._deep_cache = None
+
+    def hear(self, name: str, data: dict[str, Any]) -> None:
+        """A listener for `events.subscribe`."""
+        thread = threading.get_ident()
+        act = getattr(self, f"_on_{name}", None)
+        with self._lock:
+            opened = self._open.get(thread)
+            if opened and name in _DISTURBING:
+                opened[-1].disturbed.append(time.perf_counter())
+            if act is not None:
+                act(thread, opened[-1] if opened else None, data)
+
+    def _on_run_start(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+        facts = {name: value for name, value in data.items() if name != "owner"}
+        if now is not None and now.owner == data["owner"]:
+            now.depth += 1
+            vars(now.run).update(facts)
+            return
+        opened = _Open(data["owner"], Run(**facts), time.perf_counter(), fallbacks.counts())
+        self._open.setdefault(thread, []).append(opened)
+
+    def _on_run_end(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+        if now is None or now.owner != data["owner"]:
+            return
+        now.depth -= 1
+        now.run.failed = now.run.failed or data["failed"]
+        now.run.loaded_share = data.get("loaded_share")
+        if now.depth:
+            return
+        self._open[thread].pop()
+        if not self._open[thread]:
+            del self._open[thread]
+        run = now.run
+        run.seconds, run.finished = time.perf_counter() - now.began, time.time()
+        since = {row: count - now.fallbacks_before.get(row, 0) for row, count in fallbacks.counts().items()}
+        run.fallbacks = [
+            {"block": block, "reason": reason, "calls": calls} for (block, reason), calls in since.items() if calls > 0
+        ][:_MOST_REASONS]
+        self._runs.append(run)
+
+    def _on_run_calls(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+        if now is None:
+            return
+        claim: Claim = data["claim"]
+        run = now.run
+        run.compiled_calls, run.eager_calls = claim.calls, data["eager_calls"]
+        run.contexts, run.evicted = data["contexts"], data["evicted"]
+        run.model_calls, run.replays = data["model_calls"], claim.replays
+        run.by_compiling = by_compiling(claim.calls, claim.measured, (run.compiling or {}).get("check_gain", True))
+
+    def _on_deep_cache_run(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+        steps, began = data.get("steps", ""), data.get("began", ())
+        if began:
+            saved = by_skipping(steps, began, now.disturbed if now is not None else ())
+        else:
+            saved = Saving(None, "What DeepCache saved is not known: the steps of this run were not timed.")
+        counts = {name: data[name] for name in ("full_steps", "skipped_steps")}
+        self._deep_cache = {**counts, "steps": steps, "saved_seconds": saved.seconds, "saved_how": saved.how}
+        if now is not None:
+            now.run.steps_taken, now.run.by_skipping = steps, saved
+
+    def _on_survey(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+        if now is not None:
+            now.run.blocks, now.run.kinds = data["blocks"], data["kinds"]
+            counts = Counter(reason for _, reason in data["left_eager"])
+            now.run.left_eager = dict(counts.most_common(_MOST_REASONS))
+
+    def _on_graph_loaded(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+        if now is not None:
+            now.run.loaded += 1
+            now.run.load_seconds += data["seconds"]
+
+    def _on_compile_start(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+        self._compiling[thread] = _Compiling(data["name"], time.perf_counter())
+
+    def _on_compiling(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+        known = self._compiling.get(thread)
+        if known is not None:
+            known.number, known.of, known.node = data["number"], data["of"], data["node"]
+
+    def _on_compile_end(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+        self._compiling.pop(thread, None)
+        if now is not None:
+            now.run.compilations += 1
+            now.run.compile_seconds += data["seconds"]
+
+    def _on_capture_end(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+        if now is not None:
+            now.run.captures += 1
+            now.run.capture_seconds += data["seconds"]
+
+    def _on_compile_failed(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+        self._compiling.pop(thread, None)
+
+
+records = RunRecords()
+"""Of this process. It hears all events from the start: they are few, and none is of a single block call."""
+
+subscribe(records.hear)

@@ -1,0 +1,1 @@
+"""How a call is described, and recognised when it comes again."""

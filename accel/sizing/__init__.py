@@ -1,0 +1,1 @@
+"""Size arithmetic: snapping, fitting and padding, and when a VAE is compiled."""

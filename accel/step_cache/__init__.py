@@ -1,0 +1,1 @@
+"""DeepCache: which sampling steps run in full, and what the others reuse."""

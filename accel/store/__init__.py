@@ -1,0 +1,1 @@
+"""What survives a restart: compiled graphs on disk."""

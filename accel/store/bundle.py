@@ -1,0 +1,184 @@
+"""Saved graphs in one file, to be carried to other machines: a zip of manifests and bytes, without seals.
+
+Whoever imports a bundle seals its graphs with a secret of theirs, and so says that they trust it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+import zlib
+from collections.abc import Container, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ..core.atomic_file import give_name, new_file
+from . import manifest as store_entry
+from .folder import Folder
+from .manifest import DATA, LARGEST_DATA, LARGEST_MANIFEST, MANIFEST, BadEntry, Manifest, printable
+from .signing import Seals
+
+MOST_ENTRIES = 10_000
+"""Graphs of one bundle; a model has dozens."""
+
+_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, OverflowError, RuntimeError) + (
+    *(KeyError, IndexError, ValueError),
+)
+"""What zipfile raises for files that are none, or are damaged. NotImplementedError is a RuntimeError."""
+
+
+class BadBundle(Exception):
+    """The file is no bundle, or one that must not be unpacked; the message says why."""
+
+
+class Outcome(NamedTuple):
+    """What became of one entry: its manifest, or the file's name where there is none to be read; and why it failed."""
+
+    entry: Manifest | str
+    reason: str | None = None
+
+
+def verify(folder: Folder, seals: Seals) -> Iterator[Outcome]:
+    """Check every entry of a folder, opening none.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    for entry, manifest, reason, _ in _entries(folder, seals):
+        yield Outcome(manifest or entry, reason)
+
+
+def export(folder: Folder, seals: Seals, file: Path, kinds: Container[str] | None = None) -> list[Outcome]:
+    """Write all sound entries, or those of the kinds named, to a new file; the others are told, not exported.
+
+    The file has its name only once it is whole.
+
+    Raises:
+        OSError: the folder cannot be read or the file not written; FileExistsError where there is one.
+    """
+    if file.exists():
+        raise FileExistsError(f"{file} exists, and is not replaced")
+    outcomes = []
+    with new_file(file.absolute().parent) as (unfinished, path):
+        with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED) as bundle:
+            for entry, manifest, reason, data in _entries(folder, seals):
+                if kinds is not None and (manifest is None or manifest.name not in kinds):
+                    continue
+                if reason is None:
+                    bundle.writestr(manifest.stem + MANIFEST, manifest.canonical())
+                    bundle.writestr(manifest.stem + DATA, data)
+                outcomes.append(Outcome(manifest or entry, reason))
+        unfinished.close()
+        give_name(path, file)
+    return outcomes
+
+
+def read(file: Path, largest: int | None = None) -> Iterator[tuple[Manifest, bytes] | Outcome]:
+    """The entries of a bundle, their bytes as its manifests say; an `Outcome` for each that is not sound.
+
+    largest: bytes that they may have together.
+
+    Raises:
+        OSError: there is no such file. BadBundle.
+    """
+    with open(file, "rb") as opened:
+        size = opened.seek(0, 2)
+        try:
+            bundle = zipfile.ZipFile(opened)
+        except _DAMAGE:
+            raise BadBundle("it is not a bundle") from None
+        with bundle:
+            members = {member.filename: member for member in bundle.infolist()}
+            _check_members(list(members.values()), size, largest)
+            for name in sorted(members):
+                try:
+                    if name.endswith(MANIFEST):
+                        yield _entry(bundle, members, name)
+                    elif name.removesuffix(DATA) + MANIFEST not in members:
+                        raise BadEntry("it belongs to no graph")
+                except BadEntry as bad:
+                    yield Outcome(printable(name), str(bad))
+
+
+def import_trusted(file: Path, folder: Folder, seals: Seals, largest: int | None = None) -> list[Outcome]:
+    """Seal a bundle's entries with our secret and keep them: from now on they are loaded, which runs them.
+
+    Call it only where a person at this machine has said that they trust the bundle.
+
+    Raises:
+        OSError: it cannot be read, or the folder not written. BadBundle.
+    """
+    outcomes = []
+    for item in read(file, largest):
+        if not isinstance(item, Outcome):
+            manifest, data = item
+            store_entry.write(folder, seals, manifest, data)
+            item = Outcome(manifest)
+        outcomes.append(item)
+    return outcomes
+
+
+def _entries(folder: Folder, seals: Seals) -> Iterator[tuple[str, Manifest | None, str | None, bytes]]:
+    """(file, manifest, what is wrong, bytes) of each entry of a folder. One that cannot be read stops no other."""
+    for name in sorted(file.name for file in folder.files() if file.name.endswith(MANIFEST)):
+        manifest, data, reason = None, b"", None
+        try:
+            found, seal = store_entry.read_manifest(folder.read(name, LARGEST_MANIFEST))
+            if found.stem + MANIFEST != name:
+                raise BadEntry("it is not what its name says")
+            manifest = found
+            store_entry.check_seal(seals, manifest, seal)
+            data = folder.read(manifest.stem + DATA, manifest.size)
+            store_entry.check_bytes(manifest, data)
+        except BadEntry as bad:
+            reason = str(bad)
+        except FileNotFoundError:
+            reason = "a part of it is missing"
+        except OSError as error:
+            reason = printable(f"it cannot be read: {error}")
+        yield printable(name), manifest, reason, data
+
+
+def _check_members(members: list[zipfile.ZipInfo], size: int, largest: int | None) -> None:
+    """Refuse what would unpack to more than the file, as a zip made for that does, or to more than may be kept."""
+    if len(members) > 2 * MOST_ENTRIES:
+        raise BadBundle(f"it has {len(members)} parts, a bundle has {2 * MOST_ENTRIES} at most")
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise BadBundle("it is compressed, which no bundle is")
+    total = sum(member.file_size for member in members)
+    if total > size:
+        raise BadBundle(f"its parts say that they have {total} bytes, and the file has {size}")
+    if largest is not None and total > largest:
+        raise BadBundle(f"it has {total >> 20} MB, and the store may have {largest >> 20}: raise its limit first")
+
+
+def _entry(bundle: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo], name: str) -> tuple[Manifest, bytes]:
+    fields = _object(_member(bundle, members, name, LARGEST_MANIFEST))
+    manifest, _ = store_entry.read_manifest(json.dumps({**fields, "seal": None}).encode())
+    if name != manifest.stem + MANIFEST:
+        raise BadEntry("it is not what its name says")
+    data = _member(bundle, members, manifest.stem + DATA, LARGEST_DATA)
+    store_entry.check_bytes(manifest, data)
+    return manifest, data
+
+
+def _object(text: bytes) -> dict:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise BadEntry("its manifest is damaged")
+    return fields
+
+
+def _member(bundle: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo], name: str, largest: int) -> bytes:
+    """A file of the bundle; its size is checked before it is read."""
+    try:
+        if members[name].file_size > largest:
+            raise BadEntry(f"it is larger than {largest} bytes")
+        with bundle.open(members[name]) as member:
+            return member.read(largest + 1)
+    except _DAMAGE:
+        raise BadEntry("a part of it is missing or damaged") from None

@@ -1,0 +1,213 @@
+"""`accel store`: what is kept of compiled graphs, looked at and carried about by a person at this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from . import bundle, location
+from . import home as store_home
+from . import move as store_move
+from . import prune as store_prune
+from . import settings as store_settings
+from .bundle import BadBundle, Outcome
+from .folder import Folder
+from .home import Home
+from .manifest import LARGEST_MANIFEST, MANIFEST, BadEntry, Manifest, printable, read_manifest
+from .signing import NoSecret, Seals, seals
+
+NO_TRUST = """\
+Not imported. A bundle is code: its graphs run in your ComfyUI with all that it may do, and whoever made the bundle
+can have put anything into it. If you made it, or trust who did, import it with --trust."""
+
+NO_HOME = "Whose store? Name ComfyUI's user folder with --user-directory, or the store's own with --home."
+
+
+class Refused(Exception):
+    """It was not done; the message is a whole sentence that says why."""
+
+
+class Store(NamedTuple):
+    """The store that a command is about. home: None where only ACCEL_STORE says where the graphs are."""
+
+    home: Home | None
+    folder: Folder
+
+    @property
+    def path(self) -> Path | None:
+        return None if self.home is None else self.home.path
+
+    def seals(self, make: bool = False) -> Seals:
+        """Seals with the secret that ComfyUI checks with. make: a new secret where there is none."""
+        try:
+            return seals(location.secret(self.path), make)
+        except NoSecret as error:
+            if self.home is None or self.home.given:
+                raise
+            # A secret made in the wrong place would seal what ComfyUI then refuses.
+            raise Refused(f"{error}. Name the user folder that it uses with --user-directory.") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 0, or 1 with a sentence on stderr."""
+    options = _parser().parse_args(arguments)
+    home = store_home.find(options.home, options.user_directory, options.base_directory)
+    try:
+        folder = location.folder(None if home is None else home.path)
+        if folder is None:
+            if os.environ.get(location.VARIABLE):
+                raise Refused(f"{location.VARIABLE} turns the store off.")
+            raise Refused(NO_HOME)
+        return options.run(options, Store(home, folder))
+    except Refused as refused:
+        return _fail(str(refused))
+    except BadBundle as bad:
+        return _fail(f"{printable(str(options.file))}: {bad}.")
+    except (NoSecret, BadEntry, OSError) as error:
+        return _fail(f"{printable(str(error))}.")
+
+
+def _list(options: argparse.Namespace, store: Store) -> int:
+    total = count = 0
+    for file in sorted(store.folder.files()):
+        total += file.size
+        if file.name.endswith(MANIFEST):
+            count += 1
+            try:
+                manifest, _ = read_manifest(store.folder.read(file.name, LARGEST_MANIFEST))
+                print(_line(manifest))
+            except (BadEntry, OSError) as bad:
+                print(printable(f"{file.name}: {bad}"))
+    print(f"{count} graphs, {total / 2**20:.1f} MB in {store.folder}")
+    return 0
+
+
+def _verify(options: argparse.Namespace, store: Store) -> int:
+    seals = store.seals()
+    print(f"The seals are checked with {seals.source}.")
+    return _tell(list(bundle.verify(store.folder, seals)), "sound")
+
+
+def _export(options: argparse.Namespace, store: Store) -> int:
+    kinds = frozenset(options.kind) if options.kind else None
+    return _tell(bundle.export(store.folder, store.seals(), options.file, kinds), f"exported to {options.file}")
+
+
+def _import(options: argparse.Namespace, store: Store) -> int:
+    if not options.trust:
+        for item in bundle.read(options.file):
+            print(f"{item.entry}: {item.reason}" if isinstance(item, Outcome) else _line(item[0]))
+        raise Refused(NO_TRUST)
+    limit = location.max_bytes(store.path) or None
+    seals = store.seals(make=store.home is not None and store.home.given)
+    print(f"Sealed with {seals.source}.")
+    outcomes = bundle.import_trusted(options.file, store.folder, seals, limit)
+    if limit is not None:
+        store_prune.prune(store.folder, limit)
+    return _tell(outcomes, f"imported to {store.folder}")
+
+
+def _prune(options: argparse.Namespace, store: Store) -> int:
+    limit = location.max_bytes(store.path) if options.max_mb is None else options.max_mb << 20
+    if options.max_mb is None and not limit:
+        raise Refused("The store's limit is 0, with which nothing more is saved: say with --max-mb what may stay.")
+    print(f"{store_prune.prune(store.folder, limit)} graphs deleted.")
+    return 0
+
+
+def _move(options: argparse.Namespace, store: Store) -> int:
+    home = _settable(store, location.VARIABLE)
+    if options.folder.lower() == location.OFF:
+        raise Refused(f"To turn the store off, start ComfyUI with {location.VARIABLE}=off.")
+    named = options.folder
+    if "://" not in named:
+        named = os.path.abspath(os.path.expanduser(named))
+    new = location.at(named)
+    if str(new) == str(store.folder):
+        raise Refused(f"The graphs are in {new} already.")
+    settings = store_settings.read(home)._replace(folder=named)
+    old = str(store.folder)
+    moved = store_move.move(store.folder, new, lambda: store_settings.write(home, settings))
+    print(f"{moved} graphs moved from {old} to {new}. A ComfyUI that runs uses the new folder once it is restarted.")
+    return 0
+
+
+def _limit(options: argparse.Namespace, store: Store) -> int:
+    home = _settable(store, location.LIMIT_VARIABLE)
+    store_settings.write(home, store_settings.read(home)._replace(max_mb=options.max_mb))
+    print(f"{store.folder} may hold {options.max_mb} MB. A ComfyUI that runs keeps to it once it is restarted.")
+    return 0
+
+
+def _settable(store: Store, variable: str) -> Path:
+    """The home whose settings are to be changed."""
+    if store.path is None:
+        raise Refused(NO_HOME)
+    if os.environ.get(variable, "").strip():
+        raise Refused(f"{variable} is set, and wins over what is set here: unset it first.")
+    return store.path
+
+
+def _tell(outcomes: list[Outcome], done: str) -> int:
+    bad = [outcome for outcome in outcomes if outcome.reason is not None]
+    for entry, reason in bad:
+        print(f"{entry if isinstance(entry, str) else _line(entry)}: {reason}", file=sys.stderr)
+    print(f"{len(outcomes) - len(bad)} graphs {done}, {len(bad)} not.")
+    return 1 if bad else 0
+
+
+def _line(manifest: Manifest) -> str:
+    environment = manifest.environment
+    where = f"torch {environment.get('torch', '?').partition(' ')[0]}, {environment.get('device', '?')}"
+    # A bundle may be anybody's: what it says must not steer the terminal.
+    return "  ".join(map(printable, (manifest.name, manifest.stem, f"{manifest.size / 1024:.0f} KB", where)))
+
+
+def _fail(sentence: str) -> int:
+    print(sentence, file=sys.stderr)
+    return 1
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _places(default: object) -> argparse.ArgumentParser:
+    """The options that say whose store it is; they may stand before the command or after it."""
+    places = argparse.ArgumentParser(add_help=False, argument_default=default)
+    places.add_argument("--user-directory", type=Path, metavar="DIR", help="what ComfyUI was started with by this name")
+    places.add_argument("--base-directory", type=Path, metavar="DIR", help="the same, where that is all it was given")
+    places.add_argument("--home", type=Path, metavar="DIR", help="the store's own folder, of any program")
+    return places
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="accel store", description=__doc__, parents=[_places(None)])
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def command(name, run, summary):
+        added = commands.add_parser(name, help=summary, description=summary, parents=[_places(argparse.SUPPRESS)])
+        added.set_defaults(run=run, file=None)
+        return added
+
+    command("list", _list, "Show what is saved.")
+    command("verify", _verify, "Check all that is saved against its checksums and seals.")
+    export = command("export", _export, "Write what is saved to one file.")
+    export.add_argument("file", type=Path)
+    export.add_argument("--kind", action="append", metavar="NAME", help="this kind of block alone; may be repeated")
+    bring = command("import", _import, "Take the graphs of a bundle over; without --trust only show them.")
+    bring.add_argument("file", type=Path)
+    bring.add_argument("--trust", action="store_true", help="the bundle's code may run here")
+    prune = command("prune", _prune, "Delete what was used longest ago.")
+    prune.add_argument("--max-mb", type=_whole, metavar="N", help="what may stay, in MB (default: the store's own)")
+    move = command("move", _move, "Keep the graphs in another folder from now on, and take those over that there are.")
+    move.add_argument("folder", metavar="DIR", help="a folder, or an address such as s3://bucket/graphs")
+    limit = command("limit", _limit, "Set what the store may hold; what was used longest ago goes first.")
+    limit.add_argument("max_mb", type=_whole, metavar="MB", help="0 saves nothing more")
+    return parser

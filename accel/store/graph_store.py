@@ -1,0 +1,296 @@
+"""What survives a restart: compiled graphs on disk, loaded in place of compiling.
+
+The disk is a hint. Whatever is wrong with it, or with what lies there, costs the time to compile and
+nothing else; the reason is counted, and said in the log where somebody could mend it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..compile.ahead_of_time import NotSavable
+from ..compile.compiled_graph import CompiledGraph, Facts
+from ..core.circuit_breaker import Patience
+from ..core.errors import pass_on
+from ..core.events import emit
+from . import key as store_key
+from . import manifest as store_entry
+from .folder import Folder
+from .key import NotPortable
+from .manifest import DATA, LARGEST_MANIFEST, MANIFEST, BadEntry, Manifest
+from .prune import prune
+from .signing import NoSecret, Seals, seals
+
+if TYPE_CHECKING:
+    from ..fingerprint.graph_key import GraphKey
+
+log = logging.getLogger("accel")
+
+NOTHING_SAVED = "nothing was saved of it yet"
+DEFAULT_MAX_BYTES = 2 << 30
+
+_PRUNE_EVERY = 16
+"""Saves between two looks at the folder's size."""
+
+_MOST_REASONS = 256
+"""Kept for the report; a message may hold a name that is another each time."""
+
+_MOST_ALIKE = 4
+"""Graphs that are kept of one key for one environment, and opened for one call: each may take a second."""
+
+
+_MOST_LOOKED_AT = 64
+"""Manifests of one key that are read for one call: who can write the folder can put any number there."""
+
+
+class GraphStore:
+    """Saved graphs of one folder. Nothing is read or written before the first `load` or `save`.
+
+    folder: of the files. secret: the file with this installation's secret.
+    max_bytes: gives what the folder may hold; the least recently used go first. 0 saves nothing.
+    """
+
+    def __init__(self, folder: Folder, secret: Path | None, max_bytes: Callable[[], int] = lambda: DEFAULT_MAX_BYTES):
+        self._folder = folder
+        self._secret = secret
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._seals: Seals | None = None
+        self._loaded = 0
+        self._saved = 0
+        self._loading = Patience()
+        self._saving = Patience()
+        self._distrusted: set[str] = set()
+        self._own: set[str] = set()
+        self._misses: dict[tuple[str, str], int] = {}
+
+    def load(
+        self,
+        key: GraphKey,
+        name: str,
+        devices: Iterable[torch.device],
+        build: Callable[[bytes, Facts], CompiledGraph],
+        fits: Callable[[CompiledGraph], bool],
+        values: tuple[str, ...] = (),
+        interrupts: tuple[type[BaseException], ...] = (),
+        could_fit: Callable[[Facts], bool] = lambda facts: True,
+    ) -> CompiledGraph | None:
+        """A saved graph of this key that fits the call; None where there is none.
+
+        name: of the kind, for the report. devices: of the call's tensors.
+        build: makes the graph; called only with bytes that this installation sealed.
+        values: those of the call (`tree_spec.without_values`).
+        interrupts: exceptions that mean "stop the run": no other is ever raised.
+        could_fit: whether one with these facts might fit; those of others are not opened.
+        """
+        if key.backend != "inductor" or self._loading.is_out:
+            return None
+        try:
+            digest, here = store_key.key_digest(key, values), store_key.environment(devices)
+            return self._load(digest, here, name, build, fits, interrupts, could_fit)
+        except NotPortable as reason:
+            self._note(name, f"not kept: {reason}")
+        except (OSError, NoSecret) as error:
+            pass_on(error, interrupts)
+            self._loading.failed()
+            self._note(name, f"the store cannot be read: {error}", logging.WARNING)
+        except Exception as error:
+            pass_on(error, interrupts)
+            # Reading the environment asks torch much, of which any version may have changed something.
+            self._note(name, f"looking in the store failed: {type(error).__name__}: {error}", logging.WARNING)
+        return None
+
+    def _load(self, digest, here, name, build, fits, interrupts, could_fit) -> CompiledGraph | None:
+        opened = failures = 0
+        reason, level = NOTHING_SAVED, logging.DEBUG
+        for stem in self._stems(digest):
+            if opened >= _MOST_ALIKE or self._loading.is_out:
+                break
+            if stem in self._distrusted:
+                reason, level = "what was saved of it failed in this process", logging.DEBUG
+                continue
+            try:
+                manifest = self._manifest(stem, here)
+                facts = _facts(manifest.facts)
+                if could_fit(facts):
+                    data = self._folder.read(stem + DATA, manifest.size)
+                    store_entry.check_bytes(manifest, data)
+                    opened += 1
+                    graph = self._build(build, stem, data, facts, interrupts)
+                    if fits(graph):
+                        self._note_loaded(graph, stem)
+                        return graph
+                reason, level = "what was saved of it does not fit this call", logging.DEBUG
+            except BadEntry as bad:
+                reason, level = str(bad), bad.level
+            except FileNotFoundError:
+                reason, level = "a part of it is missing", logging.DEBUG
+            except OSError as error:
+                pass_on(error, interrupts)
+                failures += 1
+                self._loading.failed()
+                reason, level = f"it cannot be read: {error}", logging.WARNING
+        if not failures:
+            self._loading.succeeded()
+        self._note(name, reason, level)
+        return None
+
+    def save(
+        self,
+        key: GraphKey,
+        name: str,
+        devices: Iterable[torch.device],
+        graph: CompiledGraph,
+        interrupts: tuple[type[BaseException], ...] = (),
+    ) -> bool:
+        """Keep a graph that was just compiled; whether that was done. Nothing but `interrupts` is ever raised.
+
+        On the caller's thread: writing takes milliseconds after a compilation of seconds, and a process
+        that ends right after its first image has lost nothing.
+        """
+        save, graph.save = graph.save, None  # it holds on to all that was needed for compiling
+        if save is None or self._saving.is_out:
+            return False
+        try:
+            if not self._max_bytes():
+                return False
+            digest, here = store_key.key_digest(key, graph.facts.values), store_key.environment(devices)
+            data = save()
+            manifest = store_entry.describe(digest, name, here, asdict(graph.facts), data)
+            self._make_room(digest, here)
+            store_entry.write(self._folder, self._make_seals(), manifest, data)
+        except (NotPortable, NotSavable) as reason:
+            pass_on(reason, interrupts)
+            self._note(name, f"not kept: {reason}")
+        except (OSError, NoSecret, BadEntry) as error:
+            pass_on(error, interrupts)
+            self._saving.failed()
+            self._note(name, f"not saved: {error}", logging.WARNING)
+        except Exception as error:
+            pass_on(error, interrupts)
+            self._note(name, f"not saved: {type(error).__name__}: {error}", logging.WARNING)
+        else:
+            graph.saved_as = manifest.stem
+            self._note_saved(manifest.stem)
+            return True
+        return False
+
+    def distrust(self, stem: str) -> bool:
+        """Not to load this graph again in this process, since it failed; whether compiling may do better.
+
+        It may unless this process made the graph, which then is deleted. Another's stays: it may be right where
+        its maker is, and where it is not, what is compiled in its place is saved later, and so looked at first.
+        """
+        with self._lock:
+            self._distrusted.add(stem)
+            is_own = stem in self._own
+        if is_own:
+            store_entry.remove(self._folder, stem)
+        return not is_own
+
+    def statistics(self) -> dict[str, Any]:
+        """The folder, graphs loaded and saved by this process, and why others were not: JSON."""
+        with self._lock:
+            misses = [{"block": block, "reason": reason, "count": n} for (block, reason), n in self._misses.items()]
+            return {"folder": str(self._folder), "loaded": self._loaded, "saved": self._saved, "misses": misses}
+
+    def _stems(self, digest: str) -> Iterator[str]:
+        """The entries of a key, the one used last first."""
+        found = [file for file in self._folder.files(digest) if file.name.endswith(MANIFEST)]
+        for file in heapq.nlargest(_MOST_LOOKED_AT, found, key=lambda file: file.used):
+            yield file.name.removesuffix(MANIFEST)
+
+    def _manifest(self, stem: str, here: dict[str, str]) -> Manifest:
+        """An entry's manifest, sealed with our secret and good for this environment; BadEntry otherwise."""
+        manifest, seal = store_entry.read_manifest(self._folder.read(stem + MANIFEST, LARGEST_MANIFEST))
+        if manifest.stem != stem:
+            raise BadEntry("it is not what its name says")
+        store_entry.check_seal(self._make_seals(), manifest, seal)
+        other = store_key.difference(here, manifest.environment)
+        if other is not None:
+            raise BadEntry(other)
+        return manifest
+
+    def _make_room(self, digest: str, here: dict[str, str]) -> None:
+        """Of a key's graphs for this environment, let those go that would never be looked at once there is another."""
+        stems = list(self._stems(digest))
+        alike = []
+        for stem in stems if len(stems) >= _MOST_ALIKE else ():
+            try:
+                self._manifest(stem, here)
+            except (BadEntry, FileNotFoundError):
+                continue
+            alike.append(stem)
+        for stem in alike[_MOST_ALIKE - 1 :]:
+            store_entry.remove(self._folder, stem)
+
+    def _build(self, build, stem: str, data: bytes, facts: Facts, interrupts) -> CompiledGraph:
+        try:
+            return build(data, facts)
+        except torch.OutOfMemoryError as error:
+            raise BadEntry(f"there was too little memory for it: {error}") from error
+        except Exception as error:
+            pass_on(error, interrupts)
+            # Torch's own reading of its bytes, and the kernels' libraries: any exception, and all mean the same.
+            self._distrusted.add(stem)
+            raise BadEntry(f"it cannot be loaded: {type(error).__name__}: {error}", logging.WARNING) from error
+
+    def _note_loaded(self, graph: CompiledGraph, stem: str) -> None:
+        graph.saved_as = stem
+        with self._lock:
+            self._loaded += 1
+        self._loading.succeeded()
+        try:
+            self._folder.touch(stem + MANIFEST)
+        except OSError:
+            pass  # a folder that is read-only: it may be used all the same
+
+    def _note_saved(self, stem: str) -> None:
+        with self._lock:
+            self._saved += 1
+            self._own.add(stem)
+            look = self._saved % _PRUNE_EVERY == 1
+        self._saving.succeeded()
+        if look:
+            try:
+                prune(self._folder, self._max_bytes())
+            except OSError as error:
+                log.warning("saved graphs: the folder cannot be looked through: %s", error)
+
+    def _make_seals(self) -> Seals:
+        if self._seals is None:
+            self._seals = seals(self._secret)
+        return self._seals
+
+    def _note(self, name: str, reason: str, level: int = logging.DEBUG) -> None:
+        reason = store_entry.printable(reason)
+        with self._lock:
+            if (name, reason) not in self._misses and len(self._misses) >= _MOST_REASONS:
+                return
+            count = self._misses[name, reason] = self._misses.get((name, reason), 0) + 1
+            first_of_reason = count == 1 and sum(known == reason for _, known in self._misses) == 1
+        if first_of_reason:
+            log.log(level, "saved graphs, %s: %s", name, reason)
+        emit("store", block=name, reason=reason)
+
+
+def _facts(stored: dict[str, Any]) -> Facts:
+    try:
+        return Facts(
+            static_ones=tuple((int(index), int(dimension)) for index, dimension in stored["static_ones"]),
+            weights=int(stored["weights"]),
+            changed=tuple(int(index) for index in stored["changed"]),
+            dynamic=bool(stored["dynamic"]),
+            values=tuple(str(value) for value in stored["values"]),
+            fixed=tuple((int(index), int(dimension), int(size)) for index, dimension, size in stored["fixed"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        raise BadEntry("its manifest is damaged") from None

@@ -1,0 +1,171 @@
+"""What must be equal for an artifact made elsewhere to be right here: the key of its graph, and the environment."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.toolchain import triton_version
+from ..fingerprint import module_files
+
+if TYPE_CHECKING:
+    from ..fingerprint.graph_key import GraphKey
+
+_PACKAGES = ("cache", "compile", "core", "dispatch", "fingerprint", "modules", "signature")
+"""Of the engine: their code decides what is in an artifact, and which calls it is right for."""
+
+_PASSES = ("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass") + (
+    *("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "_pre_fusion_custom_pass", "_post_fusion_custom_pass"),
+)
+"""Settings of inductor that take code of the person's own."""
+
+_ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")
+
+
+class NotPortable(Exception):
+    """What is compiled is good in this process alone; the message says why."""
+
+
+def key_digest(key: GraphKey, values: tuple[str, ...] = ()) -> str:
+    """A name for the key, and for the values that its graph is good for, that is the same in every process.
+
+    Raises:
+        NotPortable: the key means something in this process alone, or its code could change unseen.
+    """
+    kind = key.kind
+    if kind.opaque:
+        raise NotPortable(f"its code rests on what cannot be told from outside: {min(kind.opaque)}")
+    try:
+        code = module_files.digest(kind.sources - {""})
+    except module_files.Unknown as unknown:
+        raise NotPortable(str(unknown)) from None
+    content = repr(
+        (kind.digest, code, kind.weights, kind.varying, key.call, key.inputs, key.backend, key.sizes, values)
+    )
+    if " at 0x" in content:  # an object that says no more of itself than where it lies
+        raise NotPortable("it is called with an object that has no name outside of this process")
+    return hashlib.sha256(content.encode()).hexdigest()[:24]
+
+
+def engine_folders() -> list[str]:
+    """The engine's own packages that decide what is in a saved graph."""
+    return [str(Path(__file__).parents[1] / name) for name in _PACKAGES]
+
+
+def environment(devices: Iterable[torch.device]) -> dict[str, str]:
+    """What an artifact for these devices depends on beside its key, each as text.
+
+    Not among it: the driver, since what is saved is machine code for the GPU, which every driver
+    that runs this torch takes.
+
+    Raises:
+        NotPortable: something among it means something in this process alone.
+    """
+    return {
+        **_software(),
+        "device": ", ".join(sorted({_device(device.type, device.index) for device in devices})),
+        "options": _options(),
+    }
+
+
+def difference(here: dict[str, str], there: object) -> str | None:
+    """What stands between two environments, in words; None when they are equal."""
+    if not isinstance(there, dict):
+        return "it does not say where it was made"
+    for name in sorted({*here, *there}, key=lambda name: (name != "torch", name)):
+        if here.get(name) != there.get(name):
+            return f"saved with another {name} ({there.get(name)}; here it is {here.get(name)})"
+    return None
+
+
+@functools.lru_cache(maxsize=1)
+def _software() -> dict[str, str]:
+    try:
+        engine = module_files.digest(engine_folders())
+    except module_files.Unknown as unknown:
+        raise NotPortable(str(unknown)) from None
+    return {
+        "engine": engine,
+        # Bytecode is saved, and libraries for this interpreter's interface.
+        "python": f"{sys.implementation.cache_tag} {platform.python_version()} {sysconfig.get_config_var('SOABI')}",
+        "system": f"{sys.platform} {platform.machine()} {'-'.join(platform.libc_ver())}",
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+    }
+
+
+def _device(kind: str, index: int | None) -> str:
+    # Kernels for the processor are made for a number of threads.
+    return f"cpu {_processor()} {torch.get_num_threads()} threads" if kind == "cpu" else _accelerator(kind, index)
+
+
+@functools.lru_cache(maxsize=16)
+def _accelerator(kind: str, index: int | None) -> str:
+    name = capability = ""
+    backend = getattr(torch, kind, None)
+    if backend is not None:
+        name = backend.get_device_name(index)
+        capability = backend.get_device_capability(index) if hasattr(backend, "get_device_capability") else ""
+    toolkit = torch.version.hip or torch.version.cuda if kind == "cuda" else getattr(torch.version, kind, None)
+    # The index is in the generated code.
+    return f"{kind}:{index} {name} {capability} toolkit {toolkit} triton {triton_version()}"
+
+
+@functools.lru_cache(maxsize=1)
+def _processor() -> str:
+    """The processor's instruction sets: kernels are built for exactly these."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            line = next(line for line in lines if line.lower().startswith(("flags", "features")))
+        flags = " ".join(sorted(line.partition(":")[2].split()))
+    except (OSError, StopIteration):
+        flags = platform.processor()
+    return f"{torch.backends.cpu.get_cpu_capability()} {hashlib.sha256(flags.encode()).hexdigest()[:12]}"
+
+
+def _options() -> str:
+    """Torch's settings that change what is traced or generated, as a digest."""
+    from torch._functorch import config as functorch
+    from torch._inductor import config
+
+    passes = [getattr(config, name, None) for name in _PASSES]
+    if any(passes):
+        raise NotPortable("inductor has a pass of somebody's own")
+    matmul, attention = torch.backends.cuda.matmul, torch.backends.cuda
+    settings = (
+        _shared(config),
+        _shared(functorch),
+        torch.get_default_dtype(),
+        _asked(torch.get_float32_matmul_precision),
+        _asked(lambda: matmul.fp32_precision),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.mkldnn.enabled,
+        _asked(getattr(attention, "fp16_bf16_reduction_math_sdp_allowed", None)),
+        # Which attention is taken is decided when the block is traced.
+        *(_asked(getattr(attention, f"{name}_sdp_enabled", None)) for name in _ATTENTIONS),
+    )
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
+
+
+def _shared(config: Any) -> list[tuple[str, str]]:
+    """A module's settings that decide what is generated, and not how many processes do so, or in which folder."""
+    return sorted((name, repr(value)) for name, value in config.save_config_portable().items())
+
+
+def _asked(setting: Callable[[], Any] | None) -> Any:
+    """What torch says of a setting; that it cannot say is an answer too, after it was set through another name."""
+    try:
+        return setting() if setting is not None else None
+    except (AttributeError, RuntimeError) as error:
+        return type(error).__name__

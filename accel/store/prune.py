@@ -1,0 +1,57 @@
+"""Keeping a store's folder within a number of bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+from . import manifest
+from .folder import File, Folder
+from .manifest import DATA, MANIFEST
+
+LEFTOVER = 3600.0
+"""Seconds after which an unfinished file, or half an entry, is nobody's any more."""
+
+_ENTRY = re.compile(f"([0-9a-f]+-[0-9a-f]+)({re.escape(MANIFEST)}|{re.escape(DATA)})")
+"""The names of an entry's files. A folder named by mistake may hold JSON of other programs."""
+
+
+def prune(folder: Folder, max_bytes: int) -> int:
+    """Delete the entries used longest ago until the others fit, and what processes that were killed have left.
+
+    Returns the number of entries deleted. Files that are no entry's are left alone, and so is what cannot be deleted.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    files = {file.name: file for file in folder.files() if _ENTRY.fullmatch(file.name)}
+    halves = [file for name, file in files.items() if _other_half(name) not in files]
+    _sweep(folder, [*folder.unfinished(), *halves])
+    entries: list[tuple[File, int]] = []
+    for name, file in files.items():
+        if name.endswith(MANIFEST) and (data := files.get(_other_half(name))):
+            entries.append((file, file.size + data.size))
+    left = sum(size for _, size in entries)
+    deleted = 0
+    for file, size in sorted(entries, key=lambda entry: entry[0].used):
+        if left <= max_bytes:
+            break
+        if manifest.remove(folder, file.name.removesuffix(MANIFEST)):
+            left -= size
+            deleted += 1
+    return deleted
+
+
+def _sweep(folder: Folder, leftovers: list[File]) -> None:
+    """Delete those that are old; another process may be about to finish the others."""
+    with contextlib.suppress(OSError):  # no clock where nothing can be written, and nothing to delete either
+        now = folder.now() if leftovers else 0.0
+        for file in leftovers:
+            if now - file.used > LEFTOVER:
+                with contextlib.suppress(OSError):
+                    folder.remove(file.name)
+
+
+def _other_half(name: str) -> str:
+    stem, end = _ENTRY.fullmatch(name).groups()
+    return stem + (DATA if end == MANIFEST else MANIFEST)
