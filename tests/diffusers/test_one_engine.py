@@ -37,7 +37,7 @@ pack.load()  # as ComfyUI does, under a name of its own
 from comfy_accel import nodes
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.cache.graph_cache import shared as comfys
-from accel.graph_cache import shared as own
+from accel.cache.graph_cache import shared as own
 
 sys.path.append(root + "/tests")
 import pipeline_zoo as zoo
@@ -60,7 +60,7 @@ for _ in range(2):
     image()
     restore(pipe)
 told["theirs"] = len(fallbacks.rows())
-from accel.fallbacks import fallbacks
+from accel.core.fallbacks import fallbacks
 told["ours"] = len(fallbacks.rows()) > 0
 told["said"] = [line for line in said if "version" in line]
 print(json.dumps(told))
