@@ -60,7 +60,7 @@ def measure(layout: str, contender: str) -> report.Row:
     boot(cpu=not has_accelerator())
     pack.load()
     import torch
-    from comfy_accel.accel.fingerprint.regions import survey
+    from comfy_accel.accel.fingerprint.survey import survey
 
     from . import layouts, session, tiny_models
 

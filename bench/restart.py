@@ -192,7 +192,7 @@ def _families():
 
 def _compile_plainly(patcher) -> None:
     """Have torch.compile itself compile the blocks that the pack would."""
-    from comfy_accel.accel.fingerprint.regions import survey
+    from comfy_accel.accel.fingerprint.survey import survey
 
     for region in survey(patcher.model.diffusion_model).regions:
         region.block.compile(dynamic=True)

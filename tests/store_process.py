@@ -20,7 +20,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache  # noqa: E402
 from comfy_accel.accel.core.compile_settings import CompileSettings  # noqa: E402
 from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
 from comfy_accel.accel.dispatch.block_runner import BlockRunner  # noqa: E402
-from comfy_accel.accel.fingerprint.regions import survey  # noqa: E402
+from comfy_accel.accel.fingerprint.survey import survey  # noqa: E402
 from comfy_accel.accel.store.graph_store import GraphStore  # noqa: E402
 
 KILLED_WIDTHS = (8, 12, 16)

@@ -18,7 +18,7 @@ from ..core.errors import Failure
 from ..core.events import emit
 from ..core.fallbacks import fallbacks
 from ..fingerprint import kinds
-from ..fingerprint.regions import Region
+from ..fingerprint.survey import Region
 from ..signature import tree_spec
 from .block_observer import BlockObserver
 from .known_call import KnownCall

@@ -12,7 +12,7 @@ from ..cache.graph_cache import Claim, GraphCache, shared
 from ..compile.row_survey import RowSurvey
 from ..core.compile_settings import CompileSettings
 from ..core.events import emit
-from ..fingerprint.regions import Region, Survey, survey
+from ..fingerprint.survey import Region, Survey, survey
 from ..modules.substitution import Layer
 from ..modules.wrapped_layers import Wraps
 from .block_runner import BlockRunner

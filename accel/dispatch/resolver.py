@@ -19,7 +19,7 @@ from ..core.errors import one_line
 from ..core.fallbacks import fallbacks
 from ..fingerprint import kinds
 from ..fingerprint.graph_key import GraphKey, tensor_spec
-from ..fingerprint.regions import Region
+from ..fingerprint.survey import Region
 from ..signature import tree_spec
 from .block_observer import BlockObserver
 

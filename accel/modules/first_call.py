@@ -1,7 +1,7 @@
-"""Stand-ins that are made when a part of a model is first called, not before.
+"""Layers that are made when a part of a model is first called, not before.
 
-A host may load a model's weights inside of the call that we are asked to speed up, so what blocks it has, on which
-device and in which type, can be told only once the first of its parts is called.
+A host may load a model's weights inside the call that we speed up, so the devices and types of its blocks are
+known only once the first of its parts is called.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
-from ..fingerprint import regions
+from .blocks import blocks
 from .substitution import Layer, Order, substituted
 from .wrapped_layers import Wraps
 
 MakeLayers = Callable[[torch.nn.Module], Mapping[torch.nn.Module, Layer]]
-"""From the part that is being called to the layers for it and for the modules in it."""
+"""Takes the part that is being called and returns the layers for it and for the modules in it."""
 
 
 @contextmanager
 def at_first_call(model: torch.nn.Module, make_layers: MakeLayers, wraps: Wraps | None = None) -> Iterator[None]:
-    """While it lasts, each part of the model that holds blocks gets its layers when it is first called.
+    """In this context, each part of the model that contains blocks gets its layers when it is first called.
 
-    A part is a module around blocks (an encoder, a decoder); of nested ones the outermost that is called counts.
-    The layers stay in place to the end, for later calls too. wraps: as for `regions.survey`.
+    A part is a module around blocks (an encoder, a decoder); if parts are nested, the outermost one called counts.
+    The layers stay in place until the context ends. wraps: as for `blocks`.
     """
     ready: set[torch.nn.Module] = set()
     with ExitStack() as stack:
@@ -37,7 +37,7 @@ def at_first_call(model: torch.nn.Module, make_layers: MakeLayers, wraps: Wraps 
                 ready.update(part.modules())
                 layers = make_layers(part)
                 stack.enter_context(substituted(layers, Order.COMPILED))
-                # This call is already past the place where the part's own layer now stands.
+                # This call has already passed the place where the part's own layer is now.
                 own = layers.get(part)
                 return inner(*args, **kwargs) if own is None else own(inner, *args, **kwargs)
 
@@ -48,18 +48,18 @@ def at_first_call(model: torch.nn.Module, make_layers: MakeLayers, wraps: Wraps 
 
 
 def parts(model: torch.nn.Module, wraps: Wraps | None = None) -> list[torch.nn.Module]:
-    """The modules around the model's blocks, itself among them, from the outermost inwards; none without blocks."""
+    """The modules around the model's blocks, from the model itself inwards; empty if it has no blocks."""
     paths = dict.fromkeys(
         path[:end]
-        for path, _ in regions.blocks(model, wraps)
+        for path, _ in blocks(model, wraps)
         for end in (0, *(index for index, letter in enumerate(path) if letter == "."))
     )
     return [model.get_submodule(path) for path in paths]
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether somebody has compiled it or a part of it as a whole: torch would trace stand-ins in it, and fail.
+    """Whether the model or a part of it is already compiled: torch would then trace into stand-ins and fail.
 
-    What a host of ours puts where torch keeps a module's compiled call is false.
+    Truthiness matters: what our hosts put where torch keeps a module's compiled call is false.
     """
     return any("_orig_mod" in part._modules or part._compiled_call_impl for part in model.modules())

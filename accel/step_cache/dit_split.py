@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.events import log
-from ..modules.block_lists import BlockList, largest_depth_within, trunk_of
+from ..modules.blocks import BlockList, largest_depth_within, trunk_of
 from ..modules.substitution import Forward, Layer
 from .token_streams import NoStreams, StreamFinder, Streams, arguments, parts_of, possible_streams
 

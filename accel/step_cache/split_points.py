@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..modules.block_lists import trunk_of
+from ..modules.blocks import trunk_of
 from .diffusers_split import DiffusersBoundary, has_diffusers_layout
 from .dit_split import DiTBoundary, has_dit_layout
 from .unet_split import UNetBoundary, has_unet_layout

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..modules.block_lists import matrix_weights
+from ..modules.blocks import matrix_weights
 from ..modules.substitution import Layer
 
 if TYPE_CHECKING:

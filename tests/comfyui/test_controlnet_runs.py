@@ -11,10 +11,10 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.fingerprint.regions import blocks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
 from comfy_accel.nodes.controlnet import AccelControlNet
 from tiny_controlnets import SMALL, adapter, control_lora, taesd, unet_control

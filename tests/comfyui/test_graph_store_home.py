@@ -19,7 +19,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.fingerprint import module_files
-from comfy_accel.accel.fingerprint.regions import survey
+from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui import store
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.versions import NO_RESULT_DEPENDS_ON

@@ -10,7 +10,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.fingerprint.regions import survey
+from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from torch._dynamo.utils import counters
 

@@ -16,7 +16,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache, shared  # noqa: E402
 from comfy_accel.accel.core.compile_settings import CompileSettings  # noqa: E402
 from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
 from comfy_accel.accel.dispatch.block_runner import BlockRunner  # noqa: E402
-from comfy_accel.accel.fingerprint.regions import survey  # noqa: E402
+from comfy_accel.accel.fingerprint.survey import survey  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.peft import PeftLayers  # noqa: E402
 from diffusers.models.attention import BasicTransformerBlock  # noqa: E402
 from peft.utils import get_peft_model_state_dict  # noqa: E402

@@ -10,7 +10,7 @@ from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
 from comfy_accel.accel.core.compile_settings import CompileSettings, Trouble
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
-from comfy_accel.accel.fingerprint.regions import survey
+from comfy_accel.accel.fingerprint.survey import survey
 
 
 class Block(torch.nn.Module):

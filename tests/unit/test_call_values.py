@@ -6,7 +6,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
-from comfy_accel.accel.fingerprint.regions import survey
+from comfy_accel.accel.fingerprint.survey import survey
 from torch import nn
 
 

@@ -11,7 +11,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings  # noqa: E40
 from comfy_accel.accel.dispatch.block_runner import BlockRunner  # noqa: E402
 from comfy_accel.accel.fingerprint.graph_key import GraphKey  # noqa: E402
 from comfy_accel.accel.fingerprint.kinds import Kind  # noqa: E402
-from comfy_accel.accel.fingerprint.regions import survey  # noqa: E402
+from comfy_accel.accel.fingerprint.survey import survey  # noqa: E402
 from comfy_accel.accel.modules.substitution import Order, substituted  # noqa: E402
 
 WIDTH = 8

@@ -5,7 +5,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
-from comfy_accel.accel.fingerprint.regions import survey
+from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.modules.substitution import Order, substituted
 
 

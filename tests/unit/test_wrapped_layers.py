@@ -9,7 +9,7 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.dispatch.lora import with_added
 from comfy_accel.accel.fingerprint.kinds import template_of
-from comfy_accel.accel.fingerprint.regions import survey
+from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.modules.wrapped_layers import LowRank
 from torch import nn
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-from ...fingerprint.regions import Region
+from ...fingerprint.survey import Region
 
 _NAMES = ("cross_attention_kwargs", "joint_attention_kwargs", "attention_kwargs")
 

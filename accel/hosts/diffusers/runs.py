@@ -16,7 +16,7 @@ from ...cache.graph_cache import Claim, GraphCache
 from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
 from ...dispatch.compiled_layers import Host, compiled_layers, look_at
-from ...fingerprint.regions import Survey
+from ...fingerprint.survey import Survey
 from ...modules.first_call import is_compiled
 from ...modules.settled import Settled
 from ...modules.substitution import Layer

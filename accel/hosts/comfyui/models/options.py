@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ....core.eager_calls import RunEagerly
-from ....fingerprint.regions import Region
+from ....fingerprint.survey import Region
 from ....signature.tree_spec import CONSTANTS
 
 _FOR_PATCHES_ONLY = frozenset(

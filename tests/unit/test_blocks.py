@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comfy_accel.accel.modules.block_lists import largest_depth_within, trunk_of
+from comfy_accel.accel.modules.blocks import largest_depth_within, trunk_of
 from comfy_accel.accel.step_cache.dit_split import DiTBoundary, has_dit_layout
 from comfy_accel.accel.step_cache.split_points import boundary_of, why_none
 from comfy_accel.accel.step_cache.unet_split import UNetBoundary

@@ -1,7 +1,8 @@
 """Blocks found by structure, in models nobody has heard of."""
 
 import torch
-from comfy_accel.accel.fingerprint.regions import blocks, survey
+from comfy_accel.accel.fingerprint.survey import survey
+from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.accel.modules.substitution import Order, substituted
 from torch import nn
 

@@ -1,0 +1,128 @@
+"""The blocks of a model, found by structure alone; no model family is named here.
+
+`blocks` finds what is worth compiling: the innermost elements of module lists that are built of layers.
+`trunk_of` finds what is worth skipping: the lists of blocks that the token streams pass in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from . import wrapped_layers
+from .wrapped_layers import Wraps
+
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+_CONTAINERS = (*_LISTS, torch.nn.Sequential)
+
+
+def blocks(model: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The model's blocks with their paths, in the order of the module tree.
+
+    A block is an element of a list, or any other module of the same class (a VAE's middle block).
+    """
+    classes = {type(block) for _, block in _blocks(model, "", False, frozenset(), wraps)}
+    yield from _blocks(model, "", False, frozenset(classes), wraps)
+
+
+def _blocks(
+    module: torch.nn.Module, path: str, in_list: bool, classes: frozenset[type], wraps: Wraps | None
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    is_container = isinstance(module, _CONTAINERS)
+    if (
+        (in_list or type(module) in classes)
+        and not is_container
+        and _is_composite(module, wraps)
+        and not _contains_blocks(module, wraps)
+    ):
+        yield path, module
+        return
+    # What stands beside a list of blocks inside a block (the attention beside a mixture of experts) is one too.
+    in_list = isinstance(module, _LISTS) or (in_list and (is_container or _contains_blocks(module, wraps)))
+    for name, child in wrapped_layers.children(module, wraps):
+        yield from _blocks(child, f"{path}.{name}" if path else name, in_list, classes, wraps)
+
+
+def _is_composite(module: torch.nn.Module, wraps: Wraps | None) -> bool:
+    """Whether it has at least two layers with weights: around a single one there is nothing to fuse."""
+    layers = (part for _, part in wrapped_layers.modules(module, wraps) if part is not module and part._parameters)
+    return next(layers, None) is not None and next(layers, None) is not None
+
+
+def _contains_blocks(module: torch.nn.Module, wraps: Wraps | None) -> bool:
+    """Whether a list further inside has composite elements: then those are the blocks."""
+    return any(
+        _is_composite(element, wraps)
+        for _, inner in wrapped_layers.modules(module, wraps)
+        if inner is not module and isinstance(inner, torch.nn.ModuleList)
+        for _, element in wrapped_layers.children(inner, wraps)
+    )
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """A list of blocks at `path` in its model, in the order in which they are called."""
+
+    path: str
+    blocks: tuple[torch.nn.Module, ...]
+
+    @property
+    def weight(self) -> int:
+        return sum(matrix_weights(block) for block in self.blocks)
+
+
+def trunk_of(model: torch.nn.Module) -> tuple[BlockList, ...]:
+    """The lists that do most of the model's work, in the order in which they run; empty when unclear.
+
+    Two lists run in turn if their names say so: `double…` or `joint…` before `single…`, or `x` before `single_x`.
+    Otherwise the trunk is the one list that outweighs all others together; those are text refiners, adapters
+    and encoders, which run on every step.
+    """
+    lists = {found.path: found for found in _block_lists(model, "")}
+    for path, found in lists.items():
+        parent, _, name = path.rpartition(".")
+        prefix = f"{parent}." if parent else ""
+        singles = [f"single_{name}", name.replace("double", "single"), name.replace("joint", "single")]
+        for second in [prefix + single for single in singles if single != name]:
+            if second in lists:
+                return found, lists[second]
+    if not lists:
+        return ()
+    heaviest = max(lists.values(), key=lambda found: found.weight)
+    others = sum(found.weight for found in lists.values()) - heaviest.weight
+    return (heaviest,) if heaviest.weight > others else ()
+
+
+def largest_depth_within(share: float, lists: Sequence[BlockList]) -> int:
+    """The number of blocks, at least 1, that can be kept at either end within `share` of all matrix weights.
+
+    The cost of every block grows with the tokens in the same way, so the choice is right at any size.
+    """
+    weights = [matrix_weights(block) for found in lists for block in found.blocks]
+    depth = 1
+    while 2 * depth + 3 <= len(weights):
+        if sum(weights[: depth + 1]) + sum(weights[-depth - 1 :]) > share * sum(weights):
+            break
+        depth += 1
+    return depth
+
+
+def matrix_weights(module: torch.nn.Module) -> int:
+    """The number of elements in the module's parameters of two or more dimensions."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim > 1)
+
+
+def _block_lists(module: torch.nn.Module, path: str) -> Iterator[BlockList]:
+    """The outermost lists whose elements are modules built of layers, not lists themselves."""
+    for name, child in module.named_children():
+        inner = f"{path}.{name}" if path else name
+        if not isinstance(child, _LISTS):
+            yield from _block_lists(child, inner)
+        elif len(child) and all(_is_built_of_layers(element) for element in child.children()):
+            yield BlockList(inner, tuple(child.children()))
+
+
+def _is_built_of_layers(module: torch.nn.Module) -> bool:
+    return not isinstance(module, _CONTAINERS) and any(True for _ in module.children())
