@@ -15,8 +15,7 @@ from .entry import Entry
 from .lease import Claim
 
 if TYPE_CHECKING:
-    from ..cuda_graphs.pool import CapturePool
-    from ..store.graph_store import GraphStore
+    from .saved_graphs import SavedGraphs
 
 DEFAULT_MAX_ENTRIES = 512
 DEFAULT_MAX_BYTES = 2 << 30
@@ -42,10 +41,11 @@ class GraphCache(BoundedEntries):
         self._captures = 0
         self._loaded = 0
         self._seconds = 0.0
-        self.store: GraphStore | None = None
+        self.store: SavedGraphs | None = None
         """Where compiled graphs are kept from one process to the next; None keeps none."""
-        self.captures: CapturePool | None = None
-        """What the recorded calls among the entries share; None where nothing is recorded."""
+        self.captures: Any = None
+        """The `CapturePool` of the captured calls among the entries; None where nothing is captured. The cache itself
+        does not use it."""
 
     def find(
         self,

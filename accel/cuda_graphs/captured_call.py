@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ..dispatch.block_observer import BlockObserver
     from ..step_cache.capture_io import Tape
     from .capture_key import CaptureKey
-    from .pool import CapturePool
     from .recorder import Recording
 
 
@@ -39,6 +38,16 @@ class Buffers:
         torch._foreach_copy_(self._targets, [tensors[index] for index in self._filled], non_blocking=True)
 
 
+class SharedMemory(Protocol):
+    """Memory that captured calls of a device share."""
+
+    def share(self, device: torch.device) -> int:
+        """Bytes of it that each captured call of the device counts as its own."""
+
+    def leave(self, member: CapturedCall) -> None:
+        """`member` has released its memory."""
+
+
 class CapturedCall:
     """One recorded call of a model, kept in the graph cache as a compiled graph is.
 
@@ -52,7 +61,7 @@ class CapturedCall:
     def __init__(
         self,
         key: CaptureKey,
-        pool: CapturePool,
+        pool: SharedMemory,
         recording: Recording,
         buffers: Buffers,
         out: Any,
