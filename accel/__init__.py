@@ -1,14 +1,15 @@
 """The engine: torch modules, shapes and numbers. Only `accel.hosts` knows ComfyUI or diffusers.
 
-For a script with a diffusers pipeline:
+Installed as `comfy_accel`, for scripts with a diffusers pipeline:
 
-    from accel import accelerate_pipeline, warm_up
+    from comfy_accel import accelerate_pipeline, warm_up
     pipe = accelerate_pipeline(pipe)
     warm_up(pipe, sizes=[(1024, 1024), (512, 2048)])
 
-Importing it imports nothing else, torch neither.
+Importing it imports neither torch nor anything else of the engine.
 """
 
+from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
@@ -20,7 +21,7 @@ _FROM = {
     "restore": "hosts.diffusers.pipelines",
     "warm_up": "hosts.diffusers.warm_up",
 }
-"""What scripts use → the module that has it."""
+"""Public name → the module that defines it."""
 
 __all__ = sorted(_FROM)
 
@@ -28,9 +29,7 @@ __all__ = sorted(_FROM)
 def __getattr__(name: str) -> Any:
     if name not in _FROM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .one_engine import shared_by_all
-
-    value = globals()[name] = shared_by_all(__name__, _FROM[name], name)
+    value = globals()[name] = getattr(import_module(f".{_FROM[name]}", __name__), name)
     return value
 
 

@@ -4,19 +4,18 @@
 
 PATH is a pipeline's folder on this machine (`save_pretrained`), or a .safetensors file whose configuration is in
 the hub's cache; nothing is fetched. Without --model a tiny pipeline with random weights shows what is compiled, and
-its images are noise. Needs the packages accel (this repository, or its wheel), diffusers and Pillow.
+its images are noise. Needs the packages comfy-accel (this repository's wheel), diffusers and Pillow.
 """
 
 import argparse
 import time
 from pathlib import Path
 
+import comfy_accel
 import diffusers
 import PIL.Image
 import torch
 from torch._dynamo.utils import counters
-
-from accel import DeepCacheSettings, accelerate_pipeline, warm_up
 
 
 def main(arguments=None):
@@ -28,9 +27,9 @@ def main(arguments=None):
     prompt = {"prompt": options.prompt} if pipe.text_encoder else random_prompt()
     start = PIL.Image.open(options.image).convert("RGB") if options.image else PIL.Image.linear_gradient("L")
 
-    skipping = DeepCacheSettings(interval=options.interval) if options.interval > 1 else None
-    accelerate_pipeline(pipe, ignores=("vae",), deep_cache=skipping, backend=options.backend)
-    print(warm_up(pipe, sizes=options.sizes[:1], batches=(1,), **prompt))
+    skipping = comfy_accel.DeepCacheSettings(interval=options.interval) if options.interval > 1 else None
+    comfy_accel.accelerate_pipeline(pipe, ignores=("vae",), deep_cache=skipping, backend=options.backend)
+    print(comfy_accel.warm_up(pipe, sizes=options.sizes[:1], batches=(1,), **prompt))
 
     options.output.mkdir(parents=True, exist_ok=True)
     for width, height in options.sizes:

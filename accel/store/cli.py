@@ -1,4 +1,4 @@
-"""`accel store`: what is kept of compiled graphs, looked at and carried about by a person at this machine."""
+"""The command `store`: what is kept of compiled graphs, looked at and carried about by a person at this machine."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Store(NamedTuple):
             raise Refused(f"{error}. Name the user folder that it uses with --user-directory.") from error
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str], command: str = "comfy-accel store") -> int:
     """Run the command and return its exit code: 0, or 1 with a sentence on stderr."""
-    options = _parser().parse_args(arguments)
+    options = _parser(command).parse_args(arguments)
     home = store_home.find(options.home, options.user_directory, options.base_directory)
     try:
         folder = location.folder(None if home is None else home.path)
@@ -187,27 +187,27 @@ def _places(default: object) -> argparse.ArgumentParser:
     return places
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="accel store", description=__doc__, parents=[_places(None)])
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=command, description=__doc__, parents=[_places(None)])
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name, run, summary):
+    def add(name, run, summary):
         added = commands.add_parser(name, help=summary, description=summary, parents=[_places(argparse.SUPPRESS)])
         added.set_defaults(run=run, file=None)
         return added
 
-    command("list", _list, "Show what is saved.")
-    command("verify", _verify, "Check all that is saved against its checksums and seals.")
-    export = command("export", _export, "Write what is saved to one file.")
+    add("list", _list, "Show what is saved.")
+    add("verify", _verify, "Check all that is saved against its checksums and seals.")
+    export = add("export", _export, "Write what is saved to one file.")
     export.add_argument("file", type=Path)
     export.add_argument("--kind", action="append", metavar="NAME", help="this kind of block alone; may be repeated")
-    bring = command("import", _import, "Take the graphs of a bundle over; without --trust only show them.")
+    bring = add("import", _import, "Take the graphs of a bundle over; without --trust only show them.")
     bring.add_argument("file", type=Path)
     bring.add_argument("--trust", action="store_true", help="the bundle's code may run here")
-    prune = command("prune", _prune, "Delete what was used longest ago.")
+    prune = add("prune", _prune, "Delete what was used longest ago.")
     prune.add_argument("--max-mb", type=_whole, metavar="N", help="what may stay, in MB (default: the store's own)")
-    move = command("move", _move, "Keep the graphs in another folder from now on, and take those over that there are.")
+    move = add("move", _move, "Keep the graphs in another folder from now on, and take those over that there are.")
     move.add_argument("folder", metavar="DIR", help="a folder, or an address such as s3://bucket/graphs")
-    limit = command("limit", _limit, "Set what the store may hold; what was used longest ago goes first.")
+    limit = add("limit", _limit, "Set what the store may hold; what was used longest ago goes first.")
     limit.add_argument("max_mb", type=_whole, metavar="MB", help="0 saves nothing more")
     return parser

@@ -1,8 +1,10 @@
 """The example script, run as it stands."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
+import comfy_accel.accel
 import pytest
 
 pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
@@ -15,6 +17,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sdxl_img2img_any_s
 @pytest.fixture
 def example(monkeypatch):
     monkeypatch.setenv("ACCEL_STORE", "off")
+    monkeypatch.setitem(sys.modules, "comfy_accel", comfy_accel.accel)  # as it is installed; tests load the whole pack
     spec = importlib.util.spec_from_file_location("sdxl_img2img_any_size", EXAMPLE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

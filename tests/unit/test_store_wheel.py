@@ -1,4 +1,4 @@
-"""The command as people start it: from the repository's root, and as `accel` where the package is installed."""
+"""The command as people start it: from the repository's root, and as `comfy-accel` where the package is installed."""
 
 import os
 import re
@@ -8,6 +8,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import comfy_accel.accel
 import pytest
 from store_kit import save, store
 
@@ -37,8 +38,9 @@ def test_command_runs_from_the_repositorys_root_without_torch(home):
 
 def test_command_that_there_is_not_is_answered_with_those_there_are():
     answer = subprocess.run([sys.executable, "-m", "accel", "shop"], cwd=ROOT, capture_output=True, text=True)
-    assert answer.returncode == 2 and "usage: accel store" in answer.stderr
+    assert answer.returncode == 2 and "usage: python -m accel store" in answer.stderr
     listed = told([sys.executable, "-m", "accel", "store", "--help"], ROOT)
+    assert listed.startswith("usage: python -m accel store ")
     usage = re.search(r"\{(.*)\}", answer.stderr)[1].split(",")
     assert all(re.search(rf"^ +{command} ", listed, re.MULTILINE) for command in usage)
     assert len(re.findall(r"^    [a-z]+ ", listed, re.MULTILINE)) == len(usage)
@@ -71,33 +73,40 @@ def installed(tmp_path_factory):
 
 
 def test_wheel_brings_the_command(installed, home):
-    (script,) = (installed / "bin").glob("accel*") if os.name == "posix" else (installed / "bin").glob("accel.exe")
+    (script,) = (installed / "bin").glob("comfy-accel*")
     listed = told([script, "store", "list", "--home", home], home, PYTHONPATH=str(installed))
     assert "1 graphs" in listed
+    assert told([script, "store", "-h"], home, PYTHONPATH=str(installed)).startswith("usage: comfy-accel store ")
     told([script, "store", "export", home / "bundle", "--home", home], home, PYTHONPATH=str(installed))
     told([script, "store", "import", home / "bundle", "--trust", "--home", home / "b"], home, PYTHONPATH=str(installed))
-    module = [sys.executable, "-c", NO_TORCH + "runpy.run_module('accel', run_name='__main__')", "store", "list"]
+    script = NO_TORCH + "runpy.run_module('comfy_accel', run_name='__main__')"
+    module = [sys.executable, "-c", script, "store", "list"]
     assert "1 graphs" in told([*module, "--home", home / "b"], home, PYTHONPATH=str(installed))
 
 
 def test_wheel_has_the_whole_engine(installed):
-    brought = {path.relative_to(installed) for path in (installed / "accel").rglob("*.py")}
-    assert brought == {path.relative_to(ROOT) for path in (ROOT / "accel").rglob("*.py")}
+    engine = installed / "comfy_accel"
+    brought = {path.relative_to(engine) for path in engine.rglob("*.py")}
+    assert brought == {path.relative_to(ROOT / "accel") for path in (ROOT / "accel").rglob("*.py")}
+    assert not (installed / "accel").exists()  # the name of another project's package
 
 
 def test_wheel_is_imported_without_torch_and_brings_what_scripts_call(installed, home):
     names = ("DeepCacheSettings", "accelerate_pipeline", "accelerated", "restore", "warm_up")
-    without = NO_TORCH + f"import accel; print(accel.__file__, set(accel.__all__) == set({names}) <= set(dir(accel)))"
-    where = told([sys.executable, "-c", without], home, PYTHONPATH=str(installed))
-    assert where.split() == [str(installed / "accel" / "__init__.py"), "True"]
-    script = f"import sys; from accel import {', '.join(names)}; print(warm_up.__module__, 'comfy' in sys.modules)"
+    without = f"import comfy_accel as it; print(it.__file__, set(it.__all__) == set({names}) <= set(dir(it)))"
+    where = told([sys.executable, "-c", NO_TORCH + without], home, PYTHONPATH=str(installed))
+    assert where.split() == [str(installed / "comfy_accel" / "__init__.py"), "True"]
+    script = (
+        f"import sys; from comfy_accel import {', '.join(names)}; print(warm_up.__module__, 'comfy' in sys.modules)"
+    )
     said = told([sys.executable, "-c", script], home, PYTHONPATH=str(installed)).split()
-    assert said == ["accel.hosts.diffusers.warm_up", "False"]
+    assert said == ["comfy_accel.hosts.diffusers.warm_up", "False"]
 
 
 def test_packages_that_scripts_need_are_listed(installed):
     (found,) = metadata.distributions(name="comfy-accel", path=[str(installed)])
     assert found.metadata["Requires-Python"] == ">=3.10"
+    assert found.version == comfy_accel.accel.__version__
     needed = [line for line in found.requires if 'extra == "diffusers"' in line]
     assert [re.match(r"\w+", line)[0] for line in needed] == ["torch", "diffusers", "peft", "accelerate"]
     assert not [line for line in found.requires if "extra ==" not in line]
