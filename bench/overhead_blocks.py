@@ -36,8 +36,8 @@ def of_a_warm_call(model: Any, image: Callable[[], Any]) -> dict[str, float]:
 def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[dict[str, float], int]:
     """Microseconds of each part, the median over the model's blocks; and how many blocks there are."""
     from comfy_accel.accel.modules.substitution import Order, substituted
-    from comfy_accel.accel.signature import tensor_check, tree_spec
-    from comfy_accel.accel.signature.call_shape import CallShape
+    from comfy_accel.accel.signature import tree_spec
+    from comfy_accel.accel.signature.argument_guard import ArgumentGuard, tensor_guard
 
     layers, runners = _stand_ins(model, cache)
     calls = _calls(runners, lambda: image(model))
@@ -59,14 +59,14 @@ def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[dict
     for block, (args, kwargs) in calls.items():
         runner, inputs = runners[block], []
         spec = tree_spec.flatten((args, kwargs), inputs, runner._simplify)
-        shape = CallShape(args, kwargs, spec, inputs, runner._simplify)
-        tensors = (*runner._slots.read(), *shape.tensors(args, kwargs))
-        note("  arguments", shape.tensors, args, kwargs)
+        guard = ArgumentGuard(args, kwargs, spec, inputs, runner._simplify)
+        tensors = (*runner._slots.read(), *guard.match(args, kwargs))
+        note("  arguments", guard.match, args, kwargs)
         options = kwargs.get("transformer_options")
         if options is not None:
             note("    options", runner._simplify, options)
         note("  weights", runner._slots.read)
-        note("  check", tensor_check.like(tensors), *tensors)
+        note("  check", tensor_guard(tensors), *tensors)
         note("  arguments, anew", tree_spec.flatten, (args, kwargs), [], runner._simplify)
     order = ("block", "  stand-in", "  arguments", "    options", "  weights", "  check")
     anew = ("  block, anew", "  arguments, anew")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..signature import tree_spec
+from ..signature.tensors import empty_dense_like
 from .op_trace import Path, same_path
 
 
@@ -66,7 +66,7 @@ class CompiledGraph:
         if not self.facts.allow(tensors):
             return False
         weights, inputs = tensors[: self.facts.weights], tensors[self.facts.weights :]
-        ones = [tree_spec.canonical(tensor, device="meta") for tensor in inputs]
+        ones = [empty_dense_like(tensor, device="meta") for tensor in inputs]
         if self.guards((*weights, *ones)):
             return True
         if self.path is None:
@@ -82,4 +82,4 @@ class CompiledGraph:
     def _without_ones(self, index: int, tensor: torch.Tensor, instead: int) -> torch.Tensor:
         static = {d for i, d in self.facts.static_ones if i == index}
         shape = [instead if size == 1 and d not in static else size for d, size in enumerate(tensor.shape)]
-        return tree_spec.canonical(tensor, shape)
+        return empty_dense_like(tensor, shape)

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from ..core.errors import cause_among, one_line, pass_on
-from ..fingerprint.kinds import PLAIN_TENSORS, Kind
+from ..fingerprint.kinds import Kind
 from ..signature import tree_spec
+from ..signature.tensors import PLAIN_TENSORS, empty_dense_like
 from . import ahead_of_time, generated_code
 from .compiled_graph import CompiledGraph, Facts
 from .convolution import leave_to_library
@@ -54,7 +55,7 @@ def compile_block(
 
     template: the block with its weights on the meta device (`kinds.template_of`); it is changed.
     kind: the block's kind. weights, inputs: real tensors, of which only shapes,
-        strides, dtypes and devices are used; the inputs are dense (`tree_spec.dense`).
+        strides, dtypes and devices are used; the inputs are dense (`dense`).
     spec: how (args, kwargs) of the call are made from the inputs (`tree_spec.flatten`).
     dynamic: every dimension of every input may vary; False compiles for these sizes alone.
     growing: (input, dimension) pairs that are 1 because the batch is; None where that is not known.
@@ -229,14 +230,14 @@ def _lifted(inputs: Sequence[torch.Tensor], growing: Container[tuple[int, int]] 
         [2 if size == 1 and (index, dimension) in growing else size for dimension, size in enumerate(tensor.shape)]
         for index, tensor in enumerate(inputs)
     ]
-    return [tree_spec.canonical(tensor, shape) for tensor, shape in zip(inputs, shapes, strict=True)]
+    return [empty_dense_like(tensor, shape) for tensor, shape in zip(inputs, shapes, strict=True)]
 
 
 def _examples(inputs: Sequence[torch.Tensor], dynamic: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
     """Fresh tensors like the inputs, their dimensions marked; and the dimensions taken as 1."""
     examples, ones = [], []
     for index, tensor in enumerate(inputs):
-        example = tree_spec.canonical(tensor)
+        example = empty_dense_like(tensor)
         for dimension, size in enumerate(tensor.shape):
             if size == 1:
                 ones.append((index, dimension))

@@ -12,21 +12,18 @@ import types
 
 import torch
 
+from ..signature.tensors import CHANNELS_LAST, is_channels_last
+
 _NAME = "convolution"
 _SCHEMA = (
     f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
     "SymInt groups) -> Tensor"
 )
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _memory_format(x: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    last = _CHANNELS_LAST.get(x.ndim)
-    if last is None:
-        return torch.contiguous_format
-    for tensor in (x, weight):
-        if tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous():
-            return last
+    if is_channels_last(x) or (weight.ndim == x.ndim and is_channels_last(weight)):
+        return CHANNELS_LAST[x.ndim]
     return torch.contiguous_format
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..signature import tensor_check
-from ..signature.call_shape import CallShape
+from ..signature.argument_guard import ArgumentGuard, tensor_guard
 from ..signature.tree_spec import Spec
 from .capture_key import CaptureKey, buffer_specs
 
@@ -37,9 +36,9 @@ class CallSort:
         inputs: Sequence[torch.Tensor],
         replace: Replace,
     ):
-        self._shape = CallShape(args, kwargs, spec, inputs, replace)
-        given = self._shape.tensors(args, kwargs)
-        self._check = None if given is None else tensor_check.like(given)
+        self._guard = ArgumentGuard(args, kwargs, spec, inputs, replace)
+        given = self._guard.match(args, kwargs)
+        self._check = None if given is None else tensor_guard(given)
         self._specs = buffer_specs(inputs)
         self.device = next((tensor.device for tensor in inputs if tensor.numel()), None)
         self._keys: dict[Hashable, CaptureKey] = {}
@@ -49,10 +48,10 @@ class CallSort:
 
         Raises what `replace` and `tree_spec.flatten` do.
         """
-        given = self._shape.tensors(args, kwargs)
+        given = self._guard.match(args, kwargs)
         if given is None or self._check is None or not self._check(*given):
             return None
-        return self._shape.with_sizes(given)
+        return self._guard.with_numbers(given)
 
     def key(
         self,
@@ -67,7 +66,7 @@ class CallSort:
         if key is None:
             if len(self._keys) >= _MAX_KEYS:
                 self._keys.clear()
-            key = CaptureKey(model, self._shape.spec, (*self._specs, *exchanged[1]), phase, facts)
+            key = CaptureKey(model, self._guard.spec, (*self._specs, *exchanged[1]), phase, facts)
             self._keys[exchanged] = key
         return key
 

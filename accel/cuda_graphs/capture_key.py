@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..signature.tensors import is_channels_last
+
 if TYPE_CHECKING:
     from ..signature.tree_spec import Spec
 
@@ -59,14 +61,6 @@ class CaptureKey:
         return tuple(spec.shape for spec in self.inputs)
 
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
 def buffer_specs(tensors: Sequence[torch.Tensor]) -> tuple[BufferSpec, ...]:
     """What a recording is specialised on in these tensors. Odd strides are none of it: buffers are dense."""
-    return tuple(BufferSpec(t.shape, t.dtype, t.device, _is_channels_last(t)) for t in tensors)
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    last = _CHANNELS_LAST.get(tensor.ndim)
-    return last is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
+    return tuple(BufferSpec(t.shape, t.dtype, t.device, is_channels_last(t)) for t in tensors)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ..signature import tree_spec
+from ..signature.tensors import empty_dense_like
 from .recorder import CaptureFailed
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Buffers:
         self._filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
         # Not made for inference alone: they are written to in any mode.
         with torch.inference_mode(False):
-            self.tensors = [tree_spec.canonical(tensor) if tensor.numel() else tensor for tensor in tensors]
+            self.tensors = [empty_dense_like(tensor) if tensor.numel() else tensor for tensor in tensors]
         self._targets = [self.tensors[index] for index in self._filled]
         self.device = self._targets[0].device if self._targets else None
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self._targets)

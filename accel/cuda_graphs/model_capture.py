@@ -23,6 +23,7 @@ from ..core.fallbacks import NOT_CAPTURED, fallbacks
 from ..dispatch.block_observer import BlockObserver
 from ..dispatch.block_runner import BlockRunner
 from ..signature import tree_spec
+from ..signature.tensors import PLAIN_TENSORS
 from ..step_cache.capture_io import Tape, Taps
 from .call_cache import CallSort, CallSorts
 from .call_recording import CallRecording, tensors_of
@@ -146,7 +147,7 @@ class ModelCapture:
         filled = [tensor for tensor in inputs if tensor.numel()]
         if not filled:
             return "it is called without tensors"
-        odd = next((type(t).__name__ for t in filled if type(t) not in (torch.Tensor, torch.nn.Parameter)), None)
+        odd = next((type(t).__name__ for t in filled if type(t) not in PLAIN_TENSORS), None)
         if odd is not None:
             return f"it is called with a {odd}"
         state = self._model_watch.state

@@ -20,6 +20,7 @@ from ..core.fallbacks import fallbacks
 from ..fingerprint import kinds
 from ..fingerprint.survey import Region
 from ..signature import tree_spec
+from ..signature.tensors import dense, share_memory
 from .block_observer import BlockObserver
 from .known_call import KnownCall
 from .lora import AddedWeights, with_added
@@ -134,7 +135,7 @@ class BlockRunner:
         reason = not_in_this_mode(weights, inputs)
         if reason is not None:
             return self._eagerly(inner, args, kwargs, reason, is_trouble=False)
-        given, inputs = inputs, [tree_spec.dense(tensor) for tensor in inputs]
+        given, inputs = inputs, [dense(tensor) for tensor in inputs]
         try:
             found, is_new = self._look_up(spec, weights, inputs)
         except NoGraph as why:
@@ -166,7 +167,7 @@ class BlockRunner:
 
     def _run(self, found, inner, args, kwargs, spec, given, inputs, weights, added):
         entry, graph, probe = found.entry, found.graph, found.probe
-        if graph.facts.changed and tree_spec.share_memory(given, graph.facts.changed):
+        if graph.facts.changed and share_memory(given, graph.facts.changed):
             return self._eagerly(inner, args, kwargs, "it changes an argument that shares memory with another")
         if probe is not None and probe.verdict is not None:
             return self._eagerly(inner, args, kwargs, probe.verdict, is_trouble=False)

@@ -18,9 +18,10 @@ from ..core.eager_calls import elsewhere
 from ..core.errors import one_line
 from ..core.fallbacks import fallbacks
 from ..fingerprint import kinds
-from ..fingerprint.graph_key import GraphKey, tensor_spec
+from ..fingerprint.graph_key import GraphKey
 from ..fingerprint.survey import Region
 from ..signature import tree_spec
+from ..signature.tensors import tensor_spec
 from .block_observer import BlockObserver
 
 

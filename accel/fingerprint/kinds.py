@@ -18,12 +18,10 @@ import torch
 
 from ..modules import wrapped_layers
 from ..modules.wrapped_layers import Wraps
+from ..signature.tensors import PLAIN_TENSORS, tensor_spec
 from .code_reach import CodeReader, Meaning
-from .graph_key import tensor_spec
 from .held_code import Held
 from .plain_values import Indescribable, attributes_of, describe_value
-
-PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..signature.tensors import PLAIN_TENSORS
 from .substitution import StandIn, has_foreign_forward
 
 _SAMPLED = 48
@@ -41,7 +42,7 @@ class ModelState:
         self._attributes = [m.__dict__ for m in modules]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         tensors = self.tensors()
-        odd = next((t for t in tensors if type(t) not in (torch.Tensor, torch.nn.Parameter)), None)
+        odd = next((t for t in tensors if type(t) not in PLAIN_TENSORS), None)
         if odd is not None:
             raise Unrecordable(f"its weights are of the type {type(odd).__name__}")
         self.devices = {tensor.device for tensor in tensors if tensor.numel()}

@@ -1,9 +1,9 @@
-"""The shape of a call without its tensors: what is constant in it, and where the tensors go.
+"""The structure of a call without its tensors: its constants, and the places of the tensors.
 
-Whole numbers from 2 on (frames, text tokens, a window's height) change from one image to the next
-like the sizes of tensors do, so they travel as the size of an empty tensor. 0, 1 and negative ones
-are flags, counts of nothing and dimensions: constants. Other numbers and texts are values: a graph is
-made for each, so the spec without them (`without_values`) is the key, and few are kept for each key.
+Whole numbers from 2 on (frames, text tokens, the height of a window) change between images as tensor
+sizes do, so each is passed as the size of an empty tensor. 0, 1 and negative numbers are flags, empty
+counts and dimensions: constants. Other numbers and strings are values: each needs its own graph, so the
+cache key is the spec without them (`without_values`), and few graphs are kept per key.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ from typing import Any
 import torch
 
 Spec = tuple
-"""A nested, hashable tuple; its first item tells the sort of node it is."""
+"""A nested, hashable tuple; the first item of each node is its tag."""
 
 CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
 _VALUES = (float, str, torch.Size)
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
 
 class UnsupportedArgument(TypeError):
-    """A call carries something that a graph over tensors cannot take."""
+    """An argument that a graph over tensors cannot take."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -37,11 +35,11 @@ def _size_tensor(size: int) -> torch.Tensor:
 
 
 def flatten(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], Any] | None = None) -> Spec:
-    """Describe `value` and append its tensors, each once and in order, to `tensors`.
+    """The spec of `value`; its tensors are appended to `tensors`, each once and in order.
 
-    `replace` may put something simpler in place of a dict (a host's per-call options, say).
-    Raises UnsupportedArgument for anything but tensors, plain constants, tuples, lists, dicts and
-    dataclasses of these.
+    replace: may return something simpler in place of a dict (a host's per-call options, say).
+    Raises:
+        UnsupportedArgument: for anything but tensors, constants, and tuples, lists, dicts and dataclasses of these.
     """
     if isinstance(value, torch.Tensor):
         for index, known in enumerate(tensors):
@@ -49,124 +47,107 @@ def flatten(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], A
                 return ("same", index)
         tensors.append(value)
         return ("tensor",)
-    kind = type(value)
-    if kind is int and value > 1:
+    cls = type(value)
+    if cls is int and value > 1:
         tensors.append(_size_tensor(value))
         return ("size",)
-    if kind in CONSTANTS or isinstance(value, enum.Enum):
+    if cls in CONSTANTS or isinstance(value, enum.Enum):
         # With the type, since True, 1 and 1.0 are equal; and -0.0 equals 0.0.
-        return ("value", value, repr(value)) if kind in _VALUES else ("constant", value, kind)
-    if kind is tuple or kind is list:
-        return (kind.__name__, *[flatten(item, tensors, replace) for item in value])
-    if kind is dict:
+        return ("value", value, repr(value)) if cls in _VALUES else ("constant", value, cls)
+    if cls is tuple or cls is list:
+        return (cls.__name__, *[flatten(item, tensors, replace) for item in value])
+    if cls is dict:
         if replace is not None:
             value = replace(value)
         return ("dict", *[(key, flatten(item, tensors, replace)) for key, item in value.items()])
-    if dataclasses.is_dataclass(kind):
-        fields = _fields(kind)
+    if dataclasses.is_dataclass(cls):
+        fields = _fields(cls)
         if fields is not None:
-            return ("object", kind, *[(name, flatten(getattr(value, name), tensors, replace)) for name in fields])
-    raise UnsupportedArgument(f"an argument of type {kind.__module__}.{kind.__qualname__}")
+            return ("object", cls, *[(name, flatten(getattr(value, name), tensors, replace)) for name in fields])
+    raise UnsupportedArgument(f"an argument of type {cls.__module__}.{cls.__qualname__}")
 
 
 @functools.lru_cache(maxsize=1024)
-def _fields(kind: type) -> tuple[str, ...] | None:
-    """The fields that make an instance of a dataclass; None where they do not say all there is about it."""
-    fields = dataclasses.fields(kind)
-    if hasattr(kind, "__post_init__") or not all(field.init for field in fields):
+def _fields(cls: type) -> tuple[str, ...] | None:
+    """The fields from which an instance of a dataclass can be rebuilt; None if they do not determine it."""
+    fields = dataclasses.fields(cls)
+    if hasattr(cls, "__post_init__") or not all(field.init for field in fields):
         return None
     return tuple(field.name for field in fields)
 
 
 def rebuild(spec: Spec, tensors: Sequence[torch.Tensor]) -> Any:
-    """The inverse of `flatten`; plain enough for a compiler to trace through."""
+    """The value that `flatten` described; simple enough for a compiler to trace."""
     value, used = _rebuild(spec, tensors, 0)
     assert used == len(tensors)
     return value
 
 
 def _rebuild(spec: Spec, tensors: Sequence[torch.Tensor], at: int) -> tuple[Any, int]:
-    sort = spec[0]
-    if sort == "tensor":
+    tag = spec[0]
+    if tag == "tensor":
         return tensors[at], at + 1
-    if sort == "same":
+    if tag == "same":
         return tensors[spec[1]], at
-    if sort == "size":
+    if tag == "size":
         return tensors[at].shape[0], at + 1
-    if sort == "constant" or sort == "value":
+    if tag == "constant" or tag == "value":
         return spec[1], at
-    if sort == "dict" or sort == "object":
+    if tag == "dict" or tag == "object":
         mapping = {}
-        for key, item in spec[1:] if sort == "dict" else spec[2:]:
+        for key, item in spec[1:] if tag == "dict" else spec[2:]:
             mapping[key], at = _rebuild(item, tensors, at)
-        return (mapping if sort == "dict" else spec[1](**mapping)), at
+        return (mapping if tag == "dict" else spec[1](**mapping)), at
     items = []
     for item in spec[1:]:
         value, at = _rebuild(item, tensors, at)
         items.append(value)
-    return (tuple(items) if sort == "tuple" else items), at
+    return (tuple(items) if tag == "tuple" else items), at
 
 
 def without_values(spec: Spec) -> tuple[Spec, tuple[str, ...]]:
-    """A spec that is equal for calls which differ in values alone, and these values as text, in order."""
+    """The spec with the types of its values only, and the values as strings, in order."""
     values: list[str] = []
     return _without_values(spec, values), tuple(values)
 
 
 def _without_values(spec: Spec, values: list[str]) -> Spec:
-    sort = spec[0]
-    if sort == "value":
+    tag = spec[0]
+    if tag == "value":
         values.append(spec[2])
         return ("value", type(spec[1]))
-    if sort == "tuple" or sort == "list":
-        return (sort, *[_without_values(item, values) for item in spec[1:]])
-    if sort == "dict" or sort == "object":
-        first = 1 if sort == "dict" else 2
+    if tag == "tuple" or tag == "list":
+        return (tag, *[_without_values(item, values) for item in spec[1:]])
+    if tag == "dict" or tag == "object":
+        first = 1 if tag == "dict" else 2
         return (*spec[:first], *[(key, _without_values(item, values)) for key, item in spec[first:]])
     return spec
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is contiguous, or an image or video that is contiguous with channels last."""
-    if tensor.is_contiguous():
-        return True
-    last = _CHANNELS_LAST.get(tensor.ndim)
-    return last is not None and tensor.is_contiguous(memory_format=last)
-
-
-def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a contiguous copy where it is not dense.
-
-    A graph is made for one layout. Slices and transposed tensors come with strides of their own
-    (and, at a batch of 1, with strides that say nothing), so each would need another graph.
-    """
-    return tensor if is_dense(tensor) else tensor.contiguous()
-
-
-def sizes_in(spec: Spec) -> list[int]:
-    """Which of the call's tensors stand for whole numbers."""
-    return [at for at, sort in enumerate(_tensor_sorts(spec)) if sort == "size"]
+def number_indices(spec: Spec) -> list[int]:
+    """The indices of those of the call's tensors that stand for whole numbers."""
+    return [at for at, tag in enumerate(_tensor_tags(spec)) if tag == "size"]
 
 
 def has_tensors(spec: Spec) -> bool:
-    """Whether there are tensors in it, or whole numbers that travel as tensors."""
-    return next(_tensor_sorts(spec), None) is not None
+    """Whether it contains tensors, or whole numbers that are passed as tensors."""
+    return next(_tensor_tags(spec), None) is not None
 
 
-def _tensor_sorts(spec: Spec) -> Iterator[str]:
-    sort = spec[0]
-    if sort == "tensor" or sort == "size":
-        yield sort
-    elif sort == "tuple" or sort == "list":
+def _tensor_tags(spec: Spec) -> Iterator[str]:
+    tag = spec[0]
+    if tag == "tensor" or tag == "size":
+        yield tag
+    elif tag == "tuple" or tag == "list":
         for item in spec[1:]:
-            yield from _tensor_sorts(item)
-    elif sort == "dict" or sort == "object":
-        for _, item in spec[1 if sort == "dict" else 2 :]:
-            yield from _tensor_sorts(item)
+            yield from _tensor_tags(item)
+    elif tag == "dict" or tag == "object":
+        for _, item in spec[1 if tag == "dict" else 2 :]:
+            yield from _tensor_tags(item)
 
 
 def outline(value: Any) -> Any:
-    """What lists, dicts and dataclasses hold: equal as long as nobody puts something else into them."""
+    """The nested structure of a value with the identity of each tensor: unequal once a container was changed."""
     if isinstance(value, torch.Tensor):
         return ("tensor", id(value))
     if isinstance(value, (tuple, list)):
@@ -179,43 +160,5 @@ def outline(value: Any) -> Any:
 
 
 def has_lists(spec: Spec) -> bool:
-    """Whether there is a list among the arguments."""
+    """Whether it contains a list."""
     return spec[:1] == ("list",) or any(isinstance(item, tuple) and has_lists(item) for item in spec)
-
-
-def canonical(tensor: torch.Tensor, shape: Sequence[int] | None = None, device: str | None = None) -> torch.Tensor:
-    """An unfilled tensor of the shape in the layout of a dense one, with the strides that the layout implies."""
-    last = _CHANNELS_LAST.get(tensor.ndim)
-    return torch.empty(
-        tensor.shape if shape is None else shape,
-        dtype=tensor.dtype,
-        device=device or tensor.device,
-        memory_format=torch.contiguous_format if last is None or tensor.is_contiguous() else last,
-    )
-
-
-def share_memory(tensors: Sequence[torch.Tensor], changed: Sequence[int]) -> bool:
-    """Whether one of the changed tensors overlaps another of them in memory.
-
-    A graph may write its changes at the end, where the block would have read them before.
-    """
-    spans = [_span(tensor) for tensor in tensors]
-    return any(
-        other != index and spans[index][0] < end and start < spans[index][1]
-        for index in changed
-        for other, (start, end) in enumerate(spans)
-    )
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where the tensor's first element begins and its last one ends, as addresses; equal where it has none."""
-    start = tensor.data_ptr()
-    return start, start + extent(tensor)
-
-
-def extent(tensor: torch.Tensor) -> int:
-    """Bytes from the beginning of the tensor's first element to the end of its last one."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()

@@ -11,7 +11,7 @@ from comfy_accel.accel.core.eager_calls import RunEagerly
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.fingerprint.survey import survey
-from comfy_accel.accel.signature import tensor_check
+from comfy_accel.accel.signature import argument_guard
 
 
 class Block(torch.nn.Module):
@@ -69,9 +69,9 @@ def check(stand_in, block, *args, is_known=False, **kwargs):
 def native(request, monkeypatch):
     fallbacks.clear()
     if request.param:
-        assert tensor_check._is_native()
+        assert argument_guard._is_native()
     else:
-        monkeypatch.setattr(tensor_check, "_is_native", lambda: False)
+        monkeypatch.setattr(argument_guard, "_is_native", lambda: False)
 
 
 def cast(block):

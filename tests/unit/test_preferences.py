@@ -7,9 +7,10 @@ import pytest
 from comfy_accel.accel.core import preferences
 from comfy_accel.accel.core.events import emit, log
 from comfy_accel.accel.core.preferences import LARGEST_MB, MOST_ENTRIES, Preferences
-from comfy_accel.accel.fingerprint.graph_key import GraphKey, TensorSpec
+from comfy_accel.accel.fingerprint.graph_key import GraphKey
 from comfy_accel.accel.fingerprint.kinds import Kind
 from comfy_accel.accel.report import debug_log, log_level
+from comfy_accel.accel.signature.tensors import TensorSpec
 
 
 def test_what_is_written_is_read_again(tmp_path):

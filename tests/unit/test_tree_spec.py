@@ -4,14 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from comfy_accel.accel.signature.tree_spec import (
-    UnsupportedArgument,
-    dense,
-    flatten,
-    rebuild,
-    share_memory,
-    without_values,
-)
+from comfy_accel.accel.signature.tensors import dense, share_memory
+from comfy_accel.accel.signature.tree_spec import UnsupportedArgument, flatten, rebuild, without_values
 
 
 def test_rebuild_is_the_inverse_of_flatten():

@@ -1,0 +1,198 @@
+"""Guards that recognise a call like one that was described before (`tree_spec`), without describing it again.
+
+`ArgumentGuard` compares how the call is made, `tensor_guard` the tensors in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import tree_spec
+from .tree_spec import Spec
+
+_EMPTY = ("dict",)
+_is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
+
+
+class ArgumentGuard:
+    """Recognises later calls with the same structure and constants as one call.
+
+    args, kwargs: of the call.
+    spec, tensors: the result of `tree_spec.flatten` with `replace`. `replace` must decide by a dict's keys, and by
+        which of its values are None, whether it returns the dict unchanged.
+    Keeps no tensor alive except the empty ones that stand for whole numbers.
+    """
+
+    def __init__(
+        self,
+        args: tuple,
+        kwargs: dict[str, Any],
+        spec: Spec,
+        tensors: Sequence[torch.Tensor],
+        replace: Callable[[dict], Any] | None = None,
+    ):
+        self.spec = spec
+        self._replace = replace
+        self._count, self._names = len(args), tuple(kwargs)
+        self._numbers = [(at, tensors[at]) for at in tree_spec.number_indices(spec)]
+        places = _places((*args, *kwargs.values()), spec) if replace is None or replace(kwargs) is kwargs else None
+        self._is_flat = places is not None
+        if places is not None:
+            tensors_at, fixed, self._replaced = places
+            self._get_tensors, self._get_fixed = _getter(tensors_at), _getter([at for at, _ in fixed])
+            self._fixed = tuple(value for _, value in fixed)
+
+    def match(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
+        """The tensors among the call's arguments, or None if it differs in structure or constants.
+
+        Where the first call had a tensor there may be anything, or the same tensor twice: ask a `tensor_guard`.
+        Raises what `replace` and `flatten` do.
+        """
+        if not self._is_flat:
+            return self._match_described(args, kwargs)
+        if len(args) != self._count or tuple(kwargs) != self._names:
+            return None
+        values = (*args, *kwargs.values())
+        if self._fixed:
+            for now, known in zip(self._get_fixed(values), self._fixed, strict=True):
+                # Other constants that are equal may differ: True and 1, 0.0 and -0.0.
+                if now is not known and (type(now) is not int or type(known) is not int or now != known):
+                    return None
+        for at, known in self._replaced:
+            now = values[at]
+            if type(now) is not dict:
+                return None
+            if self._replace is not None:
+                now = self._replace(now)
+            if (now or known != _EMPTY) and tree_spec.flatten(now, []) != known:
+                return None
+        return self._get_tensors(values)
+
+    def with_numbers(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The result of `match` with the tensors that stand for whole numbers inserted, as `flatten` orders them."""
+        if not self._numbers:
+            return tensors
+        tensors = list(tensors)
+        for at, tensor in self._numbers:
+            tensors.insert(at, tensor)
+        return tensors
+
+    def _match_described(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
+        tensors: list[torch.Tensor] = []
+        if tree_spec.flatten((args, kwargs), tensors, self._replace) != self.spec:
+            return None
+        for at, known in reversed(self._numbers):
+            if tensors.pop(at) is not known:
+                return None
+        return tensors
+
+
+def _places(values: tuple, spec: Spec) -> tuple[list[int], list[tuple[int, Any]], list[tuple[int, Spec]]] | None:
+    """The places of tensors, constants and replaced dicts among the values; None if there is anything else."""
+    tensors, fixed, replaced = [], [], []
+    _, of_args, of_kwargs = spec
+    for at, (value, part) in enumerate(zip(values, [*of_args[1:], *(item for _, item in of_kwargs[1:])], strict=True)):
+        if part == ("tensor",):
+            tensors.append(at)
+        elif part[0] in ("size", "constant", "value"):
+            fixed.append((at, value))
+        elif part[0] == "dict" and not tree_spec.has_tensors(part):
+            replaced.append((at, part))
+        else:
+            return None
+    return tensors, fixed, replaced
+
+
+def _getter(places: list[int]) -> Callable[[tuple], tuple]:
+    """A function that returns the items of a tuple at these places, always as a tuple."""
+    if not places:
+        return lambda values: ()
+    if len(places) == 1:
+        only = places[0]
+        return lambda values: (values[only],)
+    return operator.itemgetter(*places)
+
+
+TensorGuard = Callable[..., bool]
+"""Takes as many tensors as there were examples. True if each has the class, sizes, strides, dtype and device of its
+example, none comes twice, and torch is in the same mode as then: autocast, inference mode, dispatch modes.
+It does not check `torch.is_grad_enabled`. It is False for anything else in place of a tensor, and always if the
+examples cannot be described."""
+
+
+def tensor_guard(examples: Sequence[torch.Tensor]) -> TensorGuard:
+    """A guard for tensors like these; it keeps none of them alive.
+
+    It is the one with which dynamo guards compiled code, four times as fast as asking in Python; if this version of
+    torch does not have it, or it does not do what is needed here, the guard is written in Python.
+    """
+    if _is_native():
+        try:
+            return _native(examples)
+        except Exception:  # a layout without strides, say
+            pass
+    return _portable(examples)
+
+
+def _native(examples: Sequence[torch.Tensor]) -> TensorGuard:
+    guards = torch._C._dynamo.guards.TensorGuards
+    return guards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
+def _portable(examples: Sequence[torch.Tensor]) -> TensorGuard:
+    classes, mode = list(map(type, examples)), _mode()
+    try:
+        known = list(map(_described, examples))
+    except Exception:  # a tensor subclass without strides, say
+        return lambda *tensors: False
+
+    def check(*tensors: torch.Tensor) -> bool:
+        return (
+            len(set(map(id, tensors))) == len(tensors)
+            and list(map(type, tensors)) == classes
+            and list(map(_described, tensors)) == known
+            and _mode() == mode
+        )
+
+    return check
+
+
+def _described(tensor: torch.Tensor) -> tuple:
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    return tensor.shape, strides, tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad
+
+
+def _mode() -> tuple:
+    modes = getattr(torch._C, "_len_torch_dispatch_stack", int)()
+    return bool(_is_autocast_on()), torch.is_inference_mode_enabled(), modes
+
+
+@functools.cache
+def _is_native() -> bool:
+    """Whether torch's guard, which is private, notices all that it must notice here."""
+    plain, other = torch.empty(2, 3), torch.empty(2, 3)
+    unlike = (
+        torch.empty(2, 3, dtype=torch.float16),
+        torch.empty(2, 3, device="meta"),
+        torch.empty(3, 2),
+        torch.empty(3, 2).t(),
+        torch.nn.Parameter(other, requires_grad=False),
+        torch.empty(2, 3, requires_grad=True),
+        None,
+    )
+    try:
+        check = _native((plain, other))
+        if not check(other, plain) or check(plain, plain) or any(check(plain, odd) for odd in unlike):
+            return False
+        with torch.autocast("cpu", torch.bfloat16):
+            if check(plain, other):
+                return False
+        with torch.inference_mode(not torch.is_inference_mode_enabled()):
+            return not check(plain, other)
+    except Exception:
+        return False

@@ -1,0 +1,95 @@
+"""What of a tensor matters to a graph: its class, dtype, device and memory layout, and the memory it covers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""The classes of tensors that are no more than their data; compare with `type(tensor) in PLAIN_TENSORS`."""
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The channels-last memory format by number of dimensions: images [B, C, H, W], videos [B, C, T, H, W]."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its sizes: what a shape-generic graph is specialised on."""
+
+    dtype: torch.dtype
+    device: torch.device
+    ndim: int
+    layout: str | tuple[int, ...]
+    """"contiguous", "channels last", or the order of the dimensions by stride."""
+
+
+def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
+    """The spec of this tensor."""
+    layout: str | tuple[int, ...]
+    if tensor.is_contiguous():
+        layout = "contiguous"
+    elif is_channels_last(tensor):
+        layout = "channels last"
+    else:
+        strides = tensor.stride()
+        layout = tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
+    return TensorSpec(tensor.dtype, tensor.device, tensor.ndim, layout)
+
+
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is contiguous with channels last, and not contiguous otherwise."""
+    last = CHANNELS_LAST.get(tensor.ndim)
+    return last is not None and tensor.is_contiguous(memory_format=last) and not tensor.is_contiguous()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is contiguous, or an image or video that is contiguous with channels last."""
+    return tensor.is_contiguous() or is_channels_last(tensor)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a contiguous copy if it is not dense.
+
+    A graph is made for one layout. Slices and transposed tensors have strides of their own (at a batch of 1,
+    meaningless ones), so each would need another graph.
+    """
+    return tensor if is_dense(tensor) else tensor.contiguous()
+
+
+def empty_dense_like(
+    tensor: torch.Tensor, shape: Sequence[int] | None = None, device: str | None = None
+) -> torch.Tensor:
+    """An uninitialised tensor in the layout of a dense one, with exactly the strides that the layout implies.
+
+    shape, device: those of the tensor by default.
+    """
+    last = CHANNELS_LAST.get(tensor.ndim)
+    return torch.empty(
+        tensor.shape if shape is None else shape,
+        dtype=tensor.dtype,
+        device=device or tensor.device,
+        memory_format=torch.contiguous_format if last is None or tensor.is_contiguous() else last,
+    )
+
+
+def share_memory(tensors: Sequence[torch.Tensor], changed: Sequence[int]) -> bool:
+    """Whether one of the changed tensors overlaps another tensor in memory.
+
+    A graph may write its changes at the end, where the block would have read them before.
+    """
+    spans = [(start := tensor.data_ptr(), start + extent(tensor)) for tensor in tensors]
+    return any(
+        other != index and spans[index][0] < end and start < spans[index][1]
+        for index in changed
+        for other, (start, end) in enumerate(spans)
+    )
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from the start of the tensor's first element to the end of its last one; 0 if it is empty."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
