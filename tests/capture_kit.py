@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.fallbacks import NOT_CAPTURED, fallbacks
-from comfy_accel.accel.cuda_graphs.capture_host import CaptureHost
 from comfy_accel.accel.cuda_graphs.model_capture import ModelCapture
+from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from cpu_recorder import CpuRecorder
 

@@ -17,7 +17,7 @@ from .recorder import CaptureFailed
 
 if TYPE_CHECKING:
     from ..dispatch.block_observer import BlockObserver
-    from ..modules.model_state import ModelState
+    from ..modules.snapshot import WeightSnapshot
     from ..step_cache.capture_io import Tape, Taps
     from .capture_key import CaptureKey
     from .pool import CapturePool
@@ -28,7 +28,7 @@ class CallRecording:
     """One call, to be watched or recorded.
 
     key: of its sort. inner: makes it. tensors: of its arguments, then those of `features`, which a skipped call takes.
-    taps: of a call under DeepCache. state: of the model. device: where all of it is.
+    taps: of a call under DeepCache. weights: of the model. device: where all of it is.
     """
 
     key: CaptureKey
@@ -38,7 +38,7 @@ class CallRecording:
     taps: Taps | None
     pool: CapturePool
     observer: BlockObserver
-    state: ModelState
+    weights: WeightSnapshot
     device: torch.device
 
     def watch(self) -> str | None:
@@ -51,7 +51,7 @@ class CallRecording:
         try:
             with self.pool.recorder.lock:
                 buffers.fill(self.tensors)
-                watch = CallWatch([*self.state.tensors(), *buffers.tensors], self.device)
+                watch = CallWatch([*self.weights.tensors(), *buffers.tensors], self.device)
 
                 def call() -> None:
                     with watch:
@@ -82,7 +82,7 @@ class CallRecording:
             finally:
                 self.observer.recording = False
             self.pool.grow(recording, self.device)
-            if not self.state.is_same():
+            if not self.weights.is_current():
                 raise CaptureFailed("its weights were moved while it was recorded")
             captured = CapturedCall(
                 self.key,
@@ -91,8 +91,8 @@ class CallRecording:
                 buffers,
                 out,
                 tape,
-                self.state.digest,
-                self.state.outline(),
+                self.weights.digest,
+                self.weights.outline(),
                 self.observer,
             )
             out, _, handed = captured.run(self.tensors)

@@ -1,7 +1,7 @@
 """What a call does that a recording of it would not do again, or not on the right tensors.
 
 Looked for in one call whose blocks run as they are, operator by operator; what happens between operators, in
-Python, nobody sees here (see `model_state.obstacle`).
+Python, nobody sees here (see `model_guard`).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class CaptureKey:
     facts: what else a recording has inside and the call does not say: the code of the model and what it looks at
         (the attention implementation), how its blocks are compiled, torch's switches for arithmetic.
     Not part of it, because only values depend on them: sigma, seeds, uuids, LoRA strength. Where the weights lie
-    is not either: a recording is asked, and dropped when they have moved (`model_state`).
+    is not either: a recording is asked, and dropped when they have moved (`WeightSnapshot`).
     """
 
     model: weakref.ref

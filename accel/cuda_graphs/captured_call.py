@@ -54,7 +54,7 @@ class CapturedCall:
 
     buffers: its inputs, with the features that a skipped call takes. out: what it returned. tape: what it handed to
         DeepCache, None where that has no part in it. digest, outline: of the model when it was recorded
-        (`model_state`). observer: tells the compiled blocks inside; they live as long as the recording.
+        (`WeightSnapshot`). observer: tells the compiled blocks inside; they live as long as the recording.
     """
 
     saved_as: str | None = None

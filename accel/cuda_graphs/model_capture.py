@@ -27,10 +27,9 @@ from ..signature.tensors import PLAIN_TENSORS
 from ..step_cache.capture_io import Tape, Taps
 from .call_cache import CallSort, CallSorts
 from .call_recording import CallRecording, tensors_of
-from .capture_host import CaptureHost
 from .capture_key import CaptureKey
 from .captured_call import CapturedCall
-from .model_watch import ModelWatch
+from .model_guard import CaptureHost, ModelGuard
 from .pool import CapturePool, MadeRoom, NoRoom
 from .recorder import CaptureFailed
 
@@ -72,7 +71,7 @@ class ModelCapture:
             runner.observer = self._observer
         self._sorts: dict[CaptureKey, _Sort] = {}
         self._confirmed: weakref.WeakSet[CapturedCall] = weakref.WeakSet()
-        self._model_watch = ModelWatch(model, host)
+        self._guard = ModelGuard(model, host)
         self._calls = CallSorts(host.simplify)
         self._off: str | None = None
         self._taps: Taps | None = None
@@ -116,11 +115,11 @@ class ModelCapture:
 
     def _why_not(self) -> str | None:
         reason = self._host.why_not()
-        if reason is not None or self._model_watch.seems_same():
+        if reason is not None or self._guard.seems_current():
             return reason
         self._confirmed.clear()
         self._calls.forget()
-        reason = self._model_watch.look()
+        reason = self._guard.snapshot()
         if reason is not None:
             self._stop(reason)  # looking again at every call would cost more than it may give
         return reason
@@ -150,12 +149,12 @@ class ModelCapture:
         odd = next((type(t).__name__ for t in filled if type(t) not in PLAIN_TENSORS), None)
         if odd is not None:
             return f"it is called with a {odd}"
-        state = self._model_watch.state
-        devices = {tensor.device for tensor in filled} | state.devices
+        weights = self._guard.weights
+        devices = {tensor.device for tensor in filled} | weights.devices
         if len(devices) > 1:
             return f"its weights and inputs are on {' and '.join(sorted(map(str, devices)))}"
         reason = not_in_this_mode((), inputs)
-        if reason is None and torch.is_grad_enabled() and any(t.requires_grad for t in state.tensors()):
+        if reason is None and torch.is_grad_enabled() and any(t.requires_grad for t in weights.tensors()):
             reason = "gradients are wanted"
         return reason
 
@@ -178,7 +177,7 @@ class ModelCapture:
         if captured is None:
             return None
         if captured not in self._confirmed:
-            if captured.digest != self._model_watch.state.digest or not captured.has_kernels():
+            if captured.digest != self._guard.weights.digest or not captured.has_kernels():
                 self._cache.evict(key)
                 self._sort(key).made = True  # it was watched when it was made, and code is in the key
                 self._sort(key).watched = True
@@ -196,7 +195,7 @@ class ModelCapture:
                 out, parts, handed = captured.run(tensors)
                 # The device is at work meanwhile. Recorded addresses were mapped when the call began; that all of
                 # them are the weights' is known only now.
-                if not self._model_watch.is_same(captured.outline):
+                if not self._guard.is_current(captured.outline):
                     self._cache.evict(captured.key)
                     return False, None
                 if taps is not None:
@@ -229,8 +228,8 @@ class ModelCapture:
         if not sort.made or not self._observer.settled:
             sort.made = self._observer.settled
             return out
-        state = self._model_watch.state
-        call = CallRecording(key, inner, tensors, features, taps, self._pool, self._observer, state, device)
+        weights = self._guard.weights
+        call = CallRecording(key, inner, tensors, features, taps, self._pool, self._observer, weights, device)
         refusal = self._attempt(sort, call, [*tensors_of(out), *handed.tensors])
         if refusal is not None:
             self._note(refusal)

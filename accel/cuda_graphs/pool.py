@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
-from ..modules.model_state import ModelState, Unrecordable
+from ..modules.snapshot import UnsupportedWeights, WeightSnapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable
@@ -149,6 +149,6 @@ def _evict(cache: GraphCache, members: Iterable[CapturedCall]) -> None:
 
 def _digest(model: torch.nn.Module) -> str | None:
     try:
-        return ModelState(model).digest
-    except Unrecordable:
+        return WeightSnapshot(model).digest
+    except UnsupportedWeights:
         return None

@@ -9,7 +9,7 @@ import torch
 from capture_kit import Toy, check_calls, latent, reasons, recording_cache, run, settle, times
 from comfy_accel.accel.core.eager_calls import RunEagerly
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.cuda_graphs.capture_host import CaptureHost
+from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
 from cpu_recorder import STAGES, CpuRecorder, left
 
 

@@ -18,7 +18,7 @@ from ...core.fallbacks import fallbacks
 from ...dispatch.compiled_layers import Host, compiled_layers, look_at
 from ...fingerprint.survey import Survey
 from ...modules.first_call import is_compiled
-from ...modules.settled import Settled
+from ...modules.snapshot import AttributeSnapshot
 from ...modules.substitution import Layer
 from ...modules.wrapped_layers import modules
 from . import attention_kwargs
@@ -38,32 +38,32 @@ class Run:
 
     def __init__(self, cache: GraphCache, claim: Claim):
         self.cache, self._claim = cache, claim
-        self._placed: dict[torch.nn.Module, tuple[Layers, Settled]] = {}
+        self._placed: dict[torch.nn.Module, tuple[Layers, AttributeSnapshot]] = {}
         self._looks: dict[torch.nn.Module, int] = {}
 
     def layers(self, model: torch.nn.Module, settings: CompileSettings) -> Layers:
         """The stand-ins for a call of the model now; what somebody changed in it since the last call counts."""
         placed = self._placed.get(model)
-        if placed is None or not placed[1].holds():
+        if placed is None or not placed[1].is_current():
             looks = self._looks[model] = self._looks.get(model, 0) + 1
             if looks <= _MOST_LOOKS:
                 placed = self._placed[model] = self._look(model, settings)
             elif looks == _MOST_LOOKS + 1:
                 fallbacks.note(type(model).__name__, "its settings change at every call")
-                placed = self._placed[model] = {}, Settled(())
+                placed = self._placed[model] = {}, AttributeSnapshot(())
         return placed[0]
 
-    def _look(self, model: torch.nn.Module, settings: CompileSettings) -> tuple[Layers, Settled]:
+    def _look(self, model: torch.nn.Module, settings: CompileSettings) -> tuple[Layers, AttributeSnapshot]:
         reason = _why_not(model)
         if reason is not None:
             fallbacks.note(type(model).__name__, reason)
-            return {}, Settled(())
+            return {}, AttributeSnapshot(())
         found = look_at(model, settings, HOST)
         _tell(model, found)
         if not found.regions:
-            return {}, Settled(())
-        settled = Settled((region.block for region in found.regions), HOST.wraps)
-        return compiled_layers(model, found, settings, HOST, self.cache, self._claim), settled
+            return {}, AttributeSnapshot(())
+        snapshot = AttributeSnapshot((region.block for region in found.regions), HOST.wraps)
+        return compiled_layers(model, found, settings, HOST, self.cache, self._claim), snapshot
 
 
 def _why_not(model: torch.nn.Module) -> str | None:

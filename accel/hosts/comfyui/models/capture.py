@@ -18,9 +18,9 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ....cache.graph_cache import Claim, GraphCache, shared
 from ....core.eager_calls import RunEagerly
-from ....cuda_graphs.capture_host import CaptureHost
 from ....cuda_graphs.cuda import CudaRecorder
 from ....cuda_graphs.model_capture import ModelCapture
+from ....cuda_graphs.model_guard import CaptureHost
 from ....cuda_graphs.pool import CapturePool
 from ....dispatch.block_runner import BlockRunner
 from ....fingerprint.code_reach import CodeReader

@@ -1,0 +1,102 @@
+"""What a captured call assumes of its model, and whether that still holds."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+
+from ..modules.snapshot import UnsupportedWeights, WeightSnapshot
+from ..modules.substitution import StandIn, has_foreign_forward
+
+_MAX_CHANGES = 8
+"""Changes of the model within one run after which nothing more is captured in it."""
+
+
+@dataclass(frozen=True)
+class CaptureHost:
+    """What only the host knows about a model whose calls are captured.
+
+    facts: part of the key, beside what the call itself says. simplify: replaces a dict among the arguments; raises
+        `RunEagerly` where something in it must run in each call. token: changes whenever the host moves or patches
+        weights; cheap. why_not: why nothing can be captured or replayed now; cheap. of_module: why a module cannot be
+        captured. interrupts: exceptions that mean "stop the run".
+    """
+
+    facts: Hashable = None
+    simplify: Callable[[dict], dict] | None = None
+    token: Callable[[], Hashable] = lambda: None
+    why_not: Callable[[], str | None] = lambda: None
+    of_module: Callable[[torch.nn.Module], str | None] = lambda module: None
+    interrupts: tuple[type[BaseException], ...] = ()
+
+
+class ModelGuard:
+    """Notices during one run that the model is no longer the one whose calls were captured.
+
+    weights: the snapshot taken last; None before the first, and once the model has changed.
+    """
+
+    def __init__(self, model: torch.nn.Module, host: CaptureHost):
+        self._model = weakref.ref(model)
+        self._host = host
+        self.weights: WeightSnapshot | None = None
+        self._token: Hashable = None
+        self._changes = 0
+
+    def seems_current(self) -> bool:
+        """Whether the model seems unchanged since the snapshot; a few microseconds."""
+        return self.weights is not None and self._host.token() == self._token and self.weights.seems_current()
+
+    def is_current(self, outline: int) -> bool:
+        """Whether the model is unchanged; some tenths of a millisecond. If not, a new snapshot is due.
+
+        outline: `WeightSnapshot.outline` as it must be.
+        """
+        if self.weights.is_current() and self.weights.outline() == outline:
+            return True
+        self.weights = None
+        self._changes += 1
+        return False
+
+    def snapshot(self) -> str | None:
+        """Take a new snapshot; the reason where calls of the model cannot be captured."""
+        self._changes += self.weights is not None
+        self.weights = None
+        model = self._model()
+        reason = _obstacle(model, self._host.of_module)
+        if self._changes >= _MAX_CHANGES:
+            reason = "its weights or its code change from call to call"
+        if reason is not None:
+            return reason
+        try:
+            self.weights, self._token = WeightSnapshot(model), self._host.token()
+        except UnsupportedWeights as why:
+            return str(why)
+        return None
+
+
+def _obstacle(model: torch.nn.Module, of_module: Callable[[torch.nn.Module], str | None]) -> str | None:
+    """Why a call of the model may run Python code that must run in each call; None where nothing says so."""
+    if model.training:
+        return "it is being trained"
+    everywhere = torch.nn.modules.module
+    if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
+        return "somebody's hooks are on all modules"
+    for path, module in model.named_modules():
+        name = f"{type(module).__name__} {path}".rstrip()
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"somebody's hook is on {name}"
+        if has_foreign_forward(module) or any(_is_override(module, key, value) for key, value in vars(module).items()):
+            return f"another extension has replaced code of {name}"
+        reason = of_module(module)
+        if reason is not None:
+            return f"{name}: {reason}"
+    return None
+
+
+def _is_override(module: torch.nn.Module, name: str, value: object) -> bool:
+    """Whether the attribute hides a method of the module's class."""
+    return callable(value) and not isinstance(value, StandIn) and callable(getattr(type(module), name, None))

@@ -1,0 +1,106 @@
+"""Snapshots of modules, cheap enough to ask at every call whether a model has changed since."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..signature.tensors import PLAIN_TENSORS
+from . import wrapped_layers
+from .wrapped_layers import Wraps
+
+_SAMPLED = 48
+"""Weights that `WeightSnapshot.seems_current` looks at, evenly spread over the model: enough to notice one that was
+moved as a whole or in large parts."""
+
+_address = torch.Tensor.data_ptr
+
+
+class AttributeSnapshot:
+    """The attributes and children of `modules` and of all modules in them, compared by identity.
+
+    Neither the values of tensors nor what an attribute contains are compared. Layers of torch's own are left out: a
+    replaced one is noticed in its parent, and nobody changes their settings. Wrappers (`wraps`) are compared, not what
+    is in them, which is read at each call.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], wraps: Wraps | None = None):
+        parts = {part for module in modules for _, part in wrapped_layers.modules(module, wraps)}
+        self._values = [
+            (attributes, list(attributes.values()))
+            for part in parts
+            if not type(part).__module__.startswith("torch.nn.")
+            for attributes in (part.__dict__, part._modules)
+        ]
+
+    def is_current(self) -> bool:
+        """Whether nothing was set, replaced, added or removed since."""
+        return all(
+            len(attributes) == len(values) and all(map(operator.is_, attributes.values(), values))
+            for attributes, values in self._values
+        )
+
+
+class UnsupportedWeights(Exception):
+    """No snapshot can be taken of these weights; the message says why."""
+
+
+class WeightSnapshot:
+    """The address of every weight, buffer and other tensor that the model's modules hold.
+
+    digest: of the address, shape, strides and type of each. devices: where they are; one at most.
+
+    Raises:
+        UnsupportedWeights: some have no plain address, or they are on several devices.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        modules = list(model.modules())
+        holders = [holder for m in modules for holder in (m._parameters, m._buffers, m.__dict__)]
+        places = [
+            (holder, name) for holder in holders for name, value in holder.items() if isinstance(value, torch.Tensor)
+        ]
+        self._holders, self._names = [holder for holder, _ in places], [name for _, name in places]
+        # A forward or a hook that is put on a module changes the length of one of these.
+        self._attributes = [m.__dict__ for m in modules]
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        tensors = self.tensors()
+        odd = next((t for t in tensors if type(t) not in PLAIN_TENSORS), None)
+        if odd is not None:
+            raise UnsupportedWeights(f"its weights are of the type {type(odd).__name__}")
+        self.devices = {tensor.device for tensor in tensors if tensor.numel()}
+        if len(self.devices) > 1:
+            raise UnsupportedWeights(f"its weights are on {' and '.join(sorted(map(str, self.devices)))}")
+        self._addresses = list(map(_address, tensors))
+        step = max(len(places) // _SAMPLED, 1)
+        self._sample = self._holders[::step], self._names[::step], self._addresses[::step]
+        layout = [(t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype)) for t in tensors]
+        self.digest = hashlib.sha256(repr(layout).encode()).hexdigest()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The weights, buffers and other tensors in these places now."""
+        return list(map(operator.getitem, self._holders, self._names))
+
+    def seems_current(self) -> bool:
+        """Whether a sample of the weights is where it was; a few microseconds."""
+        return _are_at(*self._sample)
+
+    def is_current(self) -> bool:
+        """Whether every weight is where it was; about 0.1 µs each."""
+        return _are_at(self._holders, self._names, self._addresses)
+
+    def outline(self) -> int:
+        """A hash of how many attributes and hooks each module has now."""
+        hooks = map(len, self._hooks) if any(self._hooks) else ()
+        return hash((*map(len, self._attributes), *hooks))
+
+
+def _are_at(holders: Sequence[dict[str, Any]], names: Sequence[str], addresses: list[int]) -> bool:
+    try:
+        return list(map(_address, map(operator.getitem, holders, names))) == addresses
+    except (KeyError, TypeError):  # one was removed, or is no tensor any more
+        return False
