@@ -15,7 +15,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _FROM = {
-    "DeepCacheSettings": "step_cache.deep_cache",
+    "DeepCacheSettings": "step_cache.config",
     "accelerate_pipeline": "hosts.diffusers.pipelines",
     "accelerated": "hosts.diffusers.pipelines",
     "restore": "hosts.diffusers.pipelines",

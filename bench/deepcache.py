@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     comfyui = boot(cpu=not has_accelerator())
     pack.load()
     import torch
-    from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
+    from comfy_accel.accel.step_cache.config import DeepCacheSettings
     from comfy_accel.accel.step_cache.split_points import boundary_of
 
     from . import toy
@@ -194,7 +194,7 @@ def apply(contender: Contender, model):
         defaults = {entry.id: entry.default for entry in EasyCacheNode.define_schema().inputs if entry.id != "model"}
         return EasyCacheNode.execute(model, **{**defaults, "reuse_threshold": contender.threshold}).args[0]
     from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-    from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
+    from comfy_accel.accel.step_cache.config import DeepCacheSettings
 
     settings = {"schedule": contender.schedule, "between": contender.between}
     if contender.threshold is not None:

@@ -52,7 +52,7 @@ def of_calls(model: Any, image: Callable[[Any, int], Any], cache: Any) -> dict[s
     from comfy_accel.accel.cuda_graphs.pool import CapturePool
     from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
     from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-    from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
+    from comfy_accel.accel.step_cache.config import DeepCacheSettings
 
     recorder = IdleRecorder()
     cache.captures = CapturePool(recorder)

@@ -5,7 +5,7 @@ from typing_extensions import override
 
 from ..accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from ..accel.hosts.comfyui.versions import check_options, make_input, schema
-from ..accel.step_cache.deep_cache import BETWEEN, SCHEDULES, DeepCacheSettings
+from ..accel.step_cache.config import BETWEEN, POLICIES, DeepCacheSettings
 
 DEFAULTS = DeepCacheSettings()
 
@@ -83,7 +83,7 @@ class AccelDeepCache(io.ComfyNode):
                 make_input(
                     io.Combo,
                     "schedule",
-                    options=list(SCHEDULES),
+                    options=list(POLICIES),
                     default=DEFAULTS.schedule,
                     optional=True,
                     tooltip=(
@@ -125,7 +125,7 @@ class AccelDeepCache(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, schedule=None, between=None) -> bool | str:
-        return check_options(schedule=(schedule, SCHEDULES), between=(between, BETWEEN))
+        return check_options(schedule=(schedule, list(POLICIES)), between=(between, BETWEEN))
 
     @classmethod
     @override

@@ -11,7 +11,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
+from comfy_accel.accel.step_cache.run import DeepCacheRun
 from torch.utils.flop_counter import FlopCounterMode
 from uniform_hold import uniform_hold
 
@@ -48,7 +48,7 @@ def assert_no_trace(model):
     assert changed == []
     gc.collect()
     runs = [thing for thing in gc.get_objects() if type(thing) is DeepCacheRun]
-    assert not any(run._histories or run._meter._references or run._meter._changes for run in runs)
+    assert not any(run._histories or run._drift._references or run._drift._changes for run in runs)
     assert host.KEY not in model.model_options.get("transformer_options", {})
 
 
@@ -91,7 +91,7 @@ def full_and_skipped_flops(boundary, x, call):
     spent = []
     for sigma, stand_ins in ((2.0, boundary.recording), (1.0, boundary.skipping)):
         run.begin_evaluation(sigma)
-        layers = stand_ins(run, run.streams(x, ["a", "b"], [0, 1], None))
+        layers = stand_ins(run, run.branches(x, ["a", "b"], [0, 1], None))
         counter = FlopCounterMode(display=False)
         with counter, torch.no_grad(), substituted(layers, Order.CACHED):
             call()

@@ -1,7 +1,7 @@
 """A sampler and a model of numbers, to drive a DeepCacheRun without a host."""
 
 import torch
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
+from comfy_accel.accel.step_cache.run import DeepCacheRun
 from uniform_hold import uniform_hold
 
 ADAPTIVE = {"schedule": "adaptive", "interval": 100}
@@ -23,11 +23,11 @@ class Sampler:
 
     def call(self, sigma, uuids, batch=2, size=8, window=None, conds=None):
         x = torch.zeros(batch * len(uuids), 4, size, size)
-        keys = self.run.streams(x, list(uuids), conds or list(range(len(uuids))), window)
+        keys = self.run.branches(x, list(uuids), conds or list(range(len(uuids))), window)
         if keys is None:
             return None
         fresh = torch.full((batch * len(uuids), 3, size, size), float(sigma))
-        self.run.watch(keys, fresh)
+        self.run.measure(keys, fresh)
         skip = self.run.can_skip(keys)
         feature = self.run.gather(keys) if skip else self.run.exchange(keys, fresh)
         self.run.count(skip)

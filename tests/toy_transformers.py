@@ -2,8 +2,8 @@
 
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
 from comfy_accel.accel.step_cache.dit_split import DiTBoundary
+from comfy_accel.accel.step_cache.run import DeepCacheRun
 from uniform_hold import uniform_hold
 
 FULL, SKIPPED = 14.6, 8.0
@@ -109,7 +109,7 @@ class Sampler:
 
     def call(self, sigma, x, *args, uuids="a", control=None):
         self.run.begin_evaluation(sigma)
-        keys = self.run.streams(x, list(uuids), list(range(len(uuids))), None)
+        keys = self.run.branches(x, list(uuids), list(range(len(uuids))), None)
         self.skipped = keys is not None and self.run.can_skip(keys)
         if keys is None:
             return self.model(x, *args)

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..compile.benchmark import Probe
-
-FULL, SKIPPED = "FS"
-"""A step of DeepCache, as a letter."""
+from ..step_cache.run import FULL, SKIPPED
 
 
 class Saving(NamedTuple):

@@ -9,14 +9,14 @@ from typing import Any
 from ..core.events import log
 from ..modules.substitution import Order, substituted
 from .capture_io import Taps
-from .deep_cache import DeepCacheRun, StreamKey
+from .run import BranchKey, DeepCacheRun
 from .unet_split import OutdatedFeature
 
 
 def cached_call(
     run: DeepCacheRun,
     boundary: Any,
-    keys: Sequence[StreamKey] | None,
+    keys: Sequence[BranchKey] | None,
     full: Callable[[], Any],
     skipped: Callable[[], Any],
     must_pass: Callable[[Exception], bool],

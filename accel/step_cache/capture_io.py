@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from .deep_cache import DeepCacheRun, StreamKey
+from .run import BranchKey, DeepCacheRun
 
 
 @dataclass
@@ -29,10 +28,10 @@ class Tape:
     parts: list[Hashable | None] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
 
-    def add(self, part: Hashable | None, tensor: torch.Tensor) -> None:
-        # A copy: the model goes on with the tensor, and may do so in place.
+    def add(self, part: Hashable | None, tensor: torch.Tensor, owned: bool) -> None:
+        """owned: nobody writes to `tensor` any more, so it need not be copied."""
         self.parts.append(part)
-        self.tensors.append(tensor.clone())
+        self.tensors.append(tensor if owned else tensor.clone())
 
 
 class Taps:
@@ -41,7 +40,7 @@ class Taps:
     keys: the call's streams. skips: whether it leaves the deep part out.
     """
 
-    def __init__(self, run: DeepCacheRun, boundary: Any, keys: Sequence[StreamKey], skips: bool):
+    def __init__(self, run: DeepCacheRun, boundary: Any, keys: Sequence[BranchKey], skips: bool):
         self._run, self._boundary, self._keys, self._skips = run, boundary, keys, skips
         self._tape: Tape | None = None
         self._copies: Tape | None = None
@@ -63,8 +62,8 @@ class Taps:
     @property
     def phase(self) -> Hashable:
         """Which part of the model the call runs, and what it hands out."""
-        adaptive = self._run.settings.is_adaptive
-        return "skipped" if self._skips else "full", self._boundary.layout, len(self._keys), adaptive
+        uses_drift = self._run.policy.uses_drift
+        return "skipped" if self._skips else "full", self._boundary.layout, len(self._keys), uses_drift
 
     def features(self) -> dict[Hashable, torch.Tensor]:
         """What a skipped call takes, by part of the boundary; nothing for a full one."""
@@ -100,26 +99,28 @@ class Taps:
             if part is None:
                 if not self._skips:
                     self._boundary.note(self._keys, tensor)
-                self._run.watch(self._keys, tensor)
+                self._run.measure(self._keys, tensor)
             else:
                 self._run.exchange(self._keys, tensor, part)
 
-    def watch(self, keys: Sequence[StreamKey], shallow: torch.Tensor) -> None:
-        """As `DeepCacheRun.watch`."""
+    def measure(self, keys: Sequence[BranchKey], shallow: torch.Tensor, owned: bool = False) -> None:
+        """As `DeepCacheRun.measure`."""
         for tape in (self._tape, self._copies):
             if tape is not None:
-                tape.add(None, shallow)
+                tape.add(None, shallow, owned)
         if self._tape is None:
-            self._run.watch(keys, shallow)
+            self._run.measure(keys, shallow, owned)
 
-    def exchange(self, keys: Sequence[StreamKey], feature: torch.Tensor, part: Hashable = 0) -> torch.Tensor:
+    def exchange(
+        self, keys: Sequence[BranchKey], feature: torch.Tensor, part: Hashable = 0, owned: bool = False
+    ) -> torch.Tensor:
         """As `DeepCacheRun.exchange`."""
         for tape in (self._tape, self._copies):
             if tape is not None:
-                tape.add(part, feature)
-        return feature if self._tape is not None else self._run.exchange(keys, feature, part)
+                tape.add(part, feature, owned)
+        return feature if self._tape is not None else self._run.exchange(keys, feature, part, owned)
 
-    def gather(self, keys: Sequence[StreamKey], part: Hashable = 0) -> torch.Tensor:
+    def gather(self, keys: Sequence[BranchKey], part: Hashable = 0) -> torch.Tensor:
         """As `DeepCacheRun.gather`."""
         if self._tape is None:
             return self._run.gather(keys, part)

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..modules.substitution import Layer
+from .run import BranchKey, DeepCacheRun
 from .unet_split import UNetBoundary
-
-if TYPE_CHECKING:
-    from .deep_cache import DeepCacheRun, StreamKey
 
 _PARTS = {"resnets", "attentions", "downsamplers", "upsamplers"}
 """All that a block of the layout may consist of."""
@@ -39,11 +37,11 @@ class DiffusersBoundary(UNetBoundary):
         super().__init__(_as_blocks(model), depth)
         self.model = model
 
-    def recording(self, run: DeepCacheRun, keys: Sequence[StreamKey]) -> dict[torch.nn.Module, Layer]:
+    def recording(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         """The stand-ins for a call in full."""
         return {module: _for_tuples(layer) for module, layer in super().recording(run, keys).items()}
 
-    def skipping(self, run: DeepCacheRun, keys: Sequence[StreamKey]) -> dict[torch.nn.Module, Layer]:
+    def skipping(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         """The stand-ins for a call whose deep part is skipped."""
         return {module: _for_tuples(layer) for module, layer in super().skipping(run, keys).items()}
 

@@ -10,17 +10,16 @@ import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..core.events import log
 from ..modules.blocks import BlockList, largest_depth_within, trunk_of
 from ..modules.substitution import Forward, Layer
+from .config import checked_depth
+from .run import BranchKey, DeepCacheRun
 from .token_streams import NoStreams, StreamFinder, Streams, arguments, parts_of, possible_streams
-
-if TYPE_CHECKING:
-    from .deep_cache import DeepCacheRun, StreamKey
 
 DEFAULT_SHARE = 0.3
 """Largest share of the blocks' weights that a skipped step may use when the depth is not given.
@@ -84,11 +83,8 @@ class DiTBoundary:
         self.model = model
         self.lists = trunk_of(model)
         self.count = sum(len(found.blocks) for found in self.lists)
-        self.depth = largest_depth_within(DEFAULT_SHARE, self.lists) if depth is None else depth
-        if not 1 <= self.depth <= self.max_depth:
-            raise ValueError(
-                f"DeepCache: depth {depth} is outside this model's range 1 to {self.max_depth} (0 chooses by itself)."
-            )
+        depth = largest_depth_within(DEFAULT_SHARE, self.lists) if depth is None else depth
+        self.depth = checked_depth(depth, self.max_depth)
         self.spans: list[Span] = []
         before = 0
         for found in self.lists:
@@ -118,13 +114,13 @@ class DiTBoundary:
         """Tells where the model is cut."""
         return "transformer", self.depth, tuple(span.found.path for span in self.spans if not span.unfit)
 
-    def note(self, keys: Sequence[StreamKey], image: torch.Tensor) -> None:
+    def note(self, keys: Sequence[BranchKey], image: torch.Tensor) -> None:
         """A call in full has begun; nothing of it is kept here."""
 
-    def require(self, keys: Sequence[StreamKey], image: torch.Tensor) -> None:
+    def require(self, keys: Sequence[BranchKey], image: torch.Tensor) -> None:
         """A skipped call has begun; its shapes are compared when residuals are added."""
 
-    def recording(self, run: DeepCacheRun, keys: Sequence[StreamKey]) -> dict[torch.nn.Module, Layer]:
+    def recording(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         """The stand-ins for a call in full."""
         layers: dict[torch.nn.Module, Layer] = {}
         for span in self.spans:
@@ -135,7 +131,7 @@ class DiTBoundary:
                 layers.update({block: partial(_call, passage.call, block) for block in blocks})
         return layers
 
-    def skipping(self, run: DeepCacheRun, keys: Sequence[StreamKey]) -> dict[torch.nn.Module, Layer]:
+    def skipping(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         """The stand-ins for a call whose middle blocks are skipped.
 
         They raise RuntimeError where the call goes another way than the recorded ones did: a patch in
@@ -185,7 +181,7 @@ def _call(passage: Any, block: torch.nn.Module, inner: Forward, /, *args: Any, *
 class _Recording:
     """One call in full on its way through a span."""
 
-    def __init__(self, boundary: DiTBoundary, span: Span, run: DeepCacheRun, keys: Sequence[StreamKey], watched: bool):
+    def __init__(self, boundary: DiTBoundary, span: Span, run: DeepCacheRun, keys: Sequence[BranchKey], watched: bool):
         self.boundary, self.span, self.run, self.keys, self.watched = boundary, span, run, keys, watched
         self.learning = span.streams is None
         self.inputs: dict[str, torch.Tensor] | None = None
@@ -259,12 +255,13 @@ class _Recording:
                 raise NoStreams(f"{name} {list(tensor.shape)} does not have the latent's batch of {rows}")
         span.streams, span.remembered = streams, True
         if self.watched:
-            self.run.watch(self.keys, _image(span, before))
+            # Copied from the blocks' arguments, and only read from here on.
+            self.run.measure(self.keys, _image(span, before), owned=True)
         changed = False
         for name, tensor in after.items():
             dim = span.batch_dim(tensor)
             residual = (tensor - before[name]).movedim(dim, 0)
-            kept = self.run.exchange(self.keys, residual, part=span.part(name))
+            kept = self.run.exchange(self.keys, residual, span.part(name), owned=True)
             if kept is not residual:
                 after[name] = before[name] + kept.movedim(0, dim)
                 changed = True
@@ -274,7 +271,7 @@ class _Recording:
 class _Skipping:
     """One call on its way past a span."""
 
-    def __init__(self, span: Span, run: DeepCacheRun, keys: Sequence[StreamKey]):
+    def __init__(self, span: Span, run: DeepCacheRun, keys: Sequence[BranchKey]):
         self.span, self.run, self.keys = span, run, keys
         self.watched = False
         self.inputs: dict[str, torch.Tensor] | None = None
@@ -289,7 +286,7 @@ class _Skipping:
             given = arguments(block, args, kwargs)
             self.inputs = {name: given[name] for name in span.streams.tensors}
             if self.watched:
-                self.run.watch(self.keys, _image(span, self.inputs))
+                self.run.measure(self.keys, _image(span, self.inputs))
             if block is not span.last:
                 # What follows may work in place.
                 self.passed = span.streams.pack({name: tensor.clone() for name, tensor in self.inputs.items()})

@@ -1,4 +1,4 @@
-"""How far the shallow features have moved since the last refresh, and how far they will have at the next step."""
+"""The drift of shallow features since the last refresh, and a prediction of it for the next step."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ import torch
 
 @dataclass(frozen=True)
 class _Change:
-    """amount: relative L1, 0-dim, on the features' device. span: the steps that it took. since: the step
-    that the next change counts from."""
+    """amount: relative L1, 0-dim, on the features' device. span: the steps that it took. since: the step from which
+    the next change is counted."""
 
     amount: torch.Tensor
     span: int
     since: int
 
 
-class ChangeMeter:
-    """For each stream a copy of its shallow feature at its last refresh, and the change since, left on the device."""
+class Drift:
+    """The change of each CFG branch's shallow feature since its last refresh, left on the device.
+
+    Memory: one copy of the shallow feature for each branch.
+    """
 
     def __init__(self) -> None:
         self._references: dict[Hashable, tuple[int, torch.Tensor]] = {}
         self._changes: dict[Hashable, _Change] = {}
         self._step: int | None = None
 
-    def watch(self, key: Hashable, shallow: torch.Tensor, step: int, renew: bool) -> None:
-        """Measure `shallow` [B, ...] against the stream's reference; with `renew`, or where that is of another
-        shape, it becomes the reference."""
+    def measure(self, key: Hashable, shallow: torch.Tensor, step: int, renew: bool, owned: bool = False) -> None:
+        """Compare `shallow` [B, ...] with the branch's reference.
+
+        renew: it becomes the reference; so it does where the reference has another shape. owned: nobody writes to
+        `shallow` any more, so it need not be copied.
+        """
         if step != self._step:
-            self._changes.clear()  # streams that come no more have no say
+            self._changes.clear()  # a branch that has ended no longer counts
             self._step = step
         known = self._references.get(key)
         if known is not None and not _is_like(known[1], shallow):
@@ -40,12 +46,12 @@ class ChangeMeter:
             amount = relative_change(shallow, reference)
             self._changes[key] = _Change(amount, step - since, step if renew else since)
         if renew:
-            self._references[key] = (step, shallow.clone())
+            self._references[key] = (step, shallow if owned else shallow.clone())
 
     def predicted(self, step: int) -> float | None:
-        """The largest change of a stream that is expected at `step`; None without a measure.
+        """The largest relative change of any branch expected at `step`; None before two steps were measured.
 
-        The change is taken to grow evenly with the steps. Waits for the device, once.
+        Assumes that the change grows linearly with the steps. Waits for the device, once.
         """
         expected = [change.amount * (abs(step - change.since) / change.span) for change in self._changes.values()]
         if not expected:
@@ -66,5 +72,5 @@ def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def relative_change(now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
-    """Mean |now - then| over mean |then|, 0-dim in float32; not finite where `then` is nothing but zeros."""
+    """Mean |now - then| over mean |then|, 0-dim in float32; not finite where `then` is all zeros."""
     return (now - then).abs().mean(dtype=torch.float32) / then.abs().mean(dtype=torch.float32)

@@ -1,8 +1,7 @@
-"""What a feature will be, extrapolated from what it was at its last refreshes.
+"""Extrapolation of a feature from its values at the last refreshes.
 
-In the spirit of TaylorSeer (Liu et al., arXiv 2503.06923) and Spectrum (arXiv 2603.01623): features
-move along smooth curves from step to step, so a curve through the last ones says more than the last
-one alone.
+In the spirit of TaylorSeer (Liu et al., arXiv 2503.06923) and Spectrum (arXiv 2603.01623): features move along smooth
+curves from step to step, so a curve through the last ones is closer than the last one alone.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from collections.abc import Sequence
 import torch
 
 ORDER = 1
-"""Of the polynomial; the history holds one point more. A line: on the trained test network curves of second
-order are farther off, by 1 to 4 dB at an interval of 3 and by more at 5."""
+"""Degree of the polynomial; the history has one point more. On the trained test network curves of degree 2 are worse
+by 1 to 4 dB at an interval of 3, and by more at 5."""
 
 REACH = 1.0
-"""How far beyond the newest point the curve is followed, in lengths of the last segment; further on
-the forecast stays where it is, since a short segment says little about a long way."""
+"""How far beyond the newest point the curve is followed, in lengths of the last segment; from there on the forecast is
+constant, since a short segment says little about a long distance."""
 
 
 def weights(points: Sequence[float], at: float) -> list[float]:
-    """Lagrange's: sum(w * f) is at `at` the polynomial through (points[i], f[i]); they add up to 1.
+    """Lagrange weights: sum(w[i] * f[i]) is the polynomial through (points[i], f[i]) at `at`. They add up to 1.
 
-    `points`: newest first, all different.
+    points: newest first, all different.
     """
     result = []
     for i, own in enumerate(points):
@@ -37,7 +36,7 @@ def weights(points: Sequence[float], at: float) -> list[float]:
 
 
 class History:
-    """The last points of one feature, newest first; each holds a copy of the feature, `keep` in all."""
+    """The last `keep` points of one feature, newest first, each with a copy of the feature."""
 
     def __init__(self, keep: int):
         self._keep = keep
@@ -49,28 +48,31 @@ class History:
         return self._points[0][0]
 
     def fits(self, feature: torch.Tensor) -> bool:
-        """Whether what is remembered has the shape and type of `feature`."""
+        """Whether all points have the shape and dtype of `feature`."""
         return all(known.shape == feature.shape and known.dtype == feature.dtype for _, _, known in self._points)
 
-    def record(self, step: int, at: float, feature: torch.Tensor) -> None:
-        """Add a copy of the feature at the place `at` on the curve; another evaluation of the same step, or at
-        the same place, replaces the point that it had, and one of another shape all points."""
+    def record(self, step: int, at: float, feature: torch.Tensor, owned: bool = False) -> None:
+        """Add the feature at the place `at` on the curve.
+
+        Another evaluation of the same step, or at the same place, replaces its point; a feature of another shape or
+        dtype replaces all points. owned: nobody writes to `feature` any more, so it need not be copied.
+        """
         if not self.fits(feature):
             self._points.clear()
         self._points = [point for point in self._points if point[0] != step and not _is_same(point[1], at)]
         del self._points[self._keep - 1 :]
-        self._points.insert(0, (step, at, feature.clone()))
+        self._points.insert(0, (step, at, feature if owned else feature.clone()))
 
     def value(self, at: float) -> torch.Tensor:
-        """The feature at the place `at`, a tensor of its own: the forecast, or the newest point where there is no
-        second."""
+        """The feature at the place `at`, in memory of its own: the forecast, or the newest point where it is the only
+        one."""
         newest = self._points[0][2]
         result = newest.clone()
         if len(self._points) > 1:
             points = [place for _, place, _ in self._points]
             for weight, (_, _, older) in zip(weights(points, _reachable(points, at)), self._points, strict=True):
                 if older is not newest:
-                    # The weights add up to 1; differences of neighbours keep their digits in half precision.
+                    # The weights add up to 1. Differences of neighbours keep their digits in half precision.
                     result.add_(older - newest, alpha=weight)
         return result
 

@@ -1,5 +1,4 @@
-"""Which sampler step a noise level belongs to, whether that step is in a window, and what it puts at stake: pure
-functions of numbers."""
+"""The sampler step of a noise level, and that step's weight: pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -8,19 +7,19 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 SIGMA_TOLERANCE = 1e-4
-"""Relative; samplers compute their sigmas anew in float32, and neighbours differ by 5e-3 or more."""
+"""Relative. Samplers recompute their sigmas in float32; neighbouring sigmas differ by 5e-3 or more."""
 
 LARGEST_SCALE = 16.0
-"""Of noise to picture in `stake`; SD's schedule begins at 14.6, a flow's at infinity."""
+"""Upper bound of 1 / cos(angle) in `step_weight`: the SD schedule starts at 14.6, a flow's at infinity."""
 
 
 def step_of(sigma: float, schedule: Sequence[float]) -> int:
-    """The index of the step that an evaluation at `sigma` belongs to.
+    """Index of the step that an evaluation at `sigma` belongs to.
 
-    `schedule` holds the noise levels of a run, one more than it has steps, falling (or rising, when
-    noise is added). Step i owns the levels from schedule[i] up to, but without, schedule[i + 1], so
-    the midpoints of second-order samplers are in the step that they refine; Heun's second evaluation,
-    at the next step's own level, shares the decision of that next step.
+    schedule: noise levels of a run, one more than it has steps, falling (or rising, when noise is added). Step i owns
+    the levels from schedule[i] up to, but not including, schedule[i + 1]. So the midpoints of second-order samplers
+    belong to the step that they refine; Heun's second evaluation, at the next step's own level, shares the decision of
+    that next step.
     """
     starts = schedule[:-1]
     if schedule[0] >= schedule[-1]:
@@ -31,31 +30,31 @@ def step_of(sigma: float, schedule: Sequence[float]) -> int:
 
 
 def is_in_order(schedule: Sequence[float]) -> bool:
-    """Whether the noise levels only fall, or only rise, as `step_of` takes them to."""
+    """Whether the noise levels only fall or only rise, as `step_of` assumes."""
     return list(schedule) in (sorted(schedule), sorted(schedule, reverse=True))
 
 
 def in_window(level: float, window: tuple[float, float]) -> bool:
-    """Whether the noise level `level` is in `window`, (highest, lowest), both ends included."""
+    """Whether the noise level is in `window`: (highest, lowest), both included."""
     highest, lowest = window
     return lowest * (1 - SIGMA_TOLERANCE) <= level <= highest * (1 + SIGMA_TOLERANCE)
 
 
 def angle(sigma: float, is_flow: bool = False) -> float:
-    """Where between picture (0) and noise (pi / 2) the level `sigma` is, in radians.
+    """The noise level as an angle in radians, from image (0) to noise (pi / 2).
 
-    sigma: the ratio of noise to picture; for rectified flow, the share of noise.
+    sigma: the ratio of noise to image; for rectified flow, the share of noise.
     """
     return math.atan2(sigma, 1.0 - sigma if is_flow else 1.0)
 
 
-def stake(now: float, then: float) -> float:
-    """What a relative error of the model's input-sized features does to the picture, in a step from the angle
-    `now` to `then`: of the order of 1.
+def step_weight(start: float, end: float) -> float:
+    """The effect on the image of a relative error in the model's input-sized features, in a step from the angle
+    `start` to `end`: of the order of 1.
 
-    The step replaces the share 1 - tan(then) / tan(now) of the noise by what the model says, and the
-    latent is 1 / cos(now) times as large as the picture in it. High at the beginning, where the picture
-    is decided, and at the end, where the steps are long.
+    The step replaces the share 1 - tan(end) / tan(start) of the noise by the model's prediction, and the latent is
+    1 / cos(start) times as large as the image in it. High at the beginning, where the image is decided, and at the
+    end, where the steps are long.
     """
-    noise = sorted((math.tan(now), math.tan(then)))
-    return (noise[1] - noise[0]) / max(noise[1], 1e-9) * min(1 / max(math.cos(now), 1e-9), LARGEST_SCALE)
+    noise = sorted((math.tan(start), math.tan(end)))
+    return (noise[1] - noise[0]) / max(noise[1], 1e-9) * min(1 / max(math.cos(start), 1e-9), LARGEST_SCALE)

@@ -7,15 +7,14 @@ Other architectures get a boundary of their own with the same `recording`, `skip
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..modules.blocks import matrix_weights
 from ..modules.substitution import Layer
-
-if TYPE_CHECKING:
-    from .deep_cache import DeepCacheRun, StreamKey
+from .config import checked_depth
+from .run import BranchKey, DeepCacheRun
 
 
 class OutdatedFeature(Exception):
@@ -55,11 +54,7 @@ class UNetBoundary:
     def __init__(self, model: torch.nn.Module, depth: int | None):
         self.model = model
         self.count = len(model.input_blocks)
-        self.depth = default_depth(model) if depth is None else depth
-        if not 1 <= self.depth <= self.max_depth:
-            raise ValueError(
-                f"DeepCache: depth {depth} is outside this model's range 1 to {self.max_depth} (0 chooses by itself)."
-            )
+        self.depth = checked_depth(default_depth(model) if depth is None else depth, self.max_depth)
         first_shallow = self.count - self.depth
         blocks = [*model.input_blocks[self.depth :], model.middle_block, *model.output_blocks[:first_shallow]]
         deep = [layer for block in blocks for layer in _layers_of(block)]
@@ -69,7 +64,7 @@ class UNetBoundary:
         """Its output is the feature that a full step remembers and a skipped one reuses."""
         self.first: torch.nn.Module = deep[0]
         """Its input is what the shallow part hands to the deep one."""
-        self._entered: dict[StreamKey, torch.Size] = {}
+        self._entered: dict[BranchKey, torch.Size] = {}
         """Height and width of that input when a stream's feature was computed."""
 
     @property
@@ -87,22 +82,22 @@ class UNetBoundary:
         """Tells where the model is cut."""
         return "unet", self.depth
 
-    def note(self, keys: Sequence[StreamKey], x: torch.Tensor) -> None:
+    def note(self, keys: Sequence[BranchKey], x: torch.Tensor) -> None:
         """`x` is what the streams' deep part is computed from."""
         self._entered.update(dict.fromkeys(keys, x.shape[2:]))
 
-    def require(self, keys: Sequence[StreamKey], x: torch.Tensor) -> None:
+    def require(self, keys: Sequence[BranchKey], x: torch.Tensor) -> None:
         """Raises OutdatedFeature where `x` is not of the size that the streams' features were computed from."""
         for size in {self._entered.get(key) for key in keys}:
             if size != x.shape[2:]:
                 raise OutdatedFeature(f"made from {size}, and {x.shape[2:]} is here")
 
-    def recording(self, run: DeepCacheRun, keys: Sequence[StreamKey]) -> dict[torch.nn.Module, Layer]:
+    def recording(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         """The stand-ins for a call in full."""
 
         def enter(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self.note(keys, x)
-            run.watch(keys, x)
+            run.measure(keys, x)
             return inner(x, *args, **kwargs)
 
         return {
@@ -110,7 +105,7 @@ class UNetBoundary:
             self.source: lambda inner, *args, **kwargs: run.exchange(keys, inner(*args, **kwargs)),
         }
 
-    def skipping(self, run: DeepCacheRun, keys: Sequence[StreamKey]) -> dict[torch.nn.Module, Layer]:
+    def skipping(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         """The stand-ins for a call whose deep part is skipped.
 
         They raise OutdatedFeature where the shallow part has another size than when the feature was remembered.
@@ -118,7 +113,7 @@ class UNetBoundary:
 
         def enter(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             self.require(keys, x)
-            run.watch(keys, x)
+            run.measure(keys, x)
             # Patches may work in place, and `x` is a skip of the shallow part too.
             return _pass_nothing(inner, x).clone()
 

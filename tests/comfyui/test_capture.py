@@ -23,7 +23,7 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, 
 from comfy_accel.accel.hosts.comfyui.models.warm_up import warm_up
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.sizing.resolution import Size
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from cpu_recorder import STAGES, CpuRecorder, left
 from deep_cache_runs import split_chunks
 from tiny_dits import DITS

@@ -15,7 +15,7 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
 from comfy_accel.accel.modules.blocks import blocks
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.nodes.controlnet import AccelControlNet
 from tiny_controlnets import SMALL, adapter, control_lora, taesd, unet_control
 from tiny_dits import CONTROLLED

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
+from comfy_accel.accel.step_cache.run import DeepCacheRun
 from deep_cache_runs import (
     assert_close,
     cached,
@@ -41,8 +41,8 @@ def test_guidance_that_asks_twice_keeps_its_answers_apart(tiny_unet, sample, no_
     keys = []
 
     class Watched(DeepCacheRun):
-        def streams(self, *args):
-            keys.append(super().streams(*args))
+        def branches(self, *args):
+            keys.append(super().branches(*args))
             return keys[-1]
 
     host.DeepCacheRun, kept = Watched, host.DeepCacheRun
@@ -50,6 +50,6 @@ def test_guidance_that_asks_twice_keeps_its_answers_apart(tiny_unet, sample, no_
         joined = sample(cached(guided), steps=4)
     finally:
         host.DeepCacheRun = kept
-    assert [[bool(key.circumstances[1]) for key in call] for call in keys] == [[False, False], [True]] * 4
+    assert [[bool(key.variant[1]) for key in call] for call in keys] == [[False, False], [True]] * 4
     assert counts() == (2, 2)
     assert_close(sample(cached(split_chunks(guided)), steps=4), joined)

@@ -4,12 +4,12 @@ import pytest
 import tiny_models
 import torch
 from comfy.ldm.modules.attention import optimized_attention
-from comfy_accel.accel.step_cache.deep_cache import BETWEEN, SCHEDULES
+from comfy_accel.accel.step_cache.config import BETWEEN, POLICIES
 from deep_cache_reference import assert_as_reference, assert_skipped_is_full, held
 from deep_cache_runs import cached, counts, said_of_fallbacks
 
 SIZE = {"width": 72, "height": 88}
-WAYS = [{"schedule": schedule, "between": between} for schedule in SCHEDULES for between in BETWEEN]
+WAYS = [{"schedule": schedule, "between": between} for schedule in POLICIES for between in BETWEEN]
 BLOCKS = [("input", 1), ("input", 3), ("middle", 0), ("output", 2), ("output", 3), ("output", 4), ("output", 5)]
 """Those of the tiny UNet that have a transformer."""
 SHALLOW = {1: [BLOCKS[-1]], 2: [BLOCKS[0], *BLOCKS[-2:]], 4: [*BLOCKS[:2], *BLOCKS[3:]]}

@@ -11,7 +11,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
+from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.split_points import boundary_of
 from deep_cache_runs import (
     assert_close,
@@ -128,10 +128,10 @@ def test_residuals_of_a_control_net_count_once(name, width, depth):
     run.schedule = (3.0, 2.0, 1.0, 0.0)
     plain = call(model, {}, x, context, control)
     run.begin_evaluation(3.0)
-    keys = run.streams(x, ["a", "b"], [0, 1], None)
+    keys = run.branches(x, ["a", "b"], [0, 1], None)
     assert torch.equal(call(model, boundary.recording(run, keys), x, context, control), plain)
     run.begin_evaluation(2.0)
-    keys = run.streams(x, ["a", "b"], [0, 1], None)
+    keys = run.branches(x, ["a", "b"], [0, 1], None)
     assert run.can_skip(keys)
     withheld = boundary.withhold(control)
     assert any(kept is not None for kept in withheld["input"]) and withheld != control

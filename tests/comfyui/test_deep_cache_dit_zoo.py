@@ -9,8 +9,8 @@ import tiny_zoo_sound  # noqa: F401
 import tiny_zoo_video  # noqa: F401
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
 from comfy_accel.accel.step_cache.dit_split import DiTBoundary
+from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.split_points import boundary_of, why_none
 from comfy_accel.accel.step_cache.unet_split import UNetBoundary
 from deep_cache_runs import assert_close
@@ -82,11 +82,11 @@ def test_skipped_call_adds_what_a_full_one_remembered(name):
     latent, _ = ZOO[name].inputs(Size(height=12, batch=2), Noise(0))
     plain = call(model, name, {})
     run.begin_evaluation(14.6)
-    keys = run.streams(latent, ["a"], [0], None)
+    keys = run.branches(latent, ["a"], [0], None)
     assert torch.equal(call(model, name, boundary.recording(run, keys)), plain)
     assert tuple(span.streams.names for span in boundary.spans) == STREAMS[name]
     run.begin_evaluation(8.0)
-    keys = run.streams(latent, ["a"], [0], None)
+    keys = run.branches(latent, ["a"], [0], None)
     assert run.can_skip(keys)
     assert_close(call(model, name, boundary.skipping(run, keys)), plain, 1e-5)
     assert torch.equal(call(model, name, {}), plain)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
+from comfy_accel.accel.step_cache.run import DeepCacheRun
 from deep_cache_runs import assert_no_trace, cached, counts
 
 
@@ -73,15 +73,15 @@ def test_no_tensor_of_a_run_outlives_it(tiny_unet, sample, monkeypatch):
     kept = []
 
     class Watched(DeepCacheRun):
-        def exchange(self, keys, feature, part=0):
-            out = super().exchange(keys, feature, part)
+        def exchange(self, keys, feature, *args):
+            out = super().exchange(keys, feature, *args)
             kept.extend(weakref.ref(point[2]) for known in self._histories.values() for point in known._points)
             return out
 
-        def watch(self, keys, shallow):
-            super().watch(keys, shallow)
-            kept.extend(weakref.ref(reference) for _, reference in self._meter._references.values())
-            kept.extend(weakref.ref(change.amount) for change in self._meter._changes.values())
+        def measure(self, keys, shallow, *args):
+            super().measure(keys, shallow, *args)
+            kept.extend(weakref.ref(reference) for _, reference in self._drift._references.values())
+            kept.extend(weakref.ref(change.amount) for change in self._drift._changes.values())
 
     monkeypatch.setattr(host, "DeepCacheRun", Watched)
     model = cached(tiny_unet, schedule="adaptive", between="forecast", threshold=9.0)

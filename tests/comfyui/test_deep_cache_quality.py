@@ -3,7 +3,7 @@
 import pytest
 import torch
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from deep_cache_runs import assert_close, counts, split_chunks
 from uniform_hold import uniform_hold
 

@@ -16,7 +16,7 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, 
 from comfy_accel.accel.hosts.comfyui.server import panel, preferences, report
 from comfy_accel.accel.hosts.comfyui.versions import finish_node_progress, show_node_progress
 from comfy_accel.accel.report.run_record import records
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.nodes.accelerate_model import AccelModel
 from comfy_accel.nodes.report import AccelReport
 

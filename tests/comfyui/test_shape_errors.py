@@ -8,7 +8,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.hosts.comfyui.sizes.shape_errors import ShapeMismatch
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from tiny_dits import DITS
 
 from bench.tiny_models import sample

@@ -16,7 +16,7 @@ import diffusers  # noqa: E402
 from comfy_accel.accel import accelerate_pipeline, restore  # noqa: E402
 from comfy_accel.accel.core.events import subscribe  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun  # noqa: E402
+from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
 from deep_transformers import pipeline, sample, sample_cached  # noqa: E402
 from uniform_hold import uniform_hold  # noqa: E402
 

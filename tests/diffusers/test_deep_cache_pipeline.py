@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
 
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun  # noqa: E402
+from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
 from tiny_pipelines import difference, pipeline, sample, sample_cached  # noqa: E402
 from uniform_hold import uniform_hold  # noqa: E402
 

@@ -11,7 +11,7 @@ pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers:
 import deep_transformers  # noqa: E402
 import diffusers  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheSettings  # noqa: E402
+from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
 from deep_transformers import pipeline, sample, sample_cached  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from uniform_hold import uniform_hold  # noqa: E402

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun, DeepCacheSettings
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
+from comfy_accel.accel.step_cache.run import DeepCacheRun
 from deep_cache_sampler import ADAPTIVE, SCHEDULE, Sampler
 from uniform_hold import uniform_hold
 
@@ -98,7 +99,7 @@ def test_another_shape_window_or_condition_is_another_stream(other):
 def test_features_are_copies_both_ways():
     run = Sampler().run
     run.begin_evaluation(14.6)
-    keys = run.streams(torch.zeros(1, 4, 8, 8), ["a"], [0], None)
+    keys = run.branches(torch.zeros(1, 4, 8, 8), ["a"], [0], None)
     feature = torch.ones(1, 3, 8, 8)
     run.exchange(keys, feature)
     feature.zero_()
@@ -109,17 +110,17 @@ def test_features_are_copies_both_ways():
 def test_call_without_evaluation_schedule_or_uuids_is_plain():
     run = DeepCacheRun(DeepCacheSettings())
     x = torch.zeros(2, 4, 8, 8)
-    assert run.streams(x, ["a"], [0], None) is None
+    assert run.branches(x, ["a"], [0], None) is None
     run.begin_evaluation(1.0)
-    assert run.streams(x, ["a"], [0], None) is None
+    assert run.branches(x, ["a"], [0], None) is None
     run.schedule = SCHEDULE
     run.begin_evaluation(1.0)
-    assert run.streams(x, ["a"], [0], None) is not None
-    assert run.streams(x, None, [0], None) is None
-    assert run.streams(x, ["a"], [], None) is None
-    assert run.streams(x[:1], ["a", "b"], [0, 1], None) is None
+    assert run.branches(x, ["a"], [0], None) is not None
+    assert run.branches(x, None, [0], None) is None
+    assert run.branches(x, ["a"], [], None) is None
+    assert run.branches(x[:1], ["a", "b"], [0, 1], None) is None
     run.failed = True
-    assert run.streams(x, ["a"], [0], None) is None
+    assert run.branches(x, ["a"], [0], None) is None
 
 
 def test_second_evaluation_of_a_step_counts_no_step():
@@ -134,7 +135,7 @@ def test_closed_run_holds_nothing():
     sampler.evaluate(14.6, "ab")
     sampler.run.close()
     assert not sampler.run._histories
-    assert not sampler.run._meter._references
+    assert not sampler.run._drift._references
     assert sampler.run.boundary is None
     assert sampler.call(1.0, "a") is None
 
@@ -153,7 +154,7 @@ def test_stream_is_held_only_where_its_feature_fits():
     x = torch.zeros(2, 4, 8, 8)
     for sigma, uuids, size in ((14.6, "ab", 4), (8.0, "ac", 6), (4.0, "ac", 6)):
         run.begin_evaluation(sigma)
-        keys = run.streams(x, list(uuids), [0, 1], None)
+        keys = run.branches(x, list(uuids), [0, 1], None)
         if sigma == 4.0:
             assert run.can_skip(keys)
         else:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
 from comfy_accel.accel.step_cache.diffusers_split import DiffusersBoundary, has_diffusers_layout
+from comfy_accel.accel.step_cache.run import DeepCacheRun
 from toy_unets import Block, ToyDiffusersUNet
 from uniform_hold import uniform_hold
 
@@ -29,7 +29,7 @@ def full_then_skipped(model, depth, x, settings=None, **control):
         given = {name: list(value) if isinstance(value, list) else value for name, value in control.items()}
         if sigma < 14:
             given = boundary.withhold(given)
-        with substituted(stand_ins(run, run.streams(x, ["a"], [0], None)), Order.CACHED):
+        with substituted(stand_ins(run, run.branches(x, ["a"], [0], None)), Order.CACHED):
             outs.append(model(x, 500, **given))
     return outs
 
@@ -53,7 +53,7 @@ def test_plain_call_runs_every_layer_in_that_order():
 @pytest.mark.parametrize("depth", [1, 3, 5])
 def test_adaptive_run_is_shown_what_the_deep_part_starts_from(depth, monkeypatch):
     seen = []
-    monkeypatch.setattr(DeepCacheRun, "watch", lambda run, keys, shallow: seen.append(shallow))
+    monkeypatch.setattr(DeepCacheRun, "measure", lambda run, keys, shallow: seen.append(shallow))
     monkeypatch.setattr(DeepCacheRun, "_must_refresh", lambda run, step: step == 0)
     full_then_skipped(ToyDiffusersUNet(), depth, torch.ones(1, 1, 4, 4), uniform_hold(2, schedule="adaptive"))
     assert len(seen) == 2

@@ -95,10 +95,10 @@ def test_joined_and_split_chunks_agree():
     joined = sampler.call(SKIPPED, tokens(5, 5), uuids="ab")
     # The middle adds 14 for each 1 that the chunk was.
     assert torch.equal(joined, tokens(48, 76))
-    keys = sampler.run.streams(tokens(5), ["b"], [1], None)
+    keys = sampler.run.branches(tokens(5), ["b"], [1], None)
     assert not sampler.run.can_skip(keys)  # a second call of one evaluation is another stream
     sampler.run.begin_evaluation(4.0)
-    keys = sampler.run.streams(tokens(5), ["b"], [1], None)
+    keys = sampler.run.branches(tokens(5), ["b"], [1], None)
     assert sampler.run.can_skip(keys)
     with substituted(sampler.boundary.skipping(sampler.run, keys), Order.CACHED):
         assert torch.equal(sampler.model(tokens(5)), tokens(76))
@@ -147,7 +147,7 @@ def test_adaptive_schedule_sees_the_image_in_front_of_the_middle():
     for model, args in ((Doubles(), (tokens(9, count=4),)), (Joints(), (tokens(9, count=2),))):
         seen = []
         sampler = Sampler(model, schedule="adaptive", threshold=10.0)
-        sampler.run.watch = lambda keys, shallow, seen=seen: seen.append(shallow.clone())
+        sampler.run.measure = lambda keys, shallow, owned=False, seen=seen: seen.append(shallow.clone())
         for sigma in (FULL, FULL):
             sampler.call(sigma, tokens(1), *args)
         assert [shallow[0, 0, 0].item() for shallow in seen] == [2.0, 2.0]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.deep_cache import DeepCacheRun
+from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.unet_split import UNetBoundary, default_depth, has_unet_layout
 from uniform_hold import uniform_hold
 
@@ -58,7 +58,7 @@ def full_then_skipped(model, depth, x):
     outs = []
     for sigma, stand_ins in ((14.6, boundary.recording), (8.0, boundary.skipping)):
         run.begin_evaluation(sigma)
-        with substituted(stand_ins(run, run.streams(x, ["a"], [0], None)), Order.CACHED):
+        with substituted(stand_ins(run, run.branches(x, ["a"], [0], None)), Order.CACHED):
             outs.append(model(x))
     return outs
 
@@ -80,7 +80,7 @@ def test_adaptive_run_sees_the_deep_parts_input_on_full_and_skipped_calls(depth)
     seen = []
 
     class Watched(DeepCacheRun):
-        def watch(self, keys, shallow):
+        def measure(self, keys, shallow):
             seen.append(shallow.mean().item())
 
         def _must_refresh(self, step):
@@ -93,7 +93,7 @@ def test_adaptive_run_sees_the_deep_parts_input_on_full_and_skipped_calls(depth)
     for sigma, stand_ins in ((14.6, boundary.recording), (8.0, boundary.skipping)):
         run.begin_evaluation(sigma)
         x = torch.full((2, 1, 3, 5), sigma)
-        with substituted(stand_ins(run, run.streams(x, ["a"], [0], None)), Order.CACHED):
+        with substituted(stand_ins(run, run.branches(x, ["a"], [0], None)), Order.CACHED):
             model(x)
         assert f"in{depth}.0" not in model.called or sigma == 14.6
     # Each block doubles twice.

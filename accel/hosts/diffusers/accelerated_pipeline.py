@@ -12,7 +12,7 @@ import torch
 from ...cache.graph_cache import GraphCache
 from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
-from ...step_cache.deep_cache import DeepCacheSettings
+from ...step_cache.config import DeepCacheSettings
 from . import component_call
 from .components import chosen
 from .deep_cache import deep_cache

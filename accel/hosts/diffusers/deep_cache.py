@@ -14,8 +14,9 @@ import torch
 from ...core.events import emit, log
 from ...modules.substitution import Order, substituted
 from ...step_cache.cached_call import cached_call
-from ...step_cache.deep_cache import DeepCacheRun, DeepCacheSettings
+from ...step_cache.config import DeepCacheSettings
 from ...step_cache.diffusers_split import DiffusersBoundary
+from ...step_cache.run import DeepCacheRun
 from ...step_cache.split_points import Boundary, boundary_of, why_none
 from ...step_cache.step_schedule import is_in_order
 from ...step_cache.token_streams import NoStreams, arguments
@@ -145,7 +146,7 @@ class _Cache:
                 run.boundary,
                 # A call's cond and uncond are one batch from the first step to the last: one stream. Where they are
                 # calls of their own, they come in the same order at every step.
-                run.streams(latent, ("batch",), (0,), _layout(named)),
+                run.branches(latent, ("batch",), (0,), _layout(named)),
                 lambda: inner(*args, **kwargs),
                 lambda: inner(*args, **_withheld(run.boundary, kwargs)),
                 lambda error: isinstance(error, torch.OutOfMemoryError),

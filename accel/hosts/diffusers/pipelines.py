@@ -9,7 +9,7 @@ from typing import Any
 from ...cache.graph_cache import shared
 from ...compile.compilers import BACKENDS
 from ...core.compile_settings import CompileSettings
-from ...step_cache.deep_cache import DeepCacheSettings
+from ...step_cache.config import DeepCacheSettings
 from . import component_call, store
 from .accelerated_pipeline import AcceleratedPipeline, of
 from .components import chosen, components

@@ -16,7 +16,8 @@ from ....core.events import emit, log
 from ....modules.substitution import Order, substituted
 from ....report.run_record import records
 from ....step_cache.cached_call import cached_call
-from ....step_cache.deep_cache import DeepCacheRun, DeepCacheSettings, StreamKey
+from ....step_cache.config import DeepCacheSettings
+from ....step_cache.run import BranchKey, DeepCacheRun
 from ....step_cache.split_points import boundary_of, why_none
 from ....step_cache.step_schedule import is_in_order
 from ..sizes.shape_errors import sizes_explained
@@ -103,7 +104,7 @@ def _report(run: DeepCacheRun) -> None:
         steps=run.letters,
         began=run.began,
     )
-    if run.settings.is_adaptive and not run.skipped_steps and not run.failed:
+    if run.policy.uses_drift and not run.skipped_steps and not run.failed:
         log.info(
             "DeepCache: too much changed from step to step, so all %d were computed in full; more steps, a higher "
             "threshold or the uniform schedule let it skip.",
@@ -172,7 +173,7 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
         kept, named = _with_control(args, kwargs, names, boundary.withhold)
         return call(*kept, **named)
 
-    keys = _streams(run, x, options)
+    keys = _branches(run, x, options)
     capture: ModelCapture | None = options.get(CAPTURE)
     recorded = None if capture is None else capture.during
     return cached_call(run, boundary, keys, lambda: call(*args, **kwargs), skipped, _must_pass, recorded)
@@ -203,7 +204,7 @@ def _boundary(run: DeepCacheRun, model: torch.nn.Module) -> Any:
     return run.boundary if run.boundary is not None and run.boundary.model is model else None
 
 
-def _streams(run: DeepCacheRun, x: torch.Tensor, options: dict[str, Any]) -> list[StreamKey] | None:
+def _branches(run: DeepCacheRun, x: torch.Tensor, options: dict[str, Any]) -> list[BranchKey] | None:
     window = options.get("context_window")
     if window is not None and not hasattr(window, "index_list"):
         return None
@@ -211,8 +212,8 @@ def _streams(run: DeepCacheRun, x: torch.Tensor, options: dict[str, Any]) -> lis
     animate_diff = options.get("ad_params") or {}
     if animate_diff.get("sub_idxs") is not None:
         frames = (frames, tuple(animate_diff["sub_idxs"]))
-    circumstances = (frames, _replaced(options.get("patches_replace") or {}))
-    return run.streams(x, options.get("uuids"), options.get("cond_or_uncond", ()), circumstances)
+    variant = (frames, _replaced(options.get("patches_replace") or {}))
+    return run.branches(x, options.get("uuids"), options.get("cond_or_uncond", ()), variant)
 
 
 def _replaced(patches: dict[str, dict[Hashable, Any]]) -> frozenset[Hashable]:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from comfy_accel.accel.step_cache import deep_cache
+from comfy_accel.accel.step_cache import config, refresh
 from comfy_accel.accel.step_cache.forecast import ORDER, REACH
 from deep_cache_sampler import ADAPTIVE, SCHEDULE, Sampler
 
@@ -29,7 +29,7 @@ def test_settings_that_are_off_hand_back_every_tensor_itself(settings):
     run = Sampler(**settings).run
     for sigma in SCHEDULE[:-1]:
         run.begin_evaluation(sigma)
-        keys = run.streams(torch.zeros(2, 4, 8, 8), ["a", "b"], [0, 1], None)
+        keys = run.branches(torch.zeros(2, 4, 8, 8), ["a", "b"], [0, 1], None)
         feature = torch.ones(2, 3, 8, 8)
         assert not run.can_skip(keys)
         assert run.exchange(keys, feature) is feature
@@ -48,32 +48,32 @@ EVEN = tuple(100.0 - step for step in range(10)) + (0.0,)
 
 
 @pytest.fixture
-def equal_stakes(monkeypatch):
-    monkeypatch.setattr(deep_cache, "stake", lambda now, then: 1.0)
+def equal_weights(monkeypatch):
+    monkeypatch.setattr(refresh, "step_weight", lambda start, end: 1.0)
 
 
-def test_change_counts_by_what_is_at_stake(monkeypatch):
-    monkeypatch.setattr(deep_cache, "stake", lambda now, then: 10.0 if now == math.atan(95.0) else 0.1)
+def test_drift_counts_by_the_weight_of_its_step(monkeypatch):
+    monkeypatch.setattr(refresh, "step_weight", lambda start, end: 10.0 if start == math.atan(95.0) else 0.1)
     # 99: nothing is measured yet. 95: 0.04 of change, times 10. Then 0.01 of change times 0.1 and more.
     assert Sampler(EVEN, threshold=0.1, **ADAPTIVE).full_sigmas(*EVEN[:10]) == [100.0, 99.0, 95.0]
 
 
-def test_adaptive_refreshes_before_the_change_passes_the_threshold(equal_stakes):
+def test_adaptive_refreshes_before_the_change_passes_the_threshold(equal_weights):
     # 99: nothing is measured yet. 98: 0.01 expected. 97: 0.02. 96: 0.03. 95 and 94: as 98 and 97.
     assert Sampler(EVEN, threshold=0.025, **ADAPTIVE).full_sigmas(*EVEN[:8]) == [100.0, 99.0, 96.0, 93.0]
 
 
 @pytest.mark.parametrize("threshold, full", [(0.0, list(EVEN[:8])), (0.011, [100.0, 99.0, 97.0, 95.0, 93.0])])
-def test_lower_threshold_refreshes_more_often(equal_stakes, threshold, full):
+def test_lower_threshold_refreshes_more_often(equal_weights, threshold, full):
     assert Sampler(EVEN, threshold=threshold, **ADAPTIVE).full_sigmas(*EVEN[:8]) == full
 
 
-def test_interval_bounds_the_adaptive_schedule(equal_stakes):
+def test_interval_bounds_the_adaptive_schedule(equal_weights):
     sampler = Sampler(EVEN, schedule="adaptive", interval=3, threshold=9.0)
     assert sampler.full_sigmas(*EVEN[:8]) == [100.0, 99.0, 96.0, 93.0]
 
 
-def test_stream_that_changes_most_decides_for_all_joined_or_split(equal_stakes):
+def test_stream_that_changes_most_decides_for_all_joined_or_split(equal_weights):
     quick = {sigma: 100.0 + 10 * step for step, sigma in enumerate(EVEN)}
     decisions = []
     for calls in (["ab"], ["a", "b"], ["b", "a"]):
@@ -83,8 +83,8 @@ def test_stream_that_changes_most_decides_for_all_joined_or_split(equal_stakes):
             run.begin_evaluation(sigma)
             for uuids in calls:
                 values = torch.tensor([sigma if uuid == "a" else quick[sigma] for uuid in uuids]).reshape(-1, 1)
-                keys = run.streams(values, list(uuids), [0] * len(uuids), None)
-                run.watch(keys, values)
+                keys = run.branches(values, list(uuids), [0] * len(uuids), None)
+                run.measure(keys, values)
                 if not run.can_skip(keys):
                     run.exchange(keys, values)
                     full.append((sigma, uuids))
@@ -93,31 +93,65 @@ def test_stream_that_changes_most_decides_for_all_joined_or_split(equal_stakes):
     assert decisions == [{100.0, 99.0, 97.0, 95.0}] * 3
 
 
-def test_change_that_is_not_a_number_refreshes(equal_stakes):
+def test_change_that_is_not_a_number_refreshes(equal_weights):
     sampler = Sampler(EVEN, threshold=9.0, **ADAPTIVE)
     run = sampler.run
     for sigma in EVEN[:3]:
         run.begin_evaluation(sigma)
-        keys = run.streams(torch.zeros(1, 4), ["a"], [0], None)
-        run.watch(keys, torch.zeros(1, 4))
+        keys = run.branches(torch.zeros(1, 4), ["a"], [0], None)
+        run.measure(keys, torch.zeros(1, 4))
         assert not run.can_skip(keys)
         run.exchange(keys, torch.zeros(1, 4))
 
 
-def test_stream_that_ended_has_no_say(equal_stakes):
+def test_stream_that_ended_has_no_say(equal_weights):
     sampler = Sampler(EVEN, threshold=0.025, **ADAPTIVE)
     sampler.evaluate(100.0, "ab")
     sampler.evaluate(99.0, "ab")
     assert sampler.full_sigmas(98.0, 97.0, 96.0) == [96.0]
-    assert len(sampler.run._meter._references) == 2
+    assert len(sampler.run._drift._references) == 2
     assert sampler.full_sigmas(95.0, 94.0, 93.0) == [93.0]
-    assert len(sampler.run._meter._references) == 1
+    assert len(sampler.run._drift._references) == 1
 
 
 def test_uniform_schedule_measures_nothing():
     sampler = Sampler(EVEN)
     sampler.evaluate(100.0, "ab")
-    assert not sampler.run._meter._references
+    assert not sampler.run._drift._references
+
+
+# A policy of somebody else's
+
+
+class FirstHalf:
+    """Skips every step of the first half of six, and none of the second."""
+
+    uses_drift = True
+
+    def __init__(self, interval, threshold):
+        self.interval, self.threshold, self.asked = interval, threshold, []
+
+    def should_refresh(self, step, drift):
+        self.asked.append((step, drift.predicted(step.index)))
+        return step.index >= 3
+
+
+def test_registered_policy_decides_for_a_run(monkeypatch):
+    monkeypatch.setitem(config.POLICIES, "first half", FirstHalf)
+    sampler = Sampler(schedule="first half", interval=2, threshold=0.5)
+    assert sampler.full_sigmas(*SCHEDULE[:-1]) == [14.6, 2.0, 1.0, 0.5]
+    policy = sampler.run.policy
+    assert (policy.interval, policy.threshold) == (2, 0.5)
+    assert [(step.index, step.since_refresh) for step, _ in policy.asked] == [(1, 1), (2, 2), (3, 3), (4, 1), (5, 1)]
+    assert (policy.asked[0][0].start, policy.asked[0][0].end) == (math.atan(8.0), math.atan(4.0))
+    # One measure, of 8.0 against 14.6, is there when step 2 is decided.
+    assert [drift for _, drift in policy.asked[:2]] == [None, pytest.approx(2 * (14.6 - 8.0) / 14.6)]
+
+
+def test_name_of_no_policy_is_refused_with_the_registered_ones(monkeypatch):
+    monkeypatch.setitem(config.POLICIES, "first half", FirstHalf)
+    with pytest.raises(ValueError, match="must be one of: uniform, adaptive, first half"):
+        config.DeepCacheSettings(schedule="second half")
 
 
 # Forecasts
@@ -150,11 +184,11 @@ def test_joined_split_and_mixed_calls_get_the_same_forecasts():
 def test_each_part_of_a_boundary_has_a_history_of_its_own():
     run = Sampler(interval=3).run
     run.begin_evaluation(14.6)
-    keys = run.streams(torch.zeros(1, 4), ["a"], [0], None)
+    keys = run.branches(torch.zeros(1, 4), ["a"], [0], None)
     run.exchange(keys, torch.ones(1, 4), part="text")
     run.exchange(keys, torch.zeros(1, 4), part="image")
     run.begin_evaluation(8.0)
-    keys = run.streams(torch.zeros(1, 4), ["a"], [0], None)
+    keys = run.branches(torch.zeros(1, 4), ["a"], [0], None)
     assert run.can_skip(keys)
     assert (run.gather(keys, "text").mean(), run.gather(keys, "image").mean()) == (1, 0)
 
@@ -162,11 +196,11 @@ def test_each_part_of_a_boundary_has_a_history_of_its_own():
 def test_stream_that_lacks_one_part_recomputes_all_of_them():
     run = Sampler(interval=3).run
     run.begin_evaluation(14.6)
-    keys = run.streams(torch.zeros(2, 4), ["a", "b"], [0, 1], None)
+    keys = run.branches(torch.zeros(2, 4), ["a", "b"], [0, 1], None)
     run.exchange(keys, torch.ones(2, 4), part="text")
     run.exchange(keys[:1], torch.ones(1, 4), part="image")
     run.begin_evaluation(8.0)
-    keys = run.streams(torch.zeros(2, 4), ["a", "b"], [0, 1], None)
+    keys = run.branches(torch.zeros(2, 4), ["a", "b"], [0, 1], None)
     assert run.can_skip(keys[:1])
     assert not run.can_skip(keys)
     for part in ("text", "image"):

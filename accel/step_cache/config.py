@@ -1,0 +1,91 @@
+"""The settings of DeepCache, and the refresh policies that they choose from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .refresh import AdaptiveRefresh, RefreshPolicy, UniformRefresh
+
+POLICIES: dict[str, Callable[[int, float], RefreshPolicy]] = {"uniform": UniformRefresh, "adaptive": AdaptiveRefresh}
+"""Values of `schedule`, each with what makes its policy from `interval` and `threshold`.
+
+A new caching method is a class in a file of its own and one entry here.
+"""
+
+BETWEEN = ("hold", "forecast")
+
+
+@dataclass(frozen=True)
+class DeepCacheSettings:
+    """How often a run (the sampling of one image or batch) skips, and how exactly.
+
+    `DeepCacheSettings(interval=3)` lets the features decide: of 20 to 40 steps it skips about half, of the 4 to 8 steps
+    of a distilled model few or none.
+
+    interval: the most sampler steps from one full step to the next; 1 switches caching off, more is faster and less
+        exact.
+    depth: how much of the model still runs on a skipped step, counted in skip connections of a UNet, from the
+        outermost, and in blocks at either end of a transformer; more is slower and more exact. None (or 0) chooses by
+        the model.
+    start_percent, end_percent: the part of sampling, as fractions of the noise schedule, in which steps are skipped.
+        Every step outside it is full; equal values switch caching off.
+    schedule: a key of `POLICIES`. "uniform" refreshes every `interval` steps. "adaptive" refreshes after `interval`
+        steps at the latest, and earlier when the drift of the shallow features that is expected for the coming step,
+        times its step weight, is above `threshold`.
+    threshold: relative L1 drift times `step_schedule.step_weight`; 0 makes every step full, more is faster and less
+        exact.
+    between: what a skipped step uses: "hold" the feature of the last full step, "forecast" an extrapolation from the
+        last full steps.
+
+    Raises ValueError, with the valid range, for anything else.
+    """
+
+    interval: int = 3
+    depth: int | None = None
+    start_percent: float = 0.0
+    end_percent: float = 1.0
+    schedule: str = "adaptive"
+    threshold: float = 0.05
+    between: str = "forecast"
+
+    def __post_init__(self) -> None:
+        if self.interval < 1:
+            raise ValueError(f"DeepCache: interval {self.interval} is below 1 (1 switches it off).")
+        if self.depth is not None and self.depth < 0:
+            raise ValueError(f"DeepCache: depth {self.depth} is below 0 (0 chooses by itself).")
+        for name in ("start_percent", "end_percent"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"DeepCache: {name} {getattr(self, name)} is outside 0.0 to 1.0.")
+        if self.start_percent > self.end_percent:
+            raise ValueError(
+                f"DeepCache: start_percent {self.start_percent} is above end_percent {self.end_percent}; "
+                f"it must be 0.0 to {self.end_percent}."
+            )
+        if self.schedule not in POLICIES:
+            raise ValueError(f"DeepCache: schedule is {self.schedule!r}; it must be one of: {', '.join(POLICIES)}.")
+        if not 0.0 <= self.threshold < math.inf:
+            raise ValueError(f"DeepCache: threshold {self.threshold} is outside 0.0 and up (0 skips nothing).")
+        if self.between not in BETWEEN:
+            raise ValueError(f"DeepCache: between is {self.between!r}; it must be one of: {', '.join(BETWEEN)}.")
+        if self.depth == 0:
+            object.__setattr__(self, "depth", None)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether every step of every run is full."""
+        return self.interval == 1 or self.start_percent == self.end_percent
+
+    def policy(self) -> RefreshPolicy:
+        """A refresh policy for one run."""
+        return POLICIES[self.schedule](self.interval, self.threshold)
+
+
+def checked_depth(depth: int, max_depth: int) -> int:
+    """`depth` itself. Raises ValueError, with the range, outside `1 .. max_depth`."""
+    if not 1 <= depth <= max_depth:
+        raise ValueError(
+            f"DeepCache: depth {depth} is outside this model's range 1 to {max_depth} (0 chooses by itself)."
+        )
+    return depth

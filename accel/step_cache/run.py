@@ -1,0 +1,241 @@
+"""The state of one sampling run under DeepCache: which steps are full, and the features of every CFG branch.
+
+Neighbouring sampler steps have nearly equal deep features (Ma, Fang, Wang: "DeepCache", CVPR 2024,
+arXiv 2312.00858). A full step stores the feature that the deep part of the model hands to the shallow part; a skipped
+step runs the shallow part alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .config import DeepCacheSettings
+from .drift import Drift
+from .forecast import ORDER, History
+from .refresh import Step
+from .step_schedule import angle, in_window, step_of
+
+FULL, SKIPPED = "FS"
+"""A step of a run, as a letter."""
+
+LOOK_AHEAD = 2
+"""The most steps that a sampler evaluates ahead of its own; heunpp2 does."""
+
+
+@dataclass(frozen=True)
+class BranchKey:
+    """What tells one CFG branch of a run, a sequence of model inputs, from every other.
+
+    uuid and cond_index: the conditioning and the list that it is in (an area's copy in the negative list may have the
+    uuid of the positive one). variant: the rest that tells calls apart, such as the frame indices of a context window
+    or the blocks that a patch replaces. occurrence: how many equal ones came before it within one evaluation. shape:
+    one chunk of the latent, [B, C, ...].
+    """
+
+    uuid: Hashable
+    cond_index: int
+    variant: Hashable
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    occurrence: int
+
+
+class DeepCacheRun:
+    """Made at the start of a run, closed at its end; no tensor outlives it.
+
+    A step is full or skipped for all branches alike. A branch without a feature from the last full step (new in
+    mid-run, or left out there by another cache) is computed in full.
+
+    Memory for each branch (two with cond and uncond) and part of the split: one copy of the deep feature, with
+    "forecast" `forecast.ORDER` + 1; one of the shallow feature where the policy uses drift. SD1.5 at 1024² in half
+    precision and default depth: 10 MiB for each copy and image.
+    """
+
+    def __init__(self, settings: DeepCacheSettings):
+        self.settings = settings
+        self.policy = settings.policy()
+        self.boundary: Any = None
+        """Where the run's model is cut; set by the host, dropped at the end."""
+        self.schedule: tuple[float, ...] = ()
+        """Noise levels of the run, one more than it has steps; empty until its first evaluation."""
+        self.window: tuple[float, float] = (math.inf, 0.0)
+        """Noise levels, highest and lowest, of the steps that may be skipped."""
+        self.is_flow = False
+        """Whether noise levels are shares of noise, 0 to 1, instead of its ratio to the image."""
+        self.failed = False
+        """True once a skipped call raised: the rest of the run is computed in full."""
+        self._step: int | None = None
+        self._angle = 0.0
+        """Of the current evaluation's noise level."""
+        self._refresh: int | None = None
+        """The last full step."""
+        self._full: dict[int, bool] = {}
+        """Decisions so far; samplers that look ahead come back to a step."""
+        self._histories: dict[tuple[BranchKey, Hashable], History] = {}
+        self._parts: set[Hashable] = set()
+        self._drift = Drift()
+        self._occurrences: Counter[BranchKey] = Counter()
+        self._skipped: dict[int, bool] = {}
+        self._began: list[tuple[int, float]] = []
+        """Steps in the order in which they came, each with its start in seconds of `time.perf_counter`."""
+
+    def begin_evaluation(self, sigma: float) -> None:
+        """Note that the sampler asks for a prediction at `sigma`; the first one of a step decides for all of it.
+
+        Without a schedule of at least one step, the calls until the next evaluation are plain.
+        """
+        self._occurrences.clear()
+        if len(self.schedule) < 2:
+            self._step = None
+            return
+        self._angle = angle(sigma, self.is_flow)
+        step = step_of(sigma, self.schedule)
+        if step != self._step:
+            self._step = step
+            self._began.append((step, time.perf_counter()))
+            if self._refresh is not None and step < self._refresh - LOOK_AHEAD:
+                self._forget()  # a restarting sampler went back up: the features are from the future
+            if step not in self._full:
+                self._full[step] = self._must_refresh(step)
+            if self._full[step]:
+                self._start_cycle(step)
+
+    def _must_refresh(self, step: int) -> bool:
+        if self.settings.is_off or self._refresh is None or not in_window(self.schedule[step], self.window):
+            return True
+        start, end = (angle(sigma, self.is_flow) for sigma in self.schedule[step : step + 2])
+        return self.policy.should_refresh(Step(step, step - self._refresh, start, end), self._drift)
+
+    def _start_cycle(self, step: int) -> None:
+        """`step` is full: drop what later steps cannot use."""
+        last = step if self._refresh is None else min(self._refresh, step)
+        self._refresh = step
+        if self.settings.between == "hold":
+            self._histories.clear()
+        else:
+            self._histories = {key: known for key, known in self._histories.items() if known.newest >= last}
+        self._drift.forget(before=last)
+
+    def _forget(self) -> None:
+        self._histories.clear()
+        self._drift.forget()
+        self._full.clear()
+        self._refresh = None
+
+    def branches(
+        self, x: torch.Tensor, uuids: Sequence[Hashable], cond_indices: Sequence[int], variant: Hashable
+    ) -> list[BranchKey] | None:
+        """One key for each chunk of the batch `x` [len(uuids) * B, C, ...]; None when the call must be plain.
+
+        To be called once for each model call.
+        """
+        chunks = len(uuids or ())
+        if self.failed or self._step is None or not chunks or len(cond_indices) != chunks or x.shape[0] % chunks:
+            return None
+        shape = (x.shape[0] // chunks, *x.shape[1:])
+        keys = []
+        for uuid, cond_index in zip(uuids, cond_indices, strict=True):
+            first = BranchKey(uuid, cond_index, variant, shape, x.dtype, x.device, 0)
+            before = self._occurrences[first]
+            keys.append(replace(first, occurrence=before) if before else first)
+            self._occurrences[first] = before + 1
+        return keys
+
+    def _has_all(self, key: BranchKey) -> bool:
+        """Whether every part that this run ever exchanged is there for the branch, from the last full step on."""
+        known = [self._histories.get((key, part)) for part in self._parts]
+        return bool(known) and all(history is not None and history.newest >= self._refresh for history in known)
+
+    def can_skip(self, keys: Sequence[BranchKey]) -> bool:
+        """Whether the current step is skipped and every branch of the call has its features."""
+        return not self._full[self._step] and all(self._has_all(key) for key in keys)
+
+    def gather(self, keys: Sequence[BranchKey], part: Hashable = 0) -> torch.Tensor:
+        """The branches' features for the current evaluation as one batch, in memory of its own."""
+        features = [self._histories[key, part].value(self._angle) for key in keys]
+        return torch.cat(features) if len(features) > 1 else features[0]
+
+    def exchange(
+        self, keys: Sequence[BranchKey], feature: torch.Tensor, part: Hashable = 0, owned: bool = False
+    ) -> torch.Tensor:
+        """Store each branch's chunk of `feature` [len(keys) * B, ...], and return what the model goes on with.
+
+        On a full step that is `feature` itself. Between full steps, where some branches of a joined batch had no
+        feature, the others go on with theirs, as they would in a call of their own.
+
+        part: which of the split's features this is. owned: nobody writes to `feature` any more, so it need not be
+        copied.
+        """
+        self._parts.add(part)
+        if not isinstance(feature, torch.Tensor) or feature.shape[0] % len(keys):
+            return feature
+        chunks = list(feature.chunk(len(keys)))
+        histories = [self._histories.get((key, part)) for key in keys]
+        is_known = [
+            not self._full[self._step] and self._has_all(key) and history is not None and history.fits(chunk)
+            for key, history, chunk in zip(keys, histories, chunks, strict=True)
+        ]
+        # A chunk of a shared tensor keeps all of it in memory.
+        owned = owned and not any(is_known)
+        for index, (key, history) in enumerate(zip(keys, histories, strict=True)):
+            if is_known[index]:
+                chunks[index] = history.value(self._angle)
+                continue
+            if history is None:
+                history = self._histories[key, part] = History(ORDER + 1 if self.settings.between == "forecast" else 1)
+            history.record(self._step, self._angle, chunks[index], owned)
+        return torch.cat(chunks) if any(is_known) else feature
+
+    def measure(self, keys: Sequence[BranchKey], shallow: torch.Tensor, owned: bool = False) -> None:
+        """Measure the drift of `shallow` [len(keys) * B, ...], which the deep part is computed from.
+
+        To be called on full and skipped calls alike, before `exchange`. Does nothing where the policy does not use
+        drift. owned: nobody writes to `shallow` any more, so it need not be copied.
+        """
+        if not self.policy.uses_drift or not isinstance(shallow, torch.Tensor) or shallow.shape[0] % len(keys):
+            return
+        for key, chunk in zip(keys, shallow.chunk(len(keys)), strict=True):
+            renew = self._full[self._step] or not self._has_all(key)
+            self._drift.measure(key, chunk, self._step, renew, owned and self._full[self._step])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the current step is computed in full."""
+        return self._step is not None and self._full[self._step]
+
+    def count(self, skipped: bool) -> None:
+        """Count a finished model call; a step with one skipped call is a skipped step."""
+        if self._step is not None:
+            self._skipped[self._step] = self._skipped.get(self._step, False) or skipped
+
+    @property
+    def full_steps(self) -> int:
+        return len(self._skipped) - self.skipped_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return sum(self._skipped.values())
+
+    @property
+    def letters(self) -> str:
+        """FULL or SKIPPED for each step, in the order in which they came."""
+        return "".join(SKIPPED if self._skipped.get(step) else FULL for step, _ in self._began)
+
+    @property
+    def began(self) -> tuple[float, ...]:
+        """The start of each of these steps, in seconds of `time.perf_counter`."""
+        return tuple(moment for _, moment in self._began)
+
+    def close(self) -> None:
+        """Drop all tensors and the model."""
+        self._forget()
+        self._parts.clear()
+        self._step = self.boundary = None
