@@ -51,8 +51,8 @@ def recording_cache(recorder=None, **bounds) -> tuple[GraphCache, CpuRecorder]:
 @contextmanager
 def run(model, cache, host=None, inner=None):
     """One run: a function that calls the model as its recordings do."""
-    with cache.claim() as claim:
-        capture = ModelCapture(model, cache, cache.captures, claim, (), host or CaptureHost())
+    with cache.lease() as lease:
+        capture = ModelCapture(model, cache, cache.captures, lease, (), host or CaptureHost())
         yield lambda *args, **kwargs: capture.call(inner or model.forward, *args, **kwargs)
 
 

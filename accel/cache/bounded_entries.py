@@ -8,13 +8,13 @@ from collections.abc import Container, Hashable, Iterator
 from contextlib import contextmanager
 
 from .entry import Entry
-from .lease import Claim
+from .lease import Lease
 
 
 class NoGraph(Exception):
     """There is no graph for a call; the message says why.
 
-    tried: compiling for this very call failed just now. The call itself may be to blame: see `forgive`.
+    tried: compiling for this very call failed just now. The call itself may be to blame: see `clear_failure`.
     """
 
     def __init__(self, key: Hashable, reason: str, tried: bool = False):
@@ -35,7 +35,7 @@ class BoundedEntries:
         self._entries: dict[Hashable, Entry] = {}
         self._max_entries = max_entries
         self._max_bytes = max_bytes
-        self._claims: list[Claim] = []
+        self._leases: list[Lease] = []
         self._sizes: dict[Hashable, int] = {}
         self._evicted_hits = 0
         self._evictions = 0
@@ -50,20 +50,20 @@ class BoundedEntries:
             self._shrink(())
 
     @contextmanager
-    def claim(self) -> Iterator[Claim]:
-        """For one run: while it lasts, what is found under the claim stays, and counts as used until its end."""
-        claim = Claim()
+    def lease(self) -> Iterator[Lease]:
+        """For one run: while it lasts, what is found under the lease stays, and counts as used until its end."""
+        lease = Lease()
         with self._lock:
-            self._claims.append(claim)
+            self._leases.append(lease)
         try:
-            yield claim
+            yield lease
         finally:
             with self._lock:
-                self._claims.remove(claim)
-                for key in claim.keys:
+                self._leases.remove(lease)
+                for key in lease.keys:
                     self._touch(key)
                     if key in self._entries:
-                        claim.leave(self._entries[key])
+                        lease.leave(self._entries[key])
 
     @property
     def max_bytes(self) -> int:
@@ -80,7 +80,7 @@ class BoundedEntries:
         """Entries that had to leave, for whatever reason."""
         return self._evictions
 
-    def _require_room(self, key: Hashable, claim: Claim | None) -> None:
+    def _require_room(self, key: Hashable, lease: Lease | None) -> None:
         """Raise NoGraph if one more graph under this key does not fit beside what is in use.
 
         Its size is known where it was compiled before; where not, none is tried after one did not fit.
@@ -90,13 +90,13 @@ class BoundedEntries:
             raise NoGraph(key, f"the graph cache may hold {self._max_entries} kinds, and as many are in use")
         own = self._entries.get(key)
         used = sum(entry.nbytes for entry in others) + (own.nbytes if own else 0)
-        is_hopeless = claim is not None and claim.full and key not in self._sizes
+        is_hopeless = lease is not None and lease.full and key not in self._sizes
         if is_hopeless or used + max(self._sizes.get(key, 1), 1) > self._max_bytes:
             budget = f"{self._max_bytes / (1 << 20):.4g} MB"
             raise NoGraph(key, f"the graphs of this run need more than the {budget} that they may keep (cache_mb)")
 
     def _in_use(self) -> set[Hashable]:
-        return set().union(*(claim.keys for claim in self._claims))
+        return set().union(*(lease.keys for lease in self._leases))
 
     def _touch(self, key: Hashable) -> None:
         entry = self._entries.pop(key, None)
@@ -113,8 +113,8 @@ class BoundedEntries:
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
-        for claim in self._claims:
-            claim.leave(entry)
+        for lease in self._leases:
+            lease.leave(entry)
         self._evicted_hits += entry.calls
         self._evictions += 1
         self.generation += 1

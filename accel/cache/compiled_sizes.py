@@ -61,7 +61,7 @@ def compiled_for(cache: GraphCache, network: Hashable | None = None) -> Compiled
     """What the cache holds for an `architecture`; None takes that of the last run."""
     with _lock:
         runs = list(_runs.get(cache, {}).items())
-    held = [(run, keys, scale) for run, (keys, scale) in runs if cache.holds(keys)]
+    held = [(run, keys, scale) for run, (keys, scale) in runs if cache.has_all(keys)]
     if network is None and held:
         network = held[-1][0][0]
     own = [(shape, keys, scale) for (of, shape), keys, scale in held if of == network]

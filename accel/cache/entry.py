@@ -71,7 +71,7 @@ class Entry:
         probes = self._probes.pop(id(graph), None)
         self.hits += probes.hits if probes is not None else 0
 
-    def give_up(self, reason: str) -> None:
+    def mark_failed(self, reason: str) -> None:
         """Drop the graphs for good: calls of this key run eagerly from now on."""
         self.failure = reason
         self.hits = self.calls

@@ -12,7 +12,7 @@ from ..core.events import emit
 from . import table
 from .bounded_entries import BoundedEntries, NoGraph
 from .entry import Entry
-from .lease import Claim
+from .lease import Lease
 
 if TYPE_CHECKING:
     from .saved_graphs import SavedGraphs
@@ -53,7 +53,7 @@ class GraphCache(BoundedEntries):
         name: str,
         fits: Callable[[CompiledGraph], bool],
         compile_graph: Callable[[], CompiledGraph],
-        claim: Claim | None = None,
+        lease: Lease | None = None,
         load_graph: Callable[[], CompiledGraph | None] = lambda: None,
         action: str = "compile",
     ) -> tuple[Entry, CompiledGraph]:
@@ -67,7 +67,7 @@ class GraphCache(BoundedEntries):
             NoGraph: with the reason. Whatever `load_graph` raises, and `compile_graph` other than CompileFailed,
                 passes through, and nothing is kept.
         """
-        entry = self._enter(key, name, claim, is_capture=action == "capture")
+        entry = self._enter(key, name, lease, is_capture=action == "capture")
         with entry._busy:
             for graph in entry.graphs:
                 if fits(graph):
@@ -78,7 +78,7 @@ class GraphCache(BoundedEntries):
             if len(entry.graphs) >= self._max_graphs:
                 raise NoGraph(key, f"none of its {len(entry.graphs)} graphs fits this call")
             with self._lock:
-                self._require_room(key, claim)
+                self._require_room(key, lease)
                 self._misses += 1
             started = time.perf_counter()
             try:
@@ -87,7 +87,7 @@ class GraphCache(BoundedEntries):
                 self._leave_if_empty(entry)
                 raise
             if graph is not None:
-                self._keep(entry, graph, None, claim)
+                self._keep(entry, graph, None, lease)
                 emit("graph_loaded", name=name, key=key, seconds=time.perf_counter() - started)
                 return entry, graph
             started = time.perf_counter()
@@ -109,22 +109,22 @@ class GraphCache(BoundedEntries):
                 raise NoGraph(key, entry.failure, tried=True)
             seconds = time.perf_counter() - started
             try:
-                self._keep(entry, graph, seconds, claim, action)
+                self._keep(entry, graph, seconds, lease, action)
             finally:
                 emit(f"{action}_end", name=name, key=key, seconds=seconds)
             return entry, graph
 
-    def get(self, key: Hashable, claim: Claim | None = None) -> Entry | None:
+    def get(self, key: Hashable, lease: Lease | None = None) -> Entry | None:
         """The entry under the key, used now; None where there is none."""
         with self._lock:
             if key not in self._entries:
                 return None
             self._touch(key)
-            if claim is not None:
-                claim.enter(self._entries[key])
+            if lease is not None:
+                lease.enter(self._entries[key])
             return self._entries[key]
 
-    def holds(self, keys: Iterable[Hashable]) -> bool:
+    def has_all(self, keys: Iterable[Hashable]) -> bool:
         """Whether every key has an entry, so that a run with them compiles nothing; counts as no use of them."""
         with self._lock:
             return all(key in self._entries for key in keys)
@@ -139,7 +139,7 @@ class GraphCache(BoundedEntries):
         entry = self._entries.get(key)
         return entry.failure if entry else None
 
-    def forgive(self, key: Hashable) -> None:
+    def clear_failure(self, key: Hashable) -> None:
         """Forget that compiling failed, since the call itself does: another one may be compiled."""
         entry = self._entries.get(key)
         if entry is not None:
@@ -197,16 +197,16 @@ class GraphCache(BoundedEntries):
         counted["hits"] += evicted_hits
         return {**counted, **totals, **table.table(entries, rows, wanted)}
 
-    def _enter(self, key: Hashable, name: str, claim: Claim | None, is_capture: bool) -> Entry:
+    def _enter(self, key: Hashable, name: str, lease: Lease | None, is_capture: bool) -> Entry:
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
-                self._require_room(key, claim)
+                self._require_room(key, lease)
                 entry = self._entries[key] = Entry(key, name, is_capture=is_capture)
                 self._shrink(self._in_use() | {key})
             self._touch(key)
-            if claim is not None:
-                claim.enter(entry)
+            if lease is not None:
+                lease.enter(entry)
             return entry
 
     def _keep(
@@ -214,7 +214,7 @@ class GraphCache(BoundedEntries):
         entry: Entry,
         graph: CompiledGraph,
         seconds: float | None,
-        claim: Claim | None,
+        lease: Lease | None,
         action: str = "compile",
     ) -> None:
         """Take a new graph in, and let others go for it; NoGraph where those that must stay leave no room.
@@ -234,10 +234,10 @@ class GraphCache(BoundedEntries):
             if len(self._sizes) > _MAX_KNOWN_SIZES:
                 del self._sizes[next(iter(self._sizes))]
             try:
-                self._require_room(entry.key, claim)
+                self._require_room(entry.key, lease)
             except NoGraph:
-                if claim is not None:
-                    claim.full = True
+                if lease is not None:
+                    lease.full = True
                 if not entry.graphs:
                     self._entries.pop(entry.key, None)
                 raise

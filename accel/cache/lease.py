@@ -10,7 +10,7 @@ from .entry import Entry, Use
 
 
 @dataclass(eq=False)
-class Claim:
+class Lease:
     """What one run uses of the cache.
 
     keys: in use, so that no other graph takes their place. full: a graph of this run found no room.
@@ -32,7 +32,7 @@ class Claim:
             self.keys[entry.key] = entry.calls, entry.calls_by_probe
 
     def leave(self, entry: Entry) -> None:
-        """The run or the entry is over: count what came since `enter`. The key stays claimed."""
+        """The run or the entry is over: count what came since `enter`. The key stays leased."""
         if entry.key not in self.keys:
             return
         calls, by_probe = self.keys[entry.key]

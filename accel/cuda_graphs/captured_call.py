@@ -15,7 +15,7 @@ from .recorder import CaptureFailed
 
 if TYPE_CHECKING:
     from ..cache.graph_cache import GraphCache
-    from ..cache.lease import Claim
+    from ..cache.lease import Lease
     from ..dispatch.block_observer import BlockObserver
     from ..step_cache.capture_io import Tape
     from .capture_key import CaptureKey
@@ -104,10 +104,10 @@ class CapturedCall:
         """Whether the compiled blocks inside are still what calls of the blocks would use."""
         return all(any(graph is kept for kept in entry.graphs) for entry, graph in self._kernels.values())
 
-    def claim_kernels(self, cache: GraphCache, claim: Claim) -> None:
+    def lease_kernels(self, cache: GraphCache, lease: Lease) -> None:
         """A run replays the call: the compiled blocks inside count as found by it, and stay while it lasts."""
         for entry, _ in self._kernels.values():
-            cache.get(entry.key, claim)
+            cache.get(entry.key, lease)
 
     def count(self) -> int:
         """A replay ran its compiled blocks once more; the number of those inside that ran uncompiled."""

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ..cache.graph_cache import Claim, GraphCache, NoGraph
+from ..cache.graph_cache import GraphCache, NoGraph
+from ..cache.lease import Lease
 from ..core.eager_calls import RunEagerly, not_in_this_mode
 from ..core.errors import one_line
 from ..core.events import emit
@@ -59,13 +60,13 @@ class ModelCapture:
         model: torch.nn.Module,
         cache: GraphCache,
         pool: CapturePool,
-        claim: Claim,
+        lease: Lease,
         runners: Sequence[BlockRunner],
         host: CaptureHost,
     ):
         self._model = weakref.ref(model)
         self._name = type(model).__name__
-        self._cache, self._pool, self._claim, self._host = cache, pool, claim, host
+        self._cache, self._pool, self._lease, self._host = cache, pool, lease, host
         self._observer = BlockObserver()
         for runner in runners:
             runner.observer = self._observer
@@ -170,7 +171,7 @@ class ModelCapture:
 
     def _find(self, key: CaptureKey) -> CapturedCall | None:
         """The recording for the key, if it is right for the model as it is; an outdated one is dropped."""
-        entry = self._cache.get(key, self._claim)
+        entry = self._cache.get(key, self._lease)
         if entry is None:
             return None
         captured = next(iter(entry.graphs), None)
@@ -182,7 +183,7 @@ class ModelCapture:
                 self._sort(key).made = True  # it was watched when it was made, and code is in the key
                 self._sort(key).watched = True
                 return None
-            captured.claim_kernels(self._cache, self._claim)
+            captured.lease_kernels(self._cache, self._lease)
             self._confirmed.add(captured)
         entry.hits += 1
         return captured
@@ -207,7 +208,7 @@ class ModelCapture:
         except Exception as error:
             is_shortage = isinstance(error, torch.OutOfMemoryError)
             reason = one_line(error)
-        self._give_up(captured.key, f"its replay failed: {reason}", is_shortage)
+        self._mark_failed(captured.key, f"its replay failed: {reason}", is_shortage)
         return False, None
 
     # From the first call of a sort to its recording
@@ -248,7 +249,7 @@ class ModelCapture:
                 raise
             except Exception as error:
                 raise CaptureFailed(f"recording it failed: {one_line(error)}") from error
-            self._pool.admit(captured, self._cache, self._claim)
+            self._pool.admit(captured, self._cache, self._lease)
             self._confirmed.add(captured)
             return captured
 
@@ -260,7 +261,7 @@ class ModelCapture:
                 if refusal is None:
                     sort.watched = True
                     return None
-            self._cache.find(call.key, f"{self._name} call", lambda _: True, make, self._claim, action="capture")
+            self._cache.find(call.key, f"{self._name} call", lambda _: True, make, self._lease, action="capture")
             return None
         except MadeRoom:
             return None
@@ -287,7 +288,7 @@ class ModelCapture:
             self._sorts.clear()
         return self._sorts.setdefault(key, _Sort())
 
-    def _give_up(self, key: CaptureKey, reason: str, is_shortage: bool) -> None:
+    def _mark_failed(self, key: CaptureKey, reason: str, is_shortage: bool) -> None:
         """A replay failed: there is none of this sort from now on; after a lack of memory none at all in this run."""
         if is_shortage:
             self._stop(f"memory is short: {reason}")
@@ -295,7 +296,7 @@ class ModelCapture:
             return
         entry = self._cache.get(key)
         if entry is not None:
-            entry.give_up(reason)
+            entry.mark_failed(reason)
         self._sort(key).refused = True
         self._note(reason)
 

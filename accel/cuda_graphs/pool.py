@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ..cache.graph_cache import Claim, GraphCache
+    from ..cache.graph_cache import GraphCache
+    from ..cache.lease import Lease
     from .captured_call import CapturedCall
     from .recorder import Recorder, Recording
 
@@ -83,7 +84,7 @@ class CapturePool:
         """A recording has let go of its memory."""
         self._members.discard(member)
 
-    def admit(self, member: CapturedCall, cache: GraphCache, claim: Claim) -> None:
+    def admit(self, member: CapturedCall, cache: GraphCache, lease: Lease) -> None:
         """Take a new recording in, where the pool then fits into the cache's budget beside its other graphs.
 
         Raises:
@@ -98,7 +99,7 @@ class CapturePool:
             return
         needed = self.nbytes
         self._members.discard(member)
-        others = keys - claim.keys.keys() - {member.key}
+        others = keys - lease.keys.keys() - {member.key}
         if not others:
             self._refuse(member.key, cache.max_bytes)
         if others or self.nbytes > room:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..cache.entry import Entry
-from ..cache.graph_cache import Claim, GraphCache, NoGraph
+from ..cache.graph_cache import GraphCache, NoGraph
+from ..cache.lease import Lease
 from ..compile.compiled_graph import CompiledGraph
 from ..compile.row_survey import RowSurvey
 from ..core.compile_settings import CompileSettings, Trouble
@@ -49,7 +50,7 @@ class BlockRunner:
         do not reach the compiler; it raises `RunEagerly` when they concern the block.
     interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
     rows: tells sizes that are 1 because the batch is from those that always are.
-    claim: what the run that the stand-in is for holds in the cache; None where there is no run.
+    lease: what the run that the stand-in is for holds in the cache; None where there is no run.
     on_shortage: told when a graph ran out of memory; the block itself runs after it.
     """
 
@@ -61,7 +62,7 @@ class BlockRunner:
         simplify_options: Callable[[dict], dict] | None = None,
         interrupts: tuple[type[BaseException], ...] = (),
         rows: RowSurvey | None = None,
-        claim: Claim | None = None,
+        lease: Lease | None = None,
         on_shortage: Callable[[], None] = lambda: None,
     ):
         self._region = region
@@ -70,7 +71,7 @@ class BlockRunner:
         self._simplify = simplify_options
         self._interrupts = interrupts
         self._on_shortage = on_shortage
-        self._finder = GraphFinder(region, cache, settings, interrupts, rows, claim)
+        self._finder = GraphFinder(region, cache, settings, interrupts, rows, lease)
         where = region.block, region.kind.weights, region.wraps
         self._slots = kinds.weight_slots(*where)
         self._wrappers = None if region.wraps is None else AddedWeights(*where)
@@ -154,7 +155,7 @@ class BlockRunner:
             # The call itself fails, which says nothing of the block.
             self._forget()
             if refusal.tried:
-                self._cache.forgive(refusal.key)
+                self._cache.clear_failure(refusal.key)
             raise
         self._note(str(refusal))
         return out
@@ -229,7 +230,7 @@ class BlockRunner:
         if graph.saved_as is not None and store is not None and store.distrust(graph.saved_as):
             self._cache.drop_graph(entry, graph)
         else:
-            entry.give_up(reason)
+            entry.mark_failed(reason)
 
     def _probe(self, graph, probe, run, inner, spec, given, inputs, device):
         """A call run both ways, on copies where the block might change its inputs; what they become is compared too."""

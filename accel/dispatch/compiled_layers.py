@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.graph_cache import Claim, GraphCache, shared
+from ..cache.graph_cache import GraphCache, shared
+from ..cache.lease import Lease
 from ..compile.row_survey import RowSurvey
 from ..core.compile_settings import CompileSettings
 from ..core.events import emit
@@ -60,12 +61,12 @@ def compiled_layers(
     settings: CompileSettings,
     host: Host,
     cache: GraphCache = shared,
-    claim: Claim | None = None,
+    lease: Lease | None = None,
     on_shortage: Callable[[], None] = lambda: None,
 ) -> dict[torch.nn.Module, Layer]:
     """A stand-in for every block found in the model, and for the model one that watches its calls.
 
-    claim: of the run that they are for; their graphs stay in the cache while it lasts.
+    lease: of the run that they are for; their graphs stay in the cache while it lasts.
     on_shortage: as for `BlockRunner`.
     """
     tensors_of: dict[torch.nn.Module, Callable[[tuple], list[torch.Tensor]]] = {}
@@ -73,7 +74,7 @@ def compiled_layers(
     layers: dict[torch.nn.Module, Layer] = {model: rows}
     for region in found.regions:
         runner = BlockRunner(
-            region, cache, settings, host.simplifier(region), host.interrupts, rows, claim, on_shortage
+            region, cache, settings, host.simplifier(region), host.interrupts, rows, lease, on_shortage
         )
         layers[region.block] = runner
         tensors_of[region.block] = runner.tensors_of

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ..cache.entry import Entry
-from ..cache.graph_cache import Claim, GraphCache, NoGraph
+from ..cache.graph_cache import GraphCache, NoGraph
+from ..cache.lease import Lease
 from ..compile import compilers
 from ..compile.benchmark import Probe
 from ..compile.compiled_graph import CompiledGraph, Facts
@@ -53,14 +54,14 @@ class GraphFinder:
         settings: CompileSettings,
         interrupts: tuple[type[BaseException], ...],
         rows: RowSurvey | None,
-        claim: Claim | None,
+        lease: Lease | None,
     ):
         self._region = region
         self._cache = cache
         self._settings = settings
         self._interrupts = interrupts
         self._rows = rows
-        self._claim = claim
+        self._lease = lease
 
     def find(
         self,
@@ -132,7 +133,7 @@ class GraphFinder:
             return graph
 
         try:
-            entry, graph = self._cache.find(key, name, fits, compile_graph, self._claim, load_graph)
+            entry, graph = self._cache.find(key, name, fits, compile_graph, self._lease, load_graph)
             return Found(entry, graph, entry.probe(graph, inputs) if settings.measured else None)
         except torch.OutOfMemoryError as error:
             reason = f"out of memory while compiling: {one_line(error)}"

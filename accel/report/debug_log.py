@@ -36,7 +36,7 @@ def _hear(name: str, data: dict[str, Any]) -> None:
         if name != "graph_hit":
             log.debug("key %s: %r", id_of(key), key)
     else:
-        log.debug("%s: %s", name, ", ".join(f"{field} {value}" for field, value in data.items() if field != "claim"))
+        log.debug("%s: %s", name, ", ".join(f"{field} {value}" for field, value in data.items() if field != "lease"))
 
 
 def why_missed(key: Hashable, others: Iterable[Hashable]) -> str:

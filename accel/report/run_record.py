@@ -9,7 +9,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cache.lease import Claim
+from ..cache.lease import Lease
 from ..core.events import subscribe
 from ..core.fallbacks import fallbacks
 from .savings import Saving, by_compiling, by_skipping, together
@@ -188,12 +188,12 @@ class RunRecords:
     def _on_run_calls(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         if now is None:
             return
-        claim: Claim = data["claim"]
+        lease: Lease = data["lease"]
         run = now.run
-        run.compiled_calls, run.eager_calls = claim.calls, data["eager_calls"]
+        run.compiled_calls, run.eager_calls = lease.calls, data["eager_calls"]
         run.contexts, run.evicted = data["contexts"], data["evicted"]
-        run.model_calls, run.replays = data["model_calls"], claim.replays
-        run.by_compiling = by_compiling(claim.calls, claim.measured, (run.compiling or {}).get("check_gain", True))
+        run.model_calls, run.replays = data["model_calls"], lease.replays
+        run.by_compiling = by_compiling(lease.calls, lease.measured, (run.compiling or {}).get("check_gain", True))
 
     def _on_deep_cache_run(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         steps, began = data.get("steps", ""), data.get("began", ())

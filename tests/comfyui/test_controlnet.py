@@ -251,16 +251,16 @@ def test_wrong_call_is_the_error_that_it_is_without_us_and_leaves_no_trace():
     assert_same(residuals(accelerated, specimen, size), residuals(specimen.hinted(plain, hint()), specimen, size))
 
 
-def test_claim_of_a_run_that_was_broken_off_ends_with_the_next_or_with_the_control():
+def test_lease_of_a_run_that_was_broken_off_ends_with_the_next_or_with_the_control():
     specimen, own = CONTROLS["T2I-Adapter"], GraphCache()
     accelerated = specimen.hinted(fast(specimen.build(), own), hint())
     for _ in range(2):
         residuals(accelerated, specimen, SIZES[0], end=False)
-        assert len(own._claims) == 1
+        assert len(own._leases) == 1
     del accelerated
     gc.collect()
     residuals(specimen.hinted(fast(specimen.build(), own), hint()), specimen, SIZES[0])
-    assert own._claims == []
+    assert own._leases == []
 
 
 def test_network_that_is_gone_leaves_nothing_but_kernels():

@@ -22,9 +22,9 @@ def key(number=0, sizes=None):
 
 def fill(cache, keys, name="Block"):
     for one in keys:
-        with cache.claim() as claim:
-            cache.find(one, name, lambda graph: True, lambda: CompiledGraph(len, bool, nbytes=10), claim)
-            claim.uses = (Use("SD15", (8, 8), 1),)
+        with cache.lease() as lease:
+            cache.find(one, name, lambda graph: True, lambda: CompiledGraph(len, bool, nbytes=10), lease)
+            lease.uses = (Use("SD15", (8, 8), 1),)
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ def test_room_is_what_kernels_leave():
     with run(model, cache) as call:
         check_calls(model, call, 6, tokens=20)
     assert left(recorder) == 0 and "cache_mb" in reasons()[0] and len(reasons()) == 1
-    assert cache.holds(["kernel"])
+    assert cache.has_all(["kernel"])
 
 
 def test_larger_size_makes_room_by_letting_all_others_go():

@@ -41,13 +41,13 @@ class Network(torch.nn.Module):
 def run(model, cache, *shape, any_size=False):
     """One run with Accelerate Model's engine over a tensor of this shape; remembered as such."""
     settings = CompileSettings(backend="eager", any_size=any_size)
-    with torch.inference_mode(), cache.claim() as claim:
+    with torch.inference_mode(), cache.lease() as lease:
         layers = {
-            region.block: BlockRunner(region, cache, settings, claim=claim) for region in survey(model, 1).regions
+            region.block: BlockRunner(region, cache, settings, lease=lease) for region in survey(model, 1).regions
         }
         with substituted(layers, Order.COMPILED):
             model(torch.randn(*shape, WIDTH))
-    remember(cache, architecture(model), shape, claim.keys)
+    remember(cache, architecture(model), shape, lease.keys)
 
 
 def test_exact_shapes_are_those_that_were_run():

@@ -15,8 +15,8 @@ def graph(nbytes=0, limit=None):
     return CompiledGraph(len, lambda tensors: limit is None or len(tensors) <= limit, Facts(weights=9), nbytes)
 
 
-def find(cache, key, make=graph, tensors=(), claim=None):
-    return cache.find(key, f"name of {key}", lambda g: g.accepts(tensors), make, claim)
+def find(cache, key, make=graph, tensors=(), lease=None):
+    return cache.find(key, f"name of {key}", lambda g: g.accepts(tensors), make, lease)
 
 
 def keys(cache):
@@ -94,11 +94,11 @@ def test_what_is_held_can_be_asked_without_using_it():
     for key in "ab":
         find(cache, key)
     before = cache.statistics()
-    assert cache.holds("ab") and cache.holds(()) and not cache.holds("ac")
+    assert cache.has_all("ab") and cache.has_all(()) and not cache.has_all("ac")
     assert cache.statistics() == before
-    cache.holds("a")
+    cache.has_all("a")
     find(cache, "c")
-    assert cache.holds("bc") and not cache.holds("a")
+    assert cache.has_all("bc") and not cache.has_all("a")
 
 
 def test_bytes_are_bounded():
@@ -136,14 +136,14 @@ def test_failure_is_remembered_and_not_tried_again():
     assert cache.statistics()["compilations"] == 0
 
 
-def test_failure_that_is_forgiven_is_tried_again():
+def test_cleared_failure_is_tried_again():
     def fail():
         raise CompileFailed("a and b must have same reduction dim")
 
     cache = GraphCache()
     with pytest.raises(NoGraph):
         find(cache, "a", fail)
-    cache.forgive("a")
+    cache.clear_failure("a")
     assert cache.statistics()["entries"] == 0
     find(cache, "a")
 
@@ -199,13 +199,13 @@ def test_what_a_run_uses_stays_and_the_rest_is_not_compiled(budget):
         return graph(nbytes=40)
 
     for run in range(3):
-        with cache.claim() as claim:
+        with cache.lease() as lease:
             for key in "abcdabcd":
                 if key in "ab":
-                    find(cache, key, make, claim=claim)
+                    find(cache, key, make, lease=lease)
                 else:
                     with pytest.raises(NoGraph, match="kinds, and as many are in use|need more than"):
-                        find(cache, key, make, claim=claim)
+                        find(cache, key, make, lease=lease)
         assert keys(cache) == ["a", "b"]
         # In bytes, what a graph weighs is known only once it is there; that is found out once for each.
         assert len(made) == (2 if "max_entries" in budget else min(3 + run, 4))
@@ -214,16 +214,16 @@ def test_what_a_run_uses_stays_and_the_rest_is_not_compiled(budget):
 def test_next_run_may_replace_what_the_last_one_used():
     cache = GraphCache(max_entries=2)
     for names in ("ab", "cd"):
-        with cache.claim() as claim:
+        with cache.lease() as lease:
             for key in names:
-                find(cache, key, claim=claim)
+                find(cache, key, lease=lease)
     assert keys(cache) == ["c", "d"]
 
 
 def test_graph_that_a_run_holds_counts_as_used_until_the_run_ends():
     cache = GraphCache(max_entries=2)
-    with cache.claim() as claim:
-        find(cache, "a", claim=claim)  # and then from the holder's own memory, at every step
+    with cache.lease() as lease:
+        find(cache, "a", lease=lease)  # and then from the holder's own memory, at every step
         find(cache, "b")
     find(cache, "c")
     assert keys(cache) == ["a", "c"]
@@ -231,26 +231,26 @@ def test_graph_that_a_run_holds_counts_as_used_until_the_run_ends():
 
 def test_two_runs_at_once_do_not_take_each_others_graphs():
     cache = GraphCache(max_entries=1)
-    with cache.claim() as one, cache.claim() as other:
-        find(cache, "a", claim=one)
+    with cache.lease() as one, cache.lease() as other:
+        find(cache, "a", lease=one)
         with pytest.raises(NoGraph):
-            find(cache, "b", claim=other)
+            find(cache, "b", lease=other)
     assert keys(cache) == ["a"]
 
 
 def test_larger_budget_lets_in_what_did_not_fit():
     cache = GraphCache(max_bytes=10)
-    with cache.claim() as claim, pytest.raises(NoGraph, match="cache_mb"):
-        find(cache, "a", lambda: graph(nbytes=40), claim=claim)
+    with cache.lease() as lease, pytest.raises(NoGraph, match="cache_mb"):
+        find(cache, "a", lambda: graph(nbytes=40), lease=lease)
     assert cache.generation == 0
     cache.set_budget(max_bytes=100)
-    with cache.claim() as claim:
-        find(cache, "a", lambda: graph(nbytes=40), claim=claim)
+    with cache.lease() as lease:
+        find(cache, "a", lambda: graph(nbytes=40), lease=lease)
 
 
-def load(cache, key, make, claim=None):
+def load(cache, key, make, lease=None):
     compile_graph = lambda: pytest.fail("compiled")  # noqa: E731
-    return cache.find(key, f"name of {key}", lambda graph: True, compile_graph, claim, make)
+    return cache.find(key, f"name of {key}", lambda graph: True, compile_graph, lease, make)
 
 
 def test_loaded_graph_counts_as_loaded_and_is_found_again():
@@ -268,12 +268,12 @@ def test_loaded_graph_counts_as_loaded_and_is_found_again():
 
 def test_loaded_graph_takes_no_place_that_its_run_uses():
     cache = GraphCache(max_bytes=100)
-    with cache.claim() as claim:
-        load(cache, "a", lambda: graph(60), claim)
+    with cache.lease() as lease:
+        load(cache, "a", lambda: graph(60), lease)
         with pytest.raises(NoGraph, match="more than"):
-            load(cache, "b", lambda: graph(60), claim)
+            load(cache, "b", lambda: graph(60), lease)
         with pytest.raises(NoGraph, match="more than"):
-            load(cache, "b", lambda: pytest.fail("loaded, to be thrown away again"), claim)
+            load(cache, "b", lambda: pytest.fail("loaded, to be thrown away again"), lease)
     assert keys(cache) == ["a"]
     load(cache, "b", lambda: graph(60))
     assert keys(cache) == ["b"]

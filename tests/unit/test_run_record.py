@@ -124,22 +124,22 @@ def graph():
     return CompiledGraph(len, lambda tensors: True, nbytes=8)
 
 
-def find(cache, key, claim=None):
-    return cache.find(key, f"name of {key}", lambda found: True, graph, claim)[0]
+def find(cache, key, lease=None):
+    return cache.find(key, f"name of {key}", lambda found: True, graph, lease)[0]
 
 
 def test_calls_of_graphs_are_those_of_the_run_alone(records):
     cache = GraphCache()
     find(cache, "a").hits += 100  # an earlier run's
     start()
-    with cache.claim() as claim:
-        entry = find(cache, "a", claim)
-        find(cache, "a", claim)
+    with cache.lease() as lease:
+        entry = find(cache, "a", lease)
+        find(cache, "a", lease)
         entry.hits += 3
-        find(cache, "b", claim).hits += 4
+        find(cache, "b", lease).hits += 4
         cache.evict("b")
-        find(cache, "b", claim).hits += 5
-    emit("run_calls", claim=claim, eager_calls=2, contexts=(77,), evicted=1, model_calls=0)
+        find(cache, "b", lease).hits += 5
+    emit("run_calls", lease=lease, eager_calls=2, contexts=(77,), evicted=1, model_calls=0)
     end()
     run = records.last()
     assert (run.compiled_calls, run.eager_calls, run.contexts, run.evicted) == (12, 2, (77,), 1)
@@ -148,9 +148,9 @@ def test_calls_of_graphs_are_those_of_the_run_alone(records):
 def test_entries_remember_the_latest_runs_that_used_them():
     cache = GraphCache()
     for side in range(12):
-        with cache.claim() as claim:
-            find(cache, "a", claim)
-            claim.uses = (Use("SD15", (side, 8), 1, 77),)
+        with cache.lease() as lease:
+            find(cache, "a", lease)
+            lease.uses = (Use("SD15", (side, 8), 1, 77),)
     row = cache.statistics()["table"][0]
     assert row["model"] == "SD15"
     assert [use["latent"][0] for use in row["used_at"]] == [11, 10, 9, 8, 7, 6, 5, 4]

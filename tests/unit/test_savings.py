@@ -79,10 +79,10 @@ def test_sum_of_what_is_known():
 
 def test_probes_count_the_calls_at_their_size_and_the_entry_all():
     cache = GraphCache()
-    with cache.claim() as claim:
-        entry, graph = cache.find("a", "A", lambda found: True, lambda: CompiledGraph(len, bool), claim)
+    with cache.lease() as lease:
+        entry, graph = cache.find("a", "A", lambda found: True, lambda: CompiledGraph(len, bool), lease)
         small, large = entry.probe(graph, [torch.zeros(2)]), entry.probe(graph, [torch.zeros(99)])
         entry.hits, small.hits, large.hits = 1, 2, 3
-    assert claim.calls == 6 and claim.measured == {small: 2, large: 3}
+    assert lease.calls == 6 and lease.measured == {small: 2, large: 3}
     entry.drop(graph)
     assert entry.calls == 6

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ...cache.graph_cache import Claim, GraphCache
+from ...cache.graph_cache import GraphCache
+from ...cache.lease import Lease
 from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
 from ...dispatch.compiled_layers import Host, compiled_layers, look_at
@@ -36,8 +37,8 @@ Layers = dict[torch.nn.Module, Layer]
 class Run:
     """The stand-ins of the models called in one run; made at their first call, dropped at its end."""
 
-    def __init__(self, cache: GraphCache, claim: Claim):
-        self.cache, self._claim = cache, claim
+    def __init__(self, cache: GraphCache, lease: Lease):
+        self.cache, self._lease = cache, lease
         self._placed: dict[torch.nn.Module, tuple[Layers, AttributeSnapshot]] = {}
         self._looks: dict[torch.nn.Module, int] = {}
 
@@ -63,7 +64,7 @@ class Run:
         if not found.regions:
             return {}, AttributeSnapshot(())
         snapshot = AttributeSnapshot((region.block for region in found.regions), HOST.wraps)
-        return compiled_layers(model, found, settings, HOST, self.cache, self._claim), snapshot
+        return compiled_layers(model, found, settings, HOST, self.cache, self._lease), snapshot
 
 
 def _why_not(model: torch.nn.Module) -> str | None:
@@ -100,8 +101,8 @@ def open_run(cache: GraphCache) -> Run | None:
 def new_run(cache: GraphCache) -> Iterator[Run]:
     """While it lasts, the models that this thread calls are called in one run."""
     before = _open.run
-    with cache.claim() as claim:
-        _open.run = Run(cache, claim)
+    with cache.lease() as lease:
+        _open.run = Run(cache, lease)
         try:
             yield _open.run
         finally:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....cache.graph_cache import Claim, GraphCache, shared
+from ....cache.graph_cache import GraphCache, shared
+from ....cache.lease import Lease
 from ....core.compile_settings import CompileSettings
 from ....core.events import emit
 from ....dispatch.block_runner import BlockRunner
@@ -44,13 +45,13 @@ class Run:
         self,
         settings: CompileSettings,
         cache: GraphCache,
-        claim: Claim,
+        lease: Lease,
         node_id: str | None = None,
         graphs: bool = False,
     ):
         self._settings = settings
         self._cache = cache
-        self._claim = claim
+        self._lease = lease
         self._progress = CompileProgress(node_id)
         self._model: weakref.ref | None = None
         self._layers: dict[torch.nn.Module, Layer] = {}
@@ -67,7 +68,7 @@ class Run:
         if isinstance(context, torch.Tensor) and context.ndim > 1:
             self._contexts.add(context.shape[1])
         if self._model is None or self._model() is not model:
-            self._layers = block_layers(model, self._settings, self._cache, self._claim)
+            self._layers = block_layers(model, self._settings, self._cache, self._lease)
             self._model = weakref.ref(model)
             self._kinds = len({layer.kind for layer in self._layers.values() if isinstance(layer, BlockRunner)})
             self._capture = None
@@ -80,13 +81,13 @@ class Run:
         return tuple(sorted(self._contexts))
 
     def tell(self) -> None:
-        """For the record of the run, once its claim is over."""
+        """For the record of the run, once its lease is over."""
         eager = sum(layer.eager_calls for layer in self._layers.values() if isinstance(layer, BlockRunner))
         eager += self._capture.eager_calls if self._capture is not None else 0
         evicted = self._cache.evictions - self._evictions
         emit(
             "run_calls",
-            claim=self._claim,
+            lease=self._lease,
             eager_calls=eager,
             contexts=self.contexts,
             evicted=evicted,
@@ -103,7 +104,7 @@ class Run:
 
         self._model_calls += 1
         if self._capture is None:
-            self._capture = capture.begin(base, self._settings, self._cache, self._claim, self._layers)
+            self._capture = capture.begin(base, self._settings, self._cache, self._lease, self._layers)
         with capture.standing_in(self._capture, base.diffusion_model, options) as options:
             yield options
 
@@ -112,17 +113,17 @@ def block_layers(
     model: torch.nn.Module,
     settings: CompileSettings,
     cache: GraphCache = shared,
-    claim: Claim | None = None,
+    lease: Lease | None = None,
     on_shortage: Callable[[], None] = lambda: None,
 ) -> dict[torch.nn.Module, Layer]:
     """A stand-in for every block of the model that can be compiled, and for the model one that watches its calls.
 
-    claim: of the run that they are for; their graphs stay in the cache while it lasts.
+    lease: of the run that they are for; their graphs stay in the cache while it lasts.
     on_shortage: as for `BlockRunner`.
     """
     if cache is shared:
         preferences.current()  # the settings are put into force before the first graph is made
-    return compiled_layers(model, look_at(model, settings, HOST), settings, HOST, cache, claim, on_shortage)
+    return compiled_layers(model, look_at(model, settings, HOST), settings, HOST, cache, lease, on_shortage)
 
 
 def accelerate(
@@ -158,14 +159,14 @@ def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | N
     def wrapper(executor, *args, **kwargs):
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
         with recorded(executor, args, compiling=described), ExitStack() as stack:
-            claim = stack.enter_context(cache.claim())
-            run = options[KEY] = Run(settings, cache, claim, node_id, graphs)
+            lease = stack.enter_context(cache.lease())
+            run = options[KEY] = Run(settings, cache, lease, node_id, graphs)
             try:
-                with sizes_explained(executor, args), size_remembered(executor, args, cache, claim):
+                with sizes_explained(executor, args), size_remembered(executor, args, cache, lease):
                     return executor(*args, **kwargs)
             finally:
                 options.pop(KEY, None)
-                claim.uses = uses(executor, args, run.contexts)
+                lease.uses = uses(executor, args, run.contexts)
                 stack.close()
                 run.tell()
 
@@ -179,7 +180,7 @@ def _apply_model(settings: CompileSettings, cache: GraphCache):
         options = {} if transformer_options is None else transformer_options
         with ExitStack() as stack:
             # Somebody may call the model outside a sampler.
-            run = options.get(KEY) or Run(settings, cache, stack.enter_context(cache.claim()))
+            run = options.get(KEY) or Run(settings, cache, stack.enter_context(cache.lease()))
             stack.enter_context(run.call(executor.class_obj.diffusion_model, c_crossattn))
             options = stack.enter_context(run.captured(executor.class_obj, options))
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)

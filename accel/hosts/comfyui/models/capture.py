@@ -16,7 +16,8 @@ import comfy.model_management
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ....cache.graph_cache import Claim, GraphCache, shared
+from ....cache.graph_cache import GraphCache, shared
+from ....cache.lease import Lease
 from ....core.eager_calls import RunEagerly
 from ....cuda_graphs.cuda import CudaRecorder
 from ....cuda_graphs.model_capture import ModelCapture
@@ -59,7 +60,7 @@ def attach(cache: GraphCache, model: Any) -> None:
 
 
 def begin(
-    base: torch.nn.Module, settings: Hashable, cache: GraphCache, claim: Claim, layers: Mapping[torch.nn.Module, Any]
+    base: torch.nn.Module, settings: Hashable, cache: GraphCache, lease: Lease, layers: Mapping[torch.nn.Module, Any]
 ) -> ModelCapture:
     """For one run of a BaseModel whose blocks have these stand-ins."""
     memory = memory_of(cache)
@@ -84,7 +85,7 @@ def begin(
         of_module=_obstacle_in,
         interrupts=INTERRUPTS,
     )
-    return ModelCapture(model, cache, cache.captures, claim, runners, host)
+    return ModelCapture(model, cache, cache.captures, lease, runners, host)
 
 
 @contextmanager

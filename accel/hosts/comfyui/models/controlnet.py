@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ....cache.entry import Use
-from ....cache.graph_cache import Claim, GraphCache, shared
+from ....cache.graph_cache import GraphCache, shared
+from ....cache.lease import Lease
 from ....core.compile_settings import CompileSettings
 from ....core.fallbacks import fallbacks
 from ....dispatch.block_runner import BlockRunner
@@ -60,10 +61,10 @@ def accelerate_control(
 
 
 class _OpenRuns:
-    """The runs of control objects under way, each with its claim in the cache.
+    """The runs of control objects under way, each with its lease in the cache.
 
     Core cleans up behind a sampler only where that ended well. What was broken off is ended by the next run of
-    the same object; where that is gone, by the next run of any. Never while garbage is collected: a claim's end
+    the same object; where that is gone, by the next run of any. Never while garbage is collected: a lease's end
     takes the cache's lock.
     """
 
@@ -71,13 +72,13 @@ class _OpenRuns:
         self._lock = threading.Lock()
         self._held: list[tuple[weakref.ref, ExitStack]] = []
 
-    def begin(self, control: Any, cache: GraphCache) -> Claim:
+    def begin(self, control: Any, cache: GraphCache) -> Lease:
         self.end(control)
         stack = ExitStack()
-        claim = stack.enter_context(cache.claim())
+        lease = stack.enter_context(cache.lease())
         with self._lock:
             self._held.append((weakref.ref(control), stack))
-        return claim
+        return lease
 
     def end(self, control: Any) -> None:
         """End the run of this object, and of those that are gone."""
@@ -168,10 +169,10 @@ class _ControlRun:
     """The stand-ins for a network in one run; made at its first call, when its weights are where they will be."""
 
     def __init__(
-        self, network: torch.nn.Module, settings: CompileSettings, cache: GraphCache, claim: Claim, node_id: str | None
+        self, network: torch.nn.Module, settings: CompileSettings, cache: GraphCache, lease: Lease, node_id: str | None
     ):
         self.network = network
-        self._made_with = settings, cache, claim
+        self._made_with = settings, cache, lease
         self._progress = CompileProgress(node_id)
         self._layers: dict[torch.nn.Module, Layer] = {}
 
@@ -179,8 +180,8 @@ class _ControlRun:
     def call(self, latent: Any = None) -> Iterator[None]:
         """For one call of the network: its blocks have their stand-ins. latent: [B, C, ...] that it is called with."""
         if isinstance(latent, torch.Tensor) and latent.ndim > 2:
-            claim = self._made_with[2]
-            claim.uses = (Use(type(self.network).__name__, tuple(latent.shape[2:]), latent.shape[0]),)
+            lease = self._made_with[2]
+            lease.uses = (Use(type(self.network).__name__, tuple(latent.shape[2:]), latent.shape[0]),)
         if not self._layers:
             layers = block_layers(self.network, *self._made_with)
             unsteady = [b for b, layer in layers.items() if isinstance(layer, BlockRunner) and _sets_its_settings(b)]

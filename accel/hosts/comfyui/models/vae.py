@@ -125,9 +125,9 @@ class _Around:
             return
         is_auto = self._policy.compiled == AUTO
         with ExitStack() as stack:
-            claim = stack.enter_context(self._cache.claim())
+            lease = stack.enter_context(self._cache.lease())
             if shape is not None:
-                claim.uses = (Use(type(model).__name__, shape[2:], shape[0]),)
+                lease.uses = (Use(type(model).__name__, shape[2:], shape[0]),)
 
             def make_layers(part: torch.nn.Module) -> Mapping[torch.nn.Module, Layer]:
                 used.append(part)
@@ -135,7 +135,7 @@ class _Around:
                 if is_auto and not self._has_room(vae, name, shape):
                     return {}
                 on_shortage = functools.partial(self._repeats.was_short, shape) if is_auto else lambda: None
-                layers = block_layers(part, self._settings, self._cache, claim, on_shortage)
+                layers = block_layers(part, self._settings, self._cache, lease, on_shortage)
                 kinds = {layer.kind for layer in layers.values() if isinstance(layer, BlockRunner)}
                 stack.enter_context(self._progress.during_call(len(kinds)))
                 if is_auto:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ....cache.compiled_sizes import architecture, remember
-from ....cache.graph_cache import Claim, GraphCache
+from ....cache.graph_cache import GraphCache
+from ....cache.lease import Lease
 from ....sizing.resolution import Size, snap
 from .model_sizes import latent_layout, model_multiple
 
@@ -51,7 +52,7 @@ def sizes_explained(executor: Any, arguments: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def size_remembered(executor: Any, arguments: Sequence[Any], cache: GraphCache, claim: Claim) -> Iterator[None]:
+def size_remembered(executor: Any, arguments: Sequence[Any], cache: GraphCache, lease: Lease) -> Iterator[None]:
     """For a call in OUTER_SAMPLE: when it ends well, a picture's latent shape is one that is "already compiled"."""
     yield
     noise = arguments[0] if arguments else None
@@ -62,7 +63,7 @@ def size_remembered(executor: Any, arguments: Sequence[Any], cache: GraphCache, 
         scale = latent_layout(model).scale
     except (AttributeError, ValueError):  # no pictures, or a latent format of its own sort
         return
-    remember(cache, architecture(model.get_model_object("diffusion_model")), noise.shape, claim.keys, scale)
+    remember(cache, architecture(model.get_model_object("diffusion_model")), noise.shape, lease.keys, scale)
 
 
 def explain(error: RuntimeError, executor: Any, arguments: Sequence[Any]) -> str | None:
