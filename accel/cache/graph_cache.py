@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..compile.compiled_graph import CompiledGraph
 from ..compile.compilers import CompileFailed
 from ..core.events import emit
+from ..core.settings import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES
 from . import table
 from .bounded_entries import BoundedEntries, NoGraph
 from .entry import Entry
@@ -17,8 +18,6 @@ from .lease import Lease
 if TYPE_CHECKING:
     from .saved_graphs import SavedGraphs
 
-DEFAULT_MAX_ENTRIES = 512
-DEFAULT_MAX_BYTES = 2 << 30
 _MAX_KNOWN_SIZES = 4096
 
 

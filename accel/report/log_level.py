@@ -7,11 +7,10 @@ import os
 import threading
 
 from ..core.events import log
+from ..core.settings import DEBUG, NORMAL, QUIET
 from . import debug_log
 
 VARIABLE = "ACCEL_DEBUG"
-
-VERBOSITIES = QUIET, NORMAL, DEBUG = ("quiet", "normal", "debug")
 
 _LEVELS = {QUIET: logging.ERROR, NORMAL: logging.NOTSET, DEBUG: logging.DEBUG}
 """NOTSET: as the program around us has it."""

@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..cache.graph_cache import GraphCache, shared
 from ..compile.ahead_of_time import NotSavable
 from ..compile.compiled_graph import CompiledGraph, Facts
 from ..core.circuit_breaker import Patience
 from ..core.errors import pass_on
 from ..core.events import emit
+from ..core.settings import DEFAULT_STORE_MB
 from . import key as store_key
+from . import location
 from . import manifest as store_entry
 from .folder import Folder
 from .key import NotPortable
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("accel")
 
 NOTHING_SAVED = "nothing was saved of it yet"
-DEFAULT_MAX_BYTES = 2 << 30
 
 _PRUNE_EVERY = 16
 """Saves between two looks at the folder's size."""
@@ -51,6 +53,23 @@ _MOST_LOOKED_AT = 64
 """Manifests of one key that are read for one call: who can write the folder can put any number there."""
 
 
+def attach(cache: GraphCache, find_home: Callable[[], Path | None]) -> None:
+    """Give the process' shared cache its store, once; a cache of somebody's own keeps what it has. Touches no disk.
+
+    find_home: gives the folder for the secret and the graphs, which may not exist yet; None where there is none.
+    """
+    if cache is not shared or cache.store is not None:
+        return
+    home = find_home()
+    try:
+        folder = location.folder(home)
+    except OSError as error:
+        log.warning("No compiled graph is kept: %s", error)
+        return
+    if folder is not None:
+        cache.store = GraphStore(folder, location.secret(home), lambda: location.max_bytes(home))
+
+
 class GraphStore:
     """Saved graphs of one folder. Nothing is read or written before the first `load` or `save`.
 
@@ -58,7 +77,9 @@ class GraphStore:
     max_bytes: gives what the folder may hold; the least recently used go first. 0 saves nothing.
     """
 
-    def __init__(self, folder: Folder, secret: Path | None, max_bytes: Callable[[], int] = lambda: DEFAULT_MAX_BYTES):
+    def __init__(
+        self, folder: Folder, secret: Path | None, max_bytes: Callable[[], int] = lambda: DEFAULT_STORE_MB << 20
+    ):
         self._folder = folder
         self._secret = secret
         self._max_bytes = max_bytes

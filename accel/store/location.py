@@ -1,31 +1,33 @@
-"""Where the store of this machine is: a home given by its host, and what the environment or its settings say instead.
+"""Where an installation keeps its saved graphs: in a home that its host names, or where the environment says.
 
-The environment wins. No setting is one of ComfyUI's own: those any page or request may change, and the server
-would then write where somebody else wants it to.
+The environment wins. No setting of the host's own page decides it: any page or request may change those, and the
+server would then write where somebody else wants it to.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from . import settings
-from .folder import File, Folder, LocalFolder
+from ..core import settings
+from .folder import Folder, LocalFolder
 
 VARIABLE = "ACCEL_STORE"
 LIMIT_VARIABLE = "ACCEL_STORE_MB"
 OFF = "off"
-DEFAULT_MEGABYTES = 2048
+
+PERSONAL_NAME = "comfy-accel"
+"""Of the home for scripts, in the folder where programs keep what they can make again."""
 
 
 def folder(home: Path | None) -> Folder | None:
-    """The folder of the saved graphs: what ACCEL_STORE names, else what the home says. None: nothing is to be kept.
+    """The folder of the saved graphs: the one that ACCEL_STORE names, else `graphs` in the home; None saves nothing.
 
     ACCEL_STORE: a folder, an address such as s3://bucket/graphs (needs the package fsspec), or "off".
-    Touches no disk; a home's settings are read when the folder is used first.
+    Touches no disk.
 
     Raises:
         OSError: ACCEL_STORE is no address.
@@ -35,11 +37,11 @@ def folder(home: Path | None) -> Folder | None:
         return None
     if named:
         return at(named)
-    return HomeFolder(home) if home is not None else None
+    return LocalFolder(home / "graphs") if home is not None else None
 
 
 def at(named: str) -> Folder:
-    """The folder that a person names by a path or an address. Touches no disk.
+    """The folder at a path or an address. Touches no disk.
 
     Raises:
         OSError: it is no address.
@@ -59,7 +61,7 @@ def at(named: str) -> Folder:
 
 
 def secret(home: Path | None) -> Path | None:
-    """The file with this installation's secret: in its home, never where the graphs have been moved to.
+    """The file with this installation's secret: in its home, wherever the graphs are.
 
     A folder that others may write must not be able to bring its own secret.
     """
@@ -75,46 +77,20 @@ def max_bytes(home: Path | None) -> int:
     given = os.environ.get(LIMIT_VARIABLE, "").strip()
     if given.isdecimal():
         return int(given) << 20
-    limit = None if home is None else settings.read(home).max_mb
-    return (DEFAULT_MEGABYTES if limit is None else limit) << 20
+    return (settings.DEFAULT_STORE_MB if home is None else settings.read(home).store_mb) << 20
 
 
-class HomeFolder:
-    """The folder that a home's settings name, else `graphs` in it. Which one is read at the first use, once."""
-
-    def __init__(self, home: Path):
-        self._home = home
-        self._found: Folder | None = None
-
-    def __str__(self) -> str:
-        try:
-            return str(self._folder())
-        except OSError as error:
-            return str(error)
-
-    def files(self, prefix: str = "") -> Iterator[File]:
-        return self._folder().files(prefix)
-
-    def unfinished(self) -> Iterator[File]:
-        return self._folder().unfinished()
-
-    def read(self, name: str, largest: int) -> bytes:
-        return self._folder().read(name, largest)
-
-    def write(self, name: str, data: bytes) -> None:
-        self._folder().write(name, data)
-
-    def remove(self, name: str) -> None:
-        self._folder().remove(name)
-
-    def touch(self, name: str) -> None:
-        self._folder().touch(name)
-
-    def now(self) -> float:
-        return self._folder().now()
-
-    def _folder(self) -> Folder:
-        if self._found is None:
-            named = settings.read(self._home).folder
-            self._found = LocalFolder(self._home / "graphs") if named is None else at(named)
-        return self._found
+def personal_home() -> Path | None:
+    """The home for scripts, which may not exist yet; None for an account without a home folder."""
+    if sys.platform == "win32":
+        given, below = os.environ.get("LOCALAPPDATA"), ("AppData", "Local")
+    elif sys.platform == "darwin":
+        given, below = None, ("Library", "Caches")
+    else:
+        given, below = os.environ.get("XDG_CACHE_HOME"), (".cache",)
+    if given and os.path.isabs(given):
+        return Path(given) / PERSONAL_NAME
+    try:
+        return Path.home().joinpath(*below, PERSONAL_NAME)
+    except RuntimeError:
+        return None

@@ -11,9 +11,9 @@ import pytest
 import tiny_models
 import torch
 from capture_kit import reasons, recording_cache
-from comfy_accel.accel.cache.graph_cache import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES, GraphCache, shared
+from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.core.preferences import Preferences
+from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES, Settings
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
@@ -212,7 +212,7 @@ def settings_as_they_were(monkeypatch):
 
 
 def test_budget_grows_for_recordings_unless_somebody_has_set_one(settings_as_they_were):
-    preferences._current, preferences._node_mb = Preferences(), preferences.FROM_SETTINGS
+    preferences._current, preferences._node_mb = Settings(), preferences.FROM_SETTINGS
     preferences.make_room_for_recordings(3 << 30)
     assert shared.max_bytes == DEFAULT_MAX_BYTES + (3 << 30)
     preferences.make_room_for_recordings(1 << 30)  # a smaller device beside it
@@ -221,7 +221,7 @@ def test_budget_grows_for_recordings_unless_somebody_has_set_one(settings_as_the
     assert shared.max_bytes == 500 << 20
     preferences.set_node_budget(preferences.FROM_SETTINGS)
     assert shared.max_bytes == DEFAULT_MAX_BYTES + (3 << 30)
-    preferences._current = Preferences(max_mb=1000)
+    preferences._current = Settings(max_mb=1000)
     preferences.set_node_budget(preferences.FROM_SETTINGS)
     assert shared.max_bytes == 1000 << 20
 

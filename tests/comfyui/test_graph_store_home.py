@@ -20,10 +20,11 @@ from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.fingerprint import module_files
 from comfy_accel.accel.fingerprint.survey import survey
-from comfy_accel.accel.hosts.comfyui import store
+from comfy_accel.accel.hosts.comfyui.home import running_home
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.versions import NO_RESULT_DEPENDS_ON
 from comfy_accel.accel.store import location, signing
+from comfy_accel.accel.store.graph_store import attach
 from tiny_zoo import ZOO
 
 IMPORT_LIMIT, IMPORT_SHARE = 0.15, 0.04
@@ -142,18 +143,18 @@ def test_node_alone_touches_no_disk(home):
 
 def test_caches_of_somebodys_own_get_no_store(home):
     cache = GraphCache()
-    store.attach(cache)
+    attach(cache, running_home)
     assert cache.store is None
 
 
 def test_store_can_be_turned_off(home, monkeypatch):
     monkeypatch.setenv(location.VARIABLE, "off")
-    store.attach(shared)
+    attach(shared, running_home)
     assert shared.store is None
 
 
 def test_users_folder_is_one_that_no_request_reaches(home):
-    assert store.home() == home
+    assert running_home() == home
     public = getattr(folder_paths, "get_public_user_directory", None)
     if public is None:
         pytest.skip("this core has no such protection")

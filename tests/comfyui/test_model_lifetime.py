@@ -7,9 +7,10 @@ import comfy.model_management
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel.cache.graph_cache import DEFAULT_MAX_BYTES, GraphCache, shared
+from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.nodes.accelerate_model import AccelModel
 from tiny_models import sample

@@ -7,10 +7,11 @@ import folder_paths
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel.cache.graph_cache import DEFAULT_MAX_BYTES, GraphCache, shared
+from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core import events
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
 from comfy_accel.accel.hosts.comfyui.server import panel, preferences, report
@@ -242,13 +243,16 @@ def test_damaged_settings_count_as_none_and_wrong_ones_change_nothing(settings, 
     assert preferences.current().max_mb == DEFAULT_MAX_BYTES >> 20
 
 
-def test_store_limit_is_kept_beside_its_folder(settings, tmp_path, monkeypatch):
+def test_store_limit_is_kept_beside_the_others(settings, tmp_path, monkeypatch):
     monkeypatch.delenv("ACCEL_STORE")
-    (tmp_path / "__accel").mkdir()
-    (tmp_path / "__accel" / "settings.json").write_text(json.dumps({"folder": str(tmp_path / "graphs")}))
+    settings().change({"max_mb": 100})
+    file = tmp_path / "__accel" / "preferences.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "store_mb": 16}))  # as the command does
+    preferences.change({"verbosity": "quiet"})
+    assert preferences.state()["store_mb"] == 16
     settings().change({"store_mb": 17})
-    assert preferences.state()["store_mb"] == 17
-    assert json.loads((tmp_path / "__accel" / "settings.json").read_text())["folder"] == str(tmp_path / "graphs")
+    assert preferences.state()["store_mb"] == 17 and preferences.state()["max_mb"] == 100
+    assert json.loads(file.read_text()) == {"max_mb": 100, "max_entries": 512, "store_mb": 17, "verbosity": "quiet"}
     monkeypatch.setenv("ACCEL_STORE_MB", "3")
     with pytest.raises(ValueError, match="ACCEL_STORE_MB"):
         preferences.change({"store_mb": 18})

@@ -1,6 +1,5 @@
 """Where the store is: what the environment says, what a person has set, and which ComfyUI a command means."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -9,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.store import attach, cli, location, signing
-from comfy_accel.accel.store import home as store_home
-from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.hosts.comfyui import home as comfyui_home
+from comfy_accel.accel.hosts.comfyui import store_cli as cli
+from comfy_accel.accel.store import graph_store, location, signing
 from comfy_accel.accel.store.graph_store import GraphStore
 from store_kit import load, reasons, run_command, save, store
 
@@ -23,7 +22,7 @@ KEY = "a key of sixteen letters"
 
 def server(home):
     """A store as ComfyUI has it."""
-    return GraphStore(location.folder(home), location.secret(home))
+    return GraphStore(location.folder(home), location.secret(home), lambda: location.max_bytes(home))
 
 
 @pytest.mark.parametrize(
@@ -37,9 +36,7 @@ def test_environment_moves_the_graphs_or_turns_the_store_off(tmp_path, monkeypat
     assert location.secret(tmp_path) == tmp_path / "secret"
 
 
-def test_nothing_is_read_before_the_folder_is_used(tmp_path):
-    home = tmp_path / "home"
-    run_command(home, "move", tmp_path / "other")
+def test_looking_for_the_folder_touches_no_disk(tmp_path):
     touched = []
 
     def hear(event, arguments):
@@ -48,58 +45,42 @@ def test_nothing_is_read_before_the_folder_is_used(tmp_path):
 
     hearing = True
     sys.addaudithook(hear)
-    folder = location.folder(home)
-    assert not [path for path in touched if str(home) in path]
-    assert str(folder) == str(tmp_path / "other")
-    assert [path for path in touched if str(home) in path]
+    assert str(location.folder(tmp_path)) == str(tmp_path / "graphs")
     hearing = False
+    assert not [path for path in touched if str(tmp_path) in path]
 
 
-def test_moved_graphs_are_used_and_the_secret_stays(tmp_path, capsys):
+def test_graphs_moved_by_hand_are_used_and_the_secret_stays(tmp_path, monkeypatch):
     home, other = tmp_path / "home", tmp_path / "other disk" / "graphs"
     assert save(server(home), "a") and save(server(home), "b")
-    assert run_command(home, "move", other) == 0
-    assert f"2 graphs moved from {home / 'graphs'} to {other}" in capsys.readouterr().out
-    assert sorted(file.name for file in home.iterdir()) == ["graphs", "secret", "settings.json"]
-    assert not list((home / "graphs").iterdir())
-    assert json.loads((home / "settings.json").read_text()) == {"folder": str(other)}
+    other.parent.mkdir()
+    (home / "graphs").rename(other)
+    monkeypatch.setenv(location.VARIABLE, str(other))
     assert load(server(home), "a") is not None and save(server(home), "c")
     assert len(list(other.glob("*.json"))) == 3
+    assert [file.name for file in home.iterdir()] == ["secret"]
     assert run_command(home, "verify") == 0
-    assert run_command(home, "move", other) == 1
-    assert "already" in capsys.readouterr().err
 
 
-def test_path_is_taken_from_where_the_command_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert run_command(tmp_path / "home", "move", "near") == 0
-    monkeypatch.chdir(os.sep)
-    assert str(location.folder(tmp_path / "home")) == str(tmp_path / "near")
-
-
-def test_move_that_fails_changes_nothing(tmp_path, capsys):
+@pytest.mark.skipif(os.name != "posix", reason="links to folders need no rights there")
+def test_folder_of_the_graphs_may_be_a_link(tmp_path):
     home = tmp_path / "home"
-    save(server(home))
-    (tmp_path / "file").touch()
-    assert run_command(home, "move", tmp_path / "file") == 1
-    assert capsys.readouterr().err.strip()
-    assert load(server(home)) is not None
-    assert not (home / "settings.json").exists()
+    assert save(server(home), "a")
+    (home / "graphs").rename(tmp_path / "disk")
+    (home / "graphs").symlink_to(tmp_path / "disk")
+    assert load(server(home), "a") is not None and save(server(home), "b")
+    assert len(list((tmp_path / "disk").glob("*.json"))) == 2
+    assert run_command(home, "verify") == 0
 
 
-@pytest.mark.parametrize(
-    ("command", "variable", "value"),
-    [(("move", "/x"), location.VARIABLE, "/y"), (("limit", "5"), location.LIMIT_VARIABLE, "7")],
-)
-def test_environment_wins_and_nothing_is_set_beside_it(tmp_path, monkeypatch, capsys, command, variable, value):
-    monkeypatch.setenv(variable, value)
-    assert run_command(tmp_path, *command) == 1
-    assert f"{variable} is set" in capsys.readouterr().err
+def test_environment_wins_and_nothing_is_set_beside_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(location.LIMIT_VARIABLE, "7")
+    assert run_command(tmp_path, "limit", "5") == 1
+    assert f"{location.LIMIT_VARIABLE} is set" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_environment_wins_over_what_was_set(tmp_path, monkeypatch):
-    run_command(tmp_path, "move", tmp_path / "set")
     run_command(tmp_path, "limit", "5")
     assert location.max_bytes(tmp_path) == 5 << 20
     monkeypatch.setenv(location.VARIABLE, str(tmp_path / "environment"))
@@ -111,25 +92,22 @@ def test_environment_wins_over_what_was_set(tmp_path, monkeypatch):
     assert location.max_bytes(None) == 2 << 30
 
 
-@pytest.mark.skipif(os.name != "posix", reason="only there a mode says who can read")
-def test_settings_are_their_owners_alone(tmp_path):
-    run_command(tmp_path, "move", "s3://me:password@host/graphs")
-    assert (tmp_path / "settings.json").stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize(
-    "text", ["", "[]", "null", '{"folder": 5}', '{"folder": "here"}', '{"max_mb": -1}', '{"max_mb": "5"}', "[" * 10**4]
-)
-def test_damaged_settings_are_a_reason_and_never_a_guess(tmp_path, capsys, text):
-    save(server(tmp_path))
-    (tmp_path / "settings.json").write_text(text)
+@pytest.mark.parametrize("name", ["preferences.json", "settings.json"])
+def test_damaged_settings_are_a_reason_and_never_a_guess(tmp_path, capsys, name):
+    save(server(tmp_path), "a")
+    (tmp_path / name).write_text("{")
     damaged = server(tmp_path)
-    assert load(damaged) is None and not save(damaged)
-    assert all("settings.json is damaged" in reason for reason in reasons(damaged)) and reasons(damaged)
-    assert "settings.json is damaged" in damaged.statistics()["folder"]
-    for command in (["list"], ["limit", "5"], ["prune"], ["move", str(tmp_path / "x")]):
+    assert load(damaged, "a") is not None and not save(damaged, "b")
+    assert all(f"{name} is damaged" in reason for reason in reasons(damaged)) and reasons(damaged)
+    for command in (["limit", "5"], ["prune"]):
         assert run_command(tmp_path, *command) == 1
-        assert "settings.json is damaged: mend or delete it" in capsys.readouterr().err
+        assert f"{name} is damaged: mend or delete it" in capsys.readouterr().err
+
+
+def test_limit_out_of_range_is_refused_with_the_range(tmp_path, capsys):
+    assert run_command(tmp_path, "limit", "99999999") == 1
+    assert "from 0 to 1048576" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_limit_of_nothing_deletes_nothing(tmp_path, monkeypatch, capsys):
@@ -144,7 +122,7 @@ def test_limit_of_nothing_deletes_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_without_a_place_the_command_asks_for_one(monkeypatch, capsys):
-    for command in (["list"], ["move", "x"], ["limit", "5"]):
+    for command in (["list"], ["limit", "5"]):
         assert cli.main(command) == 1
         assert "--user-directory" in capsys.readouterr().err
     monkeypatch.setenv(location.VARIABLE, "off")
@@ -226,45 +204,33 @@ def test_command_in_the_packs_folder_finds_its_comfyui(tmp_path, comfyui, linked
     assert code == 0 and f"1 graphs, 0.0 MB in {home / 'graphs'}" in told
 
 
-def test_folder_is_an_ordinary_one_for_those_who_use_it(tmp_path):
-    """What a home says is what a folder does, file by file."""
-    folder, plain = location.HomeFolder(tmp_path), LocalFolder(tmp_path / "graphs")
-    folder.write("ab", b"data")
-    assert folder.read("ab", 4) == plain.read("ab", 4) == b"data"
-    folder.touch("ab")
-    assert list(folder.files("a")) == list(plain.files("a")) and not list(folder.files("b"))
-    assert not list(folder.unfinished()) and abs(folder.now() - plain.now()) < 60
-    folder.remove("ab")
-    assert not list(plain.files())
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="as the folder is found on Linux")
 def test_programs_that_are_not_comfyui_keep_graphs_among_what_this_person_can_do_without(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    home = store_home.of_this_person()
+    home = location.personal_home()
     assert home == tmp_path / "cache" / "comfy-accel" and not home.exists()
     monkeypatch.chdir(tmp_path)
-    assert store_home.find(None, None, None) is None
+    assert comfyui_home.find(None, None, None) is None
     home.mkdir(parents=True)
-    assert store_home.find(None, None, None) == (home, False)
-    assert store_home.find(None, tmp_path, None) == (tmp_path / store_home.NAME, True)
+    assert comfyui_home.find(None, None, None) == (home, False)
+    assert comfyui_home.find(None, tmp_path, None) == (tmp_path / comfyui_home.NAME, True)
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # is to be ignored, says its specification
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert store_home.of_this_person() == tmp_path / ".cache" / "comfy-accel"
+    assert location.personal_home() == tmp_path / ".cache" / "comfy-accel"
 
 
 def test_cache_gets_its_store_once_and_none_where_none_is_wanted(tmp_path, monkeypatch):
     cache = GraphCache()
-    monkeypatch.setattr(attach, "shared", cache)
-    attach.attach(GraphCache(), lambda: pytest.fail("no cache of somebody's own gets one"))
+    monkeypatch.setattr(graph_store, "shared", cache)
+    graph_store.attach(GraphCache(), lambda: pytest.fail("no cache of somebody's own gets one"))
     monkeypatch.setenv(location.VARIABLE, "off")
-    attach.attach(cache, lambda: tmp_path)
+    graph_store.attach(cache, lambda: tmp_path)
     assert cache.store is None
     monkeypatch.delenv(location.VARIABLE)
-    attach.attach(cache, lambda: None)  # an account without a home
+    graph_store.attach(cache, lambda: None)  # an account without a home
     assert cache.store is None
-    attach.attach(cache, lambda: tmp_path)
+    graph_store.attach(cache, lambda: tmp_path)
     first = cache.store
     assert first is not None and not list(tmp_path.iterdir())
-    attach.attach(cache, lambda: tmp_path / "other")
+    graph_store.attach(cache, lambda: tmp_path / "other")
     assert cache.store is first

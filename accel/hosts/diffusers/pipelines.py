@@ -10,7 +10,9 @@ from ...cache.graph_cache import shared
 from ...compile.compilers import BACKENDS
 from ...core.compile_settings import CompileSettings
 from ...step_cache.config import DeepCacheSettings
-from . import component_call, store
+from ...store.graph_store import attach
+from ...store.location import personal_home
+from . import component_call
 from .accelerated_pipeline import AcceleratedPipeline, of
 from .components import chosen, components
 from .offload import without_weights
@@ -60,7 +62,7 @@ def accelerate_pipeline(
                 f"{name} is not loaded: its {weight} is on the meta device. Load it, or put it in ignores."
             )
     restore(pipe)
-    store.attach(shared)
+    attach(shared, personal_home)
     AcceleratedPipeline(pipe, ignores, wanted, deep_cache, shared).begin()
     return pipe
 

@@ -17,7 +17,8 @@ from ....core.events import emit
 from ....dispatch.block_runner import BlockRunner
 from ....dispatch.compiled_layers import Host, compiled_layers, look_at
 from ....modules.substitution import Layer, Order, substituted
-from .. import store
+from ....store.graph_store import attach
+from ..home import running_home
 from ..progress import CompileProgress
 from ..server import preferences
 from ..sizes.shape_errors import size_remembered, sizes_explained
@@ -134,7 +135,7 @@ def accelerate(
     node_id: the node in the page that shows compile progress. graphs: record whole model calls and replay them, where
     the device and the call allow it.
     """
-    store.attach(cache)
+    attach(cache, running_home)
     patched = clone_for_compiling(model)
     if graphs:
         from . import capture

@@ -21,7 +21,8 @@ from ....dispatch.block_runner import BlockRunner
 from ....fingerprint.code_digest import facts_of
 from ....modules.first_call import is_compiled
 from ....modules.substitution import Layer, Order, substituted
-from .. import store
+from ....store.graph_store import attach
+from ..home import running_home
 from ..progress import CompileProgress
 from .accelerate import block_layers
 
@@ -43,7 +44,7 @@ def accelerate_control(
 
     node_id: the node in the page that shows compile progress.
     """
-    store.attach(cache)
+    attach(cache, running_home)
     name = type(control).__name__
     if not all(callable(getattr(control, call, None)) for call in _CALLS):
         log.warning("%s runs uncompiled: it is not a control object like core's", name)

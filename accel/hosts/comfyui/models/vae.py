@@ -20,7 +20,8 @@ from ....dispatch.block_runner import BlockRunner
 from ....modules.first_call import at_first_call, is_compiled
 from ....modules.substitution import Layer
 from ....sizing.vae import AUTO, SKIP, Repeats, VaePolicy, gives_back, has_room, one_tile
-from .. import store
+from ....store.graph_store import attach
+from ..home import running_home
 from ..progress import CompileProgress
 from ..versions import clone_for_compiling
 from .accelerate import block_layers
@@ -47,7 +48,7 @@ def vae_view(
     view = copy.copy(vae)
     view.__class__ = _view_class(base)
     if policy.compiled != SKIP:
-        store.attach(cache)
+        attach(cache, running_home)
         _keep_weights_in_place(view)
     view._accel = _Around(policy, settings or CompileSettings(), cache, node_id)
     return view

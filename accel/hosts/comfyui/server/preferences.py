@@ -12,11 +12,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ....cache.graph_cache import shared
-from ....core import preferences
-from ....core.preferences import LARGEST_MB, Preferences
+from ....core import settings
+from ....core.settings import Settings
 from ....report import log_level
-from ....store import location, settings
-from ..store import home
+from ....store import location
+from ..home import running_home
 
 log = logging.getLogger("accel")
 
@@ -26,7 +26,7 @@ FROM_SETTINGS = -1
 """In a node's cache_mb: as many MB as the settings say."""
 
 _lock = threading.Lock()
-_current: Preferences | None = None
+_current: Settings | None = None
 _node_mb = FROM_SETTINGS
 _for_recordings = 0
 
@@ -40,7 +40,7 @@ def make_room_for_recordings(nbytes: int) -> None:
     with _lock:
         if nbytes > _for_recordings:
             _for_recordings = nbytes
-            _set_budget(_current or Preferences())
+            _set_budget(_current or Settings())
 
 
 def set_node_budget(cache_mb: int) -> None:
@@ -51,21 +51,21 @@ def set_node_budget(cache_mb: int) -> None:
     global _node_mb
     with _lock:
         _node_mb = cache_mb
-        _set_budget(_current or Preferences())
+        _set_budget(_current or Settings())
 
 
-def current() -> Preferences:
+def current() -> Settings:
     """Those in force; the first call reads them and puts them into force. Damaged ones count as none."""
     global _current
     with _lock:
         if _current is None:
             try:
-                _current = preferences.read(home())
+                _current = settings.read(running_home())
             except OSError as error:
                 log.warning("The settings of the graph cache are not read: %s", error)
-                _current = Preferences()
+                _current = Settings()
             _set_budget(_current)
-            if _verbosity(_current) != log_level.NORMAL:  # whoever else set our logger's level is left alone
+            if _verbosity(_current) != settings.NORMAL:  # whoever else set our logger's level is left alone
                 log_level.set_verbosity(_verbosity(_current))
         return _current
 
@@ -81,23 +81,19 @@ def change(wanted: dict[str, Any]) -> None:
     unknown = sorted(set(wanted) - set(NAMES))
     if unknown:
         raise ValueError(f"{unknown[0][:80]!r} is not known here: there are {', '.join(NAMES)}.")
-    store_mb = wanted.get("store_mb")
-    if "store_mb" in wanted:
-        preferences.check_number("store_mb", store_mb, LARGEST_MB)
-        if os.environ.get(location.LIMIT_VARIABLE, "").strip().isdecimal():
-            raise ValueError(f"store_mb is given by {location.LIMIT_VARIABLE}, and only that changes it.")
-    before = current()
-    now = replace(before, **{name: value for name, value in wanted.items() if name != "store_mb"})
+    now = replace(current(), **wanted)
+    if "store_mb" in wanted and os.environ.get(location.LIMIT_VARIABLE, "").strip().isdecimal():
+        raise ValueError(f"store_mb is given by {location.LIMIT_VARIABLE}, and only that changes it.")
     with _lock:
         _current = now
         if "max_mb" in wanted:
             _node_mb = FROM_SETTINGS
         _set_budget(now)
         log_level.set_verbosity(_verbosity(now))
-        if now != before:
-            preferences.write(home(), now)
-        if store_mb is not None:
-            settings.write(home(), settings.read(home())._replace(max_mb=store_mb))
+        kept = settings.read(running_home())  # the command may have changed the store's limit meanwhile
+        changed = replace(kept, **wanted)
+        if changed != kept:
+            settings.write(running_home(), changed)
 
 
 def state() -> dict[str, Any]:
@@ -110,16 +106,16 @@ def store_mb() -> int | None:
     if shared.store is None and os.environ.get(location.VARIABLE, "").strip().lower() == location.OFF:
         return None
     try:
-        return location.max_bytes(home()) >> 20
+        return location.max_bytes(running_home()) >> 20
     except OSError:
         return None
 
 
-def _set_budget(wanted: Preferences) -> None:
-    is_default = _node_mb == FROM_SETTINGS and wanted.max_mb == Preferences.max_mb
+def _set_budget(wanted: Settings) -> None:
+    is_default = _node_mb == FROM_SETTINGS and wanted.max_mb == Settings.max_mb
     max_mb = wanted.max_mb if _node_mb == FROM_SETTINGS else _node_mb
     shared.set_budget(wanted.max_entries, (max_mb << 20) + (_for_recordings if is_default else 0))
 
 
-def _verbosity(wanted: Preferences) -> str:
+def _verbosity(wanted: Settings) -> str:
     return log_level.from_environment() or wanted.verbosity

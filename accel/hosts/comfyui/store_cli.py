@@ -6,19 +6,18 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from . import bundle, location
-from . import home as store_home
-from . import move as store_move
-from . import prune as store_prune
-from . import settings as store_settings
-from .bundle import BadBundle, Outcome
-from .folder import Folder
-from .home import Home
-from .manifest import LARGEST_MANIFEST, MANIFEST, BadEntry, Manifest, printable, read_manifest
-from .signing import NoSecret, Seals, seals
+from ...core import settings
+from ...store import bundle, location
+from ...store.bundle import BadBundle, Outcome
+from ...store.folder import Folder
+from ...store.manifest import LARGEST_MANIFEST, MANIFEST, BadEntry, Manifest, printable, read_manifest
+from ...store.prune import prune
+from ...store.signing import NoSecret, Seals, seals
+from .home import Home, find
 
 NO_TRUST = """\
 Not imported. A bundle is code: its graphs run in your ComfyUI with all that it may do, and whoever made the bundle
@@ -55,7 +54,7 @@ class Store(NamedTuple):
 def main(arguments: Sequence[str], command: str = "comfy-accel store") -> int:
     """Run the command and return its exit code: 0, or 1 with a sentence on stderr."""
     options = _parser(command).parse_args(arguments)
-    home = store_home.find(options.home, options.user_directory, options.base_directory)
+    home = find(options.home, options.user_directory, options.base_directory)
     try:
         folder = location.folder(None if home is None else home.path)
         if folder is None:
@@ -107,7 +106,7 @@ def _import(options: argparse.Namespace, store: Store) -> int:
     print(f"Sealed with {seals.source}.")
     outcomes = bundle.import_trusted(options.file, store.folder, seals, limit)
     if limit is not None:
-        store_prune.prune(store.folder, limit)
+        prune(store.folder, limit)
     return _tell(outcomes, f"imported to {store.folder}")
 
 
@@ -115,41 +114,22 @@ def _prune(options: argparse.Namespace, store: Store) -> int:
     limit = location.max_bytes(store.path) if options.max_mb is None else options.max_mb << 20
     if options.max_mb is None and not limit:
         raise Refused("The store's limit is 0, with which nothing more is saved: say with --max-mb what may stay.")
-    print(f"{store_prune.prune(store.folder, limit)} graphs deleted.")
-    return 0
-
-
-def _move(options: argparse.Namespace, store: Store) -> int:
-    home = _settable(store, location.VARIABLE)
-    if options.folder.lower() == location.OFF:
-        raise Refused(f"To turn the store off, start ComfyUI with {location.VARIABLE}=off.")
-    named = options.folder
-    if "://" not in named:
-        named = os.path.abspath(os.path.expanduser(named))
-    new = location.at(named)
-    if str(new) == str(store.folder):
-        raise Refused(f"The graphs are in {new} already.")
-    settings = store_settings.read(home)._replace(folder=named)
-    old = str(store.folder)
-    moved = store_move.move(store.folder, new, lambda: store_settings.write(home, settings))
-    print(f"{moved} graphs moved from {old} to {new}. A ComfyUI that runs uses the new folder once it is restarted.")
+    print(f"{prune(store.folder, limit)} graphs deleted.")
     return 0
 
 
 def _limit(options: argparse.Namespace, store: Store) -> int:
-    home = _settable(store, location.LIMIT_VARIABLE)
-    store_settings.write(home, store_settings.read(home)._replace(max_mb=options.max_mb))
-    print(f"{store.folder} may hold {options.max_mb} MB. A ComfyUI that runs keeps to it once it is restarted.")
-    return 0
-
-
-def _settable(store: Store, variable: str) -> Path:
-    """The home whose settings are to be changed."""
     if store.path is None:
         raise Refused(NO_HOME)
-    if os.environ.get(variable, "").strip():
-        raise Refused(f"{variable} is set, and wins over what is set here: unset it first.")
-    return store.path
+    if os.environ.get(location.LIMIT_VARIABLE, "").strip():
+        raise Refused(f"{location.LIMIT_VARIABLE} is set, and wins over what is set here: unset it first.")
+    try:
+        changed = replace(settings.read(store.path), store_mb=options.max_mb)
+    except ValueError as wrong:
+        raise Refused(str(wrong)) from None
+    settings.write(store.path, changed)
+    print(f"{store.folder} may hold {options.max_mb} MB. A ComfyUI that runs keeps to it once it is restarted.")
+    return 0
 
 
 def _tell(outcomes: list[Outcome], done: str) -> int:
@@ -204,10 +184,8 @@ def _parser(command: str) -> argparse.ArgumentParser:
     bring = add("import", _import, "Take the graphs of a bundle over; without --trust only show them.")
     bring.add_argument("file", type=Path)
     bring.add_argument("--trust", action="store_true", help="the bundle's code may run here")
-    prune = add("prune", _prune, "Delete what was used longest ago.")
-    prune.add_argument("--max-mb", type=_whole, metavar="N", help="what may stay, in MB (default: the store's own)")
-    move = add("move", _move, "Keep the graphs in another folder from now on, and take those over that there are.")
-    move.add_argument("folder", metavar="DIR", help="a folder, or an address such as s3://bucket/graphs")
+    pruning = add("prune", _prune, "Delete what was used longest ago.")
+    pruning.add_argument("--max-mb", type=_whole, metavar="N", help="what may stay, in MB (default: the store's own)")
     limit = add("limit", _limit, "Set what the store may hold; what was used longest ago goes first.")
     limit.add_argument("max_mb", type=_whole, metavar="MB", help="0 saves nothing more")
     return parser

@@ -4,9 +4,9 @@ import io
 import logging
 
 import pytest
-from comfy_accel.accel.core import preferences
+from comfy_accel.accel.core import settings
 from comfy_accel.accel.core.events import emit, log
-from comfy_accel.accel.core.preferences import LARGEST_MB, MOST_ENTRIES, Preferences
+from comfy_accel.accel.core.settings import LARGEST_MB, MOST_ENTRIES, Settings
 from comfy_accel.accel.fingerprint.graph_key import GraphKey
 from comfy_accel.accel.fingerprint.kinds import Kind
 from comfy_accel.accel.report import debug_log, log_level
@@ -14,28 +14,63 @@ from comfy_accel.accel.signature.tensors import TensorSpec
 
 
 def test_what_is_written_is_read_again(tmp_path):
-    wanted = Preferences(max_mb=64, max_entries=7, verbosity="quiet")
-    preferences.write(tmp_path / "home", wanted)
-    assert preferences.read(tmp_path / "home") == wanted
+    wanted = Settings(max_mb=64, max_entries=7, store_mb=9, verbosity="quiet")
+    settings.write(tmp_path / "home", wanted)
+    assert settings.read(tmp_path / "home") == wanted
 
 
 def test_without_a_file_there_are_the_defaults(tmp_path):
-    assert preferences.read(tmp_path / "none") == Preferences()
+    assert settings.read(tmp_path / "none") == Settings()
     assert not (tmp_path / "none").exists()
 
 
 def test_fields_of_a_later_version_are_left_out(tmp_path):
-    (tmp_path / preferences.NAME).write_text('{"max_mb": 5, "later": 1}')
-    assert preferences.read(tmp_path) == Preferences(max_mb=5)
+    (tmp_path / settings.NAME).write_text('{"max_mb": 5, "later": 1}')
+    assert settings.read(tmp_path) == Settings(max_mb=5)
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "7", "null", '{"max_mb": -1}', '{"max_mb": "5"}', '{"verbosity": "loud"}', "[" * 9999]
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "7",
+        "null",
+        '{"max_mb": -1}',
+        '{"max_mb": "5"}',
+        '{"verbosity": "loud"}',
+        '{"store_mb": -1}',
+        "[" * 9999,
+    ],
 )
 def test_damaged_file_is_an_error_that_names_it(tmp_path, text):
-    (tmp_path / preferences.NAME).write_text(text)
+    (tmp_path / settings.NAME).write_text(text)
     with pytest.raises(OSError, match="mend or delete"):
-        preferences.read(tmp_path)
+        settings.read(tmp_path)
+
+
+def test_limit_of_the_store_is_taken_over_from_the_file_that_it_had_of_its_own(tmp_path):
+    (tmp_path / settings.OLD_NAME).write_text('{"max_mb": 17}')
+    assert settings.read(tmp_path) == Settings(store_mb=17)
+    (tmp_path / settings.NAME).write_text('{"max_mb": 5, "verbosity": "quiet"}')
+    assert settings.read(tmp_path) == Settings(max_mb=5, store_mb=17, verbosity="quiet")
+    settings.write(tmp_path, settings.read(tmp_path))
+    (tmp_path / settings.OLD_NAME).write_text('{"max_mb": 18}')
+    assert settings.read(tmp_path).store_mb == 17
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"max_mb": -1}', '{"max_mb": "5"}', "[" * 10**4])
+def test_damaged_file_of_the_store_alone_is_an_error_too(tmp_path, text):
+    (tmp_path / settings.OLD_NAME).write_text(text)
+    with pytest.raises(OSError, match="settings.json is damaged: mend or delete it"):
+        settings.read(tmp_path)
+
+
+def test_folder_that_was_a_setting_is_not_passed_over_in_silence(tmp_path):
+    (tmp_path / settings.OLD_NAME).write_text('{"folder": "/disk/graphs", "max_mb": 17}')
+    with pytest.raises(OSError, match="set ACCEL_STORE to that folder"):
+        settings.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +82,14 @@ def test_damaged_file_is_an_error_that_names_it(tmp_path, text):
         ({"max_mb": 1.5}, "whole number"),
         ({"max_mb": None}, "whole number"),
         ({"max_entries": MOST_ENTRIES + 1}, f"0 to {MOST_ENTRIES}"),
+        ({"store_mb": LARGEST_MB + 1}, f"0 to {LARGEST_MB}"),
         ({"verbosity": "loud"}, "quiet, normal, debug"),
         ({"verbosity": []}, "quiet, normal, debug"),
     ],
 )
 def test_wrong_values_are_refused_with_the_range(wrong, said):
     with pytest.raises(ValueError, match=said):
-        Preferences(**wrong)
+        Settings(**wrong)
 
 
 @pytest.fixture

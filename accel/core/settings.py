@@ -1,0 +1,99 @@
+"""What a person has set, kept as one small JSON file in the home of an installation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .atomic_file import opened, write_whole
+
+NAME = "preferences.json"
+OLD_NAME = "settings.json"
+"""Of the store's limit and folder, before both files became one."""
+
+DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES = 2 << 30, 512
+"""Of the graph cache."""
+
+DEFAULT_STORE_MB = 2048
+VERBOSITIES = QUIET, NORMAL, DEBUG = ("quiet", "normal", "debug")
+LARGEST_MB, MOST_ENTRIES = 1 << 20, 1 << 16
+_LARGEST_FILE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one installation.
+
+    max_mb: memory that compiled graphs may keep, MB. max_entries: kinds of blocks in the graph cache.
+    store_mb: disk space for saved graphs, MB; 0 saves nothing more. verbosity: of our log.
+
+    Raises:
+        ValueError: a value is invalid; the message has the valid ones.
+    """
+
+    max_mb: int = DEFAULT_MAX_BYTES >> 20
+    max_entries: int = DEFAULT_MAX_ENTRIES
+    store_mb: int = DEFAULT_STORE_MB
+    verbosity: str = NORMAL
+
+    def __post_init__(self) -> None:
+        for name, largest in (("max_mb", LARGEST_MB), ("max_entries", MOST_ENTRIES), ("store_mb", LARGEST_MB)):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value <= largest:
+                raise ValueError(f"{name} must be a whole number from 0 to {largest}.")
+        if self.verbosity not in VERBOSITIES:
+            raise ValueError(f"verbosity must be one of: {', '.join(VERBOSITIES)}.")
+
+
+def read(home: Path) -> Settings:
+    """The settings of a home; the defaults where there is no file, and for what it does not name.
+
+    Raises:
+        OSError: a file cannot be read or understood. A guess instead could fill a disk that was to be spared.
+    """
+    found = _fields(home / NAME)
+    if "store_mb" not in found:
+        found |= _old_fields(home / OLD_NAME)
+    known = {field.name for field in fields(Settings)}
+    try:
+        return Settings(**{name: value for name, value in found.items() if name in known})
+    except (ValueError, TypeError):
+        raise _damaged(home / NAME) from None
+
+
+def write(home: Path, settings: Settings) -> None:
+    """Keep the settings of a home; OSError where that is not possible."""
+    write_whole(home / NAME, json.dumps(asdict(settings), indent=1).encode())
+
+
+def _old_fields(file: Path) -> dict[str, Any]:
+    found = _fields(file)
+    if found.get("folder") is not None:
+        raise OSError(
+            f"{file} names a folder for saved graphs, which is no setting any more: set ACCEL_STORE to that folder, "
+            f'and take "folder" out of the file'
+        )
+    limit = found.get("max_mb", DEFAULT_STORE_MB)
+    if type(limit) is not int or not 0 <= limit <= LARGEST_MB:
+        raise _damaged(file)
+    return {"store_mb": limit}
+
+
+def _fields(file: Path) -> dict[str, Any]:
+    """The fields of a JSON file; none where there is no file."""
+    try:
+        with opened(file, links=True) as (opened_file, _):
+            found = json.loads(opened_file.read(_LARGEST_FILE))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise _damaged(file)
+    return found
+
+
+def _damaged(file: Path) -> OSError:
+    return OSError(f"{file} is damaged: mend or delete it")

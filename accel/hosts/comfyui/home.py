@@ -1,0 +1,61 @@
+"""Where ComfyUI keeps what outlives it, secret, settings and graphs: in its user folder, out of reach over HTTP."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from ...store.location import personal_home
+
+NAME = "__accel"
+"""In ComfyUI's user folder. Names that begin so are no user's: core serves nothing from there."""
+
+
+class Home(NamedTuple):
+    """path: the folder; it may not exist yet. given: a person named it; False for ComfyUI's default."""
+
+    path: Path
+    given: bool
+
+
+def running_home() -> Path:
+    """The home of the ComfyUI in this process; it may not exist yet."""
+    import folder_paths
+
+    return Path(folder_paths.get_user_directory()) / NAME
+
+
+def find(home: Path | None, user_directory: Path | None, base_directory: Path | None) -> Home | None:
+    """The home that the options name, the strongest first, else that of the ComfyUI that has this pack.
+
+    Outside of any ComfyUI it is this person's own home, if there is one.
+
+    user_directory, base_directory: ComfyUI's own options of these names.
+    """
+    if home is not None:
+        return Home(home, given=True)
+    if user_directory is not None:
+        return Home(user_directory / NAME, given=True)
+    if base_directory is not None:
+        return Home(base_directory / "user" / NAME, given=True)
+    for pack in _packs():
+        user = pack.parent.parent / "user"
+        if pack.parent.name == "custom_nodes" and user.is_dir():
+            return Home(user / NAME, given=False)
+    own = personal_home()
+    return Home(own, given=False) if own is not None and own.is_dir() else None
+
+
+def _packs() -> list[Path]:
+    """This pack's folder by each name that leads to it: custom_nodes may hold only a link to it.
+
+    Python resolves links in the folder that it was started in; the shell keeps them in PWD.
+    """
+    pack = Path(os.path.abspath(__file__)).parents[3]
+    shell_folder = Path(os.environ.get("PWD", ""))
+    try:
+        linked = shell_folder.is_absolute() and os.path.samefile(shell_folder, pack)
+    except OSError:
+        linked = False
+    return [shell_folder, pack] if linked else [pack]
