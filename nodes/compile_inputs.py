@@ -4,7 +4,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..accel.compile.compilers import BACKENDS
+from ..accel.compile.registry import BACKENDS, DEFAULT
 from ..accel.core.compile_settings import CompileSettings
 from ..accel.hosts.comfyui.versions import check_options, make_input
 
@@ -29,7 +29,7 @@ def how_to_compile() -> list[Any]:
             io.Combo,
             "backend",
             options=list(BACKENDS),
-            default=BACKENDS[0],
+            default=DEFAULT,
             tooltip=(
                 "inductor: torch's compiler, the fast one. eager: capture the blocks without compiling "
                 "them, to find out whether a problem comes from the compiler."
@@ -77,5 +77,5 @@ def settings(shapes: str, backend: str, on_trouble: str, check_gain: bool, min_r
         any_size=shapes == ANY_SIZE,
         stop_on_trouble=on_trouble == STOP,
         min_repetitions=min_repetitions,
-        measured=check_gain and backend == BACKENDS[0],  # what is not compiled can gain nothing
+        measured=check_gain and BACKENDS[backend].is_faster,  # what is not compiled can gain nothing
     )

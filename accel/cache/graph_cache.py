@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..compile.compiled_graph import CompiledGraph
-from ..compile.compilers import CompileFailed
+from ..compile.compiled_graph import CompiledGraph, CompileFailed
 from ..core.events import emit
 from ..core.settings import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES
 from . import table

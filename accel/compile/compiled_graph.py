@@ -9,19 +9,23 @@ from typing import Any
 import torch
 
 from ..signature.tensors import empty_dense_like
-from .op_trace import Path, same_path
+from .specialization import OpTrace, scales_evenly
+
+
+class CompileFailed(RuntimeError):
+    """The block could not be compiled; the message says why in one line."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a compiled graph beside its code; plain enough to be kept as JSON.
+    """What a compiled graph is good for, beside its guards; plain enough to be kept as JSON.
 
-    static_ones: (input, dimension) pairs that were 1 when it was compiled and are taken as 1.
-    weights: how many of the tensors are weights; the others are the call's.
-    changed: the inputs that the block writes to, counted from the first that is no weight.
-    dynamic: it serves any size.
-    values: the numbers and texts among the call's arguments that it is good for (`tree_spec.without_values`).
-    fixed: (input, dimension, size) of the inputs' sizes that it is good for alone, though they might vary.
+    static_ones: (tensor, dimension) pairs that were 1 in the example and are taken as 1.
+    weights: how many of the tensors are weights; the inputs follow.
+    changed: indices of the inputs that the block writes to, the first input being 0.
+    dynamic: the graph serves any size.
+    values: the numbers and texts among the call's arguments that are compiled in (`tree_spec.without_values`).
+    fixed: (tensor, dimension, size) of the sizes that the graph is specialised on, though they might vary.
     """
 
     static_ones: tuple[tuple[int, int], ...] = ()
@@ -32,7 +36,7 @@ class Facts:
     fixed: tuple[tuple[int, int, int], ...] = ()
 
     def allow(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the graph could be right for these weights and inputs; its guards may still say no."""
+        """Whether the graph may be right for these weights and inputs; its guards may still say no."""
         sizes = (*((i, d, 1) for i, d in self.static_ones), *self.fixed)
         return all(i < len(tensors) and tensors[i].shape[d] == size for i, d, size in sizes)
 
@@ -41,27 +45,26 @@ class Facts:
 class CompiledGraph:
     """One compiled callable: `run(tensors)` for calls that `accepts(tensors)`.
 
-    nbytes: what the artifact weighs, bytes; 0 when unknown.
-    path: what the block does with such inputs; None where nothing can be told without their values.
-    save: gives the bytes that the graph can be loaded from (`compilers.load_block`), or raises
-        `ahead_of_time.NotSavable`; None for a graph that was saved or loaded, or cannot leave the process.
-    saved_as: the name under which it lies in the store; None where it does not.
+    nbytes: memory that its code takes, bytes; 0 when unknown.
+    trace: the block's operations on such inputs, or None where it needs their values; None for a graph of one size.
+    save: gives the bytes that the graph can be loaded from (`block_compiler.load_block`), or raises
+        `backend.NotSavable`; None for a graph that was saved or loaded, or cannot leave the process.
+    saved_as: its name in the store; None where it is not there.
     """
 
     run: Callable[[Sequence[torch.Tensor]], Any]
     guards: Callable[[Sequence[torch.Tensor]], bool]
     facts: Facts = Facts()
     nbytes: int = 0
-    path: Callable[[Sequence[torch.Tensor]], Path | None] | None = None
+    trace: Callable[[Sequence[torch.Tensor]], OpTrace | None] | None = None
     save: Callable[[], bytes] | None = None
     saved_as: str | None = None
 
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the graph is right for these weights and dense inputs.
 
-        Tracing leaves guards behind that a size is not 1, most of them without need: torch asks it of
-        layouts. Where they alone stand against a call, it is accepted if the block itself does the same
-        with 2 and with 3 in place of each 1.
+        Tracing leaves guards that a size is not 1, most of them needless: torch asks it of layouts. Where they alone
+        refuse a call, it is accepted if the block itself does the same with 2 and with 3 in place of each 1.
         """
         if not self.facts.allow(tensors):
             return False
@@ -69,7 +72,7 @@ class CompiledGraph:
         ones = [empty_dense_like(tensor, device="meta") for tensor in inputs]
         if self.guards((*weights, *ones)):
             return True
-        if self.path is None:
+        if self.trace is None:
             return False
         twos, threes = (
             [self._without_ones(index, tensor, size) for index, tensor in enumerate(ones, self.facts.weights)]
@@ -77,7 +80,7 @@ class CompiledGraph:
         )
         if not self.guards((*weights, *twos)) or not self.guards((*weights, *threes)):
             return False
-        return same_path([self.path(tensors) for tensors in (ones, twos, threes)])
+        return scales_evenly([self.trace(tensors) for tensors in (ones, twos, threes)])
 
     def _without_ones(self, index: int, tensor: torch.Tensor, instead: int) -> torch.Tensor:
         static = {d for i, d in self.facts.static_ones if i == index}

@@ -1,11 +1,12 @@
-"""The modules of generated code that inductor keeps for the life of the process, and letting go of some."""
+"""The modules of generated code that inductor keeps for the life of the process, and how to drop some."""
 
 from __future__ import annotations
 
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 def all_modules() -> list[types.ModuleType]:
@@ -17,8 +18,16 @@ def all_modules() -> list[types.ModuleType]:
     return [*cache.modules, *getattr(cache, "modules_no_attr", {}).values()]
 
 
+@contextmanager
+def collected() -> Iterator[list[types.ModuleType]]:
+    """A list that has, at the end, the modules added meanwhile; the caller lets nobody else compile."""
+    before, added = set(all_modules()), []
+    yield added
+    added.extend(module for module in all_modules() if module not in before)
+
+
 def bytes_of(modules: Sequence[types.ModuleType]) -> int:
-    """What generated code weighs: its source and the libraries built from it, as files, bytes."""
+    """Size of the generated code, bytes: its source files and the libraries built from them."""
     files = set()
     for module in modules:
         files.add(module.__file__)
@@ -28,7 +37,7 @@ def bytes_of(modules: Sequence[types.ModuleType]) -> int:
 
 
 def release(scope: dict, modules: Sequence[types.ModuleType]) -> None:
-    """Give a dropped graph's memory back: torch would keep its code and what it compiled for good."""
+    """Free a dropped graph's memory: torch would keep its code for good. scope: globals of the function compiled."""
     scope.update(dict.fromkeys(scope))  # the names stay: torch deletes some itself, later
     if not modules:
         return

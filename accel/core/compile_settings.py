@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class CompileSettings:
     """How blocks are compiled.
 
-    backend: a name of `compilers.BACKENDS`, or any that torch knows.
+    backend: a name of `registry.BACKENDS`, or any that torch knows.
     any_size: one graph for all sizes; False makes one for each.
     stop_on_trouble: raise `Trouble` where a block would fall back to eager.
     min_repetitions: kinds with fewer blocks in the model stay eager.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..compile.compilers import CompileFailed
+from ..compile.compiled_graph import CompileFailed
 
 
 class CaptureFailed(CompileFailed):

@@ -10,9 +10,9 @@ import torch
 from ..cache.entry import Entry
 from ..cache.graph_cache import GraphCache, NoGraph
 from ..cache.lease import Lease
-from ..compile import compilers
+from ..compile import block_compiler
 from ..compile.benchmark import Probe
-from ..compile.compiled_graph import CompiledGraph, Facts
+from ..compile.compiled_graph import CompiledGraph, CompileFailed, Facts
 from ..compile.row_survey import RowSurvey, silent
 from ..core.compile_settings import CompileSettings
 from ..core.eager_calls import elsewhere
@@ -100,7 +100,7 @@ class GraphFinder:
         def load_graph() -> CompiledGraph | None:
             def build(data: bytes, facts: Facts) -> CompiledGraph:
                 template = kinds.template_of(region.block, region.wraps)
-                return compilers.load_block(template, spec, data, facts, self._interrupts)
+                return block_compiler.load_block(template, spec, data, facts, self._interrupts, settings.backend)
 
             def could_fit(facts: Facts) -> bool:
                 return facts.values == values and facts.allow(tensors)
@@ -113,10 +113,10 @@ class GraphFinder:
             try:
                 template = kinds.template_of(region.block, region.wraps)
             except Exception as error:
-                raise compilers.CompileFailed(f"it cannot be copied: {one_line(error)}") from error
+                raise CompileFailed(f"it cannot be copied: {one_line(error)}") from error
             growing = self._rows.growing(region.block, inputs) if self._rows and settings.any_size else None
             with silent():
-                graph = compilers.compile_block(
+                graph = block_compiler.compile_block(
                     template,
                     region.kind,
                     weights,

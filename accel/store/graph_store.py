@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..cache.graph_cache import GraphCache, shared
-from ..compile.ahead_of_time import NotSavable
+from ..compile.backend import NotSavable
 from ..compile.compiled_graph import CompiledGraph, Facts
 from ..core.circuit_breaker import Patience
 from ..core.errors import pass_on

@@ -5,7 +5,7 @@ import pytest
 import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.compile import compilers
+from comfy_accel.accel.compile import ahead_of_time, block_compiler
 from comfy_accel.accel.compile.row_survey import RowSurvey
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
@@ -149,7 +149,7 @@ def test_interrupt_button_during_a_compilation_ends_the_image(name):
 @pytest.mark.parametrize("place", ["look", "path"])
 def test_interrupt_button_while_nothing_is_computed_ends_the_image(small, sample, monkeypatch, place):
     """Before the first compilation the model is looked at without values, in which core looks at the button."""
-    stage = {"look": (RowSurvey, "_look"), "path": (compilers, "path_of")}[place]
+    stage = {"look": (RowSurvey, "_look"), "path": (block_compiler, "trace_ops")}[place]
     work = getattr(*stage)
 
     def pressed(*args):
@@ -190,7 +190,7 @@ def test_out_of_memory_inside_inductor_is_tried_again(small, sample, monkeypatch
 
 
 def test_torch_too_old_to_compile_ahead_of_time_runs_eagerly(small, sample, monkeypatch):
-    monkeypatch.setattr(compilers.ahead_of_time, "is_available", lambda: False)
+    monkeypatch.setattr(ahead_of_time, "is_available", lambda: False)
     before = counters["stats"]["unique_graphs"]
     out = sample(fast(small, "eager", GraphCache()), 64, 64)
     assert torch.equal(out, sample(small, 64, 64))

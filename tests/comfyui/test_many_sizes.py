@@ -8,7 +8,7 @@ import psutil
 import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.compile import compilers
+from comfy_accel.accel.compile import block_compiler
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
@@ -51,7 +51,7 @@ def test_two_hundred_sizes_compile_once_and_keep_memory_flat(sample):
 
 
 def test_exact_sizes_stay_within_the_budget_in_bytes(sample, monkeypatch):
-    weight, compile_block, alive = 1000, compilers.compile_block, []
+    weight, compile_block, alive = 1000, block_compiler.compile_block, []
 
     def weighed(*args, **options):
         graph = compile_block(*args, **options)
@@ -59,7 +59,7 @@ def test_exact_sizes_stay_within_the_budget_in_bytes(sample, monkeypatch):
         alive.append(weakref.ref(graph))
         return graph
 
-    monkeypatch.setattr(compilers, "compile_block", weighed)
+    monkeypatch.setattr(block_compiler, "compile_block", weighed)
     model = tiny_models.res_blocks()
     fallbacks.clear()
     expected = {side: sample(model, side, 64, steps=1) for side in (64, 80, 96)}

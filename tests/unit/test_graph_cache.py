@@ -5,8 +5,7 @@ import time
 
 import pytest
 from comfy_accel.accel.cache.graph_cache import GraphCache, NoGraph
-from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
-from comfy_accel.accel.compile.compilers import CompileFailed
+from comfy_accel.accel.compile.compiled_graph import CompiledGraph, CompileFailed, Facts
 from comfy_accel.accel.core.events import subscribe
 
 

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 import torch
-from comfy_accel.accel.compile import compilers
+from comfy_accel.accel.compile import block_compiler
 from store_kit import CPU, key, reasons, run_command, save, store
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -28,7 +28,7 @@ def load_for_real(home):
     worker = store(home)
 
     def build(data, facts):
-        return compilers.load_block(torch.nn.Identity(), ("tuple", ("tensor",)), data, facts)
+        return block_compiler.load_block(torch.nn.Identity(), ("tuple", ("tensor",)), data, facts)
 
     assert worker.load(key(), "Block", CPU, build, lambda graph: True) is None
     return reasons(worker)[0]

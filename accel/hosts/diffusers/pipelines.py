@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ...cache.graph_cache import shared
-from ...compile.compilers import BACKENDS
+from ...compile.registry import BACKENDS, DEFAULT
 from ...core.compile_settings import CompileSettings
 from ...step_cache.config import DeepCacheSettings
 from ...store.graph_store import attach
@@ -24,7 +24,7 @@ def accelerate_pipeline(
     pipe: Any,
     ignores: str | Collection[str] = (),
     deep_cache: DeepCacheSettings | None = None,
-    backend: str = BACKENDS[0],
+    backend: str = DEFAULT,
     shapes: str = ANY,
     *,
     min_repetitions: int = 1,
@@ -102,5 +102,5 @@ def settings_for(
         if value not in options:
             raise ValueError(f"{name} is {value!r}; it must be one of: {', '.join(options)}.")
     if measured is None:
-        measured = backend == BACKENDS[0]  # what is not compiled can gain nothing
+        measured = BACKENDS[backend].is_faster  # what is not compiled can gain nothing
     return CompileSettings(backend, shapes == ANY, stop_on_trouble, min_repetitions, measured)

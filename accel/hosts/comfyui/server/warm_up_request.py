@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....compile.compilers import BACKENDS
+from ....compile.registry import BACKENDS, DEFAULT
 from ..models.warm_up import LARGEST_BATCH, LONGEST_PROMPT, MOST, check_amount, parse_numbers, parse_sizes
 
 MOST_SIZES, LONGEST_NAME = 64, 1024
@@ -95,7 +95,7 @@ def read(body: Any, checkpoints: Callable[[], Sequence[str]]) -> WarmUpRequest:
         check_amount(parsed, numbers, parse_numbers(given[2], "prompt lengths", LONGEST_PROMPT))
     except ValueError as error:
         raise Refused(str(error)) from None
-    backend = _text(body, "backend", BACKENDS[0])
+    backend = _text(body, "backend", DEFAULT)
     if backend not in BACKENDS:
         raise Refused(f"backend must be one of: {', '.join(BACKENDS)}.")
     client_id = _text(body, "client_id") if "client_id" in body else None

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfy_accel.accel.compile import compilers
-from comfy_accel.accel.compile.compilers import CompileFailed, compile_block
+from comfy_accel.accel.compile import ahead_of_time, inductor, registry
+from comfy_accel.accel.compile.backend import Artifact
+from comfy_accel.accel.compile.block_compiler import compile_block, load_block
+from comfy_accel.accel.compile.compiled_graph import CompileFailed
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.signature import tree_spec
 from torch import nn
@@ -190,7 +192,7 @@ class Interrupted(Broadcasts):
         return super().forward(x, gate)
 
 
-def test_interrupt_while_the_path_is_told_passes():
+def test_interrupt_while_operations_are_traced_passes():
     with pytest.raises(Stop):
         compiled(Interrupted().eval(), INPUTS, interrupts=(Stop,))
 
@@ -223,7 +225,7 @@ def test_block_that_reads_a_list_is_compiled():
 
 
 def test_torch_that_cannot_compile_ahead_of_time_is_told_so(monkeypatch):
-    monkeypatch.setattr(compilers.ahead_of_time, "is_available", lambda: False)
+    monkeypatch.setattr(ahead_of_time, "is_available", lambda: False)
     before = counters["stats"]["unique_graphs"]
     with pytest.raises(CompileFailed, match="is too old"):
         compiled(Broadcasts().eval(), INPUTS)
@@ -243,7 +245,7 @@ def test_dropped_graph_leaves_nothing_in_inductor_whether_compiled_or_loaded():
     del graph
     gc.collect()
     assert kept() == before
-    loaded = compilers.load_block(template_of(block), tree_spec.flatten((INPUTS, {}), []), data, facts)
+    loaded = load_block(template_of(block), tree_spec.flatten((INPUTS, {}), []), data, facts)
     torch.testing.assert_close(loaded.run((*weights.read(), *INPUTS)), block(*INPUTS))
     assert kept() != before
     del loaded
@@ -268,7 +270,7 @@ def test_prepared_file_in_torchs_cache_is_not_run_in_place_of_what_was_saved(tmp
     ):
         file.unlink(missing_ok=True)
         prepare()
-        loaded = compilers.load_block(template_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
+        loaded = load_block(template_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
         assert torch.equal(loaded.run((*weights.read(), x)), graph.run((*weights.read(), x)))
         assert file.is_file() and not mark.exists()
 
@@ -281,7 +283,7 @@ def test_library_is_loaded_once_and_takes_no_name_of_others(monkeypatch):
     data, facts = graph.save(), graph.facts
     before = set(sys.modules)
     for _ in range(2):
-        compilers.load_block(template_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
+        load_block(template_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
     new = [name for name in set(sys.modules) - before if name.endswith(".kernel")]
     assert len(new) <= 1 and all(name.startswith("accel_") for name in new)
     assert any(name.startswith("accel_") and name.endswith(".kernel") for name in sys.modules)
@@ -290,7 +292,7 @@ def test_library_is_loaded_once_and_takes_no_name_of_others(monkeypatch):
 
 def test_compiling_by_running_does_not_write_to_the_weights(monkeypatch):
     block = Counts().eval()
-    monkeypatch.setattr(compilers, "_torch_shares", lambda: True)
+    monkeypatch.setattr(inductor, "_has_remote_cache", lambda: True)
     compiled(block, (torch.randn(3, 4),), backend="inductor", savable=False)
     assert torch.equal(block.calls, torch.zeros(1))
 
@@ -314,8 +316,8 @@ def test_random_numbers_are_those_of_the_block():
 
 def test_graph_that_asks_torchs_shared_cache_tells_what_it_serves_and_never_compiles_again(monkeypatch):
     block = Broadcasts().eval().requires_grad_(False)
-    monkeypatch.setattr(compilers, "_torch_shares", lambda: True)
-    monkeypatch.setattr(compilers, "_ahead_of_time", lambda *_: pytest.fail("this leaves torch's cache aside"))
+    monkeypatch.setattr(inductor, "_has_remote_cache", lambda: True)
+    monkeypatch.setattr(inductor, "compile_function", lambda *_: pytest.fail("this leaves torch's cache aside"))
     before = counters["stats"]["unique_graphs"]
     inputs = torch.randn(1, 5, 4), torch.randn(1, 1, 4)
     graph, weights = compiled(block, inputs, backend="inductor", savable=False)
@@ -327,3 +329,41 @@ def test_graph_that_asks_torchs_shared_cache_tells_what_it_serves_and_never_comp
         torch.testing.assert_close(graph.run(tensors), block(*inputs))
     assert not graph.accepts((*weights.read(), torch.randn(2, 7, 4), torch.randn(2, 7, 4)))
     assert counters["stats"]["unique_graphs"] == before + 1
+
+
+class Replays:
+    """A backend that compiles nothing."""
+
+    name = "replays"
+    is_faster = False
+    load = None
+
+    def __init__(self):
+        self.compiled = 0
+
+    def missing(self):
+        return None
+
+    def compile(self, function, tensors, savable):
+        self.compiled += 1
+        return Artifact(lambda tensors: function(*tensors), guards=lambda tensors: True)
+
+
+def test_registered_backend_compiles_blocks(monkeypatch):
+    monkeypatch.setitem(registry.BACKENDS, "replays", toy := Replays())
+    block = ConvBlock().eval().requires_grad_(False)
+    graph, weights = compiled(block, conv_inputs(1, 8, 8), backend="replays")
+    assert toy.compiled == 1 and graph.save is None
+    for size in [(1, 8, 8), (3, 5, 9)]:
+        inputs = conv_inputs(*size)
+        tensors = (*weights.read(), *inputs)
+        assert graph.accepts(tensors)
+        assert torch.equal(graph.run(tensors), block(*inputs))
+
+
+def test_backend_whose_compiler_is_missing_says_so(monkeypatch):
+    monkeypatch.setitem(registry.BACKENDS, "replays", toy := Replays())
+    toy.missing = lambda: "no such compiler here"
+    with pytest.raises(CompileFailed, match="^no such compiler here$"):
+        compiled(Broadcasts().eval(), INPUTS, backend="replays")
+    assert toy.compiled == 0

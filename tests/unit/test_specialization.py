@@ -1,8 +1,9 @@
-"""Code that is traced for one size: its graph serves that size alone."""
+"""Which sizes a graph is specialised on."""
 
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile.specialization import scales_evenly, trace_ops
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.fingerprint.survey import survey
@@ -43,3 +44,49 @@ def test_size_that_code_was_traced_for_has_a_graph_of_its_own(block, first, same
             with substituted({region.block: runner}, Order.COMPILED):
                 assert torch.equal(region.block(x), expected), size
             assert cache.statistics()["graphs"] == graphs
+
+
+def at(function, *sizes):
+    return [trace_ops(function, [torch.empty(size, 4)]) for size in sizes]
+
+
+def test_block_that_treats_every_batch_alike_takes_one_path():
+    assert scales_evenly(at(lambda x: (x * 2).reshape(-1, 2).softmax(-1), 1, 2, 3))
+
+
+def test_block_that_asks_for_a_batch_of_one_takes_another():
+    assert not scales_evenly(at(lambda x: x + 1 if x.shape[0] == 1 else x - 1, 1, 2, 3))
+    assert not scales_evenly(at(lambda x: x * (2.0 if x.shape[0] == 1 else 3.0), 1, 2, 3))
+
+
+def test_dimension_that_vanishes_at_one_is_another_path():
+    assert not scales_evenly(at(lambda x: x.squeeze() * 2, 1, 2, 3))
+
+
+def test_size_that_stops_growing_is_another_path():
+    assert not scales_evenly(at(lambda x: x[:2] * 2, 1, 2, 3))
+
+
+def test_block_that_needs_values_has_no_path():
+    assert at(lambda x: x if x.sum() > 0 else -x, 2) == [None]
+    assert not scales_evenly([None, None, None])
+
+
+def test_inputs_that_are_written_to_are_told():
+    with torch.inference_mode():
+        a, b = torch.ones(2), torch.ones(2)
+        path = trace_ops(lambda a, b: b.view(2, 1).add_(1) + a[0], [a, b])
+    assert path.changed == (1,)
+    assert torch.equal(b, torch.ones(2))
+
+
+def test_interrupt_is_not_taken_for_a_block_without_path():
+    class Stop(Exception):
+        pass
+
+    def block(x):
+        raise Stop
+
+    with pytest.raises(Stop):
+        trace_ops(block, [torch.empty(2)], (Stop,))
+    assert trace_ops(block, [torch.empty(2)]) is None

@@ -1,0 +1,245 @@
+"""From a block and an example call to a compiled graph.
+
+A graph takes the block's weights as inputs beside the call's own tensors, so it serves every block of the kind. The
+caller owns it, to count, drop and save it, where plain `torch.compile` keeps compiling at later calls, up to a limit of
+its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Callable, Container, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..core.errors import cause_among, one_line, pass_on
+from ..fingerprint.kinds import Kind
+from ..signature import tree_spec
+from ..signature.tensors import PLAIN_TENSORS, empty_dense_like
+from .backend import Artifact, Backend
+from .compiled_graph import CompiledGraph, CompileFailed, Facts
+from .convolution import leave_to_library
+from .registry import DEFAULT, backend_named
+from .specialization import OpTrace, TracedSizes, trace_ops
+
+LARGEST_SIZE = 2**31
+"""No dimension of a call's tensors is larger."""
+
+_one_at_a_time = threading.Lock()
+"""Torch compiles one graph at a time in a process anyway; backends rely on it to tell whose generated code is new."""
+
+
+def compile_block(
+    template: torch.nn.Module,
+    kind: Kind,
+    weights: Sequence[torch.Tensor],
+    spec: tree_spec.Spec,
+    inputs: Sequence[torch.Tensor],
+    backend: str | Callable = DEFAULT,
+    dynamic: bool = True,
+    growing: Container[tuple[int, int]] | None = None,
+    interrupts: tuple[type[BaseException], ...] = (),
+    savable: bool = True,
+) -> CompiledGraph:
+    """Compile a block for calls like this one, at any size.
+
+    template: the block with its weights on the meta device (`kinds.template_of`); it is changed.
+    kind: the block's kind. weights, inputs: real tensors, of which only shapes, strides, dtypes and devices are used;
+        the inputs are dense (`tensors.dense`).
+    spec: how (args, kwargs) of the call are made from the inputs (`tree_spec.flatten`).
+    backend: as `registry.backend_named` takes it.
+    dynamic: every dimension of every input may vary; False compiles for these sizes alone.
+    growing: (input, dimension) pairs that are 1 because the batch is; None where that is not known.
+    interrupts: exceptions that mean "stop the run"; one that the compiler met is raised as it was.
+    savable: the graph is going to be saved if it can be.
+
+    Raises:
+        CompileFailed: the compiler is missing, failed, or met an operator it does not know.
+        torch.OutOfMemoryError: there was too little memory for it now, on a device or in the process.
+    """
+    compiler = backend_named(backend)
+    if (missing := compiler.missing()) is not None:
+        raise CompileFailed(missing)
+    changed_lists: list[Any] = []
+    trace = _tracer(template, spec, interrupts, changed_lists)
+    leave_to_library(template)
+    ops = trace(inputs)
+    if changed_lists or ops is None and tree_spec.has_lists(spec):
+        raise CompileFailed("it changes a list or dict that it is given, or may do so; a graph would change a copy")
+    lifted = _lifted(inputs, growing) if dynamic else None
+    if lifted is not None and ops is not None and trace(lifted) is None:
+        lifted = None
+    examples, static_ones = _examples(lifted or inputs, dynamic)
+    tensors = (*_example_weights(weights, kind), *examples)
+    artifact, fixed = _compile(template, kind, spec, tensors, compiler, dynamic, interrupts, savable)
+    facts = Facts(
+        static_ones=tuple((i + len(weights), d) for i, d in static_ones),
+        weights=len(weights),
+        changed=tuple(range(len(inputs))) if ops is None else ops.changed,
+        dynamic=dynamic,
+        values=tree_spec.without_values(spec)[1],
+        fixed=tuple(item for item in fixed if item[0] >= len(weights)),
+    )
+    return _graph(artifact, facts, template, trace)
+
+
+def load_block(
+    template: torch.nn.Module,
+    spec: tree_spec.Spec,
+    data: bytes,
+    facts: Facts,
+    interrupts: tuple[type[BaseException], ...] = (),
+    backend: str | Callable = DEFAULT,
+) -> CompiledGraph:
+    """The graph whose `save` gave these bytes, without tracing or compiling anything.
+
+    template, spec, interrupts, backend: as for `compile_block`. data: code, so it must have been checked. facts: the
+        graph's.
+
+    Raises:
+        Exception: of any type; the bytes are of another torch, or this system cannot load them.
+    """
+    leave_to_library(template)
+    with _one_at_a_time:
+        artifact = backend_named(backend).load(data, template)
+    return _graph(artifact, facts, None, _tracer(template, spec, interrupts))
+
+
+def _graph(
+    artifact: Artifact,
+    facts: Facts,
+    template: torch.nn.Module | None,
+    trace: Callable[[Sequence[torch.Tensor]], OpTrace | None],
+) -> CompiledGraph:
+    """template: what saving the graph needs; None where it is not to be saved."""
+    save = None if artifact.save is None or template is None else lambda: artifact.save(template)
+    graph = CompiledGraph(artifact.run, artifact.guards, facts, artifact.nbytes, trace if facts.dynamic else None, save)
+    weakref.finalize(graph, artifact.release).atexit = False
+    return graph
+
+
+def _tracer(
+    template: torch.nn.Module,
+    spec: tree_spec.Spec,
+    interrupts: tuple[type[BaseException], ...],
+    changed_lists: list[Any] | None = None,
+) -> Callable[[Sequence[torch.Tensor]], OpTrace | None]:
+    """From inputs to the block's operations. changed_lists: gets the arguments of calls that changed a list or dict."""
+
+    def call(*tensors: torch.Tensor) -> None:
+        args, kwargs = tree_spec.rebuild(spec, tensors)
+        before = tree_spec.outline((args, kwargs))
+        template(*args, **kwargs)
+        if changed_lists is not None and tree_spec.outline((args, kwargs)) != before:
+            changed_lists.append((args, kwargs))
+
+    return lambda inputs: trace_ops(call, inputs, interrupts)
+
+
+def _compile(
+    template: torch.nn.Module,
+    kind: Kind,
+    spec: tree_spec.Spec,
+    tensors: Sequence[torch.Tensor],
+    backend: Backend,
+    dynamic: bool,
+    interrupts: tuple[type[BaseException], ...],
+    savable: bool,
+) -> tuple[Artifact, tuple[tuple[int, int, int], ...]]:
+    """The artifact, and the sizes that it is specialised on.
+
+    A size of 1 is traced like others where that leaves no question open that tracing must answer.
+    """
+    for oblivious in (True, False) if dynamic else (False,):
+        sizes = TracedSizes()
+        function = _block_function(template, kind.weights, spec, sizes)
+        try:
+            with _one_at_a_time, _tracing(dynamic, oblivious):
+                return backend.compile(function, tensors, savable), sizes.fixed(tensors)
+        except Exception as error:
+            pass_on(error, (*interrupts, torch.OutOfMemoryError))
+            if cause_among(error, (MemoryError,)) is not None:
+                raise torch.OutOfMemoryError("the process got no more memory") from error
+            if not oblivious or "data-dependent" not in str(error):
+                raise CompileFailed(one_line(error)) from error
+
+
+def _block_function(
+    template: torch.nn.Module, names: tuple[str, ...], spec: tree_spec.Spec, sizes: TracedSizes
+) -> Callable:
+    count = len(names)
+
+    def block(*tensors):
+        observe_sizes()  # noqa: F821 of its own scope, below
+        # Inductor asks whether a slice to the end goes past the end, which nothing says of a size without bound.
+        for tensor in tensors[count:]:
+            for size in tensor.shape:
+                torch._check(size <= LARGEST_SIZE)
+        args, kwargs = tree_spec.rebuild(spec, tensors[count:])
+        return torch.func.functional_call(template, dict(zip(names, tensors[:count])), args, kwargs)  # noqa: B905
+
+    # A code object and globals of its own: torch counts recompilations per code object, which kinds must
+    # not share, and leaves what it compiled in the function's globals, which must go when the graph goes.
+    code = block.__code__.replace(co_name=f"block_{id(template)}")
+    scope = {"__builtins__": __builtins__, "__name__": __name__, "torch": torch, "tree_spec": tree_spec}
+    scope |= {"LARGEST_SIZE": LARGEST_SIZE, "observe_sizes": sizes.observer()}
+    return types.FunctionType(code, scope, "block", None, block.__closure__)
+
+
+def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.Tensor]:
+    """The weights, with an unfilled and marked stand-in for each whose sizes vary within the kind."""
+    examples = list(weights)
+    for index, dimension in kind.varying:
+        weight = weights[index]
+        if type(weight) not in PLAIN_TENSORS:
+            continue
+        if examples[index] is weight:
+            made = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
+            examples[index] = made
+        torch._dynamo.maybe_mark_dynamic(examples[index], dimension)
+    return examples
+
+
+def _lifted(inputs: Sequence[torch.Tensor], growing: Container[tuple[int, int]] | None) -> list[torch.Tensor] | None:
+    """The inputs with a batch of 2 in place of 1, on which the compiler would specialise; None where it is not 1.
+
+    Where it is not known what grows with the batch, that is taken to be the first dimension of the first
+    input, and of each other input in which it is 1 too.
+    """
+    if growing is None:
+        first = next((tensor for tensor in inputs if tensor.ndim and tensor.numel()), None)
+        if first is None or first.shape[0] != 1:
+            return None
+        growing = {(index, 0) for index in range(len(inputs))}
+    shapes = [
+        [2 if size == 1 and (index, dimension) in growing else size for dimension, size in enumerate(tensor.shape)]
+        for index, tensor in enumerate(inputs)
+    ]
+    return [empty_dense_like(tensor, shape) for tensor, shape in zip(inputs, shapes, strict=True)]
+
+
+def _examples(inputs: Sequence[torch.Tensor], dynamic: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """Unfilled tensors like the inputs, with dynamic dimensions marked; and the (input, dimension) pairs that are 1."""
+    examples, ones = [], []
+    for index, tensor in enumerate(inputs):
+        example = empty_dense_like(tensor)
+        for dimension, size in enumerate(tensor.shape):
+            if size == 1:
+                ones.append((index, dimension))
+            elif dynamic and size:
+                torch._dynamo.maybe_mark_dynamic(example, dimension)
+        examples.append(example)
+    return examples, ones
+
+
+@contextmanager
+def _tracing(dynamic: bool, oblivious: bool):
+    """Torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others (oblivious)."""
+    config = torch.fx.experimental._config
+    settings = {"use_duck_shape": False, "backed_size_oblivious": oblivious} if dynamic else {}
+    with config.patch({name: value for name, value in settings.items() if hasattr(config, name)}):
+        yield

@@ -1,0 +1,147 @@
+"""Torch's inductor: fused kernels, which can be saved as bytes and loaded without tracing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import dis
+import functools
+import hashlib
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.atomic_file import opened
+from . import generated_code
+from .ahead_of_time import AheadOfTime, artifact_of, compile_function
+from .backend import Artifact, NotSavable
+from .jit import compile_by_running
+from .native_kernels import with_built_kernels
+
+TEMPLATE = "template"
+"""The name under which saved bytes refer to the block's template, which is not in them."""
+
+
+class Inductor(AheadOfTime):
+    """Compiles ahead of time; where the graph is not to be saved and torch has a remote cache, just in time."""
+
+    is_faster = True
+
+    def __init__(self):
+        super().__init__("inductor")
+
+    def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
+        if not savable and _has_remote_cache():
+            return compile_by_running(function, tensors, self.name)
+        with generated_code.collected() as modules:
+            compiled = compile_function(function, tensors, self.name)
+        save = functools.partial(_save, compiled, modules)
+        return artifact_of(compiled, modules, generated_code.bytes_of(modules), save)
+
+    def load(self, data: bytes, template: torch.nn.Module) -> Artifact:
+        from torch._dynamo.aot_compile import AOTCompiledFunction
+
+        name, _, content = data.partition(b"\n")
+        _clear_the_way(name.decode())
+        with generated_code.collected() as modules:
+            compiled = AOTCompiledFunction.deserialize(content, None, {TEMPLATE: template})
+        return artifact_of(compiled, modules, len(data))
+
+
+def _has_remote_cache() -> bool:
+    """Whether the person has turned torch's remote cache on, which compiling ahead of time does not ask."""
+    from torch._inductor import config
+
+    return bool(getattr(config, "fx_graph_remote_cache", None))
+
+
+def _save(compiled: Any, modules: Sequence[types.ModuleType], template: torch.nn.Module) -> bytes:
+    """The compiled function as bytes, with its C++ kernels built and without weights.
+
+    template: the one that it was compiled from. modules: the generated code that it runs.
+
+    Raises:
+        NotSavable: the backend's code, or something that the block closes over, cannot be saved.
+    """
+    from torch._dynamo.aot_compile import AOTCompiledFunction
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
+    from torch._dynamo.package import SourceInfo
+
+    artifacts = compiled._artifacts
+    if not isinstance(artifacts.compiled_fn, BundledAOTAutogradSerializableCallable):
+        raise NotSavable("only what inductor compiled can be saved")
+    try:
+        entry = copy.deepcopy(artifacts.compiled_fn.compiled_fn.serialize())
+        name = _carry_built_kernels(entry.compiled_fw.result, modules)
+        environment = artifacts.runtime_env
+        # What the bytecode does not use was there for tracing, and this pack's modules, which another
+        # installation may know under another name, are among it.
+        used = {step.argval for step in dis.get_instructions(environment.bytecode) if "GLOBAL" in step.opname}
+        sources = {alias: module for alias, module in environment.import_sources.items() if alias in used}
+        portable = dataclasses.replace(
+            artifacts,
+            compiled_fn=BundledAOTAutogradSerializableCallable(_Entry(entry)),
+            runtime_env=dataclasses.replace(environment, import_sources=sources),
+            source_info=SourceInfo(inlined_sources=set()),
+        )
+        data = AOTCompiledFunction.serialize(_Artifacts(portable), {TEMPLATE: template}).serialized_data
+        return f"{name}\n".encode() + data
+    except Exception as error:
+        raise NotSavable(f"{type(error).__name__}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """What torch asks a compiled callable for when it saves it."""
+
+    entry: Any
+
+    def serialize(self) -> Any:
+        return self.entry
+
+
+@dataclasses.dataclass(frozen=True)
+class _Artifacts:
+    """What torch saves of a compiled function."""
+
+    _artifacts: Any
+
+
+def _carry_built_kernels(graph: Any, modules: Sequence[types.ModuleType]) -> str:
+    """Have the graph's generated code carry its built kernels; the name of that code, "" where there is none."""
+    source = getattr(graph, "source_code", None)
+    if not source:
+        return ""
+    module = next((module for module in modules if getattr(module, "key", None) == graph.cache_key), None)
+    if module is not None:
+        graph.source_code = with_built_kernels(source, module)
+    graph.cache_key = _name_of(graph.source_code.encode())
+    return graph.cache_key
+
+
+def _name_of(code: bytes) -> str:
+    return f"c{hashlib.sha256(code).hexdigest()[:51]}"
+
+
+def _clear_the_way(name: str) -> None:
+    """See that torch will run the code of this name that it is about to read, and not a file that lies there already.
+
+    It writes generated code to a file of this name in its own cache, unless there is one, and runs the file.
+    """
+    from torch._inductor.codecache import get_path
+
+    if not name:
+        return
+    path = Path(get_path(name, "py")[2])
+    try:
+        with opened(path) as (file, _):
+            is_ours = _name_of(file.read()) == name
+    except FileNotFoundError:
+        return
+    except OSError:  # a link, a pipe
+        is_ours = False
+    if not is_ours:
+        path.unlink()

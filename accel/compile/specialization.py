@@ -1,0 +1,131 @@
+"""Which sizes a graph is specialised on, though it was meant to serve any.
+
+Two things are asked. `TracedSizes`: which sizes did torch fix while it traced? Code that loops over the batch, or
+compares a size with a number, is traced for that size. Torch leaves such a size to its guards on tensors, which a graph
+of ours has not: they ask for much that is in its key. `trace_ops`: does the block do the same at another size? Guards
+against a size of 1 are mostly needless, and a run on tensors without values tells which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..core.errors import pass_on
+
+_PLAIN = (bool, float, str, type(None), torch.dtype)
+
+
+class TracedSizes:
+    """What torch knows of the sizes of one function's tensors once it has traced it."""
+
+    def __init__(self) -> None:
+        self._shape_env: Any = None
+
+    def observer(self) -> Callable[[], None]:
+        """For the function to call. Torch calls it while tracing, and leaves it out of the graph."""
+
+        @torch.compiler.assume_constant_result
+        def observe() -> None:
+            context = torch._guards.TracingContext.try_get()
+            self._shape_env = None if context is None else context.fake_mode.shape_env
+
+        return observe
+
+    def fixed(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
+        """(tensor, dimension, size) of the sizes that torch fixed, given the function's examples. To be asked once."""
+        shape_env, self._shape_env = self._shape_env, None  # it is large
+        if shape_env is None:
+            return ()
+
+        def is_fixed(source: str) -> bool:
+            symbol = shape_env.source_to_var.get(source)
+            return symbol is not None and bool(shape_env.replace(symbol).is_number)
+
+        return tuple(
+            (index, dimension, size)
+            for index, tensor in enumerate(tensors)
+            for dimension, size in enumerate(tensor.shape)
+            if is_fixed(f"L['tensors'][{index}].size()[{dimension}]")
+        )
+
+
+@dataclass(frozen=True)
+class OpTrace:
+    """What a block does with tensors of some sizes.
+
+    calls: every function of torch that returned tensors, with its plain arguments except whole numbers, which may be
+        sizes. shapes: of the returned tensors. changed: indices of the inputs that the block writes to.
+    """
+
+    calls: tuple[tuple, ...]
+    shapes: tuple[torch.Size, ...]
+    changed: tuple[int, ...]
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple] = []
+        self.shapes: list[torch.Size] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = function(*args, **kwargs)
+        shapes = [tensor.shape for tensor in _tensors(out)]
+        if shapes:
+            plain = (repr(item) for item in (*args, *sorted(kwargs.items(), key=str)) if type(item) in _PLAIN)
+            self.calls.append((getattr(function, "__name__", repr(function)), len(shapes), *plain))
+            self.shapes.extend(shapes)
+        return out
+
+
+def trace_ops(
+    function: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    interrupts: tuple[type[BaseException], ...] = (),
+) -> OpTrace | None:
+    """The operations of `function(*inputs)`, run without values; None where it needs values.
+
+    inputs: on any device; only their layouts are used.
+    interrupts: exceptions that mean "stop the run", and are never swallowed.
+    """
+    recorder = _Recorder()
+    with torch.inference_mode(False), torch.no_grad():
+        # Fresh tensors count their own changes, wherever this is called.
+        given = [torch.empty_strided(i.shape, i.stride(), dtype=i.dtype, device="meta") for i in inputs]
+        before = [tensor._version for tensor in given]
+        try:
+            with recorder:
+                function(*given)
+        except Exception as error:
+            pass_on(error, interrupts)
+            return None
+        changed = tuple(index for index, tensor in enumerate(given) if tensor._version != before[index])
+    return OpTrace(tuple(recorder.calls), tuple(recorder.shapes), changed)
+
+
+def scales_evenly(traces: Sequence[OpTrace | None]) -> bool:
+    """Whether runs at sizes 1, 2 and 3 make the same calls, whose output sizes grow by equal steps.
+
+    A size that stops growing (a slice of at most two rows) is not even.
+    """
+    one, two, three = traces
+    if one is None or two is None or three is None or not one.calls == two.calls == three.calls:
+        return False
+    return all(
+        len(a) == len(b) == len(c) and all(y - x == z - y for x, y, z in zip(a, b, c, strict=True))
+        for a, b, c in zip(one.shapes, two.shapes, three.shapes, strict=True)
+    )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
