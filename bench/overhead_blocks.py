@@ -51,7 +51,7 @@ def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[dict
             for block, (args, kwargs) in calls.items():
                 note("block", block.forward, *args, **kwargs)
             for block, (args, kwargs) in calls.items():
-                note("  block, anew", runners[block]._call_anew, block.forward.own, args, kwargs)
+                note("  block, anew", runners[block]._call_unmatched, block.forward.own, args, kwargs)
     nothing = {block: lambda inner, *args, **kwargs: None for block in runners}
     with substituted(nothing, Order.COMPILED):
         for block, (args, kwargs) in calls.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,20 +22,9 @@ from ..fingerprint.survey import Region
 from ..signature import tree_spec
 from ..signature.tensors import dense, share_memory
 from .block_observer import BlockObserver
-from .known_call import KnownCall
+from .inline_cache import InlineCache, call_key
 from .lora import AddedWeights, with_added
-from .resolver import Found, GraphFinder
-
-_MAX_REMEMBERED = 64
-"""Call shapes a stand-in remembers the graph of; more than one model call ever has."""
-
-_MAX_KNOWN = 4
-"""Of these, how many are recognised at once, the latest first; others are described anew."""
-
-_MAX_NOTED = 8
-"""Times that a call shape is noted as one to recognise at once: some never are, others take turns."""
-
-_type_and_place = operator.attrgetter("dtype", "device")
+from .resolver import GraphResolver, ResolvedGraph
 
 
 class NotReady(RuntimeError):
@@ -71,13 +59,11 @@ class BlockRunner:
         self._simplify = simplify_options
         self._interrupts = interrupts
         self._on_shortage = on_shortage
-        self._finder = GraphFinder(region, cache, settings, interrupts, rows, lease)
+        self._resolver = GraphResolver(region, cache, settings, interrupts, rows, lease)
         where = region.block, region.kind.weights, region.wraps
         self._slots = kinds.weight_slots(*where)
         self._wrappers = None if region.wraps is None else AddedWeights(*where)
-        self._remembered: dict[tuple, Found | None] = {}
-        self._known: tuple[KnownCall, ...] = ()
-        self._generation = cache.generation
+        self._inline = InlineCache(cache, self._slots, simplify_options)
         self.eager_calls = 0
         """Calls that ran without a graph."""
         self.observer: BlockObserver | None = None
@@ -97,23 +83,17 @@ class BlockRunner:
         observer = self.observer
         if observer is not None and observer.resting:
             return inner(*args, **kwargs)
-        if self._generation == self._cache.generation and (self._wrappers is None or self._are_bare()):
-            for known in self._known:
-                try:
-                    tensors = known.tensors(args, kwargs)
-                except (RunEagerly, tree_spec.UnsupportedArgument):
-                    break  # described anew, it says so again
-                if tensors is None:
-                    continue
-                found = known.found
-                counter = found.entry if found.probe is None else found.probe
-                if found.probe is not None and found.probe.verdict is not None:
-                    break
-                counter.hits += 1
-                if observer is not None:
-                    observer.used.append((found.entry, found.graph, counter))
-                return self._with_graph(found.graph.run, tensors, found, inner, args, kwargs)
-        return self._call_anew(inner, args, kwargs)
+        if self._wrappers is None or self._are_bare():
+            hit = self._inline.match(args, kwargs)
+            if hit is not None:
+                call, tensors = hit
+                resolved, counter = call.resolved, call.counter
+                if resolved.probe is None or resolved.probe.verdict is None:
+                    counter.hits += 1
+                    if observer is not None:
+                        observer.used.append((resolved.entry, resolved.graph, counter))
+                    return self._with_graph(resolved.graph.run, tensors, resolved, inner, args, kwargs)
+        return self._call_unmatched(inner, args, kwargs)
 
     def _are_bare(self) -> bool:
         """Whether nothing is added to the weights in this call."""
@@ -122,8 +102,8 @@ class BlockRunner:
         except RunEagerly:
             return False
 
-    def _call_anew(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A call that was not recognised: described in full."""
+    def _call_unmatched(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A call that no guard matched: described in full."""
         inputs: list[torch.Tensor] = []
         try:
             spec = tree_spec.flatten((args, kwargs), inputs, self._simplify)
@@ -138,36 +118,30 @@ class BlockRunner:
             return self._eagerly(inner, args, kwargs, reason, is_trouble=False)
         given, inputs = inputs, [dense(tensor) for tensor in inputs]
         try:
-            found, is_new = self._look_up(spec, weights, inputs)
+            resolved, is_new = self._resolve(spec, weights, inputs)
         except NoGraph as why:
             refusal = why
         else:
-            if found is None:
+            if resolved is None:
                 self._count_eager()
                 return inner(*args, **kwargs)
-            if not is_new and found.is_settled and found.noted < _MAX_NOTED:
-                self._note_call(args, kwargs, spec, given, found)
-            return self._run(found, inner, args, kwargs, spec, given, inputs, weights, added)
+            if not is_new and resolved.is_stable:
+                self._inline.guard(args, kwargs, spec, given, resolved)
+            return self._run(resolved, inner, args, kwargs, spec, given, inputs, weights, added)
         self._count_eager()
         try:
             out = inner(*args, **kwargs)
         except BaseException:
             # The call itself fails, which says nothing of the block.
-            self._forget()
+            self._inline.clear()
             if refusal.tried:
                 self._cache.clear_failure(refusal.key)
             raise
         self._note(str(refusal))
         return out
 
-    def _note_call(self, args: tuple, kwargs: dict[str, Any], spec: tree_spec.Spec, given: list, found: Found) -> None:
-        """Recognise calls like this one from now on."""
-        found.noted += 1
-        known = KnownCall(args, kwargs, spec, given, self._slots, self._simplify, found)
-        self._known = (known, *self._known[: _MAX_KNOWN - 1])
-
-    def _run(self, found, inner, args, kwargs, spec, given, inputs, weights, added):
-        entry, graph, probe = found.entry, found.graph, found.probe
+    def _run(self, resolved, inner, args, kwargs, spec, given, inputs, weights, added):
+        entry, graph, probe = resolved.entry, resolved.graph, resolved.probe
         if graph.facts.changed and share_memory(given, graph.facts.changed):
             return self._eagerly(inner, args, kwargs, "it changes an argument that shares memory with another")
         if probe is not None and probe.verdict is not None:
@@ -176,13 +150,13 @@ class BlockRunner:
             tensors = (*with_added(weights, added), *inputs)
         except RunEagerly as reason:
             return self._eagerly(inner, args, kwargs, str(reason), is_trouble=False)
-        is_settled = probe is None or probe.done
-        counter = probe if probe is not None and is_settled else entry
+        is_compared = probe is None or probe.done
+        counter = resolved.counter
         counter.hits += 1
         observer = self.observer
         if observer is not None:
             observer.used.append((entry, graph, counter))
-            observer.settled &= is_settled
+            observer.settled &= is_compared
 
         def run(tensors: Sequence[torch.Tensor]) -> Any:
             out = graph.run(tensors)
@@ -194,9 +168,9 @@ class BlockRunner:
         def probed(tensors: Sequence[torch.Tensor]) -> Any:
             return self._probe(graph, probe, lambda: run(tensors), inner, spec, given, inputs, tensors[0].device)
 
-        return self._with_graph(run if is_settled else probed, tensors, found, inner, args, kwargs)
+        return self._with_graph(run if is_compared else probed, tensors, resolved, inner, args, kwargs)
 
-    def _with_graph(self, run, tensors, found: Found, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _with_graph(self, run, tensors, resolved: ResolvedGraph, inner, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What `run` makes of the tensors; the call as it is, where the graph fails."""
         try:
             return run(tensors)
@@ -207,22 +181,17 @@ class BlockRunner:
                 raise
             failure = Failure.of(error)
         # Outside of the handler, whose exception would keep the failed call's tensors.
-        self._forget()
+        self._inline.clear()
         if failure.is_shortage:
             self._on_shortage()
-            if found.probe is not None:
-                found.probe.abandon()
+            if resolved.probe is not None:
+                resolved.probe.abandon()
         self._count_eager()
         out = inner(*args, **kwargs)
         if not failure.is_shortage:
-            self._reject(found.entry, found.graph, failure.reason)
+            self._reject(resolved.entry, resolved.graph, failure.reason)
         self._note(f"its compiled graph failed: {failure.reason}")
         return out
-
-    def _forget(self) -> None:
-        """Which graphs calls have."""
-        self._remembered.clear()
-        self._known = ()
 
     def _reject(self, entry: Entry, graph: CompiledGraph, reason: str) -> None:
         """A graph failed where its block did not: one that was loaded is compiled anew, one compiled here is none."""
@@ -253,33 +222,25 @@ class BlockRunner:
             emit("probe_end", name=self._region.kind.name, gain=probe.gain, reason=probe.verdict)
         return out
 
-    def _look_up(self, spec, weights, inputs) -> tuple[Found | None, bool]:
-        """What runs the call, and whether it was asked for now; None where it is to run eagerly."""
+    def _resolve(self, spec, weights, inputs) -> tuple[ResolvedGraph | None, bool]:
+        """The graph for the call, None where it runs eagerly; and whether it was resolved only now."""
         is_recorded = self.observer is not None and self.observer.recording
-        if self._generation != self._cache.generation and not is_recorded:
-            self._forget()
-            self._generation = self._cache.generation
-        signature = (
-            spec,
-            tuple(map(_type_and_place, weights)),
-            tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs),
-        )
+        if not is_recorded:
+            self._inline.expire()
+        key = call_key(spec, weights, inputs)
         try:
-            return self._remembered[signature], False
+            return self._inline.lookup(key), False
         except KeyError:
             pass
         if is_recorded:
             raise NotReady(f"{self._region.kind.name} ({self._region.path}) has no graph at hand")
-        if len(self._remembered) >= _MAX_REMEMBERED:
-            self._forget()
         try:
-            found = self._finder.find(spec, weights, inputs, self.observer)
+            resolved = self._resolver.resolve(spec, weights, inputs, self.observer)
         except NoGraph:
-            self._remembered[signature] = None
+            self._inline.add(key, None)
             raise
-        self._remembered[signature] = found
-        self._generation = self._cache.generation
-        return found, True
+        self._inline.add(key, resolved)
+        return resolved, True
 
     def _count_eager(self) -> None:
         self.eager_calls += 1

@@ -1,4 +1,4 @@
-"""What runs a call of a block: a graph that is there, was kept, or is compiled now."""
+"""The graph for a call of a block: from the graph cache, from the store, or compiled now."""
 
 from __future__ import annotations
 
@@ -27,25 +27,30 @@ from .block_observer import BlockObserver
 
 
 @dataclass(eq=False)
-class Found:
-    """What runs a call. probe: compares it with the block; None where nobody asked for that.
+class ResolvedGraph:
+    """The graph that runs calls of one shape. probe: compares it with the block; None where nobody asked for that.
 
-    noted: how often calls that it runs were noted as ones to recognise (`known_call`).
+    guards_made: how often the inline cache guarded such a call.
     """
 
     entry: Entry
     graph: CompiledGraph
     probe: Probe | None
-    noted: int = 0
+    guards_made: int = 0
 
     @property
-    def is_settled(self) -> bool:
-        """Whether a call need not be compared any more, and the graph is the one to run."""
+    def is_stable(self) -> bool:
+        """Whether the graph is the one to run, and no call need be compared any more."""
         return self.probe is None or (self.probe.done and self.probe.verdict is None)
 
+    @property
+    def counter(self) -> Entry | Probe:
+        """What counts its calls now (`hits`)."""
+        return self.probe if self.probe is not None and self.probe.done else self.entry
 
-class GraphFinder:
-    """Finds or makes the graphs of one block; the arguments are as of `block_runner.BlockRunner`."""
+
+class GraphResolver:
+    """Finds, loads or compiles the graphs of one block; the arguments are those of `block_runner.BlockRunner`."""
 
     def __init__(
         self,
@@ -63,14 +68,14 @@ class GraphFinder:
         self._rows = rows
         self._lease = lease
 
-    def find(
+    def resolve(
         self,
         spec: tree_spec.Spec,
         weights: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         observer: BlockObserver | None,
-    ) -> Found | None:
-        """For a call with these weights and dense inputs; None where it is to run eagerly, which is noted.
+    ) -> ResolvedGraph | None:
+        """The graph for a call with these weights and dense inputs; None, with a note, where it has to run eagerly.
 
         Raises NoGraph.
         """
@@ -134,7 +139,7 @@ class GraphFinder:
 
         try:
             entry, graph = self._cache.find(key, name, fits, compile_graph, self._lease, load_graph)
-            return Found(entry, graph, entry.probe(graph, inputs) if settings.measured else None)
+            return ResolvedGraph(entry, graph, entry.probe(graph, inputs) if settings.measured else None)
         except torch.OutOfMemoryError as error:
             reason = f"out of memory while compiling: {one_line(error)}"
         raise NoGraph(key, reason)  # outside of the handler, whose exception would keep the compiler's tensors

@@ -36,9 +36,9 @@ class Counting(BlockRunner):
 
     anew = 0
 
-    def _call_anew(self, *args):
+    def _call_unmatched(self, *args):
         self.anew += 1
-        return super()._call_anew(*args)
+        return super()._call_unmatched(*args)
 
 
 def runner(block, cache=None, simplify=None):
@@ -266,4 +266,4 @@ def test_many_sorts_of_calls_take_turns():
         for rows in range(1, 9):
             x = torch.randn(rows, 4)
             assert torch.equal(stand_in(block.forward, x), block(x))
-    assert len(stand_in._known) == 4
+    assert len(stand_in._inline._guarded) == 4

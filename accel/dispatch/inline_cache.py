@@ -1,0 +1,163 @@
+"""Which graph runs a call of one block, remembered from earlier calls like it.
+
+Most calls in a run are like the one before. The latest few are matched by guards on the arguments, in microseconds:
+how the call is made, what the host's options say, types, devices, sizes and strides of weights and inputs, the mode
+torch is in, and whether a changed input shares its memory. Other calls are described first (`tree_spec`) and looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter, getitem
+from typing import Any
+
+import torch
+
+from ..cache.graph_cache import GraphCache
+from ..core.eager_calls import RunEagerly
+from ..fingerprint.kinds import WeightSlots
+from ..signature.argument_guard import ArgumentGuard, tensor_guard
+from ..signature.tensors import extent, is_dense
+from ..signature.tree_spec import Spec, UnsupportedArgument
+from .resolver import ResolvedGraph
+
+_MAX_ENTRIES = 64
+"""Call shapes; more than one model call ever has."""
+
+_MAX_GUARDED = 4
+"""Of these, how many have guards, the latest first."""
+
+_MAX_GUARDS_MADE = 8
+"""For one call shape: guards of some shapes never match, and other shapes take turns."""
+
+_dtype_and_device = attrgetter("dtype", "device")
+
+
+def call_key(spec: Spec, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple:
+    """What decides which graph runs a described call. inputs: dense."""
+    return (
+        spec,
+        tuple(map(_dtype_and_device, weights)),
+        tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs),
+    )
+
+
+class InlineCache:
+    """From a call of one block to its graph, or to None for a call that runs eagerly.
+
+    cache: where the graphs are; this cache is void once a graph leaves it. slots: the block's weights.
+    replace: as for `ArgumentGuard`.
+    """
+
+    def __init__(self, cache: GraphCache, slots: WeightSlots, replace: Callable[[dict], Any] | None):
+        self._cache = cache
+        self._slots = slots
+        self._replace = replace
+        self._entries: dict[tuple, ResolvedGraph | None] = {}
+        self._guarded: tuple[GuardedCall, ...] = ()
+        self._generation = cache.generation
+
+    def match(self, args: tuple, kwargs: dict[str, Any]) -> tuple[GuardedCall, Sequence[torch.Tensor]] | None:
+        """The guarded call that this one is like, and what its graph takes now; None where there is none."""
+        if self._generation != self._cache.generation:
+            return None
+        for call in self._guarded:
+            try:
+                tensors = call.match(args, kwargs)
+            except (RunEagerly, UnsupportedArgument):
+                return None  # raised again when the call is described
+            if tensors is not None:
+                return call, tensors
+        return None
+
+    def lookup(self, key: tuple) -> ResolvedGraph | None:
+        """What was added for the key (`call_key`); KeyError where nothing was."""
+        return self._entries[key]
+
+    def add(self, key: tuple, resolved: ResolvedGraph | None) -> None:
+        if len(self._entries) >= _MAX_ENTRIES:
+            self.clear()
+        self._entries[key] = resolved
+        if resolved is not None:  # making room for it may have dropped others
+            self._generation = self._cache.generation
+
+    def guard(
+        self, args: tuple, kwargs: dict[str, Any], spec: Spec, inputs: Sequence[torch.Tensor], resolved: ResolvedGraph
+    ) -> None:
+        """Match calls like this one from now on. inputs: as given, not yet dense."""
+        if resolved.guards_made < _MAX_GUARDS_MADE:
+            resolved.guards_made += 1
+            call = GuardedCall(args, kwargs, spec, inputs, self._slots, self._replace, resolved)
+            self._guarded = (call, *self._guarded[: _MAX_GUARDED - 1])
+
+    def expire(self) -> None:
+        """Clear it if a graph left the graph cache."""
+        if self._generation != self._cache.generation:
+            self.clear()
+            self._generation = self._cache.generation
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self._guarded = ()
+
+
+class GuardedCall:
+    """Matches later calls of a block like one whose weights and inputs (not yet dense) these were; keeps no tensor.
+
+    resolved: the graph that runs them. counter: counts them.
+    """
+
+    def __init__(
+        self,
+        args: tuple,
+        kwargs: dict[str, Any],
+        spec: Spec,
+        inputs: Sequence[torch.Tensor],
+        slots: WeightSlots,
+        replace: Callable[[dict], Any] | None,
+        resolved: ResolvedGraph,
+    ):
+        self.resolved, self.counter = resolved, resolved.counter
+        self._arguments = ArgumentGuard(args, kwargs, spec, inputs, replace)
+        self._holders, self._names = slots.holders, slots.names
+        weights, given = slots.read(), self._arguments.match(args, kwargs) or ()
+        self._check = tensor_guard((*weights, *given))
+        self._wants_gradients = any(tensor.requires_grad for tensor in (*weights, *given))
+        self._weights = len(weights)
+        self._strided = [at for at, tensor in enumerate(inputs, len(weights)) if not is_dense(tensor)]
+        self._changed = resolved.graph.facts.changed
+        self._extents = [extent(tensor) for tensor in inputs] if self._changed else []
+        self._is_plain = not (self._changed or self._strided or len(given) != len(inputs))
+
+    def match(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
+        """What the graph takes in this call; None where the call may need another graph.
+
+        Raises `RunEagerly` where the host's options say so, and what `tree_spec.flatten` does.
+        """
+        given = self._arguments.match(args, kwargs)
+        if given is None:
+            return None
+        tensors = (*map(getitem, self._holders, self._names), *given)
+        if not self._check(*tensors) or (self._wants_gradients and torch.is_grad_enabled()):
+            return None
+        if self._is_plain:
+            return tensors
+        inputs = self._arguments.with_numbers(given)
+        if self._changed and self._shares_memory(inputs):
+            return None
+        tensors = [*tensors[: self._weights], *inputs]
+        for at in self._strided:
+            if at - self._weights in self._changed:
+                return None
+            tensors[at] = tensors[at].contiguous()
+        return tensors
+
+    def _shares_memory(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """As `tensors.share_memory`, for sizes that are known."""
+        starts = [tensor.data_ptr() for tensor in inputs]
+        for index in self._changed:
+            start, end = starts[index], starts[index] + self._extents[index]
+            for other, (begin, length) in enumerate(zip(starts, self._extents, strict=True)):
+                if other != index and begin < end and start < begin + length:
+                    return True
+        return False
