@@ -141,9 +141,9 @@ class Results:
 
 
 def of_model(
-    model: str, options: argparse.Namespace, budget: TimeBudget, models_left: int, device: dict[str, Any], recorder=None
+    model: str, options: argparse.Namespace, budget: TimeBudget, models_left: int, device: dict[str, Any], capturer=None
 ) -> Iterator[report.Row]:
-    """All rows of one model, part by part. recorder: in place of CUDA's."""
+    """All rows of one model, part by part. capturer: in place of CUDA's."""
     import torch
 
     from . import gpu_cold, gpu_forty, gpu_models, gpu_session
@@ -173,7 +173,7 @@ def of_model(
                 runs = Runs(subject)
                 backend = "eager" if options.quick else "inductor"
                 kept = "cold" in options.parts
-                lineup = Lineup(runs.model, backend, work / "steps", limit, recorder=recorder, keeps=kept)
+                lineup = Lineup(runs.model, backend, work / "steps", limit, capturer=capturer, keeps=kept)
             if part == "steps":
                 answer = work / "steps" / gpu_cold.ANSWER
                 answer.parent.mkdir()

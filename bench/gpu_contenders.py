@@ -1,4 +1,4 @@
-"""The contenders of `bench gpu` on one model: what each one's node gives, what it compiled, recorded and gave up.
+"""The contenders of `bench gpu` on one model: what each one's node gives, what it compiled, captured and gave up.
 
 Import it after `inprocess.boot` and `pack.load`.
 """
@@ -29,7 +29,7 @@ from .gpu_cases import BLOCKS, BOTH, CONTENDERS, CORE, EAGER, EASY_CACHE, TIER_O
 from .report import Row
 
 CACHE_BYTES = 24 << 30
-"""Of compiled and recorded graphs of one contender, where a part says no other."""
+"""Of compiled and captured graphs of one contender, where a part says no other."""
 
 GRAPHS = "graphs"
 """Folder of saved graphs, beside inductor's."""
@@ -51,7 +51,7 @@ class Lineup:
 
     model: for `patcher`; None where only `applied` is used. backend: inductor, or eager for graphs alone.
     folder: for what inductor keeps on disk. shared: the process' own cache for "tier-one" and "both", with its store on
-    disk. recorder: in place of CUDA's. keeps: the graphs of the first of ours are saved, in `folder` / `GRAPHS`.
+    disk. capturer: in place of CUDA's. keeps: the graphs of the first of ours are saved, in `folder` / `GRAPHS`.
     """
 
     def __init__(
@@ -61,19 +61,19 @@ class Lineup:
         folder: Path,
         limit: RecompileLimit,
         shared: GraphCache | None = None,
-        recorder: Any = None,
+        capturer: Any = None,
         keeps: bool = False,
     ):
         self._model, self._backend, self._folder, self._limit = model, backend, folder, limit
         self._made: dict[str, Any] = {}
         self._gave_up: set[str] = set()
         self._network = ""
-        """The model's class, under whose name recorded calls are known."""
+        """The model's class, under whose name captured calls are known."""
         self.tier_one_cache = shared or GraphCache(max_bytes=CACHE_BYTES)
         self.cache = shared or GraphCache(max_bytes=CACHE_BYTES)
         self._keeps = keeps
-        if recorder is not None:
-            self.cache.captures = CapturePool(recorder)
+        if capturer is not None:
+            self.cache.captures = CapturePool(capturer)
 
     def patcher(self, name: str) -> Any:
         """The contender's ModelPatcher, made once."""
@@ -113,7 +113,7 @@ class Lineup:
 
         Yields a row that is filled when it ends: compilations and graph breaks as torch counts them, whether torch
         ever reached its recompile limit with this contender, calls of blocks that ours ran uncompiled, graphs
-        recorded and replayed, and why no more of them.
+        captured and replayed, and why no more of them.
         """
         self._limit.heard = name in self._gave_up
         before, fell_back, graphs = counts(), fallbacks.counts(), self._graphs(name)
@@ -137,20 +137,20 @@ class Lineup:
             )
 
     def graph_bytes(self, name: str) -> int | None:
-        """Memory that recorded calls hold; None for who records none."""
+        """Memory that captured calls hold; None for who captures none."""
         if not CONTENDERS[name].has_graphs or self.cache.captures is None:
             return None
         return self.cache.captures.nbytes
 
     def _graphs(self, name: str) -> tuple[int, int]:
-        """Calls recorded and replayed so far."""
+        """Calls captured and replayed so far."""
         if not CONTENDERS[name].has_graphs:
             return 0, 0
         known = self.cache.statistics()
         return known["captures"], sum(row["hits"] for row in known["table"] if row["name"] == f"{self._network} call")
 
     def _reasons(self, before: dict[tuple[str, str], int]) -> tuple[dict[str, int], dict[str, int]]:
-        """Reason → calls since then: of blocks that ran uncompiled, and of model calls that were not recorded."""
+        """Reason → calls since then: of blocks that ran uncompiled, and of model calls that were not captured."""
         blocks: dict[str, int] = {}
         calls: dict[str, int] = {}
         for (block, reason), number in fallbacks.counts().items():

@@ -8,11 +8,11 @@ from typing import Any
 
 STEPS = 16
 SETTLED = 6
-"""Calls until nothing is compiled or recorded any more; those after them are timed."""
+"""Calls until nothing is compiled or captured any more; those after them are timed."""
 
 
-class IdleRecorder:
-    """Recordings that do nothing when they are replayed, and note when that was."""
+class IdleCapturer:
+    """Captures that do nothing when they are replayed, and note when that was."""
 
     def __init__(self):
         self.lock = threading.RLock()
@@ -21,25 +21,25 @@ class IdleRecorder:
     def why_not(self, device):
         return None
 
-    def rehearse(self, device, call):
+    def warm_up(self, device, call):
         return call()
 
-    def record(self, device, call):
-        return _IdleRecording(self), call()
+    def capture(self, device, call):
+        return _IdleGraph(self), call()
 
-    def begin_anew(self):
+    def reset(self):
         pass
 
 
-class _IdleRecording:
+class _IdleGraph:
     nbytes = 0
 
-    def __init__(self, recorder: IdleRecorder):
-        self._recorder = recorder
+    def __init__(self, capturer: IdleCapturer):
+        self._capturer = capturer
 
     def replay(self) -> None:
         began = time.perf_counter()
-        self._recorder.replayed.append((began, time.perf_counter()))
+        self._capturer.replayed.append((began, time.perf_counter()))
 
 
 def of_calls(model: Any, image: Callable[[Any, int], Any], cache: Any) -> dict[str, float]:
@@ -54,8 +54,8 @@ def of_calls(model: Any, image: Callable[[Any, int], Any], cache: Any) -> dict[s
     from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
     from comfy_accel.accel.step_cache.config import DeepCacheSettings
 
-    recorder = IdleRecorder()
-    cache.captures = CapturePool(recorder)
+    capturer = IdleCapturer()
+    cache.captures = CapturePool(capturer)
     settings = CompileSettings(backend="eager")
     apply, sample, forward = WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE, WrappersMP.DIFFUSION_MODEL
     ours = _Around(model, (apply, sample, forward), lambda model: accelerate(model, settings, cache, graphs=True))
@@ -64,7 +64,7 @@ def of_calls(model: Any, image: Callable[[Any, int], Any], cache: Any) -> dict[s
     # Of the calls alone that were replayed: before them, some were compiled, and two were made on buffers.
     replays = [
         (began - span[0], span[1] - ended)
-        for began, ended in recorder.replayed
+        for began, ended in capturer.replayed
         for span in ours.outer[forward]
         if span[0] < began and ended < span[1]
     ][SETTLED:]

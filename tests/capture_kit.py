@@ -1,4 +1,4 @@
-"""A small model and runs of it, for tests of recorded calls; no ComfyUI here."""
+"""A small model and runs of it, for tests of captured calls; no ComfyUI here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from comfy_accel.accel.core.fallbacks import NOT_CAPTURED, fallbacks
 from comfy_accel.accel.cuda_graphs.model_capture import ModelCapture
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
-from cpu_recorder import CpuRecorder
+from cpu_capturer import CpuCapturer
 
 WIDTH = 8
 
@@ -42,15 +42,15 @@ class Toy(torch.nn.Module):
 Toy.forwards = 0
 
 
-def recording_cache(recorder=None, **bounds) -> tuple[GraphCache, CpuRecorder]:
-    cache, recorder = GraphCache(**bounds), recorder or CpuRecorder()
-    cache.captures = CapturePool(recorder)
-    return cache, recorder
+def capturing_cache(capturer=None, **bounds) -> tuple[GraphCache, CpuCapturer]:
+    cache, capturer = GraphCache(**bounds), capturer or CpuCapturer()
+    cache.captures = CapturePool(capturer)
+    return cache, capturer
 
 
 @contextmanager
 def run(model, cache, host=None, inner=None):
-    """One run: a function that calls the model as its recordings do."""
+    """One run: a function that calls the model as its captures do."""
     with cache.lease() as lease:
         capture = ModelCapture(model, cache, cache.captures, lease, (), host or CaptureHost())
         yield lambda *args, **kwargs: capture.call(inner or model.forward, *args, **kwargs)
@@ -79,12 +79,12 @@ def check_calls(model, call, count, **kwargs):
 
 
 def reasons() -> list[str]:
-    """Why blocks ran uncompiled, and calls were not recorded."""
+    """Why blocks ran uncompiled, and calls were not captured."""
     return [row["reason"].removeprefix(NOT_CAPTURED) for row in fallbacks.rows()]
 
 
 def settle(call, *args, **kwargs):
-    """The calls until there is a recording."""
+    """The calls until there is a capture."""
     for _ in range(3):
         out = call(*args, **kwargs)
     return out

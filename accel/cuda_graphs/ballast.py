@@ -1,8 +1,8 @@
-"""A pool of memory for CUDA graphs, whose idle memory counts as taken.
+"""A memory pool for CUDA graphs whose idle blocks count as allocated.
 
-Between replays torch's allocator takes most of a graph's private pool for free, since no tensor is there; but nobody
-else can have it. Programs that reckon with `reserved - active` (ComfyUI does) would load more than there is room for.
-So the idle blocks are held by storages that nobody touches; a capture, which may use the blocks, lets go of them.
+Between replays torch's allocator counts most of a graph's private pool as free, since no tensor is in it, yet nobody
+else can have it. Programs that reckon with `reserved - active` would load more than fits. So storages that nobody
+touches hold the idle blocks; they are released for a capture, which may use the blocks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 log = logging.getLogger("accel")
 
 _SMALL = 1 << 20
-"""Bytes; up to here torch takes requests from other segments than those that these blocks are in."""
+"""Bytes; torch serves requests up to this size from segments of their own."""
 
 
 class BallastedPool:
-    """Memory of one device that recordings share; each of them holds this, so it goes with the last.
+    """Memory of one device that captured graphs share; each graph holds it, so it goes with the last.
 
     stream: on which all of them are captured, since idle blocks belong to a stream.
     """
@@ -31,11 +31,11 @@ class BallastedPool:
         self._ballast: list[torch.UntypedStorage] = []
 
     def lift(self) -> None:
-        """Before a capture: its blocks are free for it."""
+        """Release the idle blocks, before a capture."""
         self._ballast.clear()
 
     def settle(self) -> None:
-        """After a capture, whether or not it failed. Where torch refuses, the blocks count as free, as ever."""
+        """Hold the idle blocks, after a capture or a failed one. Where torch refuses, they count as free."""
         try:
             self._fill(idle_blocks(torch.cuda.memory_snapshot(self.handle, include_traces=False), self._device.index))
         except (AttributeError, LookupError, TypeError, RuntimeError) as error:
@@ -49,19 +49,19 @@ class BallastedPool:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
             try:
-                # Storages, not tensors, which torch may be told to fill.
+                # Storages rather than tensors, which torch may be told to fill.
                 self._ballast = [torch.UntypedStorage(size, device=self._device) for size in sizes]
             finally:
                 torch._C._cuda_endAllocateToPool(index, self.handle)
                 torch._C._cuda_releasePool(index, self.handle)
         if torch.cuda.memory_reserved(self._device) > before:
-            self._ballast.clear()  # it took other memory than the idle
+            self._ballast.clear()  # it took new memory rather than the idle blocks
 
 
 def idle_blocks(segments: Iterable[Mapping[str, Any]], device: int) -> list[int]:
     """Bytes of each idle block that a request of its size would get, the largest first.
 
-    segments: as `torch.cuda.memory_snapshot` gives them for one pool.
+    segments: of one pool, from `torch.cuda.memory_snapshot`.
     """
     return sorted(
         (

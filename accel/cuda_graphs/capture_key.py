@@ -1,24 +1,31 @@
-"""What must be equal for two calls of a model to be replays of one recording."""
+"""The key of a captured call, and the keys of recent calls, looked up without describing the call again."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
+from ..signature.argument_guard import ArgumentGuard, tensor_guard
 from ..signature.tensors import is_channels_last
+from ..signature.tree_spec import Spec
 
-if TYPE_CHECKING:
-    from ..signature.tree_spec import Spec
+_MAX_VARIANTS = 8
+"""Variants of a call that are recognised, the latest first."""
+
+_MAX_KEYS = 64
+"""Keys of one variant, which differ in what a call under DeepCache exchanges."""
+
+Replace = Callable[[dict], Any]
 
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """A tensor as it is put into its buffer: everything about it but its values."""
+    """A tensor as it is copied into its buffer: everything about it but its values and strides."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -28,17 +35,18 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class CaptureKey:
-    """The key of one recorded model call.
+    """What must be equal for two calls of a model to be replays of one captured graph.
 
-    model: whose weights' addresses are in the recording; a key of its own for each model, which keeps none alive.
-    call: how the call is made of tensors, with the numbers and texts in it, since recordings have them inside:
-        how many conditioning chunks are joined, which residuals of a ControlNet there are.
-    inputs: of the call, with what a skipped step takes: the latent's shape, batch and context length.
-    phase: which part of the model runs (`feature_taps.Taps.phase`); None where all of it does.
-    facts: what else a recording has inside and the call does not say: the code of the model and what it looks at
-        (the attention implementation), how its blocks are compiled, torch's switches for arithmetic.
-    Not part of it, because only values depend on them: sigma, seeds, uuids, LoRA strength. Where the weights lie
-    is not either: a recording is asked, and dropped when they have moved (`WeightSnapshot`).
+    model: whose weights' addresses are in the graph. A weak reference, so that a key keeps no model alive.
+    call: how the call is made of tensors, with the numbers and texts in it, which become constants of the graph: how
+        many conditioning chunks are joined, which residuals of a ControlNet there are.
+    inputs: of the call, then the features that a skipped step takes: latent shape, batch, context length.
+    phase: which part of the model runs (`capture_io.Taps.phase`); None where all of it does.
+    facts: constants of the graph that the call does not show: the model's code and what it looks at (the attention
+        implementation), how its blocks are compiled, torch's switches for arithmetic.
+
+    Sigma, seeds, uuids and LoRA strength are not part of it, since only values depend on them. Nor are the addresses
+    of the weights: a captured call is compared with them, and dropped when they have moved (`WeightSnapshot`).
     """
 
     model: weakref.ref
@@ -52,15 +60,91 @@ class CaptureKey:
 
     @functools.cached_property
     def _hash(self) -> int:
-        # It has many parts, and is asked for several times in each call.
+        # There are many parts, and each call needs the hash several times.
         return hash((self.model, self.call, self.inputs, self.phase, self.facts))
 
     @property
     def sizes(self) -> tuple[torch.Size, ...]:
-        """Of the tensors, as a `GraphKey` for exact sizes has them."""
+        """Shapes of the inputs, as in a `GraphKey` for exact sizes."""
         return tuple(spec.shape for spec in self.inputs)
 
 
 def buffer_specs(tensors: Sequence[torch.Tensor]) -> tuple[BufferSpec, ...]:
-    """What a recording is specialised on in these tensors. Odd strides are none of it: buffers are dense."""
+    """What a captured graph is specialised on in these tensors. Strides are not: buffers are dense."""
     return tuple(BufferSpec(t.shape, t.dtype, t.device, is_channels_last(t)) for t in tensors)
+
+
+class CallVariant:
+    """Calls with the arguments of one call but for the values of its tensors, which are plain.
+
+    inputs: the tensors of that call, from `tree_spec.flatten`. Neither they nor the model are kept.
+    device: of the first tensor that has elements; None where none has.
+    """
+
+    def __init__(
+        self,
+        args: tuple,
+        kwargs: dict[str, Any],
+        spec: Spec,
+        inputs: Sequence[torch.Tensor],
+        replace: Replace,
+    ):
+        self._guard = ArgumentGuard(args, kwargs, spec, inputs, replace)
+        given = self._guard.match(args, kwargs)
+        self._check = None if given is None else tensor_guard(given)
+        self._specs = buffer_specs(inputs)
+        self.device = next((tensor.device for tensor in inputs if tensor.numel()), None)
+        self._keys: dict[Hashable, CaptureKey] = {}
+
+    def match(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
+        """The tensors of a call of this variant; None for another call. Raises what `CallCache.find` does."""
+        given = self._guard.match(args, kwargs)
+        if given is None or self._check is None or not self._check(*given):
+            return None
+        return self._guard.with_numbers(given)
+
+    def key(
+        self,
+        model: weakref.ref[torch.nn.Module],
+        features: Mapping[Hashable, torch.Tensor],
+        phase: Hashable,
+        facts: Hashable,
+    ) -> CaptureKey:
+        """The key of such a call. model, facts: the same at every call of this method."""
+        exchanged = phase, buffer_specs(features.values()) if features else ()
+        key = self._keys.get(exchanged)
+        if key is None:
+            if len(self._keys) >= _MAX_KEYS:
+                self._keys.clear()
+            key = CaptureKey(model, self._guard.spec, (*self._specs, *exchanged[1]), phase, facts)
+            self._keys[exchanged] = key
+        return key
+
+
+class CallCache:
+    """The latest variants of a model's call."""
+
+    def __init__(self, replace: Replace | None):
+        self._replace = replace
+        self._variants: tuple[CallVariant, ...] = ()
+
+    def clear(self) -> None:
+        """Forget every variant."""
+        self._variants = ()
+
+    def find(self, args: tuple, kwargs: dict[str, Any]) -> tuple[CallVariant, Sequence[torch.Tensor]] | None:
+        """The variant and the tensors of a call; None for a new variant.
+
+        Raises what `replace` and `tree_spec.flatten` do.
+        """
+        for variant in self._variants:
+            inputs = variant.match(args, kwargs)
+            if inputs is not None:
+                return variant, inputs
+        return None
+
+    def add(self, args: tuple, kwargs: dict[str, Any], spec: Spec, inputs: Sequence[torch.Tensor]) -> CallVariant:
+        """The new variant of a call that `tree_spec.flatten` has described."""
+        variant = CallVariant(args, kwargs, spec, inputs, self._replace)
+        self._variants = (variant, *self._variants[: _MAX_VARIANTS - 1])
+        return variant

@@ -1,4 +1,4 @@
-"""A recorded model call: buffers that its inputs are copied into, and outputs that are copied out."""
+"""A captured model call: buffers that its inputs are copied into, and outputs that are copied out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from ..signature import tree_spec
 from ..signature.tensors import empty_dense_like
-from .recorder import CaptureFailed
+from .capturer import CaptureFailed
 
 if TYPE_CHECKING:
     from ..cache.graph_cache import GraphCache
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from ..dispatch.block_observer import BlockObserver
     from ..step_cache.capture_io import Tape
     from .capture_key import CaptureKey
-    from .recorder import Recording
+    from .capturer import CapturedGraph
 
 
 class Buffers:
-    """Tensors at addresses of their own, one for each input; empty ones are only shapes and stay as they are."""
+    """One tensor at a fixed address for each input. Empty inputs are shapes only and are kept as they are."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         self._filled = [index for index, tensor in enumerate(tensors) if tensor.numel()]
-        # Not made for inference alone: they are written to in any mode.
+        # Inference tensors could not be written to in other modes.
         with torch.inference_mode(False):
             self.tensors = [empty_dense_like(tensor) if tensor.numel() else tensor for tensor in tensors]
         self._targets = [self.tensors[index] for index in self._filled]
@@ -50,11 +50,11 @@ class SharedMemory(Protocol):
 
 
 class CapturedCall:
-    """One recorded call of a model, kept in the graph cache as a compiled graph is.
+    """A captured call of a model, an entry of the graph cache like a compiled graph.
 
-    buffers: its inputs, with the features that a skipped call takes. out: what it returned. tape: what it handed to
-        DeepCache, None where that has no part in it. digest, outline: of the model when it was recorded
-        (`WeightSnapshot`). observer: tells the compiled blocks inside; they live as long as the recording.
+    buffers: of its inputs, including the features that a skipped call takes. out: what it returned. tape: what it
+        handed to DeepCache, None without one. digest, outline: of the model at the capture (`WeightSnapshot`).
+    observer: has the compiled blocks inside, which live as long as the captured graph.
     """
 
     saved_as: str | None = None
@@ -63,7 +63,7 @@ class CapturedCall:
         self,
         key: CaptureKey,
         pool: SharedMemory,
-        recording: Recording,
+        graph: CapturedGraph,
         buffers: Buffers,
         out: Any,
         tape: Tape | None,
@@ -71,7 +71,8 @@ class CapturedCall:
         outline: int,
         observer: BlockObserver,
     ):
-        self.key, self._pool, self._recording, self._buffers = key, pool, recording, buffers
+        self.key, self._pool, self._buffers = key, pool, buffers
+        self._graph: CapturedGraph | None = graph
         self._returned: list[torch.Tensor] = []
         self._spec = tree_spec.flatten(out, self._returned)
         self.tape = tape
@@ -81,47 +82,50 @@ class CapturedCall:
         self._counters = Counter(counter for *_, counter in observer.used)
         self._eager_calls = observer.eager_calls
 
-        # Its model may go with nobody saying so, and garbage is no place to take the cache's lock.
+        # The model may be collected at any time, and a finalizer must not take the cache's lock: it frees memory only.
         weakref.finalize(key.model(), _release, weakref.ref(self)).atexit = False
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes outside of the shared memory."""
+        """Bytes outside the shared memory."""
         return self._buffers.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Its buffers, and its part of the memory that recordings share."""
-        return self._buffers.nbytes + self._pool.share(self.device) if self._recording is not None else 0
+        """Bytes of its buffers, and its part of the shared memory."""
+        return self._buffers.nbytes + self._pool.share(self.device) if self._graph is not None else 0
 
     def release(self) -> None:
-        """Let go of all memory; it is of no use any more."""
-        self._recording = self.tape = None
+        """Free all memory; the call cannot be replayed any more."""
+        self._graph = self.tape = None
         self._buffers, self._returned = Buffers(()), []
         self._pool.leave(self)
 
     def has_kernels(self) -> bool:
-        """Whether the compiled blocks inside are still what calls of the blocks would use."""
+        """Whether the compiled graphs inside are still those that the blocks use."""
         return all(any(graph is kept for kept in entry.graphs) for entry, graph in self._kernels.values())
 
     def lease_kernels(self, cache: GraphCache, lease: Lease) -> None:
-        """A run replays the call: the compiled blocks inside count as found by it, and stay while it lasts."""
+        """Put the compiled graphs inside under the lease of a run that replays the call."""
         for entry, _ in self._kernels.values():
             cache.get(entry.key, lease)
 
     def count(self) -> int:
-        """A replay ran its compiled blocks once more; the number of those inside that ran uncompiled."""
+        """Count one replay for the compiled graphs inside; the number of block calls inside that ran uncompiled."""
         for counter, calls in self._counters.items():
             counter.hits += calls
         return self._eager_calls
 
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Sequence[Hashable | None], list[torch.Tensor]]:
-        """Replay for these inputs: what the call returns, in tensors of its own, and what it hands to DeepCache,
-        in tensors that are good until the next replay. To be called with the recorder's lock held."""
-        if self._recording is None:
+        """Replay for these inputs, with the capturer's lock held.
+
+        What the call returns, in tensors of its own; then the parts and the tensors that it hands to DeepCache, which
+        are valid until the next replay.
+        """
+        if self._graph is None:
             raise CaptureFailed("its model is gone")
         self._buffers.fill(tensors)
-        self._recording.replay()
+        self._graph.replay()
         out = tree_spec.rebuild(self._spec, [tensor.clone() for tensor in self._returned])
         return out, self.tape.parts if self.tape else (), self.tape.tensors if self.tape else []
 

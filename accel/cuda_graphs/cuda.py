@@ -1,8 +1,8 @@
-"""CUDA graphs as torch offers them: `torch.cuda.graph`, on a stream of its own, in one memory pool a device.
+"""Capturing with `torch.cuda.graph`, on a stream of its own and in one memory pool per device.
 
-Rules followed here: torch's notes on CUDA semantics ("CUDA Graphs", "Graph memory management"), its
-`make_graphed_callables`, and `torch/_inductor/cudagraph_trees.py`, `CUDAGraphNode._record`. Tested without a GPU is
-what surrounds this class, not the class itself.
+Follows torch's notes on CUDA semantics ("CUDA Graphs", "Graph memory management"), its `make_graphed_callables`, and
+`torch/_inductor/cudagraph_trees.py`, `CUDAGraphNode._record`. Tests without a GPU cover what surrounds this class, not
+the class itself.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from .ballast import BallastedPool
 
 LEAST_FREE = 512 << 20
-"""Bytes that must be free on the device before anything is recorded; graphs are not worth an image that fails."""
+"""Bytes that must be free on the device for a capture: a graph is not worth an image that fails."""
 
 
-class _CudaRecording:
-    """pool: its memory, held so that the pool lasts as long as its last recording."""
+class _CudaGraph:
+    """pool: referenced so that it lasts as long as its last graph."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: BallastedPool, nbytes: int):
         self._graph, self._pool = graph, pool
@@ -32,11 +32,11 @@ class _CudaRecording:
         self._graph.replay()
 
 
-class CudaRecorder:
-    """A `capture.Recorder` for NVIDIA cards and torch's own allocator.
+class CudaCapturer:
+    """A `Capturer` for NVIDIA cards and torch's own allocator.
 
-    What recordings give back is free for others once somebody empties torch's cache: ComfyUI does after unloading,
-    torch itself before it says that memory is short.
+    Memory of released graphs is free for others once torch's cache is emptied; torch does so before it raises
+    OutOfMemoryError, and hosts after they unload a model.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class CudaRecorder:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._pools: weakref.WeakValueDictionary[torch.device, BallastedPool] = weakref.WeakValueDictionary()
         self._homes: dict[torch.device, torch.cuda.Stream] = {}
-        """On which stream the calls come: recordings of one pool must not run beside each other."""
+        """The stream that the calls are made on: graphs of one pool must not run concurrently."""
 
     def why_not(self, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -52,7 +52,7 @@ class CudaRecorder:
         if torch.version.hip is not None:
             return "CUDA graphs are not used on AMD's cards"
         if torch.cuda.get_allocator_backend() != "native":
-            return "torch allocates with cudaMallocAsync: start ComfyUI with --disable-cuda-malloc for CUDA graphs"
+            return "torch allocates with cudaMallocAsync: start the program with --disable-cuda-malloc for CUDA graphs"
         if torch.cuda.is_current_stream_capturing():
             return "somebody else's CUDA graph is being captured around it"
         home = self._homes.get(device)
@@ -60,8 +60,8 @@ class CudaRecorder:
             return "it runs on another CUDA stream than the calls before it"
         return None
 
-    def rehearse(self, device: torch.device, call: Callable[[], Any]) -> Any:
-        # Kernels are loaded and chosen, handles made: none of it may happen during a capture.
+    def warm_up(self, device: torch.device, call: Callable[[], Any]) -> Any:
+        # Loads and selects kernels and makes handles, none of which may happen during a capture.
         _require_memory(device)
         here, aside = torch.cuda.current_stream(device), self._stream(device)
         aside.wait_stream(here)
@@ -71,7 +71,7 @@ class CudaRecorder:
         finally:
             here.wait_stream(aside)
 
-    def record(self, device: torch.device, call: Callable[[], Any]) -> tuple[_CudaRecording, Any]:
+    def capture(self, device: torch.device, call: Callable[[], Any]) -> tuple[_CudaGraph, Any]:
         here, aside = torch.cuda.current_stream(device), self._stream(device)
         pool = self._pools.get(device)
         if pool is None:
@@ -81,7 +81,7 @@ class CudaRecorder:
         try:
             _require_memory(device)
             with torch.cuda.device(device), _own_random_state(device), _no_workspaces():
-                # As `torch.cuda.graph` does at its start, so that the difference is the graph's.
+                # `torch.cuda.graph` does this at its start; done before, the difference in memory is the graph's.
                 torch.cuda.synchronize(device)
                 torch.cuda.empty_cache()
                 before = torch.cuda.memory_reserved(device)
@@ -89,18 +89,18 @@ class CudaRecorder:
                     how = {"pool": pool.handle, "stream": aside, "capture_error_mode": "thread_local"}
                     out = _first_cause(torch.cuda.graph(graph, **how), call)
                 except BaseException:
-                    self._leave(device, pool)
+                    self._abandon(device, pool)
                     raise
                 finally:
-                    # It leaves its stream current when ending the capture fails.
+                    # `torch.cuda.graph` leaves its stream current when ending the capture fails.
                     torch.cuda.set_stream(here)
                 nbytes = max(torch.cuda.memory_reserved(device) - before, 0)
         finally:
             pool.settle()
         self._homes[device] = here
-        return _CudaRecording(graph, pool, nbytes), out
+        return _CudaGraph(graph, pool, nbytes), out
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         self._pools.clear()
         self._homes.clear()
 
@@ -109,23 +109,23 @@ class CudaRecorder:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
-    def _leave(self, device: torch.device, pool: BallastedPool) -> None:
-        """After a capture that failed: no later one meets what it has left in its pool, nor its stream.
+    def _abandon(self, device: torch.device, pool: BallastedPool) -> None:
+        """Give the pool and the stream of a failed capture up, so that no later one meets what is left there.
 
-        Where ending it failed, torch has not told its allocator (`CUDAGraph::capture_end`), which would go on as if
-        the capture lasted, and keep the pool for ever.
+        Where ending the capture failed, torch has not told its allocator (`CUDAGraph::capture_end`), which would go on
+        as if the capture lasted, and keep the pool for ever.
         """
         self._pools.pop(device, None)
         self._streams.pop(device, None)
-        with suppress(RuntimeError):  # it has been told
+        with suppress(RuntimeError):  # the allocator has been told
             torch._C._cuda_endAllocateToPool(device.index, pool.handle)
             torch._C._cuda_releasePool(device.index, pool.handle)
 
 
 def _first_cause(capture: Any, call: Callable[[], Any]) -> Any:
-    """What the call returns, made inside of the context; what it raises, where leaving the context raises too.
+    """What the call returns, made inside `capture`; where leaving `capture` raises too, the call's own exception.
 
-    Ending a spoilt capture fails as well. What spoilt it says more, and may be the person who stopped the run.
+    Ending an invalidated capture fails as well. What invalidated it says more, and may be the user's interrupt.
     """
     cause = None
     try:
@@ -141,15 +141,15 @@ def _first_cause(capture: Any, call: Callable[[], Any]) -> Any:
     try:
         raise cause
     finally:
-        del cause  # its traceback has this frame, and with it what was computed
+        del cause  # its traceback references this frame, and so what was computed
 
 
 @contextmanager
 def _own_random_state(device: torch.device) -> Iterator[None]:
-    """The device's random numbers go on afterwards as if nothing had been.
+    """Leaves the device's random numbers as they were.
 
-    A capture registers itself with the state of the default generator. One that cannot be ended leaves it unfit for
-    random numbers outside of captures, for good (torch 2.11), and its tensors are of the mode it was begun in.
+    A capture registers itself with the state of the default generator. One that cannot be ended leaves that state
+    unusable outside captures for good (torch 2.11), with tensors of the mode that the capture began in.
     """
     generator = torch.cuda.default_generators[device.index]
     kept = generator.graphsafe_get_state()
@@ -162,10 +162,10 @@ def _own_random_state(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _no_workspaces() -> Iterator[None]:
-    """Inside, cuBLAS gets its workspaces anew.
+    """Makes cuBLAS allocate its workspaces anew inside.
 
-    It keeps one for each stream, and a recording would have the address of one that anybody may free (inductor's CUDA
-    graphs do). So a recording's are made in its pool, during the capture, and are the pool's again at its end.
+    It keeps one for each stream, and a graph would have the address of one that anybody may free (inductor's CUDA
+    graphs do). So a graph's workspaces are allocated in its pool during the capture, and returned to it at the end.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -175,7 +175,7 @@ def _no_workspaces() -> Iterator[None]:
 
 
 def _require_memory(device: torch.device) -> None:
-    """Raise OutOfMemoryError before the device itself does, where little is free."""
+    """Raises OutOfMemoryError where less than `LEAST_FREE` is free, before the device itself does."""
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if free < LEAST_FREE:

@@ -1,8 +1,8 @@
-"""One run's model calls as recordings: found, made when a call comes again, and left alone where they are not right.
+"""The calls of one model during one run, captured and replayed.
 
-The first call of its sort is made as ever, with compiled blocks; the second too, and is watched once besides; the
-third is recorded, and the recording compared with it. From then on calls of the sort are replays, in this run and
-in later ones. Whatever goes wrong ends in the call made as ever.
+Each variant of the call (`capture_key`) is warmed up first. Its first call runs eagerly, that is with compiled blocks;
+so does the second, followed by a dry run; the third is captured too, and the capture compared with it. From then on
+calls of the variant are replays, in this run and in later ones. Whatever fails, the call runs eagerly.
 """
 
 from __future__ import annotations
@@ -26,33 +26,32 @@ from ..dispatch.block_runner import BlockRunner
 from ..signature import tree_spec
 from ..signature.tensors import PLAIN_TENSORS
 from ..step_cache.capture_io import Tape, Taps
-from .call_cache import CallSort, CallSorts
-from .call_recording import CallRecording, tensors_of
-from .capture_key import CaptureKey
+from .call_capture import CallCapture, tensors_of
+from .capture_key import CallCache, CallVariant, CaptureKey
 from .captured_call import CapturedCall
+from .capturer import CaptureFailed
 from .model_guard import CaptureHost, ModelGuard
 from .pool import CapturePool, MadeRoom, NoRoom
-from .recorder import CaptureFailed
 
-_MAX_SORTS = 256
-"""Sorts of calls of a run of which it is remembered how far they are."""
+_MAX_PROGRESS = 256
+"""Keys of a run whose progress is remembered."""
 
 _HOW = "block by block"
 
 
 @dataclass
-class _Sort:
-    """How far calls of one key are: made, watched, or given up for this run."""
+class _Progress:
+    """How far the calls of one key are. refused: there is no captured call of it in this run."""
 
     made: bool = False
-    watched: bool = False
+    dry_run: bool = False
     refused: bool = False
 
 
 class ModelCapture:
-    """Stands before the calls of one model during one run.
+    """Makes the calls of one model during one run, on one thread at a time.
 
-    runners: the stand-ins of its blocks; made at the run's first call, as this is.
+    runners: the stand-ins of its blocks; made, like this, at the run's first call.
     """
 
     def __init__(
@@ -70,14 +69,14 @@ class ModelCapture:
         self._observer = BlockObserver()
         for runner in runners:
             runner.observer = self._observer
-        self._sorts: dict[CaptureKey, _Sort] = {}
+        self._progress: dict[CaptureKey, _Progress] = {}
         self._confirmed: weakref.WeakSet[CapturedCall] = weakref.WeakSet()
         self._guard = ModelGuard(model, host)
-        self._calls = CallSorts(host.simplify)
+        self._calls = CallCache(host.simplify)
         self._off: str | None = None
         self._taps: Taps | None = None
         self.eager_calls = 0
-        """Calls of blocks, inside of replays, that ran without a graph."""
+        """Block calls inside replays that ran without a compiled graph."""
 
     @contextmanager
     def during(self, taps: Taps) -> Iterator[None]:
@@ -89,11 +88,11 @@ class ModelCapture:
             self._taps = None
 
     def call(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `inner` returns for these arguments, by a replay where there is one."""
+        """What `inner` returns for these arguments, by a replay where there is a captured call."""
         taps = self._taps
         reason = self._off or self._why_not()
         if reason is None:
-            reason, known, inputs = self._sort_of(args, kwargs)
+            reason, variant, inputs = self._variant_of(args, kwargs)
         if reason is not None:
             if reason != self._off:
                 self._note(reason)
@@ -102,36 +101,36 @@ class ModelCapture:
             return inner(*args, **kwargs)
         features = taps.features() if taps else {}
         tensors = [*inputs, *features.values()]
-        key = known.key(self._model, features, taps.phase if taps else None, self._host.facts)
+        key = variant.key(self._model, features, taps.phase if taps else None, self._host.facts)
         captured = self._find(key)
         if captured is not None:
             if taps is not None and captured.tape is not None:
                 taps.require(captured.tape)
             done, out = self._replay(captured, tensors, taps)
-            del captured  # its memory may be what the call needs
+            del captured  # the eager call may need its memory
             return out if done else inner(*args, **kwargs)
-        return self._come_closer(key, inner, args, kwargs, tensors, features, known.device)
+        return self._warm_up(key, inner, args, kwargs, tensors, features, variant.device)
 
-    # Whether a call can be recorded or replayed at all
+    # Whether a call can be captured or replayed at all
 
     def _why_not(self) -> str | None:
         reason = self._host.why_not()
         if reason is not None or self._guard.seems_current():
             return reason
         self._confirmed.clear()
-        self._calls.forget()
+        self._calls.clear()
         reason = self._guard.snapshot()
         if reason is not None:
-            self._stop(reason)  # looking again at every call would cost more than it may give
+            self._stop(reason)  # another snapshot at every call would cost more than it may give
         return reason
 
-    def _sort_of(self, args: tuple, kwargs: dict) -> tuple[str | None, CallSort | None, Sequence[torch.Tensor]]:
-        """What is against a replay of the call; its sort and its tensors, where nothing is."""
+    def _variant_of(self, args: tuple, kwargs: dict) -> tuple[str | None, CallVariant | None, Sequence[torch.Tensor]]:
+        """Why the call cannot be replayed; otherwise None, its variant and its tensors."""
         inputs: list[torch.Tensor] = []
         try:
-            found = None if torch.is_grad_enabled() else self._calls.recognise(args, kwargs)
+            found = None if torch.is_grad_enabled() else self._calls.find(args, kwargs)
             if found is not None:
-                return self._ask_recorder(found[0].device), *found
+                return self._ask_capturer(found[0].device), *found
             spec = tree_spec.flatten((args, kwargs), inputs, self._host.simplify)
         except RunEagerly as why:
             return str(why), None, ()
@@ -140,8 +139,8 @@ class ModelCapture:
         reason = self._unfit(inputs)
         if reason is not None:
             return reason, None, ()
-        known = self._calls.keep(args, kwargs, spec, inputs)
-        return self._ask_recorder(known.device), known, inputs
+        variant = self._calls.add(args, kwargs, spec, inputs)
+        return self._ask_capturer(variant.device), variant, inputs
 
     def _unfit(self, inputs: Sequence[torch.Tensor]) -> str | None:
         filled = [tensor for tensor in inputs if tensor.numel()]
@@ -159,9 +158,9 @@ class ModelCapture:
             reason = "gradients are wanted"
         return reason
 
-    def _ask_recorder(self, device: torch.device) -> str | None:
+    def _ask_capturer(self, device: torch.device) -> str | None:
         try:
-            return self._pool.recorder.why_not(device)
+            return self._pool.capturer.why_not(device)
         except self._host.interrupts:
             raise
         except Exception as error:
@@ -170,7 +169,7 @@ class ModelCapture:
     # Replays
 
     def _find(self, key: CaptureKey) -> CapturedCall | None:
-        """The recording for the key, if it is right for the model as it is; an outdated one is dropped."""
+        """The captured call of the key, if it is right for the model as it is; an outdated one is evicted."""
         entry = self._cache.get(key, self._lease)
         if entry is None:
             return None
@@ -180,8 +179,9 @@ class ModelCapture:
         if captured not in self._confirmed:
             if captured.digest != self._guard.weights.digest or not captured.has_kernels():
                 self._cache.evict(key)
-                self._sort(key).made = True  # it was watched when it was made, and code is in the key
-                self._sort(key).watched = True
+                progress = self._progress_of(key)
+                # It had its dry run before it was captured, and the code is part of the key.
+                progress.made = progress.dry_run = True
                 return None
             captured.lease_kernels(self._cache, self._lease)
             self._confirmed.add(captured)
@@ -192,10 +192,10 @@ class ModelCapture:
         """Whether the replay may be used, and its output."""
         is_shortage = False
         try:
-            with self._pool.recorder.lock:
+            with self._pool.capturer.lock:
                 out, parts, handed = captured.run(tensors)
-                # The device is at work meanwhile. Recorded addresses were mapped when the call began; that all of
-                # them are the weights' is known only now.
+                # The device is at work meanwhile. The captured addresses were mapped when the call began; only now
+                # is it known that all of them are the weights'.
                 if not self._guard.is_current(captured.outline):
                     self._cache.evict(captured.key)
                     return False, None
@@ -211,85 +211,85 @@ class ModelCapture:
         self._mark_failed(captured.key, f"its replay failed: {reason}", is_shortage)
         return False, None
 
-    # From the first call of a sort to its recording
+    # From the first call of a key to its capture
 
-    def _come_closer(self, key, inner, args, kwargs, tensors, features, device) -> Any:
-        """Make the call as ever, and what is next for its sort besides."""
-        sort = self._sort(key)
+    def _warm_up(self, key, inner, args, kwargs, tensors, features, device) -> Any:
+        """Make the call eagerly, and take the next step towards its capture."""
+        progress = self._progress_of(key)
         entry = self._cache.get(key)
-        if entry is not None and entry.failure is not None and not sort.refused:
+        if entry is not None and entry.failure is not None and not progress.refused:
             self._note(entry.failure)
-            sort.refused = True
-        if sort.refused or self._pool.is_refused(key, self._cache.max_bytes):
+            progress.refused = True
+        if progress.refused or self._pool.is_refused(key, self._cache.max_bytes):
             return inner(*args, **kwargs)
         taps = self._taps
         self._observer.reset()
-        with taps.copied() if taps is not None and sort.made else nullcontext(Tape()) as handed:
+        with taps.copied() if taps is not None and progress.made else nullcontext(Tape()) as handed:
             out = inner(*args, **kwargs)
-        if not sort.made or not self._observer.settled:
-            sort.made = self._observer.settled
+        if not progress.made or not self._observer.settled:
+            progress.made = self._observer.settled
             return out
         weights = self._guard.weights
-        call = CallRecording(key, inner, tensors, features, taps, self._pool, self._observer, weights, device)
-        refusal = self._attempt(sort, call, [*tensors_of(out), *handed.tensors])
+        call = CallCapture(key, inner, tensors, features, taps, self._pool, self._observer, weights, device)
+        refusal = self._advance(progress, call, [*tensors_of(out), *handed.tensors])
         if refusal is not None:
             self._note(refusal)
         return out
 
-    def _attempt(self, sort: _Sort, call: CallRecording, expected: Sequence[torch.Tensor]) -> str | None:
-        """Watch the call or record it, whichever is next; the reason where there will be no recording."""
+    def _advance(self, progress: _Progress, call: CallCapture, expected: Sequence[torch.Tensor]) -> str | None:
+        """Dry-run the call or capture it, whichever is next; the reason where it will not be captured."""
         known = (*self._host.interrupts, torch.OutOfMemoryError, MadeRoom, NoRoom, CaptureFailed)
 
         def make() -> CapturedCall:
             if refusal is not None:
                 raise CaptureFailed(refusal)
             try:
-                captured = call.record(expected)
+                captured = call.capture(expected)
             except known:
                 raise
             except Exception as error:
-                raise CaptureFailed(f"recording it failed: {one_line(error)}") from error
+                raise CaptureFailed(f"capturing it failed: {one_line(error)}") from error
             self._pool.admit(captured, self._cache, self._lease)
             self._confirmed.add(captured)
             return captured
 
         refusal = None
         try:
-            if not sort.watched:
-                refusal = self._watch(call, known)
-                emit("call_watched", name=self._name)
+            if not progress.dry_run:
+                refusal = self._dry_run(call, known)
+                emit("dry_run_end", name=self._name)
                 if refusal is None:
-                    sort.watched = True
+                    progress.dry_run = True
                     return None
             self._cache.find(call.key, f"{self._name} call", lambda _: True, make, self._lease, action="capture")
             return None
         except MadeRoom:
             return None
         except (NoRoom, NoGraph) as error:
-            sort.refused = True
+            progress.refused = True
             return str(error)
         except torch.OutOfMemoryError as error:
             reason = f"memory is short: {one_line(error)}"
-        # Outside of the handler, whose exception would keep what was recorded.
+        # Outside the handler, whose exception would keep what was captured.
         self._stop(reason)
         self._pool.drop_all(self._cache)
         return None
 
-    def _watch(self, call: CallRecording, known: tuple[type[BaseException], ...]) -> str | None:
+    def _dry_run(self, call: CallCapture, known: tuple[type[BaseException], ...]) -> str | None:
         try:
-            return call.watch()
+            return call.dry_run()
         except known:
             raise
         except Exception as error:
             return f"it fails on its own: {one_line(error)}"
 
-    def _sort(self, key: CaptureKey) -> _Sort:
-        if key not in self._sorts and len(self._sorts) >= _MAX_SORTS:
-            self._sorts.clear()
-        return self._sorts.setdefault(key, _Sort())
+    def _progress_of(self, key: CaptureKey) -> _Progress:
+        if key not in self._progress and len(self._progress) >= _MAX_PROGRESS:
+            self._progress.clear()
+        return self._progress.setdefault(key, _Progress())
 
     def _mark_failed(self, key: CaptureKey, reason: str, is_shortage: bool) -> None:
-        """A replay failed: there is none of this sort from now on; after a lack of memory none at all in this run."""
+        """After a failed replay: no more captured calls of this key, or of any in this run where memory is short."""
         if is_shortage:
             self._stop(f"memory is short: {reason}")
             self._pool.drop_all(self._cache)
@@ -297,11 +297,11 @@ class ModelCapture:
         entry = self._cache.get(key)
         if entry is not None:
             entry.mark_failed(reason)
-        self._sort(key).refused = True
+        self._progress_of(key).refused = True
         self._note(reason)
 
     def _stop(self, reason: str) -> None:
-        """No recordings for the rest of the run."""
+        """Capture and replay nothing for the rest of the run."""
         self._off = reason
         self._note(reason)
 

@@ -20,7 +20,7 @@ _MOST_REASONS = 50
 """Of one run: for blocks that ran eagerly, and as many for those that nobody tried to compile."""
 
 _DISTURBING = frozenset(
-    ("compile_end", "compile_failed", "graph_loaded", "probe_end", "call_watched", "capture_end", "capture_failed")
+    ("compile_end", "compile_failed", "graph_loaded", "probe_end", "dry_run_end", "capture_end", "capture_failed")
 )
 
 

@@ -8,7 +8,7 @@ import sys
 import comfy.model_detection
 import pytest
 import torch
-from cpu_recorder import CpuRecorder
+from cpu_capturer import CpuCapturer
 
 from bench import ROOT, gpu, gpu_goals, gpu_models
 from bench.gpu_cases import BOTH, CORE, EAGER, NEW_PROCESS, PARTS, QUICK_SESSION, WARM, TimeBudget, in_session
@@ -47,19 +47,19 @@ def test_small_model_runs_as_every_sort_of_contender():
 
 
 def quick(model, contenders, *more):
-    """The rows of the steps of a small model at one size, with a recorder that the CPU has."""
+    """The rows of the steps of a small model at one size, with a capturer that the CPU has."""
     arguments = ["--quick", "--models", model, "--parts", "steps", "--sizes", "512x512", "--contenders", *contenders]
     options = gpu._parse([*arguments, *more])
     device = {"matrix_tflops": 0.1}
     made = []
-    for row in gpu.of_model(model, options, TimeBudget(None), 1, device, recorder=CpuRecorder()):
+    for row in gpu.of_model(model, options, TimeBudget(None), 1, device, capturer=CpuCapturer()):
         made = gpu.replaced(made, row)
     order = list(gpu.CONTENDERS)
     steps = [row for row in made if row["part"] == "steps"]
     return sorted(steps, key=lambda row: order.index(row["contender"]))
 
 
-def test_recorded_calls_are_counted_where_they_can_be_recorded():
+def test_captured_calls_are_counted_where_they_can_be_captured():
     eager, both, cached, core = quick("Flux", [EAGER, BOTH, "deepcache-3", CORE])
     assert both["ran_as"] == cached["ran_as"] == "both tiers"
     assert both["captures"] == 1 and both["replays"] == both["steps_timed"] + 2 and both["compilations"] > 0

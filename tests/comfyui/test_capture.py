@@ -1,6 +1,6 @@
-"""Recorded model calls with ComfyUI's own models, samplers, LoRAs, ControlNets and caches.
+"""Captured model calls with ComfyUI's own models, samplers, LoRAs, ControlNets and caches.
 
-What records here is `cpu_recorder`: operators on fixed storages, with the rules of CUDA graphs. Blocks stay eager
+What captures here is `cpu_capturer`: operators on fixed storages, with the rules of CUDA graphs. Blocks stay eager
 where a test is not about them, since tracing is most of a test's time.
 """
 
@@ -11,7 +11,7 @@ import comfy.model_management
 import pytest
 import tiny_models
 import torch
-from capture_kit import reasons, recording_cache
+from capture_kit import capturing_cache, reasons
 from comfy.ldm.modules import attention
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -24,7 +24,7 @@ from comfy_accel.accel.hosts.comfyui.models.warm_up import warm_up
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.sizing.resolution import Size
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from cpu_recorder import STAGES, CpuRecorder, left
+from cpu_capturer import STAGES, CpuCapturer, left
 from deep_cache_runs import split_chunks
 from tiny_dits import DITS
 from uniform_hold import uniform_hold
@@ -42,13 +42,13 @@ def clean():
 
 
 @pytest.fixture
-def recorder():
-    return CpuRecorder()
+def capturer():
+    return CpuCapturer()
 
 
 @pytest.fixture
-def cache(recorder):
-    return recording_cache(recorder)[0]
+def cache(capturer):
+    return capturing_cache(capturer)[0]
 
 
 def image(model, **changes):
@@ -59,10 +59,10 @@ def fast(model, cache, settings=EAGER_BLOCKS):
     return accelerate(model, settings, cache, graphs=True)
 
 
-def assert_reads_only_weights_and_buffers(recorder, cache, *networks):
+def assert_reads_only_weights_and_buffers(capturer, cache, *networks):
     own = [tensor for member in cache.captures.members for tensor in member._buffers.tensors]
     weights = [tensor for network in networks for tensor in (*network.parameters(), *network.buffers())]
-    recorder.assert_reads_only(*own, *weights)
+    capturer.assert_reads_only(*own, *weights)
 
 
 def load(name):
@@ -74,23 +74,23 @@ def load(name):
 
 
 @pytest.mark.parametrize("name", ["UNet", "Flux", "Chroma", "SD3", "Qwen-Image", "Z-Image", "Wan", "HunyuanVideo"])
-def test_image_of_replays_is_the_plain_one_and_the_next_image_is_nothing_else(name, recorder, cache):
+def test_image_of_replays_is_the_plain_one_and_the_next_image_is_nothing_else(name, capturer, cache):
     model, run = load(name)
     expected = run(model)
     model_fast = fast(model, cache)
     assert torch.equal(run(model_fast), expected)
-    assert (recorder.rehearsals, recorder.records) == (1, 1) and recorder.replays > 5
-    before = recorder.replays
+    assert (capturer.warm_ups, capturer.captures) == (1, 1) and capturer.replays > 5
+    before = capturer.replays
     other = {"positive": tiny_models.conditioning(seed=9)} if name == "UNet" else {}
     assert torch.equal(run(model_fast, **other), run(model, **other))
-    assert (recorder.rehearsals, recorder.records, recorder.replays - before) == (1, 1, 10)
-    assert_reads_only_weights_and_buffers(recorder, cache, model.model.diffusion_model)
+    assert (capturer.warm_ups, capturer.captures, capturer.replays - before) == (1, 1, 10)
+    assert_reads_only_weights_and_buffers(capturer, cache, model.model.diffusion_model)
     assert reasons() == []
 
 
 @pytest.mark.parametrize("cached_first", [True, False])
 @pytest.mark.parametrize("name", ["UNet", "Flux", "SD3", "Wan"])
-def test_deep_cache_has_a_recording_for_full_and_one_for_skipped_steps(name, cached_first, recorder, cache):
+def test_deep_cache_has_a_capture_for_full_and_one_for_skipped_steps(name, cached_first, capturer, cache):
     model, run = load(name)
     expected = run(apply_deep_cache(model, SKIPS_ALL_IT_MAY))
     steps = last_run()
@@ -103,8 +103,8 @@ def test_deep_cache_has_a_recording_for_full_and_one_for_skipped_steps(name, cac
         assert torch.equal(run(both), expected) and last_run() == steps
     assert steps["skipped_steps"] > 4
     assert {member.key.phase[0] for member in cache.captures.members} == {"full", "skipped"}
-    assert (recorder.records, left(recorder)) == (2, 2)
-    assert_reads_only_weights_and_buffers(recorder, cache, model.model.diffusion_model)
+    assert (capturer.captures, left(capturer)) == (2, 2)
+    assert_reads_only_weights_and_buffers(capturer, cache, model.model.diffusion_model)
     assert reasons() == []
 
 
@@ -112,18 +112,18 @@ def test_deep_cache_has_a_recording_for_full_and_one_for_skipped_steps(name, cac
     "settings",
     [uniform_hold(2), uniform_hold(3, 2), DeepCacheSettings(5, threshold=0.3), DeepCacheSettings(3, between="hold")],
 )
-def test_schedules_and_streams_are_deep_caches_own(settings, recorder, cache):
-    """Conditioning in calls of their own: two streams share each recording."""
+def test_schedules_and_streams_are_deep_caches_own(settings, capturer, cache):
+    """Conditioning in calls of their own: two streams share each capture."""
     model = split_chunks(tiny_models.unet())
     expected = image(apply_deep_cache(model, settings), steps=12)
     steps = last_run()
     both = fast(apply_deep_cache(model, settings), cache)
     for _ in range(2):
         assert torch.equal(image(both, steps=12), expected) and last_run() == steps
-    assert recorder.records <= 2 and recorder.replays > 20
+    assert capturer.captures <= 2 and capturer.replays > 20
 
 
-def test_session_of_sizes_batches_and_prompts_is_right_and_comes_back_to_replays(recorder, cache):
+def test_session_of_sizes_batches_and_prompts_is_right_and_comes_back_to_replays(capturer, cache):
     model = tiny_models.unet()
     model_fast = fast(model, cache)
     session = [
@@ -136,13 +136,13 @@ def test_session_of_sizes_batches_and_prompts_is_right_and_comes_back_to_replays
     ]
     expected = [image(model, steps=5, **changes) for changes in session]
     for _ in range(2):
-        recorded = recorder.records
+        captured = capturer.captures
         for changes, plain in zip(session, expected, strict=True):
             assert torch.equal(image(model_fast, steps=5, seed=0, **changes), plain)
-    assert recorded == recorder.records == len(session)
+    assert captured == capturer.captures == len(session)
 
 
-def test_compiled_blocks_are_inside_and_a_new_kernel_makes_a_new_recording(recorder, cache):
+def test_compiled_blocks_are_inside_and_a_new_kernel_makes_a_new_capture(capturer, cache):
     model, run = load("Flux")
     expected = run(model)
     model_fast = fast(model, cache, CompileSettings(backend="eager"))
@@ -150,7 +150,7 @@ def test_compiled_blocks_are_inside_and_a_new_kernel_makes_a_new_recording(recor
     first = records.last()
     assert first.captures == 1 and first.model_calls == 10 and 0 < first.replays < 10
     assert torch.equal(run(model_fast), expected)
-    assert recorder.records == 1 and cache.statistics()["compilations"] > 0
+    assert capturer.captures == 1 and cache.statistics()["compilations"] > 0
     (member,) = cache.captures.members
     calls = sum(member._counters.values())
     entry, graph = next(iter(member._kernels.values()))
@@ -160,7 +160,7 @@ def test_compiled_blocks_are_inside_and_a_new_kernel_makes_a_new_recording(recor
     assert (second.captures, second.model_calls, second.replays) == (0, 10, 10)
     cache.drop_graph(entry, graph)
     assert torch.equal(run(model_fast), expected)
-    assert recorder.records == 2 and reasons() == []
+    assert capturer.captures == 2 and reasons() == []
 
 
 def lora(model, strength):
@@ -173,23 +173,23 @@ def lora(model, strength):
     return patched
 
 
-def test_lora_on_stronger_and_off_again_is_recorded_anew_each_time_and_never_stale(recorder, cache):
+def test_lora_on_stronger_and_off_again_is_captured_anew_each_time_and_never_stale(capturer, cache):
     model = tiny_models.unet()
     for strength in (None, 0.5, 1.0, None):
         patched = model if strength is None else lora(model, strength)
         expected = image(patched)
         assert torch.equal(image(fast(patched, cache)), expected)
         assert torch.equal(image(fast(patched, cache)), expected)
-        assert left(recorder) == 1
-    assert recorder.records <= 4 and reasons() == []
+        assert left(capturer) == 1
+    assert capturer.captures <= 4 and reasons() == []
 
 
 @pytest.mark.parametrize("unload", ["unload_all_models", "detach", "gone"])
-def test_unloading_the_model_frees_its_recordings(unload, recorder, cache):
+def test_unloading_the_model_frees_its_captures(unload, capturer, cache):
     model = tiny_models.unet()
     model_fast = fast(model, cache)
     expected = image(model_fast)
-    assert left(recorder) == 1
+    assert left(capturer) == 1
     if unload == "unload_all_models":
         comfy.model_management.unload_all_models()
     elif unload == "detach":
@@ -198,12 +198,12 @@ def test_unloading_the_model_frees_its_recordings(unload, recorder, cache):
         del model, model_fast
         comfy.model_management.unload_all_models()
         gc.collect()
-    assert left(recorder) == 0 and cache.statistics()["bytes"] == 0
+    assert left(capturer) == 0 and cache.statistics()["bytes"] == 0
     if unload != "gone":
-        assert torch.equal(image(model_fast), expected) and left(recorder) == 1
+        assert torch.equal(image(model_fast), expected) and left(capturer) == 1
 
 
-def test_run_of_another_model_frees_the_recordings_of_one_whose_weights_have_moved(recorder, cache):
+def test_run_of_another_model_frees_the_captures_of_one_whose_weights_have_moved(capturer, cache):
     model, other = tiny_models.unet(), tiny_models.unet(seed=3)
     image(fast(model, cache))
     for parameter in model.model.diffusion_model.parameters():
@@ -212,7 +212,7 @@ def test_run_of_another_model_frees_the_recordings_of_one_whose_weights_have_mov
     assert [member.key.model() for member in cache.captures.members] == [other.model.diffusion_model]
 
 
-def test_model_loaded_in_part_is_left_alone_and_told_once(recorder, cache):
+def test_model_loaded_in_part_is_left_alone_and_told_once(capturer, cache):
     model = tiny_models.unet()
     x, t, context = torch.randn(2, 4, 12, 15), torch.tensor([5.0, 5.0]), torch.randn(2, 77, tiny_models.CONTEXT_DIM)
     model.load(torch.device("cpu"), lowvram_model_memory=model.model_size() // 2)
@@ -226,7 +226,7 @@ def test_model_loaded_in_part_is_left_alone_and_told_once(recorder, cache):
                 )
     finally:
         model.detach()
-    assert recorder.records == 0
+    assert capturer.captures == 0
 
 
 def control(seed=4, end=1.0):
@@ -236,7 +236,7 @@ def control(seed=4, end=1.0):
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_residuals_of_a_control_net_are_inputs_and_which_there_are_is_in_the_key(cached, recorder, cache):
+def test_residuals_of_a_control_net_are_inputs_and_which_there_are_is_in_the_key(cached, capturer, cache):
     model = tiny_models.unet()
     base = apply_deep_cache(model, uniform_hold(2)) if cached else model
     both = fast(base, cache)
@@ -246,12 +246,12 @@ def test_residuals_of_a_control_net_are_inputs_and_which_there_are_is_in_the_key
         expected = image(base, steps=16, **conds)
         assert torch.equal(image(both, steps=16, **conds), expected)
     # With residuals and without; and both of full and skipped steps.
-    assert recorder.records == (4 if cached else 2)
-    assert_reads_only_weights_and_buffers(recorder, cache, model.model.diffusion_model)
+    assert capturer.captures == (4 if cached else 2)
+    assert_reads_only_weights_and_buffers(capturer, cache, model.model.diffusion_model)
     assert reasons() == []
 
 
-def test_patch_with_code_of_its_own_runs_in_each_call_and_is_told_once(recorder, cache):
+def test_patch_with_code_of_its_own_runs_in_each_call_and_is_told_once(capturer, cache):
     model = tiny_models.unet()
     patched, seen = model.clone(), []
 
@@ -264,11 +264,11 @@ def test_patch_with_code_of_its_own_runs_in_each_call_and_is_told_once(recorder,
     calls = len(seen)
     seen.clear()
     assert torch.equal(image(fast(patched, cache)), expected)
-    assert len(seen) == calls and recorder.rehearsals == 0
+    assert len(seen) == calls and capturer.warm_ups == 0
     assert reasons() == ["a patch (attn1_patch) runs its own code in each call"]
 
 
-def test_wrapper_around_the_forward_runs_in_each_call_and_what_is_inside_is_recorded(recorder, cache):
+def test_wrapper_around_the_forward_runs_in_each_call_and_what_is_inside_is_captured(capturer, cache):
     model, calls = tiny_models.unet(), []
 
     def halve(executor, *args, **kwargs):
@@ -280,10 +280,10 @@ def test_wrapper_around_the_forward_runs_in_each_call_and_what_is_inside_is_reco
     expected = image(wrapped)
     calls.clear()
     assert torch.equal(image(fast(wrapped, cache)), expected)
-    assert len(calls) == 8 and recorder.replays > 4
+    assert len(calls) == 8 and capturer.replays > 4
 
 
-def test_wrapper_that_comes_later_is_not_recorded_with_the_model(recorder, cache):
+def test_wrapper_that_comes_later_is_not_captured_with_the_model(capturer, cache):
     model, calls = tiny_models.unet(), []
 
     def count(executor, *args, **kwargs):
@@ -304,10 +304,10 @@ def test_wrapper_that_comes_later_is_not_recorded_with_the_model(recorder, cache
     own = model_fast.wrappers[WrappersMP.APPLY_MODEL]
     own["plain"] = own.pop("plain")  # inside of ours
     assert torch.equal(image(model_fast), expected)
-    assert len(calls) == 8 and recorder.records == 0
+    assert len(calls) == 8 and capturer.captures == 0
 
 
-def test_object_put_before_a_blocks_forward_is_left_alone(recorder, cache):
+def test_object_put_before_a_blocks_forward_is_left_alone(capturer, cache):
     model = tiny_models.unet()
     patched = model.clone()
     block = model.model.diffusion_model.middle_block[0]
@@ -316,76 +316,76 @@ def test_object_put_before_a_blocks_forward_is_left_alone(recorder, cache):
     )
     expected = image(patched)
     assert torch.equal(image(fast(patched, cache)), expected)
-    assert recorder.records == 0 and "has replaced code" in reasons()[0]
+    assert capturer.captures == 0 and "has replaced code" in reasons()[0]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
-def test_failure_at_any_stage_leaves_the_image_right(stage, error, recorder, cache):
+def test_failure_at_any_stage_leaves_the_image_right(stage, error, capturer, cache):
     model, run = load("Flux")
     base = apply_deep_cache(model, SKIPS_ALL_IT_MAY)
     expected = run(base)
-    recorder.fail_at, recorder.error = stage, error
+    capturer.fail_at, capturer.error = stage, error
     both = fast(base, cache)
     for _ in range(2):
         assert torch.equal(run(both), expected)
-    assert left(recorder) == 0 and cache.statistics()["bytes"] == 0
+    assert left(capturer) == 0 and cache.statistics()["bytes"] == 0
     assert reasons()
 
 
-def test_interrupt_while_recording_ends_the_prompt_and_the_next_is_right(recorder, cache):
+def test_interrupt_while_capturing_ends_the_prompt_and_the_next_is_right(capturer, cache):
     model, run = load("Flux")
     expected = run(model)
     model_fast = fast(model, cache)
-    recorder.fail_at, recorder.error = "during", comfy.model_management.InterruptProcessingException
+    capturer.fail_at, capturer.error = "during", comfy.model_management.InterruptProcessingException
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         run(model_fast)
-    recorder.fail_at = None
+    capturer.fail_at = None
     assert torch.equal(run(model_fast), expected)
-    assert reasons() == [] and recorder.replays > 4
+    assert reasons() == [] and capturer.replays > 4
 
 
-def test_half_precision_has_recordings_of_its_own_and_is_bit_for_bit_the_same(recorder, cache):
+def test_half_precision_has_captures_of_its_own_and_is_bit_for_bit_the_same(capturer, cache):
     for dtype in (torch.bfloat16, torch.float16):
         model = tiny_models.unet(dtype=dtype)
         assert torch.equal(image(fast(model, cache)), image(model))
-    assert recorder.records == 2 and reasons() == []
+    assert capturer.captures == 2 and reasons() == []
 
 
-def test_fp8_weights_that_core_casts_in_each_call_are_inside_a_recording(recorder, cache):
+def test_fp8_weights_that_core_casts_in_each_call_are_inside_a_capture(capturer, cache):
     model = tiny_models.unet(inference_dtypes=(torch.float8_e4m3fn, torch.float32))
     assert torch.equal(image(fast(model, cache)), image(model))
-    assert recorder.records == 1 and recorder.replays > 4 and reasons() == []
+    assert capturer.captures == 1 and capturer.replays > 4 and reasons() == []
 
 
-def test_other_attention_is_another_recording(recorder, cache, monkeypatch):
+def test_other_attention_is_another_capture(capturer, cache, monkeypatch):
     """As core selects it: a function that its modules look up at each call, and that every call does the work of."""
     model = tiny_models.unet()
     for attend in (attention.attention_pytorch, attention.attention_split):
         monkeypatch.setattr(attention, "optimized_attention", attend)
         assert torch.equal(image(fast(model, cache)), image(model))
-    assert recorder.records == 2 and reasons() == []
+    assert capturer.captures == 2 and reasons() == []
 
 
-def test_warm_up_leaves_nothing_to_record_to_the_first_image(recorder, cache):
+def test_warm_up_leaves_nothing_to_capture_to_the_first_image(capturer, cache):
     model = tiny_models.unet()
     model_fast = fast(model, cache)
     warm_up(model_fast, tiny_models.conditioning(), [Size(64, 96)], [1])
-    assert recorder.records == 1
-    before = recorder.replays
+    assert capturer.captures == 1
+    before = capturer.replays
     assert torch.equal(image(model_fast), image(model))
-    assert (recorder.records, recorder.replays - before) == (1, 8)
+    assert (capturer.captures, capturer.replays - before) == (1, 8)
 
 
-def test_nothing_is_left_on_model_or_options_and_off_leaves_none_of_it(recorder, cache):
+def test_nothing_is_left_on_model_or_options_and_off_leaves_none_of_it(capturer, cache):
     model = tiny_models.unet()
     model_fast = fast(model, cache)
     image(model_fast)
     assert capture.KEY not in model_fast.model_options["transformer_options"]
     assert [path for path, part in model.model.diffusion_model.named_modules() if "forward" in vars(part)] == []
-    records = recorder.records
+    before = capturer.captures
     image(accelerate(model, EAGER_BLOCKS, cache))
-    assert recorder.records == records
+    assert capturer.captures == before
 
 
 def test_without_cuda_the_node_says_so_once_and_the_image_is_plain():

@@ -1,7 +1,7 @@
-"""Recording calls may fail at any point, the image may not: whatever goes wrong, this image and all later ones are
+"""Capturing calls may fail at any point, the image may not: whatever goes wrong, this image and all later ones are
 those of the first tier, nothing but an interrupt reaches the sampler, and the report says why.
 
-What fails is a recorder on the CPU (`cpu_recorder`); the models, samplers, LoRAs and DeepCache are the real ones.
+What fails is a capturer on the CPU (`cpu_capturer`); the models, samplers, LoRAs and DeepCache are the real ones.
 """
 
 import functools
@@ -20,34 +20,34 @@ from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from cpu_recorder import STAGES, CpuRecorder, left
+from cpu_capturer import STAGES, CpuCapturer, left
 from tiny_dits import DITS
 
 EAGER_BLOCKS = CompileSettings(backend="eager", min_repetitions=100)
 
 Interrupt = comfy.model_management.InterruptProcessingException
 
-EVERYWHERE = ("why_not", "begin_anew", *STAGES)
+EVERYWHERE = ("why_not", "reset", *STAGES)
 
 
-class Troubled(CpuRecorder):
-    """Fails where the other does, and where it is asked and where it begins anew; where "wrong", it records less."""
+class Troubled(CpuCapturer):
+    """Fails where the other does, and where it is asked and where it is reset; where "wrong", it captures less."""
 
     def why_not(self, device):
         if self.fails_at("why_not"):
             raise self.error("simulated")
         return super().why_not(device)
 
-    def begin_anew(self):
-        if self.fails_at("begin_anew"):
+    def reset(self):
+        if self.fails_at("reset"):
             raise self.error("simulated")
-        super().begin_anew()
+        super().reset()
 
-    def record(self, device, call):
-        recording, out = super().record(device, call)
+    def capture(self, device, call):
+        graph, out = super().capture(device, call)
         if self.fails_at("wrong"):
-            del recording._operators[len(recording._operators) // 2 :]
-        return recording, out
+            del graph._operators[len(graph._operators) // 2 :]
+        return graph, out
 
 
 @pytest.fixture(autouse=True)
@@ -98,9 +98,9 @@ def plain(name):
 
 
 def troubled(stage=None, error=RuntimeError, **bounds):
-    recorder, cache = Troubled(stage, error), GraphCache(**bounds)
-    cache.captures = CapturePool(recorder)
-    return recorder, cache
+    capturer, cache = Troubled(stage, error), GraphCache(**bounds)
+    cache.captures = CapturePool(capturer)
+    return capturer, cache
 
 
 def fast(model, cache, settings=EAGER_BLOCKS):
@@ -118,59 +118,59 @@ def assert_session_is_right(name, cache, but=()):
 @pytest.mark.parametrize("name, error", [("UNet", RuntimeError), ("Flux", torch.OutOfMemoryError)])
 @pytest.mark.parametrize("stage", [*EVERYWHERE, "wrong"])
 def test_failure_at_any_stage_leaves_this_image_and_all_later_ones_right(stage, name, error):
-    recorder, cache = troubled(stage, error)
+    capturer, cache = troubled(stage, error)
     assert_session_is_right(name, cache, but=["another size"] if name == "Flux" else ())
-    assert left(recorder) == len(cache.captures.members) <= (stage == "later replay")
+    assert left(capturer) == len(cache.captures.members) <= (stage == "later replay")
     said = "differs from the call" if stage == "wrong" else "simulated"
     assert reasons() and all(said in reason for reason in reasons())
     if error is torch.OutOfMemoryError and stage not in ("wrong", "why_not"):
         assert all("memory is short" in reason for reason in reasons())
     # Whatever has failed has spoilt nothing for when it works again.
-    recorder.fail_at = None
+    capturer.fail_at = None
     cache.clear()
     assert torch.equal(image(fast(load(name), cache), name), plain(name)["the same"])
-    assert left(recorder) == 1
+    assert left(capturer) == 1
 
 
 @pytest.mark.parametrize("stage", EVERYWHERE)
 def test_interrupt_at_any_stage_ends_the_run_and_every_later_image_is_right(stage):
-    recorder, cache = troubled(stage, Interrupt)
+    capturer, cache = troubled(stage, Interrupt)
     for _ in range(2):
         with pytest.raises(Interrupt):
             image(fast(load("Flux"), cache), "Flux")
-    recorder.fail_at = None
+    capturer.fail_at = None
     assert_session_is_right("Flux", cache, but=["another size"])
-    assert reasons() == [] and recorder.replays > 3
+    assert reasons() == [] and capturer.replays > 3
 
 
 @pytest.mark.parametrize("stage", ["first replay", "later replay"])
 def test_failure_in_a_later_image_is_as_harmless_as_in_the_first(stage):
-    recorder, cache = troubled()
+    capturer, cache = troubled()
     assert_session_is_right("Flux", cache)
-    assert recorder.replays > 3
-    recorder.fail_at = stage
+    assert capturer.replays > 3
+    capturer.fail_at = stage
     assert_session_is_right("Flux", cache)
-    assert left(recorder) == 0 and reasons()
+    assert left(capturer) == 0 and reasons()
 
 
 def test_failure_inside_compiled_blocks_leaves_them_compiled_and_right():
     settings = CompileSettings(backend="eager")
-    recorder, cache = troubled()
+    capturer, cache = troubled()
     expected = image(accelerate(load("Flux"), settings, cache), "Flux")
     kernels = cache.statistics()["compilations"]
-    for stage in ("rehearse", "during", "later replay"):
-        recorder.fail_at = stage
+    for stage in ("warm_up", "during", "later replay"):
+        capturer.fail_at = stage
         for _ in range(2):
             assert torch.equal(image(fast(load("Flux"), cache, settings), "Flux"), expected)
         assert cache.statistics()["compilations"] == kernels > 0
-        assert left(recorder) == 0 and {row["block"] for row in fallbacks.rows()} == {"Flux"}
+        assert left(capturer) == 0 and {row["block"] for row in fallbacks.rows()} == {"Flux"}
         for key in cache.keys():  # so that the next stage is reached
             if isinstance(key, CaptureKey):
                 cache.evict(key)
-    recorder.fail_at, recorder.rehearsals, recorder.records = None, 0, 0
+    capturer.fail_at, capturer.warm_ups, capturer.captures = None, 0, 0
     assert torch.equal(image(fast(load("Flux"), cache, settings), "Flux"), expected)
-    # Once as they are, watched, and once with the graphs of the blocks.
-    assert (recorder.rehearsals, recorder.records) == (2, 1)
+    # Once as they are, in the dry run, and once with the graphs of the blocks.
+    assert (capturer.warm_ups, capturer.captures) == (2, 1)
 
 
 class Drawing(torch.nn.SiLU):
@@ -183,13 +183,13 @@ class Drawing(torch.nn.SiLU):
 def test_what_the_watch_finds_keeps_the_call_and_its_random_numbers_as_they_are():
     model = tiny_models.unet()
     model.model.diffusion_model.time_embed[1].__class__ = Drawing
-    recorder, cache = troubled()
+    capturer, cache = troubled()
     torch.manual_seed(0)
     expected, after = image(model, "UNet"), torch.rand(3)
     for _ in range(2):
         torch.manual_seed(0)
         assert torch.equal(image(fast(model, cache), "UNet"), expected)
-    assert recorder.records == 0 and len(reasons()) == 1 and "random numbers are drawn" in reasons()[0]
+    assert capturer.captures == 0 and len(reasons()) == 1 and "random numbers are drawn" in reasons()[0]
     torch.manual_seed(0)
     image(fast(model, cache), "UNet")
     assert torch.equal(torch.rand(3), after)
@@ -197,16 +197,16 @@ def test_what_the_watch_finds_keeps_the_call_and_its_random_numbers_as_they_are(
 
 @pytest.mark.parametrize("bounds", [{"max_bytes": 0}, {"max_entries": 1}])
 def test_budget_of_nothing_or_of_one_entry_is_kept_and_told(bounds):
-    recorder, cache = troubled(**bounds)
+    capturer, cache = troubled(**bounds)
     for _ in range(2):
         assert_session_is_right("Flux", cache)
         assert cache.statistics()["entries"] <= bounds.get("max_entries", 100)
-    assert left(recorder) == cache.statistics()["entries"]
+    assert left(capturer) == cache.statistics()["entries"]
     if bounds == {"max_entries": 1}:
-        assert recorder.replays > 3  # runs with DeepCache need two, the others are recorded
+        assert capturer.replays > 3  # runs with DeepCache need two, the others are captured
         assert all("may hold 1 kinds" in reason for reason in reasons())
     else:
-        assert recorder.replays == 0 and reasons()
+        assert capturer.replays == 0 and reasons()
 
 
 def move_weights(model):
@@ -255,16 +255,16 @@ def test_weights_moved_or_unloaded_between_two_steps_leave_the_image_right(chang
     model = lora(model) if patched else model
     expected = image(model, "UNet", steps=6, callback=interfere(change, model, 3))
     later = image(model, "UNet", steps=6)
-    recorder, cache = troubled()
+    capturer, cache = troubled()
     model_fast = fast(model, cache)
     got = image(model_fast, "UNet", steps=6, callback=interfere(change, model_fast, 3))
     assert torch.equal(got, expected)
     assert torch.equal(image(model_fast, "UNet", steps=6), later)
-    assert left(recorder) == 1
+    assert left(capturer) == 1
 
 
 class Stuck:
-    """Something in a recording that cannot be let go of without an error."""
+    """Something in a capture that cannot be let go of without an error."""
 
     def __del__(self):
         raise RuntimeError("simulated")
@@ -273,17 +273,17 @@ class Stuck:
 def test_error_while_memory_goes_back_is_nobodys(monkeypatch):
     told = []
     monkeypatch.setattr(sys, "unraisablehook", lambda error: told.append(str(error.exc_value)))  # pytest's keeps frames
-    recorder, cache = troubled()
-    record = recorder.record
+    capturer, cache = troubled()
+    capture = capturer.capture
 
     def stuck(device, call):
-        recording, out = record(device, call)
-        recording.stuck = Stuck()
-        return recording, out
+        graph, out = capture(device, call)
+        graph.stuck = Stuck()
+        return graph, out
 
-    recorder.record = stuck
+    capturer.capture = stuck
     assert_session_is_right("Flux", cache)
     comfy.model_management.unload_all_models()
-    assert left(recorder) == 0 and len(told) == recorder.records
+    assert left(capturer) == 0 and len(told) == capturer.captures
     assert torch.equal(image(fast(load("Flux"), cache), "Flux"), plain("Flux")["the same"])
     assert reasons() == []

@@ -1,4 +1,4 @@
-"""The memory of recorded calls is ComfyUI's to ask back, by every way in which it asks for a model's."""
+"""The memory of captured calls is ComfyUI's to ask back, by every way in which it asks for a model's."""
 
 import gc
 import logging
@@ -10,7 +10,7 @@ import comfy.model_management as core
 import pytest
 import tiny_models
 import torch
-from capture_kit import reasons, recording_cache
+from capture_kit import capturing_cache, reasons
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES, Settings
@@ -19,7 +19,7 @@ from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.capture_memory import RecordedCalls, memory_of, room_for_recordings
 from comfy_accel.accel.hosts.comfyui.server import preferences
-from cpu_recorder import CpuRecorder, left
+from cpu_capturer import CpuCapturer, left
 
 CPU = torch.device("cpu")
 
@@ -35,13 +35,13 @@ def clean():
 
 
 @pytest.fixture
-def recorder():
-    return CpuRecorder()
+def capturer():
+    return CpuCapturer()
 
 
 @pytest.fixture
-def cache(recorder):
-    return recording_cache(recorder)[0]
+def cache(capturer):
+    return capturing_cache(capturer)[0]
 
 
 def image(model, **changes):
@@ -60,7 +60,7 @@ def loaded_weights():
     return [entry.model.model for entry in core.current_loaded_models if entry not in standing()]
 
 
-def test_recordings_stand_among_loaded_models_with_their_bytes_and_are_not_handed_around(cache):
+def test_captures_stand_among_loaded_models_with_their_bytes_and_are_not_handed_around(cache):
     model = tiny_models.unet()
     assert standing() == []
     image(fast(model, cache))
@@ -72,35 +72,35 @@ def test_recordings_stand_among_loaded_models_with_their_bytes_and_are_not_hande
     assert standing() == [entry] and entry.model_memory() == cache.captures.nbytes
 
 
-def test_recordings_go_before_any_weights_even_those_of_a_model_loaded_in_part(cache, recorder, caplog):
+def test_captures_go_before_any_weights_even_those_of_a_model_loaded_in_part(cache, capturer, caplog):
     model, partly, whole = tiny_models.unet(), tiny_models.unet(seed=2), tiny_models.unet(seed=3)
     core.load_models_gpu([partly, whole])
     partly.partially_unload(CPU, partly.model_size() // 2)
     image(fast(model, cache))
     image(fast(model, cache), width=128)
-    assert left(recorder) == 2 and len(core.current_loaded_models) == 4
+    assert left(capturer) == 2 and len(core.current_loaded_models) == 4
     with caplog.at_level(logging.DEBUG):
         core.free_memory(1e30, CPU)
     unloaded = [line for line in caplog.messages if line.startswith("Unloading ")]
     assert unloaded[0] == "Unloading RecordedCalls" and len(unloaded) == 4
-    assert left(recorder) == 0 and core.current_loaded_models == []
+    assert left(capturer) == 0 and core.current_loaded_models == []
 
 
-def test_nothing_is_unloaded_for_the_entry_and_nothing_goes_while_there_is_enough(cache, recorder):
+def test_nothing_is_unloaded_for_the_entry_and_nothing_goes_while_there_is_enough(cache, capturer):
     model, other = tiny_models.unet(), tiny_models.unet(seed=2)
     core.load_models_gpu([other])
     image(fast(model, cache))
     core.free_memory(0, CPU)
-    assert left(recorder) == 1 and set(loaded_weights()) == {model.model, other.model}
+    assert left(capturer) == 1 and set(loaded_weights()) == {model.model, other.model}
 
 
 @pytest.mark.parametrize("ask", ["unload_all_models", "free_memory", "another model", "keep another"])
-def test_every_way_to_ask_frees_them_and_the_next_image_is_right_and_recorded_anew(ask, cache, recorder):
+def test_every_way_to_ask_frees_them_and_the_next_image_is_right_and_captured_anew(ask, cache, capturer):
     model = tiny_models.unet()
     model_fast = fast(model, cache)
     expected = image(model)
     assert torch.equal(image(model_fast), expected)
-    assert left(recorder) == 1
+    assert left(capturer) == 1
     if ask == "unload_all_models":  # `/free`, and after a shortage
         core.unload_all_models()
     elif ask == "free_memory":
@@ -113,27 +113,27 @@ def test_every_way_to_ask_frees_them_and_the_next_image_is_right_and_recorded_an
         kept = [entry for entry in core.current_loaded_models if entry not in standing()]
         core.free_memory(1e30, CPU, keep_loaded=kept)
         assert loaded_weights() == [model.model]
-    assert left(recorder) == 0 and standing() == [] and cache.captures.nbytes == 0
+    assert left(capturer) == 0 and standing() == [] and cache.captures.nbytes == 0
     assert torch.equal(image(model_fast), expected)
-    assert left(recorder) == 1 and len(standing()) == 1 and fallbacks.rows() == []
+    assert left(capturer) == 1 and len(standing()) == 1 and fallbacks.rows() == []
 
 
-def test_unloading_the_model_alone_leaves_an_entry_of_no_bytes_until_the_next_run(cache, recorder):
+def test_unloading_the_model_alone_leaves_an_entry_of_no_bytes_until_the_next_run(cache, capturer):
     model, other = tiny_models.unet(), tiny_models.unet(seed=3)
     model_fast = fast(model, cache)
     image(model_fast)
     model_fast.detach()
-    assert left(recorder) == 0
+    assert left(capturer) == 0
     assert [entry.model_memory() for entry in standing()] == [0]
     tiny_models.sample(fast(other, cache), width=64, height=64, steps=1)
     assert standing() == []
 
 
-def test_core_may_load_everything_in_its_list_again_and_nothing_changes(cache, recorder):
+def test_core_may_load_everything_in_its_list_again_and_nothing_changes(cache, capturer):
     model = tiny_models.unet()
     image(fast(model, cache))
     core.load_models_gpu(core.loaded_models())
-    assert len(standing()) == 1 and left(recorder) == 1
+    assert len(standing()) == 1 and left(capturer) == 1
     core.cleanup_models_gc()
     core.cleanup_models()
     core.soft_empty_cache()
@@ -141,44 +141,44 @@ def test_core_may_load_everything_in_its_list_again_and_nothing_changes(cache, r
         core.reset_cast_buffers()
     if hasattr(core, "unload_model_and_clones"):
         core.unload_model_and_clones(tiny_models.unet(seed=5))
-    assert len(standing()) == 1 and left(recorder) == 1
+    assert len(standing()) == 1 and left(capturer) == 1
     core.unload_all_models()
-    assert left(recorder) == 0 and core.current_loaded_models == []
+    assert left(capturer) == 0 and core.current_loaded_models == []
 
 
-def test_memory_asked_for_in_mid_run_is_given_and_the_run_goes_on_without(cache, recorder):
+def test_memory_asked_for_in_mid_run_is_given_and_the_run_goes_on_without(cache, capturer):
     model = tiny_models.unet()
     model_fast = fast(model, cache)
     expected = image(model, steps=8)
 
     def callback(step, *args):
         if step == 5:
-            assert left(recorder) == 1
+            assert left(capturer) == 1
             standing()[0].model_unload(1)
-            assert left(recorder) == 0
+            assert left(capturer) == 0
 
     assert torch.equal(image(model_fast, steps=8, callback=callback), expected)
-    assert left(recorder) == 0
+    assert left(capturer) == 0
     assert reasons() == ["ComfyUI needs the memory of its recording during the run"]
     assert torch.equal(image(model_fast, steps=8), expected)
-    assert left(recorder) == 1
+    assert left(capturer) == 1
 
 
-def test_asking_waits_for_a_replay_of_another_thread(cache, recorder):
+def test_asking_waits_for_a_replay_of_another_thread(cache, capturer):
     model = tiny_models.unet()
     image(fast(model, cache))
     thread = threading.Thread(target=core.free_memory, args=(1e30, CPU))
-    with recorder.lock:
+    with capturer.lock:
         thread.start()
         thread.join(0.3)
-        assert thread.is_alive() and left(recorder) == 1
+        assert thread.is_alive() and left(capturer) == 1
     thread.join(30)
-    assert not thread.is_alive() and left(recorder) == 0
+    assert not thread.is_alive() and left(capturer) == 0
 
 
 def test_neither_the_cache_nor_a_model_is_kept_alive_by_the_entry():
     cache = GraphCache()
-    cache.captures = CapturePool(CpuRecorder())
+    cache.captures = CapturePool(CpuCapturer())
     model = tiny_models.unet()
     image(fast(model, cache))
     network, kept = weakref.ref(model.model.diffusion_model), weakref.ref(cache)
@@ -193,7 +193,7 @@ def test_neither_the_cache_nor_a_model_is_kept_alive_by_the_entry():
     assert core.current_loaded_models == []
 
 
-def test_core_that_keeps_its_models_otherwise_is_gone_without(cache, recorder, monkeypatch):
+def test_core_that_keeps_its_models_otherwise_is_gone_without(cache, capturer, monkeypatch):
     monkeypatch.delattr(core, "current_loaded_models")
     model = tiny_models.unet()
     patched = fast(model, cache)
@@ -226,5 +226,5 @@ def test_budget_grows_for_recordings_unless_somebody_has_set_one(settings_as_the
     assert shared.max_bytes == 1000 << 20
 
 
-def test_device_without_recordings_gets_no_room_for_them():
+def test_device_without_captures_gets_no_room_for_them():
     assert room_for_recordings(CPU) == 0

@@ -1,4 +1,4 @@
-"""The recorder for CUDA: refusals everywhere; recordings where there is a card."""
+"""The capturer for CUDA: refusals everywhere; captures where there is a card."""
 
 import gc
 import inspect
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from capture_kit import Toy, check_calls, latent, reasons, recording_cache, run, times
+from capture_kit import Toy, capturing_cache, check_calls, latent, reasons, run, times
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.cuda_graphs.ballast import idle_blocks
-from comfy_accel.accel.cuda_graphs.cuda import CudaRecorder, _first_cause
-from cpu_recorder import CpuRecorder
+from comfy_accel.accel.cuda_graphs.cuda import CudaCapturer, _first_cause
+from cpu_capturer import CpuCapturer
 
 
 @pytest.fixture(autouse=True)
@@ -19,18 +19,18 @@ def clean():
     fallbacks.clear()
 
 
-def test_it_offers_what_the_recorder_of_tests_does():
+def test_it_offers_what_the_capturer_of_tests_does():
     def asked(cls):
         return {
             name: list(inspect.signature(getattr(cls, name)).parameters)
-            for name in ("why_not", "rehearse", "record", "begin_anew")
+            for name in ("why_not", "warm_up", "capture", "reset")
         }
 
-    assert asked(CudaRecorder) == asked(CpuRecorder)
+    assert asked(CudaCapturer) == asked(CpuCapturer)
 
 
 def test_model_on_the_cpu_is_refused_in_one_sentence_and_left_alone():
-    model, (cache, _) = Toy(), recording_cache(CudaRecorder())
+    model, (cache, _) = Toy(), capturing_cache(CudaCapturer())
     with run(model, cache) as call:
         check_calls(model, call, 4)
     assert reasons() == ["there are CUDA graphs for CUDA devices alone, and the model runs on cpu"]
@@ -39,11 +39,11 @@ def test_model_on_the_cpu_is_refused_in_one_sentence_and_left_alone():
 def test_other_allocator_is_refused_with_the_flag_that_helps(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     monkeypatch.setattr(torch.version, "hip", None)
-    assert "--disable-cuda-malloc" in CudaRecorder().why_not(torch.device("cuda", 0))
+    assert "--disable-cuda-malloc" in CudaCapturer().why_not(torch.device("cuda", 0))
 
 
 def test_reason_of_an_allocator_or_device_is_one_row_of_the_report_however_many_calls_there_are():
-    model, (cache, _) = Toy(), recording_cache(CudaRecorder())
+    model, (cache, _) = Toy(), capturing_cache(CudaCapturer())
     for _ in range(3):
         with run(model, cache) as call:
             check_calls(model, call, 4)
@@ -117,49 +117,49 @@ def card():
 @pytest.mark.gpu
 @on_a_card
 def test_capture_that_fails_leaves_random_numbers_memory_and_later_captures_as_they_were():
-    recorder, x = CudaRecorder(), torch.randn(WIDE, WIDE, device=card())
-    recorder.rehearse(card(), lambda: wide(x))
+    capturer, x = CudaCapturer(), torch.randn(WIDE, WIDE, device=card())
+    capturer.warm_up(card(), lambda: wide(x))
     torch.cuda.manual_seed(1)
     expected = torch.randn(5, device=card())
     torch.cuda.manual_seed(1)
     for _ in range(2):
         with pytest.raises(Exception, match="[Cc]aptur"):
-            recorder.record(card(), lambda: wide(x).sum().item())
+            capturer.capture(card(), lambda: wide(x).sum().item())
         with pytest.raises(Stopped):
-            recorder.record(card(), lambda: computes(Stopped("why")))
+            capturer.capture(card(), lambda: computes(Stopped("why")))
     assert torch.equal(torch.randn(5, device=card()), expected)
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    recording, out = recorder.record(card(), lambda: wide(x))
-    recording.replay()
+    graph, out = capturer.capture(card(), lambda: wide(x))
+    graph.replay()
     torch.testing.assert_close(out, wide(x))
     torch.cuda.empty_cache()
-    assert 0 < torch.cuda.memory_reserved() - before <= recording.nbytes + (64 << 20)
+    assert 0 < torch.cuda.memory_reserved() - before <= graph.nbytes + (64 << 20)
 
 
 @pytest.mark.gpu
 @on_a_card
-def test_idle_memory_of_recordings_counts_as_taken_and_all_of_it_goes_back_with_the_last():
-    recorder, x = CudaRecorder(), torch.randn(WIDE, WIDE, device=card())
-    recorder.rehearse(card(), lambda: wide(x))
+def test_idle_memory_of_captures_counts_as_taken_and_all_of_it_goes_back_with_the_last():
+    capturer, x = CudaCapturer(), torch.randn(WIDE, WIDE, device=card())
+    capturer.warm_up(card(), lambda: wide(x))
     torch.cuda.empty_cache()
     empty = torch.cuda.memory_reserved()
     kept = []
     for rows in (WIDE, WIDE // 2):
         part = x[:rows, :rows].contiguous()
-        recording, out = recorder.record(card(), lambda part=part: wide(part))
-        kept.append((recording, out, part))
+        graph, out = capturer.capture(card(), lambda part=part: wide(part))
+        kept.append((graph, out, part))
     assert kept[1][0].nbytes <= kept[0][0].nbytes // 2  # it shares
     torch.cuda.empty_cache()
     stats = torch.cuda.memory_stats()
     idle = stats["reserved_bytes.all.current"] - stats["active_bytes.all.current"]
     assert idle < 16 << 20
-    for recording, out, part in kept:
-        recording.replay()
+    for graph, out, part in kept:
+        graph.replay()
         torch.testing.assert_close(out, wide(part))
-    del recording, out, part
+    del graph, out, part
     kept.clear()
     gc.collect()
     torch.cuda.empty_cache()
@@ -168,23 +168,23 @@ def test_idle_memory_of_recordings_counts_as_taken_and_all_of_it_goes_back_with_
 
 @pytest.mark.gpu
 @on_a_card
-def test_recording_survives_that_others_clear_the_workspaces_of_cublas():
-    recorder, x = CudaRecorder(), torch.randn(WIDE, WIDE, device=card())
-    recorder.rehearse(card(), lambda: wide(x))
-    recording, out = recorder.record(card(), lambda: wide(x))
+def test_capture_survives_that_others_clear_the_workspaces_of_cublas():
+    capturer, x = CudaCapturer(), torch.randn(WIDE, WIDE, device=card())
+    capturer.warm_up(card(), lambda: wide(x))
+    graph, out = capturer.capture(card(), lambda: wide(x))
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     others = [torch.full((1 << 20,), 7.0, device=card()) for _ in range(40)]
-    recording.replay()
+    graph.replay()
     torch.testing.assert_close(out, wide(x))
     assert all(bool((other == 7).all()) for other in others)
 
 
 @pytest.mark.gpu
 @on_a_card
-def test_calls_are_recorded_and_replayed_on_the_card():
-    recorder = CudaRecorder()
-    model, (cache, _) = Toy().cuda(), recording_cache(recorder)
+def test_calls_are_captured_and_replayed_on_the_card():
+    capturer = CudaCapturer()
+    model, (cache, _) = Toy().cuda(), capturing_cache(capturer)
     expected, got = [], []
     with torch.inference_mode():
         for tokens in (5, 9, 5):

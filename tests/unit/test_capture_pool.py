@@ -1,10 +1,10 @@
-"""The memory that recordings share: what it weighs, and who leaves when it is too much."""
+"""The memory that captures share: what it weighs, and who leaves when it is too much."""
 
 import pytest
-from capture_kit import Toy, check_calls, reasons, recording_cache, run
+from capture_kit import Toy, capturing_cache, check_calls, reasons, run
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph
 from comfy_accel.accel.core.fallbacks import fallbacks
-from cpu_recorder import left
+from cpu_capturer import left
 
 
 @pytest.fixture(autouse=True)
@@ -12,9 +12,9 @@ def clean():
     fallbacks.clear()
 
 
-def held(cache, recorder):
+def held(cache, capturer):
     """Bytes that are really there."""
-    return recorder.bytes + sum(member.buffer_bytes for member in cache.captures.members)
+    return capturer.bytes + sum(member.buffer_bytes for member in cache.captures.members)
 
 
 def kernel(cache, key, nbytes):
@@ -23,52 +23,52 @@ def kernel(cache, key, nbytes):
 
 
 def weight_of(tokens):
-    cache, recorder = recording_cache()
+    cache, capturer = capturing_cache()
     model = Toy()
     with run(model, cache) as call:
         check_calls(model, call, 3, tokens=tokens)
-    return held(cache, recorder)
+    return held(cache, capturer)
 
 
 def test_entries_weigh_what_there_is_and_sizes_share_it():
-    model, (cache, recorder) = Toy(), recording_cache()
+    model, (cache, capturer) = Toy(), capturing_cache()
     with run(model, cache) as call:
         for tokens in (40, 30, 20, 10):
             check_calls(model, call, 5, tokens=tokens)
-    assert recorder.records == left(recorder) == 4
-    assert recorder.bytes == max(recording.own_bytes for recording in recorder.recordings)
-    assert abs(cache.statistics()["bytes"] - held(cache, recorder)) <= 4
+    assert capturer.captures == left(capturer) == 4
+    assert capturer.bytes == max(graph.own_bytes for graph in capturer.graphs)
+    assert abs(cache.statistics()["bytes"] - held(cache, capturer)) <= 4
     for key in [member.key for member in cache.captures.members][:3]:
         cache.evict(key)
         # What is evicted takes its buffers along; the memory that the others share stays.
-        assert abs(cache.statistics()["bytes"] - held(cache, recorder)) <= 4
+        assert abs(cache.statistics()["bytes"] - held(cache, capturer)) <= 4
     cache.clear()
-    assert cache.statistics()["bytes"] == 0 and left(recorder) == 0
+    assert cache.statistics()["bytes"] == 0 and left(capturer) == 0
 
 
 def test_forty_sizes_in_a_row_stay_under_the_budget_and_are_all_right():
     budget = 4 * weight_of(30)
-    model, (cache, recorder) = Toy(), recording_cache(max_bytes=budget)
+    model, (cache, capturer) = Toy(), capturing_cache(max_bytes=budget)
     for _ in range(3):
         for tokens in range(1, 41):
             with run(model, cache) as call:
                 check_calls(model, call, 4, tokens=tokens)
-            assert held(cache, recorder) <= budget and cache.statistics()["bytes"] <= budget
-    assert recorder.replays >= 120 and reasons() == []
+            assert held(cache, capturer) <= budget and cache.statistics()["bytes"] <= budget
+    assert capturer.replays >= 120 and reasons() == []
 
 
 def test_number_of_entries_is_bounded_too():
-    model, (cache, recorder) = Toy(), recording_cache(max_entries=3)
+    model, (cache, capturer) = Toy(), capturing_cache(max_entries=3)
     for tokens in range(1, 8):
         with run(model, cache) as call:
             check_calls(model, call, 4, tokens=tokens)
-    assert left(recorder) == 3 and cache.statistics()["entries"] == 3
+    assert left(capturer) == 3 and cache.statistics()["entries"] == 3
     with run(model, cache) as call:
         assert check_calls(model, call, 3, tokens=7) == 0  # the last is there
 
 
 def test_least_recently_used_size_leaves_first():
-    model, (cache, _) = Toy(), recording_cache(max_entries=2)
+    model, (cache, _) = Toy(), capturing_cache(max_entries=2)
     for tokens in (1, 2, 1, 3):
         with run(model, cache) as call:
             check_calls(model, call, 4, tokens=tokens)
@@ -77,61 +77,61 @@ def test_least_recently_used_size_leaves_first():
         assert check_calls(model, call, 2, tokens=2) > 0
 
 
-def test_recordings_leave_before_kernels_since_they_cost_least_to_make():
-    model, (cache, recorder) = Toy(), recording_cache()
+def test_captures_leave_before_kernels_since_they_cost_least_to_make():
+    model, (cache, capturer) = Toy(), capturing_cache()
     kernel(cache, "old kernel", 1000)
     with run(model, cache) as call:
         check_calls(model, call, 4)
     cache.set_budget(max_bytes=1000)
-    assert left(recorder) == 0
+    assert left(capturer) == 0
     assert [row["name"] for row in cache.statistics()["table"]] == ["old kernel"]
 
 
 def test_room_is_what_kernels_leave():
     weight = weight_of(20)
-    model, (cache, recorder) = Toy(), recording_cache(max_bytes=weight + 1000)
+    model, (cache, capturer) = Toy(), capturing_cache(max_bytes=weight + 1000)
     kernel(cache, "kernel", 1001)
     with run(model, cache) as call:
         check_calls(model, call, 6, tokens=20)
-    assert left(recorder) == 0 and "cache_mb" in reasons()[0] and len(reasons()) == 1
+    assert left(capturer) == 0 and "cache_mb" in reasons()[0] and len(reasons()) == 1
     assert cache.has_all(["kernel"])
 
 
 def test_larger_size_makes_room_by_letting_all_others_go():
     budget = weight_of(40) + 100
-    model, (cache, recorder) = Toy(), recording_cache(max_bytes=budget)
+    model, (cache, capturer) = Toy(), capturing_cache(max_bytes=budget)
     for tokens in (20, 30, 40, 20):
         with run(model, cache) as call:
             assert check_calls(model, call, 8, tokens=tokens) < 8 + 3
-        assert held(cache, recorder) <= budget
+        assert held(cache, capturer) <= budget
     assert reasons() == []
 
 
 def test_two_sizes_of_one_run_that_do_not_fit_together_do_not_take_turns():
     budget = weight_of(40) + 100
-    model, (cache, recorder) = Toy(), recording_cache(max_bytes=budget)
+    model, (cache, capturer) = Toy(), capturing_cache(max_bytes=budget)
     with run(model, cache) as call:
         for _ in range(8):
             check_calls(model, call, 2, tokens=40)
             check_calls(model, call, 2, tokens=39)
-    assert recorder.records <= 4
-    assert held(cache, recorder) <= budget
+    assert capturer.captures <= 4
+    assert held(cache, capturer) <= budget
     assert "cache_mb" in reasons()[0] and len(reasons()) == 1
 
 
-def test_budget_of_nothing_records_nothing_and_a_larger_one_does_again():
-    model, (cache, recorder) = Toy(), recording_cache(max_bytes=100)
+def test_budget_of_nothing_captures_nothing_and_a_larger_one_does_again():
+    model, (cache, capturer) = Toy(), capturing_cache(max_bytes=100)
     with run(model, cache) as call:
         check_calls(model, call, 5)
-    assert left(recorder) == 0 and "cache_mb" in reasons()[0]
+    assert left(capturer) == 0 and "cache_mb" in reasons()[0]
     cache.set_budget(max_bytes=1 << 20)
     with run(model, cache) as call:
         check_calls(model, call, 5)
-    assert left(recorder) == 1
+    assert left(capturer) == 1
 
 
-def test_models_recordings_leave_with_it():
-    (cache, _), models = recording_cache(), [Toy(1), Toy(2)]
+def test_models_captures_leave_with_it():
+    (cache, _), models = capturing_cache(), [Toy(1), Toy(2)]
     for model in models:
         with run(model, cache) as call:
             check_calls(model, call, 4)

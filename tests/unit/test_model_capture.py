@@ -1,4 +1,4 @@
-"""A run's calls as recordings: when they are made, told apart, given up, and always right."""
+"""A run's calls as captures: when they are made, told apart, marked failed, and always right."""
 
 import gc
 import random
@@ -6,11 +6,11 @@ import weakref
 
 import pytest
 import torch
-from capture_kit import Toy, check_calls, latent, reasons, recording_cache, run, settle, times
+from capture_kit import Toy, capturing_cache, check_calls, latent, reasons, run, settle, times
 from comfy_accel.accel.core.eager_calls import RunEagerly
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
-from cpu_recorder import STAGES, CpuRecorder, left
+from cpu_capturer import STAGES, CpuCapturer, left
 
 
 @pytest.fixture(autouse=True)
@@ -18,15 +18,15 @@ def clean():
     fallbacks.clear()
 
 
-def test_third_call_is_recorded_and_the_rest_are_replays_in_this_run_and_the_next():
-    model, (cache, recorder) = Toy(), recording_cache()
+def test_third_call_is_captured_and_the_rest_are_replays_in_this_run_and_the_next():
+    model, (cache, capturer) = Toy(), capturing_cache()
     with run(model, cache) as call:
-        # Each call until then runs the model; the second is watched besides, the third recorded besides.
+        # Each call until then runs the model; the second has a dry run besides, the third captured besides.
         assert check_calls(model, call, 6) == 3 + 2
-        assert (recorder.rehearsals, recorder.records, recorder.replays) == (1, 1, 1 + 3)
+        assert (capturer.warm_ups, capturer.captures, capturer.replays) == (1, 1, 1 + 3)
     with run(model, cache) as call:
         assert check_calls(model, call, 3) == 0
-    recorder.assert_reads_only(*model.parameters(), *model.buffers(), *buffers(cache))
+    capturer.assert_reads_only(*model.parameters(), *model.buffers(), *buffers(cache))
     assert cache.statistics()["captures"] == 1 and cache.statistics()["compilations"] == 0
     assert reasons() == []
 
@@ -36,7 +36,7 @@ def buffers(cache):
 
 
 def test_output_stays_as_it_was_when_the_next_call_is_made():
-    model, (cache, _) = Toy(), recording_cache()
+    model, (cache, _) = Toy(), capturing_cache()
     with run(model, cache) as call:
         settle(call, latent(), times())
         first = call(latent(1), times())
@@ -71,22 +71,22 @@ def copied(value):
     return value
 
 
-def test_what_changes_the_work_is_recorded_apart_and_what_changes_values_is_not():
-    model, (cache, recorder) = Toy(), recording_cache()
+def test_what_changes_the_work_is_captured_apart_and_what_changes_values_is_not():
+    model, (cache, capturer) = Toy(), capturing_cache()
     calls = variants()
     with run(model, cache) as call:
         for _ in range(5):
             for args, kwargs in calls.values():
                 assert torch.equal(call(*copied(args), **copied(kwargs)), model(*copied(args), **copied(kwargs)))
-    assert recorder.records == len(calls)
+    assert capturer.captures == len(calls)
     with run(model, cache, CaptureHost(facts="another attention")) as call:
         settle(call, latent(), times())
-    assert recorder.records == len(calls) + 1
-    recorder.assert_reads_only(*model.parameters(), *model.buffers(), *buffers(cache))
+    assert capturer.captures == len(calls) + 1
+    capturer.assert_reads_only(*model.parameters(), *model.buffers(), *buffers(cache))
 
 
-def test_odd_strides_share_a_recording_with_even_ones():
-    model, (cache, recorder) = Toy(), recording_cache()
+def test_odd_strides_share_a_capture_with_even_ones():
+    model, (cache, capturer) = Toy(), capturing_cache()
     with run(model, cache) as call:
         settle(call, latent(), times())
         odd = latent(3).transpose(0, 1).contiguous().transpose(0, 1)
@@ -94,16 +94,16 @@ def test_odd_strides_share_a_recording_with_even_ones():
         row = latent(4)[:1].expand(2, -1, -1)
         for x in (odd, wide, row):
             assert torch.equal(call(x, times()), model(x.contiguous(), times()))
-    assert (recorder.records, recorder.replays) == (1, 1 + 3)
+    assert (capturer.captures, capturer.replays) == (1, 1 + 3)
 
 
-def test_two_models_of_one_kind_have_recordings_of_their_own():
-    cache, recorder = recording_cache()
+def test_two_models_of_one_kind_have_captures_of_their_own():
+    cache, capturer = capturing_cache()
     for seed in (1, 2):
         model = Toy(seed)
         with run(model, cache) as call:
             check_calls(model, call, 5)
-    assert recorder.records == 2
+    assert capturer.captures == 2
 
 
 def replace_weight(model):
@@ -125,8 +125,8 @@ def move_all(model):
 
 @pytest.mark.parametrize("change", [replace_weight, swap_data, replace_buffer, move_all])
 @pytest.mark.parametrize("when", ["between runs", "within a run"])
-def test_moved_weights_drop_the_recording_and_the_next_call_makes_one(change, when):
-    model, (cache, recorder) = Toy(), recording_cache()
+def test_moved_weights_drop_the_capture_and_the_next_call_makes_one(change, when):
+    model, (cache, capturer) = Toy(), capturing_cache()
     with run(model, cache) as call:
         check_calls(model, call, 5)
         if when == "within a run":
@@ -136,37 +136,37 @@ def test_moved_weights_drop_the_recording_and_the_next_call_makes_one(change, wh
         change(model)
         with run(model, cache) as call:
             check_calls(model, call, 4)
-    assert (recorder.rehearsals, recorder.records, left(recorder)) == (1, 2, 1)
-    recorder.assert_reads_only(*model.parameters(), *model.buffers(), *buffers(cache))
+    assert (capturer.warm_ups, capturer.captures, left(capturer)) == (1, 2, 1)
+    capturer.assert_reads_only(*model.parameters(), *model.buffers(), *buffers(cache))
 
 
 def test_weight_that_no_sample_looks_at_is_noticed_before_the_output_is_used():
-    model, (cache, recorder) = Toy(blocks=100), recording_cache()
+    model, (cache, capturer) = Toy(blocks=100), capturing_cache()
     with run(model, cache) as call:
         check_calls(model, call, 4)
         for block in list(model.blocks)[::20]:
             block.bias.data = torch.randn(8)
             check_calls(model, call, 3)
-    assert recorder.records == 1 + 5
+    assert capturer.captures == 1 + 5
 
 
-def test_weights_changed_in_place_need_no_new_recording():
-    model, (cache, recorder) = Toy(), recording_cache()
+def test_weights_changed_in_place_need_no_new_capture():
+    model, (cache, capturer) = Toy(), capturing_cache()
     with run(model, cache) as call:
         check_calls(model, call, 4)
         with torch.no_grad():
             model.blocks[0].weight.mul_(0.5)
         check_calls(model, call, 3)
-    assert recorder.records == 1
+    assert capturer.captures == 1
 
 
 def test_token_of_the_host_is_enough_to_look_at_the_weights_again():
-    model, (cache, recorder), token = Toy(), recording_cache(), [0]
+    model, (cache, capturer), token = Toy(), capturing_cache(), [0]
     with run(model, cache, CaptureHost(token=lambda: token[0])) as call:
         check_calls(model, call, 4)
         token[0] = 1
         check_calls(model, call, 3)
-    assert recorder.records == 1
+    assert capturer.captures == 1
 
 
 def hook(model):
@@ -181,7 +181,7 @@ def other_forward(model):
 
 @pytest.mark.parametrize("put", [hook, other_forward])
 def test_code_put_into_the_model_in_mid_run_runs_and_so_does_the_model_without_it(put):
-    model, (cache, _) = Toy(), recording_cache()
+    model, (cache, _) = Toy(), capturing_cache()
     with run(model, cache) as call:
         check_calls(model, call, 4)
         take_away = put(model)
@@ -197,13 +197,13 @@ def test_code_put_into_the_model_in_mid_run_runs_and_so_does_the_model_without_i
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_model_that_changes_from_call_to_call_is_left_alone_after_a_while(index):
-    model, (cache, recorder) = Toy(blocks=100), recording_cache()
+    model, (cache, capturer) = Toy(blocks=100), capturing_cache()
     with run(model, cache) as call:
         check_calls(model, call, 4)
         for _ in range(20):
             model.blocks[index].bias.data = torch.randn(8)  # a sample looks at the second
             check_calls(model, call, 3)
-    assert recorder.records < 12 and reasons() == ["its weights or its code change from call to call"]
+    assert capturer.captures < 12 and reasons() == ["its weights or its code change from call to call"]
 
 
 class Draws(Toy):
@@ -257,19 +257,19 @@ class MakesTensors(Toy):
         (MakesTensors, "tensor of Python's values"),
     ],
 )
-def test_what_a_recording_would_not_do_again_is_told_once_and_nothing_is_recorded(cls, said):
-    model, (cache, recorder) = cls(), recording_cache()
+def test_what_a_capture_would_not_do_again_is_told_once_and_nothing_is_captured(cls, said):
+    model, (cache, capturer) = cls(), capturing_cache()
     for _ in range(2):
         with run(model, cache) as call:
             for seed in range(4):
                 call(latent(seed), times(seed))
-    assert (recorder.rehearsals, recorder.records) == (1, 0)
+    assert (capturer.warm_ups, capturer.captures) == (1, 0)
     (reason,) = reasons()
     assert said in reason
 
 
 def test_training_and_gradients_are_left_alone():
-    model, (cache, recorder) = Toy().train(), recording_cache()
+    model, (cache, capturer) = Toy().train(), capturing_cache()
     with run(model, cache) as call:
         check_calls(model, call, 4)
     model = Toy().requires_grad_(True)
@@ -278,13 +278,13 @@ def test_training_and_gradients_are_left_alone():
         for _ in range(4):
             call(x, times()).sum().backward()
         assert x.grad.abs().sum() > 0
-    assert recorder.records == recorder.rehearsals == 0
+    assert capturer.captures == capturer.warm_ups == 0
     assert reasons() == ["it is being trained", "gradients are wanted, and a graph gives none"]
 
 
-def test_reasons_of_host_and_recorder_are_told_once():
-    model, (cache, recorder) = Toy(), recording_cache()
-    recorder.reason = "this device cannot"
+def test_reasons_of_host_and_capturer_are_told_once():
+    model, (cache, capturer) = Toy(), capturing_cache()
+    capturer.reason = "this device cannot"
     with run(model, cache) as call:
         check_calls(model, call, 4)
     with run(model, cache, CaptureHost(why_not=lambda: "the host is against it")) as call:
@@ -296,26 +296,26 @@ def test_reasons_of_host_and_recorder_are_told_once():
     with run(model, cache, CaptureHost(simplify=refuse)) as call:
         for _ in range(4):
             call(latent(), times(), control={"middle": []})
-    assert recorder.rehearsals == 0
+    assert capturer.warm_ups == 0
     assert reasons() == ["this device cannot", "the host is against it", "a patch is in it"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
 def test_failure_at_any_stage_leaves_every_output_right_and_no_memory_behind(stage, error):
-    model, (cache, recorder) = Toy(), recording_cache(CpuRecorder(stage, error))
+    model, (cache, capturer) = Toy(), capturing_cache(CpuCapturer(stage, error))
     with run(model, cache) as call:
         check_calls(model, call, 8)
         check_calls(model, call, 4, tokens=9)
-    tried = recorder.rehearsals + recorder.records
-    assert left(recorder) == 0 and cache.statistics()["bytes"] == 0
+    tried = capturer.warm_ups + capturer.captures
+    assert left(capturer) == 0 and cache.statistics()["bytes"] == 0
     if error is torch.OutOfMemoryError:
         assert all("memory is short" in reason for reason in reasons())
     else:
         assert all("simulated" in reason for reason in reasons())
         with run(model, cache) as call:
             check_calls(model, call, 4)
-        assert recorder.rehearsals + recorder.records == tried  # given up for good
+        assert capturer.warm_ups + capturer.captures == tried  # given up for good
     assert reasons()
 
 
@@ -325,41 +325,41 @@ class Interrupted(Exception):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_interrupt_passes_and_the_next_run_is_right(stage):
-    model, (cache, recorder) = Toy(), recording_cache(CpuRecorder(stage, Interrupted))
+    model, (cache, capturer) = Toy(), capturing_cache(CpuCapturer(stage, Interrupted))
     host = CaptureHost(interrupts=(Interrupted,))
     with pytest.raises(Interrupted), run(model, cache, host) as call:
         check_calls(model, call, 8)
-    recorder.fail_at = None
+    capturer.fail_at = None
     with run(model, cache, host) as call:
         check_calls(model, call, 8)
-    assert reasons() == [] and left(recorder) == 1
+    assert reasons() == [] and left(capturer) == 1
 
 
-def test_recording_that_is_wrong_is_given_up_at_its_first_replay():
-    class Wrong(CpuRecorder):
-        def record(self, device, call):
-            recording, out = super().record(device, call)
-            recording._operators.pop()
-            return recording, out
+def test_capture_that_is_wrong_is_marked_failed_at_its_first_replay():
+    class Wrong(CpuCapturer):
+        def capture(self, device, call):
+            graph, out = super().capture(device, call)
+            graph._operators.pop()
+            return graph, out
 
-    model, (cache, recorder) = Toy(), recording_cache(Wrong())
+    model, (cache, capturer) = Toy(), capturing_cache(Wrong())
     with run(model, cache) as call:
         check_calls(model, call, 6)
     assert "differs from the call itself" in reasons()[0] and len(reasons()) == 1
-    assert recorder.records == 1 and left(recorder) == 0
+    assert capturer.captures == 1 and left(capturer) == 0
 
 
-def test_clearing_evicting_and_a_model_that_is_gone_free_the_recordings():
-    model, (cache, recorder) = Toy(), recording_cache()
+def test_clearing_evicting_and_a_model_that_is_gone_free_the_captures():
+    model, (cache, capturer) = Toy(), capturing_cache()
     with run(model, cache) as call:
         check_calls(model, call, 4)
         cache.clear()  # in mid-run, from another thread
-        assert left(recorder) == 0
+        assert left(capturer) == 0
         check_calls(model, call, 4)
-    assert left(recorder) == 1
+    assert left(capturer) == 1
     gone = weakref.ref(model)
     del model, call
     gc.collect()
     assert gone() is None
-    assert left(recorder) == 0 and cache.statistics()["bytes"] == 0
+    assert left(capturer) == 0 and cache.statistics()["bytes"] == 0
     cache.captures.drop_outdated(cache)

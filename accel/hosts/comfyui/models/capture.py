@@ -19,7 +19,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ....cache.graph_cache import GraphCache, shared
 from ....cache.lease import Lease
 from ....core.eager_calls import RunEagerly
-from ....cuda_graphs.cuda import CudaRecorder
+from ....cuda_graphs.cuda import CudaCapturer
 from ....cuda_graphs.model_capture import ModelCapture
 from ....cuda_graphs.model_guard import CaptureHost
 from ....cuda_graphs.pool import CapturePool
@@ -48,7 +48,7 @@ itself."""
 def attach(cache: GraphCache, model: Any) -> None:
     """Let calls be recorded into the cache, and let go of those of the patcher's model when it is unloaded."""
     if cache.captures is None:
-        cache.captures = CapturePool(CudaRecorder())
+        cache.captures = CapturePool(CudaCapturer())
     memory_of(cache)
 
     def let_go(patcher: Any, unpatch_all: bool = True, *args: Any) -> None:

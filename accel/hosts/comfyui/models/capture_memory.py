@@ -57,7 +57,7 @@ class RecordedCalls(torch.nn.Module):
             return 0
         self.asked += 1
         try:
-            with cache.captures.recorder.lock:
+            with cache.captures.capturer.lock:
                 cache.captures.drop_device(cache, self.device)
         except Exception as error:
             log.warning("The memory of recorded calls is not given back: %s", error)

@@ -1,4 +1,4 @@
-"""Making a recording of one model call: watched first, recorded at a later call, and compared with that."""
+"""Capturing one model call: a dry run first, then the capture, and a comparison of its first replay with the call."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from ..compile.benchmark import largest_difference
 from ..signature import tree_spec
-from .call_watch import CallWatch
 from .captured_call import Buffers, CapturedCall
-from .recorder import CaptureFailed
+from .capturer import CaptureFailed
+from .dry_run import DryRun
 
 if TYPE_CHECKING:
     from ..dispatch.block_observer import BlockObserver
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CallRecording:
-    """One call, to be watched or recorded.
+class CallCapture:
+    """One call that may be captured.
 
-    key: of its sort. inner: makes it. tensors: of its arguments, then those of `features`, which a skipped call takes.
-    taps: of a call under DeepCache. weights: of the model. device: where all of it is.
+    inner: makes the call. tensors: of its arguments, then those of `features`, which a skipped call takes.
+    taps: of a call under DeepCache. weights: of the model. device: of all of it.
     """
 
     key: CaptureKey
@@ -41,53 +41,52 @@ class CallRecording:
     weights: WeightSnapshot
     device: torch.device
 
-    def watch(self) -> str | None:
-        """Why the call cannot be recorded; None where nothing speaks against it.
-
-        Made where recordings are, so it is their rehearsal as well.
-        """
+    def dry_run(self) -> str | None:
+        """Why the call cannot be captured; None where it can. Warms the capturer up as well."""
         buffers = Buffers(self.tensors)
         self.observer.resting = True
         try:
-            with self.pool.recorder.lock:
+            with self.pool.capturer.lock:
                 buffers.fill(self.tensors)
-                watch = CallWatch([*self.weights.tensors(), *buffers.tensors], self.device)
+                mode = DryRun([*self.weights.tensors(), *buffers.tensors], self.device)
 
                 def call() -> None:
-                    with watch:
+                    with mode:
                         self._call_on(buffers.tensors)
 
-                self.pool.recorder.rehearse(self.device, call)
+                self.pool.capturer.warm_up(self.device, call)
         finally:
             self.observer.resting = False
-        return watch.reason
+        return mode.reason
 
-    def record(self, expected: Sequence[torch.Tensor]) -> CapturedCall:
-        """The recorded call, whose first replay gives what is expected.
+    def capture(self, expected: Sequence[torch.Tensor]) -> CapturedCall:
+        """The captured call, whose first replay gives what is expected.
 
-        expected: what the call returned, and handed to DeepCache, when it was made as ever.
-        Raises CaptureFailed where it does not, and what the recorder does.
+        expected: what the uncaptured call returned, then what it handed to DeepCache.
+
+        Raises:
+            CaptureFailed: the replay differs. What the capturer raises passes through.
         """
-        recorder = self.pool.recorder
-        with recorder.lock:
+        capturer = self.pool.capturer
+        with capturer.lock:
             self.pool.begin()
             buffers = Buffers(self.tensors)
             buffers.fill(self.tensors)
             self.observer.recording = True
             try:
-                if self.observer.used:  # compiled blocks, which rested while the call was watched
-                    recorder.rehearse(self.device, lambda: self._call_on(buffers.tensors))
+                if self.observer.used:  # compiled blocks, which were not part of the dry run
+                    capturer.warm_up(self.device, lambda: self._call_on(buffers.tensors))
                 self.observer.reset()
-                recording, (out, tape) = recorder.record(self.device, lambda: self._call_on(buffers.tensors))
+                graph, (out, tape) = capturer.capture(self.device, lambda: self._call_on(buffers.tensors))
             finally:
                 self.observer.recording = False
-            self.pool.grow(recording, self.device)
+            self.pool.grow(graph, self.device)
             if not self.weights.is_current():
-                raise CaptureFailed("its weights were moved while it was recorded")
+                raise CaptureFailed("its weights were moved while it was captured")
             captured = CapturedCall(
                 self.key,
                 self.pool,
-                recording,
+                graph,
                 buffers,
                 out,
                 tape,
@@ -98,11 +97,11 @@ class CallRecording:
             out, _, handed = captured.run(self.tensors)
             difference = _difference([*tensors_of(out), *handed], expected)
         if difference is not None:
-            raise CaptureFailed(f"its recording differs from the call itself by {difference:.1e} of the largest value")
+            raise CaptureFailed(f"its replay differs from the call itself by {difference:.1e} of the largest value")
         return captured
 
     def _call_on(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Tape | None]:
-        """The call on these tensors; DeepCache's run hears nothing of it."""
+        """The call on these tensors, without an effect on DeepCache's run."""
         count = len(tensors) - len(self.features)
         args, kwargs = tree_spec.rebuild(self.key.call, tensors[:count])
         given = dict(zip(self.features, tensors[count:], strict=True))

@@ -1,7 +1,6 @@
-"""What a call does that a recording of it would not do again, or not on the right tensors.
+"""A dry run of a call, operator by operator: finds what a captured graph would not repeat, or not on the right tensors.
 
-Looked for in one call whose blocks run as they are, operator by operator; what happens between operators, in
-Python, nobody sees here (see `model_guard`).
+What happens between operators, in Python, is not seen here; `model_guard` looks for that.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_WAITS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_SYNCHRONIZES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class CallWatch(TorchDispatchMode):
-    """A mode to make the call in; `reason` says afterwards why it cannot be recorded, None where it can.
+class DryRun(TorchDispatchMode):
+    """A mode to make the call in; afterwards `reason` says why it cannot be captured, None where it can.
 
-    own: the weights and the call's inputs: it may read these and what it makes, and write what it makes alone.
+    own: the weights and the inputs. The call may read these and what it makes, and write to what it makes only.
     device: where all of it must be.
     """
 
@@ -41,7 +40,7 @@ class CallWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if self._reason is None:
-            self._reason = self._look(func, args, kwargs)
+            self._reason = self._obstacle(func, args, kwargs)
         out = func(*args, **kwargs)
         for tensor in _tensors(out):
             if self._reason is None and tensor.device != self._device:
@@ -51,13 +50,13 @@ class CallWatch(TorchDispatchMode):
                 self._made.add(storage)
         return out
 
-    def _look(self, func: Any, args: tuple, kwargs: dict) -> str | None:
+    def _obstacle(self, func: Any, args: tuple, kwargs: dict) -> str | None:
         if torch.Tag.nondeterministic_seeded in func.tags and not _is_inert(func, args, kwargs):
             return f"random numbers are drawn inside ({func})"
-        if any(tag in func.tags for tag in _WAITS):
+        if any(tag in func.tags for tag in _SYNCHRONIZES):
             return f"the CPU waits for a value of the device inside ({func})"
         if "lift_fresh" in func.name():
-            # A single number may be an index that is assigned; a device gets it without the CPU's memory.
+            # A scalar may be an assigned index; it reaches the device without the CPU's memory.
             return f"it makes a tensor of Python's values ({func})" if args[0].ndim else None
         for tensor in _tensors((args, kwargs)):
             if tensor.device != self._device and tensor.numel():
@@ -74,7 +73,7 @@ class CallWatch(TorchDispatchMode):
 
 
 def _is_inert(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operator that may draw random numbers draws none: attention or dropout at 0, or not training."""
+    """Whether an operator that may draw random numbers draws none: not training, or a dropout of 0."""
     names = [argument.name for argument in func._schema.arguments]
     given = {argument.name: argument.default_value for argument in func._schema.arguments}
     given.update(zip(names, args, strict=False))

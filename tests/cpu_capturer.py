@@ -1,9 +1,9 @@
-"""A recorder that needs no GPU: it writes down the operators of a call and does them again, in place.
+"""A capturer that needs no GPU: it writes down the operators of a call and does them again, in place.
 
 It keeps to the rules of CUDA graphs. What is replayed are operators on fixed storages, never Python: an operator
-reads what it read when it was recorded, wherever the model's weights or the caller's inputs are by then, and writes
-where it wrote. Recordings share memory: making or replaying one spoils what all others have computed. Waiting for
-a value fails while recording.
+reads what it read when it was captured, wherever the model's weights or the caller's inputs are by then, and writes
+where it wrote. Captures share memory: making or replaying one spoils what all others have computed. Waiting for
+a value fails while capturing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-STAGES = ("rehearse", "begin", "during", "end", "first replay", "later replay")
+STAGES = ("warm_up", "begin", "during", "end", "first replay", "later replay")
 
 _WAITS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -66,11 +66,11 @@ class _Log(TorchDispatchMode):
         return self.fixed[id(value)]
 
 
-class CpuRecording:
+class CpuGraph:
     """reads: the tensors from outside that it reads, at the addresses that they had. replays: how often it was."""
 
-    def __init__(self, recorder: CpuRecorder, log: _Log):
-        self._recorder = weakref.ref(recorder)
+    def __init__(self, capturer: CpuCapturer, log: _Log):
+        self._capturer = weakref.ref(capturer)
         self._operators = log.operators
         self._made = list(log.made.values())
         self.reads = [tensor for tensor in log.fixed.values() if storage(tensor) not in log.constants]
@@ -79,12 +79,12 @@ class CpuRecording:
         self.replays = 0
 
     def replay(self) -> None:
-        recorder = self._recorder()
+        capturer = self._capturer()
         self.replays += 1
-        recorder.replays += 1
-        if recorder.fails_at("first replay" if self.replays == 1 else "later replay"):
-            raise recorder.error("simulated")
-        recorder.spoil(self)
+        capturer.replays += 1
+        if capturer.fails_at("first replay" if self.replays == 1 else "later replay"):
+            raise capturer.error("simulated")
+        capturer.spoil(self)
         with torch.inference_mode():
             for func, args, kwargs, out in self._operators:
                 self._do(func, args, kwargs, out)
@@ -110,7 +110,7 @@ class CpuRecording:
                     tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
 
 
-class CpuRecorder:
+class CpuCapturer:
     """fail_at: one of STAGES, at which `error` is raised. bytes: what its pool holds."""
 
     def __init__(self, fail_at: str | None = None, error: type[Exception] = RuntimeError):
@@ -118,8 +118,8 @@ class CpuRecorder:
         self.fail_at, self.error = fail_at, error
         self.reason: str | None = None
         self.bytes = 0
-        self.recordings: weakref.WeakSet[CpuRecording] = weakref.WeakSet()
-        self.rehearsals = self.records = self.replays = 0
+        self.graphs: weakref.WeakSet[CpuGraph] = weakref.WeakSet()
+        self.warm_ups = self.captures = self.replays = 0
 
     def fails_at(self, stage: str) -> bool:
         return self.fail_at == stage
@@ -127,14 +127,14 @@ class CpuRecorder:
     def why_not(self, device):
         return self.reason
 
-    def rehearse(self, device, call):
-        self.rehearsals += 1
-        if self.fails_at("rehearse"):
+    def warm_up(self, device, call):
+        self.warm_ups += 1
+        if self.fails_at("warm_up"):
             raise self.error("simulated")
         return call()
 
-    def record(self, device, call):
-        self.records += 1
+    def capture(self, device, call):
+        self.captures += 1
         if self.fails_at("begin"):
             raise self.error("simulated")
         self.spoil(None)
@@ -143,32 +143,32 @@ class CpuRecorder:
             out = call()
         if self.fails_at("end"):
             raise self.error("simulated")
-        recording = CpuRecording(self, log)
-        recording.nbytes = max(recording.own_bytes - self.bytes, 0)
-        self.bytes += recording.nbytes
+        graph = CpuGraph(self, log)
+        graph.nbytes = max(graph.own_bytes - self.bytes, 0)
+        self.bytes += graph.nbytes
         # A capture computes nothing.
-        recording.spoil()
-        self.recordings.add(recording)
-        return recording, out
+        graph.spoil()
+        self.graphs.add(graph)
+        return graph, out
 
-    def begin_anew(self):
+    def reset(self):
         self.bytes = 0
 
     def spoil(self, but) -> None:
-        for recording in list(self.recordings):
-            if recording is not but:
-                recording.spoil()
+        for graph in list(self.graphs):
+            if graph is not but:
+                graph.spoil()
 
     def assert_reads_only(self, *allowed: torch.Tensor) -> None:
-        """Every recording reads its own buffers, which nobody but it holds, and these tensors."""
+        """Every capture reads its own buffers, which nobody but it holds, and these tensors."""
         addresses = {tensor.untyped_storage().data_ptr() for tensor in allowed}
-        for recording in self.recordings:
-            for tensor in recording.reads:
+        for graph in self.graphs:
+            for tensor in graph.reads:
                 if tensor.numel() and tensor.untyped_storage().data_ptr() not in addresses:
-                    raise AssertionError(f"a recording reads a foreign {list(tensor.shape)}")
+                    raise AssertionError(f"a capture reads a foreign {list(tensor.shape)}")
 
 
-def left(recorder: CpuRecorder) -> int:
-    """The recordings that are alive."""
+def left(capturer: CpuCapturer) -> int:
+    """The captures that are alive."""
     gc.collect()
-    return len(recorder.recordings)
+    return len(capturer.graphs)
