@@ -16,9 +16,9 @@ __version__ = "0.1.0"
 
 _FROM = {
     "DeepCacheSettings": "step_cache.config",
-    "accelerate_pipeline": "hosts.diffusers.pipelines",
-    "accelerated": "hosts.diffusers.pipelines",
-    "restore": "hosts.diffusers.pipelines",
+    "accelerate_pipeline": "hosts.diffusers.pipeline",
+    "accelerated": "hosts.diffusers.pipeline",
+    "restore": "hosts.diffusers.pipeline",
     "warm_up": "hosts.diffusers.warm_up",
 }
 """Public name → the module that defines it."""

@@ -1,4 +1,4 @@
-"""What torch calls instead of a pipeline's model: the model itself, while its blocks have their stand-ins."""
+"""The call of a pipeline's model with its blocks compiled."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from ...cache.graph_cache import GraphCache
 from ...core.compile_settings import CompileSettings
 from ...modules.substitution import Order, substituted
-from . import offload
-from .call_layout import contiguous
+from .call_arguments import contiguous
+from .components import load
 from .runs import Run, new_run, open_run
 
 _SLOT = "_compiled_call_impl"
-"""Where torch looks for what to call in a module's place (`Module.compile` puts it there). It is outside of the
-module's hooks and of its forward, which offloading replaces, and does not come along when a module is copied."""
+"""The attribute that torch calls in place of a module if it is set (`Module.compile` sets it). It is outside of the
+module's hooks and of its forward, which offloading replaces, and it is not copied with the module."""
 
 
 class ComponentCall:
-    """In the slot of one module. It knows no pipeline: every pipeline that has the module calls it.
+    """Fills the slot of one module. It refers to no pipeline, since several may share the module.
 
-    owner: who put it there.
+    owner: who placed it.
     """
 
     __slots__ = ("__weakref__", "_cache", "_model", "_settings", "owner")
@@ -34,14 +34,14 @@ class ComponentCall:
         self.owner = owner
 
     def __bool__(self) -> bool:
-        """False: those who ask (peft does) want to know of a model that is compiled as a whole."""
+        """False: code that checks the slot (peft's does) asks whether the model is compiled as a whole."""
         return False
 
-    # Somebody may compile what calls the model: our own work is not for a graph.
+    # The caller may be compiled; this must not become part of its graph.
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
-        offload.load(model)
+        load(model)
         args, kwargs = contiguous(args, kwargs)
         run = open_run(self._cache)
         if run is not None:
@@ -55,13 +55,13 @@ class ComponentCall:
 
 
 def call_of(model: torch.nn.Module) -> ComponentCall | None:
-    """Ours, where the model has one."""
+    """The model's `ComponentCall`, if it has one."""
     found = model.__dict__.get(_SLOT)
     return found if isinstance(found, ComponentCall) else None
 
 
 def place(model: torch.nn.Module, settings: CompileSettings, cache: GraphCache, owner: object) -> bool:
-    """Have the model called through a `ComponentCall`; False where it is compiled as a whole by somebody else."""
+    """Call the model through a `ComponentCall` from now on; False if somebody else compiled it as a whole."""
     if model.__dict__.get(_SLOT) is not None and call_of(model) is None or "_orig_mod" in model._modules:
         return False
     model.__dict__[_SLOT] = ComponentCall(model, settings, cache, owner)
@@ -69,7 +69,7 @@ def place(model: torch.nn.Module, settings: CompileSettings, cache: GraphCache, 
 
 
 def take_away(model: torch.nn.Module, owner: object | None = None) -> None:
-    """Have the model called as it was before `place`. owner: nobody else's is taken away; None for anybody's."""
+    """Undo `place`. owner: undo it only if this one placed it; None for any."""
     found = call_of(model)
     if found is not None and (owner is None or found.owner is owner):
         del model.__dict__[_SLOT]

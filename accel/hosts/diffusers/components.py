@@ -1,4 +1,7 @@
-"""The models of a diffusers pipeline that can be accelerated, by the names that people give them."""
+"""The models of a diffusers pipeline that can be accelerated, by name, and whether their weights are in place.
+
+Neither accelerate nor diffusers is imported: offloading is recognised by the hooks that they leave on modules.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,25 @@ from typing import Any
 import torch
 
 _NEVER = frozenset({"safety_checker", "watermark"})
-"""They judge or mark images, once each, and are no part of making them."""
+"""Run once per image, on the finished image."""
+
+_ACCELERATE_HOOK, _DIFFUSERS_HOOK = "_hf_hook", "_diffusers_hook"
 
 
 def components(pipe: Any) -> dict[str, torch.nn.Module]:
     """The models by name: "unet", "transformer", "controlnet", "vae.decoder", "vae.encoder", "text_encoder", ...
 
-    Of a model that is called by its methods, as a VAE is, these are its encoder and its decoder. A model around
-    several of one sort (MultiControlNetModel) is listed as each of them, "controlnet.0" and so on.
+    A model that is called through methods, such as a VAE, is listed as its encoder and its decoder. A container of
+    several models (MultiControlNetModel) is listed as each of them: "controlnet.0" and so on.
 
     Raises:
-        TypeError: it is no pipeline.
+        TypeError: `pipe` is not a pipeline.
     """
     return {name: module for part, model in _models(pipe) for name, module in _parts(part, model)}
 
 
 def chosen(pipe: Any, ignores: Collection[str]) -> dict[str, torch.nn.Module]:
-    """The models but for those that `ignores` names; "vae" stands for all that begins with "vae.".
+    """The models except those named in `ignores`; "vae" covers everything that begins with "vae.".
 
     Raises:
         ValueError: a name that the pipeline does not have, with those that it has.
@@ -39,6 +44,34 @@ def chosen(pipe: Any, ignores: Collection[str]) -> dict[str, torch.nn.Module]:
             raise ValueError(f"{type(pipe).__name__} has no component {name!r} to ignore; it has {there}.")
     left_out = set(ignores)
     return {name: part for name, part in found.items() if not left_out & {name, name.partition(".")[0]}}
+
+
+def load(model: torch.nn.Module) -> None:
+    """Move the model to its device now, if offloading would do so in its call: its blocks are inspected there.
+
+    diffusers does the same before it calls a method other than the model's forward.
+    """
+    hook = model.__dict__.get(_ACCELERATE_HOOK)
+    if any(cls.__name__ == "CpuOffload" for one in getattr(hook, "hooks", (hook,)) for cls in type(one).__mro__):
+        hook.pre_forward(model)
+
+
+def moved_in_parts(model: torch.nn.Module) -> str | None:
+    """Why the model runs eagerly because its parts are moved to the device one by one; None if they are not."""
+    for path, part in model.named_modules():
+        if path and _moves_weights(part.__dict__.get(_ACCELERATE_HOOK)):
+            return "its weights are moved to the device layer by layer (sequential CPU offload)"
+        hooks = getattr(part.__dict__.get(_DIFFUSERS_HOOK), "hooks", {})
+        if any("group_offload" in name for name in hooks):
+            return "its weights are moved to the device group by group (group offloading)"
+    return None
+
+
+def without_weights(model: torch.nn.Module) -> str | None:
+    """The name of a weight that has no values and no hook to load them; None if there is none."""
+    if moved_in_parts(model) is not None:
+        return None
+    return next((name for name, weight in model.named_parameters() if weight.is_meta), None)
 
 
 def _models(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -59,3 +92,7 @@ def _parts(name: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mo
         yield from ((f"{name}.{index}", net) for index, net in enumerate(nets))
     else:
         yield name, model
+
+
+def _moves_weights(hook: Any) -> bool:
+    return any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,)))

@@ -1,7 +1,7 @@
-"""Calls of a pipeline's models with their blocks compiled, and the runs that these calls belong to.
+"""Runs of a pipeline: which compiled layers the calls of its models use.
 
-A run is one denoising loop of a pipeline; a call outside of any (of a VAE, a text encoder, or by somebody's own
-loop) is a run of its own. What a run uses of the graph cache it holds until its end, and no longer.
+A run is one denoising loop; a call outside of any loop (of a VAE, a text encoder, or by the user's own code) is a run
+by itself. Graphs that a run uses stay in the cache until its end.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from ...modules.first_call import is_compiled
 from ...modules.snapshot import AttributeSnapshot
 from ...modules.substitution import Layer
 from ...modules.wrapped_layers import modules
-from . import attention_kwargs
-from .offload import moved_in_parts
+from .call_arguments import simplifier
+from .components import moved_in_parts
 from .peft import PeftLayers
 
-HOST = Host(simplifier=attention_kwargs.simplifier, wraps=PeftLayers())
+HOST = Host(simplifier=simplifier, wraps=PeftLayers())
 
 _MOST_LOOKS = 8
-"""How often a model is looked at again in one run; one that changes at every call is not asked any more."""
+"""How often one run inspects a model that changes between its calls; after that, the model runs eagerly."""
 
 Layers = dict[torch.nn.Module, Layer]
 
 
 class Run:
-    """The stand-ins of the models called in one run; made at their first call, dropped at its end."""
+    """The compiled layers of the models called in one run; made at their first call, dropped at its end.
+
+    A run belongs to one thread (see `open_run`).
+    """
 
     def __init__(self, cache: GraphCache, lease: Lease):
         self.cache, self._lease = cache, lease
@@ -43,7 +46,7 @@ class Run:
         self._looks: dict[torch.nn.Module, int] = {}
 
     def layers(self, model: torch.nn.Module, settings: CompileSettings) -> Layers:
-        """The stand-ins for a call of the model now; what somebody changed in it since the last call counts."""
+        """The layers for a call of the model now; made again if the model has changed since its last call."""
         placed = self._placed.get(model)
         if placed is None or not placed[1].is_current():
             looks = self._looks[model] = self._looks.get(model, 0) + 1
@@ -60,7 +63,7 @@ class Run:
             fallbacks.note(type(model).__name__, reason)
             return {}, AttributeSnapshot(())
         found = look_at(model, settings, HOST)
-        _tell(model, found)
+        _note_eager_blocks(model, found)
         if not found.regions:
             return {}, AttributeSnapshot(())
         snapshot = AttributeSnapshot((region.block for region in found.regions), HOST.wraps)
@@ -73,8 +76,7 @@ def _why_not(model: torch.nn.Module) -> str | None:
     return moved_in_parts(model)
 
 
-def _tell(model: torch.nn.Module, found: Survey) -> None:
-    """Say which sorts of blocks stay eager, each reason once."""
+def _note_eager_blocks(model: torch.nn.Module, found: Survey) -> None:
     if not found.regions and not found.left_eager:
         fallbacks.note(type(model).__name__, "it has no repeated blocks")
     if found.left_eager:
@@ -93,13 +95,13 @@ _open = _Open()
 
 
 def open_run(cache: GraphCache) -> Run | None:
-    """The run over this cache that the thread is in."""
+    """The run over this cache that the thread is in; None outside of any."""
     return _open.run if _open.run is not None and _open.run.cache is cache else None
 
 
 @contextmanager
 def new_run(cache: GraphCache) -> Iterator[Run]:
-    """While it lasts, the models that this thread calls are called in one run."""
+    """Make every model call of this thread inside the context part of one run."""
     before = _open.run
     with cache.lease() as lease:
         _open.run = Run(cache, lease)

@@ -1,0 +1,193 @@
+"""`accelerate_pipeline` and its undoing: the repeated blocks of a pipeline's models run compiled, in place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ...cache.graph_cache import GraphCache, shared
+from ...compile.registry import BACKENDS, DEFAULT
+from ...core.compile_settings import CompileSettings
+from ...core.fallbacks import fallbacks
+from ...step_cache.config import DeepCacheSettings
+from ...store.graph_store import attach
+from ...store.location import personal_home
+from . import component_call
+from .components import chosen, components, without_weights
+from .deep_cache import deep_cache as deep_cache_of
+from .denoising_loop import around_loops
+from .runs import new_run
+
+SHAPES = ANY, EXACT = ("any", "exact")
+
+_NAME = "_accel"
+"""The attribute under which a pipeline keeps its `_Acceleration`; neither a component nor a setting."""
+
+
+def accelerate_pipeline(
+    pipe: Any,
+    ignores: str | Collection[str] = (),
+    deep_cache: DeepCacheSettings | None = None,
+    backend: str = DEFAULT,
+    shapes: str = ANY,
+    *,
+    min_repetitions: int = 1,
+    stop_on_trouble: bool = False,
+    measured: bool | None = None,
+) -> Any:
+    """The pipeline itself, whose models run compiled until `restore(pipe)`.
+
+    ignores: components to leave alone: "unet", "transformer", "controlnet", "vae" (or only "vae.decoder",
+        "vae.encoder"), "text_encoder", ...
+    deep_cache: how often to skip deep layers; None skips none.
+    backend: "inductor" generates fused kernels; "eager" captures the blocks without compiling them.
+    shapes: "any" compiles once for all sizes and batches; "exact" compiles again for each.
+    min_repetitions: leave block types alone that occur fewer times in a model.
+    stop_on_trouble: raise if a block cannot run compiled; False runs it eagerly, and the log says why.
+    measured: drop graphs that are no faster than eager. None: only with "inductor".
+
+    The models themselves are accelerated, so another pipeline that shares them is too. A second call replaces the
+    settings of the first. A model that replaces another (`pipe.unet = other`) is accelerated from the next denoising
+    loop on.
+
+    Raises:
+        TypeError: `pipe` is not a pipeline, or `deep_cache` is not DeepCacheSettings.
+        ValueError: an invalid name or number, with the valid ones; or a model's weights are not loaded.
+    """
+    settings = settings_for(backend, shapes, min_repetitions, stop_on_trouble, measured)
+    if deep_cache is not None and not isinstance(deep_cache, DeepCacheSettings):
+        raise TypeError(f"deep_cache is a {type(deep_cache).__name__}; it must be DeepCacheSettings(...) or None.")
+    ignores = (ignores,) if isinstance(ignores, str) else tuple(ignores)
+    for name, model in chosen(pipe, ignores).items():
+        weight = without_weights(model)
+        if weight is not None:
+            raise ValueError(
+                f"{name} is not loaded: its {weight} is on the meta device. Load it, or put it in ignores."
+            )
+    restore(pipe)
+    attach(shared, personal_home)
+    _Acceleration(pipe, ignores, settings, deep_cache, shared).begin()
+    return pipe
+
+
+def restore(pipe: Any) -> Any:
+    """The pipeline as it was before it was accelerated, however often; does nothing to one that was not."""
+    models = components(pipe)
+    acceleration = _acceleration_of(pipe)
+    if acceleration is not None:
+        acceleration.end()
+    for model in models.values():  # another pipeline with the same models may have accelerated them
+        component_call.take_away(model)
+    return pipe
+
+
+@contextmanager
+def accelerated(pipe: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Accelerate the pipeline inside the context; takes the arguments of `accelerate_pipeline`.
+
+    On exit, the pipeline is as it was, with its earlier acceleration if it had one.
+    """
+    before = _acceleration_of(pipe)
+    accelerate_pipeline(pipe, *args, **kwargs)
+    try:
+        yield pipe
+    finally:
+        restore(pipe)
+        if before is not None:
+            before.begin()
+
+
+def settings_for(
+    backend: str, shapes: str, min_repetitions: int = 1, stop_on_trouble: bool = False, measured: bool | None = None
+) -> CompileSettings:
+    """The settings for these arguments. Raises ValueError, with the valid values, for an invalid one."""
+    for name, value, options in (("backend", backend, BACKENDS), ("shapes", shapes, SHAPES)):
+        if value not in options:
+            raise ValueError(f"{name} is {value!r}; it must be one of: {', '.join(options)}.")
+    if measured is None:
+        measured = BACKENDS[backend].is_faster  # without a compiler there is nothing to gain
+    return CompileSettings(backend, shapes == ANY, stop_on_trouble, min_repetitions, measured)
+
+
+class _Acceleration:
+    """The acceleration of one pipeline: `begin` and `end` it, any number of times.
+
+    The pipeline owns this object, so both are freed together.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        ignores: tuple[str, ...],
+        settings: CompileSettings,
+        deep_cache: DeepCacheSettings | None,
+        cache: GraphCache,
+    ):
+        self.pipe = weakref.ref(pipe)
+        self._ignores = ignores
+        self._settings = settings
+        self._deep_cache = deep_cache
+        self._cache = cache
+        self._models: dict[str, weakref.ref[torch.nn.Module]] = {}
+        self._undo = ExitStack()
+
+    def __deepcopy__(self, memo: dict) -> None:
+        """None: a copy of a pipeline is not accelerated."""
+        return None
+
+    def begin(self) -> None:
+        """Raises ValueError, and leaves the pipeline unchanged, if DeepCache's depth is beyond the model."""
+        pipe = self.pipe()
+        with ExitStack() as undo:
+            if self._deep_cache is not None:
+                undo.enter_context(deep_cache_of(pipe, self._deep_cache))
+            undo.enter_context(around_loops(pipe, self._loop))
+            for name, model in chosen(pipe, self._ignores).items():
+                self._place(name, model)
+            vars(pipe)[_NAME] = self
+            self._undo = undo.pop_all()
+
+    def end(self) -> None:
+        pipe = self.pipe()
+        if vars(pipe).get(_NAME) is self:
+            del vars(pipe)[_NAME]
+        try:
+            self._undo.close()
+        finally:
+            for name in list(self._models):
+                self._take_away(name)
+
+    @contextmanager
+    def _loop(self) -> Iterator[None]:
+        """One denoising loop, which is one run."""
+        self._follow_replaced_models()
+        with new_run(self._cache):
+            yield
+
+    def _follow_replaced_models(self) -> None:
+        now = chosen(self.pipe(), self._ignores)
+        known = {name: reference() for name, reference in self._models.items()}
+        for name in [name for name, model in known.items() if now.get(name) is not model]:
+            self._take_away(name)
+        for name in [name for name, model in now.items() if known.get(name) is not model]:
+            self._place(name, now[name])
+
+    def _place(self, name: str, model: torch.nn.Module) -> None:
+        self._models[name] = weakref.ref(model)
+        if not component_call.place(model, self._settings, self._cache, self):
+            fallbacks.note(type(model).__name__, "it is compiled as a whole by somebody else")
+
+    def _take_away(self, name: str) -> None:
+        model = self._models.pop(name)()
+        if model is not None:
+            component_call.take_away(model, self)
+
+
+def _acceleration_of(pipe: Any) -> _Acceleration | None:
+    """The pipeline's own; None if it is not accelerated."""
+    found = vars(pipe).get(_NAME)
+    return found if isinstance(found, _Acceleration) and found.pipe() is pipe else None
