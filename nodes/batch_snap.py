@@ -1,28 +1,15 @@
-"""Batch Snap: a batch filled up to a size that graphs exist for."""
+"""The Batch Snap node."""
 
 from comfy_api.latest import io, ui
 
-from ..accel.hosts.comfyui.models.warm_up import parse_numbers
-from ..accel.hosts.comfyui.node_text import show
-from ..accel.hosts.comfyui.sizes.batch import pad_batch
+from ..accel.hosts.comfyui.progress import show_text
+from ..accel.hosts.comfyui.sizes.batch import parse_batches, snap_batch
 from ..accel.hosts.comfyui.versions import make_input, schema
-from ..accel.sizing.fit import Restore
 from .resolution import RESTORE
-
-LARGEST = 4096
-"""Images; as core's Empty Latent Image."""
-
-
-def parse(sizes: str) -> list[int]:
-    """The node's batches; ValueError with one sentence on what is wrong in them."""
-    numbers = parse_numbers(sizes, "batch sizes", LARGEST)
-    if not numbers:
-        raise ValueError(f"sizes is empty; write whole numbers from 1 to {LARGEST}, with commas between them: 1, 2, 4.")
-    return numbers
 
 
 class AccelBatchSnap(io.ComfyNode):
-    """LATENT in, LATENT and a record out."""
+    """LATENT in, LATENT of a batch size that graphs exist for and a restore record out."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -73,20 +60,13 @@ class AccelBatchSnap(io.ComfyNode):
     def validate_inputs(cls, sizes=None) -> bool | str:
         try:
             if sizes is not None:
-                parse(sizes)
+                parse_batches(sizes)
         except ValueError as error:
             return str(error)
         return True
 
     @classmethod
     def execute(cls, latent, enabled, sizes, restore=None) -> io.NodeOutput:
-        before = Restore() if restore is None else restore
-        padded, reason = pad_batch(latent, parse(sizes)) if enabled else (latent, "turned off")
-        count, made = latent["samples"].shape[0], padded["samples"].shape[0]
-        text = f"{count} → {made} images" if made != count else f"{count} images, unchanged"
-        text = f"{text}: {reason}" if reason else text
-        show(text, cls.hidden.unique_id if cls.hidden else None)
-        # Of a batch that was filled up before, still only the images asked for at first are wanted.
-        asked = before.batch[0] if before.batch is not None and before.batch[1] == count else count
-        record = Restore(before.fit, (asked, made) if made != asked else None)
+        padded, record, text = snap_batch(latent, parse_batches(sizes), restore, enabled)
+        show_text(text, cls.hidden.unique_id if cls.hidden else None)
         return io.NodeOutput(padded, record, ui=ui.PreviewText(text))

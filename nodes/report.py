@@ -3,7 +3,7 @@
 from comfy_api.latest import io, ui
 from typing_extensions import override
 
-from ..accel.hosts.comfyui import node_text
+from ..accel.hosts.comfyui.progress import show_text
 from ..accel.hosts.comfyui.server import report
 from ..accel.hosts.comfyui.versions import make_input, schema
 
@@ -68,6 +68,6 @@ class AccelReport(io.ComfyNode):
     @override
     def execute(cls, anything=None, image=None, reference=None) -> io.NodeOutput:
         text, chart = report.make(image, reference, cls.hidden.prompt if cls.hidden else None)
-        node_text.show(text, cls.hidden.unique_id if cls.hidden else None)
+        show_text(text, cls.hidden.unique_id if cls.hidden else None)
         shown = {**ui.PreviewText(text).as_dict(), **ui.PreviewImage(chart, cls=cls).as_dict()}
         return io.NodeOutput(text, chart, ui=shown)

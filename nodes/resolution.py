@@ -1,51 +1,32 @@
-"""Resolution Snap: a size that the model takes without rounding, and the image or latent of it."""
+"""The Resolution Snap node."""
 
 from __future__ import annotations
-
-import math
 
 from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
 
-from ..accel.hosts.comfyui.node_text import show
-from ..accel.hosts.comfyui.sizes.model_sizes import SAFE_FOR_ANY_UNET, LatentLayout, latent_layout
+from ..accel.hosts.comfyui.progress import show_text
+from ..accel.hosts.comfyui.sizes.model_sizes import SAFE_FOR_ANY_UNET
 from ..accel.hosts.comfyui.sizes.snapping import (
     DEFAULT_FAMILY,
     FROM_MODEL,
+    LARGEST,
     MULTIPLES,
+    SMALLEST,
     TRAINED_FOR,
     Rule,
-    choose,
-    empty_latent,
-    latent_size,
-    snap_image,
-    snap_latent,
+    range_error,
+    snap_inputs,
 )
 from ..accel.hosts.comfyui.versions import check_options, make_input, schema
-from ..accel.sizing.fit import ANCHORS, HOW, Restore, fit
+from ..accel.sizing.fit import ANCHORS, HOW
 from ..accel.sizing.resolution import MODES, Size
 
-SMALLEST, LARGEST = 16, 16384  # pixels; as core's Empty Latent Image
 RESTORE = io.Custom("ACCEL_RESTORE")
 
 
-def range_error(**sides: int | None) -> str | None:
-    """A sentence on the first side that is out of range, and the nearest size; None if all are fine.
-
-    None stands for a linked side.
-    """
-    for name, value in sides.items():
-        if value is not None and not SMALLEST <= value <= LARGEST:
-            nearest = "×".join("…" if s is None else str(min(max(s, SMALLEST), LARGEST)) for s in sides.values())
-            return (
-                f"{name} is {value}; it must be from {SMALLEST} to {LARGEST} pixels. The nearest valid size is"
-                f" {nearest}."
-            )
-    return None
-
-
 class AccelResolutionSnap(io.ComfyNode):
-    """A size, an IMAGE or a LATENT in; the same at a size that the model takes, and the record for undoing it, out."""
+    """A size, an IMAGE or a LATENT in; the same at a size that the model takes, and how to undo it, out."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -245,34 +226,15 @@ class AccelResolutionSnap(io.ComfyNode):
         fill=0.0,
         trained_for=FROM_MODEL,
     ) -> io.NodeOutput:
-        if image is not None and latent is not None:
-            raise ValueError("Both an image and a latent are connected; connect the one that is to be snapped.")
-        layout = latent_layout(model) if model is not None else LatentLayout()
-        batch, frames, unit = batch_size, 1, 1
-        if image is not None:
-            asked, batch = Size(image.shape[2], image.shape[1]), image.shape[0]
-        elif latent is not None:
-            unit = layout.scale if model is not None else latent.get("downscale_ratio_spacial", layout.scale)
-            layout = LatentLayout(layout.channels, unit, layout.has_frames)
-            asked, shape = latent_size(latent, unit), latent["samples"].shape
-            batch, frames = shape[0], math.prod(shape[2:-2])
-        else:
-            error = range_error(width=width, height=height)  # linked sides have no value before this
-            if error:
-                raise ValueError(error)
-            asked = Size(width, height)
         rule = Rule(multiple, mode, keep_aspect, max_megapixels, trained_for, how.startswith("pad"))
-        chosen = choose(asked, rule, model, layout, batch, frames=frames)
-        plan = fit(asked, chosen.size, how, anchor, unit, chosen.multiple)
-        text = f"{plan.summary()} ({chosen.note})" if chosen.note else plan.summary()
-        show(text, cls.hidden.unique_id if cls.hidden else None)
+        snapped = snap_inputs(Size(width, height), rule, model, image, latent, batch_size, how, anchor, fill)
+        show_text(snapped.text, cls.hidden.unique_id if cls.hidden else None)
+        no_image = ExecutionBlocker("Resolution Snap gives an image only if one is connected to its image input.")
         return io.NodeOutput(
-            chosen.size.width,
-            chosen.size.height,
-            empty_latent(chosen.size, batch_size, layout) if latent is None else snap_latent(latent, plan, unit),
-            ExecutionBlocker("Resolution Snap gives an image only if one is connected to its image input.")
-            if image is None
-            else snap_image(image, plan, fill),
-            Restore(plan),
-            ui=ui.PreviewText(text),
+            snapped.size.width,
+            snapped.size.height,
+            snapped.latent,
+            no_image if snapped.image is None else snapped.image,
+            snapped.restore,
+            ui=ui.PreviewText(snapped.text),
         )

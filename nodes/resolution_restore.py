@@ -1,15 +1,15 @@
-"""Resolution Restore: images back at exactly the size, and in the number, that was asked for."""
+"""The Resolution Restore node."""
 
 from comfy_api.latest import io, ui
 
-from ..accel.hosts.comfyui.node_text import show
+from ..accel.hosts.comfyui.progress import show_text
 from ..accel.hosts.comfyui.sizes.snapping import restore_image
 from ..accel.hosts.comfyui.versions import make_input, schema
 from .resolution import RESTORE
 
 
 class AccelResolutionRestore(io.ComfyNode):
-    """IMAGE and record in, IMAGE out."""
+    """IMAGE and restore record in, IMAGE of the size and number asked for out."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -34,12 +34,6 @@ class AccelResolutionRestore(io.ComfyNode):
 
     @classmethod
     def execute(cls, image, restore) -> io.NodeOutput:
-        restored = restore_image(image, restore)
-        (_, before_height, before_width, _), (count, height, width, _) = image.shape, restored.shape
-        text = f"{width}×{height}, as it was"
-        if (before_width, before_height) != (width, height):
-            text = f"{before_width}×{before_height} → {width}×{height}"
-        if count != len(image):
-            text = f"{text}, {count} of {len(image)} images"
-        show(text, cls.hidden.unique_id if cls.hidden else None)
+        restored, text = restore_image(image, restore)
+        show_text(text, cls.hidden.unique_id if cls.hidden else None)
         return io.NodeOutput(restored, ui=ui.PreviewText(text))

@@ -4,26 +4,8 @@ from comfy_api.latest import io
 from typing_extensions import override
 
 from ..accel.cache.graph_cache import shared
-from ..accel.hosts.comfyui.models.warm_up import (
-    LARGEST_BATCH,
-    LONGEST_PROMPT,
-    check_amount,
-    parse_numbers,
-    parse_sizes,
-    warm_up,
-)
+from ..accel.hosts.comfyui.models.warm_up import parse_runs, warm_up
 from ..accel.hosts.comfyui.versions import make_input, schema
-
-
-def parse(sizes: str, batches: str, prompt_lengths: str):
-    """The node's lists; ValueError with one sentence on what is wrong in them."""
-    parsed = (
-        parse_sizes(sizes),
-        parse_numbers(batches, "batches", LARGEST_BATCH),
-        parse_numbers(prompt_lengths, "prompt lengths", LONGEST_PROMPT),
-    )
-    check_amount(*parsed)
-    return parsed
 
 
 class AccelWarmUpGraphs(io.ComfyNode):
@@ -80,7 +62,7 @@ class AccelWarmUpGraphs(io.ComfyNode):
     @override
     def validate_inputs(cls, sizes=None, batches=None, prompt_lengths=None) -> bool | str:
         try:
-            parse(sizes or "", batches or "", prompt_lengths or "")
+            parse_runs(sizes or "", batches or "", prompt_lengths or "")
         except ValueError as error:
             return str(error)
         return True
@@ -89,6 +71,6 @@ class AccelWarmUpGraphs(io.ComfyNode):
     @override
     def execute(cls, model, conditioning, sizes, batches, prompt_lengths="") -> io.NodeOutput:
         before = shared.statistics()["compilations"]
-        runs, seconds = warm_up(model, conditioning, *parse(sizes, batches, prompt_lengths))
+        runs, seconds = warm_up(model, conditioning, *parse_runs(sizes, batches, prompt_lengths))
         compiled = shared.statistics()["compilations"] - before
         return io.NodeOutput(model, f"{runs} runs in {seconds:.1f} s, {compiled} graphs compiled.")

@@ -107,7 +107,7 @@ def test_clearing_drops_graphs_and_frees_them(small, sample):
 
 def test_progress_is_told_on_the_node(small, sample, monkeypatch):
     said = []
-    monkeypatch.setattr(progress.node_text, "show", lambda text, node_id: said.append((node_id, text)))
+    monkeypatch.setattr(progress, "show_text", lambda text, node_id: said.append((node_id, text)))
     sample(accelerate(small, EAGER, GraphCache(), node_id="7"), 64, 64)
     assert said[0] == ("7", said[0][1]) and "kind 1 of" in said[0][1]
     assert "kinds of blocks compiled in" in said[-1][1]

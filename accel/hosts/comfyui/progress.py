@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ...core.events import emit, subscribe
-from . import node_text
 from .versions import finish_node_progress, show_node_progress
 
 log = logging.getLogger("accel")
 
 
-class CompileProgress:
-    """Tells which kind of how many is being compiled: by the event `compiling`, and on a node of the page.
+def show_text(text: str, node_id: str | None) -> None:
+    """Show one line of text on the node; does nothing without a running server or outside of a graph (None)."""
+    # A running server has imported the module; importing it here would start half of one.
+    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    if server is not None and node_id is not None:
+        server.send_progress_text(text, node_id)
 
-    node_id: of that node; None (a node outside a graph, a library call) shows it nowhere.
+
+class CompileProgress:
+    """Reports which of how many kinds is being compiled: by the event "compiling", and on a node of the page.
+
+    node_id: of that node; None (a node outside of a graph, a library call) shows it nowhere.
     """
 
     def __init__(self, node_id: str | None):
@@ -27,15 +35,18 @@ class CompileProgress:
         self._loaded = 0
         self._kinds = 0
         self._seconds = 0.0
-        self._thread: int | None = None
 
     @contextmanager
     def during_call(self, kinds: int) -> Iterator[None]:
-        """Listen during one call of a model with this many kinds of blocks."""
+        """Report what this thread compiles during one call of a model with this many kinds of blocks."""
         self._kinds = kinds
-        self._thread = threading.get_ident()
-        done = self._compiled
-        stop = subscribe(self._hear)
+        done, thread = self._compiled, threading.get_ident()
+
+        def listen(name: str, data: dict[str, Any]) -> None:
+            if threading.get_ident() == thread:
+                self._report(name, data)
+
+        stop = subscribe(listen)
         try:
             yield
         finally:
@@ -43,9 +54,7 @@ class CompileProgress:
             if self._compiled > done and self._node_id is not None:
                 finish_node_progress(self._node_id)
 
-    def _hear(self, name: str, data: dict[str, Any]) -> None:
-        if threading.get_ident() != self._thread:
-            return
+    def _report(self, name: str, data: dict[str, Any]) -> None:
         if name == "graph_loaded":
             self._loaded += 1
         elif name == "compile_start":
@@ -62,5 +71,5 @@ class CompileProgress:
     def _show(self, text: str, done: int, of: int) -> None:
         if self._node_id is None:
             return
-        node_text.show(text, self._node_id)
+        show_text(text, self._node_id)
         show_node_progress(self._node_id, done, max(done, of, 1))

@@ -23,9 +23,8 @@ from ..progress import CompileProgress
 from ..server import preferences
 from ..sizes.shape_errors import size_remembered, sizes_explained
 from ..versions import NO_RESULT_DEPENDS_ON, clone_for_compiling
-from .model_calls import INTERRUPTS
-from .options import simplifier, without_hooks
-from .recording import recorded, uses
+from .options import INTERRUPTS, simplifier, without_hooks
+from .run_events import run_events, uses
 
 if TYPE_CHECKING:
     from ....cuda_graphs.model_capture import ModelCapture
@@ -159,7 +158,7 @@ def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | N
 
     def wrapper(executor, *args, **kwargs):
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
-        with recorded(executor, args, compiling=described), ExitStack() as stack:
+        with run_events(executor, args, compiling=described), ExitStack() as stack:
             lease = stack.enter_context(cache.lease())
             run = options[KEY] = Run(settings, cache, lease, node_id, graphs)
             try:

@@ -31,9 +31,8 @@ from ....signature.tree_spec import CONSTANTS
 from ..server import preferences
 from ..versions import NO_RESULT_DEPENDS_ON, is_dynamic, is_split_over_devices
 from .capture_memory import memory_of, room_for_recordings
-from .model_calls import CAPTURE as KEY
-from .model_calls import INTERRUPTS, asks_wrappers
-from .options import is_transformer_options
+from .options import CAPTURE as KEY
+from .options import INTERRUPTS, asks_wrappers, is_transformer_options
 
 _ASKED = "ComfyUI needs the memory of its recording during the run"
 

@@ -21,8 +21,8 @@ from ....step_cache.run import BranchKey, DeepCacheRun
 from ....step_cache.split_points import boundary_of, why_none
 from ....step_cache.step_schedule import is_in_order
 from ..sizes.shape_errors import sizes_explained
-from .model_calls import CAPTURE, INTERRUPTS, asks_wrappers
-from .recording import recorded
+from .options import CAPTURE, INTERRUPTS, asks_wrappers
+from .run_events import run_events
 
 if TYPE_CHECKING:
     from ....cuda_graphs.model_capture import ModelCapture
@@ -81,7 +81,7 @@ def _run_wrapper(settings: DeepCacheSettings) -> Callable[..., Any]:
         run.is_flow = isinstance(sampling, CONST)
         if get_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_COMPILE, options):
             log.warning("DeepCache: beside it TorchCompileModel compiles nothing; use Accelerate Model in its place.")
-        with recorded(executor, args, caching=asdict(settings)):
+        with run_events(executor, args, caching=asdict(settings)):
             try:
                 with sizes_explained(executor, args):
                     return executor(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""ComfyUI's per-call dict, `transformer_options`: which of it concerns a block, and what a graph may see of it.
+"""ComfyUI's hook points for one model call: what its per-call dict, `transformer_options`, means for us.
 
-The dict changes at every call, so a compiled block that saw it would be compiled again at every
-call. A block sees nothing of it, unless its code reads a plain value from it; and where a patch in
-it concerns the block, the block runs as ComfyUI would run it.
+The dict changes at every call, so a graph whose key depended on it would be compiled again each time. A compiled
+block sees none of it, except plain values that the block's code reads; if a patch in the dict concerns the block, the
+block runs eagerly, as ComfyUI would run it.
 """
 
 from __future__ import annotations
@@ -10,30 +10,43 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import comfy.model_management
+import torch
+from comfy.patcher_extension import CallbacksMP
+
 from ....core.eager_calls import RunEagerly
 from ....fingerprint.survey import Region
 from ....signature.tree_spec import CONSTANTS
+
+INTERRUPTS = (comfy.model_management.InterruptProcessingException,)
+"""Exceptions that mean "stop the run"; never swallowed."""
+
+CAPTURE = "accel.capture"
+"""The key of the run's capture in `transformer_options`, and of our callbacks on a patcher.
+
+It is here and not in `capture`, which is slow to import and only imported when calls are captured.
+"""
 
 _FOR_PATCHES_ONLY = frozenset(
     "activations_shape block block_index block_type callbacks cond_or_uncond context_window img_slice original_shape "
     "patches patches_replace sample_sigmas sigmas total_blocks transformer_index uuids wrappers".split()
 )
-"""Keys that core writes for patches to read; a block that merely copies them on computes the same without."""
+"""Keys that core writes for patches to read; a block that only passes them on computes the same without them."""
 
 _HOOKS = frozenset(("callbacks", "patches", "patches_replace", "wrappers"))
 _OVERRIDE = "optimized_attention_override"
 
 
 def simplifier(region: Region) -> Callable[[dict], dict]:
-    """For a block: from a dict it is called with to what its graph is given instead.
+    """For a block, the function from a per-call dict to what the block's graph gets instead.
 
-    The function raises `RunEagerly` when a patch in the dict concerns the block.
+    The function raises `RunEagerly` if a patch in the dict concerns the block.
     """
     strings = region.strings
     readable = strings - _FOR_PATCHES_ONLY
 
     def simplify(options: dict) -> dict:
-        # At every call of a block, so what is usual comes first.
+        # Runs at every call of a block, so the usual case comes first.
         if _FOR_PATCHES_ONLY.isdisjoint(options) and _OVERRIDE not in options:
             return options
         if options.get("patches") or options.get("patches_replace") or _OVERRIDE in options:
@@ -54,19 +67,30 @@ def simplifier(region: Region) -> Callable[[dict], dict]:
 
 
 def without_hooks(options: dict) -> dict:
-    """A copy of the per-call dict that calls nobody's code; any other dict as it is."""
+    """A copy of the per-call dict without patches and wrappers; any other dict unchanged."""
     if not is_transformer_options(options):
         return options
     return {key: {} if key in _HOOKS else value for key, value in options.items() if key != _OVERRIDE}
 
 
 def is_transformer_options(options: dict) -> bool:
-    """Whether a dict among a block's arguments is ComfyUI's per-call dict or a copy of it."""
+    """Whether a dict among a block's arguments is the per-call dict or a copy of it."""
     return not _FOR_PATCHES_ONLY.isdisjoint(options) or _OVERRIDE in options
 
 
+def asks_wrappers(model: torch.nn.Module) -> bool:
+    """Whether the model's forward runs DIFFUSION_MODEL wrappers; that of SD3 and some others does not."""
+    code = getattr(type(model).forward, "__code__", None)
+    return code is not None and "DIFFUSION_MODEL" in code.co_names
+
+
+def is_captured(model: Any) -> bool:
+    """Whether calls of a patcher's model may be captured."""
+    return CAPTURE in model.callbacks.get(CallbacksMP.ON_DETACH, {})
+
+
 def _concern(options: dict[str, Any], strings: frozenset[str]) -> str | None:
-    """Why the patches in `options` change what a block computes whose code holds these strings; else None."""
+    """Why a patch in `options` changes the output of a block whose code has these strings; None if none does."""
     if options.get(_OVERRIDE) is not None:
         return "an extension overrides attention for this run"
     for name, patches in options.get("patches", {}).items():
@@ -79,7 +103,7 @@ def _concern(options: dict[str, Any], strings: frozenset[str]) -> str | None:
 
 
 def _addresses(replacements: dict, options: dict[str, Any]) -> bool:
-    """Whether one of the replacements is for the block being called; UNets name it in the dict."""
+    """Whether one of the replacements is for the block being called, which UNets name in the dict."""
     block = options.get("block")
     if block is None:
         return True

@@ -14,7 +14,7 @@ import torch
 
 from ....sizing.resolution import Size
 from ..sizes.model_sizes import latent_layout
-from .model_calls import is_captured
+from .options import is_captured
 
 MOST = 1000
 """Runs that one warm-up may ask for; a slip of the keyboard must not occupy the machine for hours."""
@@ -57,6 +57,21 @@ def parse_numbers(text: str, name: str, largest: int) -> list[int]:
             raise ValueError(f"{part!r} is not among the {name} possible: write whole numbers from 1 to {largest}.")
         numbers.append(int(part))
     return numbers
+
+
+def parse_runs(sizes: str, batches: str, prompt_lengths: str) -> tuple[list[Size], list[int], list[int]]:
+    """The node's three lists, from text.
+
+    Raises:
+        ValueError: one is invalid, or all combinations are more than `check_amount` allows.
+    """
+    parsed = (
+        parse_sizes(sizes),
+        parse_numbers(batches, "batches", LARGEST_BATCH),
+        parse_numbers(prompt_lengths, "prompt lengths", LONGEST_PROMPT),
+    )
+    check_amount(*parsed)
+    return parsed
 
 
 def check_amount(sizes: Sequence[Size], batches: Sequence[int], prompt_lengths: Sequence[int] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Resolution Snap's work: the size chosen for what was asked for, and images, latents and masks brought to it."""
+"""Resolution Snap and Resolution Restore: the size to run at, and images, latents and masks at that size and back."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from ....cache.compiled_sizes import architecture, compiled_for
 from ....cache.graph_cache import GraphCache, shared
 from ....sizing.buckets import FAMILIES, TRAINED, nearest_size, nearest_trained
-from ....sizing.fit import Fit, Restore
+from ....sizing.fit import ANCHORS, HOW, Fit, Restore, fit
 from ....sizing.resize import apply_fit, undo_batch, undo_fit
 from ....sizing.resolution import Size, budget_pixels, snap
-from .model_sizes import SAFE_FOR_ANY_UNET, LatentLayout, family_name, model_multiple, trained_family
+from .model_sizes import SAFE_FOR_ANY_UNET, LatentLayout, family_name, latent_layout, model_multiple, trained_family
 
 FROM_MODEL = "from model"
 TRAINED_SIZES = "trained sizes"
@@ -25,13 +25,15 @@ COMPILED = "already compiled"
 MULTIPLES = (FROM_MODEL, "8", "16", "32", "64", TRAINED_SIZES, COMPILED)
 TRAINED_FOR = (FROM_MODEL, *FAMILIES)
 DEFAULT_FAMILY = "SDXL"
+SMALLEST, LARGEST = 16, 16384
+"""Pixels a side, as in core's Empty Latent Image."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a size is snapped to: the node's settings of the same names.
+    """How a size is chosen: the node's inputs of the same names.
 
-    pads: the picture will be padded, so that no side may become smaller, whatever the mode.
+    pads: the image will be padded, so no side may get smaller, whatever the mode.
     """
 
     multiple: str = FROM_MODEL
@@ -44,11 +46,84 @@ class Rule:
 
 @dataclass(frozen=True)
 class Choice:
-    """The size chosen. multiple: of pixels, that both of its sides are. note: what a person should know of it."""
+    """The size chosen. multiple: pixels that both sides are a multiple of. note: for people, how it was chosen."""
 
     size: Size
     multiple: int
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Snapped:
+    """What a snap gives: the size, the latent and image at that size, how to undo it, and one line for people.
+
+    image: None if none was given.
+    """
+
+    size: Size
+    latent: dict[str, Any]
+    image: torch.Tensor | None
+    restore: Restore
+    text: str
+
+
+def range_error(**sides: int | None) -> str | None:
+    """A sentence on the first side that is out of range, and the nearest valid size; None if all are valid.
+
+    None stands for a linked side, which has no value yet.
+    """
+    for name, value in sides.items():
+        if value is not None and not SMALLEST <= value <= LARGEST:
+            nearest = "×".join("…" if s is None else str(min(max(s, SMALLEST), LARGEST)) for s in sides.values())
+            return (
+                f"{name} is {value}; it must be from {SMALLEST} to {LARGEST} pixels. The nearest valid size is"
+                f" {nearest}."
+            )
+    return None
+
+
+def snap_inputs(
+    asked: Size,
+    rule: Rule,
+    model: Any = None,
+    image: torch.Tensor | None = None,
+    latent: dict[str, Any] | None = None,
+    batch_size: int = 1,
+    how: str = HOW[0],
+    anchor: str = ANCHORS[0],
+    fill: float = 0.0,
+) -> Snapped:
+    """The image or latent at a size that the model runs at without rounding; without either, an empty latent.
+
+    asked: pixels; an image [B, H, W, C] or a latent brings its own size. model: a ModelPatcher, or None.
+    batch_size: of the empty latent. how, anchor, fill: as for `fit` and `apply_fit`.
+
+    Raises ValueError for a size out of range, for both an image and a latent, and as `choose` does.
+    """
+    if image is not None and latent is not None:
+        raise ValueError("Both an image and a latent are connected; connect the one that is to be snapped.")
+    layout = latent_layout(model) if model is not None else LatentLayout()
+    batch, frames, unit = batch_size, 1, 1
+    if image is not None:
+        asked, batch = Size(image.shape[2], image.shape[1]), image.shape[0]
+    elif latent is not None:
+        unit = layout.scale if model is not None else latent.get("downscale_ratio_spacial", layout.scale)
+        layout = LatentLayout(layout.channels, unit, layout.has_frames)
+        asked, shape = latent_size(latent, unit), latent["samples"].shape
+        batch, frames = shape[0], math.prod(shape[2:-2])
+    else:
+        error = range_error(width=asked.width, height=asked.height)  # a linked side is only known now
+        if error:
+            raise ValueError(error)
+    chosen = choose(asked, rule, model, layout, batch, frames=frames)
+    plan = fit(asked, chosen.size, how, anchor, unit, chosen.multiple)
+    return Snapped(
+        chosen.size,
+        empty_latent(chosen.size, batch_size, layout) if latent is None else snap_latent(latent, plan, unit),
+        None if image is None else snap_image(image, plan, fill),
+        Restore(plan),
+        f"{plan.summary()} ({chosen.note})" if chosen.note else plan.summary(),
+    )
 
 
 def choose(
@@ -60,11 +135,11 @@ def choose(
     cache: GraphCache = shared,
     frames: int = 1,
 ) -> Choice:
-    """The size to run at for the one asked for.
+    """The size to run at, given the one asked for.
 
-    model: a ModelPatcher, or None where none is connected. batch, frames: of latents, for what is already compiled.
+    model: a ModelPatcher, or None if none is connected. batch, frames: of the latents, for what is already compiled.
 
-    Raises ValueError, naming a valid range, for a budget below the smallest size there is.
+    Raises ValueError, naming a valid range, for a budget below the smallest size.
     """
     mode = "up" if rule.pads else rule.mode
     note = ""
@@ -97,14 +172,14 @@ def choose(
 def empty_latent(size: Size, batch: int, layout: LatentLayout) -> dict[str, Any]:
     """Core's LATENT of `batch` empty latents."""
     samples = torch.zeros(layout.shape(size, batch), device=comfy.model_management.intermediate_device())
-    # Later cores rescale an empty latent for the model that samples it, if they know its scale.
+    # Newer cores rescale an empty latent for the model that samples it if they know its scale.
     return {"samples": samples, "downscale_ratio_spacial": layout.scale}
 
 
 def latent_size(latent: dict[str, Any], scale: int) -> Size:
-    """The size in pixels of a LATENT, at `scale` pixels a side for each element.
+    """The size in pixels of a LATENT, at `scale` pixels a side per element.
 
-    Raises ValueError for latents without height and width, and for several in one.
+    Raises ValueError for latents without height and width, and for nested ones.
     """
     samples = latent["samples"]
     if getattr(samples, "is_nested", False) or samples.ndim < 4:
@@ -113,14 +188,14 @@ def latent_size(latent: dict[str, Any], scale: int) -> Size:
 
 
 def snap_image(image: torch.Tensor, plan: Fit, fill: float) -> torch.Tensor:
-    """An IMAGE [B, H, W, C] at the snapped size; the very same one where that is its own."""
+    """An IMAGE [B, H, W, C] at the snapped size; the same tensor if it has that size."""
     if plan.is_nothing:
         return image
     return apply_fit(image.movedim(-1, 1), plan, _lanczos, fill).movedim(1, -1).contiguous()
 
 
 def snap_latent(latent: dict[str, Any], plan: Fit, scale: int) -> dict[str, Any]:
-    """A LATENT, with its mask, at the snapped size; `plan` in pixels, all of them multiples of `scale`."""
+    """A LATENT with its mask at the snapped size; `plan` is in pixels, all multiples of `scale`."""
     if plan.is_nothing:
         return latent
     snapped = {**latent, "samples": apply_fit(latent["samples"], plan.over(scale), _bislerp).contiguous()}
@@ -131,10 +206,10 @@ def snap_latent(latent: dict[str, Any], plan: Fit, scale: int) -> dict[str, Any]
 
 
 def snap_mask(mask: torch.Tensor, plan: Fit) -> torch.Tensor:
-    """A mask [..., h, w] over the asked size, coarser or finer as it may be, as one over the snapped size in pixels.
+    """A mask [..., h, w] of any resolution over the asked size, as a mask over the snapped size in pixels.
 
-    What padding copies is masked as its source is, to within one element of the latent; what is filled with a
-    constant is all to be painted.
+    What padding copies has the mask of its source, to within one latent element; what is filled with a constant is
+    all painted.
     """
     mask = mask.float()
     if tuple(mask.shape[-2:]) != (plan.asked.height, plan.asked.width):
@@ -142,16 +217,22 @@ def snap_mask(mask: torch.Tensor, plan: Fit) -> torch.Tensor:
     return apply_fit(mask, plan, _bilinear, fill=1.0)
 
 
-def restore_image(image: torch.Tensor, record: Restore) -> torch.Tensor:
-    """An IMAGE [B, H, W, C] as the snap's user asked for it: its exact size, and as many of them."""
-    image = undo_batch(image, record)
-    if record.fit is None:
-        return image
-    return undo_fit(image.movedim(-1, 1), record.fit, _lanczos).movedim(1, -1).contiguous()
+def restore_image(image: torch.Tensor, record: Restore) -> tuple[torch.Tensor, str]:
+    """An IMAGE [B, H, W, C] in the size and number that were asked for before snapping, and one line for people."""
+    restored = undo_batch(image, record)
+    if record.fit is not None:
+        restored = undo_fit(restored.movedim(-1, 1), record.fit, _lanczos).movedim(1, -1).contiguous()
+    (_, before_height, before_width, _), (count, height, width, _) = image.shape, restored.shape
+    text = f"{width}×{height}, as it was"
+    if (before_width, before_height) != (width, height):
+        text = f"{before_width}×{before_height} → {width}×{height}"
+    if count != len(image):
+        text = f"{text}, {count} of {len(image)} images"
+    return restored, text
 
 
 def _multiple(chosen: str, model: Any, layout: LatentLayout) -> int:
-    """Pixels; always a multiple of the latent's own scale, so that the latent has exactly this width and height."""
+    """Pixels; a multiple of the latent scale, so that the latent has exactly this width and height."""
     if chosen.isdecimal():
         return math.lcm(int(chosen), layout.scale)
     return math.lcm(SAFE_FOR_ANY_UNET, layout.scale) if model is None else model_multiple(model)
@@ -174,12 +255,12 @@ def _network(model: Any) -> torch.nn.Module:
 
 
 def _lanczos(image: torch.Tensor, width: int, height: int) -> torch.Tensor:
-    """As core resizes images; it works on 8 bits a channel."""
+    """Core's way to resize images; it works on 8 bits a channel."""
     return comfy.utils.common_upscale(image, width, height, "lanczos", "disabled")
 
 
 def _bislerp(samples: torch.Tensor, width: int, height: int) -> torch.Tensor:
-    """As core resizes latents best: their length kept, where Lanczos would take them for 8-bit colours."""
+    """Core's best way to resize latents: keeps their norm, where Lanczos would treat them as 8-bit colours."""
     return comfy.utils.common_upscale(samples, width, height, "bislerp", "disabled")
 
 

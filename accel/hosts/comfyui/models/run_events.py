@@ -1,4 +1,4 @@
-"""Tells `accel.events` of sampling runs: when one begins, what it is, when it ends."""
+"""Events of sampling runs: what begins, and how it ends."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from ..server import preferences
 
 
 @contextmanager
-def recorded(executor: Any, arguments: Sequence[Any], **facts: Any) -> Iterator[None]:
-    """For a call in OUTER_SAMPLE: it is a run; wrappers around the same sampler describe one run together.
+def run_events(executor: Any, arguments: Sequence[Any], **facts: Any) -> Iterator[None]:
+    """Emit "run_start" and "run_end" around a call of an OUTER_SAMPLE wrapper.
+
+    Several wrappers around one sampler describe the same run together.
 
     arguments: of the call, core's (noise, latent_image, sampler, sigmas, ...). facts: fields of `run_record.Run`.
     """
-    preferences.current()  # they say how much is logged from here on
+    preferences.current()  # puts the log's verbosity into force
     owner = id(executor.class_obj)
     emit("run_start", owner=owner, **_described(executor, arguments), **facts)
     failed = True
@@ -31,7 +33,7 @@ def recorded(executor: Any, arguments: Sequence[Any], **facts: Any) -> Iterator[
 
 
 def uses(executor: Any, arguments: Sequence[Any], contexts: Iterable[int]) -> tuple[Use, ...]:
-    """What the run used graphs for, by length of prompt; nothing where the latent is of an unknown sort."""
+    """What the run used graphs for, one entry per length of prompt; empty for an unknown kind of latent."""
     run = _described(executor, arguments)
     if len(run["latent"]) < 3:
         return ()
@@ -40,17 +42,18 @@ def uses(executor: Any, arguments: Sequence[Any], contexts: Iterable[int]) -> tu
 
 
 def model_name(model_patcher: Any) -> str:
-    """What core calls the architecture ("SDXL"); the network's class where it has no name."""
+    """Core's name for the architecture ("SDXL"); the network's class if it has none."""
     model = getattr(model_patcher, "model", None)
     config = getattr(model, "model_config", None)
     return type(getattr(model, "diffusion_model", model) if config is None else config).__name__
 
 
 def _loaded_share(guider: Any) -> float | None:
+    """The fraction of the weights that is on the device; None if it is unknown."""
     patcher = getattr(guider, "model_patcher", None)
     try:
         whole, there = patcher.model_size(), patcher.loaded_size()
-    except Exception as error:  # a patcher of somebody's own; only a hint is lost
+    except Exception as error:  # from another pack's patcher; only a hint is lost
         log.debug("how much of the model is loaded is not known: %s", error)
         return None
     return there / whole if whole else None
