@@ -1,5 +1,8 @@
 """Accelerate Model in a real ComfyUI: right images, one compilation per kind, no trace left behind."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import comfy.model_management
 import pytest
 import tiny_models
@@ -8,7 +11,8 @@ from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings, Trouble
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.accelerate import KEY, Run, accelerate
+from comfy_accel.accel.modules.substitution import StandIn
 from torch._dynamo.utils import counters
 
 pytestmark = pytest.mark.usefixtures("clean_counters")
@@ -192,6 +196,41 @@ def test_applying_twice_wraps_once(tiny_unet, sample):
     twice = fast(fast(tiny_unet, cache), cache)
     assert len(twice.get_all_wrappers(WrappersMP.APPLY_MODEL)) == 1
     assert torch.equal(sample(twice), sample(tiny_unet))
+
+
+def test_clones_called_by_threads_of_one_run_each_keep_their_own_layers():
+    """As core's MultiGPU split calls them: one thread and one clone of the model for each device."""
+    cache, rounds = GraphCache(), threading.Barrier(2)
+    models = [tiny_models.small_unet(seed=seed, transformer_depth_output=[0, 0, 0, 0]) for seed in (0, 1)]
+    wrappers = fast(models[0], cache).wrappers
+    noise, t, context = torch.randn(2, 4, 8, 8), torch.tensor([5.0, 5.0]), torch.randn(2, 77, 768)
+
+    def output(model, options):
+        with torch.no_grad():
+            return model.model.apply_model(noise, t, c_crossattn=context, transformer_options=options)
+
+    def calls(model):
+        network, stand_ins = model.model.diffusion_model, []
+
+        def look(*_):
+            blocks = [module.__dict__.get("forward") for module in network.modules()]
+            stand_ins.append([block._only for block in blocks if isinstance(block, StandIn)])
+            rounds.wait(60)  # both clones are in a call, and both have their layers
+
+        network.time_embed.register_forward_pre_hook(look)
+        outputs = [output(model, {"wrappers": wrappers, KEY: run}) for _ in range(3)]
+        return outputs, stand_ins
+
+    # Compiled here: without a GPU, torch 2.11 crashes in the next trace after one in a thread that has ended.
+    output(models[0], {"wrappers": wrappers})
+    with cache.lease() as lease, ThreadPoolExecutor(2) as threads:
+        run = Run(CompileSettings(backend="eager"), cache, lease)
+        found = list(threads.map(calls, models))
+    for model, (outputs, stand_ins) in zip(models, found, strict=True):
+        assert stand_ins[0] and stand_ins[0] == stand_ins[1] == stand_ins[2]  # made once, and there in every call
+        model.model.diffusion_model.time_embed._forward_pre_hooks.clear()
+        assert all(torch.equal(actual, output(model, {})) for actual in outputs)
+        assert forwards_in_place(model) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

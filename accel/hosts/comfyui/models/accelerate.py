@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,10 +36,20 @@ KEY = "accel.compile"
 HOST = Host(NO_RESULT_DEPENDS_ON, INTERRUPTS, simplifier, without_hooks)
 
 
-class Run:
-    """The stand-ins for one sampling run; made at its start, dropped at its end.
+@dataclass
+class _ModelState:
+    """What one model has in one run: the layers of its blocks, how many kinds they are, and its capture."""
 
-    They are bound at the first model call, since the weights are loaded only then.
+    layers: dict[torch.nn.Module, Layer]
+    kinds: int
+    capture: ModelCapture | None = None
+
+
+class Run:
+    """The compiled layers of one sampling run; made at its start, dropped at its end.
+
+    Layers are made at a model's first call, because its weights are loaded only then. Each model has its own: the
+    host may call a clone on each of several devices at once, from one thread per device.
     """
 
     def __init__(
@@ -53,60 +64,65 @@ class Run:
         self._cache = cache
         self._lease = lease
         self._progress = CompileProgress(node_id)
-        self._model: weakref.ref | None = None
-        self._layers: dict[torch.nn.Module, Layer] = {}
-        self._kinds = 0
+        self._lock = threading.Lock()
+        self._states: dict[torch.nn.Module, _ModelState] = {}
         self._evictions = cache.evictions
         self._contexts: set[int] = set()
         self._graphs = graphs
-        self._capture: ModelCapture | None = None
         self._model_calls = 0
 
     @contextmanager
     def call(self, model: torch.nn.Module, context: Any = None) -> Iterator[None]:
-        """For one call of the model: its blocks have their stand-ins. context: the prompt [B, T, ...], if any."""
+        """Run the blocks of `model` compiled during one call of it. context: the prompt [B, T, ...], if any."""
+        state = self._state_of(model)
         if isinstance(context, torch.Tensor) and context.ndim > 1:
             self._contexts.add(context.shape[1])
-        if self._model is None or self._model() is not model:
-            self._layers = block_layers(model, self._settings, self._cache, self._lease)
-            self._model = weakref.ref(model)
-            self._kinds = len({layer.kind for layer in self._layers.values() if isinstance(layer, BlockRunner)})
-            self._capture = None
-        with self._progress.during_call(self._kinds), substituted(self._layers, Order.COMPILED):
+        with self._progress.during_call(state.kinds), substituted(state.layers, Order.COMPILED):
             yield
+
+    @contextmanager
+    def captured(self, base: torch.nn.Module, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The options to make the same call of a BaseModel with, so that it can be captured and replayed."""
+        if not self._graphs:
+            yield options
+            return
+        from . import capture  # a slow import, which only captured runs should pay for
+
+        state = self._state_of(base.diffusion_model)
+        with self._lock:
+            self._model_calls += 1
+            if state.capture is None:
+                state.capture = capture.begin(base, self._settings, self._cache, self._lease, state.layers)
+        with capture.standing_in(state.capture, base.diffusion_model, options) as options:
+            yield options
 
     @property
     def contexts(self) -> tuple[int, ...]:
         """Lengths of the prompts, in tokens."""
         return tuple(sorted(self._contexts))
 
-    def tell(self) -> None:
-        """For the record of the run, once its lease is over."""
-        eager = sum(layer.eager_calls for layer in self._layers.values() if isinstance(layer, BlockRunner))
-        eager += self._capture.eager_calls if self._capture is not None else 0
-        evicted = self._cache.evictions - self._evictions
+    def emit_totals(self) -> None:
+        """Emit "run_calls" for the record of the run, once its lease is over."""
+        states = self._states.values()
+        runners = (layer for state in states for layer in state.layers.values() if isinstance(layer, BlockRunner))
+        captures = (state.capture for state in states if state.capture is not None)
         emit(
             "run_calls",
             lease=self._lease,
-            eager_calls=eager,
+            eager_calls=sum(layer.eager_calls for layer in (*runners, *captures)),
             contexts=self.contexts,
-            evicted=evicted,
+            evicted=self._cache.evictions - self._evictions,
             model_calls=self._model_calls,
         )
 
-    @contextmanager
-    def captured(self, base: torch.nn.Module, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """For the same call, if calls of a BaseModel may be recorded: the options that it is to be made with."""
-        if not self._graphs:
-            yield options
-            return
-        from . import capture  # it is much to import for those who capture nothing
-
-        self._model_calls += 1
-        if self._capture is None:
-            self._capture = capture.begin(base, self._settings, self._cache, self._lease, self._layers)
-        with capture.standing_in(self._capture, base.diffusion_model, options) as options:
-            yield options
+    def _state_of(self, model: torch.nn.Module) -> _ModelState:
+        with self._lock:
+            state = self._states.get(model)
+            if state is None:
+                layers = block_layers(model, self._settings, self._cache, self._lease)
+                kinds = {layer.kind for layer in layers.values() if isinstance(layer, BlockRunner)}
+                state = self._states[model] = _ModelState(layers, len(kinds))
+            return state
 
 
 def block_layers(
@@ -168,7 +184,7 @@ def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | N
                 options.pop(KEY, None)
                 lease.uses = uses(executor, args, run.contexts)
                 stack.close()
-                run.tell()
+                run.emit_totals()
 
     return wrapper
 
