@@ -1,1 +1,1 @@
-"""Size arithmetic: snapping, fitting and padding, and when a VAE is compiled."""
+"""Sizes: snapping, fitting and padding, and when to compile a VAE."""

@@ -1,4 +1,4 @@
-"""The sizes that model families were trained at, and which of some sizes is nearest to a size asked for.
+"""The sizes that model families were trained at, and the size nearest to a requested one.
 
 Pure arithmetic over `Size`, in pixels.
 """
@@ -12,12 +12,12 @@ from .resolution import PIXELS_PER_MEGAPIXEL, Size, aspect_error, budget_pixels,
 
 
 def _with_turned(sizes: Sequence[tuple[int, int]]) -> tuple[Size, ...]:
-    """The sizes and, of each, the one with width and height changed places; every size once, narrow ones first."""
+    """The sizes in both orientations, each once, in order of width."""
     return tuple(Size(*pair) for pair in sorted({*sizes, *(pair[::-1] for pair in sizes)}))
 
 
 def _aspect_buckets() -> tuple[Size, ...]:
-    """For each width from 256 to 1024 the largest height up to 1024 within 512 × 768 pixels, and 512 × 512."""
+    """512 × 512, and for each width from 256 to 1024 the largest height up to 1024 within 512 × 768 pixels."""
     heights = {width: min(1024, 512 * 768 // width // 64 * 64) for width in range(256, 1025, 64)}
     return _with_turned([*heights.items(), (512, 512)])
 
@@ -37,16 +37,16 @@ _SDXL = tuple(
     }.items()
     for height in heights
 )
-"""Narrow and square; all of them were used turned as well, and 704 × 1344 only so."""
+"""Portrait and square; training used both orientations of each, except for 704 × 1344, which is only landscape."""
 
 TRAINED: dict[str, tuple[Size, ...]] = {
-    # Stable Diffusion 1.x itself knows 512 × 512 alone (its model card); these are the buckets that its finetunes are
-    # trained in: bucketmanager.py of github.com/NovelAI/novelai-aspect-ratio-bucketing, with its defaults.
+    # Stable Diffusion 1.x was trained at 512 × 512 (model card), its finetunes in the default buckets of
+    # bucketmanager.py in github.com/NovelAI/novelai-aspect-ratio-bucketing.
     "SD1.5": _aspect_buckets(),
-    # The 40 of "SDXL: Improving Latent Diffusion Models", arXiv 2307.01952, appendix I, which names heights first.
+    # The 40 sizes of "SDXL: Improving Latent Diffusion Models", arXiv 2307.01952, appendix I (heights first there).
     "SDXL": tuple(size for size in _with_turned(_SDXL) if size != Size(704, 1344)),
-    # Flux was trained at 0.1 to 2 megapixels; the only list published for it is that of Flux Kontext:
-    # src/flux/util.py of github.com/black-forest-labs/flux, and comfy_extras/nodes_flux.py of ComfyUI.
+    # Flux was trained at 0.1 to 2 megapixels; the only published list is that of Flux Kontext, in src/flux/util.py
+    # of github.com/black-forest-labs/flux.
     "Flux": _with_turned(
         ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
         + ((1024, 1024),)
@@ -54,18 +54,18 @@ TRAINED: dict[str, tuple[Size, ...]] = {
     # `aspect_ratios` in the README of github.com/QwenLM/Qwen-Image.
     "Qwen-Image": _with_turned(((1328, 1328), (928, 1664), (1104, 1472), (1056, 1584))),
 }
-"""Family → the sizes it was trained at."""
+"""Model family → the sizes it was trained at."""
 
 FAMILIES = tuple(TRAINED)
 
 
 def nearest_trained(sizes: Sequence[Size], asked: Size, mode: str = "nearest", max_megapixels: float = 0.0) -> Size:
-    """The size nearest in aspect ratio, as trainers sort pictures into buckets; of equals, the nearest in area.
+    """The size nearest in aspect ratio, which is how training assigns images to buckets; ties by area.
 
-    mode: "up" and "down" take only sizes of which no side is smaller, or larger, where there are any.
-    max_megapixels: as in `resolution.snap`.
+    mode: "up" and "down" consider only sizes with no side smaller, or larger, if there are any.
+    max_megapixels: as for `resolution.snap`.
 
-    Raises ValueError, naming the smallest size, when all are beyond the budget.
+    Raises ValueError, naming the smallest size, if every size exceeds the budget.
     """
 
     def distance(size: Size) -> tuple[float, float]:
@@ -75,7 +75,7 @@ def nearest_trained(sizes: Sequence[Size], asked: Size, mode: str = "nearest", m
 
 
 def nearest_size(sizes: Sequence[Size], asked: Size, mode: str = "nearest", max_megapixels: float = 0.0) -> Size:
-    """The size nearest in area and aspect ratio alike; arguments and errors as in `nearest_trained`."""
+    """The size nearest in area and aspect ratio combined; arguments and errors as for `nearest_trained`."""
 
     def distance(size: Size) -> float:
         return math.hypot(math.log(factor(size.pixels, asked.pixels)), math.log(aspect_error(size, asked)))

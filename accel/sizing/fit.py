@@ -1,6 +1,6 @@
-"""How a picture of the size that was asked for is brought to the size that a model takes, and back.
+"""How to bring an image of the requested size to the size that a model takes, and back.
 
-Whole numbers only; `resize` does what is decided here to tensors. Pixels throughout, unless a `unit` is given.
+Integer arithmetic only; `resize` applies it to tensors. In pixels, unless a `unit` is given.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ANCHORS = (
 
 @dataclass(frozen=True)
 class Fit:
-    """One picture's way from `asked` to `snapped`.
+    """The transformation of one image from `asked` to `snapped`.
 
-    The picture is resized to `scaled`; then, by padding, it lies at (left, top) in the snapped size, or, by
-    cropping, the snapped size is cut out of it at (left, top). how: of `HOW`. anchor: of `ANCHORS`, where the
-    picture stays, or which part of it.
+    The image is resized to `scaled`. Padding then places it at (left, top) of the snapped size; cropping cuts the
+    snapped size out of it at (left, top). how: one of `HOW`. anchor: one of `ANCHORS`: where the image stays, or
+    which part of it.
     """
 
     asked: Size
@@ -35,8 +35,8 @@ class Fit:
     anchor: str = "center"
 
     @property
-    def is_nothing(self) -> bool:
-        """Whether the picture is of the right size already."""
+    def is_identity(self) -> bool:
+        """Whether the image already has the right size."""
         return self.asked == self.snapped
 
     @property
@@ -48,9 +48,9 @@ class Fit:
         return self.how == "crop"
 
     def box(self, size: Size) -> tuple[int, int, int, int]:
-        """Where the picture lies in a padded one of `size`: (left, top, width, height).
+        """(left, top, width, height) of the image inside a padded one of `size`.
 
-        `size` is the snapped size, or what became of it: enlarged by an upscaler, say.
+        `size` is the snapped size, or another if the image was upscaled since.
         """
         if size == self.snapped:
             return self.left, self.top, self.scaled.width, self.scaled.height
@@ -59,7 +59,7 @@ class Fit:
         return left, top, max(1, right - left), max(1, bottom - top)
 
     def over(self, unit: int) -> Fit:
-        """The same in elements of `unit` pixels a side; all of its numbers must be multiples of it."""
+        """The same fit in elements of `unit` pixels a side; all its numbers must be multiples of `unit`."""
 
         def size(of: Size) -> Size:
             return Size(of.width // unit, of.height // unit)
@@ -68,8 +68,8 @@ class Fit:
         return Fit(*sizes, self.left // unit, self.top // unit, self.how, self.anchor)
 
     def summary(self) -> str:
-        """What happens, for people: `720×960 → 704×960, 2.2 % narrower`."""
-        if self.is_nothing:
+        """One line for people: `720×960 → 704×960, 2.2 % narrower`."""
+        if self.is_identity:
             return f"{self.asked}, as asked"
         return f"{self.asked} → {self.snapped}, {self._change()}"
 
@@ -85,12 +85,12 @@ class Fit:
 
 
 def fit(asked: Size, snapped: Size, how: str, anchor: str = "center", unit: int = 1, multiple: int = 1) -> Fit:
-    """How a picture of `asked` becomes one of `snapped`.
+    """The fit from `asked` to `snapped`.
 
-    how: "resize" stretches it. "pad ..." never cuts, stretches or enlarges it: it is shrunk only where it is too
-        large. "crop" never stretches it or leaves a border: what is too much is cut off, and it is resized only
-        where a side is too short, or where `multiple` pixels or more would go.
-    unit: pixels that everything has to be a multiple of; the latent scale, for latents.
+    how: "resize" stretches. "pad ..." adds a border and never cuts, stretches or enlarges; it shrinks an image that
+        is too large. "crop" cuts and never stretches or adds a border; it resizes if a side is too short, or if
+        `multiple` pixels or more would be lost.
+    unit: pixels that every number must be a multiple of: the latent scale, for latents.
 
     Raises ValueError for an unknown how or anchor.
     """
@@ -108,7 +108,7 @@ def fit(asked: Size, snapped: Size, how: str, anchor: str = "center", unit: int 
 
 
 def _inside(asked: Size, snapped: Size, unit: int) -> Size:
-    """The size, of the aspect ratio asked for and not larger, that lies in the snapped one."""
+    """The largest size within `snapped` at the aspect ratio of `asked`, and not larger than it."""
     if asked.width <= snapped.width and asked.height <= snapped.height:
         return asked
     if asked.width * snapped.height >= asked.height * snapped.width:
@@ -117,7 +117,7 @@ def _inside(asked: Size, snapped: Size, unit: int) -> Size:
 
 
 def _covering(asked: Size, snapped: Size, unit: int, multiple: int) -> Size:
-    """The size, of the aspect ratio asked for, that the snapped one is cut out of."""
+    """The size at the aspect ratio of `asked` that `snapped` is cut out of."""
     if 0 <= asked.width - snapped.width < multiple and 0 <= asked.height - snapped.height < multiple:
         return asked
     if asked.width * snapped.height <= asked.height * snapped.width:
@@ -126,12 +126,12 @@ def _covering(asked: Size, snapped: Size, unit: int, multiple: int) -> Size:
 
 
 def _rounded(dividend: int, divisor: int, unit: int) -> int:
-    """The multiple of `unit`, one at least, nearest to the quotient."""
+    """The positive multiple of `unit` nearest to the quotient."""
     return max(1, (2 * dividend + divisor * unit) // (2 * divisor * unit)) * unit
 
 
 def _place(across: int, down: int, anchor: str, unit: int) -> tuple[int, int]:
-    """(left, top) of what is anchored in what is larger by `across` and `down` pixels."""
+    """(left, top) of a rectangle anchored in one that is wider by `across` and higher by `down` pixels."""
     left = 0 if "left" in anchor else across if "right" in anchor else across // 2
     top = 0 if "top" in anchor else down if "bottom" in anchor else down // 2
     return left // unit * unit, top // unit * unit
@@ -151,9 +151,9 @@ def _stretch(asked: Size, snapped: Size) -> str:
 
 @dataclass(frozen=True)
 class Restore:
-    """What undoes a snap: the RESTORE record.
+    """How to undo a snap: the RESTORE record.
 
-    fit: of the size; None where it was not changed. batch: (images asked for, images made); None likewise.
+    fit: of the size; None if unchanged. batch: (images requested, images made); None if unchanged.
     """
 
     fit: Fit | None = None

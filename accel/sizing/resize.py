@@ -1,7 +1,6 @@
-"""Pictures and latents brought to the size that a model takes, and back: what a `Fit` says, done to tensors.
+"""Apply a `Fit` to images and latents, and undo it.
 
-Height and width are the last two dimensions throughout. `resample(tensor, width, height)` resizes; which
-way is the host's to say.
+Height and width are the last two dimensions. `resample(tensor, width, height)` resizes; the host chooses the method.
 """
 
 from __future__ import annotations
@@ -16,77 +15,76 @@ from .resolution import Size
 Resample = Callable[[torch.Tensor, int, int], torch.Tensor]
 
 
-def apply_fit(picture: torch.Tensor, plan: Fit, resample: Resample, fill: float = 0.0) -> torch.Tensor:
-    """A picture [..., asked height, asked width] at the snapped size; the very same tensor where that is equal.
+def apply_fit(image: torch.Tensor, plan: Fit, resample: Resample, fill: float = 0.0) -> torch.Tensor:
+    """An image [..., asked height, asked width] at the snapped size; the same tensor if the sizes are equal.
 
-    fill: the value of what "pad constant" adds.
+    fill: the value of the border that "pad constant" adds.
     """
-    if plan.is_nothing:
-        return picture
-    picture = _resized(picture, plan.scaled, resample)
+    if plan.is_identity:
+        return image
+    image = _resized(image, plan.scaled, resample)
     if plan.pads:
-        return _padded(picture, plan, fill)
-    return _cut(picture, plan.left, plan.top, plan.snapped)
+        return _padded(image, plan, fill)
+    return _cut(image, plan.left, plan.top, plan.snapped)
 
 
-def undo_fit(picture: torch.Tensor, plan: Fit, resample: Resample) -> torch.Tensor:
-    """A picture [..., H, W] of the snapped size at exactly the size asked for.
+def undo_fit(image: torch.Tensor, plan: Fit, resample: Resample) -> torch.Tensor:
+    """An image [..., H, W] of the snapped size at exactly the requested size.
 
-    One of another size counts as an enlarged or shrunk one; one of the size asked for is given back as it is.
-    Nothing is resized where padding is all there was to undo. What was cropped does not come back: the rest is
-    enlarged, its aspect ratio kept.
+    An image of another size counts as a scaled one; an image of the requested size is returned unchanged. Undoing
+    only padding resizes nothing. What was cropped is lost: the rest is enlarged at its aspect ratio.
     """
-    height, width = picture.shape[-2:]
+    height, width = image.shape[-2:]
     size = Size(width, height)
     if size == plan.asked:
-        return picture
+        return image
     if plan.pads:
         left, top, width, height = plan.box(size)
-        picture = _cut(picture, left, top, Size(width, height))
+        image = _cut(image, left, top, Size(width, height))
     elif plan.crops:
         back = fit(size, plan.asked, "crop", plan.anchor)
-        return apply_fit(picture, back, resample)
-    return _resized(picture, plan.asked, resample)
+        return apply_fit(image, back, resample)
+    return _resized(image, plan.asked, resample)
 
 
-def undo_batch(pictures: torch.Tensor, record: Restore) -> torch.Tensor:
-    """Of pictures [N, ...] the ones that were asked for; N may be a multiple of the batch, as in video."""
+def undo_batch(images: torch.Tensor, record: Restore) -> torch.Tensor:
+    """The requested ones of the images [N, ...]; N may be a multiple of the batch, as for video."""
     if record.batch is None:
-        return pictures
+        return images
     asked, made = record.batch
-    count = len(pictures)
-    return pictures[: count // made * asked] if count % made == 0 else pictures[:asked]
+    count = len(images)
+    return images[: count // made * asked] if count % made == 0 else images[:asked]
 
 
-def _resized(picture: torch.Tensor, size: Size, resample: Resample) -> torch.Tensor:
-    if tuple(picture.shape[-2:]) == (size.height, size.width):
-        return picture
-    return resample(picture, size.width, size.height)
+def _resized(image: torch.Tensor, size: Size, resample: Resample) -> torch.Tensor:
+    if tuple(image.shape[-2:]) == (size.height, size.width):
+        return image
+    return resample(image, size.width, size.height)
 
 
-def _cut(picture: torch.Tensor, left: int, top: int, size: Size) -> torch.Tensor:
-    return picture[..., top : top + size.height, left : left + size.width]
+def _cut(image: torch.Tensor, left: int, top: int, size: Size) -> torch.Tensor:
+    return image[..., top : top + size.height, left : left + size.width]
 
 
-def _padded(picture: torch.Tensor, plan: Fit, fill: float) -> torch.Tensor:
-    height, width = picture.shape[-2:]
+def _padded(image: torch.Tensor, plan: Fit, fill: float) -> torch.Tensor:
+    height, width = image.shape[-2:]
     if plan.how == "pad constant":
-        padded = picture.new_full((*picture.shape[:-2], plan.snapped.height, plan.snapped.width), fill)
-        _cut(padded, plan.left, plan.top, Size(width, height)).copy_(picture)
+        padded = image.new_full((*image.shape[:-2], plan.snapped.height, plan.snapped.width), fill)
+        _cut(padded, plan.left, plan.top, Size(width, height)).copy_(image)
         return padded
-    source = _reflected if plan.how == "pad reflect" else _held
-    columns = source(torch.arange(plan.snapped.width, device=picture.device) - plan.left, width)
-    rows = source(torch.arange(plan.snapped.height, device=picture.device) - plan.top, height)
-    return picture.index_select(-2, rows).index_select(-1, columns)
+    source = _reflected if plan.how == "pad reflect" else _clamped
+    columns = source(torch.arange(plan.snapped.width, device=image.device) - plan.left, width)
+    rows = source(torch.arange(plan.snapped.height, device=image.device) - plan.top, height)
+    return image.index_select(-2, rows).index_select(-1, columns)
 
 
-def _held(index: torch.Tensor, length: int) -> torch.Tensor:
-    """Beyond the edge, the edge."""
+def _clamped(index: torch.Tensor, length: int) -> torch.Tensor:
+    """Indices outside of 0..length - 1 moved to the nearest edge."""
     return index.clamp(0, length - 1)
 
 
 def _reflected(index: torch.Tensor, length: int) -> torch.Tensor:
-    """Beyond the edge back again, without the edge itself twice; as often as needed, unlike torch's own padding."""
+    """Indices outside of 0..length - 1 reflected, edges not repeated; any number of times, unlike torch's padding."""
     if length == 1:
         return torch.zeros_like(index)
     index = index.remainder(2 * (length - 1))

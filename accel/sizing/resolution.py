@@ -1,7 +1,7 @@
-"""Size arithmetic: which width and height a model runs at, given what was asked for.
+"""Size arithmetic: the width and height to run a model at, given the requested ones.
 
-Pure functions over ints. Widths and heights are pixels unless a name says latent; the latent scale
-(pixels a side that one latent element covers) is an argument, never assumed.
+Pure functions over ints. Widths and heights are in pixels unless a name says latent; the latent scale (pixels a side
+per latent element) is an argument.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 
 MODES = ("nearest", "up", "down")
-PIXELS_PER_MEGAPIXEL = 1024 * 1024  # ComfyUI's own megapixel
+PIXELS_PER_MEGAPIXEL = 1024 * 1024  # as the host counts them
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Size:
         return self.width * self.height
 
     def latent(self, scale: int) -> tuple[int, int]:
-        """(height, width) of the latent, at `scale` pixels a side for each element."""
+        """(height, width) of the latent, at `scale` pixels a side per element."""
         return self.height // scale, self.width // scale
 
     def __str__(self) -> str:
@@ -34,16 +34,16 @@ class Size:
 
 
 def safe_multiple(scale: int, downsamplings: int = 0, patch: int = 1) -> int:
-    """The multiple of pixels at which no level of a model has to round its size.
+    """The multiple of pixels at which no level of a model rounds its size.
 
-    scale: pixels per latent element. downsamplings: how often the model halves the latent.
-    patch: latent elements a side that one token covers.
+    scale: pixels a side per latent element. downsamplings: how often the model halves the latent.
+    patch: latent elements a side per token.
     """
     return scale * patch * 2**downsamplings
 
 
 def budget_pixels(max_megapixels: float) -> int | None:
-    """The most pixels that `max_megapixels` allows; None for 0, which is no limit."""
+    """The largest number of pixels that `max_megapixels` allows; None for 0, which means no limit."""
     if max_megapixels < 0 or not math.isfinite(max_megapixels):
         raise ValueError(f"max_megapixels is {max_megapixels}; it must be 0 (no limit) or more.")
     return math.floor(max_megapixels * PIXELS_PER_MEGAPIXEL) if max_megapixels else None
@@ -57,19 +57,18 @@ def snap(
     keep_aspect: bool = False,
     max_megapixels: float = 0.0,
 ) -> Size:
-    """The size whose sides are multiples of `multiple`, closest to width × height.
+    """The size closest to width × height whose sides are multiples of `multiple`, at least one each.
 
-    A size that is right already comes back as it is, so snapping twice changes nothing. No side is
-    ever smaller than one multiple.
+    A valid size is returned unchanged, so snapping is idempotent.
 
-    mode: which way a side may move: "nearest" (a tie goes up), "up" or "down".
-    keep_aspect: False rounds each side by itself. True also looks one multiple further and takes the
-        pair whose aspect ratio is nearest to the requested one; of equals, the nearest in area.
-    max_megapixels: never exceeded, whatever the mode, in units of 1024 × 1024 pixels; 0 is no limit.
-        A size beyond it is first shrunk with its aspect ratio kept.
+    mode: which way a side may move: "nearest" (ties go up), "up" or "down".
+    keep_aspect: False rounds each side by itself. True also considers one multiple further and takes the pair
+        nearest in aspect ratio; ties by area.
+    max_megapixels: upper limit in units of 1024 × 1024 pixels, whatever the mode; 0 is no limit. A larger size is
+        first scaled down at its aspect ratio.
 
-    Raises ValueError, naming the valid range, for a side or multiple below 1, an unknown mode, and a
-    budget that one multiple by one multiple exceeds.
+    Raises ValueError, naming the valid range, for a side or multiple below 1, an unknown mode, and a budget below
+    `multiple` × `multiple` pixels.
     """
     for name, value in (("width", width), ("height", height), ("multiple", multiple)):
         if value < 1:
@@ -89,7 +88,7 @@ def snap(
         return requested
 
     target = _within(max(width, multiple), max(height, multiple), multiple, budget)
-    # "up" may find nothing below the budget; around the target there is always a pair that fits.
+    # "up" may find nothing within the budget; around the target some pair always fits.
     choices = _around(target, multiple, mode, budget) or _around(target, multiple, "nearest", budget)
     if not keep_aspect:
         return min(choices, key=lambda size: _distance(size, target))
@@ -97,7 +96,7 @@ def snap(
 
 
 def _within(width: int, height: int, multiple: int, budget: int | None) -> tuple[float, float]:
-    """Width and height of at most `budget` pixels, in their own aspect ratio as far as one multiple a side allows."""
+    """Width and height of at most `budget` pixels, at their aspect ratio unless a side would get below `multiple`."""
     if budget is None or width * height <= budget:
         return width, height
     scale = math.sqrt(budget / (width * height))
@@ -109,13 +108,13 @@ def _within(width: int, height: int, multiple: int, budget: int | None) -> tuple
 
 
 def _around(target: tuple[float, float], multiple: int, mode: str, budget: int | None) -> list[Size]:
-    """The sizes of whole multiples beside `target` that the mode and the budget (pixels) allow."""
+    """The sizes in whole multiples around `target` that the mode and the budget (pixels) allow."""
     sizes = (Size(width, height) for width, height in product(*(_sides(side, multiple, mode) for side in target)))
     return [size for size in sizes if budget is None or size.pixels <= budget]
 
 
 def _sides(side: float, multiple: int, mode: str) -> list[int]:
-    """Two or three neighbouring multiples: where `mode` puts `side`, and one further each way that it may move."""
+    """Two or three neighbouring multiples: the one that `mode` rounds `side` to, and the next in each direction."""
     slack = 1e-9  # so that a side shrunk to 1023.9999999999 counts as 1024
     steps = side / multiple
     if mode == "up":
@@ -131,15 +130,15 @@ def _sides(side: float, multiple: int, mode: str) -> list[int]:
 
 
 def _distance(size: Size, target: tuple[float, float]) -> tuple[float, int]:
-    """How far the sides moved, in pixels; of two equally far the larger size comes first."""
+    """Sort key: how far the sides moved, in pixels; of equals, the larger size."""
     return abs(size.width - target[0]) + abs(size.height - target[1]), -size.pixels
 
 
 def aspect_error(size: Size, requested: Size) -> float:
-    """The factor, 1 or more, between the two aspect ratios; the same when width and height change places."""
+    """The ratio, 1 or more, between the two aspect ratios."""
     return factor(size.width * requested.height, size.height * requested.width)
 
 
 def factor(a: float, b: float) -> float:
-    """How many times the larger of two positive numbers is the smaller one; 1 or more."""
+    """The ratio, 1 or more, of the larger to the smaller of two positive numbers."""
     return max(a, b) / min(a, b)

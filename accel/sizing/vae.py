@@ -1,7 +1,7 @@
-"""When a VAE is compiled, and when it is better left alone. Decisions alone: no VAE is touched here.
+"""When to compile a VAE: the decisions, without any VAE.
 
-A VAE runs once per image, so compiling it pays back only over many images, and costs a probe's memory
-in the one place of a workflow where memory is shortest.
+A VAE runs once per image, so compiling it pays back only over many images, and benchmarking a graph takes memory
+where a workflow has least to spare.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dataclasses import dataclass
 POLICIES = SKIP, AUTO, COMPILE_DECODER, COMPILE_BOTH = ("skip", "auto", "compile decoder", "compile both")
 
 DEFAULT_AFTER = 20
-"""Compiling a decoder costs what it can gain in some tens of images at least."""
+"""Compiling a decoder costs as much as it gains over some tens of images."""
 
 PROBE_ROOM = 2.0
-"""Comparing a graph with its block keeps the outputs of both: so many times a decoding's memory must be free."""
+"""Free memory needed, as a multiple of one decode: comparing a graph with its block keeps the outputs of both."""
 
 _MOST_SHAPES = 256
-"""Shapes that are counted; the one seen longest ago is forgotten for a new one beyond."""
+"""Shapes that are counted; beyond this, the least recently seen one is dropped."""
 
 
 @dataclass(frozen=True)
 class VaePolicy:
-    """What is compiled of a VAE.
+    """What to compile of a VAE.
 
-    compiled: one of `POLICIES`. after: for AUTO, how many equal latents are decoded as they are before compiling.
-    free_memory: give memory that the allocator merely keeps back to the device where the size changes.
+    compiled: one of `POLICIES`. after: for AUTO, how many latents of one shape are decoded eagerly before compiling.
+    free_memory: return unused memory of the allocator to the device when the size changes.
 
     Raises:
-        ValueError: naming what it must be.
+        ValueError: a value is invalid; the message names the valid ones.
     """
 
     compiled: str = SKIP
@@ -44,16 +44,16 @@ class VaePolicy:
             raise ValueError(f"after is {self.after}; it must be 1 or more")
 
     def compiles(self, call: str) -> bool:
-        """Whether a call of the VAE, by its method's name ("decode_tiled"), may ever run compiled."""
+        """Whether calls of this method of the VAE ("decode_tiled") may run compiled."""
         if call.startswith("encode"):
             return self.compiled == COMPILE_BOTH
         return self.compiled != SKIP
 
 
 class Repeats:
-    """For AUTO: which latent shapes have come often enough, and at which memory was too short.
+    """For AUTO: how often each latent shape was decoded, and at which size memory ran out.
 
-    One for each VAE that a node gives out.
+    One per VAE that a node returns.
     """
 
     def __init__(self, after: int):
@@ -61,8 +61,8 @@ class Repeats:
         self._seen: OrderedDict[tuple[int, ...], int] = OrderedDict()
         self._too_large: int | None = None
 
-    def come(self, shape: Sequence[int]) -> bool:
-        """Count one more latent of the shape; True if enough equal ones came before it and memory sufficed."""
+    def count(self, shape: Sequence[int]) -> bool:
+        """Count a latent of this shape; True if there were enough before it and memory suffices."""
         shape = tuple(shape)
         before = self._seen.pop(shape, 0)
         self._seen[shape] = before + 1
@@ -71,7 +71,7 @@ class Repeats:
         return before >= self._after and not self.is_too_large(shape)
 
     def was_short(self, shape: Sequence[int]) -> None:
-        """Memory ran out at this shape: it and larger ones stay as they are from now on."""
+        """Memory ran out at this shape: this one and larger ones run eagerly from now on."""
         size = _elements(shape)
         self._too_large = size if self._too_large is None else min(size, self._too_large)
 
@@ -80,18 +80,18 @@ class Repeats:
 
 
 def has_room(free: float, needed: float) -> bool:
-    """Whether a call can run compiled and be compared with the plain one; both in bytes, needed by a plain call."""
+    """Whether there is memory to run a call compiled and compare it. Bytes; needed: by an eager call."""
     return free >= PROBE_ROOM * needed
 
 
 def gives_back(
     before: Sequence[int] | None, now: Sequence[int], reserved: int, allocated: int, needed: float | None
 ) -> bool:
-    """Whether the allocator should give back what it keeps, before a call of another size than the last.
+    """Whether the allocator should return unused memory before a call of another size than the last.
 
-    before, now: shapes of the last call (None: there was none) and of this one. reserved: bytes that the
-    allocator holds on the device. allocated: those of them that tensors use. needed: bytes for this call; None where
-    nobody knows, and then nothing is given back.
+    before, now: shapes of the last call (None if there was none) and of this one. reserved: bytes that the allocator
+    has on the device. allocated: those of them that tensors use. needed: bytes for this call; None if unknown, in
+    which case nothing is returned.
     """
     if before is None or tuple(before) == tuple(now) or needed is None:
         return False
@@ -101,7 +101,7 @@ def gives_back(
 def one_tile(
     shape: Sequence[int], tile_x: int | None = None, tile_y: int | None = None, tile_t: int | None = None
 ) -> tuple[int, ...]:
-    """The shape [B, C, (T,) H, W] of the largest piece that a tiled call works on; None: not cut in that direction."""
+    """The shape [B, C, (T,) H, W] of the largest tile of a tiled call. None: not tiled in that direction."""
     bounded = list(shape)
     for dimension, tile in ((-1, tile_x), (-2, tile_y), (-3, tile_t if len(bounded) == 5 else None)):
         if tile is not None and len(bounded) + dimension > 1:

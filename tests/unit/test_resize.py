@@ -52,7 +52,7 @@ def test_any_fit_ends_at_the_snapped_size_and_comes_back_to_the_asked_one(
     assert undo_fit(there, plan, resample).shape[-2:] == (height, width)
     twice = torch.nn.functional.interpolate(there, scale_factor=2)
     assert undo_fit(twice, plan, resample).shape[-2:] == (height, width)
-    if plan.is_nothing:
+    if plan.is_identity:
         assert there is picture
 
 

@@ -40,33 +40,33 @@ def test_wrong_settings_are_refused_with_what_is_valid():
 
 def test_shape_is_often_enough_after_as_many_equal_ones():
     repeats = Repeats(after=2)
-    assert [repeats.come(SMALL) for _ in range(4)] == [False, False, True, True]
+    assert [repeats.count(SMALL) for _ in range(4)] == [False, False, True, True]
 
 
 def test_other_shapes_do_not_count():
     repeats = Repeats(after=2)
-    assert not any(repeats.come((1, 4, side, side)) for side in range(1, 200))
-    assert not repeats.come(SMALL)
+    assert not any(repeats.count((1, 4, side, side)) for side in range(1, 200))
+    assert not repeats.count(SMALL)
 
 
 def test_shape_not_seen_for_long_is_forgotten():
     repeats = Repeats(after=1)
-    repeats.come(SMALL)
+    repeats.count(SMALL)
     for side in range(1000, 1300):
-        repeats.come((1, 4, side, side))
-    assert not repeats.come(SMALL)
+        repeats.count((1, 4, side, side))
+    assert not repeats.count(SMALL)
 
 
 def test_size_at_which_memory_was_short_and_larger_ones_stay_as_they_are():
     repeats = Repeats(after=1)
     for shape in (SMALL, LARGE):
-        repeats.come(shape)
+        repeats.count(shape)
     repeats.was_short(LARGE)
-    assert not repeats.come(LARGE)
-    assert not repeats.come(LARGE)
-    assert repeats.come(SMALL)
+    assert not repeats.count(LARGE)
+    assert not repeats.count(LARGE)
+    assert repeats.count(SMALL)
     repeats.was_short((1, 4, 32, 32))
-    assert not repeats.come(LARGE)
+    assert not repeats.count(LARGE)
 
 
 def test_comparing_needs_room_for_both_ways():

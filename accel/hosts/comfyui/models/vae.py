@@ -113,7 +113,7 @@ class _Around:
             self._give_memory_back(vae, name, shape)
         if not self._policy.compiles(name):
             return _nothing_compiled() if self._policy.compiled in (SKIP, AUTO) else nullcontext()
-        if self._policy.compiled == AUTO and (shape is None or not self._repeats.come(shape)):
+        if self._policy.compiled == AUTO and (shape is None or not self._repeats.count(shape)):
             return _nothing_compiled()
         return self._compiled(vae, name, shape)
 

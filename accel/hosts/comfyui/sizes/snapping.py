@@ -189,14 +189,14 @@ def latent_size(latent: dict[str, Any], scale: int) -> Size:
 
 def snap_image(image: torch.Tensor, plan: Fit, fill: float) -> torch.Tensor:
     """An IMAGE [B, H, W, C] at the snapped size; the same tensor if it has that size."""
-    if plan.is_nothing:
+    if plan.is_identity:
         return image
     return apply_fit(image.movedim(-1, 1), plan, _lanczos, fill).movedim(1, -1).contiguous()
 
 
 def snap_latent(latent: dict[str, Any], plan: Fit, scale: int) -> dict[str, Any]:
     """A LATENT with its mask at the snapped size; `plan` is in pixels, all multiples of `scale`."""
-    if plan.is_nothing:
+    if plan.is_identity:
         return latent
     snapped = {**latent, "samples": apply_fit(latent["samples"], plan.over(scale), _bislerp).contiguous()}
     mask = latent.get("noise_mask")
