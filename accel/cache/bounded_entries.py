@@ -1,12 +1,13 @@
-"""Entries in order of use, within bounds of bytes and number; what a run under way uses stays."""
+"""The entries of the graph cache in order of use, within bounds of bytes and number."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Container, Hashable, Iterator
+from collections.abc import Container, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
+from ..compile.compiled_graph import CompiledGraph
 from .entry import Entry
 from .lease import Lease
 
@@ -24,7 +25,9 @@ class NoGraph(Exception):
 
 
 class BoundedEntries:
-    """A table from a key to entries; the least recently used go first, recorded calls before anything compiled.
+    """A table of entries by key. Evicts the least recently used first, captured calls before compiled graphs.
+
+    What a run has found under its lease is not evicted for another graph while the run lasts. Threads may share it.
 
     max_entries: keys kept. max_bytes: bound on the sum of the entries' `nbytes`.
     """
@@ -40,18 +43,64 @@ class BoundedEntries:
         self._evicted_hits = 0
         self._evictions = 0
         self.generation = 0
-        """Grows whenever an entry leaves, so that holders of graphs know to let go of theirs."""
+        """Grows whenever a graph is dropped, so that whoever references graphs knows to look them up again."""
+
+    # Look-up
+
+    def get(self, key: Hashable, lease: Lease | None = None) -> Entry | None:
+        """The entry of the key, which counts as used now; None where there is none."""
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._touch(key)
+            if lease is not None:
+                lease.add(self._entries[key])
+            return self._entries[key]
+
+    def has_all(self, keys: Iterable[Hashable]) -> bool:
+        """Whether every key has an entry, so that a run with them compiles nothing; does not count as use."""
+        with self._lock:
+            return all(key in self._entries for key in keys)
+
+    def keys(self) -> list[Hashable]:
+        """Every key, the most recently used last."""
+        with self._lock:
+            return list(self._entries)
+
+    def failure(self, key: Hashable) -> str | None:
+        """Why compiling for this key failed; None where it did not."""
+        entry = self._entries.get(key)
+        return entry.failure if entry else None
+
+    def clear_failure(self, key: Hashable) -> None:
+        """Allow to compile for the key again, since the call that it failed for is to blame itself."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.failure = None
+            self._remove_if_empty(entry)
+
+    # Budget
+
+    @property
+    def max_bytes(self) -> int:
+        """Bound on the sum of the entries' bytes."""
+        return self._max_bytes
 
     def set_budget(self, max_entries: int | None = None, max_bytes: int | None = None) -> None:
-        """Change the bounds; what no longer fits leaves at once."""
+        """Change the bounds; evicts at once what no longer fits."""
         with self._lock:
             self._max_entries = self._max_entries if max_entries is None else max_entries
             self._max_bytes = self._max_bytes if max_bytes is None else max_bytes
             self._shrink(())
 
+    def room_for(self, keys: Container[Hashable]) -> int:
+        """Bytes that the entries of these keys may have together, beside all other entries."""
+        with self._lock:
+            return self._max_bytes - sum(entry.nbytes for key, entry in self._entries.items() if key not in keys)
+
     @contextmanager
     def lease(self) -> Iterator[Lease]:
-        """For one run: while it lasts, what is found under the lease stays, and counts as used until its end."""
+        """For one run: what it finds under the lease stays while it lasts, and counts as used until its end."""
         lease = Lease()
         with self._lock:
             self._leases.append(lease)
@@ -63,27 +112,51 @@ class BoundedEntries:
                 for key in lease.keys:
                     self._touch(key)
                     if key in self._entries:
-                        lease.leave(self._entries[key])
+                        lease.count(self._entries[key])
 
-    @property
-    def max_bytes(self) -> int:
-        """Bound on the sum of the entries' bytes."""
-        return self._max_bytes
-
-    def room_for(self, keys: Container[Hashable]) -> int:
-        """Bytes that the entries under these keys may have together, beside the others that there are."""
-        with self._lock:
-            return self._max_bytes - sum(entry.nbytes for key, entry in self._entries.items() if key not in keys)
+    # Eviction
 
     @property
     def evictions(self) -> int:
-        """Entries that had to leave, for whatever reason."""
+        """Entries evicted so far, for whatever reason."""
         return self._evictions
 
-    def _require_room(self, key: Hashable, lease: Lease | None) -> None:
-        """Raise NoGraph if one more graph under this key does not fit beside what is in use.
+    def evict(self, key: Hashable) -> bool:
+        """Drop one entry; whether it was there."""
+        with self._lock:
+            return self._drop(key)
 
-        Its size is known where it was compiled before; where not, none is tried after one did not fit.
+    def evict_named(self, entry_id: str) -> int | None:
+        """Drop the entry with this `Entry.id`: the bytes freed, None where there is no such entry."""
+        with self._lock:
+            entries = list(self._entries.values())
+        found = next((entry for entry in entries if entry.id == entry_id), None)
+        if found is None:
+            return None
+        freed = found.nbytes
+        return freed if self.evict(found.key) else None
+
+    def clear(self) -> int:
+        """Drop every entry; the number dropped."""
+        with self._lock:
+            keys = list(self._entries)
+            for key in keys:
+                self._drop(key)
+            return len(keys)
+
+    def drop_graph(self, entry: Entry, graph: CompiledGraph) -> None:
+        """Drop one graph of an entry: the next call that it would fit has another made."""
+        with self._lock:
+            entry.drop(graph)
+            self.generation += 1
+
+    # With the lock held, but for the last
+
+    def _require_room(self, key: Hashable, lease: Lease | None) -> None:
+        """Raises NoGraph where one more graph of this key does not fit beside those in use.
+
+        The size of a graph is known where it was compiled before. Where it is not, a run compiles no more once one
+        did not fit.
         """
         others = [self._entries[other] for other in self._in_use() - {key} if other in self._entries]
         if len(others) >= self._max_entries:
@@ -104,28 +177,28 @@ class BoundedEntries:
             self._entries[key] = entry
             entry.last_used = time.time()
 
-    def _leave_if_empty(self, entry: Entry) -> None:
-        with self._lock:
-            if not entry.graphs and self._entries.get(entry.key) is entry:
-                del self._entries[entry.key]
-
     def _drop(self, key: Hashable) -> bool:
         entry = self._entries.pop(key, None)
         if entry is None:
             return False
         for lease in self._leases:
-            lease.leave(entry)
+            lease.count(entry)
         self._evicted_hits += entry.calls
         self._evictions += 1
         self.generation += 1
         return True
 
     def _shrink(self, keep: set[Hashable] | tuple[()]) -> None:
-        # Recorded calls first: each costs a few steps to make again, compiling costs minutes. What they share is
-        # less by the share of one only when all are gone, so the sum is taken anew each time.
+        # Captured calls first: each costs a few steps to make again, compiling costs minutes. What they share is
+        # freed only when all are gone, so the sum is taken anew each time.
         for key in sorted(self._entries, key=lambda key: not self._entries[key].is_capture):
             used = sum(entry.nbytes for entry in self._entries.values())
             if len(self._entries) <= self._max_entries and used <= self._max_bytes:
                 return
             if key not in keep:
                 self._drop(key)
+
+    def _remove_if_empty(self, entry: Entry) -> None:
+        with self._lock:
+            if not entry.graphs and self._entries.get(entry.key) is entry:
+                del self._entries[entry.key]

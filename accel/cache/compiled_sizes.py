@@ -1,4 +1,4 @@
-"""At which latent shapes models have run, and of which of these the graph cache still holds every graph."""
+"""The latent shapes that models have run at and whose every graph is still in the cache."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ _runs: WeakKeyDictionary[GraphCache, OrderedDict[tuple, tuple[frozenset, int]]] 
 class Compiled:
     """What is compiled for one architecture.
 
-    shapes: the latents [B, C, H, W] (or [B, C, T, H, W]) whose every graph is there, most recently run last.
-    any_size: the last of these runs used graphs that serve every shape. scale: pixels a side that one of the latents'
-        elements covers.
+    shapes: of latents, [B, C, H, W] or [B, C, T, H, W], whose every graph is in the cache; the latest run last.
+    any_size: the last of these runs used graphs that serve every shape. scale: pixels per latent element and side.
     """
 
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -33,7 +32,7 @@ class Compiled:
 
 
 def architecture(network: torch.nn.Module) -> Hashable:
-    """Equal for networks of one class whose weights have the same shapes: what shares graphs is alike in it."""
+    """A value that is equal for networks of one class whose weights have equal shapes, which may share graphs."""
     network = getattr(network, "_orig_mod", network)
     return type(network).__qualname__, hash(tuple(weight.shape for weight in network.parameters()))
 
@@ -41,7 +40,7 @@ def architecture(network: torch.nn.Module) -> Hashable:
 def remember(
     cache: GraphCache, network: Hashable, shape: Iterable[int], keys: Iterable[Hashable], scale: int = 8
 ) -> None:
-    """Note that a run over a latent of this shape ended well, with the graphs under these keys.
+    """Note a successful run over a latent of this shape, with the graphs of these keys.
 
     network: its `architecture`. scale: as in `Compiled`. The oldest of more than 256 runs is forgotten.
     """
@@ -58,13 +57,13 @@ def remember(
 
 
 def compiled_for(cache: GraphCache, network: Hashable | None = None) -> Compiled:
-    """What the cache holds for an `architecture`; None takes that of the last run."""
+    """What is compiled for an `architecture`; None takes that of the last run."""
     with _lock:
         runs = list(_runs.get(cache, {}).items())
-    held = [(run, keys, scale) for run, (keys, scale) in runs if cache.has_all(keys)]
-    if network is None and held:
-        network = held[-1][0][0]
-    own = [(shape, keys, scale) for (of, shape), keys, scale in held if of == network]
+    complete = [(run, keys, scale) for run, (keys, scale) in runs if cache.has_all(keys)]
+    if network is None and complete:
+        network = complete[-1][0][0]
+    own = [(shape, keys, scale) for (of, shape), keys, scale in complete if of == network]
     if not own:
         return Compiled()
     _, last, scale = own[-1]

@@ -1,4 +1,4 @@
-"""What the graph cache knows under one key."""
+"""An entry of the graph cache: the graphs of one key, or why there is none."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ _MOST_USES = 8
 class Use:
     """What a run used graphs for.
 
-    model: the class of the network. latent: sizes without batch and channels, [H, W] or [T, H, W].
-    batch: images. context: tokens of the prompt; None where there is none.
+    model: class of the network. latent: [H, W] or [T, H, W]. batch: images. context: tokens of the prompt, if any.
     """
 
     model: str
@@ -34,18 +33,18 @@ class Use:
 
 
 def id_of(key: Hashable) -> str:
-    """Names an entry to people and pages: the same for an equal key, in any process."""
+    """A short name of the entry of this key, the same in every process."""
     return hashlib.blake2s(repr(key).encode(), digest_size=8).hexdigest()
 
 
 @dataclass(eq=False)
 class Entry:
-    """What the cache knows under one key: its graphs, or why there is none.
+    """The graphs of one key, or why there is none.
 
     graphs: usually one; a second where a call did not fit the first one's guards.
-    hits: calls that no probe counts; `calls` has all. uses: of the last runs with it, the newest last.
-    was_loaded: its newest graph came from the disk.
-    is_capture: they are recorded calls, made in no time, and not compiled.
+    hits: calls that no probe counts; `calls` has all. uses: by the latest runs, the newest last.
+    was_loaded: the newest graph was loaded, not compiled. is_capture: the graphs are captured calls.
+    busy: held while a graph is looked up or made.
     """
 
     key: Hashable
@@ -59,27 +58,27 @@ class Entry:
     was_loaded: bool = False
     is_capture: bool = False
     _probes: dict[int, Probes] = field(default_factory=dict, repr=False)
-    _busy: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    busy: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def probe(self, graph: CompiledGraph, inputs: Sequence[torch.Tensor]) -> Probe:
-        """What is known of one of the graphs' gain in calls of about the size of these inputs."""
+        """The comparison of one of the graphs with its block, in calls of about the size of these inputs."""
         return self._probes.setdefault(id(graph), Probes()).of(inputs)
 
     def drop(self, graph: CompiledGraph) -> None:
-        """Let go of one graph, with what is known of it."""
+        """Remove one graph and its probes."""
         self.graphs[:] = [kept for kept in self.graphs if kept is not graph]
         probes = self._probes.pop(id(graph), None)
         self.hits += probes.hits if probes is not None else 0
 
     def mark_failed(self, reason: str) -> None:
-        """Drop the graphs for good: calls of this key run eagerly from now on."""
+        """Remove the graphs for good: calls of this key run eagerly from now on."""
         self.failure = reason
         self.hits = self.calls
         self.graphs.clear()
         self._probes.clear()
 
     def note_uses(self, uses: Iterable[Use]) -> None:
-        """These are its latest uses; of equal ones the last counts."""
+        """Remember these uses as the latest; of equal ones only the last is kept."""
         self.uses = tuple(dict.fromkeys((*uses, *reversed(self.uses))))[:_MOST_USES][::-1]
 
     @functools.cached_property
@@ -88,12 +87,12 @@ class Entry:
 
     @property
     def calls(self) -> int:
-        """How often one of its graphs ran."""
+        """Calls of its graphs."""
         return self.hits + sum(probes.hits for probes in list(self._probes.values()))
 
     @property
     def calls_by_probe(self) -> dict[Probe, int]:
-        """How often a graph ran at a size at which it had been compared with its block."""
+        """Calls of its graphs at sizes at which they had been compared with their block."""
         return {probe: probe.hits for probes in list(self._probes.values()) for probe in probes.all()}
 
     @property

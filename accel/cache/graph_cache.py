@@ -1,9 +1,9 @@
-"""The shared cache of compiled graphs: look-up, budget, eviction, statistics. One per process."""
+"""The shared cache of compiled graphs: finds a graph or has it made, and counts. One per process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 from ..compile.compiled_graph import CompiledGraph, CompileFailed
@@ -21,14 +21,14 @@ _MAX_KNOWN_SIZES = 4096
 
 
 class GraphCache(BoundedEntries):
-    """A bounded table from a key to compiled graphs and recorded calls; the least recently used go first.
+    """A bounded table from a key to compiled graphs and captured calls.
 
-    What a run under way uses stays: when all its graphs do not fit, those that come last are not
-    compiled, since taking turns would mean to compile at every step.
+    Where the graphs of one run do not all fit, the last ones are not compiled: to take turns would mean to compile at
+    every step.
 
     max_entries: keys kept; 0 keeps nothing, and then nothing is compiled either.
     max_bytes: bound on the sum of the entries' `nbytes`.
-    max_graphs: graphs an entry may hold before further misfits run eagerly; a bound on surprises.
+    max_graphs: graphs of one key, after which calls that fit none run eagerly; a bound on surprises.
     """
 
     def __init__(self, max_entries: int = DEFAULT_MAX_ENTRIES, max_bytes: int = DEFAULT_MAX_BYTES, max_graphs: int = 4):
@@ -40,7 +40,7 @@ class GraphCache(BoundedEntries):
         self._loaded = 0
         self._seconds = 0.0
         self.store: SavedGraphs | None = None
-        """Where compiled graphs are kept from one process to the next; None keeps none."""
+        """Saves graphs from one process to the next; None saves none."""
         self.captures: Any = None
         """The `CapturePool` of the captured calls among the entries; None where nothing is captured. The cache itself
         does not use it."""
@@ -55,19 +55,19 @@ class GraphCache(BoundedEntries):
         load_graph: Callable[[], CompiledGraph | None] = lambda: None,
         action: str = "compile",
     ) -> tuple[Entry, CompiledGraph]:
-        """The entry and the graph of it that fits this call, loaded or else compiled now if there is none.
+        """The entry of the key and its graph that fits this call; where there is none, it is loaded or compiled now.
 
-        One compilation per key at a time, however many threads ask; the others wait and share it.
+        Of threads that ask for one key, one compiles; the others wait and share the graph.
 
-        action: "compile" or "capture": what making the graph is counted as, and called in events.
+        action: "compile" or "capture": what making the graph counts as, and is called in events.
 
         Raises:
             NoGraph: with the reason. Whatever `load_graph` raises, and `compile_graph` other than CompileFailed,
                 passes through, and nothing is kept.
         """
         entry = self._enter(key, name, lease, is_capture=action == "capture")
-        with entry._busy:
-            for graph in entry.graphs:
+        with entry.busy:
+            for graph in tuple(entry.graphs):
                 if fits(graph):
                     emit("graph_hit", name=name, key=key)
                     return entry, graph
@@ -82,7 +82,7 @@ class GraphCache(BoundedEntries):
             try:
                 graph = load_graph()
             except BaseException:
-                self._leave_if_empty(entry)
+                self._remove_if_empty(entry)
                 raise
             if graph is not None:
                 self._keep(entry, graph, None, lease)
@@ -96,8 +96,8 @@ class GraphCache(BoundedEntries):
             except CompileFailed as failed:
                 entry.failure = str(failed)
             except BaseException:
-                # Interrupted, or out of memory: nothing was learnt about the block.
-                self._leave_if_empty(entry)
+                # Interrupted, or out of memory: that says nothing about the block.
+                self._remove_if_empty(entry)
                 seconds = time.perf_counter() - started
                 emit(f"{action}_failed", name=name, key=key, reason="interrupted", seconds=seconds)
                 raise
@@ -112,71 +112,10 @@ class GraphCache(BoundedEntries):
                 emit(f"{action}_end", name=name, key=key, seconds=seconds)
             return entry, graph
 
-    def get(self, key: Hashable, lease: Lease | None = None) -> Entry | None:
-        """The entry under the key, used now; None where there is none."""
-        with self._lock:
-            if key not in self._entries:
-                return None
-            self._touch(key)
-            if lease is not None:
-                lease.enter(self._entries[key])
-            return self._entries[key]
+    def statistics(self, rows: int | None = None, text: str = "") -> dict[str, Any]:
+        """Totals, and a row per entry, the most recently used last. Seconds, bytes, counts.
 
-    def has_all(self, keys: Iterable[Hashable]) -> bool:
-        """Whether every key has an entry, so that a run with them compiles nothing; counts as no use of them."""
-        with self._lock:
-            return all(key in self._entries for key in keys)
-
-    def keys(self) -> list[Hashable]:
-        """All there are, the most recently used last."""
-        with self._lock:
-            return list(self._entries)
-
-    def failure(self, key: Hashable) -> str | None:
-        """Why there is no graph under this key; None when nothing failed."""
-        entry = self._entries.get(key)
-        return entry.failure if entry else None
-
-    def clear_failure(self, key: Hashable) -> None:
-        """Forget that compiling failed, since the call itself does: another one may be compiled."""
-        entry = self._entries.get(key)
-        if entry is not None:
-            entry.failure = None
-            self._leave_if_empty(entry)
-
-    def drop_graph(self, entry: Entry, graph: CompiledGraph) -> None:
-        """Let go of one graph of an entry: the next call that it would fit has another made."""
-        with self._lock:
-            entry.drop(graph)
-            self.generation += 1
-
-    def evict(self, key: Hashable) -> bool:
-        """Drop one entry; True when it was there."""
-        with self._lock:
-            return self._drop(key)
-
-    def evict_named(self, entry_id: str) -> int | None:
-        """Drop the entry with this `Entry.id`: the bytes that it had, None when there is none."""
-        with self._lock:
-            entries = list(self._entries.values())
-        found = next((entry for entry in entries if entry.id == entry_id), None)
-        if found is None:
-            return None
-        freed = found.nbytes
-        return freed if self.evict(found.key) else None
-
-    def clear(self) -> int:
-        """Drop every entry; the number dropped."""
-        with self._lock:
-            keys = list(self._entries)
-            for key in keys:
-                self._drop(key)
-            return len(keys)
-
-    def statistics(self, rows: int | None = None, wanted: str = "") -> dict[str, Any]:
-        """Totals, and a row per entry, most recently used last. Seconds, bytes, counts.
-
-        rows: at most so many of the latest; None gives all. wanted: those alone with this text in their name or model.
+        rows: at most so many of the latest; None gives all. text: only those with this text in their name or model.
         """
         with self._lock:
             entries = list(self._entries.values())
@@ -193,7 +132,7 @@ class GraphCache(BoundedEntries):
             evicted_hits = self._evicted_hits
         counted = table.totals(entries)
         counted["hits"] += evicted_hits
-        return {**counted, **totals, **table.table(entries, rows, wanted)}
+        return {**counted, **totals, **table.table(entries, rows, text)}
 
     def _enter(self, key: Hashable, name: str, lease: Lease | None, is_capture: bool) -> Entry:
         with self._lock:
@@ -204,7 +143,7 @@ class GraphCache(BoundedEntries):
                 self._shrink(self._in_use() | {key})
             self._touch(key)
             if lease is not None:
-                lease.enter(entry)
+                lease.add(entry)
             return entry
 
     def _keep(
@@ -215,9 +154,9 @@ class GraphCache(BoundedEntries):
         lease: Lease | None,
         action: str = "compile",
     ) -> None:
-        """Take a new graph in, and let others go for it; NoGraph where those that must stay leave no room.
+        """Add a new graph, and evict others for it; NoGraph where those in use leave no room.
 
-        seconds: what compiling it took; None for one that was loaded.
+        seconds: to compile it; None for a graph that was loaded.
         """
         with self._lock:
             if seconds is None:
@@ -236,9 +175,12 @@ class GraphCache(BoundedEntries):
             except NoGraph:
                 if lease is not None:
                     lease.full = True
-                if not entry.graphs:
-                    self._entries.pop(entry.key, None)
+                if not entry.graphs and self._entries.get(entry.key) is entry:
+                    del self._entries[entry.key]
                 raise
+            if not entry.graphs:
+                # It may have been removed meanwhile, by another thread whose compilation was interrupted.
+                self._entries.setdefault(entry.key, entry)
             entry.graphs.append(graph)
             entry.was_loaded = seconds is None
             entry.seconds += seconds or 0.0

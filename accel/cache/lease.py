@@ -1,4 +1,4 @@
-"""One run's hold on the graph cache: what stays for it, and what it used."""
+"""A run's lease on entries of the graph cache: they are not evicted while it lasts, and their calls are counted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .entry import Entry, Use
 class Lease:
     """What one run uses of the cache.
 
-    keys: in use, so that no other graph takes their place. full: a graph of this run found no room.
-    uses: what the run is, for the entries to remember; its owner sets it before the end.
-    calls, measured: of graphs in this run: all, and those at a size for which the gain of a call is known, by probe.
-        They are counted at the run's end, from what entries count anyway. replays: of recorded model calls.
+    keys: of the entries in use, each with its calls when the run found it. full: a graph of this run did not fit.
+    uses: what the run is, for its entries to remember; its owner sets it before the end.
+    calls: of compiled graphs in this run. measured: those of them at a size where the gain of a call is known, by
+        probe. replays: of captured calls. All are counted when the run ends, or the entry is evicted.
     """
 
     keys: dict[Hashable, tuple[int, dict[Probe, int]]] = field(default_factory=dict)
@@ -26,13 +26,13 @@ class Lease:
     replays: int = 0
     measured: dict[Probe, int] = field(default_factory=dict)
 
-    def enter(self, entry: Entry) -> None:
-        """The run found this entry; only the first time counts."""
+    def add(self, entry: Entry) -> None:
+        """The run has found this entry; does nothing the second time."""
         if entry.key not in self.keys:
             self.keys[entry.key] = entry.calls, entry.calls_by_probe
 
-    def leave(self, entry: Entry) -> None:
-        """The run or the entry is over: count what came since `enter`. The key stays leased."""
+    def count(self, entry: Entry) -> None:
+        """Count the entry's calls since `add`, at the end of the run or of the entry. The key stays leased."""
         if entry.key not in self.keys:
             return
         calls, by_probe = self.keys[entry.key]
@@ -45,4 +45,4 @@ class Lease:
             if since:
                 self.measured[probe] = self.measured.get(probe, 0) + since
         entry.note_uses(self.uses)
-        self.keys[entry.key] = 0, {}  # should the same key come again, its entry is a new one
+        self.keys[entry.key] = 0, {}  # the same key may get a new entry

@@ -9,7 +9,7 @@ from .entry import Entry
 
 
 def totals(entries: Sequence[Entry]) -> dict[str, Any]:
-    """What the entries have and did together. Seconds, bytes, counts."""
+    """Sums over the entries. Seconds, bytes, counts."""
     return {
         "entries": len(entries),
         "graphs": sum(len(entry.graphs) for entry in entries),
@@ -19,18 +19,18 @@ def totals(entries: Sequence[Entry]) -> dict[str, Any]:
     }
 
 
-def table(entries: Sequence[Entry], rows: int | None, wanted: str) -> dict[str, Any]:
-    """{"table", "rows_total"}: the last `rows` of the entries with this text in their name or model, in any case."""
-    wanted = wanted.casefold()
-    chosen = [entry for entry in entries if not wanted or wanted in _names(entry)]
+def table(entries: Sequence[Entry], rows: int | None, text: str) -> dict[str, Any]:
+    """{"table", "rows_total"}: the last `rows` of the entries with this text in their name or model, ignoring case."""
+    text = text.casefold()
+    chosen = [entry for entry in entries if not text or text in _names(entry)]
     last = chosen if rows is None else chosen[max(len(chosen) - rows, 0) :]
     return {"rows_total": len(chosen), "table": [row(entry) for entry in last]}
 
 
 def row(entry: Entry) -> dict[str, Any]:
-    """One entry as JSON. last_used: unix seconds; used_at: of the latest runs with it, the newest first.
+    """One entry as JSON. last_used: Unix seconds. used_at: of the latest runs, the newest first.
 
-    source: where its graphs are from: "compiled", "disk", or "captured" for recorded calls of a whole model.
+    source: of its graphs: "compiled", "disk", or "captured" for calls of a whole model.
     """
     return {
         "id": entry.id,
@@ -52,7 +52,7 @@ def row(entry: Entry) -> dict[str, Any]:
 
 
 def _of_key(key: Hashable) -> dict[str, Any]:
-    """What a `GraphKey` or a `CaptureKey` tells people; of any other key, nothing."""
+    """The readable fields of a `GraphKey` or a `CaptureKey`."""
     sizes = getattr(key, "sizes", None)
     inputs = getattr(key, "inputs", ())
     return {
