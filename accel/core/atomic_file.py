@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written under a name of their own, then renamed."""
+"""Atomic file writes: under a unique temporary name, then renamed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 UNFINISHED = ".tmp"
-"""The end of the names of files that somebody is writing."""
+"""Suffix of unfinished files."""
 
 UNFINISHED_NAME = re.compile("[0-9a-f]+" + re.escape(UNFINISHED))
-"""Those of ours."""
+"""Names of our own unfinished files."""
 
 _READING = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Make or replace a file, and its folder; nobody ever sees a part of it. mode: before the umask."""
+    """Create or replace a file, and create its folder; no reader ever sees part of it. mode: before the umask."""
     with new_file(path.parent, mode) as (file, unfinished):
         _finish(file, data)
         os.replace(unfinished, path)
@@ -29,7 +29,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def write_new(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """The same for a name that must be free: FileExistsError where it is not, and whoever came first stays."""
+    """Create a file as `write_whole` does; FileExistsError where the name is taken, whose file stays."""
     with new_file(path.parent, mode) as (file, unfinished):
         _finish(file, data)
         give_name(unfinished, path)
@@ -37,12 +37,12 @@ def write_new(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def give_name(unfinished: Path, path: Path) -> None:
-    """Give a finished file its name; FileExistsError where that is taken. The unfinished name may stay, too."""
+    """Give a finished file its name; FileExistsError where that is taken. The unfinished name may remain."""
     try:
-        os.link(unfinished, path)  # unlike a rename it never replaces one that is there
+        os.link(unfinished, path)  # unlike a rename it never replaces a file
     except FileExistsError:
         raise
-    except (OSError, AttributeError):  # a file system, or a Python, without links
+    except (OSError, AttributeError):  # a file system, or a Python, without hard links
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # an empty file takes the name
         try:
             os.replace(unfinished, path)
@@ -53,9 +53,9 @@ def give_name(unfinished: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def new_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[BinaryIO, Path]]:
-    """(file, path) of an empty file with a name of its own, gone afterwards unless it was renamed.
+    """(file, path) of an empty file with a unique name, deleted afterwards unless it was renamed.
 
-    Close the file before renaming it: Windows renames no open ones.
+    Close the file before renaming it: Windows renames no open files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{secrets.token_hex(8)}{UNFINISHED}"
@@ -70,12 +70,12 @@ def new_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[BinaryIO, Path]]
 
 @contextlib.contextmanager
 def opened(path: Path, links: bool = False) -> Iterator[tuple[BinaryIO, os.stat_result]]:
-    """(file, its status) of a regular file to be read. Waits for nobody, as opening a pipe would.
+    """(file, its status) of a regular file, open for reading. Never blocks, as opening a pipe would.
 
-    links: follow them.
+    links: follow symbolic links.
 
     Raises:
-        OSError: it is something else; FileNotFoundError where there is nothing.
+        OSError: it is no regular file; FileNotFoundError where there is none.
     """
     try:
         descriptor = os.open(path, _READING | (0 if links else getattr(os, "O_NOFOLLOW", 0)))
@@ -96,12 +96,12 @@ def opened(path: Path, links: bool = False) -> Iterator[tuple[BinaryIO, os.stat_
 def _finish(file: BinaryIO, data: bytes) -> None:
     file.write(data)
     file.flush()
-    os.fsync(file.fileno())  # or a power cut may leave the name without the bytes
+    os.fsync(file.fileno())  # otherwise a power cut may leave the name without the bytes
     file.close()
 
 
 def _sync_names(folder: Path) -> None:
-    """Have a rename outlive a power cut, where the system lets a folder be flushed."""
+    """Make a rename survive a power cut, where the system can flush a folder."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         try:

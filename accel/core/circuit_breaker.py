@@ -1,12 +1,12 @@
-"""How long to go on trying what keeps failing."""
+"""When to stop trying what keeps failing, and for how long."""
 
 from __future__ import annotations
 
 import time
 
 
-class Patience:
-    """Failures in a row: after `most` of them nothing is to be tried for `pause` seconds.
+class CircuitBreaker:
+    """Opens after `most` failures in a row, and stays open for `pause` seconds: meanwhile nothing should be tried.
 
     A network's timeout may be a minute long, and a model has dozens of kinds of blocks.
     """
@@ -18,12 +18,12 @@ class Patience:
         self._until = 0.0
 
     @property
-    def is_out(self) -> bool:
+    def is_open(self) -> bool:
         return self._failures >= self._most and time.monotonic() < self._until
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         self._failures += 1
         self._until = time.monotonic() + self._pause
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         self._failures = 0

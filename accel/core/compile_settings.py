@@ -1,4 +1,4 @@
-"""How blocks are compiled: what a person sets."""
+"""How blocks are compiled, as a person sets it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class CompileSettings:
     """How blocks are compiled.
 
     backend: a name of `registry.BACKENDS`, or any that torch knows.
-    any_size: one graph for all sizes; False makes one for each.
+    any_size: one graph for all sizes; False compiles one for each size.
     stop_on_trouble: raise `Trouble` where a block would fall back to eager.
-    min_repetitions: kinds with fewer blocks in the model stay eager.
-    measured: compare each new graph with its block (`probe`) and give up one that does not pay.
+    min_repetitions: kinds with fewer blocks in the model run eagerly.
+    measured: time each new graph against its block (`compile.benchmark`) and drop one that is not faster.
     """
 
     backend: str = "inductor"

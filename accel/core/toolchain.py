@@ -1,4 +1,4 @@
-"""What torch needs beside itself to compile, and whether it is there."""
+"""The tools that torch needs for compiling, where they are installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def triton_version() -> str | None:
-    """Of the package that compiles for GPUs; None where it is not installed."""
+    """The version of Triton, which compiles for GPUs; None where it is not installed."""
     from importlib import metadata
 
     for package in ("triton", "pytorch-triton-rocm", "triton-windows"):
@@ -20,6 +20,6 @@ def triton_version() -> str | None:
 
 
 def cpp_compiler() -> str | None:
-    """The path of the compiler that torch calls for the CPU: CXX, or the system's usual one; None without it."""
+    """The path of the compiler that torch calls for the CPU: CXX, or the system's default; None where it is missing."""
     usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
     return shutil.which(os.environ.get("CXX") or usual)

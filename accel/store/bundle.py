@@ -1,11 +1,10 @@
-"""Saved graphs in one file, to be carried to other machines: a zip of manifests and bytes, without seals.
+"""Saved graphs in one file for other machines: a zip of manifests and bytes, without seals.
 
-Whoever imports a bundle seals its graphs with a secret of theirs, and so says that they trust it.
+Whoever imports a bundle seals its graphs with their own secret, and thereby says that they trust it.
 """
 
 from __future__ import annotations
 
-import json
 import struct
 import zipfile
 import zlib
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.atomic_file import give_name, new_file
-from . import manifest as store_entry
+from . import manifest as entries
 from .folder import Folder
 from .manifest import DATA, LARGEST_DATA, LARGEST_MANIFEST, MANIFEST, BadEntry, Manifest, printable
 from .signing import Seals
@@ -25,22 +24,22 @@ MOST_ENTRIES = 10_000
 _DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, OverflowError, RuntimeError) + (
     *(KeyError, IndexError, ValueError),
 )
-"""What zipfile raises for files that are none, or are damaged. NotImplementedError is a RuntimeError."""
+"""What zipfile raises for a file that is no zip, or a damaged one. NotImplementedError is a RuntimeError."""
 
 
 class BadBundle(Exception):
-    """The file is no bundle, or one that must not be unpacked; the message says why."""
+    """The file is no bundle, or must not be unpacked; the message says why."""
 
 
 class Outcome(NamedTuple):
-    """What became of one entry: its manifest, or the file's name where there is none to be read; and why it failed."""
+    """What became of one entry: its manifest, or the file's name where that cannot be read; and why it failed."""
 
     entry: Manifest | str
     reason: str | None = None
 
 
 def verify(folder: Folder, seals: Seals) -> Iterator[Outcome]:
-    """Check every entry of a folder, opening none.
+    """Check every entry of a folder without opening any.
 
     Raises:
         OSError: the folder cannot be read.
@@ -50,12 +49,12 @@ def verify(folder: Folder, seals: Seals) -> Iterator[Outcome]:
 
 
 def export(folder: Folder, seals: Seals, file: Path, kinds: Container[str] | None = None) -> list[Outcome]:
-    """Write all sound entries, or those of the kinds named, to a new file; the others are told, not exported.
+    """Write all sound entries, or those of the given kinds, to a new file; the outcomes name the others too.
 
-    The file has its name only once it is whole.
+    The file gets its name only once it is complete.
 
     Raises:
-        OSError: the folder cannot be read or the file not written; FileExistsError where there is one.
+        OSError: the folder cannot be read, or the file not written; FileExistsError if it exists.
     """
     if file.exists():
         raise FileExistsError(f"{file} exists, and is not replaced")
@@ -75,12 +74,12 @@ def export(folder: Folder, seals: Seals, file: Path, kinds: Container[str] | Non
 
 
 def read(file: Path, largest: int | None = None) -> Iterator[tuple[Manifest, bytes] | Outcome]:
-    """The entries of a bundle, their bytes as its manifests say; an `Outcome` for each that is not sound.
+    """The entries of a bundle, each checked against its manifest; an `Outcome` for each that is not sound.
 
-    largest: bytes that they may have together.
+    largest: size of all entries together, bytes; None for no limit.
 
     Raises:
-        OSError: there is no such file. BadBundle.
+        OSError: the file cannot be read. BadBundle.
     """
     with open(file, "rb") as opened:
         size = opened.seek(0, 2)
@@ -102,18 +101,18 @@ def read(file: Path, largest: int | None = None) -> Iterator[tuple[Manifest, byt
 
 
 def import_trusted(file: Path, folder: Folder, seals: Seals, largest: int | None = None) -> list[Outcome]:
-    """Seal a bundle's entries with our secret and keep them: from now on they are loaded, which runs them.
+    """Seal a bundle's entries with our secret and save them: from now on they are loaded, which runs their code.
 
-    Call it only where a person at this machine has said that they trust the bundle.
+    Call it only when a person at this machine has said that they trust the bundle.
 
     Raises:
-        OSError: it cannot be read, or the folder not written. BadBundle.
+        OSError: the bundle cannot be read, or the folder not written. BadBundle.
     """
     outcomes = []
     for item in read(file, largest):
         if not isinstance(item, Outcome):
             manifest, data = item
-            store_entry.write(folder, seals, manifest, data)
+            entries.write(folder, seals, manifest, data)
             item = Outcome(manifest)
         outcomes.append(item)
     return outcomes
@@ -124,24 +123,18 @@ def _entries(folder: Folder, seals: Seals) -> Iterator[tuple[str, Manifest | Non
     for name in sorted(file.name for file in folder.files() if file.name.endswith(MANIFEST)):
         manifest, data, reason = None, b"", None
         try:
-            found, seal = store_entry.read_manifest(folder.read(name, LARGEST_MANIFEST))
-            if found.stem + MANIFEST != name:
-                raise BadEntry("it is not what its name says")
-            manifest = found
-            store_entry.check_seal(seals, manifest, seal)
-            data = folder.read(manifest.stem + DATA, manifest.size)
-            store_entry.check_bytes(manifest, data)
+            manifest, seal = entries.read(folder, name.removesuffix(MANIFEST))
+            entries.check_seal(seals, manifest, seal)
+            data = entries.read_data(folder, manifest)
         except BadEntry as bad:
             reason = str(bad)
-        except FileNotFoundError:
-            reason = "a part of it is missing"
         except OSError as error:
             reason = printable(f"it cannot be read: {error}")
         yield printable(name), manifest, reason, data
 
 
 def _check_members(members: list[zipfile.ZipInfo], size: int, largest: int | None) -> None:
-    """Refuse what would unpack to more than the file, as a zip made for that does, or to more than may be kept."""
+    """Refuse what would unpack to more than the file, as a zip bomb does, or to more than may be kept."""
     if len(members) > 2 * MOST_ENTRIES:
         raise BadBundle(f"it has {len(members)} parts, a bundle has {2 * MOST_ENTRIES} at most")
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
@@ -154,27 +147,16 @@ def _check_members(members: list[zipfile.ZipInfo], size: int, largest: int | Non
 
 
 def _entry(bundle: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo], name: str) -> tuple[Manifest, bytes]:
-    fields = _object(_member(bundle, members, name, LARGEST_MANIFEST))
-    manifest, _ = store_entry.read_manifest(json.dumps({**fields, "seal": None}).encode())
+    manifest, _ = entries.parse(_member(bundle, members, name, LARGEST_MANIFEST))
     if name != manifest.stem + MANIFEST:
         raise BadEntry("it is not what its name says")
     data = _member(bundle, members, manifest.stem + DATA, LARGEST_DATA)
-    store_entry.check_bytes(manifest, data)
+    entries.check_bytes(manifest, data)
     return manifest, data
 
 
-def _object(text: bytes) -> dict:
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
-        raise BadEntry("its manifest is damaged")
-    return fields
-
-
 def _member(bundle: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo], name: str, largest: int) -> bytes:
-    """A file of the bundle; its size is checked before it is read."""
+    """A file of the bundle; its size is checked before the file is read."""
     try:
         if members[name].file_size > largest:
             raise BadEntry(f"it is larger than {largest} bytes")

@@ -1,4 +1,4 @@
-"""Where the store's files lie: a folder of this machine or of a shared disk."""
+"""The folder of the store's files: the protocol, and a folder of this machine or of a shared disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..core.atomic_file import UNFINISHED, UNFINISHED_NAME, new_file, opened, wr
 
 
 class File(NamedTuple):
-    """A file's name, its bytes, and when it was last used, in seconds since 1970 by the folder's clock."""
+    """A file's name, its size in bytes, and its last use in seconds since 1970 by the folder's clock."""
 
     name: str
     size: int
@@ -20,37 +20,37 @@ class File(NamedTuple):
 
 
 class Folder(Protocol):
-    """Files by name. Everything raises OSError when the disk, or the network before it, fails.
+    """Files by name. Every method raises OSError when the disk, or the network before it, fails.
 
-    Others may write the folder too, so nothing here may hang or fill the memory because of what lies in it.
+    Others may write to the folder, so no content of it may make a method hang or fill the memory.
     """
 
     def files(self, prefix: str = "") -> Iterator[File]:
-        """The finished files whose names begin so; none where the folder does not exist yet. Changes nothing."""
+        """The finished files whose names begin with `prefix`; none where the folder does not exist. Changes nothing."""
 
     def unfinished(self) -> Iterator[File]:
-        """The files that somebody is writing, or was when their process ended."""
+        """The files that a process is writing, or was when it ended."""
 
     def read(self, name: str, largest: int) -> bytes:
-        """The whole file; FileNotFoundError where there is none, OSError where it has more than `largest` bytes."""
+        """The file's bytes; FileNotFoundError where it is missing, OSError where it has more than `largest` bytes."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Make or replace a file. Nobody ever sees a part of it."""
+        """Create or replace a file; no reader ever sees part of it."""
 
     def remove(self, name: str) -> None:
         """Delete the file, if it is there."""
 
     def touch(self, name: str) -> None:
-        """Note that the file was used just now, where that can be noted."""
+        """Record that the file was used just now, where the folder can."""
 
     def now(self) -> float:
-        """The time by the clock that dates the files, which may be another machine's. Writes a file to learn it."""
+        """The time by the clock that dates the files, which may be another machine's. Writes a file to read it."""
 
 
 class LocalFolder:
-    """A folder of the file system, made at the first write. Needs no locks, so it may be on NFS.
+    """A folder of the file system, created at the first write. Needs no locks, so it may be on NFS.
 
-    A file is written under a name of its own and then renamed; who reads meanwhile finds the old one or none.
+    A file is written under a unique name and then renamed; meanwhile readers find the old file or none.
     """
 
     def __init__(self, path: Path):
@@ -78,13 +78,13 @@ class LocalFolder:
         (self.path / name).unlink(missing_ok=True)
 
     def touch(self, name: str) -> None:
-        os.utime(self.path / name)  # without a time it is the file server's
+        os.utime(self.path / name)  # without a time argument the file server's clock counts
 
     def now(self) -> float:
         with new_file(self.path) as (file, _):
             return os.fstat(file.fileno()).st_mtime
 
-    def _scan(self, wanted: Callable[[str], bool]) -> Iterator[File]:
+    def _scan(self, matches: Callable[[str], bool]) -> Iterator[File]:
         try:
             found = os.scandir(self.path)
         except FileNotFoundError:
@@ -92,11 +92,11 @@ class LocalFolder:
         with found:
             for item in found:
                 # By name first: asking a file server about each file costs a round trip.
-                if not wanted(item.name):
+                if not matches(item.name):
                     continue
                 try:
                     status = item.stat(follow_symlinks=False)
-                except OSError:  # pruned by another process, or one that cannot be told about: the others can
+                except OSError:  # pruned by another process, or without a status: the others have one
                     continue
                 if stat.S_ISREG(status.st_mode):
                     yield File(item.name, status.st_size, status.st_mtime)

@@ -1,11 +1,12 @@
-"""What survives a restart: compiled graphs on disk, loaded in place of compiling.
+"""Compiled graphs saved on disk and loaded in place of compiling, so that they survive a restart.
 
-The disk is a hint. Whatever is wrong with it, or with what lies there, costs the time to compile and
-nothing else; the reason is counted, and said in the log where somebody could mend it.
+The disk is a hint. Whatever is wrong with it, or with what is on it, costs the time to compile and nothing else; the
+reason is counted, and logged where somebody could fix it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import logging
 import threading
@@ -19,16 +20,15 @@ import torch
 from ..cache.graph_cache import GraphCache, shared
 from ..compile.backend import NotSavable
 from ..compile.compiled_graph import CompiledGraph, Facts
-from ..core.circuit_breaker import Patience
+from ..core.circuit_breaker import CircuitBreaker
 from ..core.errors import pass_on
 from ..core.events import emit
 from ..core.settings import DEFAULT_STORE_MB
 from . import key as store_key
-from . import location
-from . import manifest as store_entry
+from . import location, manifest
 from .folder import Folder
 from .key import NotPortable
-from .manifest import DATA, LARGEST_MANIFEST, MANIFEST, BadEntry, Manifest
+from .manifest import MANIFEST, BadEntry, Manifest
 from .prune import prune
 from .signing import NoSecret, Seals, seals
 
@@ -40,21 +40,20 @@ log = logging.getLogger("accel")
 NOTHING_SAVED = "nothing was saved of it yet"
 
 _PRUNE_EVERY = 16
-"""Saves between two looks at the folder's size."""
+"""Saves between two checks of the folder's size."""
 
 _MOST_REASONS = 256
-"""Kept for the report; a message may hold a name that is another each time."""
+"""Kept for the report; a message may contain a name that is different each time."""
 
 _MOST_ALIKE = 4
-"""Graphs that are kept of one key for one environment, and opened for one call: each may take a second."""
+"""Graphs kept of one key for one environment, and opened for one call: each may take a second."""
 
-
-_MOST_LOOKED_AT = 64
-"""Manifests of one key that are read for one call: who can write the folder can put any number there."""
+_MOST_MANIFESTS = 64
+"""Manifests of one key read for one call: whoever can write the folder can put any number there."""
 
 
 def attach(cache: GraphCache, find_home: Callable[[], Path | None]) -> None:
-    """Give the process' shared cache its store, once; a cache of somebody's own keeps what it has. Touches no disk.
+    """Give the process' shared cache its store, once; any other cache keeps what it has. Touches no disk.
 
     find_home: gives the folder for the secret and the graphs, which may not exist yet; None where there is none.
     """
@@ -74,7 +73,7 @@ class GraphStore:
     """Saved graphs of one folder. Nothing is read or written before the first `load` or `save`.
 
     folder: of the files. secret: the file with this installation's secret.
-    max_bytes: gives what the folder may hold; the least recently used go first. 0 saves nothing.
+    max_bytes: gives what the folder may hold; the least recently used graphs are evicted. 0 saves nothing.
     """
 
     def __init__(
@@ -87,8 +86,8 @@ class GraphStore:
         self._seals: Seals | None = None
         self._loaded = 0
         self._saved = 0
-        self._loading = Patience()
-        self._saving = Patience()
+        self._loading = CircuitBreaker()
+        self._saving = CircuitBreaker()
         self._distrusted: set[str] = set()
         self._own: set[str] = set()
         self._misses: dict[tuple[str, str], int] = {}
@@ -110,40 +109,29 @@ class GraphStore:
         build: makes the graph; called only with bytes that this installation sealed.
         values: those of the call (`tree_spec.without_values`).
         interrupts: exceptions that mean "stop the run": no other is ever raised.
-        could_fit: whether one with these facts might fit; those of others are not opened.
+        could_fit: whether a graph with these facts might fit; others are not opened.
         """
-        if key.backend != "inductor" or self._loading.is_out:
+        if key.backend != "inductor" or self._loading.is_open:
             return None
-        try:
+        with self._failing_open(name, "the store cannot be read", self._loading, interrupts):
             digest, here = store_key.key_digest(key, values), store_key.environment(devices)
             return self._load(digest, here, name, build, fits, interrupts, could_fit)
-        except NotPortable as reason:
-            self._note(name, f"not kept: {reason}")
-        except (OSError, NoSecret) as error:
-            pass_on(error, interrupts)
-            self._loading.failed()
-            self._note(name, f"the store cannot be read: {error}", logging.WARNING)
-        except Exception as error:
-            pass_on(error, interrupts)
-            # Reading the environment asks torch much, of which any version may have changed something.
-            self._note(name, f"looking in the store failed: {type(error).__name__}: {error}", logging.WARNING)
         return None
 
     def _load(self, digest, here, name, build, fits, interrupts, could_fit) -> CompiledGraph | None:
         opened = failures = 0
         reason, level = NOTHING_SAVED, logging.DEBUG
         for stem in self._stems(digest):
-            if opened >= _MOST_ALIKE or self._loading.is_out:
+            if opened >= _MOST_ALIKE or self._loading.is_open:
                 break
             if stem in self._distrusted:
                 reason, level = "what was saved of it failed in this process", logging.DEBUG
                 continue
             try:
-                manifest = self._manifest(stem, here)
-                facts = _facts(manifest.facts)
+                found = self._manifest(stem, here)
+                facts = _facts(found.facts)
                 if could_fit(facts):
-                    data = self._folder.read(stem + DATA, manifest.size)
-                    store_entry.check_bytes(manifest, data)
+                    data = manifest.read_data(self._folder, found)
                     opened += 1
                     graph = self._build(build, stem, data, facts, interrupts)
                     if fits(graph):
@@ -152,15 +140,13 @@ class GraphStore:
                 reason, level = "what was saved of it does not fit this call", logging.DEBUG
             except BadEntry as bad:
                 reason, level = str(bad), bad.level
-            except FileNotFoundError:
-                reason, level = "a part of it is missing", logging.DEBUG
             except OSError as error:
                 pass_on(error, interrupts)
                 failures += 1
-                self._loading.failed()
+                self._loading.record_failure()
                 reason, level = f"it cannot be read: {error}", logging.WARNING
         if not failures:
-            self._loading.succeeded()
+            self._loading.record_success()
         self._note(name, reason, level)
         return None
 
@@ -172,86 +158,88 @@ class GraphStore:
         graph: CompiledGraph,
         interrupts: tuple[type[BaseException], ...] = (),
     ) -> bool:
-        """Keep a graph that was just compiled; whether that was done. Nothing but `interrupts` is ever raised.
+        """Save a graph that was just compiled; whether that was done. Raises nothing but `interrupts`.
 
-        On the caller's thread: writing takes milliseconds after a compilation of seconds, and a process
-        that ends right after its first image has lost nothing.
+        Runs on the caller's thread: writing takes milliseconds after a compilation of seconds, and a process that
+        ends right after its first image has lost nothing.
         """
-        save, graph.save = graph.save, None  # it holds on to all that was needed for compiling
-        if save is None or self._saving.is_out:
+        save, graph.save = graph.save, None  # it references all that was needed for compiling
+        if save is None or self._saving.is_open:
             return False
-        try:
+        with self._failing_open(name, "not saved", self._saving, interrupts):
             if not self._max_bytes():
                 return False
             digest, here = store_key.key_digest(key, graph.facts.values), store_key.environment(devices)
             data = save()
-            manifest = store_entry.describe(digest, name, here, asdict(graph.facts), data)
+            made = manifest.describe(digest, name, here, asdict(graph.facts), data)
             self._make_room(digest, here)
-            store_entry.write(self._folder, self._make_seals(), manifest, data)
-        except (NotPortable, NotSavable) as reason:
-            pass_on(reason, interrupts)
-            self._note(name, f"not kept: {reason}")
-        except (OSError, NoSecret, BadEntry) as error:
-            pass_on(error, interrupts)
-            self._saving.failed()
-            self._note(name, f"not saved: {error}", logging.WARNING)
-        except Exception as error:
-            pass_on(error, interrupts)
-            self._note(name, f"not saved: {type(error).__name__}: {error}", logging.WARNING)
-        else:
-            graph.saved_as = manifest.stem
-            self._note_saved(manifest.stem)
+            manifest.write(self._folder, self._make_seals(), made, data)
+            graph.saved_as = made.stem
+            self._note_saved(made.stem)
             return True
         return False
 
     def distrust(self, stem: str) -> bool:
-        """Not to load this graph again in this process, since it failed; whether compiling may do better.
+        """Stop loading this graph in this process, since it failed; whether compiling anew may do better.
 
-        It may unless this process made the graph, which then is deleted. Another's stays: it may be right where
-        its maker is, and where it is not, what is compiled in its place is saved later, and so looked at first.
+        It may, unless this process made the graph, which is then deleted. A graph of another process stays: it may be
+        right where it was made, and where it is not, the graph compiled in its place is newer and so found first.
         """
         with self._lock:
             self._distrusted.add(stem)
             is_own = stem in self._own
         if is_own:
-            store_entry.remove(self._folder, stem)
+            manifest.remove(self._folder, stem)
         return not is_own
 
     def statistics(self) -> dict[str, Any]:
-        """The folder, graphs loaded and saved by this process, and why others were not: JSON."""
+        """The folder, the graphs loaded and saved by this process, and why others were not, as JSON."""
         with self._lock:
             misses = [{"block": block, "reason": reason, "count": n} for (block, reason), n in self._misses.items()]
             return {"folder": str(self._folder), "loaded": self._loaded, "saved": self._saved, "misses": misses}
 
+    @contextlib.contextmanager
+    def _failing_open(
+        self, name: str, failed: str, breaker: CircuitBreaker, interrupts: tuple[type[BaseException], ...]
+    ) -> Iterator[None]:
+        """Note why the work inside failed, in place of raising it. failed: what to say before the error."""
+        try:
+            yield
+        except Exception as error:
+            pass_on(error, interrupts)
+            if isinstance(error, (NotPortable, NotSavable)):
+                self._note(name, f"not kept: {error}")
+            elif isinstance(error, (OSError, NoSecret, BadEntry)):
+                breaker.record_failure()
+                self._note(name, f"{failed}: {error}", logging.WARNING)
+            else:  # any version of torch may have changed something of what the environment asks it
+                self._note(name, f"{failed}: {type(error).__name__}: {error}", logging.WARNING)
+
     def _stems(self, digest: str) -> Iterator[str]:
-        """The entries of a key, the one used last first."""
+        """The entries of a key, most recently used first."""
         found = [file for file in self._folder.files(digest) if file.name.endswith(MANIFEST)]
-        for file in heapq.nlargest(_MOST_LOOKED_AT, found, key=lambda file: file.used):
+        for file in heapq.nlargest(_MOST_MANIFESTS, found, key=lambda file: file.used):
             yield file.name.removesuffix(MANIFEST)
 
     def _manifest(self, stem: str, here: dict[str, str]) -> Manifest:
-        """An entry's manifest, sealed with our secret and good for this environment; BadEntry otherwise."""
-        manifest, seal = store_entry.read_manifest(self._folder.read(stem + MANIFEST, LARGEST_MANIFEST))
-        if manifest.stem != stem:
-            raise BadEntry("it is not what its name says")
-        store_entry.check_seal(self._make_seals(), manifest, seal)
-        other = store_key.difference(here, manifest.environment)
+        """An entry's manifest, sealed with our secret and valid in this environment; raises BadEntry otherwise."""
+        found, seal = manifest.read(self._folder, stem)
+        manifest.check_seal(self._make_seals(), found, seal)
+        other = store_key.difference(here, found.environment)
         if other is not None:
             raise BadEntry(other)
-        return manifest
+        return found
 
     def _make_room(self, digest: str, here: dict[str, str]) -> None:
-        """Of a key's graphs for this environment, let those go that would never be looked at once there is another."""
+        """Delete a key's graphs for this environment that one more would keep from ever being looked at."""
         stems = list(self._stems(digest))
         alike = []
         for stem in stems if len(stems) >= _MOST_ALIKE else ():
-            try:
+            with contextlib.suppress(BadEntry):
                 self._manifest(stem, here)
-            except (BadEntry, FileNotFoundError):
-                continue
-            alike.append(stem)
+                alike.append(stem)
         for stem in alike[_MOST_ALIKE - 1 :]:
-            store_entry.remove(self._folder, stem)
+            manifest.remove(self._folder, stem)
 
     def _build(self, build, stem: str, data: bytes, facts: Facts, interrupts) -> CompiledGraph:
         try:
@@ -260,7 +248,7 @@ class GraphStore:
             raise BadEntry(f"there was too little memory for it: {error}") from error
         except Exception as error:
             pass_on(error, interrupts)
-            # Torch's own reading of its bytes, and the kernels' libraries: any exception, and all mean the same.
+            # Torch reading its own bytes, and the kernels' libraries, raise anything; it all means the same.
             self._distrusted.add(stem)
             raise BadEntry(f"it cannot be loaded: {type(error).__name__}: {error}", logging.WARNING) from error
 
@@ -268,19 +256,17 @@ class GraphStore:
         graph.saved_as = stem
         with self._lock:
             self._loaded += 1
-        self._loading.succeeded()
-        try:
+        self._loading.record_success()
+        with contextlib.suppress(OSError):  # a read-only folder serves all the same
             self._folder.touch(stem + MANIFEST)
-        except OSError:
-            pass  # a folder that is read-only: it may be used all the same
 
     def _note_saved(self, stem: str) -> None:
         with self._lock:
             self._saved += 1
             self._own.add(stem)
-            look = self._saved % _PRUNE_EVERY == 1
-        self._saving.succeeded()
-        if look:
+            is_due = self._saved % _PRUNE_EVERY == 1
+        self._saving.record_success()
+        if is_due:
             try:
                 prune(self._folder, self._max_bytes())
             except OSError as error:
@@ -292,7 +278,8 @@ class GraphStore:
         return self._seals
 
     def _note(self, name: str, reason: str, level: int = logging.DEBUG) -> None:
-        reason = store_entry.printable(reason)
+        """Count a miss, and log the first of each reason."""
+        reason = manifest.printable(reason)
         with self._lock:
             if (name, reason) not in self._misses and len(self._misses) >= _MOST_REASONS:
                 return

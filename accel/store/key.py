@@ -1,4 +1,4 @@
-"""What must be equal for an artifact made elsewhere to be right here: the key of its graph, and the environment."""
+"""When an artifact made elsewhere is valid here: the digest of its graph's key, and the environment."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from ..fingerprint.graph_key import GraphKey
 
 _PACKAGES = ("cache", "compile", "core", "dispatch", "fingerprint", "modules", "signature")
-"""Of the engine: their code decides what is in an artifact, and which calls it is right for."""
+"""Packages of the engine whose code decides what is in an artifact, and which calls it is valid for."""
 
 _PASSES = ("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass") + (
     *("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "_pre_fusion_custom_pass", "_post_fusion_custom_pass"),
 )
-"""Settings of inductor that take code of the person's own."""
+"""Settings of inductor that take custom code."""
 
 _ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")
 
 
 class NotPortable(Exception):
-    """What is compiled is good in this process alone; the message says why."""
+    """The graph is valid in this process alone; the message says why."""
 
 
 def key_digest(key: GraphKey, values: tuple[str, ...] = ()) -> str:
-    """A name for the key, and for the values that its graph is good for, that is the same in every process.
+    """A digest of the key, and of the values that its graph is valid for, that is the same in every process.
 
     Raises:
-        NotPortable: the key means something in this process alone, or its code could change unseen.
+        NotPortable: the key has a meaning in this process alone, or its code could change unnoticed.
     """
     kind = key.kind
     if kind.opaque:
@@ -50,7 +50,7 @@ def key_digest(key: GraphKey, values: tuple[str, ...] = ()) -> str:
     content = repr(
         (kind.digest, code, kind.weights, kind.varying, key.call, key.inputs, key.backend, key.sizes, values)
     )
-    if " at 0x" in content:  # an object that says no more of itself than where it lies
+    if " at 0x" in content:  # the repr of an object that shows only its address
         raise NotPortable("it is called with an object that has no name outside of this process")
     return hashlib.sha256(content.encode()).hexdigest()[:24]
 
@@ -63,11 +63,10 @@ def engine_folders() -> list[str]:
 def environment(devices: Iterable[torch.device]) -> dict[str, str]:
     """What an artifact for these devices depends on beside its key, each as text.
 
-    Not among it: the driver, since what is saved is machine code for the GPU, which every driver
-    that runs this torch takes.
+    The driver is not part of it: the saved machine code runs with every driver that runs this torch.
 
     Raises:
-        NotPortable: something among it means something in this process alone.
+        NotPortable: part of it has a meaning in this process alone.
     """
     return {
         **_software(),
@@ -77,7 +76,7 @@ def environment(devices: Iterable[torch.device]) -> dict[str, str]:
 
 
 def difference(here: dict[str, str], there: object) -> str | None:
-    """What stands between two environments, in words; None when they are equal."""
+    """The first difference between two environments, in words; None when they are equal."""
     if not isinstance(there, dict):
         return "it does not say where it was made"
     for name in sorted({*here, *there}, key=lambda name: (name != "torch", name)):
@@ -94,7 +93,7 @@ def _software() -> dict[str, str]:
         raise NotPortable(str(unknown)) from None
     return {
         "engine": engine,
-        # Bytecode is saved, and libraries for this interpreter's interface.
+        # Bytecode is saved, and libraries for this interpreter's ABI.
         "python": f"{sys.implementation.cache_tag} {platform.python_version()} {sysconfig.get_config_var('SOABI')}",
         "system": f"{sys.platform} {platform.machine()} {'-'.join(platform.libc_ver())}",
         "torch": f"{torch.__version__} {torch.version.git_version}",
@@ -102,7 +101,7 @@ def _software() -> dict[str, str]:
 
 
 def _device(kind: str, index: int | None) -> str:
-    # Kernels for the processor are made for a number of threads.
+    # CPU kernels are generated for a number of threads.
     return f"cpu {_processor()} {torch.get_num_threads()} threads" if kind == "cpu" else _accelerator(kind, index)
 
 
@@ -120,7 +119,7 @@ def _accelerator(kind: str, index: int | None) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _processor() -> str:
-    """The processor's instruction sets: kernels are built for exactly these."""
+    """The CPU's instruction sets: kernels are built for exactly these."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             line = next(line for line in lines if line.lower().startswith(("flags", "features")))
@@ -131,7 +130,7 @@ def _processor() -> str:
 
 
 def _options() -> str:
-    """Torch's settings that change what is traced or generated, as a digest."""
+    """A digest of torch's settings that change what is traced or generated."""
     from torch._functorch import config as functorch
     from torch._inductor import config
 
@@ -152,19 +151,19 @@ def _options() -> str:
         matmul.allow_bf16_reduced_precision_reduction,
         torch.backends.mkldnn.enabled,
         _asked(getattr(attention, "fp16_bf16_reduction_math_sdp_allowed", None)),
-        # Which attention is taken is decided when the block is traced.
+        # The attention backend is chosen when the block is traced.
         *(_asked(getattr(attention, f"{name}_sdp_enabled", None)) for name in _ATTENTIONS),
     )
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
 
 
 def _shared(config: Any) -> list[tuple[str, str]]:
-    """A module's settings that decide what is generated, and not how many processes do so, or in which folder."""
+    """A module's settings that decide what is generated; not how many processes do so, or in which folder."""
     return sorted((name, repr(value)) for name, value in config.save_config_portable().items())
 
 
 def _asked(setting: Callable[[], Any] | None) -> Any:
-    """What torch says of a setting; that it cannot say is an answer too, after it was set through another name."""
+    """The value of a setting. An error counts as one too: torch raises where it was set through another name."""
     try:
         return setting() if setting is not None else None
     except (AttributeError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""One saved graph: its bytes, and beside them a manifest in JSON that says what they are, sealed."""
+"""One saved graph: its bytes, and beside them a sealed manifest in JSON that says what they are."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class BadEntry(Exception):
-    """The entry must not be used; the message says why, in text that may go to a terminal.
+    """The entry must not be used; the message says why, in text that is safe for a terminal.
 
-    level: at which the log says so. Most reasons are nobody's fault: another torch, another machine's graphs.
+    level: of the log line. Most reasons are nobody's fault: another torch, another machine's graphs.
     """
 
     def __init__(self, reason: str, level: int = logging.DEBUG):
@@ -38,7 +38,7 @@ class BadEntry(Exception):
 class Manifest:
     """What is known of an artifact without opening it.
 
-    key: of its graph (`store_key.key_digest`). name: of its kind, for people. environment: where it is right.
+    key: of its graph (`key.key_digest`). name: of its kind, for people. environment: where it is valid.
     facts: `compiled_graph.Facts`, as JSON. size: bytes. sha256: of the bytes, in hexadecimal.
     """
 
@@ -51,11 +51,11 @@ class Manifest:
 
     @property
     def stem(self) -> str:
-        """The name of both files without its end; different bytes never share one."""
+        """The name of both files without the suffix; different bytes never share one."""
         return f"{self.key}-{self.sha256[:12]}"
 
     def canonical(self) -> bytes:
-        """The same bytes for equal manifests: what a seal is made over."""
+        """The same bytes for equal manifests, which the seal covers."""
         return json.dumps({"format": FORMAT, **vars(self)}, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -64,20 +64,20 @@ def describe(key: str, name: str, environment: dict[str, str], facts: dict[str, 
 
 
 def write(folder: Folder, seals: Seals, manifest: Manifest, data: bytes) -> None:
-    """The bytes first: a manifest without bytes is what a reader must never find.
+    """Write the bytes, then the sealed manifest: a reader must never find a manifest without its bytes.
 
     Raises:
-        OSError: it cannot be done. BadEntry: nobody would read it again.
+        OSError: a file cannot be written. BadEntry: the manifest could not be read again.
     """
     text = manifest.canonical()
     sealed = json.dumps({**json.loads(text), "seal": seals.make(text)}, indent=1).encode()
-    read_manifest(sealed)
+    parse(sealed)
     folder.write(manifest.stem + DATA, data)
     folder.write(manifest.stem + MANIFEST, sealed)
 
 
 def remove(folder: Folder, stem: str) -> bool:
-    """Delete an entry, its manifest first; whether that was done. What cannot be deleted stays."""
+    """Delete an entry, its manifest first; whether that was possible. What cannot be deleted stays."""
     with contextlib.suppress(OSError):
         folder.remove(stem + MANIFEST)
         folder.remove(stem + DATA)
@@ -85,17 +85,40 @@ def remove(folder: Folder, stem: str) -> bool:
     return False
 
 
-def read_manifest(text: bytes) -> tuple[Manifest, object]:
-    """A manifest and its seal, neither checked: anybody may have written what it says.
+def read(folder: Folder, stem: str) -> tuple[Manifest, object]:
+    """An entry's manifest and its seal, neither checked (`check_seal`): anybody may have written them.
 
     Raises:
-        BadEntry: it is not one.
+        OSError: it cannot be read. BadEntry: it is missing, damaged, or another entry's.
+    """
+    manifest, seal = parse(_read(folder, stem + MANIFEST, LARGEST_MANIFEST))
+    if manifest.stem != stem:
+        raise BadEntry("it is not what its name says")
+    return manifest, seal
+
+
+def read_data(folder: Folder, manifest: Manifest) -> bytes:
+    """An entry's bytes, as its manifest describes them.
+
+    Raises:
+        OSError: they cannot be read. BadEntry: they are missing or changed.
+    """
+    data = _read(folder, manifest.stem + DATA, manifest.size)
+    check_bytes(manifest, data)
+    return data
+
+
+def parse(text: bytes) -> tuple[Manifest, object]:
+    """The manifest in a JSON text, and its seal; None where it has no seal, as in a bundle.
+
+    Raises:
+        BadEntry: the text is no manifest.
     """
     try:
         if len(text) > LARGEST_MANIFEST:
             raise ValueError
         fields = json.loads(text, parse_constant=_refuse)
-        seal, version = fields.pop("seal"), fields.pop("format")
+        seal, version = fields.pop("seal", None), fields.pop("format")
         if type(version) is not int:
             raise ValueError
         if version != FORMAT:
@@ -105,7 +128,7 @@ def read_manifest(text: bytes) -> tuple[Manifest, object]:
             raise ValueError
         if not (_KEY.fullmatch(manifest.key) and _SHA256.fullmatch(manifest.sha256)):
             raise ValueError
-        if not all(type(value) is str for value in manifest.environment.values()) or not _plain(manifest.facts):
+        if not all(type(value) is str for value in manifest.environment.values()) or not _is_shallow(manifest.facts):
             raise ValueError
         if not 0 <= manifest.size <= LARGEST_DATA:
             raise BadEntry(printable(f"it has {manifest.size} bytes, and may have {LARGEST_DATA}"))
@@ -115,33 +138,40 @@ def read_manifest(text: bytes) -> tuple[Manifest, object]:
 
 
 def check_seal(seals: Seals, manifest: Manifest, seal: object) -> None:
-    """Raises BadEntry unless what the manifest says was sealed with our secret; that holds its bytes' SHA-256."""
+    """Raise BadEntry unless the manifest was sealed with our secret; it covers the bytes by their SHA-256."""
     if not seals.check(seal, manifest.canonical()):
         raise BadEntry("another installation made it, or somebody changed it: it is not opened")
 
 
 def check_bytes(manifest: Manifest, data: bytes) -> None:
-    """Raises BadEntry where these are not the manifest's bytes. Says nothing about who made them."""
+    """Raise BadEntry unless these are the manifest's bytes. Says nothing about who made them."""
     if len(data) != manifest.size:
         raise BadEntry(f"it has {len(data)} bytes of {manifest.size}")
     if hashlib.sha256(data).hexdigest() != manifest.sha256:
         raise BadEntry("its bytes have changed since they were saved")
 
 
-def _refuse(constant: str) -> None:
-    """Infinity and the like are in no JSON but Python's."""
-    raise ValueError(constant)
-
-
-def _plain(value: Any, depth: int = 4) -> bool:
-    """Whether JSON is as shallow as facts are; deep enough, it could be read and yet not written again."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return not isinstance(value, list) or bool(depth) and all(_plain(item, depth - 1) for item in value)
-
-
 def printable(text: str, longest: int = 300) -> str:
-    """Text of anybody's on one line that steers no terminal and fills no log. longest: characters."""
+    """Untrusted text on one line, safe for terminals and logs. longest: characters."""
     text = " ".join(text[: 4 * longest].split())
     text = text if len(text) <= longest else text[: longest - 3] + "..."
     return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _read(folder: Folder, name: str, largest: int) -> bytes:
+    try:
+        return folder.read(name, largest)
+    except FileNotFoundError:
+        raise BadEntry("a part of it is missing") from None
+
+
+def _refuse(constant: str) -> None:
+    """Infinity and NaN are JSON to Python alone."""
+    raise ValueError(constant)
+
+
+def _is_shallow(value: Any, depth: int = 4) -> bool:
+    """Whether JSON is no deeper than facts are; deep enough, it could be read and not written again."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return not isinstance(value, list) or bool(depth) and all(_is_shallow(item, depth - 1) for item in value)

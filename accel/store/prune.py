@@ -1,4 +1,4 @@
-"""Keeping a store's folder within a number of bytes."""
+"""Eviction of the least recently used graphs, until a store's folder is within its limit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .folder import File, Folder
 from .manifest import DATA, MANIFEST
 
 LEFTOVER = 3600.0
-"""Seconds after which an unfinished file, or half an entry, is nobody's any more."""
+"""Seconds after which an unfinished file, or half an entry, counts as abandoned."""
 
 _ENTRY = re.compile(f"([0-9a-f]+-[0-9a-f]+)({re.escape(MANIFEST)}|{re.escape(DATA)})")
-"""The names of an entry's files. A folder named by mistake may hold JSON of other programs."""
+"""The names of an entry's files. A folder named by mistake may contain JSON of other programs."""
 
 
 def prune(folder: Folder, max_bytes: int) -> int:
-    """Delete the entries used longest ago until the others fit, and what processes that were killed have left.
+    """Delete the least recently used entries until the rest fits, and what killed processes left behind.
 
-    Returns the number of entries deleted. Files that are no entry's are left alone, and so is what cannot be deleted.
+    Returns the number of entries deleted. Leaves alone files of no entry, and what cannot be deleted.
 
     Raises:
         OSError: the folder cannot be read.
@@ -43,7 +43,7 @@ def prune(folder: Folder, max_bytes: int) -> int:
 
 
 def _sweep(folder: Folder, leftovers: list[File]) -> None:
-    """Delete those that are old; another process may be about to finish the others."""
+    """Delete the old ones; another process may be about to finish the others."""
     with contextlib.suppress(OSError):  # no clock where nothing can be written, and nothing to delete either
         now = folder.now() if leftovers else 0.0
         for file in leftovers:

@@ -1,4 +1,4 @@
-"""The store's files in an object store, or whatever else the package fsspec reaches."""
+"""The store's files in an object store, or wherever else the package fsspec reaches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..core.atomic_file import UNFINISHED, UNFINISHED_NAME
 from .folder import File
 
 _USER = re.compile(r"(?<=://)[^\s'\"]*:[^\s'\"]*@|(?<=://)[^\s'\"/]*@")
-"""What stands before the host in an address: a name and a password, of which either may be odd."""
+"""The user name and password before the host of an address, either of which may have any characters."""
 
 
 class RemoteFolder:
-    """A folder by its address, such as s3://bucket/graphs; credentials are fsspec's and its backend's matter.
+    """A folder by its address, such as s3://bucket/graphs; credentials are up to fsspec and its backend.
 
-    Object stores show an object only when it is whole, and that is all that is relied on. They do not
-    note when one was read: what was written longest ago is deleted first there.
+    Relies only on objects being visible once they are complete. Object stores do not record reads: there, what was
+    written longest ago is evicted first.
     """
 
     def __init__(self, address: str):
@@ -54,7 +54,7 @@ class RemoteFolder:
         elif size > largest:
             raise OSError(f"{name} has {size} bytes, more than {largest}")
         if size == 0:
-            return b""  # of which no range can be asked
+            return b""  # has no range to request
         with self._connected() as files:
             data = files.cat_file(path, start=0, end=size)
         if len(data) > largest:
@@ -67,7 +67,7 @@ class RemoteFolder:
             try:
                 files.pipe_file(f"{root}/{name}", data)
             except FileNotFoundError:
-                # A file server, unlike an object store, wants the folder first. No bucket is ever made.
+                # A file server, unlike an object store, needs the folder first. No bucket is ever created.
                 if "/" not in root:
                     raise
                 files.mkdir(root, create_parents=False)
@@ -96,7 +96,7 @@ class RemoteFolder:
         with self._connected() as files:
             files.invalidate_cache(root)
             try:
-                # Only some backends can ask for names that begin so; the others list all.
+                # Only some backends can filter by prefix; the others list everything.
                 if prefix and "prefix" in inspect.signature(files.find).parameters:
                     found = files.find(root, detail=True, prefix=prefix).values()
                 else:
@@ -115,7 +115,7 @@ class RemoteFolder:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Any]:
-        """The file system; whatever goes wrong there is an OSError here, without the address' password.
+        """The file system; any error of it becomes an OSError without the address's password.
 
         Backends raise exceptions of their own packages, which this one does not know.
         """
@@ -126,26 +126,26 @@ class RemoteFolder:
                 self._files, self._root = fsspec.core.url_to_fs(self._address)
             yield self._files
         except FileNotFoundError as error:
-            raise FileNotFoundError(self._told(error)) from error
+            raise FileNotFoundError(self._redacted(error)) from error
         except ImportError as error:
-            raise OSError(f"{self} needs a package: {self._told(error)}") from error
+            raise OSError(f"{self} needs a package: {self._redacted(error)}") from error
         except Exception as error:
-            raise OSError(f"{self}: {type(error).__name__}: {self._told(error)}") from error
+            raise OSError(f"{self}: {type(error).__name__}: {self._redacted(error)}") from error
 
-    def _told(self, error: Exception) -> str:
-        """The error's text without what the address holds of names, passwords and tokens."""
-        told = str(error)
+    def _redacted(self, error: Exception) -> str:
+        """The error's text without the names, passwords and tokens of the address."""
+        text = str(error)
         private = [self._address.partition("?")[2]]
         for user in _USER.findall(self._address):
             private += [user, user.removesuffix("@").partition(":")[2]]
-        for text in private:
-            for form in (text, unquote(text), quote(text), quote(text, safe="")):
-                told = told.replace(form, "***") if form else told
-        return _USER.sub("", told)
+        for secret in private:
+            for form in (secret, unquote(secret), quote(secret), quote(secret, safe="")):
+                text = text.replace(form, "***") if form else text
+        return _USER.sub("", text)
 
 
 def _seconds(item: dict[str, Any]) -> float:
-    """When it was written, in seconds since 1970; backends name and type it differently."""
+    """The time of writing in seconds since 1970, which each backend names and types differently."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
         moment = item.get(name)
         if isinstance(moment, str):

@@ -1,7 +1,7 @@
-"""Which artifacts are ours: a secret of this installation, and seals made with it.
+"""Seals of artifacts, and the secret of this installation that makes them.
 
 An artifact is code, and reading it runs it. So each carries a seal, an HMAC-SHA256 over its manifest, which
-holds the SHA-256 of its bytes. Only the holder of the secret can make one, and nothing without one is opened.
+contains the SHA-256 of its bytes. Only the holder of the secret can make one, and nothing without one is opened.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ..core.atomic_file import opened, write_new
 
 KEY_VARIABLE = "ACCEL_STORE_KEY"
 SHORTEST_KEY = 16
-"""Characters of a key given by a person; fewer could be guessed."""
+"""Characters of a key that a person chose; fewer could be guessed."""
 
-_PATIENCE = 1.0
-"""Seconds for another process to finish the secret that it has begun to write."""
+_WAIT = 1.0
+"""Seconds for another process to finish writing the secret."""
 
 
 class NoSecret(Exception):
-    """There is no secret to be had, so nothing can be saved or trusted; the message says why and what helps."""
+    """There is no usable secret, so nothing can be saved or trusted; the message says why and what helps."""
 
 
 class Seals:
-    """Makes and checks seals. secret: 32 bytes. source: where it comes from, for people."""
+    """Makes and checks seals. secret: 32 bytes. source: where the secret comes from, for people."""
 
     def __init__(self, secret: bytes, source: str = ""):
         self._secret = secret
@@ -46,21 +46,21 @@ class Seals:
 def seals(file: Path | None, make: bool = True) -> Seals:
     """Seals with the key in ACCEL_STORE_KEY, which a fleet shares, or else with this installation's own secret.
 
-    file: holds the secret; None where no installation is known. make: write a new one where there is none.
+    file: of the secret; None where no installation is known. make: write a new secret where there is none.
 
     Raises:
-        NoSecret: the key is too short; the file can be neither read nor made, or others can read it.
+        NoSecret: the key is too short; the file can be neither read nor written, or others can read it.
     """
     key = os.environ.get(KEY_VARIABLE)
     if key is not None:
         return Seals(_derived(key.strip()), f"the key in {KEY_VARIABLE}")
     if file is None:
-        raise NoSecret(f"no ComfyUI is known whose secret could be used: set {KEY_VARIABLE}, or name its folder")
+        raise NoSecret(f"no installation is known whose secret could be used: set {KEY_VARIABLE}, or name its folder")
     return Seals(_own_secret(file, make), str(file))
 
 
 def _derived(key: str) -> bytes:
-    """32 bytes of a key given by a person; slowly, since whoever sees a manifest can try keys against its seal."""
+    """32 bytes from a key that a person chose; slow, since whoever sees a manifest can try keys against its seal."""
     if len(key) < SHORTEST_KEY:
         raise NoSecret(f"{KEY_VARIABLE} has {len(key)} characters: give it {SHORTEST_KEY} at least")
     text = key.encode(errors="surrogateescape")
@@ -76,12 +76,12 @@ def _own_secret(file: Path, make: bool) -> bytes:
             secret = _read(file)
         except FileNotFoundError:
             if not make:
-                raise NoSecret(f"there is no secret in {file}: ComfyUI makes one when it first saves a graph") from None
+                raise NoSecret(f"there is no secret in {file}: the first graph that is saved makes one") from None
             try:
                 write_new(file, secrets.token_hex(32).encode(), mode=0o600)
             except FileExistsError:
                 pass
-            secret = _read(file)  # another process' own, where that was first
+            secret = _read(file)  # of another process, where that one was first
     except OSError as error:
         raise NoSecret(f"the secret in {file} cannot be read or made ({error.strerror or error})") from error
     if secret is None:
@@ -90,10 +90,10 @@ def _own_secret(file: Path, make: bool) -> bytes:
 
 
 def _read(file: Path) -> bytes | None:
-    """The secret in a file of ours alone; None where it holds none."""
-    give_up = time.monotonic() + _PATIENCE
+    """The secret in a file that only we can read; None where the file has none."""
+    deadline = time.monotonic() + _WAIT
     while True:
-        # Opened once: what is asked about the file must be true of the one that is read.
+        # Opened once: what the status says must be true of the file that is read.
         with opened(file, links=True) as (secret, status):
             if os.name == "posix" and (status.st_mode & 0o077 or status.st_uid != os.geteuid()):
                 raise NoSecret(
@@ -101,8 +101,8 @@ def _read(file: Path) -> bytes | None:
                     f"which is the way on a file system without modes"
                 )
             text = secret.read(1024).strip()
-        # Where files cannot be linked, a new secret has its name for a moment before its bytes.
-        if text or time.monotonic() > give_up:
+        # Without hard links a new secret has its name for a moment before its bytes.
+        if text or time.monotonic() > deadline:
             break
         time.sleep(0.02)
     try:

@@ -54,9 +54,9 @@ def check_every_entry(folder):
     seals = signing.seals(folder / "secret")
     manifests = {}
     for name in [file.name for file in files.files() if file.name.endswith(".json")]:
-        manifest, seal = store_entry.read_manifest(files.read(name, store_entry.LARGEST_MANIFEST))
+        manifest, seal = store_entry.read(files, name.removesuffix(store_entry.MANIFEST))
         store_entry.check_seal(seals, manifest, seal)
-        store_entry.check_bytes(manifest, files.read(manifest.stem + ".bin", manifest.size))
+        store_entry.read_data(files, manifest)
         manifests[manifest.stem] = manifest
     return manifests
 

@@ -193,7 +193,7 @@ def test_text_of_anybody_is_made_printable():
     assert len(store_entry.printable("x" * 10**6)) == 300
     hostile = b'{"seal": "", "format": ' + b"9" * 4000 + b"}"
     with pytest.raises(store_entry.BadEntry) as bad:
-        store_entry.read_manifest(hostile)
+        store_entry.parse(hostile)
     assert len(str(bad.value)) <= 300
 
 

@@ -88,7 +88,7 @@ def test_empty_secret_is_waited_for_and_then_none(tmp_path, monkeypatch):
     later.start()
     assert seals(tmp_path / "secret").make(b"") == Seals(b"\xab" * 32).make(b"")
     later.join()
-    monkeypatch.setattr(signing, "_PATIENCE", 0.1)
+    monkeypatch.setattr(signing, "_WAIT", 0.1)
     (tmp_path / "empty").touch(0o600)
     with pytest.raises(NoSecret, match="holds no secret"):
         seals(tmp_path / "empty")

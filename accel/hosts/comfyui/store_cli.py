@@ -1,4 +1,4 @@
-"""The command `store`: what is kept of compiled graphs, looked at and carried about by a person at this machine."""
+"""The command `store`: lists, checks, exports, imports and deletes saved graphs, for a person at this machine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...core import settings
-from ...store import bundle, location
+from ...store import bundle, location, manifest
 from ...store.bundle import BadBundle, Outcome
 from ...store.folder import Folder
-from ...store.manifest import LARGEST_MANIFEST, MANIFEST, BadEntry, Manifest, printable, read_manifest
+from ...store.manifest import MANIFEST, BadEntry, Manifest, printable
 from ...store.prune import prune
 from ...store.signing import NoSecret, Seals, seals
 from .home import Home, find
@@ -27,11 +27,11 @@ NO_HOME = "Whose store? Name ComfyUI's user folder with --user-directory, or the
 
 
 class Refused(Exception):
-    """It was not done; the message is a whole sentence that says why."""
+    """The command was not run; the message is a whole sentence that says why."""
 
 
 class Store(NamedTuple):
-    """The store that a command is about. home: None where only ACCEL_STORE says where the graphs are."""
+    """The store that a command works on. home: None where only ACCEL_STORE says where the graphs are."""
 
     home: Home | None
     folder: Folder
@@ -47,8 +47,8 @@ class Store(NamedTuple):
         except NoSecret as error:
             if self.home is None or self.home.given:
                 raise
-            # A secret made in the wrong place would seal what ComfyUI then refuses.
-            raise Refused(f"{error}. Name the user folder that it uses with --user-directory.") from error
+            # With a secret made in the wrong place, graphs would be sealed that ComfyUI then refuses.
+            raise Refused(f"{error}. Name the user folder that ComfyUI uses with --user-directory.") from error
 
 
 def main(arguments: Sequence[str], command: str = "comfy-accel store") -> int:
@@ -77,8 +77,7 @@ def _list(options: argparse.Namespace, store: Store) -> int:
         if file.name.endswith(MANIFEST):
             count += 1
             try:
-                manifest, _ = read_manifest(store.folder.read(file.name, LARGEST_MANIFEST))
-                print(_line(manifest))
+                print(_line(manifest.read(store.folder, file.name.removesuffix(MANIFEST))[0]))
             except (BadEntry, OSError) as bad:
                 print(printable(f"{file.name}: {bad}"))
     print(f"{count} graphs, {total / 2**20:.1f} MB in {store.folder}")
@@ -88,12 +87,12 @@ def _list(options: argparse.Namespace, store: Store) -> int:
 def _verify(options: argparse.Namespace, store: Store) -> int:
     seals = store.seals()
     print(f"The seals are checked with {seals.source}.")
-    return _tell(list(bundle.verify(store.folder, seals)), "sound")
+    return _report(list(bundle.verify(store.folder, seals)), "sound")
 
 
 def _export(options: argparse.Namespace, store: Store) -> int:
     kinds = frozenset(options.kind) if options.kind else None
-    return _tell(bundle.export(store.folder, store.seals(), options.file, kinds), f"exported to {options.file}")
+    return _report(bundle.export(store.folder, store.seals(), options.file, kinds), f"exported to {options.file}")
 
 
 def _import(options: argparse.Namespace, store: Store) -> int:
@@ -107,7 +106,7 @@ def _import(options: argparse.Namespace, store: Store) -> int:
     outcomes = bundle.import_trusted(options.file, store.folder, seals, limit)
     if limit is not None:
         prune(store.folder, limit)
-    return _tell(outcomes, f"imported to {store.folder}")
+    return _report(outcomes, f"imported to {store.folder}")
 
 
 def _prune(options: argparse.Namespace, store: Store) -> int:
@@ -132,7 +131,7 @@ def _limit(options: argparse.Namespace, store: Store) -> int:
     return 0
 
 
-def _tell(outcomes: list[Outcome], done: str) -> int:
+def _report(outcomes: list[Outcome], done: str) -> int:
     bad = [outcome for outcome in outcomes if outcome.reason is not None]
     for entry, reason in bad:
         print(f"{entry if isinstance(entry, str) else _line(entry)}: {reason}", file=sys.stderr)
@@ -140,11 +139,11 @@ def _tell(outcomes: list[Outcome], done: str) -> int:
     return 1 if bad else 0
 
 
-def _line(manifest: Manifest) -> str:
-    environment = manifest.environment
+def _line(entry: Manifest) -> str:
+    environment = entry.environment
     where = f"torch {environment.get('torch', '?').partition(' ')[0]}, {environment.get('device', '?')}"
-    # A bundle may be anybody's: what it says must not steer the terminal.
-    return "  ".join(map(printable, (manifest.name, manifest.stem, f"{manifest.size / 1024:.0f} KB", where)))
+    # Anybody may have made a bundle: its text must not control the terminal.
+    return "  ".join(map(printable, (entry.name, entry.stem, f"{entry.size / 1024:.0f} KB", where)))
 
 
 def _fail(sentence: str) -> int:
@@ -159,7 +158,7 @@ def _whole(text: str) -> int:
 
 
 def _places(default: object) -> argparse.ArgumentParser:
-    """The options that say whose store it is; they may stand before the command or after it."""
+    """The options that say whose store it is; they may come before the command or after it."""
     places = argparse.ArgumentParser(add_help=False, argument_default=default)
     places.add_argument("--user-directory", type=Path, metavar="DIR", help="what ComfyUI was started with by this name")
     places.add_argument("--base-directory", type=Path, metavar="DIR", help="the same, where that is all it was given")
