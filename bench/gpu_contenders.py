@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
@@ -149,15 +150,13 @@ class Lineup:
         known = self.cache.statistics()
         return known["captures"], sum(row["hits"] for row in known["table"] if row["name"] == f"{self._network} call")
 
-    def _reasons(self, before: dict[tuple[str, str], int]) -> tuple[dict[str, int], dict[str, int]]:
+    def _reasons(self, before: dict[tuple[str, Reason], int]) -> tuple[dict[str, int], dict[str, int]]:
         """Reason → calls since then: of blocks that ran uncompiled, and of model calls that were not captured."""
         blocks: dict[str, int] = {}
         calls: dict[str, int] = {}
-        for (block, reason), number in fallbacks.counts().items():
-            more = number - before.get((block, reason), 0)
-            if more:
-                found = calls if block == self._network else blocks
-                found[reason] = found.get(reason, 0) + more
+        for row in fallbacks.rows(since=before):
+            found = calls if row["block"] == self._network else blocks
+            found[row["reason"]] = found.get(row["reason"], 0) + row["calls"]
         return blocks, calls
 
 

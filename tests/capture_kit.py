@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.core.fallbacks import NOT_CAPTURED, fallbacks
+from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.cuda_graphs.model_capture import ModelCapture
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
@@ -80,7 +80,7 @@ def check_calls(model, call, count, **kwargs):
 
 def reasons() -> list[str]:
     """Why blocks ran uncompiled, and calls were not captured."""
-    return [row["reason"].removeprefix(NOT_CAPTURED) for row in fallbacks.rows()]
+    return [row["fields"].get("why", row)["reason"] for row in fallbacks.rows()]
 
 
 def settle(call, *args, **kwargs):

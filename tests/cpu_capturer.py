@@ -13,6 +13,7 @@ import threading
 import weakref
 
 import torch
+from comfy_accel.accel.core.reasons import Reason
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -116,7 +117,7 @@ class CpuCapturer:
     def __init__(self, fail_at: str | None = None, error: type[Exception] = RuntimeError):
         self.lock = threading.RLock()
         self.fail_at, self.error = fail_at, error
-        self.reason: str | None = None
+        self.reason: Reason | None = None
         self.bytes = 0
         self.graphs: weakref.WeakSet[CpuGraph] = weakref.WeakSet()
         self.warm_ups = self.captures = self.replays = 0

@@ -44,6 +44,10 @@ CONTRASTS = """
 CAPTURED = {"name": "UNetModel call", "source": "captured", "sizes": [[2, 4, 64, 64]], "seconds": 0.31, "backend": None}
 """What differs in the row of a recorded model call."""
 
+UNFIT = {"code": "no_graph_fits", "fields": {"graphs": 4}, "reason": "none of its 4 graphs fits this call"}
+PATCHED = {"code": "patched", "fields": {"patch": "attn2"}, "reason": "a patch (attn2) concerns it"}
+"""Reasons, as the server tells them."""
+
 
 def row(number: int, **changes: Any) -> dict[str, Any]:
     """A row of the cache's table."""
@@ -58,7 +62,8 @@ def row(number: int, **changes: Any) -> dict[str, Any]:
         "seconds": 1.5 + number % 40,
         "bytes": (1 + 13 * number % 70) << 20,
         "last_used": NOW - 97 * number,
-        "failure": "its sizes differ" if number == 3 else None,
+        "failure": UNFIT["reason"] if number == 3 else None,
+        "failure_reason": UNFIT if number == 3 else None,
         "used_at": used,
         "source": ("compiled", "disk")[number % 2],
         "sizes": "any" if number % 3 else [[2, 4, 64, 64]],
@@ -79,7 +84,7 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
             **{"seconds": 93.4, "evictions": 2, "bytes": 380 << 20, "max_entries": 512, "max_bytes": 2 << 30},
             "table": table,
             "rows_total": rows,
-            "fallbacks": [{"block": "SpatialTransformer", "reason": "IP-Adapter's patch concerns it", "calls": 1280}],
+            "fallbacks": [{"block": "SpatialTransformer", **PATCHED, "calls": 1280}],
         },
         "graph_store": {
             "folder": "/home/someone/ComfyUI/user/__accel/graphs",

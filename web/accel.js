@@ -16,7 +16,7 @@ app.registerExtension({
     const tab = { id: TAB, title: "Accel", tooltip: "Accel", icon: "pi pi-bolt", type: "custom", render, destroy };
     app.extensionManager?.registerSidebarTab?.(tab);
     feed.start();
-    feed.onMessage(({ event, block, reason }) => event === "fallback" && tellFallback({ block, reason }));
+    feed.onMessage((message) => message.event === "fallback" && tellFallback(message));
     feed.onChange(showBadge);
     startSettings(); // not waited for: the page starts no slower
   },

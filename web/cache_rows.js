@@ -2,7 +2,7 @@
 
 import { h, iconButton, setAttribute, setText, show } from "./dom.js";
 import { NOTHING, ago, bytes, count, moment, seconds, size } from "./format.js";
-import { t } from "./texts.js";
+import { reasonText, t } from "./texts.js";
 
 const SIZES_SHOWN = 3;
 
@@ -76,8 +76,8 @@ export function updateRow({ accelParts: parts }, row) {
   const source = row.source in SOURCES ? row.source : "compiled";
   setText(parts.compileTime, t(SOURCES[source], { seconds: seconds(row.seconds) }));
   setAttribute(parts.compileTime, "title", t(`${source}Tip`));
-  setText(parts.failure, row.failure ? t("failed", { reason: row.failure }) : "");
-  show(parts.failure, Boolean(row.failure));
+  setText(parts.failure, row.failure_reason ? t("failed", { reason: reasonText(row.failure_reason) }) : "");
+  show(parts.failure, Boolean(row.failure_reason));
   if (parts.evict) {
     const label = t("evict", { name: row.name });
     setAttribute(parts.evict, "aria-label", label);

@@ -2,7 +2,7 @@
 
 import { h, show } from "./dom.js";
 import { reasonList } from "./reason_list.js";
-import { t } from "./texts.js";
+import { reasonText, t } from "./texts.js";
 
 export function fallbackSection() {
   const list = reasonList();
@@ -13,7 +13,7 @@ export function fallbackSection() {
   function update({ state }) {
     const rows = state?.graph_cache?.fallbacks ?? [];
     show(element, rows.length > 0);
-    list.update(rows.map(({ block, reason, calls }) => ({ block, reason, number: calls })));
+    list.update(rows.map((row) => ({ block: row.block, reason: reasonText(row), number: row.calls })));
   }
 
   return { elements: [element], update };

@@ -3,7 +3,7 @@
 import { h, setText, show } from "./dom.js";
 import { count, percent, seconds, size } from "./format.js";
 import { reasonList } from "./reason_list.js";
-import { t } from "./texts.js";
+import { reasonText, t } from "./texts.js";
 
 const MOST_CELLS = 400;
 
@@ -35,7 +35,7 @@ export function runSection() {
     const sentence = (run ?? cached).saved_how ?? "";
     setText(how, sentence);
     show(estimate, sentence !== "");
-    const reasons = Object.entries(run?.left_eager ?? {}).map(([reason, number]) => ({ reason, number }));
+    const reasons = (run?.left_eager_reasons ?? []).map((row) => ({ reason: reasonText(row), number: row.blocks }));
     show(details, reasons.length > 0);
     setText(summary, t("leftAlone", { number: count(reasons.reduce((sum, { number }) => sum + number, 0)) }));
     left.update(reasons);

@@ -1,4 +1,4 @@
-/** The pack's own sentences in the page's language: `accelPanel` of locales/LANGUAGE/main.json, as /i18n gives it. */
+/** The pack's own sentences in the page's language: of locales/LANGUAGE/main.json, as /i18n gives it. */
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
@@ -40,8 +40,25 @@ export function onLanguage(listener) {
 
 /** The sentence of a key, `{name}` replaced by values[name]. */
 export function t(key, values = {}) {
+  return filled(sentence("accelPanel", key) ?? key, values);
+}
+
+/** The sentence of a reason {code, fields, reason}; a language without its code has the server's English. */
+export function reasonText({ code, fields, reason } = {}) {
+  const found = sentence("accelReasons", code);
+  if (found === undefined) return String(reason ?? "");
+  const texts = Object.entries(fields ?? {}).map(([name, value]) => [
+    name,
+    value !== null && typeof value === "object" ? reasonText(value) : value,
+  ]);
+  return filled(found, Object.fromEntries(texts));
+}
+
+function sentence(part, key) {
   const wanted = language();
   const tried = [wanted, wanted.split("-")[0], FALLBACK];
-  const found = tried.map((name) => languages[name]?.accelPanel?.[key]).find((text) => typeof text === "string");
-  return (found ?? key).replace(/\{(\w+)\}/g, (whole, name) => (name in values ? String(values[name]) : whole));
+  return tried.map((name) => languages[name]?.[part]?.[key]).find((text) => typeof text === "string");
 }
+
+const filled = (text, values) =>
+  text.replace(/\{(\w+)\}/g, (whole, name) => (Object.hasOwn(values, name) ? String(values[name]) : whole));

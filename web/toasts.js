@@ -2,7 +2,7 @@
 
 import { app } from "../../scripts/app.js";
 import { count } from "./format.js";
-import { loadTexts, t } from "./texts.js";
+import { loadTexts, reasonText, t } from "./texts.js";
 
 const LIFE = 12_000; // milliseconds
 const GATHER = 800; // milliseconds: what falls back for one cause does so within the same step
@@ -17,13 +17,13 @@ export function toast(severity, summary, detail) {
   app.extensionManager?.toast?.add?.({ severity, summary, detail, life: LIFE });
 }
 
-/** Tell of a fallback unless its reason was told of before; many at once become one. */
-export function tellFallback({ block, reason }) {
-  const key = String(reason ?? "").replace(/\d+/g, "#");
+/** Tell of a fallback {block, code, fields, reason} unless its reason was told of before; many at once become one. */
+export function tellFallback(fallback) {
+  const key = String(fallback.reason ?? "").replace(/\d+/g, "#");
   if (told.has(key) || told.size >= MOST_KNOWN) return;
   told.add(key);
   if (!waiting.length) setTimeout(tellWaiting, GATHER);
-  waiting.push({ block, reason });
+  waiting.push(fallback);
 }
 
 async function tellWaiting() {
@@ -34,5 +34,8 @@ async function tellWaiting() {
     toast("warn", t("fallbackToast"), t("fallbackManyDetail", { number: count(now.length) }));
     return;
   }
-  for (const { block, reason } of now) toast("warn", t("fallbackToast"), t("fallbackDetail", { block, reason }));
+  for (const fallback of now) {
+    const values = { block: fallback.block, reason: reasonText(fallback) };
+    toast("warn", t("fallbackToast"), t("fallbackDetail", values));
+  }
 }

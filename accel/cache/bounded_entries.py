@@ -8,17 +8,18 @@ from collections.abc import Container, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
 from ..compile.compiled_graph import CompiledGraph
+from ..core.reasons import Reason, Refusal
 from .entry import Entry
 from .lease import Lease
 
 
-class NoGraph(Exception):
+class NoGraph(Refusal):
     """There is no graph for a call; the message says why.
 
     tried: compiling for this very call failed just now. The call itself may be to blame: see `clear_failure`.
     """
 
-    def __init__(self, key: Hashable, reason: str, tried: bool = False):
+    def __init__(self, key: Hashable, reason: Reason, tried: bool = False):
         super().__init__(reason)
         self.key = key
         self.tried = tried
@@ -67,7 +68,7 @@ class BoundedEntries:
         with self._lock:
             return list(self._entries)
 
-    def failure(self, key: Hashable) -> str | None:
+    def failure(self, key: Hashable) -> Reason | None:
         """Why compiling for this key failed; None where it did not."""
         entry = self._entries.get(key)
         return entry.failure if entry else None
@@ -160,13 +161,12 @@ class BoundedEntries:
         """
         others = [self._entries[other] for other in self._in_use() - {key} if other in self._entries]
         if len(others) >= self._max_entries:
-            raise NoGraph(key, f"the graph cache may hold {self._max_entries} kinds, and as many are in use")
+            raise NoGraph(key, Reason("cache_entries_full", kinds=self._max_entries))
         own = self._entries.get(key)
         used = sum(entry.nbytes for entry in others) + (own.nbytes if own else 0)
         is_hopeless = lease is not None and lease.full and key not in self._sizes
         if is_hopeless or used + max(self._sizes.get(key, 1), 1) > self._max_bytes:
-            budget = f"{self._max_bytes / (1 << 20):.4g} MB"
-            raise NoGraph(key, f"the graphs of this run need more than the {budget} that they may keep (cache_mb)")
+            raise NoGraph(key, Reason("cache_bytes_full", megabytes=f"{self._max_bytes / (1 << 20):.4g}"))
 
     def _in_use(self) -> set[Hashable]:
         return set().union(*(lease.keys for lease in self._leases))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..compile.benchmark import Probe, Probes
+from ..core.reasons import Reason
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,7 @@ class Entry:
     key: Hashable
     name: str
     graphs: list[CompiledGraph] = field(default_factory=list)
-    failure: str | None = None
+    failure: Reason | None = None
     seconds: float = 0.0
     hits: int = 0
     last_used: float = 0.0
@@ -70,7 +71,7 @@ class Entry:
         probes = self._probes.pop(id(graph), None)
         self.hits += probes.hits if probes is not None else 0
 
-    def mark_failed(self, reason: str) -> None:
+    def mark_failed(self, reason: Reason) -> None:
         """Remove the graphs for good: calls of this key run eagerly from now on."""
         self.failure = reason
         self.hits = self.calls

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..compile.compiled_graph import CompiledGraph, CompileFailed
 from ..core.events import emit
+from ..core.reasons import Reason
 from ..core.settings import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES
 from . import table
 from .bounded_entries import BoundedEntries, NoGraph
@@ -74,7 +75,7 @@ class GraphCache(BoundedEntries):
             if entry.failure is not None:
                 raise NoGraph(key, entry.failure)
             if len(entry.graphs) >= self._max_graphs:
-                raise NoGraph(key, f"none of its {len(entry.graphs)} graphs fits this call")
+                raise NoGraph(key, Reason("no_graph_fits", graphs=len(entry.graphs)))
             with self._lock:
                 self._require_room(key, lease)
                 self._misses += 1
@@ -94,12 +95,12 @@ class GraphCache(BoundedEntries):
             try:
                 graph = compile_graph()
             except CompileFailed as failed:
-                entry.failure = str(failed)
+                entry.failure = failed.reason
             except BaseException:
                 # Interrupted, or out of memory: that says nothing about the block.
                 self._remove_if_empty(entry)
                 seconds = time.perf_counter() - started
-                emit(f"{action}_failed", name=name, key=key, reason="interrupted", seconds=seconds)
+                emit(f"{action}_failed", name=name, key=key, reason=Reason("interrupted"), seconds=seconds)
                 raise
             if graph is None:
                 seconds = time.perf_counter() - started

@@ -42,7 +42,8 @@ def row(entry: Entry) -> dict[str, Any]:
         "probe_seconds": entry.probe_seconds,
         "bytes": entry.nbytes,
         "last_used": entry.last_used,
-        "failure": entry.failure,
+        "failure": None if entry.failure is None else str(entry.failure),
+        "failure_reason": None if entry.failure is None else entry.failure.as_json(),
         "used_at": [
             {"latent": list(use.latent), "batch": use.batch, "context": use.context} for use in reversed(entry.uses)
         ],

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..core.reasons import Reason
 from . import generated_code
 from .backend import Artifact, NotSavable
 
@@ -27,8 +28,8 @@ class AheadOfTime:
     def __init__(self, backend: str | Callable):
         self.name = backend
 
-    def missing(self) -> str | None:
-        return None if is_available() else f"torch {torch.__version__} is too old: it cannot compile ahead of time"
+    def missing(self) -> Reason | None:
+        return None if is_available() else Reason("torch_too_old", torch=torch.__version__)
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         with generated_code.collected() as modules:

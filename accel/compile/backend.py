@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ..core.reasons import Reason
+
 
 class NotSavable(RuntimeError):
     """The artifact cannot leave this process; the message says why."""
@@ -51,7 +53,7 @@ class Backend(Protocol):
     is_faster: bool
     load: Callable[[bytes, torch.nn.Module], Artifact] | None
 
-    def missing(self) -> str | None:
+    def missing(self) -> Reason | None:
         """What this machine lacks to compile with it, as a sentence without a full stop; None where all is there."""
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:

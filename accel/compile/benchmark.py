@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..core.reasons import Reason
+
 ROUNDS = 7
 """Calls timed both ways before a graph is called slow."""
 
@@ -44,7 +46,7 @@ class Probe:
         self._compiled: list[float] = []
         self._eager: list[float] = []
         self.done = False
-        self.verdict: str | None = None
+        self.verdict: Reason | None = None
         self.wrong = False
         self.seconds = 0.0
         self.hits = 0
@@ -76,9 +78,7 @@ class Probe:
             self.seconds += time.perf_counter() - started - compiled_seconds
             if difference is not None:
                 self.done = self.wrong = True
-                self.verdict = (
-                    f"its compiled output differs from the eager one by {difference:.1e} of the largest value"
-                )
+                self.verdict = Reason("wrong_output", difference=f"{difference:.1e}")
             elif number and not self.done:  # the first call of a kernel is not like the others
                 self._compiled.append(compiled_seconds)
                 self._eager.append(eager_seconds)
@@ -97,7 +97,7 @@ class Probe:
             self.done = True
             if statistics.median(ratios) > SLOWER:
                 fast, plain = statistics.median(self._compiled), statistics.median(self._eager)
-                self.verdict = f"at this size it takes {fast * 1e3:.2f} ms a call and eagerly {plain * 1e3:.2f} ms"
+                self.verdict = Reason("slower", compiled=f"{fast * 1e3:.2f}", eager=f"{plain * 1e3:.2f}")
 
 
 class Probes:

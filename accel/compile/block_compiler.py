@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..core.errors import cause_among, one_line, pass_on
+from ..core.reasons import Reason
 from ..fingerprint.kinds import Kind
 from ..signature import tree_spec
 from ..signature.tensors import PLAIN_TENSORS, empty_dense_like
@@ -69,7 +70,7 @@ def compile_block(
     leave_to_library(template)
     ops = trace(inputs)
     if changed_lists or ops is None and tree_spec.has_lists(spec):
-        raise CompileFailed("it changes a list or dict that it is given, or may do so; a graph would change a copy")
+        raise CompileFailed(Reason("changes_list"))
     lifted = _lifted(inputs, growing) if dynamic else None
     if lifted is not None and ops is not None and trace(lifted) is None:
         lifted = None
@@ -165,7 +166,7 @@ def _compile(
             if cause_among(error, (MemoryError,)) is not None:
                 raise torch.OutOfMemoryError("the process got no more memory") from error
             if not oblivious or "data-dependent" not in str(error):
-                raise CompileFailed(one_line(error)) from error
+                raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
 
 
 def _block_function(

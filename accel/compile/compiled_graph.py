@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from ..core.reasons import Refusal
 from ..signature.tensors import empty_dense_like
 from .specialization import OpTrace, scales_evenly
 
 
-class CompileFailed(RuntimeError):
-    """The block could not be compiled; the message says why in one line."""
+class CompileFailed(Refusal):
+    """The block could not be compiled."""
 
 
 @dataclass(frozen=True)

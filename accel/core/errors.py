@@ -46,7 +46,7 @@ class Failure(NamedTuple):
     is_shortage: for want of memory.
     """
 
-    reason: str
+    error: str
     is_shortage: bool
 
     @classmethod

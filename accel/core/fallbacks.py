@@ -1,54 +1,55 @@
-"""Which blocks ran eagerly, and why: said once in the log, counted for the report."""
+"""Which blocks ran eagerly, and why: logged once a reason, counted for the report."""
 
 from __future__ import annotations
 
 import logging
 import re
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from .events import emit
+from .reasons import Reason
 
 log = logging.getLogger("accel")
 
-NOT_CAPTURED = "not captured as a CUDA graph: "
-"""How reasons begin that are of a whole model's calls; their blocks may well have run compiled."""
-
 _MOST = 500
-"""Reasons kept; the oldest is forgotten for a new one beyond."""
+"""Reasons kept; beyond, a new one replaces the oldest."""
 
 _NUMBER = re.compile(r"\b\d[\w.+-]*")
 
 
 class Fallbacks:
-    """A count of calls by (block, reason); reasons that differ in numbers alone are one, told with its first."""
+    """Counts calls by (block, reason); reasons that differ only in numbers count as the first of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: dict[tuple[str, str], dict[str, Any]] = {}
+        self._calls: dict[tuple[str, str], tuple[Reason, int]] = {}
 
-    def note(self, block: str, reason: str, how: str = "uncompiled") -> None:
-        """One call of a block ran eagerly, or `how` else; the first of each reason goes to the log."""
-        key = block, _NUMBER.sub("#", reason)
+    def note(self, block: str, reason: Reason, how: str = "uncompiled") -> None:
+        """Count one call of a block that ran eagerly; the first of each reason is logged with `how` the block ran."""
+        key = block, _NUMBER.sub("#", str(reason))
         with self._lock:
-            row = self._calls.get(key)
-            if row is not None:
-                row["calls"] += 1
+            if key in self._calls:
+                first, calls = self._calls[key]
+                self._calls[key] = first, calls + 1
                 return
             if len(self._calls) >= _MOST:
                 del self._calls[next(iter(self._calls))]
-            self._calls[key] = {"block": block, "reason": reason, "calls": 1}
+            self._calls[key] = reason, 1
         log.warning("%s runs %s: %s", block, how, reason)
         emit("fallback", block=block, reason=reason)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """`{"block", "reason", "calls"}`, in the order in which they first happened."""
+    def counts(self) -> dict[tuple[str, Reason], int]:
+        """Calls so far by (block, reason), in the order in which they first happened."""
         with self._lock:
-            return [dict(row) for row in self._calls.values()]
+            return {(block, reason): calls for (block, _), (reason, calls) in self._calls.items()}
 
-    def counts(self) -> dict[tuple[str, str], int]:
-        """Calls so far by (block, reason), as in `rows`."""
-        return {(row["block"], row["reason"]): row["calls"] for row in self.rows()}
+    def rows(self, since: Mapping[tuple[str, Reason], int] | None = None) -> list[dict[str, Any]]:
+        """{"block", "code", "fields", "reason", "calls"} for each of `counts`; since: of an earlier `counts`."""
+        before = since or {}
+        more = {key: calls - before.get(key, 0) for key, calls in self.counts().items()}
+        return [{"block": block, **why.as_json(), "calls": calls} for (block, why), calls in more.items() if calls > 0]
 
     def clear(self) -> None:
         """Forget all; the next of each reason is logged again."""

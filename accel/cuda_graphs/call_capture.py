@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..compile.benchmark import largest_difference
+from ..core.reasons import Reason
 from ..signature import tree_spec
 from .captured_call import Buffers, CapturedCall
 from .capturer import CaptureFailed
@@ -41,7 +42,7 @@ class CallCapture:
     weights: WeightSnapshot
     device: torch.device
 
-    def dry_run(self) -> str | None:
+    def dry_run(self) -> Reason | None:
         """Why the call cannot be captured; None where it can. Warms the capturer up as well."""
         buffers = Buffers(self.tensors)
         self.observer.resting = True
@@ -82,7 +83,7 @@ class CallCapture:
                 self.observer.recording = False
             self.pool.grow(graph, self.device)
             if not self.weights.is_current():
-                raise CaptureFailed("its weights were moved while it was captured")
+                raise CaptureFailed(Reason("weights_moved"))
             captured = CapturedCall(
                 self.key,
                 self.pool,
@@ -97,7 +98,7 @@ class CallCapture:
             out, _, handed = captured.run(self.tensors)
             difference = _difference([*tensors_of(out), *handed], expected)
         if difference is not None:
-            raise CaptureFailed(f"its replay differs from the call itself by {difference:.1e} of the largest value")
+            raise CaptureFailed(Reason("replay_differs", difference=f"{difference:.1e}"))
         return captured
 
     def _call_on(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Tape | None]:

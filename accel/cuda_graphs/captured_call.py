@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ..core.reasons import Reason
 from ..signature import tree_spec
 from ..signature.tensors import empty_dense_like
 from .capturer import CaptureFailed
@@ -123,7 +124,7 @@ class CapturedCall:
         are valid until the next replay.
         """
         if self._graph is None:
-            raise CaptureFailed("its model is gone")
+            raise CaptureFailed(Reason("model_gone"))
         self._buffers.fill(tensors)
         self._graph.replay()
         out = tree_spec.rebuild(self._spec, [tensor.clone() for tensor in self._returned])

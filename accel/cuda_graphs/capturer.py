@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ..compile.compiled_graph import CompileFailed
+from ..core.reasons import Reason
 
 
 class CaptureFailed(CompileFailed):
@@ -39,7 +40,7 @@ class Capturer(Protocol):
 
     lock: threading.RLock
 
-    def why_not(self, device: torch.device) -> str | None:
+    def why_not(self, device: torch.device) -> Reason | None:
         """Why no call on the device can be captured or replayed here and now; None where it can. Quick."""
 
     def warm_up(self, device: torch.device, call: Callable[[], Any]) -> Any:

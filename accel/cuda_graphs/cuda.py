@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..core.reasons import Reason
 from .ballast import BallastedPool
 
 LEAST_FREE = 512 << 20
@@ -46,18 +47,18 @@ class CudaCapturer:
         self._homes: dict[torch.device, torch.cuda.Stream] = {}
         """The stream that the calls are made on: graphs of one pool must not run concurrently."""
 
-    def why_not(self, device: torch.device) -> str | None:
+    def why_not(self, device: torch.device) -> Reason | None:
         if device.type != "cuda":
-            return f"there are CUDA graphs for CUDA devices alone, and the model runs on {device}"
+            return Reason("not_cuda", device=str(device))
         if torch.version.hip is not None:
-            return "CUDA graphs are not used on AMD's cards"
+            return Reason("amd")
         if torch.cuda.get_allocator_backend() != "native":
-            return "torch allocates with cudaMallocAsync: start the program with --disable-cuda-malloc for CUDA graphs"
+            return Reason("cuda_malloc_async")
         if torch.cuda.is_current_stream_capturing():
-            return "somebody else's CUDA graph is being captured around it"
+            return Reason("captured_around")
         home = self._homes.get(device)
         if home is not None and torch.cuda.current_stream(device) != home:
-            return "it runs on another CUDA stream than the calls before it"
+            return Reason("other_stream")
         return None
 
     def warm_up(self, device: torch.device, call: Callable[[], Any]) -> Any:

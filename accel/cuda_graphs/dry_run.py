@@ -13,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..core.reasons import Reason
+
 _SYNCHRONIZES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -29,12 +31,12 @@ class DryRun(TorchDispatchMode):
         self._made: set[int] = set()
         self._device = device
         self._random = random.getstate()
-        self._reason: str | None = None
+        self._reason: Reason | None = None
 
     @property
-    def reason(self) -> str | None:
+    def reason(self) -> Reason | None:
         if self._reason is None and random.getstate() != self._random:
-            return "Python's random numbers are drawn inside"
+            return Reason("python_random")
         return self._reason
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -44,28 +46,30 @@ class DryRun(TorchDispatchMode):
         out = func(*args, **kwargs)
         for tensor in _tensors(out):
             if self._reason is None and tensor.device != self._device:
-                self._reason = f"it moves a tensor from {self._device} to {tensor.device} ({func})"
+                self._reason = Reason(
+                    "moves_tensor", here=str(self._device), there=str(tensor.device), operator=str(func)
+                )
             storage = _storage(tensor)
             if storage not in self._own:
                 self._made.add(storage)
         return out
 
-    def _obstacle(self, func: Any, args: tuple, kwargs: dict) -> str | None:
+    def _obstacle(self, func: Any, args: tuple, kwargs: dict) -> Reason | None:
         if torch.Tag.nondeterministic_seeded in func.tags and not _is_inert(func, args, kwargs):
-            return f"random numbers are drawn inside ({func})"
+            return Reason("random", operator=str(func))
         if any(tag in func.tags for tag in _SYNCHRONIZES):
-            return f"the CPU waits for a value of the device inside ({func})"
+            return Reason("waits", operator=str(func))
         if "lift_fresh" in func.name():
             # A scalar may be an assigned index; it reaches the device without the CPU's memory.
-            return f"it makes a tensor of Python's values ({func})" if args[0].ndim else None
+            return Reason("makes_constant", operator=str(func)) if args[0].ndim else None
         for tensor in _tensors((args, kwargs)):
             if tensor.device != self._device and tensor.numel():
-                return f"it takes a tensor on {tensor.device} ({func})"
+                return Reason("takes_from_device", device=str(tensor.device), operator=str(func))
             if tensor.numel() and _storage(tensor) not in self._own and _storage(tensor) not in self._made:
-                return f"it reads a tensor that is neither a weight nor an input ({func})"
+                return Reason("reads_foreign", operator=str(func))
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and self._is_own(value):
-                return f"it writes to its inputs or weights ({func})"
+                return Reason("writes_own", operator=str(func))
         return None
 
     def _is_own(self, value: Any) -> bool:

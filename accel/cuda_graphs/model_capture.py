@@ -17,10 +17,10 @@ import torch
 
 from ..cache.graph_cache import GraphCache, NoGraph
 from ..cache.lease import Lease
-from ..core.eager_calls import RunEagerly, not_in_this_mode
 from ..core.errors import one_line
 from ..core.events import emit
-from ..core.fallbacks import NOT_CAPTURED, fallbacks
+from ..core.fallbacks import fallbacks
+from ..core.reasons import Reason, RunEagerly, not_in_this_mode
 from ..dispatch.block_observer import BlockObserver
 from ..dispatch.block_runner import BlockRunner
 from ..signature import tree_spec
@@ -73,7 +73,7 @@ class ModelCapture:
         self._confirmed: weakref.WeakSet[CapturedCall] = weakref.WeakSet()
         self._guard = ModelGuard(model, host)
         self._calls = CallCache(host.simplify)
-        self._off: str | None = None
+        self._off: Reason | None = None
         self._taps: Taps | None = None
         self.eager_calls = 0
         """Block calls inside replays that ran without a compiled graph."""
@@ -113,7 +113,7 @@ class ModelCapture:
 
     # Whether a call can be captured or replayed at all
 
-    def _why_not(self) -> str | None:
+    def _why_not(self) -> Reason | None:
         reason = self._host.why_not()
         if reason is not None or self._guard.seems_current():
             return reason
@@ -124,7 +124,9 @@ class ModelCapture:
             self._stop(reason)  # another snapshot at every call would cost more than it may give
         return reason
 
-    def _variant_of(self, args: tuple, kwargs: dict) -> tuple[str | None, CallVariant | None, Sequence[torch.Tensor]]:
+    def _variant_of(
+        self, args: tuple, kwargs: dict
+    ) -> tuple[Reason | None, CallVariant | None, Sequence[torch.Tensor]]:
         """Why the call cannot be replayed; otherwise None, its variant and its tensors."""
         inputs: list[torch.Tensor] = []
         try:
@@ -133,38 +135,38 @@ class ModelCapture:
                 return self._ask_capturer(found[0].device), *found
             spec = tree_spec.flatten((args, kwargs), inputs, self._host.simplify)
         except RunEagerly as why:
-            return str(why), None, ()
+            return why.reason, None, ()
         except tree_spec.UnsupportedArgument as why:
-            return f"it is called with {why}", None, ()
+            return Reason("unsupported_argument", what=str(why)), None, ()
         reason = self._unfit(inputs)
         if reason is not None:
             return reason, None, ()
         variant = self._calls.add(args, kwargs, spec, inputs)
         return self._ask_capturer(variant.device), variant, inputs
 
-    def _unfit(self, inputs: Sequence[torch.Tensor]) -> str | None:
+    def _unfit(self, inputs: Sequence[torch.Tensor]) -> Reason | None:
         filled = [tensor for tensor in inputs if tensor.numel()]
         if not filled:
-            return "it is called without tensors"
+            return Reason("no_tensors")
         odd = next((type(t).__name__ for t in filled if type(t) not in PLAIN_TENSORS), None)
         if odd is not None:
-            return f"it is called with a {odd}"
+            return Reason("odd_tensor", type=odd)
         weights = self._guard.weights
         devices = {tensor.device for tensor in filled} | weights.devices
         if len(devices) > 1:
-            return f"its weights and inputs are on {' and '.join(sorted(map(str, devices)))}"
+            return Reason("tensors_on_devices", devices=", ".join(sorted(map(str, devices))))
         reason = not_in_this_mode((), inputs)
         if reason is None and torch.is_grad_enabled() and any(t.requires_grad for t in weights.tensors()):
-            reason = "gradients are wanted"
+            reason = Reason("gradients")
         return reason
 
-    def _ask_capturer(self, device: torch.device) -> str | None:
+    def _ask_capturer(self, device: torch.device) -> Reason | None:
         try:
             return self._pool.capturer.why_not(device)
         except self._host.interrupts:
             raise
         except Exception as error:
-            return f"its device does not say whether it can: {one_line(error)}"
+            return Reason("device_unsure", error=one_line(error))
 
     # Replays
 
@@ -207,8 +209,8 @@ class ModelCapture:
             raise
         except Exception as error:
             is_shortage = isinstance(error, torch.OutOfMemoryError)
-            reason = one_line(error)
-        self._mark_failed(captured.key, f"its replay failed: {reason}", is_shortage)
+            failure = one_line(error)
+        self._mark_failed(captured.key, Reason("replay_failed", error=failure), is_shortage)
         return False, None
 
     # From the first call of a key to its capture
@@ -236,7 +238,7 @@ class ModelCapture:
             self._note(refusal)
         return out
 
-    def _advance(self, progress: _Progress, call: CallCapture, expected: Sequence[torch.Tensor]) -> str | None:
+    def _advance(self, progress: _Progress, call: CallCapture, expected: Sequence[torch.Tensor]) -> Reason | None:
         """Dry-run the call or capture it, whichever is next; the reason where it will not be captured."""
         known = (*self._host.interrupts, torch.OutOfMemoryError, MadeRoom, NoRoom, CaptureFailed)
 
@@ -248,7 +250,7 @@ class ModelCapture:
             except known:
                 raise
             except Exception as error:
-                raise CaptureFailed(f"capturing it failed: {one_line(error)}") from error
+                raise CaptureFailed(Reason("capture_failed", error=one_line(error))) from error
             self._pool.admit(captured, self._cache, self._lease)
             self._confirmed.add(captured)
             return captured
@@ -267,31 +269,31 @@ class ModelCapture:
             return None
         except (NoRoom, NoGraph) as error:
             progress.refused = True
-            return str(error)
+            return error.reason
         except torch.OutOfMemoryError as error:
-            reason = f"memory is short: {one_line(error)}"
+            reason = Reason("memory_short", error=one_line(error))
         # Outside the handler, whose exception would keep what was captured.
         self._stop(reason)
         self._pool.drop_all(self._cache)
         return None
 
-    def _dry_run(self, call: CallCapture, known: tuple[type[BaseException], ...]) -> str | None:
+    def _dry_run(self, call: CallCapture, known: tuple[type[BaseException], ...]) -> Reason | None:
         try:
             return call.dry_run()
         except known:
             raise
         except Exception as error:
-            return f"it fails on its own: {one_line(error)}"
+            return Reason("dry_run_failed", error=one_line(error))
 
     def _progress_of(self, key: CaptureKey) -> _Progress:
         if key not in self._progress and len(self._progress) >= _MAX_PROGRESS:
             self._progress.clear()
         return self._progress.setdefault(key, _Progress())
 
-    def _mark_failed(self, key: CaptureKey, reason: str, is_shortage: bool) -> None:
+    def _mark_failed(self, key: CaptureKey, reason: Reason, is_shortage: bool) -> None:
         """After a failed replay: no more captured calls of this key, or of any in this run where memory is short."""
         if is_shortage:
-            self._stop(f"memory is short: {reason}")
+            self._stop(Reason("memory_short", error=reason))
             self._pool.drop_all(self._cache)
             return
         entry = self._cache.get(key)
@@ -300,10 +302,10 @@ class ModelCapture:
         self._progress_of(key).refused = True
         self._note(reason)
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: Reason) -> None:
         """Capture and replay nothing for the rest of the run."""
         self._off = reason
         self._note(reason)
 
-    def _note(self, reason: str) -> None:
-        fallbacks.note(self._name, NOT_CAPTURED + reason, _HOW)
+    def _note(self, reason: Reason) -> None:
+        fallbacks.note(self._name, Reason("not_captured", why=reason), _HOW)

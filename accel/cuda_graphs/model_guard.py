@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core.reasons import Reason
 from ..modules.snapshot import UnsupportedWeights, WeightSnapshot
 from ..modules.substitution import StandIn, has_foreign_forward
 
@@ -28,8 +29,8 @@ class CaptureHost:
     facts: Hashable = None
     simplify: Callable[[dict], dict] | None = None
     token: Callable[[], Hashable] = lambda: None
-    why_not: Callable[[], str | None] = lambda: None
-    of_module: Callable[[torch.nn.Module], str | None] = lambda module: None
+    why_not: Callable[[], Reason | None] = lambda: None
+    of_module: Callable[[torch.nn.Module], Reason | None] = lambda module: None
     interrupts: tuple[type[BaseException], ...] = ()
 
 
@@ -61,39 +62,39 @@ class ModelGuard:
         self._changes += 1
         return False
 
-    def snapshot(self) -> str | None:
+    def snapshot(self) -> Reason | None:
         """Take a new snapshot; the reason where calls of the model cannot be captured."""
         self._changes += self.weights is not None
         self.weights = None
         model = self._model()
         reason = _obstacle(model, self._host.of_module)
         if self._changes >= _MAX_CHANGES:
-            reason = "its weights or its code change from call to call"
+            reason = Reason("model_changes")
         if reason is not None:
             return reason
         try:
             self.weights, self._token = WeightSnapshot(model), self._host.token()
         except UnsupportedWeights as why:
-            return str(why)
+            return why.reason
         return None
 
 
-def _obstacle(model: torch.nn.Module, of_module: Callable[[torch.nn.Module], str | None]) -> str | None:
+def _obstacle(model: torch.nn.Module, of_module: Callable[[torch.nn.Module], Reason | None]) -> Reason | None:
     """Why a call of the model may run Python code that must run in each call; None where nothing says so."""
     if model.training:
-        return "it is being trained"
+        return Reason("training")
     everywhere = torch.nn.modules.module
     if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
-        return "somebody's hooks are on all modules"
+        return Reason("hooks_everywhere")
     for path, module in model.named_modules():
         name = f"{type(module).__name__} {path}".rstrip()
         if module._forward_hooks or module._forward_pre_hooks:
-            return f"somebody's hook is on {name}"
+            return Reason("hooked", module=name)
         if has_foreign_forward(module) or any(_is_override(module, key, value) for key, value in vars(module).items()):
-            return f"another extension has replaced code of {name}"
+            return Reason("code_replaced", module=name)
         reason = of_module(module)
         if reason is not None:
-            return f"{name}: {reason}"
+            return Reason("in_module", module=name, why=reason)
     return None
 
 

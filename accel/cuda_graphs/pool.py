@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING
 
+from ..core.reasons import Reason, Refusal
 from ..modules.snapshot import UnsupportedWeights, WeightSnapshot
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _MAX_REFUSED = 1024
 
 
-class NoRoom(Exception):
+class NoRoom(Refusal):
     """The captured call does not fit into the budget beside those that the run needs too."""
 
 
@@ -107,10 +108,7 @@ class CapturePool:
                 self.drop_all(cache)
         if others:
             raise MadeRoom
-        raise NoRoom(
-            f"the captured calls of this run need {needed >> 20} MB, more than the {max(room, 0) >> 20} MB that they "
-            "may keep (cache_mb)"
-        )
+        raise NoRoom(Reason("captures_full", needed=needed >> 20, room=max(room, 0) >> 20))
 
     def drop_all(self, cache: GraphCache) -> None:
         """Evict every captured call."""

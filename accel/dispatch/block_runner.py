@@ -13,10 +13,10 @@ from ..cache.lease import Lease
 from ..compile.compiled_graph import CompiledGraph
 from ..compile.row_survey import RowSurvey
 from ..core.compile_settings import CompileSettings, Trouble
-from ..core.eager_calls import RunEagerly, not_in_this_mode
 from ..core.errors import Failure
 from ..core.events import emit
 from ..core.fallbacks import fallbacks
+from ..core.reasons import Reason, RunEagerly, not_in_this_mode
 from ..fingerprint import kinds
 from ..fingerprint.survey import Region
 from ..signature import tree_spec
@@ -108,10 +108,10 @@ class BlockRunner:
         try:
             spec = tree_spec.flatten((args, kwargs), inputs, self._simplify)
             added = () if self._wrappers is None else self._wrappers.now()
-        except RunEagerly as reason:
-            return self._eagerly(inner, args, kwargs, str(reason), is_trouble=False)
-        except tree_spec.UnsupportedArgument as reason:
-            return self._eagerly(inner, args, kwargs, f"it is called with {reason}")
+        except RunEagerly as refusal:
+            return self._eagerly(inner, args, kwargs, refusal.reason, is_trouble=False)
+        except tree_spec.UnsupportedArgument as why:
+            return self._eagerly(inner, args, kwargs, Reason("unsupported_argument", what=str(why)))
         weights = self._slots.read()
         reason = not_in_this_mode(weights, inputs)
         if reason is not None:
@@ -137,19 +137,19 @@ class BlockRunner:
             if refusal.tried:
                 self._cache.clear_failure(refusal.key)
             raise
-        self._note(str(refusal))
+        self._note(refusal.reason)
         return out
 
     def _run(self, resolved, inner, args, kwargs, spec, given, inputs, weights, added):
         entry, graph, probe = resolved.entry, resolved.graph, resolved.probe
         if graph.facts.changed and share_memory(given, graph.facts.changed):
-            return self._eagerly(inner, args, kwargs, "it changes an argument that shares memory with another")
+            return self._eagerly(inner, args, kwargs, Reason("changes_shared_memory"))
         if probe is not None and probe.verdict is not None:
             return self._eagerly(inner, args, kwargs, probe.verdict, is_trouble=False)
         try:
             tensors = (*with_added(weights, added), *inputs)
-        except RunEagerly as reason:
-            return self._eagerly(inner, args, kwargs, str(reason), is_trouble=False)
+        except RunEagerly as refusal:
+            return self._eagerly(inner, args, kwargs, refusal.reason, is_trouble=False)
         is_compared = probe is None or probe.done
         counter = resolved.counter
         counter.hits += 1
@@ -189,11 +189,11 @@ class BlockRunner:
         self._count_eager()
         out = inner(*args, **kwargs)
         if not failure.is_shortage:
-            self._reject(resolved.entry, resolved.graph, failure.reason)
-        self._note(f"its compiled graph failed: {failure.reason}")
+            self._reject(resolved.entry, resolved.graph, Reason("compile_failed", error=failure.error))
+        self._note(Reason("graph_failed", error=failure.error))
         return out
 
-    def _reject(self, entry: Entry, graph: CompiledGraph, reason: str) -> None:
+    def _reject(self, entry: Entry, graph: CompiledGraph, reason: Reason) -> None:
         """A graph failed where its block did not: one that was loaded is compiled anew, one compiled here is none."""
         store = self._cache.store
         if graph.saved_as is not None and store is not None and store.distrust(graph.saved_as):
@@ -252,7 +252,7 @@ class BlockRunner:
         self._count_eager()
         return inner(*args, **kwargs)
 
-    def _note(self, reason: str, is_trouble: bool = True) -> None:
+    def _note(self, reason: Reason, is_trouble: bool = True) -> None:
         if is_trouble and self._settings.stop_on_trouble:
             raise Trouble(f"{self._region.kind.name} ({self._region.path}) cannot run compiled: {reason}")
         fallbacks.note(self._region.kind.name, reason)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..cache.graph_cache import GraphCache
-from ..core.eager_calls import RunEagerly
+from ..core.reasons import RunEagerly
 from ..fingerprint.kinds import WeightSlots
 from ..signature.argument_guard import ArgumentGuard, tensor_guard
 from ..signature.tensors import extent, is_dense

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..core.eager_calls import RunEagerly
 from ..core.errors import one_line
+from ..core.reasons import Reason, RunEagerly
 from ..fingerprint.plain_values import is_plain_object
 from ..modules import wrapped_layers
 from ..modules.wrapped_layers import LowRank, Reader, Wraps
@@ -41,7 +41,7 @@ class AddedWeights:
         self._layers = [wrapped_layers.bare(held[name], wraps) for _, held, name in self._places]
         self._children: list[torch.nn.Module | None] = []
         self._readers: list[tuple[int, int | None, Reader]] = []
-        self._refusal: str | None = None
+        self._refusal: Reason | None = None
 
     def now(self) -> Added:
         """What is added in this call.
@@ -58,7 +58,7 @@ class AddedWeights:
             return ()
         added = [(weight, bias, items) for weight, bias, read in self._readers if (items := read())]
         if torch.is_grad_enabled() and any(_wants_gradients(item) for _, _, items in added for item in items):
-            raise RunEagerly("gradients are wanted, and a graph gives none")
+            raise RunEagerly(Reason("gradients"))
         return added
 
     def _look(self, children: list[torch.nn.Module | None]) -> None:
@@ -71,7 +71,7 @@ class AddedWeights:
 
     def _unlike(
         self, children: Sequence[torch.nn.Module | None], wrapped: dict[torch.nn.Module, torch.nn.Module]
-    ) -> str | None:
+    ) -> Reason | None:
         """Why nothing can be added to the block's weights as it is now; else None.
 
         wrapped: gets the layers that are wrapped, with their wrappers.
@@ -79,19 +79,19 @@ class AddedWeights:
         bare: set[torch.nn.Module] = set()
         for (parent, _, name), layer, child in zip(self._places, self._layers, children, strict=True):
             if child is None or wrapped_layers.bare(child, self._wraps) is not layer:
-                return f"its {name} is another than the one it was surveyed with"
+                return Reason("layer_replaced", layer=name)
             if child is layer:
                 bare.add(layer)
                 continue
             if wrapped.setdefault(layer, child) is not child:
-                return f"its {name} is wrapped in two ways"
+                return Reason("layer_wrapped_twice", layer=name)
             if _reads_weights(parent):
-                return f"its {name} is wrapped, and {type(parent).__name__} reads weights of its parts"
+                return Reason("wrapped_layer_read", layer=name, reader=type(parent).__name__)
         owners = [id(tensor) for layer in self._indices for tensor in layer._parameters.values() if tensor is not None]
         for layer in wrapped:
             shared = any(owners.count(id(tensor)) > 1 for tensor in layer._parameters.values())
             if layer in bare or shared or self._indices[layer][0] is None:
-                return f"a {type(layer).__name__} in it is wrapped, and its weight is used elsewhere too"
+                return Reason("wrapped_weight_shared", layer=type(layer).__name__)
         return None
 
 
@@ -110,10 +110,10 @@ def with_added(weights: Sequence[torch.Tensor], added: Added) -> Sequence[torch.
                 made[weight] = _plus(made[weight], item)
                 if item.bias is not None:
                     if bias is None:
-                        raise RunEagerly("something is added to the bias of a layer that has none")
+                        raise RunEagerly(Reason("added_to_no_bias"))
                     made[bias] = made[bias] + (item.bias * item.scale).to(made[bias].dtype)
     except RuntimeError as error:  # another device or shape, too little memory
-        reason = f"nothing can be added to its weights: {one_line(error)}"
+        reason = Reason("nothing_addable", error=one_line(error))
     else:
         return made
     raise RunEagerly(reason)  # outside of the handler, whose exception would keep the weights made so far
@@ -131,7 +131,7 @@ def _plus(weight: torch.Tensor, item: LowRank) -> torch.Tensor:
         return torch.addmm(weight.flatten(1), up, down, alpha=scale).view(weight.shape)
     plus = torch.add(weight, (up @ down).view(weight.shape), alpha=scale).to(weight.dtype)
     if plus.stride() != weight.stride():
-        raise RunEagerly("something is added to a weight that has gaps in memory")
+        raise RunEagerly(Reason("added_to_gaps"))
     return plus
 
 

@@ -15,9 +15,9 @@ from ..compile.benchmark import Probe
 from ..compile.compiled_graph import CompiledGraph, CompileFailed, Facts
 from ..compile.row_survey import RowSurvey, silent
 from ..core.compile_settings import CompileSettings
-from ..core.eager_calls import elsewhere
 from ..core.errors import one_line
 from ..core.fallbacks import fallbacks
+from ..core.reasons import Reason, elsewhere
 from ..fingerprint import kinds
 from ..fingerprint.graph_key import GraphKey
 from ..fingerprint.survey import Region
@@ -83,7 +83,7 @@ class GraphResolver:
         device = elsewhere(weights, inputs)
         if device is not None:
             # A graph would be good for this split of the weights alone, and the next prompt splits them otherwise.
-            fallbacks.note(region.kind.name, f"its weights are partly on {device}, its inputs are not")
+            fallbacks.note(region.kind.name, Reason("weights_elsewhere", device=str(device)))
             return None
         tensors = (*weights, *inputs)
         call, values = tree_spec.without_values(spec)
@@ -118,7 +118,7 @@ class GraphResolver:
             try:
                 template = kinds.template_of(region.block, region.wraps)
             except Exception as error:
-                raise CompileFailed(f"it cannot be copied: {one_line(error)}") from error
+                raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
             growing = self._rows.growing(region.block, inputs) if self._rows and settings.any_size else None
             with silent():
                 graph = block_compiler.compile_block(
@@ -141,5 +141,5 @@ class GraphResolver:
             entry, graph = self._cache.find(key, name, fits, compile_graph, self._lease, load_graph)
             return ResolvedGraph(entry, graph, entry.probe(graph, inputs) if settings.measured else None)
         except torch.OutOfMemoryError as error:
-            reason = f"out of memory while compiling: {one_line(error)}"
+            reason = Reason("compile_out_of_memory", error=one_line(error))
         raise NoGraph(key, reason)  # outside of the handler, whose exception would keep the compiler's tensors

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core.reasons import Reason
 from ..modules.blocks import blocks
 from ..modules.substitution import has_foreign_forward
 from ..modules.wrapped_layers import Wraps
@@ -34,7 +35,7 @@ class Survey:
     """A model's blocks: those to compile, and the paths of those left eager with the reason."""
 
     regions: tuple[Region, ...]
-    left_eager: tuple[tuple[str, str], ...]
+    left_eager: tuple[tuple[str, Reason], ...]
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -58,12 +59,12 @@ def survey(
     found = list(blocks(model, wraps))
     for path, block in found:
         if has_foreign_forward(block):
-            left_eager.append((path, "another extension has replaced its forward"))
+            left_eager.append((path, Reason("forward_replaced")))
             continue
         try:
             described.append((path, block, describe(block, reader, wraps)))
-        except Indescribable as reason:
-            left_eager.append((path, str(reason)))
+        except Indescribable as why:
+            left_eager.append((path, Reason("indescribable", what=str(why))))
     kinds = kinds_of([description for _, _, description in described], [block for _, block in found], wraps)
     regions = [
         Region(path, block, kind, description.meaning.strings, wraps)
@@ -77,5 +78,5 @@ def survey(
         if counts[region.kind] >= min_repetitions:
             kept.append(region)
         else:
-            left_eager.append((region.path, f"fewer than {min_repetitions} blocks of its kind"))
+            left_eager.append((region.path, Reason("too_few_blocks", least=min_repetitions)))
     return Survey(tuple(kept), tuple(left_eager))

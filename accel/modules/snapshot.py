@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..core.reasons import Reason, Refusal
 from ..signature.tensors import PLAIN_TENSORS
 from . import wrapped_layers
 from .wrapped_layers import Wraps
@@ -45,8 +46,8 @@ class AttributeSnapshot:
         )
 
 
-class UnsupportedWeights(Exception):
-    """No snapshot can be taken of these weights; the message says why."""
+class UnsupportedWeights(Refusal):
+    """No snapshot can be taken of these weights."""
 
 
 class WeightSnapshot:
@@ -71,10 +72,11 @@ class WeightSnapshot:
         tensors = self.tensors()
         odd = next((t for t in tensors if type(t) not in PLAIN_TENSORS), None)
         if odd is not None:
-            raise UnsupportedWeights(f"its weights are of the type {type(odd).__name__}")
+            raise UnsupportedWeights(Reason("weights_type", type=type(odd).__name__))
         self.devices = {tensor.device for tensor in tensors if tensor.numel()}
         if len(self.devices) > 1:
-            raise UnsupportedWeights(f"its weights are on {' and '.join(sorted(map(str, self.devices)))}")
+            devices = ", ".join(sorted(map(str, self.devices)))
+            raise UnsupportedWeights(Reason("weights_on_devices", devices=devices))
         self._addresses = list(map(_address, tensors))
         step = max(len(places) // _SAMPLED, 1)
         self._sample = self._holders[::step], self._names[::step], self._addresses[::step]

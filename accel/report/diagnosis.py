@@ -20,6 +20,10 @@ from .diagnosis_machine import (
 FEW_STEPS = 12
 """Of a sampler: below it neighbouring steps differ too much for DeepCache's defaults to skip many."""
 
+_CACHE_FULL = ("cache_entries_full", "cache_bytes_full")
+_PATCHES = ("patched", "attention_replaced", "attention_override")
+_TOO_FEW = "too_few_blocks"
+
 
 def no_run(facts: Facts) -> str | None:
     if facts.run is not None:
@@ -71,7 +75,7 @@ def cache_is_off(facts: Facts) -> str | None:
 def cache_too_small(facts: Facts) -> str | None:
     if cache_is_off(facts) or not facts.compiling:
         return None
-    refused = any("cache_mb" in reason or "graph cache may hold" in reason for reason, _ in facts.reasons())
+    refused = any(row["code"] in _CACHE_FULL for row in facts.reasons())
     evicted = facts.run.get("evicted", 0) if facts.run.get("compilations") else 0
     if not refused and not evicted:
         return None
@@ -115,7 +119,7 @@ def loading_took_long(facts: Facts) -> str | None:
 
 def few_repetitions_left_out(facts: Facts) -> str | None:
     wanted = facts.compiling.get("min_repetitions", 1)
-    left = sum(n for reason, n in (facts.run or {}).get("left_eager", {}).items() if reason.startswith("fewer than"))
+    left = sum(row["blocks"] for row in facts.left_eager() if row["code"] == _TOO_FEW)
     if wanted <= 1 or not left:
         return None
     return f"min_repetitions {wanted} keeps {left} blocks uncompiled: 1 compiles them too."
@@ -126,14 +130,14 @@ def blocks_fell_back(facts: Facts) -> str | None:
     eager, reasons = run.get("eager_calls", 0), facts.reasons()
     if not eager or not reasons or not facts.compiling:
         return None
-    reason = reasons[0][0]
+    code, reason = reasons[0]["code"], reasons[0]["reason"]
     total = eager + run.get("compiled_calls", 0)
     told = f"{eager} of {total} block calls ran uncompiled, most of them because: {reason.rstrip('.')}."
-    if "concerns it" in reason or "overrides attention" in reason:
+    if code in _PATCHES:
         return f"{told} Another node patches these blocks (attention, IP-Adapter): without it they run compiled."
-    if "at this size it takes" in reason:
+    if code == "slower":
         return f"{told} That is not wrong: on this machine they are faster so."
-    if "gradients are wanted" in reason or "autocast is on" in reason:
+    if code in ("gradients", "autocast"):
         return f"{told} No graph is made for that."
     return told
 
@@ -146,19 +150,20 @@ def not_captured(facts: Facts) -> str | None:
     told = f"{calls - replays} of {calls} calls of the model were no replays of a CUDA graph"
     reasons = facts.reasons_not_captured()
     if reasons:
-        reason = reasons[0][0].rstrip(".")
-        return f"{told}, most of them because: {reason}. The blocks ran compiled all the same."
+        return (
+            f"{told}, most of them because: {reasons[0]['reason'].rstrip('.')}. The blocks ran compiled all the same."
+        )
     return f"{told}, since a size is captured at its third or a later call: the next image of this size replays."
 
 
 def blocks_left_out(facts: Facts) -> str | None:
     run = facts.run or {}
-    left = {reason: n for reason, n in run.get("left_eager", {}).items() if not reason.startswith("fewer than")}
+    left = [row for row in facts.left_eager() if row["code"] != _TOO_FEW]
     if not left or not facts.compiling:
         return None
-    reason, count = max(left.items(), key=lambda item: item[1])
-    blocks = count + run.get("blocks", 0)
-    return f"{count} of {blocks} blocks cannot be compiled: {reason.rstrip('.')}."
+    most = max(left, key=lambda row: row["blocks"])
+    blocks = most["blocks"] + run.get("blocks", 0)
+    return f"{most['blocks']} of {blocks} blocks cannot be compiled: {most['reason'].rstrip('.')}."
 
 
 def nothing_measured(facts: Facts) -> str | None:

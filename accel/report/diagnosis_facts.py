@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.fallbacks import NOT_CAPTURED
-
 Nodes = Mapping[str, Sequence[Mapping[str, Any]]]
 """The inputs of a workflow's nodes, by class."""
 
@@ -48,18 +46,20 @@ class Facts:
         """The settings of DeepCache in the last run; empty without it."""
         return (self.run or {}).get("caching") or {}
 
-    def reasons(self) -> list[tuple[str, int]]:
-        """Why block calls of the last run were not compiled ones, the most frequent first."""
-        return [(reason, calls) for reason, calls in self._reasons() if not reason.startswith(NOT_CAPTURED)]
+    def reasons(self) -> list[Mapping[str, Any]]:
+        """Why blocks of the last run were called uncompiled (rows of `Reason.as_json`), the most frequent first."""
+        return [row for row in self._fallbacks() if row["code"] != "not_captured"]
 
-    def reasons_not_captured(self) -> list[tuple[str, int]]:
+    def reasons_not_captured(self) -> list[Mapping[str, Any]]:
         """Why calls of the whole model were not captured, the most frequent first."""
-        found = self._reasons()
-        return [(why.removeprefix(NOT_CAPTURED), calls) for why, calls in found if why.startswith(NOT_CAPTURED)]
+        return [row["fields"]["why"] for row in self._fallbacks() if row["code"] == "not_captured"]
 
-    def _reasons(self) -> list[tuple[str, int]]:
-        rows = sorted((self.run or {}).get("fallbacks", ()), key=lambda row: -row["calls"])
-        return [(row["reason"], row["calls"]) for row in rows]
+    def left_eager(self) -> list[Mapping[str, Any]]:
+        """Why blocks of the last run were left alone, with their number."""
+        return (self.run or {}).get("left_eager_reasons", [])
+
+    def _fallbacks(self) -> list[Mapping[str, Any]]:
+        return sorted((self.run or {}).get("fallbacks", ()), key=lambda row: -row["calls"])
 
 
 def nodes_of(prompt: Any) -> Nodes:

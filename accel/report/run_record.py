@@ -12,6 +12,7 @@ from typing import Any
 from ..cache.lease import Lease
 from ..core.events import subscribe
 from ..core.fallbacks import fallbacks
+from ..core.reasons import Reason
 from .savings import Saving, by_compiling, by_skipping, together
 
 _MOST_RUNS = 64
@@ -52,7 +53,7 @@ class Run:
     eager_calls: int = 0
     blocks: int = 0
     kinds: int = 0
-    left_eager: dict[str, int] = field(default_factory=dict)
+    left_eager: dict[Reason, int] = field(default_factory=dict)
     compilations: int = 0
     compile_seconds: float = 0.0
     loaded: int = 0
@@ -74,6 +75,8 @@ class Run:
         values = {**vars(self), "latent": list(self.latent), "contexts": list(self.contexts)}
         return {
             **values,
+            "left_eager": {str(reason): blocks for reason, blocks in self.left_eager.items()},
+            "left_eager_reasons": [{**why.as_json(), "blocks": blocks} for why, blocks in self.left_eager.items()],
             "by_compiling": self.by_compiling._asdict(),
             "by_skipping": self.by_skipping._asdict(),
             "saved_seconds": saved.seconds,
@@ -88,7 +91,7 @@ class _Open:
     owner: Hashable
     run: Run
     began: float
-    fallbacks_before: dict[tuple[str, str], int]
+    fallbacks_before: dict[tuple[str, Reason], int]
     depth: int = 1
     disturbed: list[float] = field(default_factory=list)
 
@@ -179,10 +182,7 @@ class RunRecords:
             del self._open[thread]
         run = now.run
         run.seconds, run.finished = time.perf_counter() - now.began, time.time()
-        since = {row: count - now.fallbacks_before.get(row, 0) for row, count in fallbacks.counts().items()}
-        run.fallbacks = [
-            {"block": block, "reason": reason, "calls": calls} for (block, reason), calls in since.items() if calls > 0
-        ][:_MOST_REASONS]
+        run.fallbacks = fallbacks.rows(since=now.fallbacks_before)[:_MOST_REASONS]
         self._runs.append(run)
 
     def _on_run_calls(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:

@@ -132,6 +132,7 @@ def test_another_language_is_taken_at_once(page, shown):
         screenshot(page, "panel-zh")
         texts = page.evaluate("document.querySelector('.accel-panel').innerText")
         assert "Graph cache" not in texts and "上次运行" in texts
+        assert "有补丁（attn2）作用于它" in texts and "concerns it" not in texts
         assert [ratio for ratio, _ in page.evaluate(CONTRASTS) if ratio < 4.5] == []
     finally:
         page.evaluate(SET, ["Comfy.Locale", "en"])
@@ -201,10 +202,14 @@ def test_rows_are_sorted_and_filtered_also_by_the_server(page):
 @in_both
 def test_names_and_reasons_are_shown_as_text_whatever_they_are(page):
     hostile = state()
-    hostile["graph_cache"]["table"] = [row(1, name=MARKUP, model=MARKUP, dtype=MARKUP, failure=MARKUP)]
+    hostile["graph_cache"]["table"] = [
+        row(1, name=MARKUP, model=MARKUP, dtype=MARKUP, failure_reason={"reason": MARKUP})
+    ]
     hostile["graph_cache"]["fallbacks"] = [{"block": MARKUP, "reason": MARKUP, "calls": MARKUP}]
     hostile["graph_store"].update(folder=MARKUP, misses=[{"block": MARKUP, "reason": MARKUP, "count": 1}])
-    hostile["last_run"].update(model=MARKUP, latent=[MARKUP], saved_how=MARKUP, left_eager={MARKUP: 1})
+    hostile["last_run"].update(
+        model=MARKUP, latent=[MARKUP], saved_how=MARKUP, left_eager_reasons=[{"reason": MARKUP, "blocks": 1}]
+    )
     hostile["compiling"] = {"name": MARKUP, "number": 1, "of": 2, "seconds": 1}
     with answering(page, hostile):
         panel = open_panel(page)

@@ -49,6 +49,8 @@ started = time.process_time()
 comfyui = started - begun
 pack.load()
 from comfy_accel import nodes
+from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.core.reasons import Reason
 seconds = time.process_time() - started
 import json
 written = [name for name in written if "pycache" not in name]
@@ -76,7 +78,7 @@ class Asked:
 
     def load(self, key, name, devices, build, fits, values, *_):
         self.digests.add(f"{name} {key_digest(key, values)}")
-        raise NoGraph(key, "only asked")
+        raise NoGraph(key, Reason("interrupted"))
 
 def asked(model, *samples):
     told = []

@@ -11,6 +11,7 @@ from comfy_accel.accel.compile import ahead_of_time, inductor, registry
 from comfy_accel.accel.compile.backend import Artifact
 from comfy_accel.accel.compile.block_compiler import compile_block, load_block
 from comfy_accel.accel.compile.compiled_graph import CompileFailed
+from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.signature import tree_spec
 from torch import nn
@@ -363,7 +364,7 @@ def test_registered_backend_compiles_blocks(monkeypatch):
 
 def test_backend_whose_compiler_is_missing_says_so(monkeypatch):
     monkeypatch.setitem(registry.BACKENDS, "replays", toy := Replays())
-    toy.missing = lambda: "no such compiler here"
+    toy.missing = lambda: Reason("compile_failed", error="no such compiler here")
     with pytest.raises(CompileFailed, match="^no such compiler here$"):
         compiled(Broadcasts().eval(), INPUTS, backend="replays")
     assert toy.compiled == 0

@@ -39,7 +39,7 @@ def test_model_on_the_cpu_is_refused_in_one_sentence_and_left_alone():
 def test_other_allocator_is_refused_with_the_flag_that_helps(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     monkeypatch.setattr(torch.version, "hip", None)
-    assert "--disable-cuda-malloc" in CudaCapturer().why_not(torch.device("cuda", 0))
+    assert "--disable-cuda-malloc" in str(CudaCapturer().why_not(torch.device("cuda", 0)))
 
 
 def test_reason_of_an_allocator_or_device_is_one_row_of_the_report_however_many_calls_there_are():

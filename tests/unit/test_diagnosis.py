@@ -1,7 +1,7 @@
 """Each sentence about a missing gain: when it is said, and that it says what to do."""
 
 import pytest
-from comfy_accel.accel.core.fallbacks import NOT_CAPTURED
+from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.report import diagnosis, diagnosis_machine
 from comfy_accel.accel.report.diagnosis import CAUSES, diagnose
 from comfy_accel.accel.report.diagnosis_facts import Facts, nodes_of
@@ -48,7 +48,7 @@ def skipping(**run):
 
 
 def rows(*reasons, calls=10):
-    return [{"block": "Block", "reason": reason, "calls": calls} for reason in reasons]
+    return [{"block": "Block", **reason.as_json(), "calls": calls} for reason in reasons]
 
 
 def test_where_all_is_well_nothing_is_said():
@@ -69,7 +69,7 @@ SAID = [
     (diagnosis.cache_is_off, facts(cache={"max_bytes": 0, "max_entries": 9}), "raise its budget"),
     (diagnosis.cache_is_off, facts(cache={"max_bytes": 9, "max_entries": 0}), "raise its budget"),
     (diagnosis.cache_too_small, facts({"evicted": 3, "compilations": 3, "compile_seconds": 1.0}), "dropped 3 graphs"),
-    (diagnosis.cache_too_small, facts({"fallbacks": rows("more than the 2 MB (cache_mb)")}), "did not hold"),
+    (diagnosis.cache_too_small, facts({"fallbacks": rows(Reason("cache_bytes_full", megabytes="2"))}), "did not hold"),
     (diagnosis.sizes_were_cold, facts({"compilations": 9, "compile_seconds": 8.0}), "8.0 of its 10.0 s"),
     (
         diagnosis.sizes_were_cold,
@@ -80,27 +80,31 @@ SAID = [
     (diagnosis.loading_took_long, facts({"loaded": 9, "load_seconds": 2.0}), "once after a restart"),
     (
         diagnosis.few_repetitions_left_out,
-        facts({**compiling(min_repetitions=3), "left_eager": {"fewer than 3 blocks of its kind": 7}}),
+        facts({**compiling(min_repetitions=3), "left_eager": {Reason("too_few_blocks", least=3): 7}}),
         "keeps 7 blocks uncompiled",
     ),
     (
         diagnosis.blocks_fell_back,
-        facts({"eager_calls": 66, "fallbacks": rows("a patch (attn2_patch) concerns it")}),
+        facts({"eager_calls": 66, "fallbacks": rows(Reason("patched", patch="attn2_patch"))}),
         "66 of 1066 block calls",
     ),
     (
         diagnosis.blocks_fell_back,
-        facts({"eager_calls": 1, "fallbacks": rows("at this size it takes 2 ms a call and eagerly 1 ms")}),
+        facts({"eager_calls": 1, "fallbacks": rows(Reason("slower", compiled="2", eager="1"))}),
         "faster so",
     ),
-    (diagnosis.blocks_fell_back, facts({"eager_calls": 1, "fallbacks": rows("autocast is on")}), "No graph is made"),
+    (diagnosis.blocks_fell_back, facts({"eager_calls": 1, "fallbacks": rows(Reason("autocast"))}), "No graph is made"),
     (
         diagnosis.not_captured,
-        facts({"model_calls": 30, "fallbacks": rows(NOT_CAPTURED + "its weights are streamed (dynamic VRAM)")}),
+        facts({"model_calls": 30, "fallbacks": rows(Reason("not_captured", why=Reason("weights_streamed")))}),
         "30 of 30 calls of the model were no replays of a CUDA graph, most of them because: its weights are streamed",
     ),
     (diagnosis.not_captured, facts({"model_calls": 4, "replays": 1}), "the next image of this size replays"),
-    (diagnosis.blocks_left_out, facts({"left_eager": {"it holds a lock": 10}}), "10 of 80 blocks"),
+    (
+        diagnosis.blocks_left_out,
+        facts({"left_eager": {Reason("indescribable", what="a lock"): 10}}),
+        "10 of 80 blocks",
+    ),
     (diagnosis.nothing_measured, facts(compiling(check_gain=False)), "turn it on"),
     (diagnosis.gain_is_small, facts({"by_compiling": Saving(0.1, "Measured.")}), "matrix products"),
     (diagnosis.deep_cache_is_off, facts(nodes={"AccelDeepCache": [{"interval": 1}]}), "3 is the default"),

@@ -7,8 +7,8 @@ import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.core.eager_calls import RunEagerly
 from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.signature import argument_guard
@@ -219,7 +219,7 @@ def test_changed_input_that_shares_memory_from_one_call_to_the_next_runs_as_it_i
 def test_options_that_change_in_place_are_asked_about_in_each_call():
     def simplify(options):
         if options.get("patches"):
-            raise RunEagerly("a patch concerns it")
+            raise RunEagerly(Reason("patched", patch="attn1"))
         return {name: value for name, value in options.items() if name == "strength"} if "step" in options else options
 
     block, x, options = Block(), torch.randn(2, 4), {"step": 1}

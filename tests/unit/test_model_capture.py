@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 from capture_kit import Toy, capturing_cache, check_calls, latent, reasons, run, settle, times
-from comfy_accel.accel.core.eager_calls import RunEagerly
 from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
 from cpu_capturer import STAGES, CpuCapturer, left
 
@@ -284,20 +284,24 @@ def test_training_and_gradients_are_left_alone():
 
 def test_reasons_of_host_and_capturer_are_told_once():
     model, (cache, capturer) = Toy(), capturing_cache()
-    capturer.reason = "this device cannot"
+    capturer.reason = Reason("amd")
     with run(model, cache) as call:
         check_calls(model, call, 4)
-    with run(model, cache, CaptureHost(why_not=lambda: "the host is against it")) as call:
+    with run(model, cache, CaptureHost(why_not=lambda: Reason("memory_needed"))) as call:
         check_calls(model, call, 4)
 
     def refuse(options):
-        raise RunEagerly("a patch is in it")
+        raise RunEagerly(Reason("patch_runs", patch="attn1"))
 
     with run(model, cache, CaptureHost(simplify=refuse)) as call:
         for _ in range(4):
             call(latent(), times(), control={"middle": []})
     assert capturer.warm_ups == 0
-    assert reasons() == ["this device cannot", "the host is against it", "a patch is in it"]
+    assert reasons() == [
+        "CUDA graphs are not used on AMD's cards",
+        "the memory of its captures is needed elsewhere during the run",
+        "a patch (attn1) runs its own code in each call",
+    ]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -2,6 +2,7 @@
 
 import pytest
 from comfy_accel.accel.core.events import emit, subscribe
+from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.hosts.comfyui.server.panel_messages import _MOST_WAITING, SPACING, PanelMessages
 
 
@@ -43,14 +44,14 @@ def test_events_become_messages_in_order(page):
     emit("compiling", name="Block", number=1, of=2, node=None)
     emit("compile_end", name="Block", key="x", seconds=1.0)
     emit("graph_loaded", name="Other", key="y", seconds=0.5)
-    emit("fallback", block="Block", reason="odd")
+    emit("fallback", block="Block", reason=Reason("autocast"))
     emit("run_end", owner=1, failed=False)
     emit("cache_changed")
     emit("graph_hit", name="Block", key="x")
     assert page.events() == ["compiling", "compiled", "loaded", "fallback", "run_end", "cache_changed"]
     assert page.got[0]["number"] == 1 and page.got[0]["of"] == 2 and page.got[0]["seconds"] >= 0
     assert page.got[1] == {"event": "compiled", "name": "Block", "seconds": 1.0}
-    assert page.got[3] == {"event": "fallback", "block": "Block", "reason": "odd"}
+    assert page.got[3] == {"event": "fallback", "block": "Block", **Reason("autocast").as_json()}
 
 
 def test_of_many_at_once_the_latest_of_a_sort_is_sent_spaced(page):
@@ -73,11 +74,11 @@ def test_a_later_compilation_is_told_after_the_end_of_the_one_before(page):
             emit("compile_end", name="Block", key="x", seconds=1.0)
     assert page.events() == ["compiled", "compiling"]
     assert page.got[-1]["number"] == 2
-    emit("compile_failed", name="Block", key="x", reason="no", seconds=0.1)
+    emit("compile_failed", name="Block", key="x", reason=Reason("compile_failed", error="no"), seconds=0.1)
     assert page.events()[-1] == "compiled" and page.got[-1]["failed"] == "no"
 
 
 def test_fallbacks_are_told_once_for_each_reason_and_bounded(page):
     for number in range(500):
-        emit("fallback", block="Block", reason=f"reason {number}")
+        emit("fallback", block="Block", reason=Reason("compile_failed", error=f"reason {number}"))
     assert len(page.events()) == _MOST_WAITING

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.report import chart
 from comfy_accel.accel.report import text as report
 from comfy_accel.accel.report.run_record import Run
@@ -28,12 +29,12 @@ RUN = Run(
     eager_calls=10,
     blocks=70,
     kinds=9,
-    left_eager={"another extension has replaced its forward": 2},
+    left_eager={Reason("forward_replaced"): 2},
     compilations=2,
     compile_seconds=1.2,
     loaded=3,
     load_seconds=0.3,
-    fallbacks=[{"block": "BasicTransformerBlock", "reason": "a patch (attn2_patch) concerns it", "calls": 10}],
+    fallbacks=[{"block": "BasicTransformerBlock", **Reason("patched", patch="attn2_patch").as_json(), "calls": 10}],
     model_calls=60,
     replays=54,
     captures=2,

@@ -11,6 +11,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph
 from comfy_accel.accel.core.events import emit, subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.report.run_record import _MOST_RUNS, RunRecords
 
 
@@ -37,16 +38,17 @@ def test_no_run_is_no_record(records):
 def test_events_between_start_and_end_belong_to_the_run(records):
     emit("graph_loaded", name="Block", key="x", seconds=9.0)  # of nobody
     start()
-    emit("survey", model="UNet", blocks=5, kinds=2, left_eager=[("a", "odd"), ("b", "odd"), ("c", "strange")])
+    odd, strange = Reason("forward_replaced"), Reason("too_few_blocks", least=3)
+    emit("survey", model="UNet", blocks=5, kinds=2, left_eager=[("a", odd), ("b", odd), ("c", strange)])
     emit("compile_start", name="Block", key="x")
     emit("compile_end", name="Block", key="x", seconds=1.5)
     emit("graph_loaded", name="Block", key="y", seconds=0.25)
-    fallbacks.note("Block", "a patch (attn9) concerns it")
+    fallbacks.note("Block", Reason("patched", patch="attn9"))
     end()
     run = records.last()
     assert (run.model, run.latent, run.steps) == ("SD15", (2, 4, 8, 8), 4)
     assert (run.compilations, run.compile_seconds, run.loaded, run.load_seconds) == (1, 1.5, 1, 0.25)
-    assert run.left_eager == {"odd": 2, "strange": 1} and (run.blocks, run.kinds) == (5, 2)
+    assert run.left_eager == {odd: 2, strange: 1} and (run.blocks, run.kinds) == (5, 2)
     assert [row["reason"] for row in run.fallbacks] == ["a patch (attn9) concerns it"]
     assert not run.failed and run.seconds >= 0 and abs(run.finished - time.time()) < 60
 
@@ -55,7 +57,7 @@ def test_fallbacks_of_earlier_runs_are_not_counted_again(records):
     for calls in (3, 2):
         start()
         for _ in range(calls):
-            fallbacks.note("Block", "some reason that comes again")
+            fallbacks.note("Block", Reason("no_blocks"))
         end()
     assert [run.fallbacks[0]["calls"] for run in records.all()] == [3, 2]
 
@@ -116,7 +118,7 @@ def test_what_is_being_compiled_can_be_seen_meanwhile(records):
     emit("compiling", name="Block", number=2, of=5, node="7")
     now = records.compiling()
     assert (now["name"], now["number"], now["of"], now["node"]) == ("Block", 2, 5, "7") and now["seconds"] >= 0
-    emit("compile_failed", name="Block", key="x", reason="it does not", seconds=0.1)
+    emit("compile_failed", name="Block", key="x", reason=Reason("interrupted"), seconds=0.1)
     assert records.compiling() is None
 
 

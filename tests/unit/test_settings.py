@@ -6,6 +6,7 @@ import logging
 import pytest
 from comfy_accel.accel.core import settings
 from comfy_accel.accel.core.events import emit, log
+from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.settings import LARGEST_MB, MOST_ENTRIES, Settings
 from comfy_accel.accel.fingerprint.graph_key import GraphKey
 from comfy_accel.accel.fingerprint.kinds import Kind
@@ -156,13 +157,13 @@ def test_every_event_of_a_graph_is_logged_with_its_key_and_reason(verbosity):
     emit("graph_hit", name="Block", key=key())
     emit("compile_start", name="Block", key=key())
     emit("compile_end", name="Block", key=key(), seconds=1.25)
-    emit("compile_failed", name="Block", key=key(), reason="no compiler", seconds=0.5)
+    emit("compile_failed", name="Block", key=key(), reason=Reason("compile_failed", error="no compiler"), seconds=0.5)
     emit("graph_loaded", name="Block", key=key(), seconds=0.125)
-    emit("fallback", block="Block", reason="a patch concerns it")
+    emit("fallback", block="Block", reason=Reason("patched", patch="attn1"))
     text = out.getvalue()
     for said in ("hit", "miss, compiling: ", "compiled in 1.250 s", "not compiled in 0.500 s: no compiler"):
         assert said in text
-    for said in ("loaded in 0.125 s", "GraphKey(", "block Block, reason a patch concerns it"):
+    for said in ("loaded in 0.125 s", "GraphKey(", "block Block, reason a patch (attn1) concerns it"):
         assert said in text
 
 

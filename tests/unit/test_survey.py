@@ -1,6 +1,7 @@
 """Blocks found by structure, in models nobody has heard of."""
 
 import torch
+from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.accel.modules.substitution import Order, substituted
@@ -67,7 +68,7 @@ def test_block_with_somebody_elses_forward_stays_eager_with_the_reason():
     model.middle.forward = lambda x: x
     found = survey(model)
     assert len(found.regions) == 4
-    assert found.left_eager == (("middle", "another extension has replaced its forward"),)
+    assert found.left_eager == (("middle", Reason("forward_replaced")),)
 
 
 def test_survey_during_a_substitution_sees_the_same_blocks():

@@ -4,8 +4,8 @@ import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.core.eager_calls import RunEagerly
 from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.dispatch.lora import with_added
 from comfy_accel.accel.fingerprint.kinds import template_of
@@ -45,7 +45,7 @@ class Adapters:
     def reader(self, wrapper, base):
         def read():
             if wrapper.refuses:
-                raise RunEagerly("it refuses")
+                raise RunEagerly(Reason("lora_changed"))
             return [LowRank(wrapper.up.weight, wrapper.down.weight, wrapper.scale, wrapper.up.bias)]
 
         return read
@@ -141,7 +141,7 @@ def replace(block):
 
 def refuse(block):
     wrap(block).conv.refuses = True
-    return "it refuses"
+    return "a layer's LoRA is changed by somebody else"
 
 
 def learn(block):

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ...core.reasons import Reason
+
 _NEVER = frozenset({"safety_checker", "watermark"})
 """Run once per image, on the finished image."""
 
@@ -56,14 +58,14 @@ def load(model: torch.nn.Module) -> None:
         hook.pre_forward(model)
 
 
-def moved_in_parts(model: torch.nn.Module) -> str | None:
+def moved_in_parts(model: torch.nn.Module) -> Reason | None:
     """Why the model runs eagerly because its parts are moved to the device one by one; None if they are not."""
     for path, part in model.named_modules():
         if path and _moves_weights(part.__dict__.get(_ACCELERATE_HOOK)):
-            return "its weights are moved to the device layer by layer (sequential CPU offload)"
+            return Reason("layers_offloaded")
         hooks = getattr(part.__dict__.get(_DIFFUSERS_HOOK), "hooks", {})
         if any("group_offload" in name for name in hooks):
-            return "its weights are moved to the device group by group (group offloading)"
+            return Reason("groups_offloaded")
     return None
 
 

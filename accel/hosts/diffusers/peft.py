@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...core.eager_calls import RunEagerly
+from ...core.reasons import Reason, RunEagerly
 from ...modules.wrapped_layers import LowRank
 
 _BASE = "base_layer"
@@ -55,7 +55,7 @@ class _Reader:
         self._wrapper = wrapper
         self._base = base
         self._refusal = _unlike(wrapper, base)
-        self._checked: dict[str, tuple[torch.nn.Module, torch.nn.Module, str | None]] = {}
+        self._checked: dict[str, tuple[torch.nn.Module, torch.nn.Module, Reason | None]] = {}
         if self._refusal is None:
             parts = wrapper._modules
             self._downs, self._ups, self._dropouts = (
@@ -67,11 +67,11 @@ class _Reader:
         if self._refusal is not None:
             raise RunEagerly(self._refusal)
         if wrapper._modules[_BASE] is not self._base or _is_hooked(wrapper):
-            raise RunEagerly("a layer's LoRA is changed by somebody else")
+            raise RunEagerly(Reason("lora_changed"))
         merged = wrapper.merged_adapters
         if wrapper._disable_adapters:
             if merged:
-                raise RunEagerly("merged LoRA is being taken out of its weights")
+                raise RunEagerly(Reason("lora_unmerging"))
             return ()
         if merged:
             return ()
@@ -91,50 +91,50 @@ class _Reader:
         dropout = self._dropouts[name]
         reason = checked[2]
         if reason is None and (_is_hooked(down) or _is_hooked(up)):
-            reason = "a layer's LoRA is changed by somebody else"
+            reason = Reason("lora_changed")
         if reason is None and type(dropout) is not torch.nn.Identity:
             if dropout.training or type(dropout) is not torch.nn.Dropout:
-                reason = "its LoRA leaves something out at random"
+                reason = Reason("lora_dropout")
         if reason is not None:
             raise RunEagerly(reason)
         weights = up._parameters
         return LowRank(weights["weight"], down._parameters["weight"], wrapper.scaling[name], weights["bias"])
 
 
-def _unlike(wrapper: torch.nn.Module, base: torch.nn.Module) -> str | None:
+def _unlike(wrapper: torch.nn.Module, base: torch.nn.Module) -> Reason | None:
     """Why the wrapper is not one that only adds a product to the weight of a plain layer; else None."""
     cls = type(wrapper)
     lora = sys.modules.get("peft.tuners.lora.layer")
     plain = _LAYERS.get(cls.__name__)
     if plain is None or cls is not getattr(lora, cls.__name__, None):
-        return f"an adapter ({cls.__module__}.{cls.__qualname__}) does more than to add to its layer's weight"
+        return Reason("adapter_unknown", adapter=f"{cls.__module__}.{cls.__qualname__}")
     if not _computes_as(base, plain) or getattr(wrapper, "fan_in_fan_out", False):
-        return f"a LoRA is around a {type(base).__name__}, which is no plain {plain.__name__}"
+        return Reason("lora_layer_odd", layer=type(base).__name__, plain=plain.__name__)
     if getattr(base, "groups", 1) != 1:
-        return "a LoRA is around a convolution in groups"
+        return Reason("lora_layer_grouped")
     if type(base.weight) is not torch.nn.Parameter or base.weight.dtype not in _FLOATS:
-        return f"a LoRA is around a layer of {type(base.weight).__name__}s of {base.weight.dtype}"
+        return Reason("lora_layer_type", type=type(base.weight).__name__, dtype=str(base.weight.dtype))
     return None
 
 
 def _not_plain(
     wrapper: torch.nn.Module, base: torch.nn.Module, name: str, down: torch.nn.Module, up: torch.nn.Module
-) -> str | None:
+) -> Reason | None:
     """Why the adapter does not add just the product of its two matrices; else None."""
     variant = getattr(wrapper, "lora_variant", {}).get(name)
     if variant is not None or getattr(wrapper, "use_dora", {}).get(name):
-        return f"its LoRA {name} is of another sort ({'DoRA' if variant is None else type(variant).__name__})"
+        return Reason("lora_variant", lora=name, variant="DoRA" if variant is None else type(variant).__name__)
     plain = _LAYERS[type(wrapper).__name__]
     if not (_computes_as(down, plain) and _computes_as(up, plain)) or down.bias is not None:
-        return f"its LoRA {name} is not of plain layers"
+        return Reason("lora_not_plain", lora=name)
     if down.weight.dtype is not up.weight.dtype or down.weight.dtype not in _FLOATS:
-        return f"its LoRA {name} is of {down.weight.dtype} and {up.weight.dtype}"
+        return Reason("lora_types", lora=name, down=str(down.weight.dtype), up=str(up.weight.dtype))
     if up.bias is not None and base.bias is None:
-        return f"its LoRA {name} has a bias, and its layer has none"
+        return Reason("lora_bias", lora=name)
     if plain is not torch.nn.Linear:
         same = all(getattr(down, part) == getattr(base, part) for part in _GEOMETRY)
         if not same or not set(up.kernel_size) == set(up.stride) == {1} or set(up.padding) != {0} or up.groups != 1:
-            return f"its LoRA {name} slides over the image in another way than its layer"
+            return Reason("lora_geometry", lora=name)
     return None
 
 

@@ -13,6 +13,7 @@ from ...cache.graph_cache import GraphCache, shared
 from ...compile.registry import BACKENDS, DEFAULT
 from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
+from ...core.reasons import Reason
 from ...step_cache.config import DeepCacheSettings
 from ...store.graph_store import attach
 from ...store.location import personal_home
@@ -179,7 +180,7 @@ class _Acceleration:
     def _place(self, name: str, model: torch.nn.Module) -> None:
         self._models[name] = weakref.ref(model)
         if not component_call.place(model, self._settings, self._cache, self):
-            fallbacks.note(type(model).__name__, "it is compiled as a whole by somebody else")
+            fallbacks.note(type(model).__name__, Reason("compiled_whole_by_others"))
 
     def _take_away(self, name: str) -> None:
         model = self._models.pop(name)()

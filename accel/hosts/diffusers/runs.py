@@ -16,6 +16,7 @@ from ...cache.graph_cache import GraphCache
 from ...cache.lease import Lease
 from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
+from ...core.reasons import Reason
 from ...dispatch.compiled_layers import Host, compiled_layers, look_at
 from ...fingerprint.survey import Survey
 from ...modules.first_call import is_compiled
@@ -53,7 +54,7 @@ class Run:
             if looks <= _MOST_LOOKS:
                 placed = self._placed[model] = self._look(model, settings)
             elif looks == _MOST_LOOKS + 1:
-                fallbacks.note(type(model).__name__, "its settings change at every call")
+                fallbacks.note(type(model).__name__, Reason("settings_change"))
                 placed = self._placed[model] = {}, AttributeSnapshot(())
         return placed[0]
 
@@ -70,15 +71,15 @@ class Run:
         return compiled_layers(model, found, settings, HOST, self.cache, self._lease), snapshot
 
 
-def _why_not(model: torch.nn.Module) -> str | None:
+def _why_not(model: torch.nn.Module) -> Reason | None:
     if is_compiled(model):
-        return "it or a part of it is compiled by somebody else already"
+        return Reason("compiled_by_others")
     return moved_in_parts(model)
 
 
 def _note_eager_blocks(model: torch.nn.Module, found: Survey) -> None:
     if not found.regions and not found.left_eager:
-        fallbacks.note(type(model).__name__, "it has no repeated blocks")
+        fallbacks.note(type(model).__name__, Reason("no_blocks"))
     if found.left_eager:
         parts = dict(modules(model, HOST.wraps))
         for path, reason in found.left_eager:

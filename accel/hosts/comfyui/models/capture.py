@@ -18,7 +18,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ....cache.graph_cache import GraphCache, shared
 from ....cache.lease import Lease
-from ....core.eager_calls import RunEagerly
+from ....core.reasons import Reason, RunEagerly
 from ....cuda_graphs.cuda import CudaCapturer
 from ....cuda_graphs.model_capture import ModelCapture
 from ....cuda_graphs.model_guard import CaptureHost
@@ -33,8 +33,6 @@ from ..versions import NO_RESULT_DEPENDS_ON, is_dynamic, is_split_over_devices
 from .capture_memory import memory_of, room_for_recordings
 from .options import CAPTURE as KEY
 from .options import INTERRUPTS, asks_wrappers, is_transformer_options
-
-_ASKED = "ComfyUI needs the memory of its recording during the run"
 
 _PER_CALL = frozenset(
     "activations_shape block block_index block_type callbacks img_slice original_shape patches patches_replace "
@@ -75,12 +73,12 @@ def begin(
         meaning = CodeReader(NO_RESULT_DEPENDS_ON).meaning(frozenset(map(type, model.modules())))
         strings, code = meaning.strings, meaning.digest
     except Indescribable as why:
-        reason = f"what its code does cannot be told: {why}"
+        reason = Reason("code_unknown", what=str(why))
     host = CaptureHost(
         facts=(code, settings, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
         simplify=_simplifier(strings),
         token=lambda: _weights_token(base),
-        why_not=lambda: reason or _obstacle(base) or (_ASKED if memory.asked > asked else None),
+        why_not=lambda: reason or _obstacle(base) or (Reason("memory_needed") if memory.asked > asked else None),
         of_module=_obstacle_in,
         interrupts=INTERRUPTS,
     )
@@ -129,11 +127,11 @@ def _simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
         if not is_transformer_options(options):
             return options
         if options.get("optimized_attention_override") is not None:
-            raise RunEagerly("an extension overrides attention for this run")
+            raise RunEagerly(Reason("attention_override"))
         if options.get("patches") or options.get("patches_replace"):
             for name, patches in (*options.get("patches", {}).items(), *options.get("patches_replace", {}).items()):
                 if patches:
-                    raise RunEagerly(f"a patch ({name}) runs its own code in each call")
+                    raise RunEagerly(Reason("patch_runs", patch=name))
         if readable.isdisjoint(options):
             return {}
         kept = {}
@@ -143,7 +141,7 @@ def _simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
             if type(value) in CONSTANTS or _is_plain(value):
                 kept[key] = value
             else:
-                raise RunEagerly(f"it reads {key} from the per-call options")
+                raise RunEagerly(Reason("reads_option", option=key))
         return kept
 
     return simplify
@@ -163,25 +161,25 @@ def _weights_token(base: torch.nn.Module) -> Hashable:
     return tuple(getattr(base, name, None) for name in names)
 
 
-def _obstacle(base: torch.nn.Module) -> str | None:
+def _obstacle(base: torch.nn.Module) -> Reason | None:
     """Why no call of the model can be recorded just now."""
     if getattr(base, "model_lowvram", False):
-        return "it is loaded in part, and its other weights come and go"
+        return Reason("loaded_in_part")
     patcher = base.current_patcher
     if patcher is None:
         return None
     if is_dynamic(patcher):
-        return "its weights are streamed (dynamic VRAM)"
+        return Reason("weights_streamed")
     if patcher.current_hooks is not None:
-        return "hooks change its weights during the run"
+        return Reason("hooks_on_weights")
     if patcher.injections:
-        return "an extension puts its own code into the model for each run"
+        return Reason("code_injected")
     return None
 
 
-def _obstacle_in(module: torch.nn.Module) -> str | None:
+def _obstacle_in(module: torch.nn.Module) -> Reason | None:
     if getattr(module, "weight_function", None) or getattr(module, "bias_function", None):
-        return "its weights are patched anew in each call"
+        return Reason("weights_patched")
     if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-        return "it is compiled as a whole already"
+        return Reason("compiled_whole")
     return None

@@ -17,6 +17,7 @@ from ....cache.graph_cache import GraphCache, shared
 from ....cache.lease import Lease
 from ....core.compile_settings import CompileSettings
 from ....core.fallbacks import fallbacks
+from ....core.reasons import Reason
 from ....dispatch.block_runner import BlockRunner
 from ....fingerprint.code_digest import facts_of
 from ....modules.first_call import is_compiled
@@ -156,13 +157,13 @@ class _Calls:
         return (make, arguments, plain, *rest)
 
 
-def _why_not(network: Any) -> str | None:
+def _why_not(network: Any) -> Reason | None:
     if network is None:
-        return f"it holds no network as {' or '.join(_NETWORKS)}"
+        return Reason("no_network", names=", ".join(_NETWORKS))
     if not isinstance(network, torch.nn.Module) or type(type(network)) is not type:
-        return f"its network is a {type(network).__name__}"
+        return Reason("odd_network", type=type(network).__name__)
     if is_compiled(network):
-        return "its network or a part of it is compiled as a whole already"
+        return Reason("network_compiled_already")
     return None
 
 
@@ -189,7 +190,7 @@ class _ControlRun:
             self._layers = {block: layer for block, layer in layers.items() if block not in unsteady}
             log.debug("%d blocks that set their own settings stay eager", len(unsteady))
             if not any(isinstance(layer, BlockRunner) for layer in self._layers.values()):
-                fallbacks.note(type(self.network).__name__, "no repeated block of it can be compiled")
+                fallbacks.note(type(self.network).__name__, Reason("no_block_compilable"))
         kinds = {layer.kind for layer in self._layers.values() if isinstance(layer, BlockRunner)}
         with self._progress.during_call(len(kinds)), substituted(self._layers, Order.COMPILED):
             yield

@@ -14,7 +14,7 @@ import comfy.model_management
 import torch
 from comfy.patcher_extension import CallbacksMP
 
-from ....core.eager_calls import RunEagerly
+from ....core.reasons import Reason, RunEagerly
 from ....fingerprint.survey import Region
 from ....signature.tree_spec import CONSTANTS
 
@@ -59,7 +59,7 @@ def simplifier(region: Region) -> Callable[[dict], dict]:
         for key, value in options.items():
             if key in readable:
                 if type(value) not in CONSTANTS:
-                    raise RunEagerly(f"it reads {key} from the per-call options")
+                    raise RunEagerly(Reason("reads_option", option=key))
                 kept[key] = value
         return kept
 
@@ -89,16 +89,16 @@ def is_captured(model: Any) -> bool:
     return CAPTURE in model.callbacks.get(CallbacksMP.ON_DETACH, {})
 
 
-def _concern(options: dict[str, Any], strings: frozenset[str]) -> str | None:
+def _concern(options: dict[str, Any], strings: frozenset[str]) -> Reason | None:
     """Why a patch in `options` changes the output of a block whose code has these strings; None if none does."""
     if options.get(_OVERRIDE) is not None:
-        return "an extension overrides attention for this run"
+        return Reason("attention_override")
     for name, patches in options.get("patches", {}).items():
         if patches and name in strings:
-            return f"a patch ({name}) concerns it"
+            return Reason("patched", patch=name)
     for name, replacements in options.get("patches_replace", {}).items():
         if replacements and name in strings and _addresses(replacements, options):
-            return f"an attention replacement ({name}) concerns it"
+            return Reason("attention_replaced", patch=name)
     return None
 
 

@@ -16,6 +16,7 @@ from ....cache.entry import Use
 from ....cache.graph_cache import GraphCache, shared
 from ....core.compile_settings import CompileSettings
 from ....core.fallbacks import fallbacks
+from ....core.reasons import Reason
 from ....dispatch.block_runner import BlockRunner
 from ....modules.first_call import at_first_call, is_compiled
 from ....modules.substitution import Layer
@@ -121,7 +122,7 @@ class _Around:
     def _compiled(self, vae: Any, name: str, shape: tuple[int, ...] | None) -> Iterator[None]:
         model, used = vae.first_stage_model, []
         if is_compiled(model):
-            fallbacks.note(type(model).__name__, "it or a part of it is compiled as a whole already")
+            fallbacks.note(type(model).__name__, Reason("compiled_already"))
             yield
             return
         is_auto = self._policy.compiled == AUTO
@@ -146,7 +147,7 @@ class _Around:
             stack.enter_context(at_first_call(model, make_layers))
             yield
         if not used:
-            fallbacks.note(type(model).__name__, f"no repeated block that can be compiled runs in its {name}")
+            fallbacks.note(type(model).__name__, Reason("no_block_runs", part=name))
 
     def _has_room(self, vae: Any, name: str, shape: tuple[int, ...]) -> bool:
         """Whether there is memory to run compiled. For one image: core takes no more at a time than fit."""

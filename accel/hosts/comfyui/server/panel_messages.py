@@ -77,10 +77,10 @@ _MESSAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "event": "compiled",
         "name": data["name"],
         "seconds": data["seconds"],
-        "failed": data["reason"],
+        "failed": str(data["reason"]),
     },
     "graph_loaded": lambda data: {"event": "loaded", "name": data["name"], "seconds": data["seconds"]},
-    "fallback": lambda data: {"event": "fallback", "block": data["block"], "reason": data["reason"]},
+    "fallback": lambda data: {"event": "fallback", "block": data["block"], **data["reason"].as_json()},
     "run_end": lambda data: {"event": "run_end"},
     "cache_changed": lambda data: {"event": "cache_changed"},
 }
