@@ -29,8 +29,14 @@ GIB_NEEDED = 8
 # pack's `nodes` would hide ComfyUI's.
 PYTEST = "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
-AT_ONCE = ["--numprocesses=2", "--dist=loadfile"]
-"""For the whole suite: compiling keeps one core busy at a time, and each process needs up to 3 GB."""
+AT_ONCE = ["--numprocesses=2", "--dist=loadgroup", "--no-loadscope-reorder"]
+"""For the whole suite: compiling keeps one core busy at a time, and each process needs up to 3 GB.
+
+The longest files come first in the order of folders, so that both processes end at about the same time.
+"""
+
+QUICK = ["-m", "not thorough"]
+"""What every change is tested with; each `thorough` says why it is left out."""
 
 
 def main():
@@ -44,9 +50,9 @@ def main():
         lay_frontend(python)
         # Threads that wait by spinning make small tensors minutes slower where another program shares the cores.
         environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        if not passed_on:
+        if options.all or not passed_on:
             environment.setdefault("OMP_NUM_THREADS", "1")
-            passed_on = AT_ONCE
+            passed_on = [*AT_ONCE, *(passed_on if options.all else QUICK)]
         return call([python, "-c", PYTEST, *passed_on], environment)
     module = options.name if options.command == "bench" else options.command
     return call([python, "-m", f"bench.{module}", *passed_on], environment)
@@ -73,7 +79,11 @@ def parse(arguments):
     demo = command("demo", "Make images with and without the pack, and print how they compare.")
     demo.add_argument("--checkpoint", metavar="FILE", help="an SD checkpoint, instead of a synthetic one")
     demo.add_argument("--json", metavar="FILE", help="write the table there too")
-    command("test", "Run the tests; further arguments go to pytest.")
+    test = command(
+        "test",
+        "Run the tests that are not marked thorough. Arguments go to pytest, which runs whatever they name.",
+    )
+    test.add_argument("--all", action="store_true", help="run every test, thorough ones too")
     serve = command("serve", "Run ComfyUI with the pack, to be opened in a browser.")
     serve.add_argument("--models", metavar="PATH", help="the models folder of an existing ComfyUI")
     serve.add_argument("--port", metavar="N", help="default: 8188")

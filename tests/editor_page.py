@@ -13,6 +13,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench import WORK
 from bench.comfyui import PACK_NAME
 
@@ -25,6 +27,11 @@ UPDATE = bool(os.environ.get("ACCEL_UPDATE"))
 """Whether pictures, and what the page makes, are written instead of compared."""
 
 CLASSIC, NODES2, IN_NEWEST = SETUPS = ("classic", "nodes2", "newest")
+
+# Each setup opens the same nodes and the same panel: what a change of ours breaks is seen in any of them.
+EVERY_SETUP = [CLASSIC, *(pytest.param(setup, marks=pytest.mark.thorough) for setup in (NODES2, IN_NEWEST))]
+FRONTENDS = [EVERY_SETUP[0], EVERY_SETUP[2]]
+"""For the panel, which has nothing to do with how nodes are drawn."""
 
 CHROMIUM_FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),

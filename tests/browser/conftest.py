@@ -21,10 +21,10 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from editor_page import (  # noqa: E402
     CHROMIUM_FLAGS,
     CLASSIC,
+    EVERY_SETUP,
     IN_NEWEST,
     OURS,
     SETTINGS,
-    SETUPS,
     TIDY,
     frontend,
     load,
@@ -88,7 +88,7 @@ def any_server(server_with):
     return server_with(frontend(CLASSIC))
 
 
-@pytest.fixture(scope="module", params=SETUPS)
+@pytest.fixture(scope="module", params=EVERY_SETUP)
 def setup(request):
     folder = frontend(request.param)
     if request.param == IN_NEWEST and folder == frontend(CLASSIC):

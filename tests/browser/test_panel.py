@@ -6,15 +6,14 @@ import re
 import urllib.request
 
 import pytest
-from editor_page import CLASSIC, IN_NEWEST, get, screenshot
+from editor_page import FRONTENDS, get, screenshot
 from panel_page import EXECUTE, SAY, SET, answering, close_panel, idle, open_panel, state
 
 from bench import workflow
 
 pytestmark = [
     pytest.mark.browser,
-    # A panel has nothing to do with how nodes are drawn.
-    pytest.mark.parametrize("setup", (CLASSIC, IN_NEWEST), indirect=True),
+    pytest.mark.parametrize("setup", FRONTENDS, indirect=True),
 ]
 
 STEPS = 4

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from editor_page import CLASSIC, IN_NEWEST, SETUPS, screenshot
+from editor_page import EVERY_SETUP, FRONTENDS, screenshot
 from panel_page import (
     CONTRASTS,
     EXECUTE,
@@ -25,8 +25,8 @@ from bench import ROOT
 
 pytestmark = pytest.mark.browser
 
-in_both = pytest.mark.parametrize("setup", (CLASSIC, IN_NEWEST), indirect=True)
-in_all = pytest.mark.parametrize("setup", SETUPS, indirect=True)
+in_both = pytest.mark.parametrize("setup", FRONTENDS, indirect=True)
+in_all = pytest.mark.parametrize("setup", EVERY_SETUP, indirect=True)
 
 BUSY = {"event": "compiling", "name": "BasicTransformerBlock", "number": 3, "of": 9, "seconds": 2.0}
 RENDERED = """

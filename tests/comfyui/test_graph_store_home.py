@@ -163,7 +163,7 @@ def test_users_folder_is_one_that_no_request_reaches(home):
     assert public(home.name) is None
 
 
-@pytest.mark.slow  # compiles the kinds of a small UNet with inductor
+@pytest.mark.thorough  # compiles the kinds of a small UNet with inductor
 def test_second_process_makes_the_same_image_without_compiling(home, sample):
     shared.clear()
     model = tiny_models.small_unet()

@@ -80,7 +80,7 @@ def run(base, url, asked):
     return safetensors.torch.load_file(base / "output" / saved["subfolder"] / saved["filename"])["latent_tensor"]
 
 
-@pytest.mark.slow  # compiles two kinds with inductor, in a server of their own
+@pytest.mark.thorough  # compiles two kinds with inductor, in a server of their own
 def test_server_that_starts_again_loads_what_it_compiled_before(base):
     states, latents = [], []
     for number in (1, 2):

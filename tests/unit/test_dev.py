@@ -49,6 +49,27 @@ def test_arguments_after_test_go_to_pytest_in_order(dev):
     assert passed_on == given
 
 
+AT_ONCE = ["--numprocesses=2", "--dist=loadgroup", "--no-loadscope-reorder"]
+
+
+@pytest.mark.parametrize(
+    ("given", "runs"),
+    [
+        ([], [*AT_ONCE, "-m", "not thorough"]),
+        (["--all"], AT_ONCE),
+        (["--all", "-x"], [*AT_ONCE, "-x"]),
+        (["tests/unit", "-m", "thorough"], ["tests/unit", "-m", "thorough"]),
+    ],
+)
+def test_thorough_tests_run_where_all_or_they_are_asked_for(dev, monkeypatch, tmp_path, given, runs):
+    monkeypatch.setattr(sys, "argv", ["dev.py", "test", *given])
+    monkeypatch.setattr(dev, "own_python", lambda requirements: "python")
+    monkeypatch.setattr(dev, "find_comfyui", lambda python, named: tmp_path)
+    monkeypatch.setattr(dev, "lay_frontend", lambda python: None)
+    monkeypatch.setattr(dev, "call", lambda command, environment: command)
+    assert dev.main() == ["python", "-c", dev.PYTEST, *runs]
+
+
 def test_paths_are_meant_from_the_current_folder(dev, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("model.safetensors").touch()

@@ -81,7 +81,7 @@ def test_process_killed_while_it_saves_leaves_a_store_that_works(tmp_path):
     assert whole > 1
 
 
-@pytest.mark.slow  # compiles three kinds with inductor in a process of their own
+@pytest.mark.thorough  # compiles three kinds with inductor in a process of their own
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the killed process is a fork, so that its start costs no seconds")
 def test_process_killed_while_it_saves_real_graphs_leaves_a_store_that_works(tmp_path):
     """Scaled to CI; ACCEL_TEST_REAL_KILLS=200 is the whole of it."""
@@ -110,7 +110,7 @@ def test_process_killed_while_it_saves_real_graphs_leaves_a_store_that_works(tmp
     assert loaded > REAL_KILLS
 
 
-@pytest.mark.slow  # compiles a kind a round with inductor, in two processes
+@pytest.mark.thorough  # compiles a kind a round with inductor, in two processes
 def test_two_processes_on_an_empty_store_compile_once_each_at_most_and_get_the_same(tmp_path):
     """Scaled to CI; ACCEL_TEST_ROUNDS=20 is the whole of it. Every other time one comes up to four seconds late."""
     chance = random.Random(2)
@@ -152,7 +152,7 @@ def test_two_processes_on_an_empty_store_compile_once_each_at_most_and_get_the_s
     print(f"{ROUNDS} rounds: {compiled} compilations, {kept} entries")
 
 
-@pytest.mark.slow  # compiles with inductor once, and starts three processes that import it
+@pytest.mark.thorough  # compiles with inductor once, and starts three processes that import it
 def test_new_process_neither_traces_nor_compiles(tmp_path):
     answers = []
     for cache in ("first", "second"):  # nothing of torch's own caches is left for the second

@@ -216,7 +216,7 @@ def redis_server(tmp_path):
         process.wait()
 
 
-@pytest.mark.slow  # two processes with inductor, one of which compiles
+@pytest.mark.thorough  # two processes with inductor, one of which compiles
 def test_worker_finds_in_redis_what_another_compiled(tmp_path, redis_server):
     fleet = {
         "ACCEL_STORE": "off",
