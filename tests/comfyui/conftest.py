@@ -24,6 +24,12 @@ def tiny_unet():
 
 
 @pytest.fixture
+def small_unet():
+    """The same on two levels and without a middle, compiled in a moment: two kinds of blocks."""
+    return tiny_models.small_unet()
+
+
+@pytest.fixture
 def sample():
     return tiny_models.sample
 

@@ -57,20 +57,20 @@ def test_any_size_batch_and_prompt_after_the_first_image_compiles_nothing(tiny_u
     assert fallbacks.rows() == []
 
 
-def test_first_image_of_batch_one_without_cfg_teaches_nothing_false(tiny_unet, sample):
-    fast_model = fast(tiny_unet, GraphCache())
-    assert torch.equal(sample(fast_model, 128, 128, cfg=1.0), sample(tiny_unet, 128, 128, cfg=1.0))
+def test_first_image_of_batch_one_without_cfg_teaches_nothing_false(small_unet, sample):
+    fast_model = fast(small_unet, GraphCache())
+    assert torch.equal(sample(fast_model, 128, 128, cfg=1.0), sample(small_unet, 128, 128, cfg=1.0))
     compiled = graphs()
     for batch, cfg in [(1, 5.0), (3, 1.0), (9, 5.0)]:
-        assert torch.equal(sample(fast_model, 160, 240, batch, cfg=cfg), sample(tiny_unet, 160, 240, batch, cfg=cfg))
+        assert torch.equal(sample(fast_model, 160, 240, batch, cfg=cfg), sample(small_unet, 160, 240, batch, cfg=cfg))
     assert graphs() == compiled
 
 
 def test_second_checkpoint_of_one_architecture_compiles_nothing(sample):
     cache = GraphCache()
-    sample(fast(tiny_models.unet(seed=0), cache))
+    sample(fast(tiny_models.small_unet(seed=0), cache))
     compiled = graphs()
-    other = tiny_models.unet(seed=7)
+    other = tiny_models.small_unet(seed=7)
     assert torch.equal(sample(fast(other, cache)), sample(other))
     assert graphs() == compiled
 
@@ -99,12 +99,12 @@ def test_interrupt_in_mid_run_leaves_no_trace(tiny_unet, sample):
     assert torch.equal(sample(fast_model), expected)
 
 
-def test_compiler_that_fails_gives_the_eager_image_and_one_line(tiny_unet, sample, caplog):
+def test_compiler_that_fails_gives_the_eager_image_and_one_line(small_unet, sample, caplog):
     def broken(graph, examples):
         raise RuntimeError("the compiler is not installed")
 
-    fast_model = fast(tiny_unet, backend=broken)
-    assert torch.equal(sample(fast_model), sample(tiny_unet))
+    fast_model = fast(small_unet, backend=broken)
+    assert torch.equal(sample(fast_model), sample(small_unet))
     lines = [record.message for record in caplog.records if "runs uncompiled" in record.message]
     assert lines and len(lines) == len(set(lines))
     assert all("the compiler is not installed" in line for line in lines)
@@ -119,14 +119,14 @@ def test_stop_with_the_reason_raises_instead(tiny_unet, sample):
     assert forwards_in_place(tiny_unet) == []
 
 
-def test_graph_that_fails_at_run_time_gives_the_eager_image(tiny_unet, sample):
+def test_graph_that_fails_at_run_time_gives_the_eager_image(small_unet, sample):
     def fails_when_run(graph, examples):
         def run(*args):
             raise RuntimeError("illegal instruction")
 
         return run
 
-    assert torch.equal(sample(fast(tiny_unet, backend=fails_when_run)), sample(tiny_unet))
+    assert torch.equal(sample(fast(small_unet, backend=fails_when_run)), sample(small_unet))
     assert any("illegal instruction" in row["reason"] for row in fallbacks.rows())
 
 
@@ -146,12 +146,12 @@ def test_budget_smaller_than_the_model_compiles_what_fits_once(tiny_unet, sample
     }
 
 
-def test_wrong_prompt_is_an_error_as_without_us_and_the_right_one_is_compiled(tiny_unet, sample, caplog, capfd):
+def test_wrong_prompt_is_an_error_as_without_us_and_the_right_one_is_compiled(small_unet, sample, caplog, capfd):
     cache, wrong = GraphCache(), tiny_models.conditioning(dim=512)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        sample(fast(tiny_unet, cache), steps=1, positive=wrong, negative=wrong)
+        sample(fast(small_unet, cache), steps=1, positive=wrong, negative=wrong)
     assert fallbacks.rows() == [] and "Traceback" not in capfd.readouterr().err
-    assert torch.equal(sample(fast(tiny_unet, cache), steps=1), sample(tiny_unet, steps=1))
+    assert torch.equal(sample(fast(small_unet, cache), steps=1), sample(small_unet, steps=1))
     assert fallbacks.rows() == []
     assert "BasicTransformerBlock" in {row["name"] for row in cache.statistics()["table"] if row["graphs"]}
 
@@ -191,11 +191,11 @@ def test_attention_replacement_concerns_only_the_block_it_names(tiny_unet, sampl
     assert graphs() == compiled + 1  # the middle block's own kind, now that nothing concerns it
 
 
-def test_applying_twice_wraps_once(tiny_unet, sample):
+def test_applying_twice_wraps_once(small_unet, sample):
     cache = GraphCache()
-    twice = fast(fast(tiny_unet, cache), cache)
+    twice = fast(fast(small_unet, cache), cache)
     assert len(twice.get_all_wrappers(WrappersMP.APPLY_MODEL)) == 1
-    assert torch.equal(sample(twice), sample(tiny_unet))
+    assert torch.equal(sample(twice), sample(small_unet))
 
 
 def test_clones_called_by_threads_of_one_run_each_keep_their_own_layers():
@@ -235,7 +235,7 @@ def test_clones_called_by_threads_of_one_run_each_keep_their_own_layers():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_weights_match_eager(sample, dtype):
-    model = tiny_models.unet(dtype=dtype)
+    model = tiny_models.small_unet(dtype=dtype)
     assert torch.equal(sample(fast(model), 160, 240), sample(model, 160, 240))
     assert graphs() > 0
 
@@ -245,6 +245,7 @@ def assert_close(actual, expected, tolerance=TOLERANCE):
     assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+@pytest.mark.thorough  # the long way through inductor; test_inductor.py has the short one
 def test_inductor_matches_eager_at_an_odd_size(sample):
     # One level and one transformer keep this the only real compilation of this file.
     model = tiny_models.small_unet(transformer_depth_output=[0, 0, 0, 0])

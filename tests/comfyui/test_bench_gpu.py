@@ -59,6 +59,7 @@ def quick(model, contenders, *more):
     return sorted(steps, key=lambda row: order.index(row["contender"]))
 
 
+@pytest.mark.thorough  # four contenders, one of them core's own node
 def test_captured_calls_are_counted_where_they_can_be_captured():
     eager, both, cached, core = quick("Flux", [EAGER, BOTH, "deepcache-3", CORE])
     assert both["ran_as"] == cached["ran_as"] == "both tiers"
@@ -106,6 +107,7 @@ def of(content, part, contender=None):
     return [row for row in content["rows"] if row["part"] == part and contender in (None, row["contender"])]
 
 
+@pytest.mark.thorough  # a whole bench as a subprocess
 def test_whole_run_has_every_part_and_outputs_that_are_eagers(written):
     content, page = written
     assert {row["part"] for row in content["rows"]} == set(PARTS)
@@ -115,6 +117,7 @@ def test_whole_run_has_every_part_and_outputs_that_are_eagers(written):
     assert "No GPU was measured" in page.splitlines()[2] and "tolerance: reached" in page
 
 
+@pytest.mark.thorough  # a whole bench as a subprocess
 def test_whole_run_says_why_there_is_no_second_tier(written):
     content, page = written
     (row,) = of(content, "steps", BOTH)
@@ -122,6 +125,7 @@ def test_whole_run_says_why_there_is_no_second_tier(written):
     assert "CUDA devices alone" in page
 
 
+@pytest.mark.thorough  # a whole bench as a subprocess
 def test_whole_run_compiles_in_the_first_image_of_each_part_alone(written):
     content, _ = written
     assert of(content, "steps", BOTH)[0]["compilations"] > 0
@@ -132,6 +136,7 @@ def test_whole_run_compiles_in_the_first_image_of_each_part_alone(written):
     assert [row["compilations"] > 0 for row in session] == [True] + [False] * (len(session) - 1)
 
 
+@pytest.mark.thorough  # a whole bench as a subprocess
 def test_whole_run_starts_a_new_process_for_a_contender(written):
     content, _ = written
     starts = {row["start"]: row for row in of(content, "cold", BOTH)}

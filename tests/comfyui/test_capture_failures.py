@@ -115,7 +115,10 @@ def assert_session_is_right(name, cache, but=()):
         assert torch.equal(got, plain(name)[what]), what
 
 
-@pytest.mark.parametrize("name, error", [("UNet", RuntimeError), ("Flux", torch.OutOfMemoryError)])
+@pytest.mark.parametrize(
+    "name, error",
+    [pytest.param("UNet", RuntimeError, marks=pytest.mark.thorough), ("Flux", torch.OutOfMemoryError)],
+)
 @pytest.mark.parametrize("stage", [*EVERYWHERE, "wrong"])
 def test_failure_at_any_stage_leaves_this_image_and_all_later_ones_right(stage, name, error):
     capturer, cache = troubled(stage, error)

@@ -17,6 +17,7 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, 
 from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.nodes.controlnet import AccelControlNet
+from thorough import thorough_except
 from tiny_controlnets import SMALL, adapter, control_lora, taesd, unet_control
 from tiny_dits import CONTROLLED
 from torch._dynamo.utils import counters
@@ -105,7 +106,9 @@ def test_first_step_without_residuals_and_the_next_with_them_compile_the_model_o
 
 
 @pytest.mark.parametrize(
-    "sizes", [[(720, 960)], [(896, 768), (960, 720), (1280, 1280), (720, 720)]], ids=["odd", "four sizes"]
+    "sizes",
+    [[(720, 960)], pytest.param([(896, 768), (960, 720), (1280, 1280), (720, 720)], marks=pytest.mark.thorough)],
+    ids=["odd", "four sizes"],
 )
 def test_sizes_of_onediffs_users_compile_nothing(sizes):
     step = (control(), 0.8, 0.0, 1.0)
@@ -133,7 +136,7 @@ def test_control_nets_of_all_sorts_chained():
     assert fallbacks.rows() == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", thorough_except([torch.float16, torch.bfloat16], torch.bfloat16))
 def test_half_weights_and_those_cast_for_every_call_match_eager(dtype):
     base = tiny_models.unet(dtype=dtype, **SMALL)
     for operations in (comfy.ops.disable_weight_init, comfy.ops.manual_cast):
@@ -235,6 +238,7 @@ def test_the_node_hands_out_an_accelerated_control_and_says_what_it_takes():
     assert refused == "backend is 'cuda'; it must be one of: inductor, eager."
 
 
+@pytest.mark.thorough  # the long way through inductor; test_inductor.py has the short one
 def test_inductor_matches_eager():
     # A ControlNet of one level and no transformer keeps this the only real compilation of this file.
     tiny = SMALL | {"num_res_blocks": [1], "channel_mult": [1], "transformer_depth": [0]}

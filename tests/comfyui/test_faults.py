@@ -116,7 +116,7 @@ def model_of(name):
         family = FLUX_FAMILY
         latent, positive, negative = torch.zeros(1, 16, 16, 16), family.conditioning(77, 1), family.conditioning(77, 2)
         return family.load(torch.float32), lambda model: sample_family(model, latent, positive, negative, 2)
-    return tiny_models.unet(), lambda model: tiny_models.sample(model, 64, 64, steps=2)
+    return tiny_models.small_unet(), lambda model: tiny_models.sample(model, 64, 64, steps=2)
 
 
 @pytest.mark.parametrize("name", ["UNet", "Flux"])

@@ -5,6 +5,7 @@ import itertools
 import weakref
 
 import psutil
+import pytest
 import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -23,20 +24,21 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-def test_two_hundred_sizes_compile_once_and_keep_memory_flat(sample):
+@pytest.mark.parametrize("sizes", [pytest.param(SIZES, marks=pytest.mark.thorough), SIZES[::5]], ids=len)
+def test_many_sizes_compile_once_and_keep_memory_flat(sample, sizes):
     cache = GraphCache()
     model = tiny_models.unet(channel_mult=[1, 1, 2])
     fast_model = accelerate(model, CompileSettings(backend="eager"), cache)
     fallbacks.clear()
     counters.clear()
-    assert len(SIZES) == 200
+    assert len(sizes) in (40, 200)
     after_20 = 0
     # Without oneDNN, which keeps what it prepared for 1024 sizes: with it the plain model, too, grows by 6 to 8 %.
     with torch.inference_mode(), torch.backends.mkldnn.flags(enabled=False):
         sample(fast_model, 128, 128, steps=1)
         compiled = counters["stats"]["unique_graphs"]
         assert compiled > 0
-        for number, (width, height) in enumerate(SIZES, start=1):
+        for number, (width, height) in enumerate(sizes, start=1):
             sample(fast_model, width, height, steps=1)
             if number == 20:
                 after_20 = resident_bytes()
@@ -47,7 +49,7 @@ def test_two_hundred_sizes_compile_once_and_keep_memory_flat(sample):
     assert statistics["entries"] <= statistics["max_entries"]
     assert statistics["bytes"] <= statistics["max_bytes"]
     assert statistics["graphs"] == compiled
-    assert grown <= 0.03, f"resident memory grew by {grown:.1%} from the 20th to the 200th size"
+    assert grown <= 0.03, f"resident memory grew by {grown:.1%} from the 20th to the last size"
 
 
 def test_exact_sizes_stay_within_the_budget_in_bytes(sample, monkeypatch):

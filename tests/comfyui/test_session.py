@@ -13,6 +13,8 @@ from bench.compilations import RecompileLimit, empty_inductor_cache
 from bench.session import Session
 from bench.session_plan import STEPS, TOLERANCE
 
+pytestmark = pytest.mark.thorough  # a whole bench as a subprocess, and two of its steps with core's node
+
 MODELS = ("SD1.5 UNet", "Flux DiT")
 
 

@@ -80,6 +80,7 @@ def test_training_is_repeatable_and_goes_on_from_a_checkpoint():
         assert torch.equal(value, resumed.average[name]), name
 
 
+@pytest.mark.thorough  # a bench as a subprocess
 def test_bench_writes_rows_table_and_plot(tmp_path):
     command = [sys.executable, "-m", "bench.deepcache", "--quick", "--steps", "4", "--out", str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=300)

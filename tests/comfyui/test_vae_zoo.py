@@ -7,6 +7,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.vae import _shape, skip_compile, vae_view
 from comfy_accel.accel.sizing.vae import COMPILE_BOTH, VaePolicy
+from thorough import thorough_except
 
 from bench import tiny_vaes
 
@@ -16,7 +17,13 @@ IN_SEQUENTIALS = ("taesd", "wan")
 """Their blocks stand in `Sequential`s and not in lists, where none are looked for: they run as they are."""
 
 
-@pytest.fixture(scope="module", params=ZOO)
+IN_FULL = ("sd15", "wan")
+"""Tested in every way at each change; of the others, that they decode."""
+
+every_vae = pytest.mark.parametrize("name", ZOO, indirect=True)
+
+
+@pytest.fixture(scope="module", params=thorough_except(ZOO, *IN_FULL))
 def name(request):
     return request.param
 
@@ -48,6 +55,13 @@ def same(views, vae, call):
     assert torch.equal(call(skipped), expected)
     # A graph gets dense inputs, and core's kernels round otherwise where a block is given a slice of something.
     assert (call(compiled) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@every_vae
+@torch.inference_mode()
+def test_decode_of_one_size(vae, views):
+    given = tiny_vaes.latent(vae, 4, 5)
+    same(views, vae, lambda v: v.decode(given))
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ import numpy as np  # noqa: E402
 import pipeline_zoo as zoo  # noqa: E402
 import torch  # noqa: E402
 from comfy_accel.accel import accelerate_pipeline, accelerated, restore, warm_up  # noqa: E402
+from thorough import thorough_except  # noqa: E402
 from tiny_pipelines import difference  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
@@ -56,7 +57,7 @@ def output(pipe, size, **given):
 
 
 @pytest.mark.parametrize("kind", ["StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLControlNetImg2ImgPipeline"])
-@pytest.mark.parametrize("ignores", [("vae",), ()])
+@pytest.mark.parametrize("ignores", thorough_except([("vae",), ()], ()))
 def test_no_size_or_batch_compiles_after_three_sizes(kind, ignores):
     pipe = zoo.pipeline(kind, "LCMScheduler")
     calls = [(size, images) for size in WARMED + OTHERS for images in (1, 2)]

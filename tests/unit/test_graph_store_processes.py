@@ -152,7 +152,6 @@ def test_two_processes_on_an_empty_store_compile_once_each_at_most_and_get_the_s
     print(f"{ROUNDS} rounds: {compiled} compilations, {kept} entries")
 
 
-@pytest.mark.thorough  # compiles with inductor once, and starts three processes that import it
 def test_new_process_neither_traces_nor_compiles(tmp_path):
     answers = []
     for cache in ("first", "second"):  # nothing of torch's own caches is left for the second

@@ -72,6 +72,7 @@ def installed(tmp_path_factory):
     return folder / "lib"
 
 
+@pytest.mark.thorough  # builds and installs the wheel
 def test_wheel_brings_the_command(installed, home):
     (script,) = (installed / "bin").glob("comfy-accel*")
     listed = told([script, "store", "list", "--home", home], home, PYTHONPATH=str(installed))
@@ -84,6 +85,7 @@ def test_wheel_brings_the_command(installed, home):
     assert "1 graphs" in told([*module, "--home", home / "b"], home, PYTHONPATH=str(installed))
 
 
+@pytest.mark.thorough  # builds and installs the wheel
 def test_wheel_has_the_whole_engine(installed):
     engine = installed / "comfy_accel"
     brought = {path.relative_to(engine) for path in engine.rglob("*.py")}
@@ -91,6 +93,7 @@ def test_wheel_has_the_whole_engine(installed):
     assert not (installed / "accel").exists()  # the name of another project's package
 
 
+@pytest.mark.thorough  # builds and installs the wheel
 def test_wheel_is_imported_without_torch_and_brings_what_scripts_call(installed, home):
     names = ("DeepCacheSettings", "accelerate_pipeline", "accelerated", "restore", "warm_up")
     without = f"import comfy_accel as it; print(it.__file__, set(it.__all__) == set({names}) <= set(dir(it)))"
@@ -103,6 +106,7 @@ def test_wheel_is_imported_without_torch_and_brings_what_scripts_call(installed,
     assert said == ["comfy_accel.hosts.diffusers.warm_up", "False"]
 
 
+@pytest.mark.thorough  # builds and installs the wheel
 def test_packages_that_scripts_need_are_listed(installed):
     (found,) = metadata.distributions(name="comfy-accel", path=[str(installed)])
     assert found.metadata["Requires-Python"] == ">=3.10"
