@@ -17,12 +17,14 @@ export const COMMANDS = [
   { id: "Accel.ExportReport", label: "Accel: export report", icon: "pi pi-download", function: exportReport },
 ];
 
-/** Show the tab, and give it the focus. */
+/** Show the tab, and give it the focus, unless a control in it has that already; resolves when it is done. */
 export async function openPanel() {
   const manager = app.extensionManager;
   const isShown = manager.sidebarTab?.activeSidebarTab?.id === TAB;
   if (!isShown) await manager.command.execute(`Workspace.ToggleSidebarTab.${TAB}`);
-  requestAnimationFrame(() => document.querySelector(".accel-panel")?.focus());
+  await new Promise(requestAnimationFrame); // the page draws the tab
+  const panel = document.querySelector(".accel-panel");
+  if (!panel?.contains(document.activeElement)) panel?.focus();
 }
 
 /** Drop all compiled graphs, once the person has agreed to it. */
