@@ -27,7 +27,7 @@ Simplify = Callable[[dict], dict]
 class Host:
     """What the engine has to know of the program that calls the model.
 
-    ignored: as for `code_reach.CodeReader`. interrupts: exceptions that mean "stop the run", never swallowed.
+    ignored: as for `CodeReader`. interrupts: exceptions that mean "stop the run", never swallowed.
     simplifier: for a block, what a dict among its arguments is replaced by (`BlockRunner`'s simplify_options).
     without_hooks: what a dict among the model's arguments is replaced by where nobody's code may run (`RowSurvey`).
     wraps: tells the wrappers that are put around layers there, as for LoRA.

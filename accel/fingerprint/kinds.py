@@ -1,8 +1,8 @@
-"""What makes two blocks the same *kind*: the same code over weights of the same shapes.
+"""The *kind* of a block: the same code over weights of the same shapes.
 
-Blocks of one kind share their compiled graphs, so whatever can change what a block computes, and
-is not a tensor it is given, must be in the fingerprint. Something that cannot be described raises
-`Indescribable`, and the block stays eager: never the same fingerprint for different behaviour.
+Blocks of one kind share their compiled graphs, so everything that can change what a block computes,
+except the tensors it is given, must be in the fingerprint. What cannot be described raises
+`Indescribable`, and the block stays eager: different behaviour never gets the same fingerprint.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch
 from ..modules import wrapped_layers
 from ..modules.wrapped_layers import Wraps
 from ..signature.tensors import PLAIN_TENSORS, tensor_spec
-from .code_reach import CodeReader, Meaning
-from .held_code import Held
-from .plain_values import Indescribable, attributes_of, describe_value
+from .code_hash import CodeHash, CodeReader
+from .plain_values import Indescribable, References, attributes_of, describe_value
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,8 @@ class Kind:
 
     name: for people. digest: for equality. weights: the names of its parameters and buffers.
     varying: (weight, dimension) pairs whose size differs between blocks of the kind; graphs are
-        compiled with these dynamic, so that blocks which differ in channels alone share one.
-    sources, opaque: what else its code rests on, for whoever wants to keep a graph beyond this process
-        (`code_reach.Meaning`).
+        compiled with these dynamic, so that blocks that differ in channels alone share one.
+    sources, opaque: what else its code depends on, for graphs that outlive this process (`CodeHash`).
     """
 
     name: str
@@ -47,25 +45,25 @@ class Kind:
 class Description:
     """A block's code, settings and weights: all that decides its kind.
 
-    digest: of everything but the sizes of its weights. shapes: these, in the order of `weights`.
-    meaning: of its code. Among its strings are the dict keys that it may look at.
+    digest: of everything except the shapes of its weights. shapes: in the order of `weights`.
+    code: the hash of its code; the dict keys that it may read are among the strings.
     """
 
     name: str
     digest: str
     weights: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
-    meaning: Meaning
+    code: CodeHash
 
     @property
     def structure(self) -> tuple:
-        """How it is built: alike in blocks that may be of one kind, whatever state they are in."""
+        """Equal for blocks that may be of one kind, wherever their weights are."""
         return _structure(self.name, self.weights, self.shapes)
 
 
 @dataclass(frozen=True)
 class WeightSlots:
-    """Where a block's parameters and buffers live, so that replaced ones are seen at every call."""
+    """The dicts with a block's parameters and buffers, read at every call so that replaced ones are seen."""
 
     holders: tuple[dict[str, torch.Tensor], ...]
     names: tuple[str, ...]
@@ -75,22 +73,22 @@ class WeightSlots:
 
 
 def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wraps | None = None) -> Description:
-    """What the block is now; its weights' dtypes, devices and layouts count, their values do not.
+    """The description of the block as it is now, with its weights' dtypes, devices and layouts, not their values.
 
-    reader: shared by the blocks of one survey. wraps: the wrappers that are left out of it.
+    reader: shared by the blocks of one survey. wraps: recognises the wrappers to leave out.
     Raises:
         Indescribable: with the path of what cannot be described.
     """
     reader = reader or CodeReader()
-    held = Held(reader)
+    references = References(reader)
     parts = list(wrapped_layers.modules(block, wraps))
-    state = [(path, module, attributes_of(module, path, held)) for path, module in parts]
-    classes = {type(module) for _, module in parts} | held.classes
-    meaning = reader.meaning(frozenset(classes), held.functions)
-    digest = hashlib.sha256(meaning.digest.encode())
+    state = [(path, module, attributes_of(module, path, references)) for path, module in parts]
+    classes = {type(module) for _, module in parts} | references.classes
+    code = reader.read(frozenset(classes), references.functions)
+    digest = hashlib.sha256(code.digest.encode())
     for path, module, attributes in state:
-        # No code of the block reads the others: its own number in its model, what a host notes down there.
-        read = [item for item in attributes if not item.is_plain or item.name in meaning.looked_at]
+        # The block's code does not read the others: its index in the model, what a host notes there.
+        read = [item for item in attributes if not item.is_plain or item.name in code.attributes]
         cls = type(module)
         digest.update(
             repr((path, cls.__module__, cls.__qualname__, [(item.name, item.described) for item in read])).encode()
@@ -101,14 +99,14 @@ def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wr
         shapes.append(tensor.shape)
         spec = tensor_spec(tensor)
         strides = tensor.stride() if isinstance(spec.layout, tuple) else None
-        digest.update(repr((name, spec, strides, _sort_of(name, tensor, held))).encode())
-    return Description(type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), meaning)
+        digest.update(repr((name, spec, strides, _subclass_state(name, tensor, references))).encode())
+    return Description(type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), code)
 
 
-def _sort_of(name: str, tensor: torch.Tensor, held: Held) -> tuple | None:
-    """What a tensor of a class of its own is besides the tensors in it, as quantised weights are; None of plain ones.
+def _subclass_state(name: str, tensor: torch.Tensor, references: References) -> tuple | None:
+    """What describes a tensor subclass (a quantised weight) besides the tensors in it; None for a plain tensor.
 
-    Its sizes too: a graph's example of such a weight must be one itself, so none may stand for others.
+    Its shape is included: a graph's example of such a weight is the weight itself, so it cannot represent others.
     """
     cls = type(tensor)
     if cls in PLAIN_TENSORS:
@@ -116,32 +114,32 @@ def _sort_of(name: str, tensor: torch.Tensor, held: Held) -> tuple | None:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         raise Indescribable(f"{name} holds a {cls.__module__}.{cls.__qualname__}")
-    parts, about = flatten()
+    parts, context = flatten()
     try:
-        described = describe_value(about, held)
+        described = describe_value(context, references)
     except Indescribable as reason:
         raise Indescribable(f"{name} holds {reason}") from None
-    inner = tuple((part, _sort_of(f"{name}.{part}", getattr(tensor, part), held)) for part in parts)
+    inner = tuple((part, _subclass_state(f"{name}.{part}", getattr(tensor, part), references)) for part in parts)
     return (cls.__module__, cls.__qualname__, tuple(tensor.shape), described, inner)
 
 
 def kinds_of(
     descriptions: Sequence[Description], model: Iterable[torch.nn.Module] = (), wraps: Wraps | None = None
 ) -> list[Kind]:
-    """The kind of each block of a model: blocks alike in all but the sizes of weights are of one kind.
+    """The kind of each block of a model: blocks that differ only in the sizes of weights are of one kind.
 
-    model: all blocks of the model, the indescribable ones included. Which sizes vary is asked of all that
-        are built alike, so that it does not change with the weights that are on the device just now.
+    model: all blocks of the model, indescribable ones too. Which sizes vary is decided over all blocks of equal
+        structure, so that it does not depend on which weights are on the device at the moment.
     """
-    built_alike: dict[tuple, list[tuple[torch.Size, ...]]] = {}
+    shapes_of: dict[tuple, list[tuple[torch.Size, ...]]] = {}
     for description in descriptions:
-        built_alike.setdefault(description.structure, []).append(description.shapes)
+        shapes_of.setdefault(description.structure, []).append(description.shapes)
     for block in model:
         named = list(wrapped_layers.weights(block, wraps))
         shapes = tuple(tensor.shape for _, tensor in named)
         structure = _structure(type(block).__name__, tuple(name for name, _ in named), shapes)
-        built_alike.setdefault(structure, []).append(shapes)
-    varying = {structure: _varying(members) for structure, members in built_alike.items()}
+        shapes_of.setdefault(structure, []).append(shapes)
+    varying = {structure: _varying(members) for structure, members in shapes_of.items()}
     return [_kind(description, varying[description.structure]) for description in descriptions]
 
 
@@ -150,7 +148,7 @@ def _structure(name: str, weights: tuple[str, ...], shapes: tuple[torch.Size, ..
 
 
 def _varying(members: Sequence[tuple[torch.Size, ...]]) -> tuple[tuple[int, int], ...]:
-    """The (weight, dimension) pairs in which not all members have one size."""
+    """The (weight, dimension) pairs whose size is not the same in all members."""
     return tuple(
         (index, dimension)
         for index, sizes in enumerate(zip(*members, strict=True))
@@ -165,12 +163,12 @@ def _kind(description: Description, varying: tuple[tuple[int, int], ...]) -> Kin
         for index, shape in enumerate(description.shapes)
     ]
     full = hashlib.sha256(repr((description.digest, sizes)).encode()).hexdigest()[:32]
-    meaning = description.meaning
-    return Kind(description.name, full, description.weights, varying, meaning.sources, meaning.opaque)
+    code = description.code
+    return Kind(description.name, full, description.weights, varying, code.sources, code.opaque)
 
 
 def weight_slots(block: torch.nn.Module, names: tuple[str, ...], wraps: Wraps | None = None) -> WeightSlots:
-    """The slots of the named parameters and buffers, in that order."""
+    """The slots of the named parameters and buffers, in the order of `names`."""
     holders, leaves = [], []
     parts = dict(wrapped_layers.modules(block, wraps))
     for name in names:
@@ -182,9 +180,9 @@ def weight_slots(block: torch.nn.Module, names: tuple[str, ...], wraps: Wraps | 
 
 
 def template_of(block: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.Module:
-    """A copy of the block with its weights on the meta device: its code and settings, no memory, no tie to it.
+    """An independent copy of the block with its weights on the meta device: code and settings without memory.
 
-    wraps: the wrappers in whose place the copy has their layers.
+    wraps: recognises the wrappers, which the copy replaces by their layers.
     """
     memo: dict[int, Any] = {}
     for _, tensor in wrapped_layers.weights(block, wraps):
@@ -195,6 +193,6 @@ def template_of(block: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.
     for wrapper, layer in wrapped_layers.wrapped(block, wraps):
         memo[id(wrapper)] = copy.deepcopy(layer, memo)
     template = copy.deepcopy(block, memo)
-    # The block keeps its stand-in meanwhile: other threads may be calling it.
+    # The block itself keeps its stand-in: other threads may be calling it.
     template.__dict__.pop("forward", None)
     return template

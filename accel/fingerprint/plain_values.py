@@ -7,12 +7,9 @@ import enum
 import functools
 import types
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from .held_code import Held
 
 PLAIN = (
     type(None),
@@ -30,7 +27,6 @@ PLAIN = (
 OPERATORS = (types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by Python code
 
-
 _TORCH_STATE = {
     "_parameters",
     "_buffers",
@@ -39,20 +35,51 @@ _TORCH_STATE = {
     "_is_full_backward_hook",
     "forward",
 }
-_DEEPEST = 16
+_MAX_DEPTH = 16
 """Settings are not nested deeper than this; registries that lead to half of a program are."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class Indescribable(TypeError):
-    """Something whose effect on a block's output cannot be told from its description."""
+    """Something whose effect on a block's output no description can capture."""
 
 
-def describe_value(value: Any, held: Held) -> Any:
-    """A value whose repr says all there is to say about `value`, but for what the code in it calls.
+class Reader(Protocol):
+    """What describes the code that values refer to (`code_hash.CodeReader`)."""
 
-    held: gets the functions and the classes of objects among it.
+    def describe_function(self, function: types.FunctionType) -> tuple: ...
+
+    def class_attribute(self, cls: type, name: str) -> str | None: ...
+
+
+class References:
+    """The functions and classes that values refer to, collected while the values are described."""
+
+    def __init__(self, reader: Reader):
+        self.reader = reader
+        self.functions: list[types.FunctionType] = []
+        self.classes: set[type] = set()
+        self.open: set[int] = set()
+        """The ids of the values that are being described, from the outermost inwards."""
+
+    def add(self, other: References) -> None:
+        self.functions.extend(other.functions)
+        self.classes |= other.classes
+
+    def function(self, function: types.FunctionType) -> tuple:
+        self.functions.append(function)
+        return ("function", self.reader.describe_function(function))
+
+    def class_of(self, value: Any) -> tuple:
+        self.classes.add(type(value))
+        return (type(value).__module__, type(value).__qualname__)
+
+
+def describe_value(value: Any, references: References) -> Any:
+    """A description of `value` whose repr is complete, except for what the code that it refers to calls.
+
+    references: collects that code, and the classes of objects.
     Raises:
         Indescribable: naming the type.
     """
@@ -60,54 +87,55 @@ def describe_value(value: Any, held: Held) -> Any:
         return value
     if isinstance(value, enum.Enum):
         return (type(value).__qualname__, value.name)
-    if id(value) in held.within or len(held.within) >= _DEEPEST:
+    if id(value) in references.open or len(references.open) >= _MAX_DEPTH:
         raise Indescribable(f"a {type(value).__module__}.{type(value).__qualname__} inside of itself, or very deep")
-    held.within.add(id(value))
+    references.open.add(id(value))
     try:
-        return _describe_parts(value, held)
+        return _describe_parts(value, references)
     finally:
-        held.within.discard(id(value))
+        references.open.discard(id(value))
 
 
-def _describe_parts(value: Any, held: Held) -> Any:
+def _describe_parts(value: Any, references: References) -> Any:
     if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *(describe_value(item, held) for item in value))
+        return (type(value).__name__, *(describe_value(item, references) for item in value))
     if isinstance(value, (set, frozenset)):
-        return ("set", *sorted(repr(describe_value(item, held)) for item in value))
+        return ("set", *sorted(repr(describe_value(item, references)) for item in value))
     if isinstance(value, dict):
-        items = ((describe_value(key, held), describe_value(item, held)) for key, item in value.items())
+        items = ((describe_value(key, references), describe_value(item, references)) for key, item in value.items())
         return ("dict", *sorted(map(repr, items)))
     if isinstance(value, type):
         return ("class", value.__module__, value.__qualname__)
     if isinstance(value, functools.partial):
-        return ("partial", *(describe_value(part, held) for part in (value.func, value.args, value.keywords)))
+        return ("partial", *(describe_value(part, references) for part in (value.func, value.args, value.keywords)))
     if isinstance(value, types.FunctionType):
-        return held.function(value)
+        return references.function(value)
     if isinstance(value, types.MethodType):
         raise Indescribable(f"a bound method, {value.__qualname__}")
     if isinstance(value, OPERATORS):
-        return operator_name(value)
+        return _operator_name(value)
     if is_plain_object(value):
-        state = sorted(vars(value).items())
-        return ("object", held.class_of(value), *((name, describe_value(item, held)) for name, item in state))
+        state = ((name, describe_value(part, references)) for name, part in sorted(vars(value).items()))
+        return ("object", references.class_of(value), *state)
     if isinstance(value, torch.nn.Module) and not any(part._parameters or part._buffers for part in value.modules()):
-        # one that is held where torch does not look for modules
+        # a module in a place where torch does not look for modules
         parts = value.named_modules()
-        return ("module", *((path, held.class_of(part), *attributes_of(part, path, held)) for path, part in parts))
+        described = ((path, references.class_of(part), *attributes_of(part, path, references)) for path, part in parts)
+        return ("module", *described)
     raise Indescribable(f"a {type(value).__module__}.{type(value).__qualname__}")
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """One setting of a module. is_plain: it matters only if code looks at it by its name."""
+    """One setting of a module. is_plain: it matters only if code reads it by name."""
 
     name: str
     described: str
     is_plain: bool
 
 
-def attributes_of(module: torch.nn.Module, path: str, held: Held) -> list[Attribute]:
-    """The module's settings, but for those that its class holds alike.
+def attributes_of(module: torch.nn.Module, path: str, references: References) -> list[Attribute]:
+    """The module's settings, without those that are equal to the attribute of its class.
 
     path: of the module in its block, "" for the block itself.
     Raises:
@@ -123,19 +151,19 @@ def attributes_of(module: torch.nn.Module, path: str, held: Held) -> list[Attrib
         if name in _TORCH_STATE or name.endswith("_hooks") or "_hooks_" in name:
             continue
         try:
-            described = repr(describe_value(value, held))
+            described = repr(describe_value(value, references))
         except Indescribable as reason:
             raise Indescribable(f"{path + '.' if path else ''}{name} holds {reason}") from None
-        if described != held.class_value(type(module), name):
+        if described != references.reader.class_attribute(type(module), name):
             attributes.append(Attribute(name, described, type(value) in PLAIN and name != "training"))
     return attributes
 
 
-def operator_name(value: Any) -> tuple:
-    """An operator of torch, or a function written in C.
+def _operator_name(value: Any) -> tuple:
+    """The name of an operator of torch or of a function written in C.
 
     Raises:
-        Indescribable: a method of an object with a state.
+        Indescribable: for a method of an object with state.
     """
     if isinstance(value, types.BuiltinFunctionType):
         owner = value.__self__
@@ -146,7 +174,7 @@ def operator_name(value: Any) -> tuple:
 
 
 def is_plain_object(value: Any) -> bool:
-    """Whether it is of a class written in Python whose `__dict__` says all there is about the instance."""
+    """Whether it is an instance of a class written in Python, with all of its state in `__dict__`."""
     return _makes_plain_objects(type(value)) and hasattr(value, "__dict__")
 
 
@@ -156,6 +184,6 @@ def _makes_plain_objects(cls: type) -> bool:
         not issubclass(cls, (torch.nn.Module, torch.Tensor, type, enum.Enum, ctypes.CDLL))
         and all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
         and not any("__slots__" in vars(base) for base in cls.__mro__)
-        # no state in C: nothing but a dict and the list of weak references
+        # no state in C except a dict and the list of weak references
         and cls.__basicsize__ <= object.__basicsize__ + 2 * tuple.__itemsize__
     )

@@ -10,7 +10,7 @@ from ..core.reasons import Reason
 from ..modules.blocks import blocks
 from ..modules.substitution import has_foreign_forward
 from ..modules.wrapped_layers import Wraps
-from .code_reach import CodeReader
+from .code_hash import CodeReader
 from .kinds import Kind, describe, kinds_of
 from .plain_values import Indescribable
 
@@ -67,7 +67,7 @@ def survey(
             left_eager.append((path, Reason("indescribable", what=str(why))))
     kinds = kinds_of([description for _, _, description in described], [block for _, block in found], wraps)
     regions = [
-        Region(path, block, kind, description.meaning.strings, wraps)
+        Region(path, block, kind, description.code.strings, wraps)
         for (path, block, description), kind in zip(described, kinds, strict=True)
     ]
     counts: dict[Kind, int] = {}

@@ -8,7 +8,7 @@ import time
 import einops
 import pytest
 import torch
-from comfy_accel.accel.fingerprint import code_reach, kinds, module_files
+from comfy_accel.accel.fingerprint import code_hash, kinds, module_files
 from comfy_accel.accel.fingerprint.graph_key import GraphKey
 from comfy_accel.accel.store import key
 
@@ -181,11 +181,11 @@ def test_what_the_code_sets_itself_is_where_it_keeps_things(module):
 
 
 def test_globals_that_no_result_depends_on_are_left_out(module):
-    reader = code_reach.CodeReader(frozenset({("accel_test_module", "SCALE")}))
+    reader = code_hash.CodeReader(frozenset({("accel_test_module", "SCALE")}))
     made = module(BLOCK.format(setting="SCALE = 1", read="SCALE"))
     before = kinds.describe(made.Block(), reader).digest
     made.SCALE = 2
-    assert kinds.describe(made.Block(), code_reach.CodeReader(reader._ignored)).digest == before
+    assert kinds.describe(made.Block(), code_hash.CodeReader(reader.ignored)).digest == before
     assert kinds.describe(made.Block()).digest != before
 
 

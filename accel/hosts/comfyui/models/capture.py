@@ -24,7 +24,7 @@ from ....cuda_graphs.model_capture import ModelCapture
 from ....cuda_graphs.model_guard import CaptureHost
 from ....cuda_graphs.pool import CapturePool
 from ....dispatch.block_runner import BlockRunner
-from ....fingerprint.code_reach import CodeReader
+from ....fingerprint.code_hash import CodeReader
 from ....fingerprint.plain_values import Indescribable
 from ....modules.substitution import Order, substituted
 from ....signature.tree_spec import CONSTANTS
@@ -70,8 +70,8 @@ def begin(
     runners = [layer for layer in layers.values() if isinstance(layer, BlockRunner)]
     strings, code, reason = frozenset(), None, None
     try:
-        meaning = CodeReader(NO_RESULT_DEPENDS_ON).meaning(frozenset(map(type, model.modules())))
-        strings, code = meaning.strings, meaning.digest
+        hashed = CodeReader(NO_RESULT_DEPENDS_ON).read(frozenset(map(type, model.modules())))
+        strings, code = hashed.strings, hashed.digest
     except Indescribable as why:
         reason = Reason("code_unknown", what=str(why))
     host = CaptureHost(

@@ -19,7 +19,7 @@ from ....core.compile_settings import CompileSettings
 from ....core.fallbacks import fallbacks
 from ....core.reasons import Reason
 from ....dispatch.block_runner import BlockRunner
-from ....fingerprint.code_digest import facts_of
+from ....fingerprint.code_facts import facts_of
 from ....modules.first_call import is_compiled
 from ....modules.substitution import Layer, Order, substituted
 from ....store.graph_store import attach

@@ -1,4 +1,4 @@
-"""What a block's code means now: whatever can change what it computes makes another kind."""
+"""The hash of a block's code: whatever can change what it computes makes another kind."""
 
 import functools
 import os

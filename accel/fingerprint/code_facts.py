@@ -1,4 +1,4 @@
-"""What a code object is and touches: told from the code alone, once for each, whatever it will be run on."""
+"""Facts about a code object that its bytecode alone decides; they are computed once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from typing import Any
 
 _SETS_GLOBALS = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _ASSIGNS = (*_SETS_GLOBALS, "STORE_ATTR", "DELETE_ATTR")
-_CHANGES = ("STORE_SUBSCR", "DELETE_SUBSCR")
-_CHANGING = frozenset("add append appendleft clear extend insert pop popitem remove setdefault update".split())
+_MUTATES = ("STORE_SUBSCR", "DELETE_SUBSCR")
+_MUTATING_METHODS = frozenset("add append appendleft clear extend insert pop popitem remove setdefault update".split())
 
 
 @dataclass(frozen=True)
 class CodeFacts:
-    """A code object with those nested in it.
+    """A code object and those nested in it.
 
-    digest: equal in every process for equal code. names: the globals and attributes that it looks at.
-    strings: its string constants. assigned: the globals and attributes that it sets; globals_set: of these,
-        the globals of its own module.
-    changes: whether it may change a list or dict that it is given or finds.
+    digest: equal in every process for equal code.
+    names: the globals and attributes that it reads, sets or calls.
+    strings: its string constants.
+    assigned: the globals and attributes that it sets or deletes.
+    globals_set: those of them that are globals of its own module.
+    mutates: whether it may change the items of a list, set or dict.
     """
 
     digest: str
@@ -31,13 +33,14 @@ class CodeFacts:
     strings: frozenset[str]
     assigned: frozenset[str]
     globals_set: frozenset[str]
-    changes: bool
+    mutates: bool
 
 
 _known: weakref.WeakKeyDictionary[types.CodeType, CodeFacts] = weakref.WeakKeyDictionary()
 
 
 def facts_of(code: types.CodeType) -> CodeFacts:
+    """The facts about `code`."""
     known = _known.get(code)
     if known is None:
         known = _known[code] = _read(code)
@@ -46,9 +49,9 @@ def facts_of(code: types.CodeType) -> CodeFacts:
 
 def _read(code: types.CodeType) -> CodeFacts:
     nested = [facts_of(item) for item in code.co_consts if isinstance(item, types.CodeType)]
-    how_called = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    signature = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     constants = tuple(_constant(item) for item in code.co_consts)
-    described = (code.co_code, code.co_names, constants, how_called, getattr(code, "co_exceptiontable", b""))
+    described = (code.co_code, code.co_names, constants, signature, getattr(code, "co_exceptiontable", b""))
     operations = code.co_code[::2]
     return CodeFacts(
         digest=hashlib.sha256(repr(described).encode()).hexdigest()[:16],
@@ -56,16 +59,16 @@ def _read(code: types.CodeType) -> CodeFacts:
         strings=frozenset(_strings(code.co_consts)).union(*(inner.strings for inner in nested)),
         assigned=frozenset(_assigned(code, _ASSIGNS)).union(*(inner.assigned for inner in nested)),
         globals_set=frozenset(_assigned(code, _SETS_GLOBALS)).union(*(inner.globals_set for inner in nested)),
-        changes=any(dis.opmap[name] in operations for name in _CHANGES if name in dis.opmap)
-        or not _CHANGING.isdisjoint(code.co_names)
-        or any(inner.changes for inner in nested),
+        mutates=any(dis.opmap[name] in operations for name in _MUTATES if name in dis.opmap)
+        or not _MUTATING_METHODS.isdisjoint(code.co_names)
+        or any(inner.mutates for inner in nested),
     )
 
 
 def _constant(item: Any) -> Any:
     if isinstance(item, types.CodeType):
         return facts_of(item).digest
-    if isinstance(item, frozenset):  # in another order in every process
+    if isinstance(item, frozenset):  # its order differs between processes
         return ("set", *sorted(map(repr, item)))
     if isinstance(item, tuple):
         return ("tuple", *map(_constant, item))
