@@ -245,13 +245,14 @@ class ModelCapture:
         def make() -> CapturedCall:
             if refusal is not None:
                 raise CaptureFailed(refusal)
-            try:
-                captured = call.capture(expected)
-            except known:
-                raise
-            except Exception as error:
-                raise CaptureFailed(Reason("capture_failed", error=one_line(error))) from error
-            self._pool.admit(captured, self._cache, self._lease)
+            with self._pool.capturer.lock:  # until it is admitted, a capture on another thread would not count it
+                try:
+                    captured = call.capture(expected)
+                except known:
+                    raise
+                except Exception as error:
+                    raise CaptureFailed(Reason("capture_failed", error=one_line(error))) from error
+                self._pool.admit(captured, self._cache, self._lease)
             self._confirmed.add(captured)
             return captured
 

@@ -88,24 +88,25 @@ class CapturePool:
     def admit(self, member: CapturedCall, cache: GraphCache, lease: Lease) -> None:
         """Add a captured call, if the pool then fits into the cache's budget beside the cache's other graphs.
 
+        To be called with the capturer's lock held since before the capture.
+
         Raises:
             MadeRoom: all captured calls were dropped, some of them of other runs; the call may be captured again.
             NoRoom: it does not fit beside those that this run uses; those stay.
         """
-        with self.capturer.lock:
-            self._add(member)
-            keys = {known.key for known in self.members}
-            room = cache.room_for(keys)
-            if self.nbytes <= room:
-                self.on_admitted(member.device)
-                return
-            needed = self.nbytes
-            self.leave(member)
-            others = keys - lease.keys.keys() - {member.key}
-            if not others:
-                self._refuse(member.key, cache.max_bytes)
-            if others or self.nbytes > room:
-                self.drop_all(cache)
+        self._add(member)
+        keys = {known.key for known in self.members}
+        room = cache.room_for(keys)
+        if self.nbytes <= room:
+            self.on_admitted(member.device)
+            return
+        needed = self.nbytes
+        self.leave(member)
+        others = keys - lease.keys.keys() - {member.key}
+        if not others:
+            self._refuse(member.key, cache.max_bytes)
+        if others or self.nbytes > room:
+            self.drop_all(cache)
         if others:
             raise MadeRoom
         raise NoRoom(Reason("captures_full", needed=needed >> 20, room=max(room, 0) >> 20))

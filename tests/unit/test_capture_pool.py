@@ -1,5 +1,7 @@
 """The memory that captures share: what it weighs, and who leaves when it is too much."""
 
+import threading
+
 import pytest
 from capture_kit import Toy, capturing_cache, check_calls, reasons, run
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph
@@ -137,3 +139,27 @@ def test_models_captures_leave_with_it():
             check_calls(model, call, 4)
     cache.captures.drop_model(cache, models[0])
     assert [member.key.model() for member in cache.captures.members] == [models[1]]
+
+
+def test_threads_of_one_run_each_capture_the_calls_of_a_model_of_their_own():
+    (cache, capturer), failed = capturing_cache(), []
+
+    def calls(seed):
+        try:
+            model = Toy(seed)
+            models.append(model)
+            with run(model, cache) as call:
+                for tokens in (5, 6, 7):
+                    check_calls(model, call, 5, tokens=tokens)
+        except BaseException as error:
+            failed.append(error)
+
+    models: list[Toy] = []
+    threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == [] and reasons() == []
+    assert capturer.captures == left(capturer) == cache.statistics()["captures"] == 12
+    assert abs(cache.statistics()["bytes"] - held(cache, capturer)) <= 12

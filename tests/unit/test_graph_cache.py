@@ -65,6 +65,31 @@ def test_threads_that_ask_for_one_key_share_one_compilation():
     assert len(set(map(id, found))) == 1
 
 
+def test_thread_that_waited_for_an_interrupted_compilation_makes_the_graph_for_all():
+    cache, made, waiting = GraphCache(), [], threading.Event()
+
+    def stop():
+        threading.Thread(target=wait, name="waits").start()
+        waiting.wait(5)
+        time.sleep(0.05)  # for the other thread to ask for the key meanwhile
+        raise KeyboardInterrupt
+
+    def make():
+        made.append(graph())
+        return made[-1]
+
+    def wait():
+        waiting.set()
+        find(cache, "a", make)
+
+    with pytest.raises(KeyboardInterrupt):
+        find(cache, "a", stop)
+    for thread in threading.enumerate():
+        if thread.name == "waits":
+            thread.join()
+    assert find(cache, "a", make)[1] is made[0] and len(made) == 1
+
+
 def test_different_keys_compile_side_by_side():
     cache = GraphCache()
     both = threading.Barrier(2, timeout=5)
