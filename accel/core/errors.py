@@ -1,4 +1,4 @@
-"""Why an exception came to be: compilers wrap what stopped them, and the wrapping says little."""
+"""What caused an exception: compilers wrap it in one that says little."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def cause_among(error: BaseException, classes: tuple[type[BaseException], ...]) -> BaseException | None:
-    """The error itself, or the nearest of those that led to it, that is of one of the classes.
+    """The error or the nearest cause of it that is an instance of `classes`; None without one.
 
-    Torch raises its wrappers "from None" and keeps what they wrap as `inner_exception`.
+    Torch raises its wrappers "from None" and keeps the cause as `inner_exception`.
     """
     waiting, seen = [error], set()
     while waiting:
@@ -25,9 +25,9 @@ def cause_among(error: BaseException, classes: tuple[type[BaseException], ...]) 
 
 
 def pass_on(error: BaseException, classes: tuple[type[BaseException], ...]) -> None:
-    """Raise what led to the error, where that is of one of the classes; nothing else happens.
+    """Raise the cause of the error that is an instance of `classes`, if there is one.
 
-    classes: of exceptions that mean "stop the run": they must not end as a reason for something else.
+    classes: exceptions that mean "stop the run" and must not end up as a reason for something else.
     """
     cause = cause_among(error, classes)
     if cause is not None:
@@ -35,15 +35,15 @@ def pass_on(error: BaseException, classes: tuple[type[BaseException], ...]) -> N
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line for log and report: its type and the first line of its message."""
+    """The type of an exception and the first line of its message, at most 300 characters."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
 
 
 class Failure(NamedTuple):
-    """Why something failed, without the tensors that the exception itself would keep.
+    """Why something failed, without the tensors that the exception's traceback references.
 
-    is_shortage: for want of memory.
+    is_shortage: whether memory ran out.
     """
 
     error: str

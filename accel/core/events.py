@@ -1,4 +1,4 @@
-"""What happened, told to whoever listens: the log, the progress bar, the web panel, the bench."""
+"""Events of the engine, for the log, the progress bar, the web panel and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _listeners: tuple[Listener, ...] = ()
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:
-    """Call `listener(name, data)` for every event from now on; the function returned ends that.
+    """Call `listener(name, data)` for every event from now on; returns a function that unsubscribes it.
 
-    Listeners run on the thread that emits, often inside a sampler step, so they must be quick.
+    Listeners run on the emitting thread, often inside a sampling step, so they must be quick.
     """
     global _listeners
     with _lock:
@@ -33,7 +33,7 @@ def subscribe(listener: Listener) -> Callable[[], None]:
 
 
 def emit(name: str, /, **data: Any) -> None:
-    """Tell every listener; one that raises is logged and the others still hear."""
+    """Call every listener; one that raises is logged and does not stop the others."""
     for listener in _listeners:
         try:
             listener(name, data)

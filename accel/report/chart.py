@@ -1,48 +1,48 @@
-"""The report as a picture: where the last image's time went, what was skipped, what the cache holds."""
+"""The report as an image: where the last image's time went, what was skipped, how full the cache is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .savings import SKIPPED
+from ..step_cache.run import SKIPPED
 from .text import megabytes, seconds, size_of
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
 
 WIDTH = 512
-"""Pixels; everything can be read at this size."""
+"""Pixels; legible at this size."""
 
 _MARGIN, _BAR, _LINE = 16, 22, 20
 _INK, _GREY, _PALE = "#1a1a1a", "#595959", "#d9d9d9"
 BLUE, ORANGE, SKY, GREEN = "#0072b2", "#d55e00", "#56b4e9", "#009e73"
-"""Okabe and Ito's, which colour-blind people can tell apart; no meaning is in colour alone."""
+"""Okabe and Ito's palette, which colour-blind people can tell apart; no meaning is in colour alone."""
 
 _MOST_STEPS = 120
 
 
 def draw(state: Mapping[str, Any], psnr: float | None = None) -> Image.Image:
-    """An RGB picture, `WIDTH` pixels wide, as high as what there is to tell.
+    """The chart in RGB, `WIDTH` pixels wide and as high as its content.
 
-    state: the panel's. psnr: dB, of the image beside its reference; None where there is none.
+    state: as in `GET /accel/state`. psnr: dB between the image and its reference; None without one.
     """
     from PIL import Image
 
-    # Pillow cannot draw on a sheet that grows: once to see how high it gets, once for good.
+    # Pillow cannot grow an image: the first pass measures the height, the second draws.
     height = _Sheet(Image.new("RGB", (WIDTH, 1))).fill(state, psnr)
-    picture = Image.new("RGB", (WIDTH, height), "white")
-    _Sheet(picture).fill(state, psnr)
-    return picture
+    image = Image.new("RGB", (WIDTH, height), "white")
+    _Sheet(image).fill(state, psnr)
+    return image
 
 
 class _Sheet:
-    """Draws from the top to the bottom; `y` is where the next thing goes."""
+    """Draws from top to bottom."""
 
-    def __init__(self, picture: Image.Image):
+    def __init__(self, image: Image.Image):
         from PIL import ImageDraw, ImageFont
 
-        self._draw: ImageDraw.ImageDraw = ImageDraw.Draw(picture)
+        self._draw: ImageDraw.ImageDraw = ImageDraw.Draw(image)
         try:
             self._font, self._large = ImageFont.load_default(15), ImageFont.load_default(19)
         except (TypeError, ImportError):  # Pillow before 10.1, or without FreeType: one size, and that is small
@@ -50,7 +50,7 @@ class _Sheet:
         self._y = _MARGIN
 
     def fill(self, state: Mapping[str, Any], psnr: float | None) -> int:
-        """Draw all; the height that it needs."""
+        """Draw everything; the height used."""
         run = state["last_run"]
         self._write("Accel Report", self._large)
         if run is None:
@@ -91,7 +91,7 @@ class _Sheet:
         wide = (WIDTH - 2 * _MARGIN) / len(shown)
         for index, step in enumerate(shown):
             left = _MARGIN + index * wide
-            # A skipped step is low as well as pale: the colours need not be told apart.
+            # A skipped step is lower as well as paler, so colour is not needed to tell.
             top = self._y + (_BAR * 0.6 if step == SKIPPED else 0)
             box = (left, top, left + max(wide - 2, 1), self._y + _BAR)
             self._draw.rectangle(box, fill=SKY if step == SKIPPED else BLUE)
@@ -100,16 +100,16 @@ class _Sheet:
 
     def _budget(self, cache: Mapping[str, Any]) -> None:
         self._gap()
-        held, most = cache["bytes"], cache["max_bytes"]
-        self._write(f"Graph cache: {cache['graphs']} graphs, {megabytes(held)} of {megabytes(most)}")
+        used, most = cache["bytes"], cache["max_bytes"]
+        self._write(f"Graph cache: {cache['graphs']} graphs, {megabytes(used)} of {megabytes(most)}")
         full = WIDTH - 2 * _MARGIN
         self._box(_MARGIN, full, None)
-        if most and held:
-            self._box(_MARGIN, max(full * min(held / most, 1), 2), GREEN)
+        if most and used:
+            self._box(_MARGIN, max(full * min(used / most, 1), 2), GREEN)
         self._y += _BAR
 
     def _stack(self, parts: list[tuple[float, str | None, str]]) -> None:
-        """Bars end to end, and below what they are; no colour draws an outline alone."""
+        """Bars end to end, above their legend. A bar without colour is an outline."""
         total = sum(value for value, _, _ in parts)
         if not total:
             return

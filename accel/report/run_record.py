@@ -1,4 +1,4 @@
-"""What happened in the latest sampling runs, put together from `events`; no tensor and no model is kept."""
+"""Records of the latest sampling runs, assembled from events. They reference no tensor and no model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .savings import Saving, by_compiling, by_skipping, together
 _MOST_RUNS = 64
 
 _MOST_REASONS = 50
-"""Of one run: for blocks that ran eagerly, and as many for those that nobody tried to compile."""
+"""Kept of one run: for blocks that ran eagerly, and as many for those that nobody tried to compile."""
 
 _DISTURBING = frozenset(
     ("compile_end", "compile_failed", "graph_loaded", "probe_end", "dry_run_end", "capture_end", "capture_failed")
@@ -29,13 +29,13 @@ _DISTURBING = frozenset(
 class Run:
     """One sampling run.
 
-    latent: of the noise, [B, C, H, W] or what the model has. contexts: lengths of prompts, in tokens.
-    compiling, caching: the settings of Accelerate Model and of DeepCache; None without that node.
-    eager_calls: of blocks that could have run compiled. left_eager: blocks that nobody tried to compile, by reason.
-    fallbacks: rows as of `fallbacks.Fallbacks`, of this run alone. steps_taken: "FSSF", of DeepCache.
-    model_calls, replays: of the whole model, where they may be recorded, and those of them that were replays.
-    captures: calls recorded in this run, in capture_seconds.
-    loaded_share: of the model's weights, those that were on the device at the end, 0 to 1. finished: unix seconds.
+    latent: shape of the noise, such as [B, C, H, W]. contexts: prompt lengths, tokens.
+    compiling, caching: settings of the compiler and of DeepCache; None where the run did without.
+    eager_calls: calls of blocks that could have run compiled. left_eager: by reason, how many blocks nobody tried to
+        compile. fallbacks: `Fallbacks.rows` of this run. steps_taken: DeepCache's steps, such as "FSSF".
+    model_calls: calls of the whole model, where capturing is on; replays: those of them that replayed a CUDA graph.
+    captures: calls captured in this run, in capture_seconds.
+    loaded_share: fraction of the weights that were on the device at the end. finished: unix seconds.
     """
 
     model: str = ""
@@ -86,7 +86,7 @@ class Run:
 
 @dataclass
 class _Open:
-    """A run under way. owner: who it is of; wrappers of one owner describe one run together."""
+    """A run in progress. owner: wrappers of one owner describe the same run."""
 
     owner: Hashable
     run: Run
@@ -106,9 +106,9 @@ class _Compiling:
 
 
 class RunRecords:
-    """Listens (`hear`) and keeps the latest 64 runs, DeepCache's last one, and what is being compiled now.
+    """The latest 64 runs, DeepCache's last one, and what is being compiled now.
 
-    A run is of the thread that emits its `run_start`; what the same thread tells until its `run_end` belongs to it.
+    A run belongs to the thread that emits its `run_start`, and so does every event of that thread up to its `run_end`.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class RunRecords:
         self._deep_cache: dict[str, Any] | None = None
 
     def last(self) -> Run | None:
-        """The run that ended last."""
+        """The run that ended last; None before the first."""
         with self._lock:
             return self._runs[-1] if self._runs else None
 
@@ -129,12 +129,12 @@ class RunRecords:
             return list(self._runs)
 
     def deep_cache(self) -> dict[str, Any] | None:
-        """Of the DeepCache run that ended last: full_steps, skipped_steps, steps, saved_seconds, saved_how."""
+        """The last DeepCache run: full_steps, skipped_steps, steps, saved_seconds, saved_how; None before the first."""
         with self._lock:
             return None if self._deep_cache is None else dict(self._deep_cache)
 
     def compiling(self) -> dict[str, Any] | None:
-        """What is being compiled now, the latest where threads compile at once: name, number, of, node, seconds."""
+        """The compilation in progress, the latest where threads compile at once: name, number, of, node, seconds."""
         with self._lock:
             now = max(self._compiling.values(), key=lambda one: one.began, default=None)
         if now is None:
@@ -241,6 +241,6 @@ class RunRecords:
 
 
 records = RunRecords()
-"""Of this process. It hears all events from the start: they are few, and none is of a single block call."""
+"""Of this process. Subscribed from the start: events are few, and none is about a single call of a block."""
 
 subscribe(records.hear)

@@ -1,4 +1,4 @@
-"""The time that a run saved, from what was measured in it or before; nothing where nothing was measured."""
+"""The time that a run saved, from measurements in it or before; unknown without any."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..step_cache.run import FULL, SKIPPED
 
 
 class Saving(NamedTuple):
-    """seconds: None where nobody can tell; negative where it was slower. how: the sentence that goes with it."""
+    """seconds: None where unknown; negative where the run was slower. how: a sentence on how this is known."""
 
     seconds: float | None
     how: str
 
 
 def by_compiling(calls: int, measured: Mapping[Probe, int], is_measured: bool = True) -> Saving:
-    """What the compiled calls of a run took less than the plain blocks would have.
+    """The time saved by compiled calls of blocks, against running the same blocks eagerly.
 
-    calls: of compiled graphs. measured: those of them at sizes at which a graph was compared with its block.
-    is_measured: whether the user wants graphs compared at all.
+    calls: of compiled graphs. measured: those of them at sizes at which the graph was compared with its block.
+    is_measured: whether graphs are compared at all.
     """
     known = [(probe.gain, count) for probe, count in measured.items() if probe.gain is not None]
     if not calls:
@@ -39,11 +39,11 @@ def by_compiling(calls: int, measured: Mapping[Probe, int], is_measured: bool = 
 
 
 def by_skipping(steps: str, began: Sequence[float], disturbed: Sequence[float] = ()) -> Saving:
-    """What DeepCache's skipped steps took less than full ones.
+    """The time saved by skipped steps, against full ones.
 
-    steps: FULL or SKIPPED for each, in the order in which they came. began: when each did, seconds of one clock. The
-        last step has no end there, and the first is not like the others: both are left out.
-    disturbed: moments at which something was compiled, loaded or compared; the steps that they fall in are left out.
+    steps: FULL or SKIPPED for each step, in order. began: the start of each, in seconds of one clock. The first step
+        and the last, whose end is unknown, are left out.
+    disturbed: times at which something was compiled, loaded or compared; steps that contain one are left out.
     """
     if SKIPPED not in steps:
         return Saving(None, "DeepCache skipped no step.")

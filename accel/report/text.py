@@ -1,4 +1,4 @@
-"""The report in words: what the last image gained, and what stands in the way of more. Pure: a state in, text out."""
+"""The report as text: what the last image gained, and what to change for more. Pure: a state in, text out."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 ALIKE_DB = 30.0
-"""PSNR above which most eyes see no difference between two pictures."""
+"""PSNR above which most people see no difference between two images."""
 
 _MOST_REASONS = 8
 _LONGEST_TIMELINE = 100
 
 
 def text(state: Mapping[str, Any], diagnosis: Sequence[str], comparison: str | None = None) -> str:
-    """A few short paragraphs.
+    """The report, a few short paragraphs.
 
-    state: the panel's (`GET /accel/state`). diagnosis: what to change, the first thing first. comparison: of the image
-        with its reference, a sentence.
+    state: as in `GET /accel/state`. diagnosis: sentences on what to change, in that order. comparison: a sentence on
+        the image and its reference.
     """
     run = state["last_run"]
     parts = [
@@ -34,7 +34,7 @@ def text(state: Mapping[str, Any], diagnosis: Sequence[str], comparison: str | N
 
 
 def size_of(run: Mapping[str, Any]) -> str:
-    """The latent and its number, as in "latent 64x64, batch 2"."""
+    """The size of a run's latent, such as "latent 64x64, batch 2"."""
     latent = run["latent"]
     if len(latent) < 3:
         return "latent " + "x".join(map(str, latent)) if latent else "latent unknown"
@@ -43,7 +43,7 @@ def size_of(run: Mapping[str, Any]) -> str:
 
 def _image(run: Mapping[str, Any] | None) -> list[str]:
     if run is None:
-        return ["No image was sampled with Accelerate Model or DeepCache yet."]
+        return ["No image was sampled with an accelerated model yet."]
     steps = "" if run["steps"] is None else f", {run['steps']} steps"
     sampler = f" of {run['sampler']}" if run["sampler"] and steps else ""
     tokens = f", prompt of {' and '.join(map(str, run['contexts']))} tokens" if run["contexts"] else ""
@@ -99,7 +99,7 @@ def _saved(run: Mapping[str, Any] | None) -> list[str]:
 
 
 def comparison(psnr: float) -> str:
-    """What a PSNR in dB means; 100 and above is equal."""
+    """What a PSNR means, in dB; 100 and above is equal."""
     if psnr >= 100:
         return "Compared with the reference: equal."
     seen = "most eyes see no difference" if psnr >= ALIKE_DB else "the difference can be seen"
@@ -122,7 +122,7 @@ def _cache(cache: Mapping[str, Any], store: Mapping[str, Any] | None) -> list[st
     totals = f"{cache['compilations']} compiled in {seconds(cache['seconds'])}, {cache['loaded']} loaded"
     lines = [
         f"Graph cache: {cache['graphs']} graphs, {budget}.",
-        f"  Since ComfyUI started: {totals}, used {cache['hits']} times, {cache['evictions']} dropped.",
+        f"  Since the start: {totals}, used {cache['hits']} times, {cache['evictions']} dropped.",
     ]
     if store is not None:
         lines.append(f"  On disk: {store['loaded']} loaded and {store['saved']} saved by this process.")
@@ -138,7 +138,7 @@ def _advice(diagnosis: Sequence[str]) -> list[str]:
 
 
 def seconds(value: float) -> str:
-    """A time for people: 0.02 s, 3.4 s, 2 min 05 s."""
+    """A time in words: 0.02 s, 3.4 s, 2 min 05 s."""
     if value < 60:
         return f"{value:.2g} s" if value < 1 else f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
@@ -146,5 +146,5 @@ def seconds(value: float) -> str:
 
 
 def megabytes(value: int) -> str:
-    """Bytes for people."""
+    """A number of bytes in MB."""
     return f"{value / (1 << 20):.1f} MB" if value < 10 << 20 else f"{value / (1 << 20):.0f} MB"

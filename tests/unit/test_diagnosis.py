@@ -2,9 +2,8 @@
 
 import pytest
 from comfy_accel.accel.core.reasons import Reason
-from comfy_accel.accel.report import diagnosis, diagnosis_machine
-from comfy_accel.accel.report.diagnosis import CAUSES, diagnose
-from comfy_accel.accel.report.diagnosis_facts import Facts, nodes_of
+from comfy_accel.accel.hosts.comfyui.server import diagnosis
+from comfy_accel.accel.hosts.comfyui.server.diagnosis import CAUSES, Facts, diagnose, nodes_of
 from comfy_accel.accel.report.run_record import Run
 from comfy_accel.accel.report.savings import Saving
 
@@ -59,10 +58,10 @@ SAID = [
     (diagnosis.no_run, Facts(), "between the loaders and the sampler"),
     (diagnosis.no_run, Facts(nodes={"AccelModel": [{}]}), "connect the image to `anything`"),
     (diagnosis.run_failed, facts({"failed": True}), "not those of a whole image"),
-    (diagnosis_machine.torch_too_old, facts(torch="2.8.0", ahead_of_time=False), "2.11 or later"),
-    (diagnosis_machine.triton_missing, facts(triton=None), "triton-windows"),
-    (diagnosis_machine.cpp_compiler_missing, facts(device="cpu"), "install one"),
-    (diagnosis_machine.comfyui_too_old, facts(comfyui="0.3.74"), "update it"),
+    (diagnosis.torch_too_old, facts(torch="2.8.0", ahead_of_time=False), "2.11 or later"),
+    (diagnosis.triton_missing, facts(triton=None), "triton-windows"),
+    (diagnosis.cpp_compiler_missing, facts(device="cpu"), "install one"),
+    (diagnosis.comfyui_too_old, facts(comfyui="0.3.74"), "update it"),
     (diagnosis.no_compiling_node, facts(skipping(), nodes={"KSampler": [{}]}), "not in this workflow"),
     (diagnosis.whole_model_compiled_too, facts(nodes={"TorchCompileModel": [{}], "AccelModel": [{}]}), "Take it out"),
     (diagnosis.backend_compiles_nothing, facts(compiling(backend="eager")), "choose inductor"),
@@ -123,11 +122,11 @@ SAID = [
     (diagnosis.deep_cache_skipped_nothing, facts(skipping(sampler="euler_ancestral")), "Use euler"),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping()), "higher threshold"),
     (diagnosis.vae_is_left_alone, facts(nodes={"AccelVAESkipCompile": [{"policy": "skip"}]}), "policy auto"),
-    (diagnosis_machine.no_gpu, facts(device="cpu", cpp_compiler="/bin/g++"), "on the CPU"),
-    (diagnosis_machine.partly_loaded, facts({"loaded_share": 0.4}), "Only 40%"),
-    (diagnosis_machine.saves_memory, facts(low_vram="lowvram"), "mode lowvram"),
-    (diagnosis_machine.weights_are_streamed, facts(streams_weights=True), "dynamic VRAM"),
-    (diagnosis_machine.gpu_is_shared, facts(memory_free=2 * GIB), "hold 11.0 of the GPU's 24 GB"),
+    (diagnosis.no_gpu, facts(device="cpu", cpp_compiler="/bin/g++"), "on the CPU"),
+    (diagnosis.partly_loaded, facts({"loaded_share": 0.4}), "Only 40%"),
+    (diagnosis.saves_memory, facts(low_vram="lowvram"), "mode lowvram"),
+    (diagnosis.weights_are_streamed, facts(streams_weights=True), "dynamic VRAM"),
+    (diagnosis.gpu_is_shared, facts(memory_free=2 * GIB), "hold 11.0 of the GPU's 24 GB"),
 ]
 
 

@@ -10,7 +10,7 @@ from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.settings import LARGEST_MB, MOST_ENTRIES, Settings
 from comfy_accel.accel.fingerprint.graph_key import GraphKey
 from comfy_accel.accel.fingerprint.kinds import Kind
-from comfy_accel.accel.report import debug_log, log_level
+from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.signature.tensors import TensorSpec
 
 
@@ -97,8 +97,8 @@ def test_wrong_values_are_refused_with_the_range(wrong, said):
 def verbosity():
     root = logging.getLogger()
     before = root.level, list(root.handlers), log.level
-    yield log_level.set_verbosity
-    log_level.set_verbosity("normal")
+    yield report_log.set_verbosity
+    report_log.set_verbosity("normal")
     root.handlers[:] = before[1]
     root.setLevel(before[0])
     log.setLevel(before[2])
@@ -124,22 +124,12 @@ def test_verbosity_is_of_our_logger_alone(verbosity, level, said):
     assert logging.getLogger().level == logging.INFO
 
 
-def test_debug_lines_have_a_way_out_where_the_programs_handler_lets_none_through(verbosity, capsys):
-    out = lines_at(logging.INFO)
-    verbosity("debug")
-    log.debug("deep"), log.info("shallow")
-    assert out.getvalue() == "shallow\n"
-    assert "deep" in capsys.readouterr().err or log.handlers
-    verbosity("normal")
-    assert not log.handlers
-
-
 @pytest.mark.parametrize(("value", "wanted"), [("1", "debug"), ("yes", "debug"), ("0", None), ("", None), (None, None)])
 def test_environment_asks_for_debugging(monkeypatch, value, wanted):
-    monkeypatch.delenv(log_level.VARIABLE, raising=False)
+    monkeypatch.delenv(report_log.VARIABLE, raising=False)
     if value is not None:
-        monkeypatch.setenv(log_level.VARIABLE, value)
-    assert log_level.from_environment() == wanted
+        monkeypatch.setenv(report_log.VARIABLE, value)
+    assert report_log.from_environment() == wanted
 
 
 def key(dtype="float16", backend="inductor", name="Block"):
@@ -168,8 +158,8 @@ def test_every_event_of_a_graph_is_logged_with_its_key_and_reason(verbosity):
 
 
 def test_reason_of_a_miss_is_what_the_nearest_key_has_otherwise():
-    assert "first of its kind" in debug_log.why_missed(key(), [key(name="Other")])
-    assert "do not fit this call" in debug_log.why_missed(key(), [key()])
-    told = debug_log.why_missed(key(), [key("float32", "eager"), key("bfloat16")])
+    assert "first of its kind" in report_log.why_missed(key(), [key(name="Other")])
+    assert "do not fit this call" in report_log.why_missed(key(), [key()])
+    told = report_log.why_missed(key(), [key("float32", "eager"), key("bfloat16")])
     assert "nearest of 2" in told and "torch.bfloat16" in told and "torch.float16" in told and "backend" not in told
-    assert "nothing is known" in debug_log.why_missed("a", ["b"])
+    assert "nothing is known" in report_log.why_missed("a", ["b"])

@@ -14,7 +14,7 @@ from typing import Any
 from ....cache.graph_cache import shared
 from ....core import settings
 from ....core.settings import Settings
-from ....report import log_level
+from ....report import log as report_log
 from ....store import location
 from ..home import running_home
 
@@ -66,7 +66,7 @@ def current() -> Settings:
                 _current = Settings()
             _set_budget(_current)
             if _verbosity(_current) != settings.NORMAL:  # otherwise our logger keeps the level that others set
-                log_level.set_verbosity(_verbosity(_current))
+                report_log.set_verbosity(_verbosity(_current))
         return _current
 
 
@@ -89,7 +89,7 @@ def change(requested: dict[str, Any]) -> None:
         if "max_mb" in requested:
             _node_mb = FROM_SETTINGS
         _set_budget(now)
-        log_level.set_verbosity(_verbosity(now))
+        report_log.set_verbosity(_verbosity(now))
         kept = settings.read(running_home())  # the command may have changed the store's limit meanwhile
         changed = replace(kept, **requested)
         if changed != kept:
@@ -118,4 +118,4 @@ def _set_budget(chosen: Settings) -> None:
 
 
 def _verbosity(chosen: Settings) -> str:
-    return log_level.from_environment() or chosen.verbosity
+    return report_log.from_environment() or chosen.verbosity

@@ -8,8 +8,8 @@ import torch
 
 from ....report import chart as report_chart
 from ....report import text as report
-from ....report.diagnosis import diagnose
 from . import panel
+from .diagnosis import diagnose
 from .surroundings import facts
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import torch
 
 from ....compile import ahead_of_time
 from ....core import toolchain
-from ....report.diagnosis_facts import Facts, nodes_of
 from ..versions import comfyui_version, streams_weights
+from .diagnosis import Facts, nodes_of
 
 log = logging.getLogger("accel")
 

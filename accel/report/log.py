@@ -1,7 +1,10 @@
-"""Every event of the engine as a line in the log, with the key it is about and, for what is compiled, the reason."""
+"""How much our logger says, and every event of the engine as a debug line. Nobody else's logger is touched."""
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -9,23 +12,37 @@ from typing import Any
 from ..cache.entry import id_of
 from ..cache.graph_cache import shared
 from ..core.events import log, subscribe
+from ..core.settings import DEBUG, NORMAL, QUIET
+
+VARIABLE = "ACCEL_DEBUG"
+
+_LEVELS = {QUIET: logging.ERROR, NORMAL: logging.NOTSET, DEBUG: logging.DEBUG}
+"""NOTSET: the level of the program around us."""
 
 _KEYED = {"graph_hit": "hit", "graph_loaded": "loaded", "compile_start": "miss, compiling", "compile_end": "compiled"}
 
-_stop: Callable[[], None] | None = None
+_lock = threading.Lock()
+_unsubscribe: Callable[[], None] | None = None
 
 
-def listen(is_on: bool) -> None:
-    """From now on log events, or no longer."""
-    global _stop
-    if is_on and _stop is None:
-        _stop = subscribe(_hear)
-    elif not is_on and _stop is not None:
-        _stop()
-        _stop = None
+def set_verbosity(verbosity: str) -> None:
+    """quiet: only errors. normal: whatever the program logs. debug: also every event, with keys and reasons."""
+    global _unsubscribe
+    with _lock:
+        log.setLevel(_LEVELS[verbosity])
+        if verbosity == DEBUG and _unsubscribe is None:
+            _unsubscribe = subscribe(_log_event)
+        elif verbosity != DEBUG and _unsubscribe is not None:
+            _unsubscribe()
+            _unsubscribe = None
 
 
-def _hear(name: str, data: dict[str, Any]) -> None:
+def from_environment() -> str | None:
+    """The verbosity that ACCEL_DEBUG requests, whatever the settings are; None where it is not set, or 0."""
+    return DEBUG if os.environ.get(VARIABLE, "").strip() not in ("", "0") else None
+
+
+def _log_event(name: str, data: dict[str, Any]) -> None:
     key = data.get("key")
     seconds = f" in {data['seconds']:.3f} s" if isinstance(data.get("seconds"), float) else ""
     if name == "compile_failed":
@@ -40,7 +57,7 @@ def _hear(name: str, data: dict[str, Any]) -> None:
 
 
 def why_missed(key: Hashable, others: Iterable[Hashable]) -> str:
-    """What tells a `GraphKey` from the one nearest to it in the cache, in words."""
+    """How a `GraphKey` differs from the nearest one in the cache, in words."""
     if not is_dataclass(key):
         return "nothing is known under this key"
     alike = [other for other in others if type(other) is type(key) and other != key and _name(other) == _name(key)]
@@ -55,7 +72,7 @@ def _name(key: Any) -> str:
 
 
 def _differences(key: Any, other: Any) -> list[str]:
-    """Of two keys, by field; with the values where these are short."""
+    """The fields in which two keys differ, with the first two values of a pair of equally long tuples that differ."""
     found = []
     for field in fields(key):
         one, two = getattr(key, field.name), getattr(other, field.name)

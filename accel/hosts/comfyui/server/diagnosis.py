@@ -1,28 +1,91 @@
-"""Why there is little or no gain, in sentences, and what to change first. Pure: facts in, words out."""
+"""Why there is little or no gain, and what to change first. Pure: facts in, sentences out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from .diagnosis_facts import Facts
-from .diagnosis_machine import (
-    comfyui_too_old,
-    cpp_compiler_missing,
-    gpu_is_shared,
-    no_gpu,
-    partly_loaded,
-    saves_memory,
-    torch_too_old,
-    triton_missing,
-    weights_are_streamed,
-)
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 FEW_STEPS = 12
-"""Of a sampler: below it neighbouring steps differ too much for DeepCache's defaults to skip many."""
+"""Sampler steps below which neighbouring ones differ too much for DeepCache's defaults to skip many."""
+
+OLDEST_COMFYUI = (0, 3, 75)
+"""The oldest version that this pack is tested with."""
 
 _CACHE_FULL = ("cache_entries_full", "cache_bytes_full")
 _PATCHES = ("patched", "attention_replaced", "attention_override")
 _TOO_FEW = "too_few_blocks"
+"""Codes of reasons (`core.reasons`)."""
+
+_GIB = 1 << 30
+
+Nodes = Mapping[str, Sequence[Mapping[str, Any]]]
+"""The inputs of a workflow's nodes, by node class."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a diagnosis is made from; None, or empty, where it is unknown.
+
+    run: the last one (`run_record.Run.as_json`). cache: totals of the graph cache (`GraphCache.statistics`).
+    nodes: of the workflow that contains the report. device: torch's type of the device that models run on.
+    low_vram: ComfyUI's memory-saving mode, if it is in one. streams_weights: whether it streams weights (dynamic VRAM).
+    memory_total, memory_free, memory_ours: bytes of the device; ours is what this process has reserved.
+    """
+
+    run: Mapping[str, Any] | None = None
+    cache: Mapping[str, Any] = field(default_factory=dict)
+    nodes: Nodes = field(default_factory=dict)
+    device: str = "cpu"
+    torch: str = ""
+    comfyui: str | None = None
+    ahead_of_time: bool = True
+    triton: str | None = None
+    cpp_compiler: str | None = None
+    low_vram: str | None = None
+    streams_weights: bool = False
+    memory_total: int | None = None
+    memory_free: int | None = None
+    memory_ours: int | None = None
+
+    @property
+    def compiling(self) -> Mapping[str, Any]:
+        """The settings of Accelerate Model in the last run; empty without it."""
+        return (self.run or {}).get("compiling") or {}
+
+    @property
+    def caching(self) -> Mapping[str, Any]:
+        """The settings of DeepCache in the last run; empty without it."""
+        return (self.run or {}).get("caching") or {}
+
+    def reasons(self) -> list[Mapping[str, Any]]:
+        """Why blocks of the last run ran uncompiled: rows of `Fallbacks.rows`, the most frequent first."""
+        return [row for row in self._fallbacks() if row["code"] != "not_captured"]
+
+    def reasons_not_captured(self) -> list[Mapping[str, Any]]:
+        """Why calls of the whole model were not captured (`Reason.as_json`), the most frequent first."""
+        return [row["fields"]["why"] for row in self._fallbacks() if row["code"] == "not_captured"]
+
+    def left_eager(self) -> list[Mapping[str, Any]]:
+        """Why nobody tried to compile some blocks of the last run: {"code", "fields", "reason", "blocks"}."""
+        return (self.run or {}).get("left_eager_reasons", [])
+
+    def _fallbacks(self) -> list[Mapping[str, Any]]:
+        return sorted((self.run or {}).get("fallbacks", ()), key=lambda row: -row["calls"])
+
+
+def nodes_of(prompt: Any) -> Nodes:
+    """The nodes of a workflow in ComfyUI's API format, without inputs that are links; empty for anything else."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for node in prompt.values() if isinstance(prompt, Mapping) else ():
+        if not isinstance(node, Mapping):
+            continue
+        inputs = node.get("inputs")
+        values = inputs.items() if isinstance(inputs, Mapping) else ()
+        plain = {name: value for name, value in values if not isinstance(value, list)}
+        found.setdefault(str(node.get("class_type")), []).append(plain)
+    return found
 
 
 def no_run(facts: Facts) -> str | None:
@@ -229,6 +292,86 @@ def vae_is_left_alone(facts: Facts) -> str | None:
     )
 
 
+def torch_too_old(facts: Facts) -> str | None:
+    if facts.ahead_of_time or not (facts.compiling or facts.nodes.get("AccelModel")):
+        return None
+    return (
+        f"PyTorch {facts.torch} cannot compile ahead of time, so every block runs uncompiled: update it to 2.11 or "
+        "later. DeepCache works with any."
+    )
+
+
+def triton_missing(facts: Facts) -> str | None:
+    if facts.device not in ("cuda", "xpu") or facts.triton or facts.compiling.get("backend") != "inductor":
+        return None
+    return (
+        "Triton is not installed, and without it nothing is compiled for the GPU: install the version that belongs to "
+        f"PyTorch {facts.torch} (on Windows the package triton-windows)."
+    )
+
+
+def cpp_compiler_missing(facts: Facts) -> str | None:
+    if facts.device != "cpu" or facts.cpp_compiler or facts.compiling.get("backend") != "inductor":
+        return None
+    return "There is no C++ compiler, and without one nothing is compiled for the CPU: install one (g++ on Linux)."
+
+
+def comfyui_too_old(facts: Facts) -> str | None:
+    parts = re.findall(r"\d+", facts.comfyui or "")[:3]
+    if not parts or tuple(map(int, parts)) >= OLDEST_COMFYUI:
+        return None
+    oldest = ".".join(map(str, OLDEST_COMFYUI))
+    return f"ComfyUI {facts.comfyui} is older than {oldest}, the oldest that this pack is tested with: update it."
+
+
+def no_gpu(facts: Facts) -> str | None:
+    if facts.device != "cpu":
+        return None
+    return (
+        "Models run on the CPU, where compiled blocks are hardly faster than plain ones; skipping steps pays anywhere."
+    )
+
+
+def partly_loaded(facts: Facts) -> str | None:
+    share = (facts.run or {}).get("loaded_share")
+    if share is None or share >= 0.98 or facts.device == "cpu":
+        return None
+    return (
+        f"Only {share:.0%} of the model's weights fit into the GPU's memory: the others are copied at every step, "
+        "which takes longer than compiling saves, and their blocks run uncompiled. A smaller or quantized model, a "
+        "smaller batch, or closing other programs helps most."
+    )
+
+
+def saves_memory(facts: Facts) -> str | None:
+    if facts.low_vram is None or partly_loaded(facts):
+        return None
+    return (
+        f"ComfyUI runs in its mode {facts.low_vram}, which moves weights at every step: without it images are faster."
+    )
+
+
+def weights_are_streamed(facts: Facts) -> str | None:
+    if not facts.streams_weights or not facts.compiling:
+        return None
+    return (
+        "ComfyUI streams weights here (dynamic VRAM). Accelerate Model loads a copy of the model that stays in place; "
+        "where it does not fit, its blocks run uncompiled."
+    )
+
+
+def gpu_is_shared(facts: Facts) -> str | None:
+    if not facts.memory_total or facts.memory_free is None or facts.memory_ours is None:
+        return None
+    others = facts.memory_total - facts.memory_free - facts.memory_ours
+    if others < max(0.2 * facts.memory_total, 2 * _GIB):
+        return None
+    return (
+        f"Other programs hold {others / _GIB:.1f} of the GPU's {facts.memory_total / _GIB:.0f} GB, and perhaps its "
+        "time as well: close what is not needed."
+    )
+
+
 CAUSES: tuple[Callable[[Facts], str | None], ...] = (
     *(no_run, run_failed, torch_too_old, triton_missing, cpp_compiler_missing, backend_compiles_nothing, cache_is_off),
     *(partly_loaded, cache_too_small, sizes_were_cold, whole_model_compiled_too, no_compiling_node),
@@ -236,9 +379,9 @@ CAUSES: tuple[Callable[[Facts], str | None], ...] = (
     *(not_captured, few_repetitions_left_out, exact_size, loading_took_long, gpu_is_shared, saves_memory, no_gpu),
     *(weights_are_streamed, nothing_measured, gain_is_small, comfyui_too_old, vae_is_left_alone),
 )
-"""What may stand in the way; what costs most, or is easiest to change, first."""
+"""Whatever reduces the gain; what costs most, or is easiest to change, comes first."""
 
 
 def diagnose(facts: Facts) -> list[str]:
-    """One sentence or two for each thing that stands in the way, what to change first at the beginning."""
+    """One or two sentences for each thing that reduces the gain, in the order to change them."""
     return [sentence for sentence in (cause(facts) for cause in CAUSES) if sentence is not None]
