@@ -1,4 +1,4 @@
-"""The pack's nodes, and the extension that hands them to ComfyUI."""
+"""The pack's nodes, and the extension that registers them."""
 
 from comfy_api.latest import ComfyExtension, io
 from typing_extensions import override
@@ -29,7 +29,7 @@ NODES: list[type[io.ComfyNode]] = [
 
 
 class AccelExtension(ComfyExtension):
-    """What ComfyUI loads: the nodes and, on a running server, the routes."""
+    """The extension that ComfyUI loads: the nodes and, on a running server, the routes."""
 
     @override
     async def get_node_list(self) -> list[type[io.ComfyNode]]:

@@ -94,7 +94,7 @@ class AccelModel(io.ComfyNode):
         cache_mb=FROM_SETTINGS,
         graphs=GRAPHS[0],
     ) -> io.NodeOutput:
-        wanted = settings(shapes, backend, on_trouble, check_gain, min_repetitions)
+        compiling = settings(shapes, backend, on_trouble, check_gain, min_repetitions)
         set_node_budget(cache_mb)
         node_id = cls.hidden.unique_id if cls.hidden else None
-        return io.NodeOutput(accelerate(model, wanted, node_id=node_id, graphs=graphs != GRAPHS[0]))
+        return io.NodeOutput(accelerate(model, compiling, node_id=node_id, graphs=graphs != GRAPHS[0]))

@@ -1,4 +1,4 @@
-"""The inputs that every node which compiles has, and what they make."""
+"""The inputs that all compiling nodes share, and the settings they give."""
 
 from typing import Any
 
@@ -71,11 +71,11 @@ def check(shapes: str | None, backend: str | None, on_trouble: str | None) -> bo
 
 
 def settings(shapes: str, backend: str, on_trouble: str, check_gain: bool, min_repetitions: int = 1) -> CompileSettings:
-    """What values of these inputs ask for."""
+    """The settings for values of these inputs."""
     return CompileSettings(
         backend=backend,
         any_size=shapes == ANY_SIZE,
         stop_on_trouble=on_trouble == STOP,
         min_repetitions=min_repetitions,
-        measured=check_gain and BACKENDS[backend].is_faster,  # what is not compiled can gain nothing
+        measured=check_gain and BACKENDS[backend].is_faster,  # without a compiler there is nothing to gain
     )

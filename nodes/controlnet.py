@@ -44,6 +44,6 @@ class AccelControlNet(io.ComfyNode):
 
     @classmethod
     def execute(cls, control_net, shapes, backend, on_trouble, check_gain=True) -> io.NodeOutput:
-        wanted = settings(shapes, backend, on_trouble, check_gain)
+        compiling = settings(shapes, backend, on_trouble, check_gain)
         node_id = cls.hidden.unique_id if cls.hidden else None
-        return io.NodeOutput(accelerate_control(control_net, wanted, node_id=node_id))
+        return io.NodeOutput(accelerate_control(control_net, compiling, node_id=node_id))

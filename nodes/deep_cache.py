@@ -11,6 +11,8 @@ DEFAULTS = DeepCacheSettings()
 
 
 class AccelDeepCache(io.ComfyNode):
+    """MODEL in, MODEL out: the same model with its deep layers skipped on some steps."""
+
     @classmethod
     @override
     def define_schema(cls) -> io.Schema:

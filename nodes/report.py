@@ -9,7 +9,7 @@ from ..accel.hosts.comfyui.versions import make_input, schema
 
 
 class AccelReport(io.ComfyNode):
-    """Says what was accelerated, skipped and saved, as text and as a chart, and what to change where nothing was."""
+    """What was accelerated, skipped and saved, and what to change if nothing was, as text and as a chart."""
 
     @classmethod
     @override

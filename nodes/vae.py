@@ -9,7 +9,7 @@ from ..accel.sizing.vae import AUTO, DEFAULT_AFTER, POLICIES, SKIP, VaePolicy
 
 
 class AccelVAESkipCompile(io.ComfyNode):
-    """VAE in, VAE out: kept out of compiling, or with its blocks compiled once for all sizes."""
+    """VAE in, VAE out: never compiled, or with its blocks compiled once for all sizes."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -73,5 +73,5 @@ class AccelVAESkipCompile(io.ComfyNode):
     def execute(cls, vae, policy, after=DEFAULT_AFTER, free_memory_on_new_size=False) -> io.NodeOutput:
         settings = CompileSettings(measured=policy == AUTO)
         node_id = cls.hidden.unique_id if cls.hidden else None
-        wanted = VaePolicy(policy, after, free_memory_on_new_size)
-        return io.NodeOutput(vae_view(vae, wanted, settings, node_id=node_id))
+        rules = VaePolicy(policy, after, free_memory_on_new_size)
+        return io.NodeOutput(vae_view(vae, rules, settings, node_id=node_id))

@@ -9,7 +9,7 @@ from ..accel.hosts.comfyui.versions import make_input, schema
 
 
 class AccelWarmUpGraphs(io.ComfyNode):
-    """MODEL in, the same MODEL out, after one thrown-away step at each size."""
+    """MODEL in, the same MODEL out, after sampling and discarding a step at each size."""
 
     @classmethod
     @override

@@ -17,7 +17,7 @@ from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRI
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.models.capture_memory import RecordedCalls, memory_of, room_for_recordings
+from comfy_accel.accel.hosts.comfyui.models.capture_memory import CapturedCalls, memory_of, room_for_captures
 from comfy_accel.accel.hosts.comfyui.server import preferences
 from cpu_capturer import CpuCapturer, left
 
@@ -53,7 +53,7 @@ def fast(model, cache):
 
 
 def standing():
-    return [entry for entry in core.current_loaded_models if isinstance(entry.model.model, RecordedCalls)]
+    return [entry for entry in core.current_loaded_models if isinstance(entry.model.model, CapturedCalls)]
 
 
 def loaded_weights():
@@ -82,7 +82,7 @@ def test_captures_go_before_any_weights_even_those_of_a_model_loaded_in_part(cac
     with caplog.at_level(logging.DEBUG):
         core.free_memory(1e30, CPU)
     unloaded = [line for line in caplog.messages if line.startswith("Unloading ")]
-    assert unloaded[0] == "Unloading RecordedCalls" and len(unloaded) == 4
+    assert unloaded[0] == "Unloading CapturedCalls" and len(unloaded) == 4
     assert left(capturer) == 0 and core.current_loaded_models == []
 
 
@@ -197,14 +197,14 @@ def test_core_that_keeps_its_models_otherwise_is_gone_without(cache, capturer, m
     monkeypatch.delattr(core, "current_loaded_models")
     model = tiny_models.unet()
     patched = fast(model, cache)
-    memory_of(cache).stand(CPU)
+    memory_of(cache).enter(CPU)
     memory_of(cache).leave_if_empty()
     assert patched.model is model.model and "current_loaded_models" not in vars(sys.modules[core.__name__])
 
 
 @pytest.fixture
 def settings_as_they_were(monkeypatch):
-    for name in ("_current", "_node_mb", "_for_recordings"):
+    for name in ("_current", "_node_mb", "_for_captures"):
         monkeypatch.setattr(preferences, name, getattr(preferences, name))
     yield
     monkeypatch.undo()
@@ -213,9 +213,9 @@ def settings_as_they_were(monkeypatch):
 
 def test_budget_grows_for_recordings_unless_somebody_has_set_one(settings_as_they_were):
     preferences._current, preferences._node_mb = Settings(), preferences.FROM_SETTINGS
-    preferences.make_room_for_recordings(3 << 30)
+    preferences.make_room_for_captures(3 << 30)
     assert shared.max_bytes == DEFAULT_MAX_BYTES + (3 << 30)
-    preferences.make_room_for_recordings(1 << 30)  # a smaller device beside it
+    preferences.make_room_for_captures(1 << 30)  # a smaller device beside it
     assert shared.max_bytes == DEFAULT_MAX_BYTES + (3 << 30)
     preferences.set_node_budget(500)
     assert shared.max_bytes == 500 << 20
@@ -227,4 +227,4 @@ def test_budget_grows_for_recordings_unless_somebody_has_set_one(settings_as_the
 
 
 def test_device_without_captures_gets_no_room_for_them():
-    assert room_for_recordings(CPU) == 0
+    assert room_for_captures(CPU) == 0

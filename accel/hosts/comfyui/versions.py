@@ -1,6 +1,6 @@
-"""Differences between versions of ComfyUI, all in this file.
+"""All differences between versions of ComfyUI, 0.3.75 and later.
 
-Supported: 0.3.75 to today's. Features are probed for, version numbers are not compared.
+Features are probed; version numbers are not compared.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from comfy_api.latest import io
 
 NO_RESULT_DEPENDS_ON = frozenset({("comfy.model_management", "MAX_PINNED_MEMORY")})
-"""Globals that the code of blocks looks at in some versions (0.33.0), and that differ between machines: how much
-memory may be pinned goes by how much there is."""
+"""Globals that blocks' code reads in some versions (0.33.0) and that differ between machines without affecting results:
+the limit of pinned memory depends on the installed memory."""
 
 
 def schema(**fields: Any) -> io.Schema:
-    """An `io.Schema` of the fields that this core knows; it raises TypeError on any other.
+    """An `io.Schema` of the fields that this core knows; core raises TypeError for any other.
 
-    Later additions: `search_aliases` (0.11.0).
+    Added later: `search_aliases` (0.11.0).
     """
     known = {field.name for field in dataclasses.fields(io.Schema)}
     return io.Schema(**{name: value for name, value in fields.items() if name in known})
@@ -30,7 +30,7 @@ def schema(**fields: Any) -> io.Schema:
 def make_input(kind: type, /, input_id: str, **options: Any) -> Any:
     """`kind.Input(input_id, ...)` with the options that this core knows.
 
-    `kind` is an io type such as `io.Int`. Later additions: `advanced` (0.10.0).
+    kind: an io type such as `io.Int`. Added later: `advanced` (0.10.0).
     """
     known = inspect.signature(kind.Input.__init__).parameters
     return kind.Input(input_id, **{name: value for name, value in options.items() if name in known})
@@ -39,8 +39,8 @@ def make_input(kind: type, /, input_id: str, **options: Any) -> Any:
 def check_options(**chosen: tuple[Any, Sequence[str]]) -> bool | str:
     """For `validate_inputs`: True, or one sentence about the first value that is not among its options.
 
-    chosen: input name → (value, options); a value of None is a link's, not known yet. Cores such as
-    0.3.75 do not check the options of V3 nodes, and an unknown one would reach `execute`.
+    chosen: input name → (value, options); None is the value of a linked input, not known yet. Cores such as 0.3.75 do
+    not check the options of V3 nodes, so an unknown one would reach `execute`.
     """
     for name, (value, options) in chosen.items():
         if value is not None and value not in options:
@@ -49,9 +49,9 @@ def check_options(**chosen: tuple[Any, Sequence[str]]) -> bool | str:
 
 
 def clone_for_compiling(model: Any) -> Any:
-    """A clone of a ModelPatcher whose weights stay where they are between calls.
+    """A clone of a ModelPatcher whose weights stay in place between calls, as compiled blocks need them.
 
-    Cores from 0.15.1 on may stream weights ("dynamic VRAM"); compiled blocks need them in place.
+    From 0.15.1 on, core may stream weights ("dynamic VRAM").
     """
     if "disable_dynamic" in inspect.signature(model.clone).parameters:
         return model.clone(disable_dynamic=True)
@@ -59,13 +59,13 @@ def clone_for_compiling(model: Any) -> Any:
 
 
 def is_dynamic(model: Any) -> bool:
-    """Whether a ModelPatcher streams its weights; cores from 0.15.1 on may."""
+    """Whether a ModelPatcher streams its weights (from 0.15.1 on)."""
     asked = getattr(model, "is_dynamic", None)
     return asked is not None and asked()
 
 
 def is_split_over_devices(options: dict) -> bool:
-    """Whether a call with this per-call dict is one of several that run at once, on a device each; newer cores may."""
+    """Whether the call with this per-call dict is one of several that run at once, one per device (newer cores)."""
     return "multigpu_thread_device" in options
 
 
@@ -75,7 +75,7 @@ def streams_weights() -> bool:
 
 
 def comfyui_version() -> str | None:
-    """As the release calls itself, "0.3.75"; None for a tree that does not say."""
+    """The release, such as "0.3.75"; None for a tree without a version."""
     try:
         from comfyui_version import __version__
     except ImportError:
@@ -84,9 +84,9 @@ def comfyui_version() -> str | None:
 
 
 def show_node_progress(node_id: str, value: int, of: int) -> None:
-    """Fill a node's own bar in the page to `value` of `of`; the running node's bar is another entry, and stays.
+    """Fill a node's own progress bar to `value` of `of`; the bar of the running node is a separate one.
 
-    Nothing happens outside of a prompt, or where core keeps no progress by node.
+    Does nothing outside of a prompt, or if core has no progress per node.
     """
     registry = _progress_of(node_id)
     if registry is not None:
@@ -94,14 +94,14 @@ def show_node_progress(node_id: str, value: int, of: int) -> None:
 
 
 def finish_node_progress(node_id: str) -> None:
-    """Take the node's own bar away: it is as it was, done."""
+    """Remove the node's own bar: the node is done."""
     registry = _progress_of(node_id)
     if registry is not None:
         registry.finish_progress(node_id)
 
 
 def _progress_of(node_id: str) -> Any:
-    """Core's registry of the nodes' progress, where the prompt that runs has this node; else None."""
+    """Core's registry of progress per node, if the running prompt has this node."""
     registry = getattr(sys.modules.get("comfy_execution.progress"), "global_progress_registry", None)
     has_node = getattr(getattr(registry, "dynprompt", None), "has_node", None)
     return registry if has_node is not None and has_node(node_id) else None
@@ -110,12 +110,12 @@ def _progress_of(node_id: str) -> Any:
 async def queue_prompt(
     server: Any, graph: dict, client_id: str | None, last_check: Callable[[], None] = lambda: None
 ) -> tuple[str, str | None]:
-    """Queue a prompt as `POST /prompt` does: its id, and the reason where it is not valid.
+    """Queue a prompt as `POST /prompt` does; returns its id, and the reason if it is not valid.
 
-    last_check: called right before the prompt enters the queue; no other request is served between them.
-        What it raises passes through, and nothing is queued.
+    last_check: called right before the prompt enters the queue, with no other request served in between. If it
+        raises, nothing is queued and the exception passes through.
 
-    The queue's items have had a sixth part, for secrets, since before 0.3.75.
+    Queue items have had a sixth element, for secrets, since before 0.3.75.
     """
     import time
     import uuid

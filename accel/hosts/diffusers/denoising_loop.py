@@ -1,4 +1,4 @@
-"""Contexts around a pipeline's denoising loops: every pipeline of diffusers shows a progress bar for as long as one."""
+"""Contexts around a pipeline's denoising loops, which are as long as its progress bars."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ MakeContext = Callable[[], AbstractContextManager[Any]]
 
 @contextmanager
 def around_loops(pipe: Any, context: MakeContext) -> Iterator[None]:
-    """While it lasts, each denoising loop of the pipeline runs in a context that `context` makes.
+    """Run each denoising loop of the pipeline in a context made by `context`, which ends with the loop.
 
-    However the loop ends, so does its context. Does nothing for something that shows no progress. The pipeline is not
-    held: with the last reference to it its memory is free.
+    Does nothing for a pipeline without a progress bar. Keeps no reference to the pipeline.
     """
     if not callable(getattr(pipe, _NAME, None)):
         del pipe
@@ -40,20 +39,20 @@ def around_loops(pipe: Any, context: MakeContext) -> Iterator[None]:
 
 
 class _ProgressBar:
-    """What a pipeline calls for its progress bar: its own way to make one, and a context beside it."""
+    """Replaces a pipeline's `progress_bar`: its own progress bar, and a context with it."""
 
     def __init__(self, own: Callable[..., Any], context: MakeContext):
         self._own = weakref.WeakMethod(own) if isinstance(own, MethodType) else lambda: own
         self._context = context
         self.is_over = False
-        """Somebody who has put something of theirs in front may still hold this."""
+        """Checked because other code may have wrapped this and still call it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bar = self._own()(*args, **kwargs)
         return bar if self.is_over else _Loop(bar, self._context)
 
     def __deepcopy__(self, memo: dict) -> Any:
-        """For a copy of the pipeline its own again: `memo` has the copy already."""
+        """The pipeline's own method, bound to the copy of the pipeline, which `memo` already has."""
         own = self._own()
         if not isinstance(own, MethodType):
             return copy.deepcopy(own, memo)
@@ -62,7 +61,7 @@ class _ProgressBar:
 
 
 class _Loop:
-    """A progress bar, entered or iterated over, with a context for as long as that lasts."""
+    """A progress bar that, while entered or iterated over, is inside a context."""
 
     def __init__(self, bar: Any, context: MakeContext):
         self._bar, self._context = bar, context
@@ -70,7 +69,7 @@ class _Loop:
 
     def __enter__(self) -> Any:
         with ExitStack() as undo:
-            bar = undo.enter_context(self._bar)  # with it those contexts that were there before this one
+            bar = undo.enter_context(self._bar)  # enters the contexts placed before this one
             undo.enter_context(self._context())
             self._stack = undo.pop_all()
         return bar

@@ -1,11 +1,11 @@
-"""LoRA through PEFT (diffusers' `load_lora_weights`): its wrappers around layers, and what they add just now.
+"""LoRA through PEFT (diffusers' `load_lora_weights`): what its wrappers add to their layers at each call.
 
-Strength, choice of adapters, hot-swapped, merged and disabled ones are read from the wrappers at every call, so
-none of them compiles anything. An adapter's product is rounded together with the weight, in the weight's type,
-where PEFT rounds the adapter's own output: in float16 and bfloat16 the two differ by about one rounding of the
-layer's output, as they do after `fuse_lora`.
+Strength, active, hot-swapped, merged and disabled adapters are read from the wrappers at every call, so changing them
+compiles nothing. An adapter's product is added to the weight and rounded to the weight's dtype, while PEFT rounds the
+adapter's output: in float16 and bfloat16 the results differ by about one rounding of the layer's output, as after
+`fuse_lora`.
 
-PEFT is not imported here: where nobody has imported it, no module is a wrapper of its.
+PEFT is not imported here: unless somebody else has, no module is one of its wrappers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ _LAYERS = {
     "Conv2d": torch.nn.Conv2d,
     "Conv3d": torch.nn.Conv3d,
 }
-"""Classes of `peft.tuners.lora.layer` that only add a product to their layer → what the layer must be."""
+"""Class name in `peft.tuners.lora.layer` that only adds a product to its layer → the layer's required class."""
 
 _GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "padding_mode", "groups")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class PeftLayers:
-    """The wrappers of PEFT, whatever its method (`wrapped_layers.Wraps`); of those that are not LoRA, the
-    block runs as it is for as long as they are there."""
+    """PEFT's wrappers of any method (`wrapped_layers.Wraps`); blocks with others than LoRA run eagerly."""
 
     def base(self, module: torch.nn.Module) -> torch.nn.Module | None:
         if _BASE not in module._modules:
@@ -47,7 +46,7 @@ class PeftLayers:
 
 
 class _Reader:
-    """Reads one wrapper as its own `forward` does."""
+    """Reads one wrapper in the way its `forward` does."""
 
     __slots__ = ("_base", "_checked", "_downs", "_dropouts", "_refusal", "_ups", "_wrapper")
 
@@ -102,7 +101,7 @@ class _Reader:
 
 
 def _unlike(wrapper: torch.nn.Module, base: torch.nn.Module) -> Reason | None:
-    """Why the wrapper is not one that only adds a product to the weight of a plain layer; else None."""
+    """Why the wrapper does more than add a product to the weight of a plain layer; None if it does not."""
     cls = type(wrapper)
     lora = sys.modules.get("peft.tuners.lora.layer")
     plain = _LAYERS.get(cls.__name__)
@@ -120,7 +119,7 @@ def _unlike(wrapper: torch.nn.Module, base: torch.nn.Module) -> Reason | None:
 def _not_plain(
     wrapper: torch.nn.Module, base: torch.nn.Module, name: str, down: torch.nn.Module, up: torch.nn.Module
 ) -> Reason | None:
-    """Why the adapter does not add just the product of its two matrices; else None."""
+    """Why the adapter adds something else than the product of its two matrices; None if it does not."""
     variant = getattr(wrapper, "lora_variant", {}).get(name)
     if variant is not None or getattr(wrapper, "use_dora", {}).get(name):
         return Reason("lora_variant", lora=name, variant="DoRA" if variant is None else type(variant).__name__)
@@ -139,7 +138,7 @@ def _not_plain(
 
 
 def _computes_as(layer: torch.nn.Module, plain: type[torch.nn.Module]) -> bool:
-    """Whether it is of a class that computes what the plain one does from its weight and bias."""
+    """Whether the layer computes the same from its weight and bias as the plain class."""
     cls = type(layer)
     same = isinstance(layer, plain) and cls.forward is plain.forward
     return same and getattr(cls, "_conv_forward", None) is getattr(plain, "_conv_forward", None)

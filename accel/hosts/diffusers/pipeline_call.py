@@ -1,4 +1,4 @@
-"""How a diffusers pipeline of any class is called for images of a size, found out from its signature."""
+"""The arguments that call a diffusers pipeline of any class for images of a given size, from its signature."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 PROMPT = "a photograph"
 
 STRENGTH = 0.5
-"""Of image-to-image: less than 1, at which some pipelines leave out encoding the image."""
+"""For image-to-image; less than 1, at which some pipelines skip encoding the image."""
 
 VIDEO_FRAMES = 9
-"""Of a video to start from: 8 n + 1 and 4 n + 1, which is what video models take."""
+"""For an input video: of the form 8 n + 1 and 4 n + 1, as video models require."""
 
-SAID_OTHERWISE = {
+GIVEN_OTHERWISE = {
     "height": "sizes",
     "width": "sizes",
     "num_images_per_prompt": "batches",
@@ -24,20 +24,20 @@ SAID_OTHERWISE = {
     "generator": None,
     "latents": None,
 }
-"""Arguments of pipelines that nobody passes here → the argument that says it instead."""
+"""Pipeline arguments that warm_up does not take → its argument for the same; None if it makes its own."""
 
 
 def arguments_for(
     pipe: Any, width: int, height: int, batch: int, given: Mapping[str, Any], decode: bool
 ) -> dict[str, Any]:
-    """What to call the pipeline with for `batch` images of this size, in pixels, in as few steps as it takes.
+    """Arguments for `batch` images of this size, in pixels, in the fewest steps that run everything.
 
-    given: arguments that the caller knows better; they win. decode: the VAE's decoder has to run.
+    given: the caller's arguments, which take precedence. decode: the VAE's decoder has to run.
 
-    The images that it starts from are black, masks are white. The generator is left out.
+    Input images are black, masks white. There is no generator among the arguments.
 
     Raises:
-        ValueError: the pipeline needs something that cannot be made up here; the message names it.
+        ValueError: the pipeline needs something that cannot be made here; the message names it.
     """
     names = _parameters(pipe)
     check(pipe, given)
@@ -53,7 +53,7 @@ def arguments_for(
     per_prompt = next((name for name in names if name.startswith("num_") and name.endswith("_per_prompt")), None)
     features = {name: value for name, value in given.items() if "prompt" in name and _is_tensors(value)}
     if features and not any(name.startswith("ip_adapter") for name in given):
-        # Some pipelines do not repeat features for several images of a prompt, and fail; all take features for each.
+        # Some pipelines fail to repeat features for several images per prompt; all accept features for each image.
         given = {**given, **{name: _repeated(value, batch) for name, value in features.items()}}
     elif not offer(per_prompt, batch) and not offer("batch_size", batch) and batch > 1:
         if "prompt" not in made:
@@ -76,11 +76,11 @@ def arguments_for(
 
 
 def check(pipe: Any, given: Mapping[str, Any]) -> None:
-    """Raises ValueError for arguments that the pipeline has not, or that are said in another way here."""
+    """Raises ValueError for arguments that the pipeline does not have, or that `warm_up` takes in another way."""
     names = _parameters(pipe)
     for name in given:
-        if name in SAID_OTHERWISE:
-            instead = SAID_OTHERWISE[name]
+        if name in GIVEN_OTHERWISE:
+            instead = GIVEN_OTHERWISE[name]
             says = f"{instead}=... says it here" if instead else "the warm-up makes its own and leaves yours alone"
             raise ValueError(f"warm_up takes no {name}: {says}.")
         if name not in names:
@@ -88,19 +88,19 @@ def check(pipe: Any, given: Mapping[str, Any]) -> None:
 
 
 def _parameters(pipe: Any) -> dict[str, inspect.Parameter]:
-    """The named ones."""
+    """The named parameters of the pipeline's call."""
     parameters = inspect.signature(pipe.__call__).parameters
     return {name: one for name, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
 
 
 def _is_tensors(value: Any) -> bool:
-    """Whether it is features, [B, ...] or a list of one for each prompt."""
+    """Whether the value is features: [B, ...], or a list with one tensor per prompt."""
     several = value if isinstance(value, list) else [value]
     return bool(several) and all(isinstance(one, torch.Tensor) for one in several)
 
 
 def _repeated(features: Any, times: int) -> Any:
-    """All prompts' features, as often as asked for."""
+    """The features of all prompts, repeated."""
     return features * times if isinstance(features, list) else torch.cat([features] * times)
 
 
@@ -118,16 +118,16 @@ def _offer_images(pipe, width, height, offer) -> None:
     import PIL.Image  # diffusers needs it too
 
     blank = PIL.Image.new("RGB", (width, height))
-    nets = getattr(getattr(pipe, "controlnet", None), "nets", None)  # of a MultiControlNet, one image each
+    nets = getattr(getattr(pipe, "controlnet", None), "nets", None)  # a MultiControlNet takes one image each
     control = blank if nets is None else [blank] * len(nets)
-    # Where the pipeline starts from an image, "image" is that one, and the ControlNet's is "control_image".
+    # If the pipeline starts from an image, that is "image", and the ControlNet's is "control_image".
     offer("image", blank if offer("control_image", control) or "strength" in _parameters(pipe) else control)
     offer("mask_image", PIL.Image.new("L", (width, height), 255))
     offer("video", [blank] * VIDEO_FRAMES)
 
 
 def _fewest_steps(pipe: Any, strength: Any) -> int:
-    """The fewest that run all that there is: image-to-image leaves out the first 1 - strength of them."""
+    """The fewest that run every model; image-to-image skips the first 1 - strength of them."""
     needed = 1 if getattr(pipe, "transformer_2", None) is None else 2  # one for each half of the schedule
     if getattr(getattr(getattr(pipe, "scheduler", None), "config", None), "skip_prk_steps", True) is False:
         needed = 4  # PNDM's Runge-Kutta start

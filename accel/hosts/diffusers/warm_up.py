@@ -1,4 +1,4 @@
-"""Running a diffusers pipeline at sizes to come, so that whatever has to be compiled is, before it is waited for."""
+"""Warm-up: call a diffusers pipeline at given sizes, so that compiling is done before the first real image."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .components import components
 
 @dataclass(frozen=True)
 class WarmUpRun:
-    """One call of the pipeline. Pixels, images at once, seconds; names of the kinds of blocks.
+    """One call of the pipeline: size in pixels, images at once, seconds, and names of the kinds of blocks.
 
-    compiled, loaded: kinds that a graph was made for, or read from the graph store. failed: kinds that run uncompiled.
+    compiled, loaded: kinds whose graph was compiled, or read from the graph store. failed: kinds that run eagerly.
     """
 
     width: int
@@ -39,7 +39,7 @@ class WarmUpRun:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What a warm-up did, run by run; as text, one line about all of it."""
+    """What a warm-up did, run by run; `str` gives a one-line summary."""
 
     runs: tuple[WarmUpRun, ...]
 
@@ -73,28 +73,28 @@ def warm_up(
     batches: Sequence[int] = (1,),
     **call_arguments: Any,
 ) -> WarmUp:
-    """Call an accelerated pipeline once at every combination of size and batch, in as few steps as run all of it.
+    """Call an accelerated pipeline once at every combination of size and batch, in the fewest steps that run it all.
 
-    sizes: (width, height) pairs in pixels, as ComfyUI and PIL say them, and not as diffusers' arguments are ordered.
-    batches: images made at once of each prompt (`num_images_per_prompt`, `num_videos_per_prompt`).
-    call_arguments: arguments of the pipeline. Those that decide over shapes are worth passing: `num_frames`,
-        `max_sequence_length`, a `guidance_scale` at which nothing is guided; and what cannot be made up, such as
-        `prompt_embeds` where there is no text encoder. Images to start from, masks and ControlNets' images are made.
+    sizes: (width, height) pairs in pixels, in the order of ComfyUI and PIL, not in that of diffusers' arguments.
+    batches: images per prompt made at once (`num_images_per_prompt`, `num_videos_per_prompt`).
+    call_arguments: arguments of the pipeline. Pass those that affect shapes: `num_frames`, `max_sequence_length`, a
+        `guidance_scale` without guidance; and those that cannot be made up, such as `prompt_embeds` if there is no
+        text encoder. Input images, masks and ControlNet images are made up.
 
-    The results are thrown away. The pipeline is left as it was, whatever happens: its schedulers (copies of them run),
-    its attributes and settings, and all random states. Progress is shown by tqdm, where it is there and the pipeline's
-    own progress bar is not turned off.
+    The results are discarded. The pipeline is left unchanged even on errors: its schedulers (copies of them run), its
+    attributes and settings, and all random states. tqdm shows the progress, if it is installed and the pipeline's own
+    progress bar is not disabled.
 
     Raises:
-        ValueError: the pipeline is not accelerated; a size or batch that is none, or that the pipeline refuses;
-            an argument that it needs or does not know. The message says what to pass.
+        ValueError: the pipeline is not accelerated; an invalid size or batch, or one that the pipeline refuses; a
+            missing or unknown argument. The message says what to pass.
     """
     decode = any(name.endswith(".decoder") for name in _accelerated(pipe))
-    wanted = _runs(sizes, batches)
+    calls = _calls(sizes, batches)
     pipeline_call.check(pipe, call_arguments)
     runs = []
-    with _bar(pipe, len(wanted)) as show, _untouched(pipe):
-        for width, height, batch in wanted:
+    with _bar(pipe, len(calls)) as show, _untouched(pipe):
+        for width, height, batch in calls:
             show(f"{width}x{height}, batch {batch}", step=0)
             arguments = pipeline_call.arguments_for(pipe, width, height, batch, call_arguments, decode)
             run = _run(pipe, width, height, batch, arguments)
@@ -107,15 +107,15 @@ def warm_up(
 
 
 def _accelerated(pipe: Any) -> list[str]:
-    """The names of the components that are; ValueError where none is."""
+    """The names of the accelerated components. Raises ValueError if there are none."""
     found = [name for name, part in components(pipe).items() if call_of(part) is not None]
     if not found:
         raise ValueError(f"Nothing of this {type(pipe).__name__} is accelerated: call accelerate_pipeline(pipe) first.")
     return found
 
 
-def _runs(sizes: Any, batches: Any) -> list[tuple[int, int, int]]:
-    """Every (width, height, batch) asked for, once each."""
+def _calls(sizes: Any, batches: Any) -> list[tuple[int, int, int]]:
+    """Every (width, height, batch), once each. Raises ValueError, with an example, for invalid ones."""
 
     def whole(value: Any) -> int | None:
         try:
@@ -142,8 +142,8 @@ def _runs(sizes: Any, batches: Any) -> list[tuple[int, int, int]]:
 
 
 def _run(pipe: Any, width: int, height: int, batch: int, arguments: dict[str, Any]) -> WarmUpRun:
-    heard = _Heard()
-    unsubscribe = subscribe(heard)
+    events = _GraphEvents()
+    unsubscribe = subscribe(events)
     started = time.perf_counter()
     try:
         pipe(**arguments, generator=torch.Generator().manual_seed(0))
@@ -155,12 +155,12 @@ def _run(pipe: Any, width: int, height: int, batch: int, arguments: dict[str, An
     finally:
         unsubscribe()
     seconds = time.perf_counter() - started
-    return WarmUpRun(width, height, batch, seconds, *map(tuple, (heard.compiled, heard.loaded, heard.failed)))
+    return WarmUpRun(width, height, batch, seconds, *map(tuple, (events.compiled, events.loaded, events.failed)))
 
 
 @dataclass
-class _Heard:
-    """What the engine says of its graphs, in the thread that made this."""
+class _GraphEvents:
+    """Names of the kinds compiled, loaded and failed in the thread that made this."""
 
     thread: int = field(default_factory=threading.get_ident)
     compiled: list[str] = field(default_factory=list)
@@ -175,11 +175,11 @@ class _Heard:
 
 @contextmanager
 def _untouched(pipe: Any) -> Iterator[None]:
-    """While it lasts, copies of the pipeline's schedulers run, silently; afterwards all is as it was."""
+    """Run copies of the pipeline's schedulers without progress bars; restore everything on exit."""
     with ExitStack() as undo:
         undo.enter_context(_random_states())
         undo.callback(_restore_attributes, pipe, dict(vars(pipe)))
-        undo.callback(pipe.maybe_free_model_hooks)  # as at the end of every image, where it has come that far
+        undo.callback(pipe.maybe_free_model_hooks)  # which the pipeline itself does only after a complete image
         for part in pipe.components.values():
             if isinstance(part, torch.nn.Module):
                 undo.callback(_restore_dtype, part, getattr(part, "dtype", None))
@@ -194,19 +194,19 @@ def _restore_attributes(pipe: Any, attributes: dict[str, Any]) -> None:
     now = vars(pipe)
     for name in set(now) - set(attributes):
         del now[name]
-    # Not by setattr, which would write the pipeline's configuration anew. What offloads models is new by now.
+    # setattr would change the pipeline's configuration. Offloading hooks have been replaced since.
     now.update({name: value for name, value in attributes.items() if name != "_all_hooks"})
 
 
 def _restore_dtype(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
-    """Some pipelines decode in float32, and when they are interrupted leave the VAE so."""
+    """Undo the cast of a VAE by pipelines that decode in float32 and were interrupted."""
     if dtype is not None and model.dtype != dtype:
         model.to(dtype)
 
 
 @contextmanager
 def _random_states() -> Iterator[None]:
-    """While it lasts, whoever draws from torch's, Python's or NumPy's global generators changes nothing of them."""
+    """Restore the state of torch's, Python's and NumPy's global generators on exit."""
     numpy = sys.modules.get("numpy")
     with ExitStack() as undo:
         undo.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
@@ -218,7 +218,7 @@ def _random_states() -> Iterator[None]:
 
 @contextmanager
 def _bar(pipe: Any, total: int):
-    """What shows (text, finished runs), on a progress bar where there is tqdm and nobody has turned bars off."""
+    """A function that shows (text, finished runs) on a progress bar, if tqdm is installed and bars are not disabled."""
     try:
         from tqdm.auto import tqdm
     except ImportError:

@@ -1,4 +1,4 @@
-"""Accelerate Model's work: compiled stand-ins for a model patcher's blocks, for each model call."""
+"""Models with compiled blocks: a clone of a ModelPatcher, for Accelerate Model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ....cuda_graphs.model_capture import ModelCapture
 
 KEY = "accel.compile"
-"""Under which our wrappers stand on a patcher, and the run's state in its transformer_options."""
+"""The key of our wrappers on a patcher, and of the run's state in its transformer_options."""
 
 HOST = Host(NO_RESULT_DEPENDS_ON, INTERRUPTS, simplifier, without_hooks)
 
@@ -132,22 +132,22 @@ def block_layers(
     lease: Lease | None = None,
     on_shortage: Callable[[], None] = lambda: None,
 ) -> dict[torch.nn.Module, Layer]:
-    """A stand-in for every block of the model that can be compiled, and for the model one that watches its calls.
+    """The layers of every block of the model that can be compiled, and of the model itself, which observes its calls.
 
-    lease: of the run that they are for; their graphs stay in the cache while it lasts.
+    lease: of the run that uses them; their graphs stay in the cache until it ends.
     on_shortage: as for `BlockRunner`.
     """
     if cache is shared:
-        preferences.current()  # the settings are put into force before the first graph is made
+        preferences.current()  # puts the settings into force before the first graph is made
     return compiled_layers(model, look_at(model, settings, HOST), settings, HOST, cache, lease, on_shortage)
 
 
 def accelerate(
     model: Any, settings: CompileSettings, cache: GraphCache = shared, node_id: str | None = None, graphs: bool = False
 ) -> Any:
-    """A clone of a ModelPatcher whose repeated blocks run compiled; the model given is unchanged.
+    """A clone of a ModelPatcher whose repeated blocks run compiled; the given one is unchanged.
 
-    node_id: the node in the page that shows compile progress. graphs: record whole model calls and replay them, where
+    node_id: the node in the page that shows compile progress. graphs: capture whole model calls and replay them, if
     the device and the call allow it.
     """
     attach(cache, running_home)
@@ -190,12 +190,12 @@ def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | N
 
 
 def _apply_model(settings: CompileSettings, cache: GraphCache):
-    # Core's own compile node traces the whole model, this wrapper included, unless told not to.
+    # Core's own compile node would trace this wrapper with the model.
     @torch.compiler.disable
     def wrapper(executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
         options = {} if transformer_options is None else transformer_options
         with ExitStack() as stack:
-            # Somebody may call the model outside a sampler.
+            # Other code may call the model outside of a sampler.
             run = options.get(KEY) or Run(settings, cache, stack.enter_context(cache.lease()))
             stack.enter_context(run.call(executor.class_obj.diffusion_model, c_crossattn))
             options = stack.enter_context(run.captured(executor.class_obj, options))

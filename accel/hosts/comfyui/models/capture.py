@@ -1,9 +1,8 @@
-"""Recorded model calls inside ComfyUI: where they stand in a call, and what speaks against one.
+"""Capturing whole model calls inside ComfyUI: where in a call it happens, and what rules it out.
 
-They are the innermost of the wrappers around a model's forward, so that what other packs wrap around it runs in
-every call; what runs inside is the model's own code and the blocks' stand-ins. Memory goes back when ComfyUI asks for
-it (`capture_memory`), when it unloads the model, when the model goes, and at the next run of any model when its
-weights have been moved since.
+The capture is the innermost wrapper around a model's forward, so other packs' wrappers run in every call; inside are
+only the model's own code and its blocks' layers. Memory is released when ComfyUI asks for it (`capture_memory`), when
+it unloads the model, when the model is freed, and at the next run of any model if the weights were moved since.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ....modules.substitution import Order, substituted
 from ....signature.tree_spec import CONSTANTS
 from ..server import preferences
 from ..versions import NO_RESULT_DEPENDS_ON, is_dynamic, is_split_over_devices
-from .capture_memory import memory_of, room_for_recordings
+from .capture_memory import memory_of, room_for_captures
 from .options import CAPTURE as KEY
 from .options import INTERRUPTS, asks_wrappers, is_transformer_options
 
@@ -38,31 +37,30 @@ _PER_CALL = frozenset(
     "activations_shape block block_index block_type callbacks img_slice original_shape patches patches_replace "
     "sample_sigmas sigmas total_blocks transformer_index uuids wrappers".split()
 )
-"""Keys of the per-call dict that say nothing of what the model computes while no patch reads them, or that it writes
-itself."""
+"""Keys of the per-call dict that do not affect what the model computes without patches, or that it writes itself."""
 
 
 def attach(cache: GraphCache, model: Any) -> None:
-    """Let calls be recorded into the cache, and let go of those of the patcher's model when it is unloaded."""
+    """Allow captures in the cache, and drop those of the patcher's model when it is unloaded."""
     if cache.captures is None:
         cache.captures = CapturePool(CudaCapturer())
     memory_of(cache)
 
-    def let_go(patcher: Any, unpatch_all: bool = True, *args: Any) -> None:
-        if unpatch_all:  # not where another clone takes its place, with the weights as they are
+    def drop(patcher: Any, unpatch_all: bool = True, *args: Any) -> None:
+        if unpatch_all:  # False if another clone replaces it with the same weights in place
             cache.captures.drop_model(cache, patcher.model.diffusion_model)
 
     model.callbacks.get(CallbacksMP.ON_DETACH, {}).pop(KEY, None)
-    model.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, let_go)
+    model.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, drop)
 
 
 def begin(
     base: torch.nn.Module, settings: Hashable, cache: GraphCache, lease: Lease, layers: Mapping[torch.nn.Module, Any]
 ) -> ModelCapture:
-    """For one run of a BaseModel whose blocks have these stand-ins."""
+    """The capture of one run of a BaseModel. layers: of its blocks."""
     memory = memory_of(cache)
     if cache is shared:
-        preferences.make_room_for_recordings(room_for_recordings(comfy.model_management.get_torch_device()))
+        preferences.make_room_for_captures(room_for_captures(comfy.model_management.get_torch_device()))
     cache.captures.drop_outdated(cache)
     memory.leave_if_empty()
     asked = memory.asked
@@ -87,7 +85,7 @@ def begin(
 
 @contextmanager
 def standing_in(capture: ModelCapture, model: torch.nn.Module, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """For one call of the model, whose transformer_options are to be those that it yields."""
+    """Replay or capture one call of the model, made with the transformer_options that this yields."""
     if is_split_over_devices(options):
         yield options
         return
@@ -115,12 +113,11 @@ def _call_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
-    """From the per-call dict to what a recorded call is given of it; `strings`: all in the model's code.
+    """The function from the per-call dict to what a captured call gets of it. strings: all in the model's code.
 
-    What its code does not ask for is left out: others keep counters and objects of their own there. Raises `RunEagerly`
-    where somebody's code in the dict would have to run in each call.
+    Keys that the code does not read are left out, since other packs keep counters and objects there. The function
+    raises `RunEagerly` if code in the dict would have to run in each call.
     """
-
     readable = strings - _PER_CALL
 
     def simplify(options: dict) -> dict:
@@ -148,7 +145,7 @@ def _simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is made of numbers and texts alone."""
+    """Whether it consists of numbers and strings only."""
     if type(value) not in (list, tuple, dict):
         return False
     parts = value.values() if type(value) is dict else value
@@ -162,7 +159,7 @@ def _weights_token(base: torch.nn.Module) -> Hashable:
 
 
 def _obstacle(base: torch.nn.Module) -> Reason | None:
-    """Why no call of the model can be recorded just now."""
+    """Why no call of the model can be captured now; None if one can."""
     if getattr(base, "model_lowvram", False):
         return Reason("loaded_in_part")
     patcher = base.current_patcher

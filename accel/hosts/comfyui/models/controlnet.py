@@ -1,4 +1,4 @@
-"""Accelerate ControlNet's work: a copy of a control object whose network's blocks run compiled."""
+"""ControlNets with compiled blocks: a copy of a control object, for Accelerate ControlNet."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .accelerate import block_layers
 log = logging.getLogger("accel")
 
 _NETWORKS = ("control_model", "t2i_model")
-"""Under which control objects hold their network; a ControlLora's is there from `pre_run` to `cleanup` alone."""
+"""Attributes for a control object's network; a ControlLora has one only from `pre_run` to `cleanup`."""
 
 _CALLS = ("copy", "pre_run", "get_control", "cleanup")
 
@@ -38,10 +38,10 @@ _CALLS = ("copy", "pre_run", "get_control", "cleanup")
 def accelerate_control(
     control: Any, settings: CompileSettings, cache: GraphCache = shared, node_id: str | None = None
 ) -> Any:
-    """A copy of a control object whose network's blocks run compiled, and so do those of its copies.
+    """A copy of a control object, whose network's blocks run compiled; the same holds for copies of the copy.
 
-    The object given is unchanged, and so are its class and its network. The copy is of exactly the same class,
-    since extensions tell control objects by it. An object that cannot be copied comes back as it is.
+    The given object, its class and its network are unchanged. The copy has exactly the same class, because extensions
+    check for it. An object that cannot be copied is returned as it is.
 
     node_id: the node in the page that shows compile progress.
     """
@@ -63,30 +63,30 @@ def accelerate_control(
 
 
 class _OpenRuns:
-    """The runs of control objects under way, each with its lease in the cache.
+    """The open runs of control objects, each with its lease in the cache.
 
-    Core cleans up behind a sampler only where that ended well. What was broken off is ended by the next run of
-    the same object; where that is gone, by the next run of any. Never while garbage is collected: a lease's end
-    takes the cache's lock.
+    Core calls `cleanup` only after a sampler that ended normally. An aborted run is ended by the next run of the same
+    object, or of any object once that one is freed; never during garbage collection, because ending a lease takes
+    the cache's lock.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: list[tuple[weakref.ref, ExitStack]] = []
+        self._open: list[tuple[weakref.ref, ExitStack]] = []
 
     def begin(self, control: Any, cache: GraphCache) -> Lease:
         self.end(control)
         stack = ExitStack()
         lease = stack.enter_context(cache.lease())
         with self._lock:
-            self._held.append((weakref.ref(control), stack))
+            self._open.append((weakref.ref(control), stack))
         return lease
 
     def end(self, control: Any) -> None:
-        """End the run of this object, and of those that are gone."""
+        """End the run of this object, and those of freed objects."""
         with self._lock:
-            over = [item for item in self._held if item[0]() is None or item[0]() is control]
-            self._held = [item for item in self._held if item not in over]
+            over = [item for item in self._open if item[0]() is None or item[0]() is control]
+            self._open = [item for item in self._open if item not in over]
         for _, stack in over:
             stack.close()
 
@@ -95,17 +95,17 @@ _open_runs = _OpenRuns()
 
 
 class _Calls:
-    """What stands before the calls of one control object, as attributes of that object alone."""
+    """Our versions of one control object's methods, set as attributes of that object only."""
 
     def __init__(self, control: Any, settings: CompileSettings, cache: GraphCache, node_id: str | None):
         self._control = control
         self._made_with = settings, cache, node_id
         self._view: tuple[torch.nn.Module, torch.nn.Module] | None = None
-        self._before = {name: vars(control).get(name) for name in _CALLS}  # extensions put theirs there, too
+        self._before = {name: vars(control).get(name) for name in _CALLS}  # extensions do the same
         vars(control).update({name: getattr(self, name) for name in _CALLS}, __reduce_ex__=self._reduce)
 
     def own(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the method of the control as if we were not there."""
+        """Call the control's own method."""
         control, before = self._control, self._before[name]
         return before(*args, **kwargs) if before else getattr(type(control), name)(control, *args, **kwargs)
 
@@ -124,7 +124,7 @@ class _Calls:
         return self.own("cleanup", *args, **kwargs)
 
     def get_control(self, *args: Any, **kwargs: Any) -> Any:
-        """As the control's own; it finds its network in a view whose calls run compiled."""
+        """The control's own, with a view of its network whose calls run compiled."""
         control = self._control
         name = next((name for name in _NETWORKS if vars(control).get(name) is not None), None)
         network = vars(control)[name] if name else None
@@ -148,7 +148,7 @@ class _Calls:
         _open_runs.end(self._control)
 
     def _reduce(self, protocol: int) -> Any:
-        """For the `copy` module: a control as it was before us, since these calls are one object's."""
+        """For the `copy` module: the control without our methods, which belong to one object."""
         control = self._control
         make, arguments, state, *rest = type(control).__reduce_ex__(control, protocol)
         ours = (*_CALLS, "__reduce_ex__")
@@ -168,7 +168,10 @@ def _why_not(network: Any) -> Reason | None:
 
 
 class _ControlRun:
-    """The stand-ins for a network in one run; made at its first call, when its weights are where they will be."""
+    """The compiled layers of a network in one run; made at its first call, when its weights are in place.
+
+    One control object has one run, and core calls each object from one thread: it clones the object per device.
+    """
 
     def __init__(
         self, network: torch.nn.Module, settings: CompileSettings, cache: GraphCache, lease: Lease, node_id: str | None
@@ -180,7 +183,7 @@ class _ControlRun:
 
     @contextmanager
     def call(self, latent: Any = None) -> Iterator[None]:
-        """For one call of the network: its blocks have their stand-ins. latent: [B, C, ...] that it is called with."""
+        """Run the network's blocks compiled during one call of it. latent: its input, [B, C, ...]."""
         if isinstance(latent, torch.Tensor) and latent.ndim > 2:
             lease = self._made_with[2]
             lease.uses = (Use(type(self.network).__name__, tuple(latent.shape[2:]), latent.shape[0]),)
@@ -197,9 +200,9 @@ class _ControlRun:
 
 
 def _sets_its_settings(block: torch.nn.Module) -> bool:
-    """Whether its forward sets what its layers are made with: then it is of another kind after each size.
+    """Whether its forward changes settings of its layers, which gives it another kind after each size.
 
-    A T2I-Adapter's pooling does, its padding, by what is odd.
+    A T2I-Adapter's pooling does: it sets its padding by whether the size is odd.
     """
     codes = (getattr(type(module).forward, "__code__", None) for module in block.modules())
     assigned = frozenset().union(*(facts_of(code).assigned for code in codes if code is not None))
@@ -207,13 +210,13 @@ def _sets_its_settings(block: torch.nn.Module) -> bool:
 
 
 def _view(network: torch.nn.Module, run: _ControlRun) -> torch.nn.Module:
-    """A module of the same state, to the attribute, whose calls are calls of the network within `run.call`.
+    """A module that shares the network's `__dict__` and calls the network inside `run.call`.
 
-    Put in the network's place it reaches the calls of one control object alone: another in the chain may hold
-    the same network, and a T2I-Adapter's is moved and cast just before its call.
+    In the network's place, it affects the calls of one control object only: another in the chain may have the same
+    network, and a T2I-Adapter's is moved and cast right before its call.
     """
     view = object.__new__(_view_class(type(network)))
-    # A module's own way to set attributes would make the network a part of itself.
+    # Module.__setattr__ would register the network as a submodule.
     object.__setattr__(view, "__dict__", network.__dict__)
     object.__setattr__(view, "accel_run", run)
     return view

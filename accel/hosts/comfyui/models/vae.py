@@ -1,4 +1,4 @@
-"""VAE Skip Compile's work: a view of a VAE whose calls are never compiled, or whose blocks are, by our cache."""
+"""VAEs that are never compiled, or whose blocks run compiled: a view of a VAE, for VAE Skip Compile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .accelerate import block_layers
 log = logging.getLogger("accel")
 
 _CALLS = ("decode", "encode")
-"""How the names of all methods begin through which a VAE is run (decode_tiled_1d is one)."""
+"""Prefixes of the methods that run a VAE (such as decode_tiled_1d)."""
 
 
 def vae_view(
@@ -40,9 +40,9 @@ def vae_view(
     cache: GraphCache = shared,
     node_id: str | None = None,
 ) -> Any:
-    """A VAE over the same weights that runs by the policy; the VAE given is unchanged.
+    """A VAE with the same weights that follows the policy; the given VAE is unchanged.
 
-    Of a view of ours, it is a view of what that one stands for: the last node counts.
+    A view of a view replaces it: the last node counts.
     node_id: the node in the page that shows compile progress.
     """
     base = getattr(type(vae), "_accel_base", type(vae))
@@ -56,19 +56,19 @@ def vae_view(
 
 
 def skip_compile(vae: Any) -> Any:
-    """A VAE over the same weights in whose calls nothing is compiled, whoever asked for it."""
+    """A VAE with the same weights whose calls run eagerly, whatever else compiles it."""
     return vae_view(vae, VaePolicy())
 
 
 @functools.lru_cache(maxsize=16)
 def _view_class(base: type) -> type:
-    """The VAE's class, with every call of it made under the view's policy.
+    """A subclass of the VAE's class that makes every call under the view's policy.
 
-    The calls of one view do not stack: an inner one (core falls back to tiles by itself) keeps the outer's.
+    Nested calls of one view (core falls back to tiles by itself) stay under the outer one.
     """
 
     def under_policy(name: str, method: Callable) -> Callable:
-        # Somebody may compile what calls a VAE: our own work is not for a graph.
+        # The caller may be compiled; this must not become part of its graph.
         @torch.compiler.disable
         @functools.wraps(method)
         def call(self, *args, **kwargs):
@@ -79,7 +79,7 @@ def _view_class(base: type) -> type:
                 with self._accel.call(self, name, args, kwargs):
                     return method(self, *args, **kwargs)
             finally:
-                self.__dict__.pop("_accel_active", None)  # another thread may have been in a call, too
+                self.__dict__.pop("_accel_active", None)  # pop: another thread may have made a call too
 
         return call
 
@@ -90,7 +90,7 @@ def _view_class(base: type) -> type:
 
 
 class _Around:
-    """What surrounds the calls of one view: its policy, and what is remembered from one call to the next."""
+    """The calls of one view: its policy, and the state from one call to the next."""
 
     def __init__(self, policy: VaePolicy, settings: CompileSettings, cache: GraphCache, node_id: str | None):
         self._made_with = policy, settings, cache, node_id
@@ -102,11 +102,11 @@ class _Around:
         self._last_shape: tuple[int, ...] | None = None
 
     def __deepcopy__(self, memo: dict) -> _Around:
-        """For a deep copy of a view: the cache stays the one it is."""
+        """For a deep copy of a view, which shares the cache."""
         return _Around(*self._made_with)
 
     def call(self, vae: Any, name: str, args: tuple, kwargs: dict) -> AbstractContextManager:
-        """For one call of the VAE's method `name` with these arguments."""
+        """The context for one call of the VAE's method `name` with these arguments."""
         if not isinstance(getattr(vae, "first_stage_model", None), torch.nn.Module):
             return nullcontext()
         shape = _shape(vae, name, args, kwargs)
@@ -133,7 +133,7 @@ class _Around:
 
             def make_layers(part: torch.nn.Module) -> Mapping[torch.nn.Module, Layer]:
                 used.append(part)
-                # Now, with the weights loaded, it is known what is free.
+                # Only now, with the weights loaded, is the free memory known.
                 if is_auto and not self._has_room(vae, name, shape):
                     return {}
                 on_shortage = functools.partial(self._repeats.was_short, shape) if is_auto else lambda: None
@@ -150,7 +150,7 @@ class _Around:
             fallbacks.note(type(model).__name__, Reason("no_block_runs", part=name))
 
     def _has_room(self, vae: Any, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether there is memory to run compiled. For one image: core takes no more at a time than fit."""
+        """Whether there is memory to run compiled, for one image: core splits batches that do not fit."""
         needed = _memory_used(vae, name, (1, *shape[1:]))
         free = comfy.model_management.get_free_memory(vae.device)
         if needed is None or has_room(free, needed):
@@ -180,40 +180,40 @@ class _Around:
 
 
 def _keep_weights_in_place(view: Any) -> None:
-    """Where core streams weights from call to call, give the view a model of its own that stays loaded.
+    """If core streams the VAE's weights, give the view a model of its own that stays loaded.
 
-    As core's own node for another device does, the view follows the model that its patcher has.
+    The view uses its patcher's model, as core's own node for another device does.
     """
     is_dynamic = getattr(view, "is_dynamic", None)
     if is_dynamic is None or not is_dynamic():
         return
     try:
         view.patcher = clone_for_compiling(view.patcher)
-    except Exception as reason:  # it was not loaded from a file, or that is gone, or its loader does not know how
+    except Exception as reason:  # not loaded from a file, the file is gone, or its loader cannot do it
         log.warning("This VAE's weights are streamed, so its blocks may run uncompiled: %s", reason)
         return
     view.first_stage_model = view.patcher.model
 
 
 def _nothing_compiled() -> AbstractContextManager:
-    """While it lasts, functions wrapped in torch.compile run as they were written (torch 2.6 and later)."""
+    """A context in which functions wrapped in torch.compile run eagerly (torch 2.6 and later)."""
     set_stance = getattr(torch.compiler, "set_stance", None)
     return nullcontext() if set_stance is None else set_stance("force_eager")
 
 
 def _shape(vae: Any, name: str, args: tuple, kwargs: dict) -> tuple[int, ...] | None:
-    """What a call works on at a time, as the VAE's own estimates take it: [B, C, (T,) H, W], or of one tile."""
+    """The shape [B, C, (T,) H, W] of a call's input, or of one tile, as the VAE's memory estimates expect it."""
     given = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
     if given is None or given.ndim < 3:
         return None
     shape = tuple(given.shape)
-    if name in ("encode", "encode_tiled"):  # these take images, channels last: core's other methods do not
+    if name in ("encode", "encode_tiled"):  # these take images with channels last; core's other methods do not
         shape = _with_channels_second(shape, vae)
     return one_tile(shape, kwargs.get("tile_x"), kwargs.get("tile_y"), kwargs.get("tile_t"))
 
 
 def _with_channels_second(shape: Sequence[int], vae: Any) -> tuple[int, ...]:
-    """[B, H, W, C] or [B, T, H, W, C] as the VAE gets it; a video VAE takes a batch of images for frames."""
+    """The shape of [B, H, W, C] or [B, T, H, W, C] inside the VAE; a video VAE treats a batch of images as frames."""
     batch, *sizes, channels = shape
     if getattr(vae, "latent_dim", 2) != 3 or len(sizes) == 3:
         return (batch, channels, *sizes)
@@ -221,10 +221,10 @@ def _with_channels_second(shape: Sequence[int], vae: Any) -> tuple[int, ...]:
 
 
 def _memory_used(vae: Any, name: str, shape: tuple[int, ...]) -> float | None:
-    """Core's own estimate for a call, in bytes; None where the VAE has none for such a shape."""
+    """Core's estimate for a call, in bytes; None if the VAE has none for this shape."""
     estimate = getattr(vae, "memory_used_encode" if name.startswith("encode") else "memory_used_decode", None)
     try:
         return float(estimate(shape, vae.vae_dtype))
-    except Exception as error:  # the VAE's own, whatever it is made of; only a hint is lost
+    except Exception as error:  # from the VAE's own function; only a hint is lost
         log.debug("no estimate for %s at %s: %s", name, shape, error)
         return None

@@ -1,4 +1,4 @@
-"""Running a model at sizes to come, so that whatever has to be compiled or captured is, before it is waited for."""
+"""Warm-up: sample a model at given sizes, so that compiling and capturing are done before the first real image."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from ..sizes.model_sizes import latent_layout
 from .options import is_captured
 
 MOST = 1000
-"""Runs that one warm-up may ask for; a slip of the keyboard must not occupy the machine for hours."""
+"""Runs allowed in one warm-up; a typing error must not occupy the machine for hours."""
 
 LARGEST_RUN, MOST_PIXELS = 64 << 20, 1 << 30
-"""Pixels of one run's images, and of all runs'. The largest run has 64 images of 1024 x 1024, or one of 8192 x 8192."""
+"""Pixels of one run's images, and of all runs'. The largest run is 64 images of 1024 x 1024, or one of 8192 x 8192."""
 
 LARGEST_BATCH, LONGEST_PROMPT = 64, 4096
 """Images, and tokens, of one run."""
 
 _STEPS_TO_CAPTURE = 12
-"""After the calls in which graphs are compiled and compared with their blocks (eight at most), one each to make the
-call warm, to watch it and to record it."""
+"""At most eight calls that compile graphs and compare them with their blocks, then the warm-up, the dry run and the
+capture of the call."""
 
 
 def parse_sizes(text: str) -> list[Size]:
     """Sizes in pixels from text such as "1024x1024, 720x960".
 
     Raises:
-        ValueError: with the part that is not a size, and what one looks like.
+        ValueError: a part is not a size; the message shows a valid one.
     """
     sizes = []
     for part in _parts(text):
@@ -49,7 +49,7 @@ def parse_numbers(text: str, name: str, largest: int) -> list[int]:
     """Whole numbers from text such as "1, 2, 4".
 
     Raises:
-        ValueError: with the part that is not a number from 1 to `largest`.
+        ValueError: a part is not a number from 1 to `largest`.
     """
     numbers = []
     for part in _parts(text):
@@ -75,7 +75,7 @@ def parse_runs(sizes: str, batches: str, prompt_lengths: str) -> tuple[list[Size
 
 
 def check_amount(sizes: Sequence[Size], batches: Sequence[int], prompt_lengths: Sequence[int] = ()) -> None:
-    """Raises ValueError, with what is allowed, where all combinations of these are too many or too large."""
+    """Raises ValueError, with the limit, if all combinations of these are too many or too large."""
     runs = len(sizes) * len(batches) * max(1, len(prompt_lengths))
     if runs > MOST:
         raise ValueError(f"That makes {runs} runs: at most {MOST} are possible at once.")
@@ -96,15 +96,15 @@ def check_amount(sizes: Sequence[Size], batches: Sequence[int], prompt_lengths: 
 def warm_up(
     model: Any, conditioning: list, sizes: Sequence[Size], batches: Sequence[int], prompt_lengths: Sequence[int] = ()
 ) -> tuple[int, float]:
-    """Sample at every combination of size, batch and prompt length: one step, or as many as recording a call takes.
+    """Sample at every combination of size, batch and prompt length; one step, or as many as capturing takes.
 
-    conditioning: core's CONDITIONING, for what the model wants beside the text.
-    prompt_lengths: tokens; none takes the conditioning's own length.
+    conditioning: core's CONDITIONING, for the model's inputs beside the text.
+    prompt_lengths: tokens; empty takes the conditioning's own length.
 
-    Returns the number of runs and the seconds they took. The images are thrown away.
+    Returns the number of runs and the seconds they took. The images are discarded.
 
     Raises:
-        ValueError: nothing to run, or more than `check_amount` lets pass.
+        ValueError: nothing to run, or more than `check_amount` allows.
     """
     check_amount(sizes, batches, prompt_lengths)
     runs = [(size, batch, length) for size in sizes for batch in batches for length in prompt_lengths or (None,)]
@@ -124,9 +124,9 @@ def warm_up(
 
 
 def _of_length(text: torch.Tensor, extra: dict[str, Any], length: int) -> list:
-    """A part of a conditioning with text features [B, length, D]: the given ones [B, T, D], repeated or cut.
+    """An entry of a conditioning with text features [B, length, D]: the given ones [B, T, D], repeated or cut.
 
-    An attention mask [B, T] that says which of the tokens count goes with them.
+    An attention mask [B, T] is changed in the same way.
     """
     tokens = text.shape[1]
 
@@ -140,7 +140,7 @@ def _of_length(text: torch.Tensor, extra: dict[str, Any], length: int) -> list:
 
 
 def _mega(pixels: int) -> str:
-    """In units of 1024 x 1024, rounded up, so that what is refused never reads like the limit."""
+    """In units of 1024 x 1024, rounded up, so that a refused size never reads like the limit."""
     return str(-(-pixels // (1 << 20)))
 
 

@@ -28,18 +28,18 @@ FROM_SETTINGS = -1
 _lock = threading.Lock()
 _current: Settings | None = None
 _node_mb = FROM_SETTINGS
-_for_recordings = 0
+_for_captures = 0
 
 
-def make_room_for_recordings(nbytes: int) -> None:
+def make_room_for_captures(nbytes: int) -> None:
     """Raise the default budget by so many bytes for captured graphs; a budget that somebody set stays.
 
     A captured graph takes the memory of a whole model's call, where compiled blocks take a few MB.
     """
-    global _for_recordings
+    global _for_captures
     with _lock:
-        if nbytes > _for_recordings:
-            _for_recordings = nbytes
+        if nbytes > _for_captures:
+            _for_captures = nbytes
             _set_budget(_current or Settings())
 
 
@@ -114,7 +114,7 @@ def store_mb() -> int | None:
 def _set_budget(chosen: Settings) -> None:
     is_default = _node_mb == FROM_SETTINGS and chosen.max_mb == Settings.max_mb
     max_mb = chosen.max_mb if _node_mb == FROM_SETTINGS else _node_mb
-    shared.set_budget(chosen.max_entries, (max_mb << 20) + (_for_recordings if is_default else 0))
+    shared.set_budget(chosen.max_entries, (max_mb << 20) + (_for_captures if is_default else 0))
 
 
 def _verbosity(chosen: Settings) -> str:

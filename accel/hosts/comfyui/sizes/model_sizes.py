@@ -1,7 +1,6 @@
-"""What a ComfyUI model says about sizes: its latent's layout, and the multiple that it needs.
+"""Sizes of a ComfyUI model: the layout of its latents, and the multiple of pixels that it needs.
 
-Read from the model's structure, so that a family nobody has heard of works too. `model` is a
-ModelPatcher throughout.
+Read from the model's structure, so that unknown families work too. `model` is always a ModelPatcher.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from typing import Any
 from ....sizing.resolution import Size, safe_multiple
 
 SAFE_FOR_ANY_UNET = 64
-"""Pixels: four levels, the deepest that Stable Diffusion's UNets have, at a latent scale of 8."""
+"""Pixels: four levels, as in the deepest Stable Diffusion UNet, at a latent scale of 8."""
 
-# Latent scales that differ from 8, by the name of the latent format, for cores whose formats don't say
-# (those before `spacial_downscale_ratio`). From the empty-latent nodes and VAEs of ComfyUI 0.3.75.
+# Latent scales other than 8 by latent format, for cores without `spacial_downscale_ratio`. From the empty-latent nodes
+# and VAEs of ComfyUI 0.3.75.
 _SCALES = {
     "ChromaRadiance": 1,
     "SC_B": 4,
@@ -29,10 +28,10 @@ _SCALES = {
     "HunyuanImage21": 32,
     "LTXV": 32,
 }
-# Core's configurations of models whose trained sizes are known, and those that merely derive from them.
+# Core's model configurations whose trained sizes are known; None for one that only derives from them.
 _FAMILIES = {"SD15": "SD1.5", "SDXL": "SDXL", "Flux2": None, "Flux": "Flux", "QwenImage": "Qwen-Image"}
 
-# Formats of two dimensions that are no picture: Stable Cascade's prior (about 42 pixels an element) and music.
+# Two-dimensional formats that are not images: Stable Cascade's prior (about 42 pixels per element) and music.
 _NO_IMAGE = ("SC_Prior", "ACEAudio")
 
 
@@ -40,7 +39,7 @@ _NO_IMAGE = ("SC_Prior", "ACEAudio")
 class LatentLayout:
     """How a model's latent is laid out: [B, channels, H, W], or [B, channels, frames, H, W] for video formats.
 
-    scale: pixels a side that one latent element covers.
+    scale: pixels a side per latent element.
     """
 
     channels: int = 4
@@ -56,7 +55,7 @@ class LatentLayout:
 def latent_layout(model: Any) -> LatentLayout:
     """The layout of the latents that `model` denoises.
 
-    Raises ValueError for a model whose latents are no images (audio, 3D, Stable Cascade's first stage).
+    Raises ValueError if they are not images (audio, 3D, Stable Cascade's first stage).
     """
     latent_format = model.get_model_object("latent_format")
     name = type(latent_format).__name__
@@ -70,8 +69,10 @@ def latent_layout(model: Any) -> LatentLayout:
 
 
 def model_multiple(model: Any) -> int:
-    """The multiple of pixels at which no level of `model` has to round: 8 × 2^downsamplings for a UNet,
-    patch size × latent scale for a transformer, 64 for what is neither."""
+    """The multiple of pixels at which no level of `model` rounds its size.
+
+    8 × 2^downsamplings for a UNet, patch size × latent scale for a transformer, otherwise 64.
+    """
     scale = latent_layout(model).scale
     network = model.get_model_object("diffusion_model")
     if hasattr(network, "input_blocks"):
@@ -81,20 +82,20 @@ def model_multiple(model: Any) -> int:
 
 
 def trained_family(model: Any) -> str | None:
-    """The name in `buckets.TRAINED` of the family that `model` is of; None for one whose sizes are not listed."""
+    """The key in `buckets.TRAINED` of the model's family; None if its sizes are not listed."""
     config = getattr(model.model, "model_config", None)
     names = [cls.__name__ for cls in type(config).__mro__]
     return next((_FAMILIES[name] for name in names if name in _FAMILIES), None)
 
 
 def family_name(model: Any) -> str:
-    """What core calls the family of `model`, such as `WAN21_T2V`."""
+    """Core's name for the model's family, such as `WAN21_T2V`."""
     config = getattr(model.model, "model_config", None)
     return type(model.model if config is None else config).__name__
 
 
 def _downsamplings(input_blocks: Any) -> int:
-    """How many of a UNet's input blocks halve their input: those with a strided convolution or pooling in them."""
+    """How many of a UNet's input blocks halve their input with a strided convolution or pooling."""
     return sum(any(stride > 1 for stride in _strides(block)) for block in input_blocks)
 
 
@@ -105,7 +106,7 @@ def _strides(block: Any) -> Iterator[int]:
 
 
 def _patch_size(network: Any) -> int | None:
-    """Latent elements a side of one token; None where the network doesn't say."""
+    """Latent elements a side per token; None if the network does not say."""
     patchifier = getattr(network, "patchifier", None)
     for owner, attribute in ((network, "patch_size"), (network, "patch_spatial"), (patchifier, "patch_size")):
         size = getattr(owner, attribute, None)

@@ -1,4 +1,4 @@
-"""What is said when a model of ours fails at a size: the size, the multiple it needs, and the node that helps."""
+"""The error message when a model fails at a size: the size, the multiple it needs, and the node that helps."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _MISMATCHES = re.compile(
     r"|[Kk]ernel size can't be greater than actual input size",
     re.DOTALL,
 )
-"""How torch and einops say that two sizes differ. Not "mat1 and mat2": that is a prompt made for another model."""
+"""Messages of torch and einops about sizes that differ. Not "mat1 and mat2": that is a prompt for another model."""
 
 
 class ShapeMismatch(RuntimeError):
-    """Shapes differ, and a side of the latent is no multiple of what the model needs; one sentence says what may do."""
+    """Shapes differ, and a side of the latent is not a multiple that the model needs; the message suggests a size."""
 
 
 @contextmanager
 def sizes_explained(executor: Any, arguments: Sequence[Any]) -> Iterator[None]:
-    """For a call in OUTER_SAMPLE: a shape mismatch in it that Resolution Snap prevents says so.
+    """Explain a shape mismatch in a call of an OUTER_SAMPLE wrapper that Resolution Snap would prevent.
 
     arguments: of the call; the first is the noise, [B, C, H, W] or [B, C, T, H, W].
 
     Raises:
-        ShapeMismatch: in place of the error, which is its cause. Any other error passes as it is.
+        ShapeMismatch: in place of the error, which is its cause. Other errors pass through.
     """
     try:
         yield
@@ -53,7 +53,7 @@ def sizes_explained(executor: Any, arguments: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def size_remembered(executor: Any, arguments: Sequence[Any], cache: GraphCache, lease: Lease) -> Iterator[None]:
-    """For a call in OUTER_SAMPLE: when it ends well, a picture's latent shape is one that is "already compiled"."""
+    """After a successful call of an OUTER_SAMPLE wrapper, count an image's latent shape as "already compiled"."""
     yield
     noise = arguments[0] if arguments else None
     model = executor.class_obj.model_patcher
@@ -61,13 +61,13 @@ def size_remembered(executor: Any, arguments: Sequence[Any], cache: GraphCache, 
         return
     try:
         scale = latent_layout(model).scale
-    except (AttributeError, ValueError):  # no pictures, or a latent format of its own sort
+    except (AttributeError, ValueError):  # not images, or an unknown latent format
         return
     remember(cache, architecture(model.get_model_object("diffusion_model")), noise.shape, lease.keys, scale)
 
 
 def explain(error: RuntimeError, executor: Any, arguments: Sequence[Any]) -> str | None:
-    """The sentence for an error of a sampler; None where the size of the latent is not to blame."""
+    """The sentence for a sampler's error; None if the size of the latent is not the cause."""
     said = " ".join(str(error).split())
     noise = arguments[0] if arguments else None
     if isinstance(error, torch.OutOfMemoryError) or _MISMATCHES.search(said) is None:
@@ -86,7 +86,7 @@ def explain(error: RuntimeError, executor: Any, arguments: Sequence[Any]) -> str
         return None
     if len(said) > 200:
         said = f"{said[:197]}..."
-    # Many a model runs there all the same, and then it was somebody else's node that did not.
+    # Many models run at such sizes anyway, and then another pack's node failed: hence "if that is why".
     return (
         f"Sampling failed at {size} pixels (a latent of {width}×{height}), whose sides are not all multiples of the"
         f" {multiple} that the model is made for ({said.rstrip('.')}): if that is why, Resolution Snap before the"
