@@ -30,11 +30,11 @@ class BallastedPool:
         self._device, self._stream = device, stream
         self._ballast: list[torch.UntypedStorage] = []
 
-    def lift(self) -> None:
+    def release(self) -> None:
         """Release the idle blocks, before a capture."""
         self._ballast.clear()
 
-    def settle(self) -> None:
+    def hold(self) -> None:
         """Hold the idle blocks, after a capture or a failed one. Where torch refuses, they count as free."""
         try:
             self._fill(idle_blocks(torch.cuda.memory_snapshot(self.handle, include_traces=False), self._device.index))

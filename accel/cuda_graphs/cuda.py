@@ -78,7 +78,7 @@ class CudaCapturer:
         if pool is None:
             pool = self._pools[device] = BallastedPool(device, aside)
         graph = torch.cuda.CUDAGraph()
-        pool.lift()
+        pool.release()
         try:
             _require_memory(device)
             with torch.cuda.device(device), _own_random_state(device), _no_workspaces():
@@ -97,7 +97,7 @@ class CudaCapturer:
                     torch.cuda.set_stream(here)
                 nbytes = max(torch.cuda.memory_reserved(device) - before, 0)
         finally:
-            pool.settle()
+            pool.hold()
         self._homes[device] = here
         return _CudaGraph(graph, pool, nbytes), out
 
