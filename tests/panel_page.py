@@ -45,6 +45,7 @@ CAPTURED = {"name": "UNetModel call", "source": "captured", "sizes": [[2, 4, 64,
 """What differs in the row of a recorded model call."""
 
 UNFIT = {"code": "no_graph_fits", "fields": {"graphs": 4}, "reason": "none of its 4 graphs fits this call"}
+SKIPPED = {"code": "skipping_unsure", "fields": {}, "reason": "What DeepCache saved is not known."}
 PATCHED = {"code": "patched", "fields": {"patch": "attn2"}, "reason": "a patch (attn2) concerns it"}
 """Reasons, as the server tells them."""
 
@@ -97,7 +98,7 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
             **{"model": "SD15", "latent": [1, 4, 90, 120], "seconds": 14.2, "steps": 25, "compiled_calls": 1180},
             **{"model_calls": 25, "replays": 18, "captures": 2, "capture_seconds": 0.6},
             **{"eager_calls": 64, "compile_seconds": 4.4, "loaded": 4, "saved_seconds": 8.4},
-            "saved_how": "DeepCache: 16 skipped steps of 0.2 s each, beside 0.6 s for a full one.",
+            "saved_reasons": [SKIPPED],
         },
         "settings": {"max_mb": 2048, "max_entries": 512, "store_mb": 2048, "verbosity": "normal"},
         "version": "0.1.0",

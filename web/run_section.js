@@ -32,7 +32,7 @@ export function runSection() {
     if (element.hidden) return;
     facts.replaceChildren(...rows(run, cached).flatMap(([key, value]) => fact(key, value)));
     timeline.update(cached, run?.steps_taken === "");
-    const sentence = (run ?? cached).saved_how ?? "";
+    const sentence = ((run ?? cached).saved_reasons ?? []).map(reasonText).join(" ");
     setText(how, sentence);
     show(estimate, sentence !== "");
     const reasons = (run?.left_eager_reasons ?? []).map((row) => ({ reason: reasonText(row), number: row.blocks }));

@@ -1,4 +1,4 @@
-"""Why something did not run compiled: a code with fields, and the English sentence of every code."""
+"""Why something did not run compiled, and how a saving is known: codes with fields, and their English sentences."""
 
 from __future__ import annotations
 
@@ -175,5 +175,22 @@ _CAPTURING = {
     "captures_full": "the captured calls of this run need {needed} MB, more than the {room} MB that they may keep",
 }
 
-SENTENCES = {**_A_CALL, **_A_GRAPH, **_A_MODEL, **_ADDED_WEIGHTS, **_CAPTURING}
+_SAVED = {
+    "saved_unmeasured": "Nothing of this run was measured.",
+    "compiling_unused": "No compiled block ran.",
+    "compiling_unsure": "What compiling saved is not known: too few calls were run both ways yet.",
+    "compiling_unmeasured": "What compiling saved is not known: comparing is off, so no call was run both ways.",
+    "compiling_saved": "Compiling: the median time of a block's call, uncompiled less compiled, times its calls; "
+    "both were measured on this machine. The time to compile is not taken off.",
+    "compiling_saved_in_part": "Compiling: the median time of a block's call, uncompiled less compiled, times its "
+    "calls ({covered} of {calls} calls; the others are not counted); both were measured on this machine. The time to "
+    "compile is not taken off.",
+    "skipping_unused": "DeepCache skipped no step.",
+    "skipping_untimed": "What DeepCache saved is not known: the steps of this run were not timed.",
+    "skipping_unsure": "What DeepCache saved is not known: too few steps of this run could be compared.",
+    "skipping_saved": "DeepCache: {steps} skipped steps of {skipped} s each, beside {full} s for a full one (medians "
+    "of this run, without its first and last step and those in which something was compiled).",
+}
+
+SENTENCES = {**_A_CALL, **_A_GRAPH, **_A_MODEL, **_ADDED_WEIGHTS, **_CAPTURING, **_SAVED}
 """Every code with its English sentence. `accelReasons` of locales/zh/main.json has the same codes in Chinese."""

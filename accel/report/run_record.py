@@ -65,22 +65,19 @@ class Run:
     evicted: int = 0
     fallbacks: list[dict[str, Any]] = field(default_factory=list)
     steps_taken: str = ""
-    by_compiling: Saving = Saving(None, "")
-    by_skipping: Saving = Saving(None, "")
+    by_compiling: Saving = Saving()
+    by_skipping: Saving = Saving()
 
     def as_json(self) -> dict[str, Any]:
         """For the panel and the report."""
-        parts = [part for part in (self.by_compiling, self.by_skipping) if part.how]
-        saved = together(parts) if parts else Saving(None, "Nothing of this run was measured.")
         values = {**vars(self), "latent": list(self.latent), "contexts": list(self.contexts)}
         return {
             **values,
             "left_eager": {str(reason): blocks for reason, blocks in self.left_eager.items()},
             "left_eager_reasons": [{**why.as_json(), "blocks": blocks} for why, blocks in self.left_eager.items()],
-            "by_compiling": self.by_compiling._asdict(),
-            "by_skipping": self.by_skipping._asdict(),
-            "saved_seconds": saved.seconds,
-            "saved_how": saved.how,
+            "by_compiling": self.by_compiling.as_json(),
+            "by_skipping": self.by_skipping.as_json(),
+            **together((self.by_compiling, self.by_skipping)),
         }
 
 
@@ -200,9 +197,9 @@ class RunRecords:
         if began:
             saved = by_skipping(steps, began, now.disturbed if now is not None else ())
         else:
-            saved = Saving(None, "What DeepCache saved is not known: the steps of this run were not timed.")
+            saved = Saving(None, Reason("skipping_untimed"))
         counts = {name: data[name] for name in ("full_steps", "skipped_steps")}
-        self._deep_cache = {**counts, "steps": steps, "saved_seconds": saved.seconds, "saved_how": saved.how}
+        self._deep_cache = {**counts, "steps": steps, **together([saved])}
         if now is not None:
             now.run.steps_taken, now.run.by_skipping = steps, saved
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..compile.benchmark import Probe
+from ..core.reasons import Reason
 from ..step_cache.run import FULL, SKIPPED
 
 
 class Saving(NamedTuple):
-    """seconds: None where unknown; negative where the run was slower. how: a sentence on how this is known."""
+    """seconds: None where unknown; negative where the run was slower. how: how this is known;
+    None where nothing was to be saved."""
 
-    seconds: float | None
-    how: str
+    seconds: float | None = None
+    how: Reason | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """{"seconds", "how"}, the latter as text."""
+        return {"seconds": self.seconds, "how": "" if self.how is None else str(self.how)}
 
 
 def by_compiling(calls: int, measured: Mapping[Probe, int], is_measured: bool = True) -> Saving:
@@ -25,17 +31,13 @@ def by_compiling(calls: int, measured: Mapping[Probe, int], is_measured: bool = 
     """
     known = [(probe.gain, count) for probe, count in measured.items() if probe.gain is not None]
     if not calls:
-        return Saving(None, "No compiled block ran.")
+        return Saving(None, Reason("compiling_unused"))
     if not known:
-        why = "too few calls were run both ways yet" if is_measured else "check_gain is off, so none was run both ways"
-        return Saving(None, f"What compiling saved is not known: {why}.")
+        return Saving(None, Reason("compiling_unsure") if is_measured else Reason("compiling_unmeasured"))
     covered = sum(count for _, count in known)
-    part = "" if covered == calls else f" ({covered} of {calls} calls; the others are not counted)"
-    return Saving(
-        sum(gain * count for gain, count in known),
-        f"Compiling: the median time of a block's call, uncompiled less compiled, times its calls{part}; "
-        "both were measured on this machine. The time to compile is not taken off.",
-    )
+    is_all = covered == calls
+    how = Reason("compiling_saved") if is_all else Reason("compiling_saved_in_part", covered=covered, calls=calls)
+    return Saving(sum(gain * count for gain, count in known), how)
 
 
 def by_skipping(steps: str, began: Sequence[float], disturbed: Sequence[float] = ()) -> Saving:
@@ -46,24 +48,26 @@ def by_skipping(steps: str, began: Sequence[float], disturbed: Sequence[float] =
     disturbed: times at which something was compiled, loaded or compared; steps that contain one are left out.
     """
     if SKIPPED not in steps:
-        return Saving(None, "DeepCache skipped no step.")
+        return Saving(None, Reason("skipping_unused"))
     taken: dict[str, list[float]] = {FULL: [], SKIPPED: []}
     for index in range(1, min(len(steps), len(began)) - 1):
         start, end = began[index], began[index + 1]
         if not any(start <= moment <= end for moment in disturbed):
             taken[steps[index]].append(end - start)
     if not taken[FULL] or not taken[SKIPPED]:
-        return Saving(None, "What DeepCache saved is not known: too few steps of this run could be compared.")
+        return Saving(None, Reason("skipping_unsure"))
     full, skipped = statistics.median(taken[FULL]), statistics.median(taken[SKIPPED])
     count = steps.count(SKIPPED)
-    return Saving(
-        count * (full - skipped),
-        f"DeepCache: {count} skipped steps of {skipped:.3g} s each, beside {full:.3g} s for a full one "
-        "(medians of this run, without its first and last step and those in which something was compiled).",
-    )
+    how = Reason("skipping_saved", steps=count, skipped=f"{skipped:.3g}", full=f"{full:.3g}")
+    return Saving(count * (full - skipped), how)
 
 
-def together(parts: Sequence[Saving]) -> Saving:
-    """The sum of what is known."""
+def together(parts: Sequence[Saving]) -> dict[str, Any]:
+    """The sum of what is known, for pages: {"saved_seconds", "saved_how", "saved_reasons"}; None, text, JSON."""
     known = [part.seconds for part in parts if part.seconds is not None]
-    return Saving(sum(known) if known else None, " ".join(part.how for part in parts))
+    reasons = [part.how for part in parts if part.how is not None] or [Reason("saved_unmeasured")]
+    return {
+        "saved_seconds": sum(known) if known else None,
+        "saved_how": " ".join(map(str, reasons)),
+        "saved_reasons": [reason.as_json() for reason in reasons],
+    }

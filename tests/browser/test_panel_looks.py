@@ -201,15 +201,12 @@ def test_rows_are_sorted_and_filtered_also_by_the_server(page):
 
 @in_both
 def test_names_and_reasons_are_shown_as_text_whatever_they_are(page):
-    hostile = state()
-    hostile["graph_cache"]["table"] = [
-        row(1, name=MARKUP, model=MARKUP, dtype=MARKUP, failure_reason={"reason": MARKUP})
-    ]
-    hostile["graph_cache"]["fallbacks"] = [{"block": MARKUP, "reason": MARKUP, "calls": MARKUP}]
+    reason = {"reason": MARKUP, "code": MARKUP, "fields": {MARKUP: MARKUP}}
+    hostile, left = state(), [{**reason, "blocks": 1}]
+    hostile["graph_cache"]["table"] = [row(1, name=MARKUP, model=MARKUP, dtype=MARKUP, failure_reason=reason)]
+    hostile["graph_cache"]["fallbacks"] = [{"block": MARKUP, **reason, "calls": MARKUP}]
     hostile["graph_store"].update(folder=MARKUP, misses=[{"block": MARKUP, "reason": MARKUP, "count": 1}])
-    hostile["last_run"].update(
-        model=MARKUP, latent=[MARKUP], saved_how=MARKUP, left_eager_reasons=[{"reason": MARKUP, "blocks": 1}]
-    )
+    hostile["last_run"].update(model=MARKUP, latent=[MARKUP], saved_reasons=[reason], left_eager_reasons=left)
     hostile["compiling"] = {"name": MARKUP, "number": 1, "of": 2, "seconds": 1}
     with answering(page, hostile):
         panel = open_panel(page)

@@ -105,7 +105,7 @@ SAID = [
         "10 of 80 blocks",
     ),
     (diagnosis.nothing_measured, facts(compiling(check_gain=False)), "turn it on"),
-    (diagnosis.gain_is_small, facts({"by_compiling": Saving(0.1, "Measured.")}), "matrix products"),
+    (diagnosis.gain_is_small, facts({"by_compiling": Saving(0.1, Reason("compiling_saved"))}), "matrix products"),
     (diagnosis.deep_cache_is_off, facts(nodes={"AccelDeepCache": [{"interval": 1}]}), "3 is the default"),
     (
         diagnosis.deep_cache_is_off,
@@ -158,7 +158,7 @@ def test_what_stops_all_comes_before_what_costs_little():
 def test_compiled_in_this_run_is_not_called_a_small_gain():
     assert (
         diagnosis.gain_is_small(
-            facts({"by_compiling": Saving(0.1, "Measured."), "compilations": 1, "compile_seconds": 1.0})
+            facts({"by_compiling": Saving(0.1, Reason("compiling_saved")), "compilations": 1, "compile_seconds": 1.0})
         )
         is None
     )

@@ -40,8 +40,8 @@ RUN = Run(
     captures=2,
     capture_seconds=0.4,
     steps_taken="FFSFSSFSSF",
-    by_compiling=Saving(0.5, "Compiling: measured."),
-    by_skipping=Saving(1.5, "DeepCache: measured."),
+    by_compiling=Saving(0.5, Reason("compile_failed", error="Compiling: measured.")),
+    by_skipping=Saving(1.5, Reason("compile_failed", error="DeepCache: measured.")),
 )
 
 
@@ -83,7 +83,7 @@ def test_unknown_saving_is_not_a_number():
 
 
 def test_loss_is_called_one():
-    run = Run(model="SD15", latent=(1, 4, 8, 8), seconds=1.0, by_compiling=Saving(-0.5, "Measured."))
+    run = Run(model="SD15", latent=(1, 4, 8, 8), seconds=1.0, by_compiling=Saving(-0.5, Reason("compiling_saved")))
     assert "it took about 0.5 s longer" in report.text(state(run), [])
 
 

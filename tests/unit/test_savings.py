@@ -18,7 +18,7 @@ def test_gain_of_a_call_times_calls():
     fast = probe([1.0, 2.0, 1.0], [3.0, 3.0, 9.0])  # medians 1 and 3
     saved = by_compiling(10, {fast: 10})
     assert saved.seconds == 20.0
-    assert "median" in saved.how and "not taken off" in saved.how
+    assert "median" in str(saved.how) and "not taken off" in str(saved.how)
 
 
 def test_a_slower_graph_that_runs_costs():
@@ -27,7 +27,7 @@ def test_a_slower_graph_that_runs_costs():
 
 def test_calls_that_were_not_compared_count_nothing():
     saved = by_compiling(10, {probe([1.0] * 3, [2.0] * 3): 6})
-    assert saved.seconds == 6.0 and "6 of 10 calls" in saved.how
+    assert saved.seconds == 6.0 and "6 of 10 calls" in str(saved.how)
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,13 @@ def test_calls_that_were_not_compared_count_nothing():
     [
         (0, {}, True, "No compiled block ran"),
         (5, {}, True, "too few calls"),
-        (5, {}, False, "check_gain is off"),
+        (5, {}, False, "comparing is off"),
         (5, {probe([1.0], [2.0]): 5}, True, "too few calls"),
     ],
 )
 def test_nothing_measured_is_not_guessed(calls, measured, is_measured, said):
     saved = by_compiling(calls, measured, is_measured)
-    assert saved.seconds is None and said in saved.how
+    assert saved.seconds is None and said in str(saved.how)
 
 
 def test_a_real_probe_knows_its_gain_after_enough_calls():
@@ -57,7 +57,7 @@ def test_skipped_steps_cost_less_than_full_ones():
     # Durations: F 5 (the first, left out), S 1, S 1, F 4, S 1, and the last, which has no end.
     saved = by_skipping("FSSFSF", (0.0, 5.0, 6.0, 7.0, 11.0, 12.0))
     assert saved.seconds == 3 * (4.0 - 1.0)
-    assert "3 skipped steps" in saved.how
+    assert "3 skipped steps" in str(saved.how)
 
 
 def test_steps_in_which_something_was_compiled_are_left_out():
@@ -73,8 +73,8 @@ def test_too_few_steps_are_not_guessed_from(steps):
 
 def test_sum_of_what_is_known():
     known, unknown = by_skipping("FSFSF", (0.0, 1.0, 2.0, 4.0, 5.0)), by_compiling(0, {})
-    assert together([known, unknown]).seconds == known.seconds == 2 * (2.0 - 1.0)
-    assert together([unknown]).seconds is None
+    assert together([known, unknown])["saved_seconds"] == known.seconds == 2 * (2.0 - 1.0)
+    assert together([unknown])["saved_seconds"] is None
 
 
 def test_probes_count_the_calls_at_their_size_and_the_entry_all():
