@@ -14,9 +14,9 @@ from ..signature.tensors import PLAIN_TENSORS
 from . import wrapped_layers
 from .wrapped_layers import Wraps
 
-_SAMPLED = 48
-"""Weights that `WeightSnapshot.seems_current` looks at, evenly spread over the model: enough to notice one that was
-moved as a whole or in large parts."""
+_SAMPLED = 47
+"""Weights that `WeightSnapshot.seems_current` looks at, spread over the model: enough to notice one that was moved as a
+whole or in large parts. A prime, lest of blocks with equal numbers of weights always the same one be looked at."""
 
 _address = torch.Tensor.data_ptr
 
@@ -78,8 +78,9 @@ class WeightSnapshot:
             devices = ", ".join(sorted(map(str, self.devices)))
             raise UnsupportedWeights(Reason("weights_on_devices", devices=devices))
         self._addresses = list(map(_address, tensors))
-        step = max(len(places) // _SAMPLED, 1)
-        self._sample = self._holders[::step], self._names[::step], self._addresses[::step]
+        count = min(len(places), _SAMPLED)
+        sampled = [index * len(places) // count for index in range(count)]
+        self._sample = tuple([of[index] for index in sampled] for of in (self._holders, self._names, self._addresses))
         layout = [(t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype)) for t in tensors]
         self.digest = hashlib.sha256(repr(layout).encode()).hexdigest()
 

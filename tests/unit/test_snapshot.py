@@ -1,0 +1,84 @@
+"""Snapshots of modules: which changes each of them notices."""
+
+import pytest
+import torch
+from comfy_accel.accel.modules.snapshot import AttributeSnapshot, UnsupportedWeights, WeightSnapshot
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+        self.layer = torch.nn.Linear(4, 4)
+        self.register_buffer("shift", torch.zeros(4))
+
+
+def model(blocks=100):
+    return torch.nn.ModuleList(Block() for _ in range(blocks))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: setattr(block, "scale", 2.0),
+        lambda block: setattr(block, "layer", torch.nn.Linear(4, 4)),
+        lambda block: setattr(block, "more", 1),
+        lambda block: delattr(block, "scale"),
+        lambda block: delattr(block, "layer"),
+    ],
+)
+def test_attribute_that_is_set_replaced_added_or_removed_is_noticed(change):
+    blocks = model()
+    snapshot = AttributeSnapshot(blocks)
+    assert snapshot.is_current()
+    change(blocks[1])
+    assert not snapshot.is_current()
+
+
+def test_values_and_storage_of_weights_are_no_attributes():
+    blocks = model()
+    snapshot = AttributeSnapshot(blocks)
+    blocks[1].layer.weight.data = torch.randn(4, 4)
+    blocks[2].shift.add_(1)
+    assert snapshot.is_current()
+
+
+def test_one_weight_that_moved_is_noticed_by_the_thorough_check_and_all_by_the_cheap_one_too():
+    blocks = model()
+    snapshot = WeightSnapshot(blocks)
+    blocks[0].layer.weight.data.add_(1)
+    assert snapshot.seems_current() and snapshot.is_current()
+    assert snapshot.digest == WeightSnapshot(blocks).digest
+    blocks[0].layer.bias.data = torch.randn(4)  # the second of some hundred weights, which no sample has
+    assert snapshot.seems_current() and not snapshot.is_current()
+    assert snapshot.digest != WeightSnapshot(blocks).digest
+    for weight in blocks.parameters():
+        weight.data = weight.data.clone()
+    assert not snapshot.seems_current()
+
+
+def test_removed_weight_is_noticed():
+    blocks = model()
+    snapshot = WeightSnapshot(blocks)
+    del blocks[0].layer.weight
+    assert not snapshot.is_current()
+
+
+def test_outline_changes_with_attributes_and_hooks_and_back_again():
+    blocks = model()
+    snapshot = WeightSnapshot(blocks)
+    before = snapshot.outline()
+    hook = blocks[1].layer.register_forward_hook(lambda *args: None)
+    assert snapshot.outline() != before
+    hook.remove()
+    blocks[1].layer.forward = blocks[1].layer.forward
+    assert snapshot.outline() != before
+    del blocks[1].layer.forward
+    assert snapshot.outline() == before
+
+
+def test_weights_on_two_devices_or_of_an_unknown_type_are_refused():
+    blocks = model(1)
+    blocks[0].shift = torch.zeros(4, device="meta")
+    with pytest.raises(UnsupportedWeights):
+        WeightSnapshot(blocks)
