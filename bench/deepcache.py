@@ -46,13 +46,13 @@ def main(arguments: list[str] | None = None) -> None:
     pack.load()
     import torch
     from comfy_accel.accel.step_cache.config import DeepCacheSettings
-    from comfy_accel.accel.step_cache.split_points import boundary_of
+    from comfy_accel.accel.step_cache.split_points import find_split
 
     from . import toy
 
     torch.set_num_threads(options.threads)  # Layers this narrow gain little from more.
     model = toy.load(options.network or toy.FILE)
-    depth = boundary_of(model.model.diffusion_model, options.depth).depth
+    depth = find_split(model.model.diffusion_model, options.depth).depth
     given = contenders(options.thresholds, options.easy_thresholds, DeepCacheSettings().threshold, depth)
     if options.quick:
         given = given[:: max(1, len(given) // 4)]

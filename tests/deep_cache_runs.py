@@ -84,12 +84,12 @@ def full_and_skipped(model, depth, height, width, **call):
     return outs
 
 
-def full_and_skipped_flops(boundary, x, call):
-    """Of a full and of a skipped `call()` of the boundary's model on two chunks `x`, as torch counts them."""
+def full_and_skipped_flops(split, x, call):
+    """Of a full and of a skipped `call()` of the split's model on two chunks `x`, as torch counts them."""
     run = DeepCacheRun(uniform_hold(3))
     run.schedule = (2.0, 1.0, 0.0)
     spent = []
-    for sigma, stand_ins in ((2.0, boundary.recording), (1.0, boundary.skipping)):
+    for sigma, stand_ins in ((2.0, split.full_layers), (1.0, split.skip_layers)):
         run.begin_evaluation(sigma)
         layers = stand_ins(run, run.branches(x, ["a", "b"], [0, 1], None))
         counter = FlopCounterMode(display=False)

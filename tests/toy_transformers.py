@@ -2,7 +2,7 @@
 
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.dit_split import DiTBoundary
+from comfy_accel.accel.step_cache.dit_split import DiTSplit
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from uniform_hold import uniform_hold
 
@@ -22,6 +22,12 @@ class Single(Block):
     def forward(self, x, vec, scale=2.0):
         self.called.append(self.name)
         return x * scale
+
+
+class InPlaceSingle(Block):
+    def forward(self, x, vec):
+        self.called.append(self.name)
+        return x.mul_(2)
 
 
 class InPlaceDouble(Block):
@@ -100,10 +106,10 @@ class Joints(torch.nn.Module):
 
 
 class Sampler:
-    """A run over one boundary."""
+    """A run over one split."""
 
     def __init__(self, model, depth=1, **settings):
-        self.model, self.boundary = model, DiTBoundary(model, depth)
+        self.model, self.split = model, DiTSplit(model, depth)
         self.run = DeepCacheRun(uniform_hold(**settings))
         self.run.schedule = (14.6, 8.0, 4.0, 2.0, 0.0)
 
@@ -113,8 +119,8 @@ class Sampler:
         self.skipped = keys is not None and self.run.can_skip(keys)
         if keys is None:
             return self.model(x, *args)
-        stand_ins = self.boundary.skipping if self.skipped else self.boundary.recording
-        given = {} if control is None else {"control": self.boundary.withhold(control) if self.skipped else control}
+        stand_ins = self.split.skip_layers if self.skipped else self.split.full_layers
+        given = {} if control is None else {"control": self.split.withhold(control) if self.skipped else control}
         with substituted(stand_ins(self.run, keys), Order.CACHED):
             return self.model(x, *args, **given)
 

@@ -19,7 +19,7 @@ from .dry_run import DryRun
 if TYPE_CHECKING:
     from ..dispatch.block_observer import BlockObserver
     from ..modules.snapshot import WeightSnapshot
-    from ..step_cache.capture_io import Tape, Taps
+    from ..step_cache.capture_io import CaptureIO, RunProxy
     from .capture_key import CaptureKey
     from .pool import CapturePool
 
@@ -29,14 +29,14 @@ class CallCapture:
     """One call that may be captured.
 
     inner: makes the call. tensors: of its arguments, then those of `features`, which a skipped call takes.
-    taps: of a call under DeepCache. weights: of the model. device: of all of it.
+    proxy: of a call under DeepCache. weights: of the model. device: of all of it.
     """
 
     key: CaptureKey
     inner: Callable[..., Any]
     tensors: Sequence[torch.Tensor]
     features: Mapping[Hashable, torch.Tensor]
-    taps: Taps | None
+    proxy: RunProxy | None
     pool: CapturePool
     observer: BlockObserver
     weights: WeightSnapshot
@@ -78,7 +78,7 @@ class CallCapture:
                 if self.observer.used:  # compiled blocks, which were not part of the dry run
                     capturer.warm_up(self.device, lambda: self._call_on(buffers.tensors))
                 self.observer.reset()
-                graph, (out, tape) = capturer.capture(self.device, lambda: self._call_on(buffers.tensors))
+                graph, (out, io) = capturer.capture(self.device, lambda: self._call_on(buffers.tensors))
             finally:
                 self.observer.recording = False
             self.pool.grow(graph, self.device)
@@ -90,7 +90,7 @@ class CallCapture:
                 graph,
                 buffers,
                 out,
-                tape,
+                io,
                 self.weights.digest,
                 self.weights.outline(),
                 self.observer,
@@ -101,13 +101,13 @@ class CallCapture:
             raise CaptureFailed(Reason("replay_differs", difference=f"{difference:.1e}"))
         return captured
 
-    def _call_on(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Tape | None]:
+    def _call_on(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, CaptureIO | None]:
         """The call on these tensors, without an effect on DeepCache's run."""
         count = len(tensors) - len(self.features)
         args, kwargs = tree_spec.rebuild(self.key.call, tensors[:count])
         given = dict(zip(self.features, tensors[count:], strict=True))
-        with self.taps.taped(given) if self.taps is not None else nullcontext() as tape:
-            return self.inner(*args, **kwargs), tape
+        with self.proxy.captured(given) if self.proxy is not None else nullcontext() as io:
+            return self.inner(*args, **kwargs), io
 
 
 def tensors_of(out: Any) -> list[torch.Tensor]:

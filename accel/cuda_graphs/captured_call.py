@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..cache.graph_cache import GraphCache
     from ..cache.lease import Lease
     from ..dispatch.block_observer import BlockObserver
-    from ..step_cache.capture_io import Tape
+    from ..step_cache.capture_io import CaptureIO
     from .capture_key import CaptureKey
     from .capturer import CapturedGraph
 
@@ -53,7 +53,7 @@ class SharedMemory(Protocol):
 class CapturedCall:
     """A captured call of a model, an entry of the graph cache like a compiled graph.
 
-    buffers: of its inputs, including the features that a skipped call takes. out: what it returned. tape: what it
+    buffers: of its inputs, including the features that a skipped call takes. out: what it returned. io: what it
         handed to DeepCache, None without one. digest, outline: of the model at the capture (`WeightSnapshot`).
     observer: has the compiled blocks inside, which live as long as the captured graph.
     """
@@ -67,7 +67,7 @@ class CapturedCall:
         graph: CapturedGraph,
         buffers: Buffers,
         out: Any,
-        tape: Tape | None,
+        io: CaptureIO | None,
         digest: str,
         outline: int,
         observer: BlockObserver,
@@ -76,7 +76,7 @@ class CapturedCall:
         self._graph: CapturedGraph | None = graph
         self._returned: list[torch.Tensor] = []
         self._spec = tree_spec.flatten(out, self._returned)
-        self.tape = tape
+        self.io = io
         self.digest, self.outline = digest, outline
         self.device = buffers.device
         self._kernels = {id(graph): (entry, graph) for entry, graph, _ in observer.used}
@@ -98,7 +98,7 @@ class CapturedCall:
 
     def release(self) -> None:
         """Free all memory; the call cannot be replayed any more."""
-        self._graph = self.tape = None
+        self._graph = self.io = None
         self._buffers, self._returned = Buffers(()), []
         self._pool.leave(self)
 
@@ -128,7 +128,7 @@ class CapturedCall:
         self._buffers.fill(tensors)
         self._graph.replay()
         out = tree_spec.rebuild(self._spec, [tensor.clone() for tensor in self._returned])
-        return out, self.tape.parts if self.tape else (), self.tape.tensors if self.tape else []
+        return out, self.io.parts if self.io else (), self.io.tensors if self.io else []
 
 
 def _release(call: weakref.ref[CapturedCall]) -> None:

@@ -25,7 +25,7 @@ from ..dispatch.block_observer import BlockObserver
 from ..dispatch.block_runner import BlockRunner
 from ..signature import tree_spec
 from ..signature.tensors import PLAIN_TENSORS
-from ..step_cache.capture_io import Tape, Taps
+from ..step_cache.capture_io import CaptureIO, RunProxy
 from .call_capture import CallCapture, tensors_of
 from .capture_key import CallCache, CallVariant, CaptureKey
 from .captured_call import CapturedCall
@@ -74,22 +74,22 @@ class ModelCapture:
         self._guard = ModelGuard(model, host)
         self._calls = CallCache(host.simplify)
         self._off: Reason | None = None
-        self._taps: Taps | None = None
+        self._proxy: RunProxy | None = None
         self.eager_calls = 0
         """Block calls inside replays that ran without a compiled graph."""
 
     @contextmanager
-    def during(self, taps: Taps) -> Iterator[None]:
+    def during(self, proxy: RunProxy) -> Iterator[None]:
         """For one call that exchanges features with a DeepCache run."""
-        self._taps = taps
+        self._proxy = proxy
         try:
             yield
         finally:
-            self._taps = None
+            self._proxy = None
 
     def call(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `inner` returns for these arguments, by a replay where there is a captured call."""
-        taps = self._taps
+        proxy = self._proxy
         reason = self._off or self._why_not()
         if reason is None:
             reason, variant, inputs = self._variant_of(args, kwargs)
@@ -97,16 +97,16 @@ class ModelCapture:
             if reason != self._off:
                 self._note(reason)
             return inner(*args, **kwargs)
-        if taps is not None and not taps.is_recordable:
+        if proxy is not None and not proxy.is_capturable:
             return inner(*args, **kwargs)
-        features = taps.features() if taps else {}
+        features = proxy.features() if proxy else {}
         tensors = [*inputs, *features.values()]
-        key = variant.key(self._model, features, taps.phase if taps else None, self._host.facts)
+        key = variant.key(self._model, features, proxy.phase if proxy else None, self._host.facts)
         captured = self._find(key)
         if captured is not None:
-            if taps is not None and captured.tape is not None:
-                taps.require(captured.tape)
-            done, out = self._replay(captured, tensors, taps)
+            if proxy is not None and captured.io is not None:
+                proxy.check(captured.io)
+            done, out = self._replay(captured, tensors, proxy)
             del captured  # the eager call may need its memory
             return out if done else inner(*args, **kwargs)
         return self._warm_up(key, inner, args, kwargs, tensors, features, variant.device)
@@ -190,7 +190,9 @@ class ModelCapture:
         entry.hits += 1
         return captured
 
-    def _replay(self, captured: CapturedCall, tensors: Sequence[torch.Tensor], taps: Taps | None) -> tuple[bool, Any]:
+    def _replay(
+        self, captured: CapturedCall, tensors: Sequence[torch.Tensor], proxy: RunProxy | None
+    ) -> tuple[bool, Any]:
         """Whether the replay may be used, and its output."""
         is_shortage = False
         try:
@@ -201,8 +203,8 @@ class ModelCapture:
                 if not self._guard.is_current(captured.outline):
                     self._cache.evict(captured.key)
                     return False, None
-                if taps is not None:
-                    taps.hand_over(parts, handed)
+                if proxy is not None:
+                    proxy.deliver(parts, handed)
                 self.eager_calls += captured.count()
             return True, out
         except self._host.interrupts:
@@ -224,15 +226,15 @@ class ModelCapture:
             progress.refused = True
         if progress.refused or self._pool.is_refused(key, self._cache.max_bytes):
             return inner(*args, **kwargs)
-        taps = self._taps
+        proxy = self._proxy
         self._observer.reset()
-        with taps.copied() if taps is not None and progress.made else nullcontext(Tape()) as handed:
+        with proxy.copied() if proxy is not None and progress.made else nullcontext(CaptureIO()) as handed:
             out = inner(*args, **kwargs)
         if not progress.made or not self._observer.settled:
             progress.made = self._observer.settled
             return out
         weights = self._guard.weights
-        call = CallCapture(key, inner, tensors, features, taps, self._pool, self._observer, weights, device)
+        call = CallCapture(key, inner, tensors, features, proxy, self._pool, self._observer, weights, device)
         refusal = self._advance(progress, call, [*tensors_of(out), *handed.tensors])
         if refusal is not None:
             self._note(refusal)

@@ -1,4 +1,4 @@
-"""One call of a model under DeepCache, the same in every host: skipped, in full and remembered, or plain."""
+"""One model call under DeepCache, in any host: skipped, full with its features stored, or plain."""
 
 from __future__ import annotations
 
@@ -8,40 +8,39 @@ from typing import Any
 
 from ..core.events import log
 from ..modules.substitution import Order, substituted
-from .capture_io import Taps
-from .run import BranchKey, DeepCacheRun
-from .unet_split import OutdatedFeature
+from .capture_io import RunProxy
+from .run import BranchKey, DeepCacheRun, OutdatedFeature
+from .split_points import Split
 
 
 def cached_call(
     run: DeepCacheRun,
-    boundary: Any,
+    split: Split,
     keys: Sequence[BranchKey] | None,
     full: Callable[[], Any],
     skipped: Callable[[], Any],
-    must_pass: Callable[[Exception], bool],
-    recorded: Callable[[Taps], AbstractContextManager] | None = None,
+    must_raise: Callable[[Exception], bool],
+    capture: Callable[[RunProxy], AbstractContextManager] | None = None,
 ) -> Any:
-    """The model's output, and the call counted in its run.
+    """The model's output; counts the call in its run.
 
-    keys: the call's streams; None for a call that must be plain. full: makes the call as it was asked for.
-    skipped: makes it without what `boundary.withhold` leaves out. must_pass: tells the exceptions that are
-    the host's to handle; any other ends skipping for the rest of the run, and this call is made plainly.
-    recorded: where the call may be a recorded one, tells whoever replays it, for its length, of what it exchanges
-    with the run.
+    keys: the call's branches; None for a call that must be plain. full: calls the model with the given arguments.
+    skipped: calls it without what `split.withhold` removes. must_raise: tells the exceptions that the host handles; any
+    other ends skipping for the rest of the run, and this call is made plainly. capture: a context around calls that
+    may be replayed from a CUDA graph; it learns what they exchange with the run.
     """
-    within = recorded or nullcontext
+    within = capture or nullcontext
     if keys is not None and run.can_skip(keys):
         try:
-            taps = Taps(run, boundary, keys, skips=True)
-            with substituted(boundary.skipping(taps, keys), Order.CACHED), within(taps):
+            proxy = RunProxy(run, split, keys, skips=True)
+            with substituted(split.skip_layers(proxy, keys), Order.CACHED), within(proxy):
                 out = skipped()
             run.count(skipped=True)
             return out
         except OutdatedFeature as error:
             log.debug("DeepCache: a feature is out of date: %s", error)
         except Exception as error:
-            if must_pass(error):
+            if must_raise(error):
                 raise
             run.failed, keys = True, None
             log.warning("DeepCache: a skipped step failed (%s); the rest of this run is computed in full.", error)
@@ -49,8 +48,8 @@ def cached_call(
     if keys is None:
         out = full()
     else:
-        taps = Taps(run, boundary, keys, skips=False)
-        with substituted(boundary.recording(taps, keys), Order.CACHED), within(taps):
+        proxy = RunProxy(run, split, keys, skips=False)
+        with substituted(split.full_layers(proxy, keys), Order.CACHED), within(proxy):
             out = full()
     run.count(skipped=False)
     return out

@@ -1,7 +1,7 @@
-"""Where a diffusion transformer is cut for DeepCache: the blocks in its middle, whose effect on the
-token streams a full step remembers as a residual and a skipped step adds again.
+"""Where a diffusion transformer is split for DeepCache: a full step stores the effect of the middle blocks on the token
+streams as a residual, and a skipped step adds it again.
 
-Residuals of middle blocks as in Chen et al.: "Δ-DiT" (arXiv 2406.01125); the policy is DeepCache's.
+Residuals of middle blocks as in Chen et al.: "Δ-DiT" (arXiv 2406.01125); the refresh policy is DeepCache's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .run import BranchKey, DeepCacheRun
 from .token_streams import NoStreams, StreamFinder, Streams, arguments, parts_of, possible_streams
 
 DEFAULT_SHARE = 0.3
-"""Largest share of the blocks' weights that a skipped step may use when the depth is not given.
+"""Largest share of the blocks' weights that a skipped step may use when no depth is given.
 
 Interval 3 then executes (1 + 2 × 0.3) / 3, about half of the work.
 """
@@ -33,22 +33,21 @@ _CONTROLS = {
     "joint_blocks": "output",
     "transformer_blocks": "input",
 }
-"""Which of ComfyUI's lists of ControlNet residuals is added behind the blocks of a list, one by one.
+"""Block list → the list of `control` whose residuals are added behind its blocks, one by one.
 
-Where a model is not named here its residuals stay: adding them costs little, and what is added between
-skipped blocks has no effect.
+The residuals of other models stay: adding them costs little, and what is added between skipped blocks has no effect.
 """
 
 _IMAGE = ("img", "x", "hidden_states", "image_tokens")
-"""Names of the stream that the adaptive schedule watches, where a block has several."""
+"""Names of the token stream of the image, whose drift is measured, where a block has several."""
 
 
 @dataclass(eq=False)
 class Span:
-    """The blocks of one list that a skipped step leaves out, `start` to `stop` of `found.blocks`.
+    """The blocks of one list that a skipped step leaves out: `start` to `stop` of `found.blocks`.
 
-    streams: what its blocks do to which arguments; None until a full call has shown it. remembered:
-        whether a residual of it was handed to the run.
+    streams: the token streams of its blocks; None until a full call has shown them. has_residual: whether the run was
+    given a residual of it. is_excluded: whether its blocks run on every step.
     """
 
     found: BlockList
@@ -56,8 +55,8 @@ class Span:
     stop: int
     finder: StreamFinder = field(default_factory=StreamFinder)
     streams: Streams | None = None
-    remembered: bool = False
-    unfit: bool = False
+    has_residual: bool = False
+    is_excluded: bool = False
 
     def __post_init__(self) -> None:
         self.blocks = self.found.blocks[self.start : self.stop]
@@ -71,12 +70,12 @@ class Span:
         return max(getattr(self.first, "x_format", "B").find("B"), 0) if tensor.ndim > 3 else 0
 
 
-class DiTBoundary:
-    """Where a transformer is cut: `depth` blocks at its front and as many at its end are shallow.
+class DiTSplit:
+    """A transformer split with `depth` shallow blocks at its front and as many at its end.
 
-    Serves one run: what its full calls show of the blocks is kept in it. The run remembers one tensor
-    of the tokens' size for each list and stream; Flux at 1024² in half precision 53 MiB an image. Raises
-    ValueError for a depth outside `1 .. max_depth`.
+    For one run: it keeps what the run's full calls show of the blocks. The run stores one tensor of the tokens' size
+    for each list and token stream; Flux at 1024² in half precision 53 MiB an image. Raises ValueError for a depth
+    outside `1 .. max_depth`.
     """
 
     def __init__(self, model: torch.nn.Module, depth: int | None):
@@ -100,122 +99,118 @@ class DiTBoundary:
         return (self.count - 1) // 2
 
     @property
-    def is_settled(self) -> bool:
-        """Whether calls of one phase do the same from now on: what the blocks do to which arguments is known."""
-        return all(span.unfit or span.remembered for span in self.spans)
+    def is_stable(self) -> bool:
+        """Whether the token streams of all spans are known."""
+        return all(span.is_excluded or span.has_residual for span in self.spans)
 
     @property
     def parts(self) -> tuple[Hashable, ...]:
-        """Of the run's features, those that a skipped call takes."""
-        return tuple(span.part(name) for span in self.spans if span.remembered for name in span.streams.tensors)
+        return tuple(span.part(name) for span in self.spans if span.has_residual for name in span.streams.tensors)
 
     @property
     def layout(self) -> Hashable:
-        """Tells where the model is cut."""
-        return "transformer", self.depth, tuple(span.found.path for span in self.spans if not span.unfit)
+        return "transformer", self.depth, tuple(span.found.path for span in self.spans if not span.is_excluded)
 
-    def note(self, keys: Sequence[BranchKey], image: torch.Tensor) -> None:
-        """A call in full has begun; nothing of it is kept here."""
+    def note_full(self, keys: Sequence[BranchKey], image: torch.Tensor) -> None:
+        """Do nothing: shapes are compared when residuals are added."""
 
-    def require(self, keys: Sequence[BranchKey], image: torch.Tensor) -> None:
-        """A skipped call has begun; its shapes are compared when residuals are added."""
+    def check_skipped(self, keys: Sequence[BranchKey], image: torch.Tensor) -> None:
+        """Do nothing: shapes are compared when residuals are added."""
 
-    def recording(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
-        """The stand-ins for a call in full."""
+    def full_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+        """The layers to substitute for a full call."""
         layers: dict[torch.nn.Module, Layer] = {}
-        for span in self.spans:
-            if not span.unfit:
-                watched = span is next(span for span in self.spans if not span.unfit)
-                passage = _Recording(self, span, run, keys, watched)
-                blocks = {span.first, span.last} if span.streams else span.found.blocks
-                layers.update({block: partial(_call, passage.call, block) for block in blocks})
+        spans = [span for span in self.spans if not span.is_excluded]
+        for span in spans:
+            full = _FullCall(self, span, run, keys, measures_drift=span is spans[0])
+            blocks = {span.first, span.last} if span.streams else span.found.blocks
+            layers.update({block: partial(_call, full, block) for block in blocks})
         return layers
 
-    def skipping(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
-        """The stand-ins for a call whose middle blocks are skipped.
+    def skip_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+        """The layers to substitute for a skipped call.
 
-        They raise RuntimeError where the call goes another way than the recorded ones did: a patch in
-        the place of the first or the last skipped block, or another shape.
+        They raise RuntimeError where the call differs from the full ones: a patch in the place of the first or the
+        last skipped block, or another shape.
         """
-        passages = [_Skipping(span, run, keys) for span in self.spans if span.remembered]
-        layers: dict[torch.nn.Module, Layer] = {}
-        for passage in passages:
-            passage.watched = passage is passages[0]
-            for block in passage.span.blocks:
-                layers[block] = partial(_call, passage.call, block)
-        layers.update({block: partial(_require, passages) for block in self._tail})
-        return layers
+        spans = [span for span in self.spans if span.has_residual]
+        calls = [_SkippedCall(span, run, keys, measures_drift=span is spans[0]) for span in spans]
+        layers = {block: partial(_call, call, block) for call in calls for block in call.span.blocks}
+        return layers | {block: partial(_require_done, calls) for block in self._tail}
 
     def withhold(self, control: Mapping[str, list] | None) -> dict[str, list] | None:
-        """`control` without the residuals that the remembered ones already hold: those added behind a
-        skipped block, but for the last of a list. The caller's dict and lists stay as they are."""
+        """A copy of `control` without the ControlNet residuals that the stored ones already contain: those added
+        behind a skipped block, except the last of a list."""
         if control is None:
             return None
         kept = {name: list(values) if isinstance(values, list) else values for name, values in control.items()}
         for span in self.spans:
             residuals = kept.get(_CONTROLS.get(span.found.path))
-            if span.remembered and residuals is not None:
+            if span.has_residual and residuals is not None:
                 for index in range(span.start, min(span.stop - 1, len(residuals))):
                     residuals[index] = None
         return kept
 
-    def give_up(self, span: Span, run: DeepCacheRun, reason: str) -> None:
-        """The blocks of `span` run on every step from now on."""
-        span.unfit, span.remembered = True, False
-        rest = ""
-        if all(other.unfit for other in self.spans):
+    def exclude(self, span: Span, run: DeepCacheRun, reason: str) -> None:
+        """Run the blocks of `span` on every step from now on."""
+        span.is_excluded, span.has_residual = True, False
+        effect = ""
+        if all(other.is_excluded for other in self.spans):
             run.failed = True
-            rest = "; every step runs in full"
-        log.warning("DeepCache: cannot skip %s of %s: %s%s.", span.found.path, type(self.model).__name__, reason, rest)
+            effect = "; every step runs in full"
+        name = type(self.model).__name__
+        log.warning("DeepCache: cannot skip %s of %s: %s%s.", span.found.path, name, reason, effect)
 
 
 def has_dit_layout(model: Any) -> bool:
-    """Whether `DiTBoundary` understands the model: lists of blocks in order, three blocks at least."""
+    """Whether `DiTSplit` fits the model: lists of blocks in order, at least three blocks."""
     return isinstance(model, torch.nn.Module) and sum(len(found.blocks) for found in trunk_of(model)) >= 3
 
 
-def _call(passage: Any, block: torch.nn.Module, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    return passage(block, inner, args, kwargs)
+def _call(call: _FullCall | _SkippedCall, block: torch.nn.Module, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    return call(block, inner, args, kwargs)
 
 
-class _Recording:
-    """One call in full on its way through a span."""
+class _FullCall:
+    """One full call on its way through a span."""
 
-    def __init__(self, boundary: DiTBoundary, span: Span, run: DeepCacheRun, keys: Sequence[BranchKey], watched: bool):
-        self.boundary, self.span, self.run, self.keys, self.watched = boundary, span, run, keys, watched
-        self.learning = span.streams is None
+    def __init__(self, split: DiTSplit, span: Span, run: DeepCacheRun, keys: Sequence[BranchKey], measures_drift: bool):
+        self.split, self.span, self.run, self.keys, self.measures_drift = split, span, run, keys, measures_drift
+        self.is_learning = span.streams is None
         self.inputs: dict[str, torch.Tensor] | None = None
+        """Copies of the first block's token streams: any block of the span may write to its arguments."""
         self.hidden: list[weakref.ref] = []
-        """What skipped blocks returned, but for the last: nobody else may need it."""
+        """Outputs of skipped blocks, except the last: no other block may need them."""
         span.finder.forget_tensors()
 
-    def call(self, block: torch.nn.Module, inner: Forward, args: tuple, kwargs: dict) -> Any:
-        if self.span.unfit:
+    def __call__(self, block: torch.nn.Module, inner: Forward, args: tuple, kwargs: dict) -> Any:
+        span = self.span
+        if span.is_excluded:
             return inner(*args, **kwargs)
         given: dict[str, torch.Tensor] = {}
         try:
-            if self.learning or block is self.span.first:
+            if self.is_learning or block is span.first:
                 given = possible_streams(arguments(block, args, kwargs))
                 self._before(block, given)
         except NoStreams as reason:
-            self._not_remembered(reason)
+            self._not_stored(reason)
         out = inner(*args, **kwargs)
         try:
-            if self.span.unfit:
+            if span.is_excluded:
                 return out
-            if self.learning:
-                self.span.finder.see_return(given, out)
+            if self.is_learning:
+                span.finder.see_return(given, out)
                 self._note_hidden(block, parts_of(out))
-                if block is self.span.found.blocks[-1]:
-                    self.span.finder.forget_tensors()
-            return self._remember(out) if block is self.span.last and self.inputs is not None else out
+                if block is span.found.blocks[-1]:
+                    span.finder.forget_tensors()
+            return self._store(out) if block is span.last and self.inputs is not None else out
         except NoStreams as reason:
-            self._not_remembered(reason)
+            self._not_stored(reason)
             return out
 
     def _before(self, block: torch.nn.Module, given: dict[str, torch.Tensor]) -> None:
         span = self.span
-        if self.learning:
+        if self.is_learning:
             span.finder.see_call(given)
             hidden = [ref() for ref in self.hidden]
             if block not in span.blocks and any(value is part for value in given.values() for part in hidden):
@@ -233,15 +228,16 @@ class _Recording:
             if block is not self.span.last:
                 self.hidden += [weakref.ref(part) for part in parts]
 
-    def _not_remembered(self, reason: NoStreams) -> None:
-        """For good, unless this call is unlike earlier ones."""
+    def _not_stored(self, reason: NoStreams) -> None:
+        """Exclude the span for good, unless an earlier call was understood."""
         self.inputs = None
-        if self.learning:
-            self.boundary.give_up(self.span, self.run, str(reason))
+        if self.is_learning:
+            self.split.exclude(self.span, self.run, str(reason))
         else:
             log.debug("DeepCache: a call of %s is not remembered: %s", self.span.found.path, reason)
 
-    def _remember(self, out: Any) -> Any:
+    def _store(self, out: Any) -> Any:
+        """Hand the run the span's residuals; return what the model goes on with."""
         span = self.span
         streams = span.streams or span.finder.found()
         after = streams.unpack(out)
@@ -253,48 +249,50 @@ class _Recording:
                 raise NoStreams(f"its blocks change the shape of {name}")
             if tensor.shape[span.batch_dim(tensor)] != rows:
                 raise NoStreams(f"{name} {list(tensor.shape)} does not have the latent's batch of {rows}")
-        span.streams, span.remembered = streams, True
-        if self.watched:
-            # Copied from the blocks' arguments, and only read from here on.
+        span.streams, span.has_residual = streams, True
+        # `before` and the residuals are tensors of ours that nobody writes to, so the run takes them as they are.
+        if self.measures_drift:
             self.run.measure(self.keys, _image(span, before), owned=True)
-        changed = False
+        is_replaced = False
         for name, tensor in after.items():
             dim = span.batch_dim(tensor)
             residual = (tensor - before[name]).movedim(dim, 0)
             kept = self.run.exchange(self.keys, residual, span.part(name), owned=True)
             if kept is not residual:
                 after[name] = before[name] + kept.movedim(0, dim)
-                changed = True
-        return streams.pack(after) if changed else out
+                is_replaced = True
+        return streams.pack(after) if is_replaced else out
 
 
-class _Skipping:
-    """One call on its way past a span."""
+class _SkippedCall:
+    """One skipped call on its way past a span."""
 
-    def __init__(self, span: Span, run: DeepCacheRun, keys: Sequence[BranchKey]):
-        self.span, self.run, self.keys = span, run, keys
-        self.watched = False
+    def __init__(self, span: Span, run: DeepCacheRun, keys: Sequence[BranchKey], measures_drift: bool):
+        self.span, self.run, self.keys, self.measures_drift = span, run, keys, measures_drift
         self.inputs: dict[str, torch.Tensor] | None = None
         self.passed: Any = None
-        self.done = False
+        self.is_done = False
 
-    def call(self, block: torch.nn.Module, inner: Forward, args: tuple, kwargs: dict) -> Any:
-        """What happens to the streams between the skipped blocks (residuals of a ControlNet, of other
-        blocks) is in the remembered residual already, so the last block adds to the first one's input."""
+    def __call__(self, block: torch.nn.Module, inner: Forward, args: tuple, kwargs: dict) -> Any:
+        """The first block's input, from every block but the last; from the last the input plus the residual.
+
+        What is added between skipped blocks (residuals of a ControlNet, or of other blocks) is in the stored residual
+        already, so it must not count here.
+        """
         span = self.span
         if block is span.first:
             given = arguments(block, args, kwargs)
             self.inputs = {name: given[name] for name in span.streams.tensors}
-            if self.watched:
+            if self.measures_drift:
                 self.run.measure(self.keys, _image(span, self.inputs))
             if block is not span.last:
-                # What follows may work in place.
+                # The model may write to it between the blocks.
                 self.passed = span.streams.pack({name: tensor.clone() for name, tensor in self.inputs.items()})
         if self.inputs is None:
             raise RuntimeError(f"the first skipped block of {span.found.path} was not called")
         if block is not span.last:
             return self.passed
-        self.done = True
+        self.is_done = True
         return span.streams.pack({name: tensor + self._residual(name, tensor) for name, tensor in self.inputs.items()})
 
     def _residual(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -304,15 +302,15 @@ class _Skipping:
         return residual
 
 
-def _require(passages: Sequence[_Skipping], inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    for passage in passages:
-        if not passage.done:
-            raise RuntimeError(f"the last skipped block of {passage.span.found.path} was not called")
+def _require_done(calls: Sequence[_SkippedCall], inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    for call in calls:
+        if not call.is_done:
+            raise RuntimeError(f"the last skipped block of {call.span.found.path} was not called")
     return inner(*args, **kwargs)
 
 
 def _image(span: Span, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The stream of the image [chunks * B, ...], the longest one where no name tells."""
+    """The token stream of the image [chunks * B, ...]; the longest one where no name tells."""
     named = [streams[name] for name in _IMAGE if name in streams]
     tensor = named[0] if named else max(streams.values(), key=torch.Tensor.numel)
     return tensor.movedim(span.batch_dim(tensor), 0)

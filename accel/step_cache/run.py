@@ -29,6 +29,10 @@ LOOK_AHEAD = 2
 """The most steps that a sampler evaluates ahead of its own; heunpp2 does."""
 
 
+class OutdatedFeature(Exception):
+    """A stored feature does not fit this call, as when Kohya's Deep Shrink ends; a full call renews it."""
+
+
 @dataclass(frozen=True)
 class BranchKey:
     """What tells one CFG branch of a run, a sequence of model inputs, from every other.
@@ -62,7 +66,7 @@ class DeepCacheRun:
     def __init__(self, settings: DeepCacheSettings):
         self.settings = settings
         self.policy = settings.policy()
-        self.boundary: Any = None
+        self.split: Any = None
         """Where the run's model is cut; set by the host, dropped at the end."""
         self.schedule: tuple[float, ...] = ()
         """Noise levels of the run, one more than it has steps; empty until its first evaluation."""
@@ -238,4 +242,4 @@ class DeepCacheRun:
         """Drop all tensors and the model."""
         self._forget()
         self._parts.clear()
-        self._step = self.boundary = None
+        self._step = self.split = None

@@ -1,34 +1,71 @@
-"""Where a model of any architecture is cut for DeepCache."""
+"""Where a model of any architecture is split for DeepCache, and what every split can do."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
 
 from ..modules.blocks import trunk_of
-from .diffusers_split import DiffusersBoundary, has_diffusers_layout
-from .dit_split import DiTBoundary, has_dit_layout
-from .unet_split import UNetBoundary, has_unet_layout
+from ..modules.substitution import Layer
+from .dit_split import DiTSplit, has_dit_layout
+from .run import BranchKey, DeepCacheRun
+from .unet_split import DownUpUNetSplit, UNetSplit, has_down_up_layout, has_unet_layout
 
-Boundary = UNetBoundary | DiTBoundary
+
+class Split(Protocol):
+    """The shallow and the deep part of one model, for one run. `run` may be a RunProxy."""
+
+    model: torch.nn.Module
+    parts: Sequence[Hashable]
+    """The features that a skipped call reads."""
+    layout: Hashable
+    """Tells this split from others of the model."""
+    is_stable: bool
+    """Whether calls of one phase do the same from now on."""
+
+    def full_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+        """The layers to substitute for a full call: they store its features."""
+        ...
+
+    def skip_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+        """The layers to substitute for a skipped call: the deep part is replaced by stored features.
+
+        They raise OutdatedFeature where a full call would renew the features, RuntimeError where skipping fails.
+        """
+        ...
+
+    def withhold(self, control: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """A copy of `control` without the ControlNet residuals that a skipped call must not add."""
+        ...
+
+    def note_full(self, keys: Sequence[BranchKey], shallow: torch.Tensor) -> None:
+        """Note that a full call computes its deep part from `shallow` [len(keys) * B, ...]."""
+        ...
+
+    def check_skipped(self, keys: Sequence[BranchKey], shallow: torch.Tensor) -> None:
+        """Raise OutdatedFeature where the features were not computed from a tensor of the size of `shallow`."""
+        ...
 
 
-def boundary_of(model: Any, depth: int | None) -> Boundary | None:
-    """A boundary for one run of `model`; None when it has none of the layouts (`why_none` says what is missing).
+def find_split(model: Any, depth: int | None) -> Split | None:
+    """A split for one run of `model`; None where it has none of the layouts (`why_no_split` says what is missing).
 
-    depth: how much of the model still runs on a skipped step; None chooses by the model. Raises
-    ValueError, with the range, for a depth outside the model's.
+    depth: how much of the model still runs on a skipped step; None chooses by the model. Raises ValueError, with the
+    range, for a depth outside the model's.
     """
     if has_unet_layout(model):
-        return UNetBoundary(model, depth)
-    if has_diffusers_layout(model):
-        return DiffusersBoundary(model, depth)
+        return UNetSplit(model, depth)
+    if has_down_up_layout(model):
+        return DownUpUNetSplit(model, depth)
     if has_dit_layout(model) and not _is_unet(model):
-        return DiTBoundary(model, depth)
+        return DiTSplit(model, depth)
     return None
 
 
-def why_none(model: Any) -> str:
-    """Why `boundary_of` the model is None, for people."""
+def why_no_split(model: Any) -> str:
+    """Why `find_split` returns None, in words."""
     blocks = sum(len(found.blocks) for found in trunk_of(model))
     if blocks and _is_unet(model):
         return "it is a UNet whose skips are laid out in a way of their own"
@@ -38,5 +75,5 @@ def why_none(model: Any) -> str:
 
 
 def _is_unet(model: Any) -> bool:
-    """Its blocks are levels of different sizes, not a row of equal ones."""
+    """Whether its blocks are levels of different sizes, not a row of equal ones."""
     return hasattr(model, "up_blocks") and hasattr(model, "down_blocks")

@@ -1,13 +1,14 @@
-"""The token streams of a transformer block: which of its arguments each of its outputs is the new value of.
+"""The token streams of a transformer block: for each output, the argument of which it is the new value.
 
-Found out from calls as they happen, since a block's signature does not say it: by identity with the
-next block's argument, or with its own where it works in place; else by shape.
+A block's signature does not say, so it is learned from calls: by identity with an argument of the next block, or with
+its own where it works in place; otherwise by shape.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,13 @@ import torch
 
 
 class NoStreams(Exception):
-    """A block's outputs are not new values of its arguments; the message says what is missing."""
+    """A block's outputs are not new values of its arguments; the message says why."""
 
 
 @dataclass(frozen=True)
 class Streams:
-    """names: for each output the argument that it is the new value of, None where the output is None.
-    container: tuple or list, None for a bare tensor."""
+    """names: for each output the argument of which it is the new value, None where the output is None. container: tuple
+    or list; None for a bare tensor."""
 
     names: tuple[str | None, ...]
     container: type | None
@@ -31,12 +32,12 @@ class Streams:
         return tuple(name for name in self.names if name is not None)
 
     def pack(self, values: Mapping[str, torch.Tensor]) -> Any:
-        """`values` by argument name, as the block would return them."""
+        """`values`, by argument name, in the form in which the block returns them."""
         out = [None if name is None else values[name] for name in self.names]
         return out[0] if self.container is None else self.container(out)
 
     def unpack(self, out: Any) -> dict[str, torch.Tensor]:
-        """The opposite. Raises NoStreams where `out` is not built as it was before."""
+        """The inverse of `pack`. Raises NoStreams where `out` has another form than before."""
         container, parts = _parts(out)
         if container is not self.container or [part is None for part in parts] != [n is None for n in self.names]:
             raise NoStreams("its output is built otherwise than before")
@@ -44,10 +45,12 @@ class Streams:
 
 
 def arguments(block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by the names of the block's own forward, whatever stands in front of it; those
-    it takes as `*args` are named by their place. Raises NoStreams when they do not fit."""
+    """A call's arguments by the parameter names of the block's class, whatever is substituted for its forward.
+
+    Those that it takes as `*args` are named by their place. Raises NoStreams when they do not fit.
+    """
     block = getattr(block, "_orig_mod", block)  # of torch.compile
-    signature = inspect.signature(type(block).forward)
+    signature = _signature(type(block).forward)
     try:
         bound = signature.bind(block, *args, **kwargs).arguments
     except TypeError as error:
@@ -64,8 +67,13 @@ def arguments(block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     return named
 
 
+@functools.lru_cache(maxsize=128)
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
 def possible_streams(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The arguments that may be token streams."""
+    """The arguments that may be token streams: floating point, two dimensions or more."""
     return {
         name: value
         for name, value in given.items()
@@ -74,7 +82,7 @@ def possible_streams(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 class StreamFinder:
-    """Watches the calls of one list's blocks, in order, within one model call or several."""
+    """Learns the token streams of one list's blocks from their calls, in order, in one model call or several."""
 
     def __init__(self) -> None:
         self._exact: dict[int, str] = {}
@@ -83,15 +91,15 @@ class StreamFinder:
         self._last: list[torch.Tensor | None] = []
 
     def forget_tensors(self) -> None:
-        """The blocks of this model call are done, or it begins: identities do not reach beyond it."""
+        """A model call begins, or its blocks are done: identities do not reach beyond it."""
         self._last = []
 
     def see_call(self, given: Mapping[str, torch.Tensor]) -> None:
-        """A block is about to be called with the `possible_streams` given."""
+        """Note that a block is about to be called with these `possible_streams`."""
         self._note_identities(given)
 
     def see_return(self, given: Mapping[str, torch.Tensor], out: Any) -> None:
-        """It has returned. Raises NoStreams when no argument is like an output."""
+        """Note what it returned. Raises NoStreams when no argument is like an output."""
         self._container, parts = _parts(out)
         if self._alike is not None and len(self._alike) != len(parts):
             raise NoStreams("its blocks return different numbers of tensors")
@@ -109,7 +117,7 @@ class StreamFinder:
         self._note_identities(given)
 
     def found(self) -> Streams:
-        """What the calls so far say. Raises NoStreams when they leave it open."""
+        """The token streams, by the calls so far. Raises NoStreams when they leave it open."""
         if self._alike is None:
             raise NoStreams("none of its blocks was called")
         names: dict[int, str | None] = {index: None for index, options in enumerate(self._alike) if options is None}
@@ -137,7 +145,7 @@ class StreamFinder:
 
 
 def parts_of(out: Any) -> list[torch.Tensor]:
-    """The tensors of a block's output. Raises NoStreams where it is not made of tensors."""
+    """The tensors of a block's output. Raises NoStreams where it has anything else."""
     return [part for part in _parts(out)[1] if part is not None]
 
 

@@ -10,7 +10,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.step_cache.unet_split import UNetBoundary
+from comfy_accel.accel.step_cache.unet_split import UNetSplit
 from deep_cache_runs import assert_close, cached, counts, full_and_skipped_flops
 from torch._dynamo.utils import counters
 
@@ -46,14 +46,14 @@ SDXL = {
 def test_skipped_step_at_default_depth_costs_at_most_35_percent(layout, depth, sizes):
     config = tiny_models.unet_config(**layout)
     unet = UNetModel(**config, device="meta", dtype=torch.float16, operations=comfy.ops.disable_weight_init)
-    boundary = UNetBoundary(unet, None)
-    assert boundary.depth == depth
+    split = UNetSplit(unet, None)
+    assert split.depth == depth
     for height, width in sizes:
         x = torch.empty(2, 4, height, width, device="meta", dtype=torch.float16)
         context = torch.empty(2, 77, config["context_dim"], device="meta", dtype=torch.float16)
         y = torch.empty(2, 2816, device="meta", dtype=torch.float16) if config.get("num_classes") else None
         call = functools.partial(unet, x, torch.ones(2, device="meta"), context, y)
-        spent = full_and_skipped_flops(boundary, x, call)
+        spent = full_and_skipped_flops(split, x, call)
         print(f"{height}x{width}: {spent[1] / spent[0]:.3f}")
         assert spent[1] <= 0.35 * spent[0]
 

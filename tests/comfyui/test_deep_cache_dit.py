@@ -12,7 +12,7 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.step_cache.run import DeepCacheRun
-from comfy_accel.accel.step_cache.split_points import boundary_of
+from comfy_accel.accel.step_cache.split_points import find_split
 from deep_cache_runs import (
     assert_close,
     assert_no_trace,
@@ -124,20 +124,20 @@ def test_residuals_of_a_control_net_count_once(name, width, depth):
     residuals = [None if index == 3 else noise(2, 36, width, seed=index) for index in range(dit.blocks - 1)]
     control = {"input": residuals, "output": residuals[::-1]}
     x, context = noise(2, *dit.latents[0][1:]), noise(2, 24, 48)
-    run, boundary = DeepCacheRun(uniform_hold(3)), boundary_of(model, depth)
+    run, split = DeepCacheRun(uniform_hold(3)), find_split(model, depth)
     run.schedule = (3.0, 2.0, 1.0, 0.0)
     plain = call(model, {}, x, context, control)
     run.begin_evaluation(3.0)
     keys = run.branches(x, ["a", "b"], [0, 1], None)
-    assert torch.equal(call(model, boundary.recording(run, keys), x, context, control), plain)
+    assert torch.equal(call(model, split.full_layers(run, keys), x, context, control), plain)
     run.begin_evaluation(2.0)
     keys = run.branches(x, ["a", "b"], [0, 1], None)
     assert run.can_skip(keys)
-    withheld = boundary.withhold(control)
+    withheld = split.withhold(control)
     assert any(kept is not None for kept in withheld["input"]) and withheld != control
-    assert_close(call(model, boundary.skipping(run, keys), x, context, withheld), plain, 1e-5)
+    assert_close(call(model, split.skip_layers(run, keys), x, context, withheld), plain, 1e-5)
     # Nothing depends on their being withheld, as in models whose lists nobody has named.
-    assert_close(call(model, boundary.skipping(run, keys), x, context, control), plain, 1e-5)
+    assert_close(call(model, split.skip_layers(run, keys), x, context, control), plain, 1e-5)
 
 
 def test_control_net_in_a_real_run(no_fallback):
@@ -188,11 +188,11 @@ def test_accelerate_model_in_either_order_compiles_nothing_more(no_fallback):
 def test_skipped_step_of_flux_at_default_depth_costs_at_most_35_percent():
     config = FLUX_DEV.config
     model = Flux(**config, device="meta", dtype=torch.float16, operations=comfy.ops.disable_weight_init)
-    boundary = boundary_of(model, None)
-    assert boundary.depth == 7
+    split = find_split(model, None)
+    assert split.depth == 7
     empty = lambda *shape: torch.empty(shape, device="meta", dtype=torch.float16)  # noqa: E731
     x = empty(2, 16, 90, 120)
     others = empty(2), empty(2, 256, config["context_in_dim"]), empty(2, config["vec_in_dim"]), empty(2)
-    spent = full_and_skipped_flops(boundary, x, lambda: model(x, *others))
+    spent = full_and_skipped_flops(split, x, lambda: model(x, *others))
     print(f"{spent[1] / spent[0]:.3f}")
     assert spent[1] <= 0.35 * spent[0]

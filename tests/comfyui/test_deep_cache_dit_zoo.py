@@ -9,10 +9,10 @@ import tiny_zoo_sound  # noqa: F401
 import tiny_zoo_video  # noqa: F401
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.dit_split import DiTBoundary
+from comfy_accel.accel.step_cache.dit_split import DiTSplit
 from comfy_accel.accel.step_cache.run import DeepCacheRun
-from comfy_accel.accel.step_cache.split_points import boundary_of, why_none
-from comfy_accel.accel.step_cache.unet_split import UNetBoundary
+from comfy_accel.accel.step_cache.split_points import find_split, why_no_split
+from comfy_accel.accel.step_cache.unet_split import UNetSplit
 from deep_cache_runs import assert_close
 from tiny_dits import lengthened
 from tiny_zoo import ZOO, Noise, Size
@@ -76,31 +76,34 @@ def call(model, name, stand_ins):
 @pytest.mark.parametrize("name", STREAMS)
 def test_skipped_call_adds_what_a_full_one_remembered(name):
     model = lengthened(name)
-    boundary, run = boundary_of(model, None), DeepCacheRun(uniform_hold(3))
-    assert isinstance(boundary, DiTBoundary)
+    split, run = find_split(model, None), DeepCacheRun(uniform_hold(3))
+    assert isinstance(split, DiTSplit)
     run.schedule = (14.6, 8.0, 0.0)
     latent, _ = ZOO[name].inputs(Size(height=12, batch=2), Noise(0))
     plain = call(model, name, {})
     run.begin_evaluation(14.6)
     keys = run.branches(latent, ["a"], [0], None)
-    assert torch.equal(call(model, name, boundary.recording(run, keys)), plain)
-    assert tuple(span.streams.names for span in boundary.spans) == STREAMS[name]
+    assert torch.equal(call(model, name, split.full_layers(run, keys)), plain)
+    assert tuple(span.streams.names for span in split.spans) == STREAMS[name]
     run.begin_evaluation(8.0)
     keys = run.branches(latent, ["a"], [0], None)
     assert run.can_skip(keys)
-    assert_close(call(model, name, boundary.skipping(run, keys)), plain, 1e-5)
+    assert_close(call(model, name, split.skip_layers(run, keys)), plain, 1e-5)
     assert torch.equal(call(model, name, {}), plain)
 
 
 @pytest.mark.parametrize("name", UNETS + NEITHER)
 def test_other_layouts_are_told_apart(name):
     model = ZOO[name].build()
-    boundary = boundary_of(model, None)
+    split = find_split(model, None)
     if name in UNETS:
-        assert isinstance(boundary, UNetBoundary)
+        assert isinstance(split, UNetSplit)
     else:
-        assert boundary is None
-        assert why_none(model) == "it is neither a UNet with skip levels nor a transformer with one main list of blocks"
+        assert split is None
+        assert (
+            why_no_split(model)
+            == "it is neither a UNet with skip levels nor a transformer with one main list of blocks"
+        )
 
 
 def test_every_specimen_is_in_one_table():

@@ -119,17 +119,17 @@ def test_depth_beyond_the_model_is_refused_with_the_range():
 
 def test_video_and_unconditional_models_are_divided_or_left_alone():
     import diffusers
-    from comfy_accel.accel.step_cache.diffusers_split import DiffusersBoundary, has_diffusers_layout
+    from comfy_accel.accel.step_cache.unet_split import DownUpUNetSplit, has_down_up_layout
 
     narrow = {"block_out_channels": (32, 32), "norm_num_groups": 8}
     plain = diffusers.UNet2DModel(
         down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"), **narrow
     )
-    assert has_diffusers_layout(plain)
-    assert DiffusersBoundary(plain, None).max_depth == 5
+    assert has_down_up_layout(plain)
+    assert DownUpUNetSplit(plain, None).max_depth == 5
     skip_samples = diffusers.UNet2DModel(
         down_block_types=("SkipDownBlock2D", "AttnSkipDownBlock2D"),
         up_block_types=("AttnSkipUpBlock2D", "SkipUpBlock2D"),
         **narrow,
     )
-    assert not has_diffusers_layout(skip_samples)
+    assert not has_down_up_layout(skip_samples)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from comfy_accel.accel.modules.blocks import largest_depth_within, trunk_of
-from comfy_accel.accel.step_cache.dit_split import DiTBoundary, has_dit_layout
-from comfy_accel.accel.step_cache.split_points import boundary_of, why_none
-from comfy_accel.accel.step_cache.unet_split import UNetBoundary
+from comfy_accel.accel.step_cache.dit_split import DiTSplit, has_dit_layout
+from comfy_accel.accel.step_cache.split_points import find_split, why_no_split
+from comfy_accel.accel.step_cache.unet_split import UNetSplit
 from toy_transformers import Chain, Doubles, Single
 
 
@@ -13,18 +13,18 @@ from toy_transformers import Chain, Doubles, Single
 def test_depth_outside_the_range_is_refused_with_it(count, largest):
     for depth in (0, largest + 1):
         with pytest.raises(ValueError) as error:
-            DiTBoundary(Chain(count), depth)
+            DiTSplit(Chain(count), depth)
         message = f"DeepCache: depth {depth} is outside this model's range 1 to {largest} (0 chooses by itself)."
         assert str(error.value) == message
-    assert DiTBoundary(Chain(count), largest).depth == largest
+    assert DiTSplit(Chain(count), largest).depth == largest
 
 
 def test_default_depth_is_the_largest_within_its_share():
     blocks = trunk_of(Chain(20))
     for share, depth in ((0.0, 1), (0.1, 1), (0.29, 2), (0.3, 3), (0.55, 5), (1.0, 9)):
         assert largest_depth_within(share, blocks) == depth
-    assert DiTBoundary(Chain(20), None).depth == 3
-    assert DiTBoundary(Chain(3), None).depth == 1
+    assert DiTSplit(Chain(20), None).depth == 3
+    assert DiTSplit(Chain(3), None).depth == 1
 
 
 def test_trunk_is_two_lists_in_turn_or_the_one_that_outweighs_the_others():
@@ -58,10 +58,10 @@ def test_boundary_of_a_model_is_the_one_for_its_layout():
     unet.input_blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in range(3))
     unet.output_blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in range(3))
     unet.middle_block = None
-    assert isinstance(boundary_of(unet, None), UNetBoundary)
-    assert isinstance(boundary_of(Chain(), 2), DiTBoundary)
-    assert boundary_of(Chain(2), None) is None and "it has 2 blocks" in why_none(Chain(2))
-    assert boundary_of(torch.nn.Linear(1, 1), None) is None and "neither a UNet" in why_none(torch.nn.Linear(1, 1))
+    assert isinstance(find_split(unet, None), UNetSplit)
+    assert isinstance(find_split(Chain(), 2), DiTSplit)
+    assert find_split(Chain(2), None) is None and "it has 2 blocks" in why_no_split(Chain(2))
+    assert find_split(torch.nn.Linear(1, 1), None) is None and "neither a UNet" in why_no_split(torch.nn.Linear(1, 1))
     assert not has_dit_layout(object())
     with pytest.raises(ValueError, match="range 1 to 2"):
-        boundary_of(Chain(), 3)
+        find_split(Chain(), 3)

@@ -136,7 +136,7 @@ def test_closed_run_holds_nothing():
     sampler.run.close()
     assert not sampler.run._histories
     assert not sampler.run._drift._references
-    assert sampler.run.boundary is None
+    assert sampler.run.split is None
     assert sampler.call(1.0, "a") is None
 
 

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from comfy_accel.accel.step_cache import token_streams
 from comfy_accel.accel.step_cache.token_streams import NoStreams, StreamFinder, arguments
 from toy_transformers import FULL, SKIPPED, Block, Chain, Joint, Sampler, Single, tokens
 
@@ -65,6 +66,19 @@ def test_arguments_have_the_names_of_the_blocks_own_forward():
     assert arguments(Joint([], 0), (x, vec), {"c": 3}) == {"args[0]": x, "args[1]": vec, "c": 3}
     with pytest.raises(NoStreams, match="called otherwise"):
         arguments(Single([], 0), (x,), {"unheard": vec})
+
+
+def test_signature_is_read_once_for_all_calls_of_a_class(monkeypatch):
+    class Fresh(Single):
+        def forward(self, x, vec, scale=2.0):
+            return x
+
+    read = []
+    signature = token_streams.inspect.signature
+    monkeypatch.setattr(token_streams.inspect, "signature", lambda of: (read.append(of), signature(of))[1])
+    for block in (Fresh([], 0), Fresh([], 1)):
+        assert arguments(block, (1, 2), {}) == arguments(block, (), {"x": 1, "vec": 2}) == {"x": 1, "vec": 2}
+    assert read == [Fresh.forward]
 
 
 def test_identity_with_the_next_blocks_argument_decides_between_equal_shapes():

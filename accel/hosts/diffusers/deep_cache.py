@@ -1,4 +1,4 @@
-"""DeepCache in a diffusers pipeline: a context in which every image, or batch of them, is a run."""
+"""DeepCache in a diffusers pipeline: a context in which every image, or batch of images, is a DeepCacheRun."""
 
 from __future__ import annotations
 
@@ -15,68 +15,67 @@ from ...core.events import emit, log
 from ...modules.substitution import Order, substituted
 from ...step_cache.cached_call import cached_call
 from ...step_cache.config import DeepCacheSettings
-from ...step_cache.diffusers_split import DiffusersBoundary
 from ...step_cache.run import DeepCacheRun
-from ...step_cache.split_points import Boundary, boundary_of, why_none
+from ...step_cache.split_points import Split, find_split, why_no_split
 from ...step_cache.step_schedule import is_in_order
 from ...step_cache.token_streams import NoStreams, arguments
+from ...step_cache.unet_split import DownUpUNetSplit
 from .denoising_loop import around_loops
 from .schedule import PipelineSchedule
 
 DENOISERS = ("unet", "transformer", "transformer_2")
-"""Components of pipelines that are asked at every step; Wan 2.2 has two, one for each part of the schedule."""
+"""Components that a pipeline calls at every step; Wan 2.2 has two, one for each part of the schedule."""
 
 _TIMESTEPS = ("timestep", "timesteps", "t")
-"""What models call the argument that says where in the schedule they are."""
+"""Names of the argument that says where in the schedule a call is."""
 
 _called: ContextVar[tuple[torch.nn.Module, ...]] = ContextVar("accel_deep_cache_called", default=())
-"""The models in a call that a run knows: where contexts of several pipelines are around one model, the call is the
-innermost one's."""
+"""Models that are in a cached call. Where the contexts of several pipelines share a model, the innermost one caches."""
 
 
 @contextmanager
 def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
-    """While it lasts, the pipeline's UNet or transformers run their deep part only now and then.
+    """Within the context, the pipeline's UNet or transformers skip their deep part on some steps.
 
     `pipe` has a `scheduler`, any of `DENOISERS`, and a `progress_bar` around its denoising loop. Between images the
-    models are as they were, so they may be moved, offloaded, shared or replaced meanwhile, and the scheduler too; of
-    an image nothing is kept, however it ends. With settings that skip nothing, or models that cannot be divided, the
-    context does nothing. A model compiled as a whole runs uncompiled meanwhile.
+    models are untouched, so they may be moved, offloaded, shared or replaced, and the scheduler too; nothing of an
+    image is kept, however it ends. With settings that skip nothing, or models without a split, the context does
+    nothing. A model compiled as a whole runs uncompiled within it.
 
-    Emits "deep_cache_run" after each run: one an image, and one for each of two transformers. Raises ValueError when
-    the depth is beyond a model.
+    Emits "deep_cache_run" after each run: one for each image and, where a pipeline has two, transformer. Raises
+    ValueError when the depth is beyond a model.
     """
     with ExitStack() as undo:
-        if _divisible(pipe, settings.depth, log.warning) and not settings.is_off:
+        if _models_to_split(pipe, settings.depth, log.warning) and not settings.is_off:
             images = undo.enter_context(_Images(pipe, settings))
             undo.enter_context(around_loops(pipe, images.one))
-        del pipe  # nobody's memory is held for as long as this lasts
+        del pipe  # the context must not keep its memory
         yield
 
 
-def _divisible(pipe: Any, depth: int | None, tell: Callable[..., None]) -> list[torch.nn.Module]:
-    """The pipeline's models that can be divided, at `depth`; of the others it is told why not."""
+def _models_to_split(pipe: Any, depth: int | None, report: Callable[..., None]) -> list[torch.nn.Module]:
+    """The pipeline's models that have a split at `depth`; `report` gets the reason for each of the others."""
     models = [getattr(pipe, name, None) for name in DENOISERS]
     models = [getattr(model, "_orig_mod", model) for model in models if model is not None]
     if not models:
-        tell("DeepCache: it cannot divide %s, which has none of %s.", type(pipe).__name__, ", ".join(DENOISERS))
+        report("DeepCache: it cannot divide %s, which has none of %s.", type(pipe).__name__, ", ".join(DENOISERS))
     found = []
     for model in models:
-        if boundary_of(model, depth) is not None:
+        if find_split(model, depth) is not None:
             found.append(model)
         else:
-            said = "DeepCache: it cannot divide %s: %s; every step runs in full."
-            tell(said, type(model).__name__, why_none(model))
+            message = "DeepCache: it cannot divide %s: %s; every step runs in full."
+            report(message, type(model).__name__, why_no_split(model))
     return found
 
 
 class _Images:
-    """The images that a pipeline makes while this context lasts; its models are looked up for each."""
+    """The images that a pipeline makes within this context; its models are looked up for each."""
 
     def __init__(self, pipe: Any, settings: DeepCacheSettings):
         self.pipe, self.settings = weakref.ref(pipe), settings
         self.made: dict[int, ExitStack] = {}
-        """For each thread that is in an image, what ends it."""
+        """Thread in the middle of an image → what ends the image."""
 
     def __enter__(self) -> _Images:
         return self
@@ -87,7 +86,7 @@ class _Images:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """For one denoising loop; a loop within it, as over the parts of a video, is a part of it."""
+        """One denoising loop; a loop within it, as over the parts of a video, belongs to it."""
         thread = threading.get_ident()
         if thread in self.made:
             yield
@@ -104,34 +103,34 @@ class _Images:
 
     def _models(self, pipe: Any) -> list[torch.nn.Module]:
         try:
-            return _divisible(pipe, self.settings.depth, log.debug)
+            return _models_to_split(pipe, self.settings.depth, log.debug)
         except ValueError as error:
-            log.warning("%s Every step runs in full.", error)  # of a model that was put in place since
+            log.warning("%s Every step runs in full.", error)  # a model replaced since the context began
             return []
 
 
 class _Cache:
-    """The run that one model of the pipeline is in, and how far it has come; for one denoising loop."""
+    """The run of one model of the pipeline, and its progress; for one denoising loop."""
 
     def __init__(self, pipe: Any, model: torch.nn.Module, settings: DeepCacheSettings):
         self.pipe, self.model, self.settings = pipe, model, settings
         self.schedule: PipelineSchedule | None = None
-        self.not_understood: Any = None
-        """The timesteps that no schedule could be made of."""
+        self.unknown_timesteps: Any = None
+        """The scheduler's timesteps where no schedule could be made of them."""
         self.plain_calls = self.own_calls = 0
         self.run: DeepCacheRun | None = None
         self.evaluation: tuple[Any, ...] = (-1,)
-        """Place in the schedule, and how often the scheduler has stepped: the calls of an evaluation share both."""
+        """Index in the schedule and the scheduler's step counts: the calls of one evaluation share them."""
 
     @torch.compiler.disable
     def call(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        """One call of the model: skipped, in full and remembered, or plain."""
+        """One call of the model: skipped, full with its features stored, or plain."""
         if self.model in _called.get():
             return inner(*args, **kwargs)
         try:
             named = arguments(self.model, args, kwargs)
         except NoStreams:
-            return inner(*args, **kwargs)  # which says what is wrong with them
+            return inner(*args, **kwargs)  # raises the error of wrong arguments
         timestep = next((named.pop(name) for name in _TIMESTEPS if name in named), None)
         latent = _joined(next(iter(named.values()), None))
         run = None if timestep is None or latent is None else self._begin(timestep)
@@ -143,19 +142,19 @@ class _Cache:
         try:
             return cached_call(
                 run,
-                run.boundary,
-                # A call's cond and uncond are one batch from the first step to the last: one stream. Where they are
-                # calls of their own, they come in the same order at every step.
+                run.split,
+                # Cond and uncond are one batch from the first step to the last, so one branch; or separate calls, in
+                # the same order at every step.
                 run.branches(latent, ("batch",), (0,), _layout(named)),
                 lambda: inner(*args, **kwargs),
-                lambda: inner(*args, **_withheld(run.boundary, kwargs)),
+                lambda: inner(*args, **_withheld(run.split, kwargs)),
                 lambda error: isinstance(error, torch.OutOfMemoryError),
             )
         finally:
             _called.reset(before)
 
     def _begin(self, timestep: Any) -> DeepCacheRun | None:
-        """The run that a call at `timestep` belongs to; None for one outside the scheduler's schedule."""
+        """The run of a call at `timestep`; None for one outside the scheduler's schedule."""
         schedule = self._schedule()
         place = None if schedule is None else schedule.place_of(timestep)
         if place is None:
@@ -170,24 +169,24 @@ class _Cache:
         return self.run
 
     def _schedule(self) -> PipelineSchedule | None:
-        """The schedule of the image that is being made; None where it cannot be told."""
+        """The current image's schedule; None where it cannot be read."""
         scheduler = getattr(self.pipe, "scheduler", None)
         timesteps = getattr(scheduler, "timesteps", None)
-        if timesteps is None or timesteps is self.not_understood:
+        if timesteps is None or timesteps is self.unknown_timesteps:
             return None
         if self.schedule is None or not self.schedule.is_of(scheduler):
             self.end_run()
             try:
                 self.schedule = PipelineSchedule(scheduler)
             except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-                self.schedule, self.not_understood = None, timesteps
-                said = "DeepCache: %s has a schedule that it does not understand (%s); every step runs in full."
-                log.warning(said, type(scheduler).__name__, error)
+                self.schedule, self.unknown_timesteps = None, timesteps
+                message = "DeepCache: %s has a schedule that it does not understand (%s); every step runs in full."
+                log.warning(message, type(scheduler).__name__, error)
         return self.schedule
 
     def _start_run(self, schedule: PipelineSchedule, place: int) -> DeepCacheRun:
         run = DeepCacheRun(self.settings)
-        run.boundary = boundary_of(self.model, self.settings.depth)
+        run.split = find_split(self.model, self.settings.depth)
         run.schedule = schedule.run_from(place)
         run.is_flow = schedule.is_flow
         run.window = tuple(schedule.level_at(p) for p in (self.settings.start_percent, self.settings.end_percent))
@@ -198,12 +197,12 @@ class _Cache:
 
     def end_image(self) -> None:
         self.end_run()
-        if self.plain_calls and not self.own_calls and self.not_understood is None:
-            said = "DeepCache: %s is called at other timesteps than its scheduler's; every step ran in full."
-            log.warning(said, type(self.model).__name__)
+        if self.plain_calls and not self.own_calls and self.unknown_timesteps is None:
+            message = "DeepCache: %s is called at other timesteps than its scheduler's; every step ran in full."
+            log.warning(message, type(self.model).__name__)
 
     def end_run(self) -> None:
-        """Nothing of the run is kept."""
+        """Close the run and report it."""
         if self.run is not None:
             self.run.close()
             emit("deep_cache_run", full_steps=self.run.full_steps, skipped_steps=self.run.skipped_steps)
@@ -211,7 +210,7 @@ class _Cache:
 
 
 def _joined(latent: Any) -> torch.Tensor | None:
-    """The latents [B, ...] of a call, without a copy; None where a model takes several of different sizes."""
+    """The latents [B, ...] of a call, without a copy; None for several of different sizes."""
     if isinstance(latent, list) and latent and all(isinstance(one, torch.Tensor) for one in latent):
         first = latent[0]
         is_even = all(one.shape == first.shape and one.dtype == first.dtype for one in latent)
@@ -220,24 +219,23 @@ def _joined(latent: Any) -> torch.Tensor | None:
 
 
 def _layout(named: Mapping[str, Any]) -> Hashable:
-    """What a call is asked beside its values: which arguments there are, and of what shapes.
+    """The names of a call's arguments, with shapes, flags and texts, but no other values.
 
-    So guidance that asks the model again without some layers, with another text, or without a ControlNet has streams
-    of its own. Numbers are left out, since they may change with every step, and so are the contents of dicts, to
-    which some models add.
+    Tells apart the branches of guidance that calls the model again without some layers, with another text, or without
+    a ControlNet. Numbers are left out, since they may change with every step, and the contents of dicts, since some
+    models add to them.
     """
 
-    def told(value: Any) -> Hashable:
+    def described(value: Any) -> Hashable:
         if isinstance(value, torch.Tensor):
             return tuple(value.shape)
         if isinstance(value, (list, tuple)):
-            return tuple(one if type(one) is int else told(one) for one in value)
+            return tuple(one if type(one) is int else described(one) for one in value)
         return value if value is None or isinstance(value, (bool, str)) else type(value)
 
-    return tuple((name, told(value)) for name, value in named.items())
+    return tuple((name, described(value)) for name, value in named.items())
 
 
-def _withheld(boundary: Boundary, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A skipped call's arguments. A transformer's residuals stay: what is added between skipped blocks is
-    without effect, being in what is remembered."""
-    return boundary.withhold(kwargs) if isinstance(boundary, DiffusersBoundary) else kwargs
+def _withheld(split: Split, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A skipped call's arguments. A transformer's residuals stay: what skipped blocks are given has no effect."""
+    return split.withhold(kwargs) if isinstance(split, DownUpUNetSplit) else kwargs

@@ -1,4 +1,4 @@
-"""The steps of one image, as a diffusers scheduler tells them: timesteps, and the noise at each."""
+"""The steps of one image by its diffusers scheduler: timesteps, and the noise level at each."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 SMALLEST_ALPHA = 2**-24
-"""Schedules that start without any signal count as this noisy there, as in diffusers' own samplers."""
+"""Lower bound of alphas_cumprod, for schedules that start without any signal; as in diffusers' own samplers."""
 
 ROUNDINGS = 1.5
-"""How far a timestep may be from the scheduler's, in epsilons of its type at the largest timestep: some pipelines
-round it to the latents' type, and then once more when they divide it."""
+"""How far a timestep may be from the scheduler's, in epsilons of its dtype at the largest timestep: some pipelines
+round it to the latents' dtype, and once more when they divide it."""
 
 
 def is_flow(scheduler: Any) -> bool:
-    """Whether the scheduler's sigmas are shares of noise, 0 to 1, and not its ratio to the picture."""
+    """Whether the scheduler's sigmas are shares of noise, 0 to 1, instead of its ratio to the image."""
     if getattr(getattr(scheduler, "config", None), "use_flow_sigmas", False):
         return True
     sigmas = getattr(scheduler, "sigmas", None)
@@ -24,15 +24,15 @@ def is_flow(scheduler: Any) -> bool:
 
 
 def noise_levels(scheduler: Any, timesteps: list[float]) -> list[float]:
-    """The noise level, as sigma, at each of `timesteps`; where the scheduler does not say, the timestep.
+    """The noise level, as sigma, at each of `timesteps`; the timestep itself where the scheduler has no sigmas.
 
-    Between the timesteps of training log sigma is linear, as for the samplers that choose such timesteps.
-    A flow, or a scheduler without a training schedule, has a sigma for each of its own timesteps, and only for them.
+    Log sigma is interpolated linearly between the timesteps of training, as the samplers that choose such timesteps
+    do. A flow, or a scheduler without a training schedule, has sigmas for its own timesteps only.
     """
     if is_flow(scheduler) or not hasattr(scheduler, "alphas_cumprod"):
         levels = getattr(scheduler, "sigmas", torch.tensor(timesteps)).tolist()[: len(timesteps)]
-        is_turned = getattr(getattr(scheduler, "config", None), "invert_sigmas", False)  # Mochi's are shares of picture
-        return [1 - level for level in levels] if is_turned else levels
+        is_inverted = getattr(getattr(scheduler, "config", None), "invert_sigmas", False)  # Mochi's are shares of image
+        return [1 - level for level in levels] if is_inverted else levels
     alphas = scheduler.alphas_cumprod.detach().cpu().double().clamp(SMALLEST_ALPHA, 1 - SMALLEST_ALPHA)
     log_sigmas = ((1 - alphas) / alphas).log() / 2
     places = torch.tensor(timesteps, dtype=torch.float64).clamp(0, len(alphas) - 1)
@@ -42,9 +42,9 @@ def noise_levels(scheduler: Any, timesteps: list[float]) -> list[float]:
 
 
 class PipelineSchedule:
-    """The schedule that a scheduler has at present: after the next `set_timesteps` it is another one.
+    """The current schedule of a scheduler, until its next `set_timesteps`.
 
-    Raises whatever the scheduler makes of being asked, when it is of a kind that is not understood.
+    Raises whatever reading it raises where the scheduler is of an unknown kind.
     """
 
     def __init__(self, scheduler: Any):
@@ -54,38 +54,38 @@ class PipelineSchedule:
         self._times: list[float] = self.timesteps.tolist()
         levels = zip(self._times, noise_levels(scheduler, self._times), strict=True)
         self.levels: dict[float, float] = dict(levels)
-        """Noise level of each timestep, in the order in which they come."""
+        """Timestep → noise level, in the order of the steps."""
         trained = float(getattr(getattr(scheduler, "config", None), "num_train_timesteps", 1000))
-        self._told = [
-            ([scale * (trained - time if is_turned else time) for time in self.levels], trained * scale)
-            for is_turned in (False, True)
+        self._aliases = [
+            ([scale * (trained - time if is_inverted else time) for time in self.levels], trained * scale)
+            for is_inverted in (False, True)
             for scale in (1.0, 1 / trained)
         ]
-        """What pipelines call the timesteps when they call their model, and how large that is at most: Flux and
-        AuraFlow pass shares of noise, Lumina 2 and Z-Image shares of picture."""
+        """What pipelines may pass to their model for the timesteps, each with its largest value: Flux and AuraFlow pass
+        shares of noise, Lumina 2 and Z-Image shares of image."""
 
     def is_of(self, scheduler: Any) -> bool:
-        """Whether the scheduler is still in this schedule; for every image it makes new timesteps."""
+        """Whether the scheduler still has this schedule; it makes new timesteps for every image."""
         return scheduler is self.scheduler and scheduler.timesteps is self.timesteps
 
     def place_of(self, timestep: Any) -> int | None:
-        """Where in the schedule `timestep` is first; None if nowhere.
+        """First index of `timestep` in the schedule; None where it is not in it.
 
-        timestep: a number, or a tensor of equal ones and zeros, as where some frames of a video are given. It is the
-        scheduler's own or what pipelines make of it; where it might be several the scheduler's count decides. By that
-        another pipeline's calls are known too: they are at other timesteps than the one that is due.
+        timestep: a number, or a tensor of equal numbers and zeros, as where some frames of a video are given; the
+        scheduler's own or what pipelines make of it. Where it may be several, the scheduler's step count decides. That
+        also excludes calls of another pipeline, which are at other timesteps than the one that is due.
         """
-        told = torch.as_tensor(timestep)
-        largest = told.max()
-        is_one = ((told == largest) | (told == 0)).all()
-        time, is_one = torch.stack([largest, is_one.to(told.dtype)]).tolist()  # waits for the device once
+        given = torch.as_tensor(timestep)
+        largest = given.max()
+        is_one = ((given == largest) | (given == 0)).all()
+        time, is_one = torch.stack([largest, is_one.to(given.dtype)]).tolist()  # waits for the device once
         if not is_one:
             return None
         found = [list(self.levels).index(time)] if time in self.levels else []
         due = self._place_due()
         if not found or due not in (found[0], None):
-            epsilon = torch.finfo(told.dtype if told.is_floating_point() else torch.float64).eps
-            for called, scale in self._told:
+            epsilon = torch.finfo(given.dtype if given.is_floating_point() else torch.float64).eps
+            for called, scale in self._aliases:
                 far = [abs(known - time) for known in called]
                 near = (place for place, distance in enumerate(far) if distance <= ROUNDINGS * epsilon * scale)
                 found += sorted(near, key=far.__getitem__)
@@ -95,11 +95,11 @@ class PipelineSchedule:
 
     @property
     def _has_counted(self) -> bool:
-        """Whether the scheduler counts its steps, and this image's have begun."""
+        """Whether the scheduler counts its steps and this image's have begun."""
         return getattr(self.scheduler, "step_index", None) is not None
 
     def _place_due(self) -> int | None:
-        """Where the scheduler is by its own count; None for one that does not count."""
+        """Index of the current step by the scheduler's own count; None for one that does not count."""
         if not hasattr(self.scheduler, "step_index"):
             return None
         index = self.scheduler.step_index if self._has_counted else getattr(self.scheduler, "begin_index", None) or 0
@@ -109,9 +109,9 @@ class PipelineSchedule:
         return list(self.levels.values())[place]
 
     def run_from(self, place: int) -> tuple[float, ...]:
-        """The noise levels of the steps of a run that starts at `place`, and the one at which it ends.
+        """The noise levels of the steps of a run that starts at `place`, then the one at which it ends.
 
-        Second-order samplers list the timesteps within a step too; they are no steps.
+        The timesteps that second-order samplers list within a step are left out.
         """
         to_come = set(list(self.levels)[place:])
         steps = dict.fromkeys(self._times[:: getattr(self.scheduler, "order", 1)])
@@ -120,9 +120,9 @@ class PipelineSchedule:
         return (*levels, most if levels and levels[0] < levels[-1] else 0.0)
 
     def level_at(self, percent: float) -> float:
-        """The noise level at a fraction of the schedule that the model was trained on; 0.0 is the noisiest.
+        """The noise level at a fraction of the training schedule; 0.0 is the noisiest.
 
-        Of a flow it is the fraction of its steps: how far they are shifted is decided for each image.
+        For a flow it is the fraction of its steps, since each image may shift them differently.
         """
         if not 0.0 < percent < 1.0:
             return 0.0 if percent else math.inf

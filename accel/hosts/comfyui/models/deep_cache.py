@@ -1,4 +1,4 @@
-"""DeepCache inside ComfyUI: a clone of the model with wrappers, and a state for every sampler run."""
+"""DeepCache in ComfyUI: wrappers on a clone of the model, and a DeepCacheRun for every sampler run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ....report.run_record import records
 from ....step_cache.cached_call import cached_call
 from ....step_cache.config import DeepCacheSettings
 from ....step_cache.run import BranchKey, DeepCacheRun
-from ....step_cache.split_points import boundary_of, why_none
+from ....step_cache.split_points import find_split, why_no_split
 from ....step_cache.step_schedule import is_in_order
 from ..sizes.shape_errors import sizes_explained
 from .options import CAPTURE, INTERRUPTS, asks_wrappers
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ....cuda_graphs.model_capture import ModelCapture
 
 KEY = "accel_deep_cache"
-"""Of our wrappers, and of the run's state in its transformer_options."""
+"""Key of our wrappers, and of the run in its transformer_options."""
 
 _WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 
@@ -39,15 +39,15 @@ _CORE_COMPILE = "torch.compile"
 def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings) -> Any:
     """A clone of the ModelPatcher that samples with DeepCache, in place of any earlier settings.
 
-    When the settings skip nothing, or for a model without a boundary, the clone samples as if this
-    pack were not there. Raises ValueError when the depth is beyond the model.
+    When the settings skip nothing, or the model has no split, the clone samples as without this pack. Raises
+    ValueError when the depth is beyond the model.
     """
     clone = model_patcher.clone()
     for kind in _WRAPPED:
         clone.remove_wrappers_with_key(kind, KEY)
     model = clone.get_model_object("diffusion_model")
-    if boundary_of(model, settings.depth) is None:
-        log.warning("DeepCache: %s: %s; every step runs in full.", type(model).__name__, why_none(model))
+    if find_split(model, settings.depth) is None:
+        log.warning("DeepCache: %s: %s; every step runs in full.", type(model).__name__, why_no_split(model))
         return clone
     if not settings.is_off:
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings))
@@ -60,7 +60,7 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings) -> Any:
 
 
 def last_run() -> dict[str, int] | None:
-    """`{"full_steps": n, "skipped_steps": n}` of the DeepCache run that ended last in this process."""
+    """`{"full_steps": n, "skipped_steps": n}` of the last DeepCache run of this process."""
     known = records.deep_cache()
     return None if known is None else {name: known[name] for name in ("full_steps", "skipped_steps")}
 
@@ -71,7 +71,7 @@ def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _run_wrapper(settings: DeepCacheSettings) -> Callable[..., Any]:
-    def keep_state_for_run(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample_in_run(executor: Any, *args: Any, **kwargs: Any) -> Any:
         # The guider's model_options belong to this run; core copies them, with our state by reference.
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
         before = options.get(KEY)
@@ -93,7 +93,7 @@ def _run_wrapper(settings: DeepCacheSettings) -> Callable[..., Any]:
                 run.close()
                 _report(run)
 
-    return keep_state_for_run
+    return sample_in_run
 
 
 def _report(run: DeepCacheRun) -> None:
@@ -121,8 +121,10 @@ def _run_in_full(run: DeepCacheRun, reason: str) -> None:
 
 
 def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:
-    """Around every evaluation of the guider, whatever number of model calls it makes: the one place
-    that reads sigmas, since that waits for the GPU."""
+    """Around every evaluation of the guider, however many model calls it makes.
+
+    The one place that reads sigmas, since that waits for the GPU.
+    """
     model_options = {} if model_options is None else model_options
     options = model_options.get("transformer_options", {})
     run: DeepCacheRun | None = options.get(KEY)
@@ -137,7 +139,7 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
 
 
 def _stand_in_for_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `apply_model`, for models that run no wrappers of their own."""
+    """Around `apply_model`, for models that run no wrappers themselves."""
     model = _uncompiled(executor.class_obj.diffusion_model)
 
     @torch.compiler.disable
@@ -158,29 +160,29 @@ def _call_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwargs: dict, names: Sequence[str]) -> Any:
-    """One call of the model: skipped, in full and remembered, or plain. `names`: of the positional arguments."""
+    """One call of the model: skipped, full with its features stored, or plain. names: of the positional arguments."""
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     options = named.get("transformer_options") or {}
     run: DeepCacheRun | None = options.get(KEY)
-    boundary = None if run is None else _boundary(run, model)
+    split = None if run is None else _split(run, model)
     x = args[0] if args else named.get("x")
-    if boundary is not None and not isinstance(x, torch.Tensor):
+    if split is not None and not isinstance(x, torch.Tensor):
         _run_in_full(run, f"{type(model).__name__} takes several latents at once")
-    if boundary is None:
+    if split is None:
         return call(*args, **kwargs)
 
     def skipped() -> Any:
-        kept, named = _with_control(args, kwargs, names, boundary.withhold)
+        kept, named = _with_control(args, kwargs, names, split.withhold)
         return call(*kept, **named)
 
     keys = _branches(run, x, options)
     capture: ModelCapture | None = options.get(CAPTURE)
-    recorded = None if capture is None else capture.during
-    return cached_call(run, boundary, keys, lambda: call(*args, **kwargs), skipped, _must_pass, recorded)
+    within = None if capture is None else capture.during
+    return cached_call(run, split, keys, lambda: call(*args, **kwargs), skipped, _must_raise, within)
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Of the arguments that may be given by position."""
+    """Names of the arguments that may be given by position."""
     function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)
     names = () if code is None else code.co_varnames[: code.co_argcount]
@@ -188,7 +190,7 @@ def _names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _with_control(args: tuple, kwargs: dict, names: Sequence[str], change: Callable[[Any], Any]) -> tuple[tuple, dict]:
-    """The arguments with the model's `control` changed, wherever it is among them."""
+    """The arguments with `change` applied to `control`, wherever it is among them."""
     if "control" in kwargs:
         return args, {**kwargs, "control": change(kwargs["control"])}
     place = names.index("control") if "control" in names else len(args)
@@ -197,11 +199,11 @@ def _with_control(args: tuple, kwargs: dict, names: Sequence[str], change: Calla
     return args, kwargs
 
 
-def _boundary(run: DeepCacheRun, model: torch.nn.Module) -> Any:
-    """Where the run's model is cut, looked up at its first call; None for any other model."""
-    if run.boundary is None:
-        run.boundary = boundary_of(model, run.settings.depth)
-    return run.boundary if run.boundary is not None and run.boundary.model is model else None
+def _split(run: DeepCacheRun, model: torch.nn.Module) -> Any:
+    """The run's split, found at its first call; None for any other model."""
+    if run.split is None:
+        run.split = find_split(model, run.settings.depth)
+    return run.split if run.split is not None and run.split.model is model else None
 
 
 def _branches(run: DeepCacheRun, x: torch.Tensor, options: dict[str, Any]) -> list[BranchKey] | None:
@@ -217,7 +219,7 @@ def _branches(run: DeepCacheRun, x: torch.Tensor, options: dict[str, Any]) -> li
 
 
 def _replaced(patches: dict[str, dict[Hashable, Any]]) -> frozenset[Hashable]:
-    """Which blocks are replaced, and by functions of what name: guidance makes its functions anew for every call."""
+    """The replaced blocks with the names of their replacements: guidance makes new functions for every call."""
     return frozenset(
         (kind, block, getattr(patch, "__qualname__", type(patch).__qualname__))
         for kind, blocks in patches.items()
@@ -225,8 +227,8 @@ def _replaced(patches: dict[str, dict[Hashable, Any]]) -> frozenset[Hashable]:
     )
 
 
-def _must_pass(error: Exception) -> bool:
-    """Interrupts, and lack of memory, which core handles itself."""
+def _must_raise(error: Exception) -> bool:
+    """Whether it is an interrupt, or out of memory, which core handles itself."""
     out_of_memory = comfy.model_management.OOM_EXCEPTION
     if out_of_memory is not Exception and isinstance(error, out_of_memory):
         return True

@@ -4,7 +4,7 @@ import pytest
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.step_cache.run import DeepCacheRun
-from comfy_accel.accel.step_cache.unet_split import UNetBoundary, default_depth, has_unet_layout
+from comfy_accel.accel.step_cache.unet_split import UNetSplit, default_depth, has_unet_layout
 from uniform_hold import uniform_hold
 
 
@@ -54,9 +54,9 @@ class ToyUNet(torch.nn.Module):
 def full_then_skipped(model, depth, x):
     run = DeepCacheRun(uniform_hold(2))
     run.schedule = (14.6, 8.0, 0.0)
-    boundary = UNetBoundary(model, depth)
+    split = UNetSplit(model, depth)
     outs = []
-    for sigma, stand_ins in ((14.6, boundary.recording), (8.0, boundary.skipping)):
+    for sigma, stand_ins in ((14.6, split.full_layers), (8.0, split.skip_layers)):
         run.begin_evaluation(sigma)
         with substituted(stand_ins(run, run.branches(x, ["a"], [0], None)), Order.CACHED):
             outs.append(model(x))
@@ -89,8 +89,8 @@ def test_adaptive_run_sees_the_deep_parts_input_on_full_and_skipped_calls(depth)
     model = ToyUNet()
     run = Watched(uniform_hold(2, schedule="adaptive"))
     run.schedule = (14.6, 8.0, 0.0)
-    boundary = UNetBoundary(model, depth)
-    for sigma, stand_ins in ((14.6, boundary.recording), (8.0, boundary.skipping)):
+    split = UNetSplit(model, depth)
+    for sigma, stand_ins in ((14.6, split.full_layers), (8.0, split.skip_layers)):
         run.begin_evaluation(sigma)
         x = torch.full((2, 1, 3, 5), sigma)
         with substituted(stand_ins(run, run.branches(x, ["a"], [0], None)), Order.CACHED):
@@ -103,7 +103,7 @@ def test_adaptive_run_sees_the_deep_parts_input_on_full_and_skipped_calls(depth)
 @pytest.mark.parametrize("depth", [4, 99])
 def test_depth_beyond_the_model_is_refused_with_the_range(depth):
     with pytest.raises(ValueError) as error:
-        UNetBoundary(ToyUNet(), depth)
+        UNetSplit(ToyUNet(), depth)
     message = f"DeepCache: depth {depth} is outside this model's range 1 to 3 (0 chooses by itself)."
     assert str(error.value) == message
 
@@ -112,16 +112,16 @@ def test_residuals_of_deep_layers_are_withheld_and_the_callers_stay():
     names = ["0", "1", "2", "3"]
     control = {"input": names[::-1], "middle": ["m"], "output": names[:], "other": [1]}
     before = {name: list(values) for name, values in control.items()}
-    kept = UNetBoundary(ToyUNet(), 1).withhold(control)
+    kept = UNetSplit(ToyUNet(), 1).withhold(control)
     assert control == before
     # Taken from the ends: input blocks 0, 1, 2, 3; output blocks with the skips 3, 2, 1, 0.
     assert kept == {"input": [None, None, None, "0"], "middle": [None], "output": ["0", None, None, None], "other": [1]}
 
 
 def test_short_lists_of_residuals_are_counted_from_their_ends():
-    kept = UNetBoundary(ToyUNet(), 3).withhold({"input": ["1", "0"], "output": ["2", "3"]})
+    kept = UNetSplit(ToyUNet(), 3).withhold({"input": ["1", "0"], "output": ["2", "3"]})
     assert kept == {"input": ["1", "0"], "output": ["2", None]}
-    assert UNetBoundary(ToyUNet(), 3).withhold(None) is None
+    assert UNetSplit(ToyUNet(), 3).withhold(None) is None
 
 
 class Levels(torch.nn.Module):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.diffusers_split import DiffusersBoundary, has_diffusers_layout
 from comfy_accel.accel.step_cache.run import DeepCacheRun
+from comfy_accel.accel.step_cache.unet_split import DownUpUNetSplit, has_down_up_layout
 from toy_unets import Block, ToyDiffusersUNet
 from uniform_hold import uniform_hold
 
@@ -22,13 +22,13 @@ def flat(names):
 def full_then_skipped(model, depth, x, settings=None, **control):
     run = DeepCacheRun(settings or uniform_hold(2))
     run.schedule = (14.6, 8.0, 0.0)
-    boundary = DiffusersBoundary(model, depth)
+    split = DownUpUNetSplit(model, depth)
     outs = []
-    for sigma, stand_ins in ((14.6, boundary.recording), (8.0, boundary.skipping)):
+    for sigma, stand_ins in ((14.6, split.full_layers), (8.0, split.skip_layers)):
         run.begin_evaluation(sigma)
         given = {name: list(value) if isinstance(value, list) else value for name, value in control.items()}
         if sigma < 14:
-            given = boundary.withhold(given)
+            given = split.withhold(given)
         with substituted(stand_ins(run, run.branches(x, ["a"], [0], None)), Order.CACHED):
             outs.append(model(x, 500, **given))
     return outs
@@ -64,7 +64,7 @@ def test_adaptive_run_is_shown_what_the_deep_part_starts_from(depth, monkeypatch
 @pytest.mark.parametrize("depth", [6, 99])
 def test_depth_beyond_the_model_is_refused_with_the_range(depth):
     with pytest.raises(ValueError, match=f"depth {depth} is outside this model's range 1 to 5"):
-        DiffusersBoundary(ToyDiffusersUNet(), depth)
+        DownUpUNetSplit(ToyDiffusersUNet(), depth)
 
 
 def test_default_depth_is_chosen_by_work():
@@ -74,7 +74,7 @@ def test_default_depth_is_chosen_by_work():
         if name.endswith(("resnets.0", "resnets.1", "resnets.2", "conv_in")) and not hasattr(layer, "weight"):
             layer.weight = torch.nn.Parameter(torch.ones(10, 10))
     # Work of the pairs: 200, 200, 200, 100, 10100, 200; at depth 4 a sixteenth of all is shallow.
-    assert DiffusersBoundary(model, None).depth == 4
+    assert DownUpUNetSplit(model, None).depth == 4
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 5])
@@ -85,7 +85,7 @@ def test_controlnets_residuals_reach_shallow_skips_alone(depth):
     control = {"down_block_additional_residuals": skips, "mid_block_additional_residual": torch.ones(2, 1, 3, 4)}
     full, skipped = full_then_skipped(model, depth, x, **control)
     assert torch.equal(full, skipped)
-    kept = DiffusersBoundary(model, depth).withhold({**control, "return_dict": False})
+    kept = DownUpUNetSplit(model, depth).withhold({**control, "return_dict": False})
     assert [residual.ndim for residual in kept["down_block_additional_residuals"]] == [4] * depth + [0] * (6 - depth)
     assert kept["mid_block_additional_residual"].ndim == 0
     assert kept["return_dict"] is False
@@ -99,20 +99,20 @@ def test_adapters_residuals_reach_shallow_blocks_alone(depth, shallow, name):
     residuals = [torch.full((2, 1, 5, 7), 0.5), torch.full((2, 1, 3, 4), 0.25)]
     full, skipped = full_then_skipped(model, depth, torch.ones(2, 1, 5, 7), **{name: residuals})
     assert torch.equal(full, skipped)
-    kept = DiffusersBoundary(model, depth).withhold({name: residuals})[name]
+    kept = DownUpUNetSplit(model, depth).withhold({name: residuals})[name]
     assert [residual.ndim for residual in kept] == [4] * shallow + [0] * (2 - shallow)
 
 
 def test_absent_residuals_stay_absent():
     given = {"down_block_additional_residuals": None, "mid_block_additional_residual": None, "timestep_cond": None}
-    assert DiffusersBoundary(ToyDiffusersUNet(), 1).withhold(given) == given
+    assert DownUpUNetSplit(ToyDiffusersUNet(), 1).withhold(given) == given
 
 
 def test_layout_is_recognised():
-    assert has_diffusers_layout(ToyDiffusersUNet())
-    assert has_diffusers_layout(ToyDiffusersUNet(middle=False))
-    assert not has_diffusers_layout(torch.nn.Linear(1, 1))
-    assert not has_diffusers_layout(None)
+    assert has_down_up_layout(ToyDiffusersUNet())
+    assert has_down_up_layout(ToyDiffusersUNet(middle=False))
+    assert not has_down_up_layout(torch.nn.Linear(1, 1))
+    assert not has_down_up_layout(None)
 
 
 def test_layouts_that_hand_on_other_skips_are_not_taken():
@@ -126,4 +126,4 @@ def test_layouts_that_hand_on_other_skips_are_not_taken():
     encoder = ToyDiffusersUNet()
     del encoder.down_blocks[0].resnets
     for model in (lopsided, moving, one_skip, encoder):
-        assert not has_diffusers_layout(model)
+        assert not has_down_up_layout(model)

@@ -5,7 +5,9 @@ import logging
 import pytest
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
-from toy_transformers import FULL, SKIPPED, Chain, Doubles, Joints, Sampler, Single, tokens, untouched
+from comfy_accel.accel.step_cache.step_schedule import step_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from toy_transformers import FULL, SKIPPED, Chain, Doubles, InPlaceSingle, Joints, Sampler, Single, tokens, untouched
 
 # What a skipped call computes
 
@@ -86,6 +88,44 @@ def test_input_of_the_first_skipped_block_stays_as_it_is():
     assert torch.equal(kept[0], tokens(2))
 
 
+@pytest.mark.parametrize("schedule", ["uniform", "adaptive"])
+def test_later_blocks_that_write_in_place_leave_what_was_stored_alone(schedule):
+    sampler = Sampler(Chain(kind=InPlaceSingle), schedule=schedule, threshold=100.0)
+    for sigma in (FULL, SKIPPED):  # the adaptive schedule needs two full steps
+        sampler.run._full[step_of(sigma, sampler.run.schedule)] = True
+        assert torch.equal(sampler.call(sigma, tokens(1)), tokens(32))
+    for sigma in (4.0, 2.0):
+        assert torch.equal(sampler.call(sigma, tokens(3)), tokens(40)) and sampler.skipped
+    references = [reference for _, reference in sampler.run._drift._references.values()]
+    assert all(torch.equal(reference, tokens(2)) for reference in references)
+    assert len(references) == (schedule == "adaptive")
+
+
+class Clones(TorchDispatchMode):
+    """Counts copies of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.clone.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("uuids", ["a", "ab"])
+@pytest.mark.parametrize("settings", [{}, {"schedule": "adaptive", "between": "forecast"}])
+def test_full_step_copies_each_token_stream_once(uuids, settings):
+    sampler = Sampler(Doubles(), **settings)
+    img, txt = tokens(*range(1, len(uuids) + 1)), tokens(*[9] * len(uuids), count=4)
+    sampler.call(FULL, img, txt, uuids=uuids)
+    sampler.run._full[1] = True
+    with Clones() as plain:
+        expected = sampler.model(img, txt)
+    with Clones() as full:
+        assert torch.equal(sampler.call(SKIPPED, img, txt, uuids=uuids), expected) and not sampler.skipped
+    # img and txt in front of the doubles, x in front of the singles: the blocks may write to any of them.
+    assert full.count == plain.count + 3
+
+
 # Streams
 
 
@@ -100,7 +140,7 @@ def test_joined_and_split_chunks_agree():
     sampler.run.begin_evaluation(4.0)
     keys = sampler.run.branches(tokens(5), ["b"], [1], None)
     assert sampler.run.can_skip(keys)
-    with substituted(sampler.boundary.skipping(sampler.run, keys), Order.CACHED):
+    with substituted(sampler.split.skip_layers(sampler.run, keys), Order.CACHED):
         assert torch.equal(sampler.model(tokens(5)), tokens(76))
 
 
@@ -251,15 +291,15 @@ def test_block_that_needs_what_a_skipped_one_returned_keeps_steps_full(caplog):
 def test_residuals_inside_the_middle_are_withheld_and_the_callers_stay():
     sampler = Sampler(Doubles(3, 4))
     control = {"input": [1, 2, 3], "middle": [4], "output": [5, 6, 7, 8, None]}
-    assert sampler.boundary.withhold(control) == control  # nothing is skipped yet
+    assert sampler.split.withhold(control) == control  # nothing is skipped yet
     sampler.call(FULL, tokens(1), tokens(1))
-    kept = sampler.boundary.withhold(control)
+    kept = sampler.split.withhold(control)
     # Skipped are d1, d2, s0, s1, s2; what is added behind the last of a list comes after what is remembered.
     assert kept == {"input": [1, None, 3], "middle": [4], "output": [None, None, 7, 8, None]}
     assert control["input"] == [1, 2, 3]
-    assert sampler.boundary.withhold(None) is None
+    assert sampler.split.withhold(None) is None
     assert kept["middle"] is not control["middle"]  # some models take residuals off their lists
-    assert sampler.boundary.withhold({"input": None, "output": [1]}) == {"input": None, "output": [None]}
+    assert sampler.split.withhold({"input": None, "output": [1]}) == {"input": None, "output": [None]}
 
 
 def test_skipped_call_with_residuals_equals_the_full_one():
