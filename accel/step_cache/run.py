@@ -67,7 +67,7 @@ class DeepCacheRun:
         self.settings = settings
         self.policy = settings.policy()
         self.split: Any = None
-        """Where the run's model is cut; set by the host, dropped at the end."""
+        """The split of the run's model; set by the host, dropped at the end."""
         self.schedule: tuple[float, ...] = ()
         """Noise levels of the run, one more than it has steps; empty until its first evaluation."""
         self.window: tuple[float, float] = (math.inf, 0.0)

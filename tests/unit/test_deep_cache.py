@@ -1,4 +1,4 @@
-"""DeepCache without a host: which step is full, and which stream gets which feature."""
+"""DeepCache without a host: which step is full, and which CFG branch gets which feature."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_depth_zero_means_by_model():
     assert DeepCacheSettings(3, 0).depth is None
 
 
-# Streams
+# CFG branches
 
 
 def test_steps_between_reuse_the_last_full_step():
@@ -51,7 +51,7 @@ def test_steps_between_reuse_the_last_full_step():
 
 
 @pytest.mark.parametrize("splits", [(False, True), (True, False)])
-def test_joined_and_split_calls_share_their_streams(splits):
+def test_joined_and_split_calls_share_their_branches(splits):
     sampler = Sampler()
     seen = []
     for sigma, split in zip(SCHEDULE, splits, strict=False):
@@ -64,7 +64,7 @@ def test_joined_and_split_calls_share_their_streams(splits):
     assert sampler.run.skipped_steps == 1
 
 
-def test_new_stream_recomputes_and_the_old_one_in_its_batch_does_not():
+def test_new_branch_recomputes_and_the_old_one_in_its_batch_does_not():
     sampler = Sampler()
     sampler.evaluate(14.6, "a")
     assert sampler.evaluate(8.0, "ab") == [pytest.approx([14.6, 8.0])]
@@ -78,7 +78,7 @@ def test_feature_of_an_earlier_cycle_is_never_used():
     assert sampler.evaluate(8.0, "a") == [[8.0]]  # back up, as restarting samplers do
 
 
-def test_second_call_of_one_evaluation_is_a_stream_of_its_own():
+def test_second_call_of_one_evaluation_is_a_branch_of_its_own():
     sampler = Sampler()
     sampler.run.begin_evaluation(14.6)
     assert sampler.call(1.0, "a") == [1.0]
@@ -148,7 +148,7 @@ def test_going_back_up_recomputes_though_the_interval_is_long():
     assert sampler.evaluate(4.0, "a") == [[8.0]]
 
 
-def test_stream_is_held_only_where_its_feature_fits():
+def test_branch_keeps_its_feature_only_where_it_fits():
     run = DeepCacheRun(uniform_hold(3))
     run.schedule = SCHEDULE
     x = torch.zeros(2, 4, 8, 8)
@@ -163,7 +163,7 @@ def test_stream_is_held_only_where_its_feature_fits():
     assert (run.gather(keys) == 8.0).all()
 
 
-def test_streams_are_told_apart_by_their_circumstances():
+def test_branches_are_told_apart_by_their_variant():
     sampler = Sampler()
     sampler.run.begin_evaluation(14.6)
     sampler.call(14.6, "a", window="plain")

@@ -126,7 +126,7 @@ def test_full_step_copies_each_token_stream_once(uuids, settings):
     assert full.count == plain.count + 3
 
 
-# Streams
+# CFG branches
 
 
 def test_joined_and_split_chunks_agree():
@@ -136,7 +136,7 @@ def test_joined_and_split_chunks_agree():
     # The middle adds 14 for each 1 that the chunk was.
     assert torch.equal(joined, tokens(48, 76))
     keys = sampler.run.branches(tokens(5), ["b"], [1], None)
-    assert not sampler.run.can_skip(keys)  # a second call of one evaluation is another stream
+    assert not sampler.run.can_skip(keys)  # a second call of one evaluation is another branch
     sampler.run.begin_evaluation(4.0)
     keys = sampler.run.branches(tokens(5), ["b"], [1], None)
     assert sampler.run.can_skip(keys)
@@ -144,7 +144,7 @@ def test_joined_and_split_chunks_agree():
         assert torch.equal(sampler.model(tokens(5)), tokens(76))
 
 
-def test_new_stream_recomputes_and_the_old_one_in_its_batch_does_not():
+def test_new_branch_recomputes_and_the_old_one_in_its_batch_does_not():
     sampler = Sampler(Chain())
     sampler.call(FULL, tokens(1))
     assert torch.equal(sampler.call(SKIPPED, tokens(3, 3), uuids="ab"), tokens(40, 96))

@@ -37,7 +37,7 @@ def test_after_a_refresh_the_pace_of_the_segment_before_goes_on():
     assert drift.predicted(5) == pytest.approx(0.2)
 
 
-def test_largest_change_of_a_stream_counts():
+def test_largest_change_of_a_branch_counts():
     drift = drift_after(("a", 10, 0, True), ("b", 10, 0, True), ("a", 9, 1, False), ("b", 6, 1, False))
     assert drift.predicted(2) == pytest.approx(0.8)
 

@@ -73,7 +73,7 @@ def test_interval_bounds_the_adaptive_schedule(equal_weights):
     assert sampler.full_sigmas(*EVEN[:8]) == [100.0, 99.0, 96.0, 93.0]
 
 
-def test_stream_that_changes_most_decides_for_all_joined_or_split(equal_weights):
+def test_branch_that_changes_most_decides_for_all_joined_or_split(equal_weights):
     quick = {sigma: 100.0 + 10 * step for step, sigma in enumerate(EVEN)}
     decisions = []
     for calls in (["ab"], ["a", "b"], ["b", "a"]):
@@ -104,7 +104,7 @@ def test_change_that_is_not_a_number_refreshes(equal_weights):
         run.exchange(keys, torch.zeros(1, 4))
 
 
-def test_stream_that_ended_has_no_say(equal_weights):
+def test_branch_that_ended_has_no_say(equal_weights):
     sampler = Sampler(EVEN, threshold=0.025, **ADAPTIVE)
     sampler.evaluate(100.0, "ab")
     sampler.evaluate(99.0, "ab")
@@ -193,7 +193,7 @@ def test_each_part_of_a_boundary_has_a_history_of_its_own():
     assert (run.gather(keys, "text").mean(), run.gather(keys, "image").mean()) == (1, 0)
 
 
-def test_stream_that_lacks_one_part_recomputes_all_of_them():
+def test_branch_that_lacks_one_part_recomputes_all_of_them():
     run = Sampler(interval=3).run
     run.begin_evaluation(14.6)
     keys = run.branches(torch.zeros(2, 4), ["a", "b"], [0, 1], None)
@@ -207,7 +207,7 @@ def test_stream_that_lacks_one_part_recomputes_all_of_them():
         assert run.exchange(keys, torch.zeros(2, 4), part).mean(1).tolist() == [1, 0]
 
 
-def test_memory_is_that_of_the_present_streams():
+def test_memory_is_that_of_the_present_branches():
     sampler = Sampler(EVEN, interval=2, between="forecast")
     for step, sigma in enumerate(EVEN[:8]):
         sampler.evaluate(sigma, "abcdefgh"[step])
