@@ -14,7 +14,8 @@ from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui import progress
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.models.warm_up import parse_numbers, parse_sizes, warm_up
+from comfy_accel.accel.hosts.comfyui.models.warm_up import warm_up
+from comfy_accel.accel.hosts.comfyui.sizes.size_text import parse_numbers, parse_sizes
 from comfy_accel.accel.sizing.resolution import Size
 from comfy_accel.nodes.clear_cache import AccelClearGraphCache
 from comfy_accel.nodes.warm_up import AccelWarmUpGraphs

@@ -18,6 +18,23 @@ NO_RESULT_DEPENDS_ON = frozenset({("comfy.model_management", "MAX_PINNED_MEMORY"
 the limit of pinned memory depends on the installed memory."""
 
 
+_LATENT_SCALES = {
+    "ChromaRadiance": 1,
+    "SC_B": 4,
+    "SD_X4": 4,
+    "Flux2": 16,
+    "HunyuanImage21Refiner": 16,
+    "HunyuanVideo15": 16,
+    "Wan22": 16,
+    "HunyuanImage21": 32,
+    "LTXV": 32,
+}
+"""Scales other than 8 by latent format, for cores whose formats do not have `spacial_downscale_ratio`.
+
+From the empty-latent nodes and VAEs of 0.3.75.
+"""
+
+
 def schema(**fields: Any) -> io.Schema:
     """An `io.Schema` of the fields that this core knows; core raises TypeError for any other.
 
@@ -48,6 +65,12 @@ def check_options(**chosen: tuple[Any, Sequence[str]]) -> bool | str:
     return True
 
 
+def latent_scale(latent_format: Any) -> int:
+    """Pixels a side per element of a latent format."""
+    given = getattr(latent_format, "spacial_downscale_ratio", None)
+    return int(given or _LATENT_SCALES.get(type(latent_format).__name__, 8))
+
+
 def clone_for_compiling(model: Any) -> Any:
     """A clone of a ModelPatcher whose weights stay in place between calls, as compiled blocks need them.
 
@@ -59,7 +82,7 @@ def clone_for_compiling(model: Any) -> Any:
 
 
 def is_dynamic(model: Any) -> bool:
-    """Whether a ModelPatcher streams its weights (from 0.15.1 on)."""
+    """Whether a ModelPatcher or a VAE streams its weights (from 0.15.1 on)."""
     asked = getattr(model, "is_dynamic", None)
     return asked is not None and asked()
 

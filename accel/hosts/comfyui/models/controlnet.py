@@ -25,6 +25,7 @@ from ....modules.substitution import Layer, Order, substituted
 from ....store.graph_store import attach
 from ..home import running_home
 from ..progress import CompileProgress
+from ..versions import is_dynamic
 from .accelerate import block_layers
 
 log = logging.getLogger("accel")
@@ -55,8 +56,7 @@ def accelerate_control(
     if copied is control:
         log.warning("%s runs uncompiled: its copy is the object itself", name)
         return control
-    is_dynamic = getattr(getattr(copied, "control_model_wrapped", None), "is_dynamic", None)
-    if is_dynamic is not None and is_dynamic():
+    if is_dynamic(getattr(copied, "control_model_wrapped", None)):
         log.warning("This %s's weights are streamed (dynamic VRAM), so its blocks may run uncompiled", name)
     _Calls(copied, settings, cache, node_id)
     return copied

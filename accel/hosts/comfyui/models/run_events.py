@@ -11,6 +11,7 @@ import torch
 from ....cache.entry import Use
 from ....core.events import emit, log
 from ..server import preferences
+from ..sizes.model_sizes import family_name
 
 
 @contextmanager
@@ -41,13 +42,6 @@ def uses(executor: Any, arguments: Sequence[Any], contexts: Iterable[int]) -> tu
     return tuple(Use(run["model"], tuple(sizes), batch, context) for context in tuple(contexts) or (None,))
 
 
-def model_name(model_patcher: Any) -> str:
-    """Core's name for the architecture ("SDXL"); the network's class if it has none."""
-    model = getattr(model_patcher, "model", None)
-    config = getattr(model, "model_config", None)
-    return type(getattr(model, "diffusion_model", model) if config is None else config).__name__
-
-
 def _loaded_share(guider: Any) -> float | None:
     """The fraction of the weights that is on the device; None if it is unknown."""
     patcher = getattr(guider, "model_patcher", None)
@@ -63,7 +57,7 @@ def _described(executor: Any, arguments: Sequence[Any]) -> dict[str, Any]:
     noise, _, sampler, sigmas = (*arguments[:4], *[None] * (4 - len(arguments[:4])))
     function = getattr(sampler, "sampler_function", None)
     return {
-        "model": model_name(getattr(executor.class_obj, "model_patcher", None)),
+        "model": family_name(getattr(executor.class_obj, "model_patcher", None)),
         "latent": tuple(noise.shape) if isinstance(noise, torch.Tensor) else (),
         "steps": sigmas.shape[-1] - 1 if isinstance(sigmas, torch.Tensor) and sigmas.ndim else None,
         "sampler": None if function is None else getattr(function, "__name__", "").removeprefix("sample_") or None,

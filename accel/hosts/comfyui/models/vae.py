@@ -24,7 +24,7 @@ from ....sizing.vae import AUTO, SKIP, Repeats, VaePolicy, gives_back, has_room,
 from ....store.graph_store import attach
 from ..home import running_home
 from ..progress import CompileProgress
-from ..versions import clone_for_compiling
+from ..versions import clone_for_compiling, is_dynamic
 from .accelerate import block_layers
 
 log = logging.getLogger("accel")
@@ -184,8 +184,7 @@ def _keep_weights_in_place(view: Any) -> None:
 
     The view uses its patcher's model, as core's own node for another device does.
     """
-    is_dynamic = getattr(view, "is_dynamic", None)
-    if is_dynamic is None or not is_dynamic():
+    if not is_dynamic(view):
         return
     try:
         view.patcher = clone_for_compiling(view.patcher)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from ....sizing.resolution import Size
 from ..sizes.model_sizes import latent_layout
+from ..sizes.size_text import parse_numbers, parse_sizes
 from .options import is_captured
 
 MOST = 1000
@@ -28,35 +28,6 @@ LARGEST_BATCH, LONGEST_PROMPT = 64, 4096
 _STEPS_TO_CAPTURE = 12
 """At most eight calls that compile graphs and compare them with their blocks, then the warm-up, the dry run and the
 capture of the call."""
-
-
-def parse_sizes(text: str) -> list[Size]:
-    """Sizes in pixels from text such as "1024x1024, 720x960".
-
-    Raises:
-        ValueError: a part is not a size; the message shows a valid one.
-    """
-    sizes = []
-    for part in _parts(text):
-        match = re.fullmatch(r"(\d+)\s*[x×*]\s*(\d+)", part)
-        if match is None or not all(16 <= int(side) <= 16384 for side in match.groups()):
-            raise ValueError(f"{part!r} is not a size: write width x height in pixels, 16 to 16384, as in 720x960.")
-        sizes.append(Size(int(match[1]), int(match[2])))
-    return sizes
-
-
-def parse_numbers(text: str, name: str, largest: int) -> list[int]:
-    """Whole numbers from text such as "1, 2, 4".
-
-    Raises:
-        ValueError: a part is not a number from 1 to `largest`.
-    """
-    numbers = []
-    for part in _parts(text):
-        if not part.isdecimal() or not 1 <= int(part) <= largest:
-            raise ValueError(f"{part!r} is not among the {name} possible: write whole numbers from 1 to {largest}.")
-        numbers.append(int(part))
-    return numbers
 
 
 def parse_runs(sizes: str, batches: str, prompt_lengths: str) -> tuple[list[Size], list[int], list[int]]:
@@ -142,7 +113,3 @@ def _of_length(text: torch.Tensor, extra: dict[str, Any], length: int) -> list:
 def _mega(pixels: int) -> str:
     """In units of 1024 x 1024, rounded up, so that a refused size never reads like the limit."""
     return str(-(-pixels // (1 << 20)))
-
-
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in re.split(r"[,;\n]", text) if part.strip()]

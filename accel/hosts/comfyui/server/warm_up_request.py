@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....compile.registry import BACKENDS, DEFAULT
-from ..models.warm_up import LARGEST_BATCH, LONGEST_PROMPT, MOST, check_amount, parse_numbers, parse_sizes
+from ..models.warm_up import LARGEST_BATCH, LONGEST_PROMPT, MOST, check_amount
+from ..sizes.size_text import parse_numbers, parse_sizes
 
 MOST_SIZES, LONGEST_NAME = 64, 1024
 

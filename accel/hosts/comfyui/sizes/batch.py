@@ -9,7 +9,7 @@ import comfy.sample
 import torch
 
 from ....sizing.fit import Restore
-from ..models.warm_up import parse_numbers
+from .size_text import parse_numbers
 
 LARGEST = 4096
 """Images, as in core's Empty Latent Image."""

@@ -11,23 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....sizing.resolution import Size, safe_multiple
+from ..versions import latent_scale
 
 SAFE_FOR_ANY_UNET = 64
 """Pixels: four levels, as in the deepest Stable Diffusion UNet, at a latent scale of 8."""
 
-# Latent scales other than 8 by latent format, for cores without `spacial_downscale_ratio`. From the empty-latent nodes
-# and VAEs of ComfyUI 0.3.75.
-_SCALES = {
-    "ChromaRadiance": 1,
-    "SC_B": 4,
-    "SD_X4": 4,
-    "Flux2": 16,
-    "HunyuanImage21Refiner": 16,
-    "HunyuanVideo15": 16,
-    "Wan22": 16,
-    "HunyuanImage21": 32,
-    "LTXV": 32,
-}
 # Core's model configurations whose trained sizes are known; None for one that only derives from them.
 _FAMILIES = {"SD15": "SD1.5", "SDXL": "SDXL", "Flux2": None, "Flux": "Flux", "QwenImage": "Qwen-Image"}
 
@@ -64,8 +52,9 @@ def latent_layout(model: Any) -> LatentLayout:
             f"This model's latents ({name}) have no width and height in whole pixels;"
             " use the empty latent node made for it."
         )
-    scale = getattr(latent_format, "spacial_downscale_ratio", None) or _SCALES.get(name, 8)
-    return LatentLayout(latent_format.latent_channels, int(scale), latent_format.latent_dimensions == 3)
+    return LatentLayout(
+        latent_format.latent_channels, latent_scale(latent_format), latent_format.latent_dimensions == 3
+    )
 
 
 def model_multiple(model: Any) -> int:
@@ -89,9 +78,10 @@ def trained_family(model: Any) -> str | None:
 
 
 def family_name(model: Any) -> str:
-    """Core's name for the model's family, such as `WAN21_T2V`."""
-    config = getattr(model.model, "model_config", None)
-    return type(model.model if config is None else config).__name__
+    """Core's name for the model's family, such as `WAN21_T2V`; the network's class if it has none."""
+    base = getattr(model, "model", None)
+    config = getattr(base, "model_config", None)
+    return type(getattr(base, "diffusion_model", base) if config is None else config).__name__
 
 
 def _downsamplings(input_blocks: Any) -> int:
