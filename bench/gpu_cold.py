@@ -71,7 +71,7 @@ def measure(given: dict) -> list[Row]:
     pack.load()
     import torch
     from comfy_accel.accel.cache.graph_cache import shared
-    from comfy_accel.accel.hosts.comfyui.server import preferences
+    from comfy_accel.accel.hosts.comfyui import preferences
 
     from . import gpu_device, gpu_models
     from .gpu_cases import CONTENDERS

@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ..accel.hosts.comfyui.models.accelerate import accelerate
-from ..accel.hosts.comfyui.server.preferences import FROM_SETTINGS, set_node_budget
+from ..accel.hosts.comfyui.preferences import FROM_SETTINGS, set_node_budget
 from ..accel.hosts.comfyui.versions import check_options, make_input, schema
 from .compile_inputs import check, check_gain_input, how_to_compile, settings
 

@@ -16,9 +16,9 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES, Settings
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.dispatch.block_runner import CompileSettings
+from comfy_accel.accel.hosts.comfyui import preferences
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.capture_memory import CapturedCalls, memory_of, room_for_captures
-from comfy_accel.accel.hosts.comfyui.server import preferences
 from cpu_capturer import CpuCapturer, left
 
 CPU = torch.device("cpu")

@@ -12,9 +12,10 @@ from comfy_accel.accel.core import events
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES
+from comfy_accel.accel.hosts.comfyui import preferences
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
-from comfy_accel.accel.hosts.comfyui.server import panel, preferences, report
+from comfy_accel.accel.hosts.comfyui.server import panel, report
 from comfy_accel.accel.hosts.comfyui.versions import finish_node_progress, show_node_progress
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings

@@ -19,9 +19,9 @@ from ....dispatch.block_runner import BlockRunner
 from ....dispatch.compiled_layers import Host, compiled_layers, look_at
 from ....modules.substitution import Layer, Order, substituted
 from ....store.graph_store import attach
+from .. import preferences
 from ..home import running_home
 from ..progress import CompileProgress
-from ..server import preferences
 from ..sizes.shape_errors import size_remembered, sizes_explained
 from ..versions import NO_RESULT_DEPENDS_ON, clone_for_compiling
 from .options import INTERRUPTS, simplifier, without_hooks

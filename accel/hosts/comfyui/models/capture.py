@@ -27,7 +27,7 @@ from ....fingerprint.code_hash import CodeReader
 from ....fingerprint.plain_values import Indescribable
 from ....modules.substitution import Order, substituted
 from ....signature.tree_spec import CONSTANTS
-from ..server import preferences
+from .. import preferences
 from ..versions import NO_RESULT_DEPENDS_ON, is_dynamic, is_split_over_devices
 from .capture_memory import memory_of, room_for_captures
 from .options import CAPTURE as KEY

@@ -10,7 +10,7 @@ import torch
 
 from ....cache.entry import Use
 from ....core.events import emit, log
-from ..server import preferences
+from .. import preferences
 from ..sizes.model_sizes import family_name
 
 

@@ -8,7 +8,7 @@ from ....cache.graph_cache import shared
 from ....core.events import emit
 from ....core.fallbacks import fallbacks
 from ....report.run_record import records
-from . import preferences
+from .. import preferences
 
 VERSION = "0.1.0"
 

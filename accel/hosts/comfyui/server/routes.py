@@ -10,8 +10,9 @@ import re
 import urllib.parse
 from typing import Any
 
+from .. import preferences
 from ..versions import queue_prompt
-from . import panel, panel_messages, preferences, report
+from . import panel, panel_messages, report
 from .warm_up_request import Refused, read
 
 LARGEST_BODY = 64 << 10

@@ -11,12 +11,12 @@ import threading
 from dataclasses import asdict, replace
 from typing import Any
 
-from ....cache.graph_cache import shared
-from ....core import settings
-from ....core.settings import Settings
-from ....report import log as report_log
-from ....store import location
-from ..home import running_home
+from ...cache.graph_cache import shared
+from ...core import settings
+from ...core.settings import Settings
+from ...report import log as report_log
+from ...store import location
+from .home import running_home
 
 log = logging.getLogger("accel")
 
