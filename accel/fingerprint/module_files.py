@@ -1,4 +1,4 @@
-"""What the code behind a block is, told from its files: a name for it that other processes find too."""
+"""A digest of the files that code comes from, equal in every process that runs the same files."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 _BEGAN = time.time()
-"""When this module was imported, which is when the pack is: a file changed later is not what runs here."""
+"""When this module, and with it the pack, was imported: a file that changed later is not what runs here."""
+
+_LOOK_EVERY = 10.0
+"""Seconds. The kinds of a model are from the same folders and are looked up within a moment."""
 
 _NO_CODE = ("__pycache__", "node_modules", "site-packages", "venv")
 
 
 class Unknown(Exception):
-    """Nothing can be told of the code of a module; the message says why."""
+    """The code of a module cannot be identified by its files; the message says why."""
 
 
 def source_of(scope: Mapping[str, Any]) -> str | None:
-    """Where the code of a module with this namespace lies: the folder of its outermost package, or its file.
+    """The folder of the outermost package of a module with this namespace, or else the module's file.
 
-    A value that it imports may come from any module of the package. None for a folder of modules without code.
+    The whole package, since a value that the module imports may come from any part of it. None for a folder
+    of modules that has no code itself.
 
     Raises:
-        Unknown: it was loaded from no file.
+        Unknown: the module was not loaded from a file.
     """
     name, file = str(scope.get("__name__")), scope.get("__file__")
     if file is None:
@@ -37,7 +41,7 @@ def source_of(scope: Mapping[str, Any]) -> str | None:
     if base.partition(".")[0] == "__init__":
         inner.append("")
     elif inner and inner[-1] != base.partition(".")[0]:
-        return file  # loaded under a name that says nothing of its place
+        return file  # loaded under a name that does not reflect its path
     for part in reversed(inner[:-1]):
         folder, base = os.path.split(folder)
         if base != part:
@@ -46,13 +50,22 @@ def source_of(scope: Mapping[str, Any]) -> str | None:
 
 
 def digest(sources: Iterable[str]) -> str:
-    """A name for the code in these files and folders, wherever they are.
+    """A digest of the code in these files and folders, wherever they are.
+
+    Each folder is looked through at most once in `_LOOK_EVERY` seconds.
 
     Raises:
         Unknown: a file has changed since this process began, or cannot be read.
     """
-    told = [(name, _digest(file)) for source in sorted(sources) for name, file in _files(source)]
-    return hashlib.sha256(repr(sorted(told)).encode()).hexdigest()[:24]
+    period = int(time.monotonic() / _LOOK_EVERY)
+    digests = sorted(_of_source(source, _BEGAN, period) for source in sources)
+    return hashlib.sha256(repr(digests).encode()).hexdigest()[:24]
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_source(source: str, began: float, period: int) -> str:
+    files = sorted((name, _checked(file, began)) for name, file in _files(source))
+    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 def _files(source: str) -> Iterator[tuple[str, str]]:
@@ -68,10 +81,10 @@ def _files(source: str) -> Iterator[tuple[str, str]]:
                 yield os.path.relpath(path, source).replace(os.sep, "/"), path
 
 
-def _digest(file: str) -> str:
+def _checked(file: str, began: float) -> str:
     try:
         status = os.stat(file)
-        if max(status.st_mtime, status.st_ctime) > _BEGAN:
+        if max(status.st_mtime, status.st_ctime) > began:
             raise Unknown(f"{os.path.basename(file)} has changed since this process began")
         return _of_file(file, status.st_mtime_ns, status.st_size)
     except OSError:

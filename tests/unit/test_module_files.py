@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 import time
+import types
 
 import einops
 import pytest
@@ -101,6 +102,21 @@ def test_file_that_changed_since_is_not_what_runs(module, monkeypatch):
     monkeypatch.setattr(module_files, "_BEGAN", time.time() - 1000)
     with pytest.raises(key.NotPortable, match="has changed since"):
         digest_of(made)
+
+
+def test_change_is_noticed_in_the_next_period_and_a_folder_is_looked_through_once_in_each(tmp_path, monkeypatch):
+    (tmp_path / "code.py").write_text("one = 1")
+    clock, walks, walk = [0.0], [], os.walk
+    monkeypatch.setattr(module_files, "_BEGAN", time.time() + 1)
+    monkeypatch.setattr(module_files, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(os, "walk", lambda *args: walks.append(args) or walk(*args))
+    before = module_files.digest([str(tmp_path)])
+    assert module_files.digest([str(tmp_path)]) == before and len(walks) == 1
+    (tmp_path / "code.py").write_text("one = 2")
+    os.utime(tmp_path / "code.py", (time.time() + 60,) * 2)
+    clock[0] += module_files._LOOK_EVERY
+    with pytest.raises(module_files.Unknown, match="code.py has changed since"):
+        module_files.digest([str(tmp_path)])
 
 
 def test_module_whose_file_is_gone_or_never_was_tells_nothing(module):
