@@ -13,9 +13,9 @@ export function reasonList() {
   let rows = [];
   let drawn = FIRST;
 
-  /** wanted: {block (may be missing), reason, number}; the most frequent come first */
-  function update(wanted) {
-    rows = [...wanted].sort((one, other) => (other.number ?? 0) - (one.number ?? 0));
+  /** given: {block (may be missing), reason, number}; the most frequent come first */
+  function update(given) {
+    rows = [...given].sort((one, other) => (other.number ?? 0) - (one.number ?? 0));
     draw();
   }
 

@@ -1,4 +1,4 @@
-/** The pack's own sentences in the page's language: of locales/LANGUAGE/main.json, as /i18n gives it. */
+/** The panel's texts and reasons in the page's language: locales/LANGUAGE/main.json, as /i18n gives it. */
 
 import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";

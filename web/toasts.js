@@ -9,7 +9,7 @@ const GATHER = 800; // milliseconds: what falls back for one cause does so withi
 const MOST_SINGLE = 2;
 const MOST_KNOWN = 500;
 
-const told = new Set();
+const shown = new Set();
 let waiting = [];
 
 /** severity: success, info, warn or error */
@@ -17,11 +17,11 @@ export function toast(severity, summary, detail) {
   app.extensionManager?.toast?.add?.({ severity, summary, detail, life: LIFE });
 }
 
-/** Tell of a fallback {block, code, fields, reason} unless its reason was told of before; many at once become one. */
+/** Show a toast for a fallback {block, code, fields, reason} unless its reason was shown before; many at once become one. */
 export function tellFallback(fallback) {
   const key = String(fallback.reason ?? "").replace(/\d+/g, "#");
-  if (told.has(key) || told.size >= MOST_KNOWN) return;
-  told.add(key);
+  if (shown.has(key) || shown.size >= MOST_KNOWN) return;
+  shown.add(key);
   if (!waiting.length) setTimeout(tellWaiting, GATHER);
   waiting.push(fallback);
 }

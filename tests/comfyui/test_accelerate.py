@@ -167,7 +167,7 @@ def test_gradients_pass_through_an_accelerated_model(tiny_unet, sample):
         return torch.autograd.grad(loss, x)[0]
 
     assert torch.equal(gradient({"wrappers": fast_model.wrappers}), gradient({}))
-    assert {row["reason"] for row in fallbacks.rows()} == {"gradients are wanted, and a graph gives none"}
+    assert {row["reason"] for row in fallbacks.rows()} == {"gradients are requested, and a graph gives none"}
 
 
 def test_attention_patch_runs_its_blocks_eagerly_and_the_rest_compiled(tiny_unet, sample):

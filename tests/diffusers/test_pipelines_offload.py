@@ -170,4 +170,4 @@ def test_autocast_and_gradients_run_as_they_are(pipe):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             unet(latent, 1, prompt)
         assert hits() == used
-    assert {reason.split(",")[0] for _, reason in reasons()} == {"autocast is on", "gradients are wanted"}
+    assert {reason.split(",")[0] for _, reason in reasons()} == {"autocast is on", "gradients are requested"}

@@ -64,7 +64,7 @@ def test_gradients_are_those_of_the_block(wanted):
     (x if wanted == "input" else block.first.weight).requires_grad_()
     stand_in(block, x).sum().backward()
     assert (x if wanted == "input" else block.first.weight).grad.abs().max() > 0
-    assert reasons() == ["gradients are wanted, and a graph gives none"]
+    assert reasons() == ["gradients are requested, and a graph gives none"]
     hits = cache.statistics()["hits"]
     with torch.no_grad():
         stand_in(block, x)

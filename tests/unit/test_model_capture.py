@@ -279,7 +279,7 @@ def test_training_and_gradients_are_left_alone():
             call(x, times()).sum().backward()
         assert x.grad.abs().sum() > 0
     assert capturer.captures == capturer.warm_ups == 0
-    assert reasons() == ["it is being trained", "gradients are wanted, and a graph gives none"]
+    assert reasons() == ["it is being trained", "gradients are requested, and a graph gives none"]
 
 
 def test_reasons_of_host_and_capturer_are_told_once():

@@ -146,7 +146,7 @@ def refuse(block):
 
 def learn(block):
     wrap(block).conv.up.weight.requires_grad_(True)
-    return "gradients are wanted"
+    return "gradients are requested"
 
 
 def misfit(block):

@@ -154,13 +154,13 @@ def sizes_were_cold(facts: Facts) -> str | None:
     count = run.get("compilations", 0)
     if not count:
         return None
-    told = (
+    text = (
         f"The graphs were not warm: {count} were compiled in this very run, which took {run['compile_seconds']:.1f} of "
         f"its {run['seconds']:.1f} s."
     )
     if facts.compiling.get("shapes") == "exact size":
-        return f"{told} With exact size every new size, batch and prompt length compiles again: choose any size."
-    return f"{told} The next image pays nothing of this, whatever its size: judge by that one, or use Warm Up Graphs."
+        return f"{text} With exact size every new size, batch and prompt length compiles again: choose any size."
+    return f"{text} The next image pays nothing of this, whatever its size: judge by that one, or use Warm Up Graphs."
 
 
 def exact_size(facts: Facts) -> str | None:
@@ -181,11 +181,11 @@ def loading_took_long(facts: Facts) -> str | None:
 
 
 def few_repetitions_left_out(facts: Facts) -> str | None:
-    wanted = facts.compiling.get("min_repetitions", 1)
+    least = facts.compiling.get("min_repetitions", 1)
     left = sum(row["blocks"] for row in facts.left_eager() if row["code"] == _TOO_FEW)
-    if wanted <= 1 or not left:
+    if least <= 1 or not left:
         return None
-    return f"min_repetitions {wanted} keeps {left} blocks uncompiled: 1 compiles them too."
+    return f"min_repetitions {least} keeps {left} blocks uncompiled: 1 compiles them too."
 
 
 def blocks_fell_back(facts: Facts) -> str | None:
@@ -195,14 +195,14 @@ def blocks_fell_back(facts: Facts) -> str | None:
         return None
     code, reason = reasons[0]["code"], reasons[0]["reason"]
     total = eager + run.get("compiled_calls", 0)
-    told = f"{eager} of {total} block calls ran uncompiled, most of them because: {reason.rstrip('.')}."
+    text = f"{eager} of {total} block calls ran uncompiled, most of them because: {reason.rstrip('.')}."
     if code in _PATCHES:
-        return f"{told} Another node patches these blocks (attention, IP-Adapter): without it they run compiled."
+        return f"{text} Another node patches these blocks (attention, IP-Adapter): without it they run compiled."
     if code == "slower":
-        return f"{told} That is not wrong: on this machine they are faster so."
+        return f"{text} That is not wrong: on this machine they are faster so."
     if code in ("gradients", "autocast"):
-        return f"{told} No graph is made for that."
-    return told
+        return f"{text} No graph is made for that."
+    return text
 
 
 def not_captured(facts: Facts) -> str | None:
@@ -210,13 +210,13 @@ def not_captured(facts: Facts) -> str | None:
     calls, replays = run.get("model_calls", 0), run.get("replays", 0)
     if 2 * replays >= calls:
         return None
-    told = f"{calls - replays} of {calls} calls of the model were no replays of a CUDA graph"
+    text = f"{calls - replays} of {calls} calls of the model were no replays of a CUDA graph"
     reasons = facts.reasons_not_captured()
     if reasons:
         return (
-            f"{told}, most of them because: {reasons[0]['reason'].rstrip('.')}. The blocks ran compiled all the same."
+            f"{text}, most of them because: {reasons[0]['reason'].rstrip('.')}. The blocks ran compiled all the same."
         )
-    return f"{told}, since a size is captured at its third or a later call: the next image of this size replays."
+    return f"{text}, since a size is captured at its third or a later call: the next image of this size replays."
 
 
 def blocks_left_out(facts: Facts) -> str | None:

@@ -1,4 +1,4 @@
-"""What the panel shows and does: the engine's state as JSON, and the changes that a page may ask for."""
+"""What the panel shows and does: the engine's state as JSON, and the changes that a page may request."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ DEFAULT_ROWS, MOST_ROWS = 200, 5000
 LONGEST_FILTER = 200
 
 
-def state(rows: int = DEFAULT_ROWS, wanted: str = "") -> dict[str, Any]:
-    """All that the panel shows. rows, wanted: of the cache's table, as `GraphCache.statistics` takes them.
+def state(rows: int = DEFAULT_ROWS, text: str = "") -> dict[str, Any]:
+    """Everything that the panel shows, as JSON. The cache's table starts with the most recently used entry.
 
-    The table has the most recently used first.
+    rows, text: of that table, as for `GraphCache.statistics`.
     """
     settings = preferences.state()
-    cache = shared.statistics(rows, wanted)
+    cache = shared.statistics(rows, text)
     cache["table"].reverse()
     last = records.last()
     store = None if shared.store is None else shared.store.statistics()
@@ -38,7 +38,7 @@ def state(rows: int = DEFAULT_ROWS, wanted: str = "") -> dict[str, Any]:
 
 
 def evict(entry_id: str) -> dict[str, int]:
-    """Drop one entry of the cache."""
+    """Evict one entry of the cache: {"dropped", "bytes"}."""
     freed = shared.evict_named(entry_id)
     if freed is not None:
         emit("cache_changed")
@@ -46,7 +46,7 @@ def evict(entry_id: str) -> dict[str, int]:
 
 
 def clear() -> dict[str, int]:
-    """Drop all compiled graphs of this process; what is saved on disk stays."""
+    """Evict all graphs of this process, not those saved on disk: {"dropped", "bytes"}."""
     freed = shared.statistics(rows=0)["bytes"]
     dropped = shared.clear()
     fallbacks.clear()
@@ -54,10 +54,10 @@ def clear() -> dict[str, int]:
     return {"dropped": dropped, "bytes": freed}
 
 
-def change_settings(wanted: dict[str, Any]) -> dict[str, Any]:
-    """As `preferences.change`, and what is in force then."""
+def change_settings(changes: dict[str, Any]) -> dict[str, Any]:
+    """Apply `preferences.change`; the settings in force afterwards."""
     try:
-        preferences.change(wanted)
+        preferences.change(changes)
     finally:
         emit("cache_changed")
     return {"settings": preferences.state()}

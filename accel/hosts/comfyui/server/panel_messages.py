@@ -1,4 +1,4 @@
-"""The engine's events as messages to the pages: a few a second, and none when nobody is connected."""
+"""The engine's events as messages to the pages: a few a second, none while no page is connected."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ....core.events import subscribe
 from ....report.run_record import records
 
 TYPE = "accel"
-"""Of our messages on ComfyUI's WebSocket."""
+"""The type of our messages on ComfyUI's WebSocket."""
 
 SPACING = 0.2
 """Seconds between two messages."""
 
 _MOST_WAITING = 32
-"""Messages that wait; the oldest makes room. Of one sort only the latest waits, of fallbacks one for each reason."""
+"""Messages in the queue, the oldest of which makes room. It has the latest of each event, of fallbacks one a reason."""
 
 
 class PanelMessages:
-    """Listens (`hear`) and sends, in order and never faster than `SPACING`.
+    """Sends the events that it hears, in order and at least `SPACING` apart.
 
     send: takes a message; called on the thread of `later`. later: has a function called after seconds, from any
     thread. is_heard: whether there is anybody to send to.
@@ -46,10 +46,10 @@ class PanelMessages:
         if name not in _MESSAGES or not self._is_heard():
             return
         message = _MESSAGES[name](data)
-        sort = (name, message["block"], message["reason"]) if name == "fallback" else (message["event"],)
+        slot = (name, message["block"], message["reason"]) if name == "fallback" else (message["event"],)
         with self._lock:
-            self._waiting.pop(sort, None)
-            self._waiting[sort] = message
+            self._waiting.pop(slot, None)
+            self._waiting[slot] = message
             if len(self._waiting) > _MOST_WAITING:
                 del self._waiting[next(iter(self._waiting))]
             if self._is_due:
@@ -87,7 +87,7 @@ _MESSAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 def start(server: Any) -> None:
-    """Tell the pages of this server from now on."""
+    """Send events to the pages of this server from now on."""
 
     def later(seconds: float, act: Callable[[], None]) -> None:
         server.loop.call_soon_threadsafe(server.loop.call_later, seconds, act)

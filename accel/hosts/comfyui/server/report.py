@@ -1,4 +1,4 @@
-"""The Accel Report node's work, and the report that the page's command asks for."""
+"""The report of the Accel Report node and of the page's command."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _ROWS = 20
-"""Of the cache's table: enough for a report."""
+"""Rows of the cache's table that are enough for a report."""
 
 
 class Report(NamedTuple):
-    """text: in words. chart: as a picture, an IMAGE [1, H, W, 3]."""
+    """The report as text, and its chart as an IMAGE [1, H, W, 3]."""
 
     text: str
     chart: torch.Tensor
 
 
 def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = None, prompt: Any = None) -> Report:
-    """The report now. image, reference: IMAGEs to compare, where there are both. prompt: of the workflow it is in."""
+    """The report now. image, reference: compared where both are given, [B, H, W, C]. prompt: the report's workflow."""
     state = panel.state(rows=_ROWS)
     decibels = comparison = None
     if image is not None and reference is not None:
@@ -38,24 +38,24 @@ def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = Non
 
 
 def text() -> str:
-    """The report in words alone."""
+    """Only the text of the report."""
     state = panel.state(rows=_ROWS)
     return report.text(state, diagnose(facts(state)))
 
 
 def facts_as_json() -> dict[str, Any]:
-    """The same as JSON: {"state", "diagnosis"}."""
+    """What the report is made from, as JSON: {"state", "diagnosis"}."""
     state = panel.state(rows=_ROWS)
     return {"state": state, "diagnosis": diagnose(facts(state))}
 
 
-def _as_image(picture: Image.Image) -> torch.Tensor:
-    data = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
-    return data.reshape(1, picture.height, picture.width, 3).float() / 255
+def _as_image(chart: Image.Image) -> torch.Tensor:
+    data = torch.frombuffer(bytearray(chart.tobytes()), dtype=torch.uint8)
+    return data.reshape(1, chart.height, chart.width, 3).float() / 255
 
 
 def psnr(image: torch.Tensor, reference: torch.Tensor) -> float | None:
-    """Decibels between two IMAGEs [B, H, W, C] of values in 0..1, the mean over the batch; 100 where they are equal.
+    """PSNR of two IMAGEs [B, H, W, C] of values in 0..1, in dB, averaged over the batch; 100 where they are equal.
 
     None where their shapes differ: a report is no reason to fail a prompt.
     """

@@ -1,4 +1,4 @@
-"""What the server answers for the engine: its state and report, warming up without a workflow, changing the cache.
+"""The routes of the pack: state and report, warming up without a workflow, changes of cache and settings.
 
 No route names a file, and none can make a saved graph be imported or trusted.
 """
@@ -16,7 +16,7 @@ from . import panel, panel_messages, report
 from .warm_up_request import Refused, read
 
 LARGEST_BODY = 64 << 10
-"""Bytes; the longest request that makes sense has a few thousand."""
+"""Bytes; the longest sensible request has a few thousand."""
 
 
 def register() -> None:
@@ -29,7 +29,7 @@ def register() -> None:
     from aiohttp import web
 
     def answering(handler):
-        """A POST route that answers in JSON, a refusal with one sentence."""
+        """A POST route that answers in JSON; a refusal is one sentence."""
 
         async def answer(request):
             try:
@@ -41,7 +41,7 @@ def register() -> None:
         return answer
 
     def refusing(handler):
-        """A GET route; a refusal with one sentence."""
+        """A GET route; a refusal is one sentence."""
 
         async def answer(request):
             try:
@@ -54,8 +54,7 @@ def register() -> None:
     @server.routes.get("/accel/state")
     @refusing
     async def get_state(request):
-        rows, wanted = read_table_query(request.query)
-        return web.json_response(panel.state(rows, wanted))
+        return web.json_response(panel.state(*read_table_query(request.query)))
 
     @server.routes.get("/accel/report")
     @refusing
@@ -100,17 +99,17 @@ def register() -> None:
 
 
 def read_table_query(query: Any) -> tuple[int, str]:
-    """?rows=N&filter=text of a request; Refused where they are out of range."""
-    rows, wanted = query.get("rows", str(panel.DEFAULT_ROWS)), query.get("filter", "")
+    """rows and filter of `?rows=N&filter=text`. Raises Refused where they are out of range."""
+    rows, text = query.get("rows", str(panel.DEFAULT_ROWS)), query.get("filter", "")
     if not (rows.isascii() and rows.isdecimal() and len(rows) <= 6 and int(rows) <= panel.MOST_ROWS):
         raise Refused(f"rows must be a whole number from 0 to {panel.MOST_ROWS}.")
-    if len(wanted) > panel.LONGEST_FILTER:
+    if len(text) > panel.LONGEST_FILTER:
         raise Refused(f"filter must have at most {panel.LONGEST_FILTER} characters.")
-    return int(rows), wanted
+    return int(rows), text
 
 
 def read_entry_id(body: Any) -> str:
-    """The id in {"id": "..."}; Refused for anything else."""
+    """The id in {"id": "..."}. Raises Refused for anything else."""
     if not isinstance(body, dict) or set(body) != {"id"}:
         raise Refused('The body must be {"id": "..."}, with an id of the table in GET /accel/state.')
     found = body["id"]
@@ -120,7 +119,7 @@ def read_entry_id(body: Any) -> str:
 
 
 async def warm_up(server: Any, body: Any) -> dict:
-    """Queue a warm-up as a prompt; its id. Refused while another prompt runs or waits."""
+    """Queue a warm-up as a prompt: {"prompt_id"}. Raises Refused while another prompt runs or waits."""
     import folder_paths
 
     def refuse_when_busy():
@@ -128,17 +127,17 @@ async def warm_up(server: Any, body: Any) -> dict:
         if waiting:
             raise Refused(f"ComfyUI is busy, {waiting} prompts run or wait: warm up when it is idle.", 409)
 
-    wanted = read(body, lambda: folder_paths.get_filename_list("checkpoints"))
+    request = read(body, lambda: folder_paths.get_filename_list("checkpoints"))
     refuse_when_busy()
     # A node may take its time to validate, and others are served meanwhile: asked again where nothing comes between.
-    prompt_id, error = await queue_prompt(server, wanted.graph(), wanted.client_id, refuse_when_busy)
+    prompt_id, error = await queue_prompt(server, request.graph(), request.client_id, refuse_when_busy)
     if error is not None:
         raise Refused(f"ComfyUI refuses it: {error}.")
     return {"prompt_id": prompt_id}
 
 
 def refuse_foreign_origin(headers: Any) -> None:
-    """Raises Refused for a request that a page of another site makes in the visitor's browser.
+    """Raise Refused for a request from another site's page in the visitor's browser.
 
     Core does so for servers on the loopback address alone, and not where the person allows other origins.
     """
@@ -153,10 +152,10 @@ def refuse_foreign_origin(headers: Any) -> None:
 
 
 async def read_body(request: Any) -> Any:
-    """The request's JSON; None where it has no body.
+    """The body of a request as parsed JSON; None without a body.
 
     Raises:
-        Refused: it is too large or no JSON.
+        Refused: it is too large, or is not JSON.
     """
     too_large = Refused(f"The body must have at most {LARGEST_BODY} bytes.", 413)
     if (request.content_length or 0) > LARGEST_BODY:

@@ -1,4 +1,4 @@
-"""What a diagnosis wants to know of the program and the machine around us; nothing here waits or loads anything."""
+"""The facts about ComfyUI and the machine for a diagnosis. Nothing here waits or loads anything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def facts(state: dict[str, Any], prompt: Any = None) -> Facts:
-    """The facts for a report. state: the panel's. prompt: the workflow in API format, where it is known."""
+    """The facts for a diagnosis. state: `panel.state`. prompt: the workflow in API format, if known."""
     device = _or_none(_device)
     total, free, ours = _or_none(lambda: _memory(device)) or (None, None, None)
     return Facts(
@@ -41,7 +41,7 @@ def facts(state: dict[str, Any], prompt: Any = None) -> Facts:
 
 
 def _or_none(ask: Callable[[], T]) -> T | None:
-    """What core or torch answers; None where it has no answer: a report is the last to fail a prompt."""
+    """What core or torch answers, or None: a report must not fail a prompt."""
     try:
         return ask()
     except Exception as error:
@@ -56,7 +56,7 @@ def _device() -> torch.device:
 
 
 def _memory(device: torch.device | None) -> tuple[int, int, int] | None:
-    """(total, free, taken by this process) of a CUDA device, in bytes."""
+    """(total, free, reserved by this process) bytes of a CUDA device; None for others."""
     if device is None or device.type != "cuda" or not torch.cuda.is_initialized():
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""What `POST /accel/warm_up` asks for: checked, and turned into a prompt of core's and this pack's nodes."""
+"""The request of `POST /accel/warm_up`, validated, and as a prompt of core's and this pack's nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_SIZES, LONGEST_NAME = 64, 1024
 
 
 class Refused(Exception):
-    """The request cannot be done; the message is one sentence that says what would be right."""
+    """The request is invalid or cannot be served; the message is one sentence that says what is valid."""
 
     def __init__(self, sentence: str, status: int = 400):
         super().__init__(sentence)
@@ -24,9 +24,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class WarmUpRequest:
-    """Which checkpoint to run at which sizes; as text, the way that the node takes them.
+    """The checkpoint to run and at which sizes, as text in the node's format.
 
-    client_id: the WebSocket that hears of progress; None tells nobody.
+    client_id: of the WebSocket that gets progress messages; None for none.
     """
 
     checkpoint: str
@@ -37,7 +37,7 @@ class WarmUpRequest:
     client_id: str | None = None
 
     def graph(self) -> dict[str, dict[str, Any]]:
-        """The prompt, in ComfyUI's API format, each time another: an equal one would not run again."""
+        """The prompt in ComfyUI's API format, different each time: ComfyUI does not run an equal one again."""
         words = secrets.token_hex(4)
         return {
             "checkpoint": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": self.checkpoint}},
