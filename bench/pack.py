@@ -13,7 +13,7 @@ def load() -> ModuleType:
     """The pack's package; afterwards `import comfy_accel.accel...` works.
 
     The pack's root is deliberately not put on `sys.path`: it holds a `nodes` package, and ComfyUI's own
-    nodes.py must stay `import nodes`.
+    nodes.py must stay `import nodes`. In such a process `comfy_accel` is never the wheel of that name.
     """
     if NAME not in sys.modules:
         spec = importlib.util.spec_from_file_location(

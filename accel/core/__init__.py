@@ -1,1 +1,1 @@
-"""What every room of the engine uses: events, errors, reasons, settings, files."""
+"""Events, errors, reasons, settings and files: what every package of the engine uses."""

@@ -1,1 +1,1 @@
-"""What survives a restart: compiled graphs on disk."""
+"""Compiled graphs on disk, which survive a restart."""

@@ -99,7 +99,7 @@ def test_damaged_settings_are_a_reason_and_never_a_guess(tmp_path, capsys, name)
     damaged = server(tmp_path)
     assert load(damaged, "a") is not None and not save(damaged, "b")
     assert all(f"{name} is damaged" in reason for reason in reasons(damaged)) and reasons(damaged)
-    for command in (["limit", "5"], ["prune"]):
+    for command in (["list"], ["limit", "5"], ["prune"]):
         assert run_command(tmp_path, *command) == 1
         assert f"{name} is damaged: mend or delete it" in capsys.readouterr().err
 
