@@ -81,11 +81,11 @@ def change(requested: dict[str, Any]) -> None:
     unknown = sorted(set(requested) - set(NAMES))
     if unknown:
         raise ValueError(f"{unknown[0][:80]!r} is not known here: there are {', '.join(NAMES)}.")
-    now = replace(current(), **requested)
     if "store_mb" in requested and os.environ.get(location.LIMIT_VARIABLE, "").strip().isdecimal():
         raise ValueError(f"store_mb is given by {location.LIMIT_VARIABLE}, and only that changes it.")
+    current()
     with _lock:
-        _current = now
+        _current = now = replace(_current, **requested)
         if "max_mb" in requested:
             _node_mb = FROM_SETTINGS
         _set_budget(now)
