@@ -63,7 +63,10 @@ class WeightSnapshot:
         modules = list(model.modules())
         holders = [holder for m in modules for holder in (m._parameters, m._buffers, m.__dict__)]
         places = [
-            (holder, name) for holder in holders for name, value in holder.items() if isinstance(value, torch.Tensor)
+            (holder, name)
+            for holder in holders
+            for name, value in list(holder.items())  # copied: another thread may put a stand-in there
+            if isinstance(value, torch.Tensor)
         ]
         self._holders, self._names = [holder for holder, _ in places], [name for _, name in places]
         # A forward or a hook that is put on a module changes the length of one of these.
