@@ -17,7 +17,7 @@ export function toast(severity, summary, detail) {
   app.extensionManager?.toast?.add?.({ severity, summary, detail, life: LIFE });
 }
 
-/** Show a toast for a fallback {block, code, fields, reason} unless its reason was shown before; many at once become one. */
+/** Show a toast for a fallback {block, code, fields, reason}, once a reason; many at once become one. */
 export function tellFallback(fallback) {
   const key = String(fallback.reason ?? "").replace(/\d+/g, "#");
   if (shown.has(key) || shown.size >= MOST_KNOWN) return;

@@ -23,10 +23,10 @@ class Reason:
 
     def __init__(self, code: str, /, **fields: str | int | Reason):
         object.__setattr__(self, "code", code)
-        object.__setattr__(self, "fields", tuple(fields.items()))
+        object.__setattr__(self, "fields", tuple(sorted(fields.items())))
 
     def __str__(self) -> str:
-        """The English sentence, without a full stop."""
+        """The English sentence."""
         return SENTENCES[self.code].format(**dict(self.fields))
 
     def as_json(self) -> dict[str, Any]:
