@@ -1,0 +1,467 @@
+"""What other nodes do to a model, its prompts or its run, for the tests of DeepCache beside them.
+
+Imported by tests that have put a ComfyUI tree on the path.
+"""
+
+import comfy.controlnet
+import comfy.hooks
+import comfy.model_patcher
+import comfy.sample
+import comfy.samplers
+import comfy.sd
+import comfy.supported_models
+import tiny_models
+import torch
+from comfy.ldm.modules.attention import optimized_attention
+from comfy.patcher_extension import PatcherInjection
+from comfy.t2i_adapter.adapter import Adapter
+from deep_cache_reference import by_uuid, reference
+
+from bench.tiny_models import Family
+from bench.tiny_models import lora as lora_file
+
+# Attention, and patches between blocks
+
+BLOCKS = [("input", 1), ("input", 3), ("middle", 0), ("output", 2), ("output", 3), ("output", 4), ("output", 5)]
+"""Those of the tiny UNet that have a transformer."""
+
+
+def noise(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def image_prompt(model, start=float("inf"), seen=None):
+    """What IP-Adapter puts in a cross-attention's place: tokens of an image for cond and uncond, besides the prompt's.
+
+    start: the noise level from which on it acts. seen: takes the name of every block that asked it.
+    """
+
+    def patch(q, k, v, options):
+        if seen is not None:
+            seen.append((options["block"], options["transformer_index"]))
+        out = optimized_attention(q, k, v, options["n_heads"])
+        if options["sigmas"][0] > start:
+            return out
+        width, streams = q.shape[-1], options["cond_or_uncond"]
+        images = q.shape[0] // len(streams)
+        keys, values = (torch.cat([noise(images, 4, width, seed=seed + i) for i in streams]) for seed in (5, 7))
+        return out + 0.7 * optimized_attention(q, keys, values, options["n_heads"])
+
+    model = model.clone()
+    for block in BLOCKS:
+        model.set_model_attn2_replace(patch, *block)
+    return model
+
+
+def more_context(model):
+    """Tokens added to the prompt's in every cross-attention."""
+
+    def patch(q, k, v, options):
+        extra = noise(1, 3, k.shape[-1], seed=9).expand(k.shape[0], -1, -1)
+        return q, torch.cat((k, extra), 1), torch.cat((v, extra), 1)
+
+    model = model.clone()
+    model.set_model_attn2_patch(patch)
+    return model
+
+
+def every_patch(model):
+    """A patch at every place that core has for one: each moves what it is given."""
+    model = model.clone()
+    model.set_model_attn1_patch(lambda q, k, v, options: (q * 1.1, k, v))
+    model.set_model_attn1_output_patch(lambda n, options: n * 0.9)
+    model.set_model_attn2_output_patch(lambda n, options: n * 1.2)
+    model.set_model_patch(lambda x, options: x * 0.95, "middle_patch")
+    model.set_model_emb_patch(lambda emb, channels, options: emb * 1.05)
+    model.set_model_input_block_patch(lambda h, options: h * 1.03)
+    model.set_model_input_block_patch_after_skip(lambda h, options: h * 0.97)
+    model.set_model_output_block_patch(lambda h, hsp, options: (h * 1.02, hsp * 0.9))
+    return model
+
+
+def in_place(model):
+    """Patches that change what they are given instead of making something new."""
+    model = model.clone()
+    model.set_model_input_block_patch(lambda h, options: h.mul_(1.03))
+    model.set_model_input_block_patch_after_skip(lambda h, options: h.mul_(0.97))
+    model.set_model_output_block_patch(lambda h, hsp, options: (h.mul_(1.02), hsp.mul_(0.9)))
+    return model
+
+
+def free_u(model):
+    from comfy_extras.nodes_freelunch import FreeU_V2
+
+    return FreeU_V2().patch(model, 1.3, 1.4, 0.9, 0.2)[0]
+
+
+def rolled_dice(model):
+    """Chance falls alike in every block; to be patched in before the patch that plays."""
+
+    def patch(q, k, v, options):
+        torch.manual_seed(0)
+        return q, k, v
+
+    model = model.clone()
+    model.set_model_attn1_patch(patch)
+    return model
+
+
+def hyper_tile(model):
+    from comfy_extras.nodes_hypertile import HyperTile
+
+    return HyperTile.execute(model, 64, 3, 1, False)[0]
+
+
+def token_merging(model):
+    from comfy_extras.nodes_tomesd import TomePatchModel
+
+    return TomePatchModel.execute(model, 0.4).args[0]
+
+
+def deep_shrink(model, after_skip, end, method="bilinear"):
+    from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
+
+    return PatchModelAddDownscale.execute(model, 3, 2.0, 0.0, end, after_skip, method, method).args[0]
+
+
+# Guidance
+
+
+def perturbed_attention(model):
+    from comfy_extras.nodes_pag import PerturbedAttentionGuidance
+
+    return PerturbedAttentionGuidance.execute(model, 3.0).args[0]
+
+
+def self_attention(model):
+    from comfy_extras.nodes_sag import SelfAttentionGuidance
+
+    return SelfAttentionGuidance.execute(model, 0.5, 2.0).args[0]
+
+
+def perpendicular(model):
+    from comfy_extras.nodes_perpneg import PerpNeg
+
+    return PerpNeg.execute(model, tiny_models.conditioning(seed=6), 0.8).args[0]
+
+
+def both_attentions(model):
+    return self_attention(perturbed_attention(model))
+
+
+def tiled(model):
+    """A wrapper that has the model make the left and the right of the image in calls of their own."""
+
+    def halves(apply_model, args):
+        parts = [
+            apply_model(part, args["timestep"], **args["c"])
+            for part in (args["input"][..., :5], args["input"][..., 4:])
+        ]
+        return torch.cat((parts[0], parts[1][..., 1:]), -1)
+
+    model = model.clone()
+    model.set_model_unet_function_wrapper(halves)
+    return model
+
+
+def tiled_evenly(model):
+    """The same with tiles of one shape, which are told apart by their order alone."""
+
+    def halves(apply_model, args):
+        whole = torch.zeros_like(args["input"])
+        for start in (0, 4):
+            tile = (..., slice(start, start + 5))
+            whole[tile] = apply_model(args["input"][tile], args["timestep"], **args["c"])
+        return whole
+
+    model = model.clone()
+    model.set_model_unet_function_wrapper(halves)
+    return model
+
+
+def reference_with_held_attention(model, interval, depth):
+    """Self-attention guidance blurs where the middle block attends, which a skipped step does not ask anew."""
+    model = reference(model, interval, depth)
+    slow = model.get_attachment("slow")
+    record = model.model_options["transformer_options"]["patches_replace"]["attn1"][("middle", 0, 0)]
+    model.set_model_attn1_replace(lambda q, k, v, o: v if slow.skipping else record(q, k, v, o), "middle", 0, 0)
+    return model
+
+
+def within(model, block, low, high):
+    """Guidance that asks again without one block's attention, between two noise levels, as skip-layer guidance."""
+
+    def guide(args):
+        sigma, options = args["sigma"], args["model_options"].copy()
+        if not low <= sigma[0].item() <= high:
+            return args["denoised"]
+        leave_out = lambda q, k, v, extra: v  # noqa: E731
+        options = comfy.model_patcher.set_model_options_patch_replace(options, leave_out, "attn1", *block)
+        (without,) = comfy.samplers.calc_cond_batch(args["model"], [args["cond"]], args["input"], sigma, options)
+        return args["denoised"] + 0.7 * (args["cond_denoised"] - without)
+
+    model = model.clone()
+    model.set_model_sampler_post_cfg_function(guide)
+    return model
+
+
+def guided(make):
+    """`tiny_models.sample` with the guider that `make` gives from a model."""
+
+    def sample(model, steps, **size):
+        guider = make(model)
+        latent = torch.zeros(1, 4, size["height"] // 8, size["width"] // 8)
+        sampling = model.get_model_object("model_sampling")
+        sigmas = comfy.samplers.calculate_sigmas(sampling, "normal", steps)
+        noise = comfy.sample.prepare_noise(latent, 0)
+        return guider.sample(noise, latent, comfy.samplers.sampler_object("euler"), sigmas, disable_pbar=True, seed=0)
+
+    return sample
+
+
+def two_prompts(model, nested):
+    from comfy_extras.nodes_custom_sampler import Guider_DualCFG
+
+    guider = Guider_DualCFG(model)
+    guider.set_conds(*(tiny_models.conditioning(seed=seed) for seed in (1, 5, 2)))
+    guider.set_cfg(4.0, 2.0, nested)
+    return guider
+
+
+def perpendicular_guider(model):
+    from comfy_extras.nodes_perpneg import Guider_PerpNeg
+
+    guider = Guider_PerpNeg(model)
+    guider.set_conds(*(tiny_models.conditioning(seed=seed) for seed in (1, 2, 6)))
+    guider.set_cfg(5.0, 0.8)
+    return guider
+
+
+# ControlNets and T2I-Adapters
+
+SD15 = {
+    "num_res_blocks": [2] * 4,
+    "channel_mult": [1, 2, 4, 4],
+    "transformer_depth": [1] * 6 + [0] * 2,
+    "transformer_depth_output": [1] * 9 + [0] * 3,
+}
+"""All twelve levels of SD1.5, 32 channels wide, which is what the place of a T2I-Adapter's residuals is made for."""
+
+
+def control_net(**changes):
+    network = Family("", "SD15", tiny_models.unet_config(**changes), context_dim=768).control_net(torch.float32)
+    return watched(network)
+
+
+def watched(control):
+    """The ControlNet, its copies counting their network's calls in `control.calls`."""
+    control.calls = calls = []
+    control.control_model.register_forward_hook(lambda *args: calls.append(None))
+    return control
+
+
+def adapter(xl: bool = False):
+    """A T2I-Adapter for 32 channels, as core loads it."""
+    network = Adapter(channels=[32, 64, 128, 128], nums_rb=2, cin=768 if xl else 192, ksize=1, sk=True, xl=xl).eval()
+    tiny_models.randomize(network.requires_grad_(False), seed=5)
+    return comfy.controlnet.T2IAdapter(network, network.input_channels, 8, "nearest-exact")
+
+
+def controlled(*controls, ends=(1.0, 1.0), both=True, seed=1):
+    """Conditioning with the controls chained, each up to its percent; for the negative prompt too if `both`."""
+    hint = torch.rand(1, 3, 120, 96, generator=torch.Generator().manual_seed(4))
+    chain = None
+    for control, end in zip(controls, ends, strict=False):
+        chain = control.copy().set_cond_hint(hint, 0.8, (0.0, end)).set_previous_controlnet(chain)
+    return tiny_models.conditioning(seed=seed, control=chain, control_apply_to_uncond=both)
+
+
+# Layouts
+
+LINEAR = {"use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 16, "num_classes": "sequential"}
+XL = {
+    "transformer_depth": [0, 1, 2],
+    "transformer_depth_output": [0, 0, 1, 1, 2, 2],
+    "transformer_depth_middle": 2,
+    **LINEAR,
+}
+VIDEO = {
+    "in_channels": 8,
+    "channel_mult": [1, 2],
+    "num_res_blocks": [1, 1],
+    "transformer_depth": [1, 0],
+    "transformer_depth_output": [1, 1, 0, 0],
+    "context_dim": 1024,
+    "adm_in_channels": 768,
+    "extra_ff_mix_layer": True,
+    "use_spatial_context": True,
+    "merge_strategy": "learned_with_images",
+    "merge_factor": 0.0,
+    "video_kernel_size": [3, 1, 1],
+    "use_temporal_resblock": True,
+    "use_temporal_attention": True,
+    "disable_temporal_crossattention": False,
+    **LINEAR,
+    "model_channels": 64,
+}
+"""Wider, since core's class sets 64 channels a head."""
+
+
+def patcher(family: str, **changes):
+    """A ModelPatcher over one of core's model classes with a small UNet."""
+    config = getattr(comfy.supported_models, family)(tiny_models.unet_config(dtype=torch.float32, **changes))
+    device = torch.device("cpu")
+    model = config.get_model({}, device=device)
+    tiny_models.randomize(model.diffusion_model)
+    return comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
+
+
+def prompts(width: int, tokens: int, **extra):
+    """Two prompts with all that the families take besides tokens."""
+    vector = torch.randn(2, 1, 1280, generator=torch.Generator().manual_seed(7))
+    make = tiny_models.conditioning
+    return {
+        "positive": make(tokens, 1, width, pooled_output=vector[0], width=720, height=960, **extra),
+        "negative": make(tokens, 2, width, pooled_output=vector[1], width=512, height=512, prompt_type="negative"),
+    }
+
+
+def sdxl():
+    return patcher("SDXL", context_dim=2048, adm_in_channels=2816, **XL), prompts(2048, 77) | {"batch": 2}
+
+
+def refiner():
+    return patcher("SDXLRefiner", context_dim=1280, adm_in_channels=2560, **XL), prompts(1280, 77)
+
+
+def svd():
+    frame = torch.randn(1, 4, 11, 9, generator=torch.Generator().manual_seed(8))
+    return patcher("SVD_img2vid", **VIDEO), prompts(1024, 1, concat_latent_image=frame) | {"batch": 3}
+
+
+# Masks, areas, times and windows
+
+SHAPE = (11, 9)
+
+
+def picture(channels: int = 4, seed: int = 3) -> torch.Tensor:
+    return torch.randn(1, channels, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def ramp() -> torch.Tensor:
+    """A mask from 0 at the left to 1 at the right, [1, 1, H, W] in pixels."""
+    return torch.linspace(0, 1, SHAPE[1] * 8).expand(1, 1, SHAPE[0] * 8, -1).clone()
+
+
+def masked_sample(model, steps, noise_mask, latent, denoise=1.0, positive=None, negative=None):
+    """Core's sampler on a latent of which only the mask is made anew."""
+    noise = comfy.sample.prepare_noise(latent, 0)
+    positive, negative = positive or tiny_models.conditioning(seed=1), negative or tiny_models.conditioning(seed=2)
+    settings = {"denoise": denoise, "noise_mask": noise_mask, "disable_pbar": True, "seed": 0}
+    return comfy.sample.sample(model, noise, steps, 5.0, "euler", "normal", positive, negative, latent, **settings)
+
+
+def in_areas():
+    top = tiny_models.conditioning(seed=4, area=(6, 9, 0, 0), strength=0.8)
+    bottom = tiny_models.conditioning(seed=5, area=(6, 9, 5, 0), strength=1.0)
+    return top + bottom + tiny_models.conditioning(seed=1)
+
+
+def in_masks():
+    mask = torch.zeros(1, *SHAPE)
+    mask[..., :5] = 1
+    whole = tiny_models.conditioning(seed=4, mask=mask, mask_strength=0.9)
+    bounds = tiny_models.conditioning(seed=5, mask=1 - mask, mask_strength=1.0, set_area_to_bounds=True)
+    return whole + bounds + tiny_models.conditioning(seed=1)
+
+
+def by_uuid_reference(model, interval, depth):
+    return reference(model, interval, depth, by_uuid)
+
+
+def windowed(model, schedule):
+    from comfy_extras.nodes_context_windows import ContextWindowsManualNode
+
+    later = {entry.id: entry.default for entry in ContextWindowsManualNode.define_schema().inputs[8:]}  # newer cores'
+    return ContextWindowsManualNode.execute(model, 3, 1, schedule, 1, False, "pyramid", 0, **later).args[0]
+
+
+def noticing(model, seen):
+    """The model, noting (step, frames) of every call."""
+    model = model.clone()
+
+    def patch(emb, channels, options):
+        steps = options["sample_sigmas"].tolist()
+        seen.append((steps.index(options["sigmas"][0].item()), tuple(options["context_window"].index_list)))
+        return emb
+
+    model.set_model_emb_patch(patch)
+    return model
+
+
+# LoRAs, hooks and injections
+
+
+def lora(model, seed: int = 1, strength: float = 0.8):
+    return comfy.sd.load_lora_for_models(model, None, lora_file(model, seed), strength, 0)[0]
+
+
+def hooked(model, keyframes=((0.0, 1.0),), seed: int = 1, **conditioning):
+    """The model that knows the hook of a LoRA, and conditioning that turns it on, with its strength at each percent."""
+    hooks = comfy.hooks.create_hook_lora(lora=None, strength_model=0.8, strength_clip=0.0)
+    patches = lora(model, seed).patches
+    hooks.hooks[0].weights = {key: patch[0][1] for key, patch in patches.items()}
+    hooks.hooks[0].need_weight_init = False
+    frames = comfy.hooks.HookKeyframeGroup()
+    for percent, strength in keyframes:
+        frames.add(comfy.hooks.HookKeyframe(strength=strength, start_percent=percent))
+    hooks.set_keyframes_on_hooks(frames)
+    model = model.clone()
+    model.register_all_hook_patches(hooks, comfy.hooks.create_target_dict(comfy.hooks.EnumWeightTarget.Model))
+    return model, tiny_models.conditioning(hooks=hooks, **conditioning)
+
+
+class Motion(torch.nn.Module):
+    """Mixes neighbouring images of the batch, as an AnimateDiff layer does; it has no name that core knows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.7 * x + 0.3 * x.roll(1, 0)
+
+
+def injected(model, blocks):
+    """The model with a layer at the end of output blocks, for as long as it is loaded."""
+    layers = [Motion() for _ in blocks]
+
+    def inject(patcher):
+        for block, layer in zip(blocks, layers, strict=True):
+            patcher.model.diffusion_model.output_blocks[block].append(layer)
+
+    def eject(patcher):
+        for block in blocks:
+            del patcher.model.diffusion_model.output_blocks[block][-1]
+
+    model = model.clone()
+    model.set_injections("motion", [PatcherInjection(inject, eject)])
+    return model
+
+
+# Caches of whole steps, and compiled blocks
+
+
+def easy_cache(model):
+    from comfy_extras.nodes_easycache import EasyCacheNode
+
+    return EasyCacheNode.execute(model, 0.2, 0.1, 0.95, False).args[0]
+
+
+def lazy_cache(model):
+    from comfy_extras.nodes_easycache import LazyCacheNode
+
+    return LazyCacheNode.execute(model, 0.2, 0.1, 0.95, False).args[0]
+
+
+def counted(model, calls):
+    """The model, noting every call of its UNet."""
+    model = model.clone()
+    model.set_model_emb_patch(lambda emb, channels, options: calls.append(None) or emb)
+    return model
