@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 STEPS = 16
-SETTLED = 6
+STABLE_AFTER = 6
 """Calls until nothing is compiled or captured any more; those after them are timed."""
 
 
 class IdleCapturer:
-    """Captures that do nothing when they are replayed, and note when that was."""
+    """Captures graphs that do nothing but note when they are replayed."""
 
     def __init__(self):
         self.lock = threading.RLock()
@@ -67,9 +67,9 @@ def of_calls(model: Any, image: Callable[[Any, int], Any], cache: Any) -> dict[s
         for began, ended in capturer.replayed
         for span in ours.outer[forward]
         if span[0] < began and ended < span[1]
-    ][SETTLED:]
+    ][STABLE_AFTER:]
     parts = {
-        "APPLY_MODEL, ours": statistics.median(ours.own(apply)[SETTLED:]),
+        "APPLY_MODEL, ours": statistics.median(ours.own(apply)[STABLE_AFTER:]),
         "OUTER_SAMPLE, ours": statistics.median(ours.own(sample)[1:]),
         "replay, before the launch": statistics.median(before for before, _ in replays),
         "replay, after the launch": statistics.median(after for _, after in replays),
@@ -80,9 +80,9 @@ def of_calls(model: Any, image: Callable[[Any, int], Any], cache: Any) -> dict[s
     image(cached.model, STEPS)
     where = forward if any(cached.own(forward)) else apply
     # Full and skipped calls take turns.
-    parts["DeepCache's, a full call"] = statistics.median(cached.own(where)[SETTLED::2])
-    parts["DeepCache's, a skipped call"] = statistics.median(cached.own(where)[SETTLED + 1 :: 2])
-    parts["PREDICT_NOISE, DeepCache's"] = statistics.median(cached.own(kinds[2])[SETTLED:])
+    parts["DeepCache's, a full call"] = statistics.median(cached.own(where)[STABLE_AFTER::2])
+    parts["DeepCache's, a skipped call"] = statistics.median(cached.own(where)[STABLE_AFTER + 1 :: 2])
+    parts["PREDICT_NOISE, DeepCache's"] = statistics.median(cached.own(kinds[2])[STABLE_AFTER:])
     return {part: 1e6 * seconds for part, seconds in parts.items()}
 
 

@@ -65,7 +65,7 @@ def times(seed=0, batch=2):
 
 
 def check_calls(model, call, count, **kwargs):
-    """Make calls of one sort with other values each, all right bit for bit; the number of them that ran the model."""
+    """Make calls of one variant with other values each, all right bit for bit; the number of times the model ran."""
     before = Toy.forwards
     plain = 0
     for seed in range(count):

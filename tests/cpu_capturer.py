@@ -1,9 +1,8 @@
-"""A capturer that needs no GPU: it writes down the operators of a call and does them again, in place.
+"""A capturer that needs no GPU: it logs the operators of a call and runs them again, in place.
 
-It keeps to the rules of CUDA graphs. What is replayed are operators on fixed storages, never Python: an operator
-reads what it read when it was captured, wherever the model's weights or the caller's inputs are by then, and writes
-where it wrote. Captures share memory: making or replaying one spoils what all others have computed. Waiting for
-a value fails while capturing.
+It keeps to the rules of CUDA graphs. Operators on fixed storages are replayed, never Python: an operator reads where it
+read during the capture, wherever the weights or the inputs are by then, and writes where it wrote. Graphs share memory:
+making or replaying one spoils what all others have computed. Waiting for a value fails during a capture.
 """
 
 from __future__ import annotations

@@ -267,7 +267,7 @@ def test_weights_moved_or_unloaded_between_two_steps_leave_the_image_right(chang
 
 
 class Stuck:
-    """Something in a capture that cannot be let go of without an error."""
+    """Something in a captured graph that raises when it is freed."""
 
     def __del__(self):
         raise RuntimeError("simulated")

@@ -1,4 +1,4 @@
-"""The memory that captures share: what it weighs, and who leaves when it is too much."""
+"""The memory that captured calls share: how it is counted, and which are evicted when it is too much."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""A run's calls as captures: when they are made, told apart, marked failed, and always right."""
+"""The captured calls of a run: when they are made, told apart and marked failed, and that they are always right."""
 
 import gc
 import random
@@ -319,7 +319,7 @@ def test_failure_at_any_stage_leaves_every_output_right_and_no_memory_behind(sta
         assert all("simulated" in reason for reason in reasons())
         with run(model, cache) as call:
             check_calls(model, call, 4)
-        assert capturer.warm_ups + capturer.captures == tried  # given up for good
+        assert capturer.warm_ups + capturer.captures == tried  # marked failed for good
     assert reasons()
 
 
