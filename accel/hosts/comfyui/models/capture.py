@@ -7,7 +7,7 @@ it unloads the model, when the model is freed, and at the next run of any model 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ....cache.graph_cache import GraphCache, shared
 from ....cache.lease import Lease
-from ....core.reasons import Reason, RunEagerly
+from ....core.reasons import Reason
 from ....cuda_graphs.cuda import CudaCapturer
 from ....cuda_graphs.model_capture import ModelCapture
 from ....cuda_graphs.model_guard import CaptureHost
@@ -26,18 +26,11 @@ from ....dispatch.block_runner import BlockRunner
 from ....fingerprint.code_hash import CodeReader
 from ....fingerprint.plain_values import Indescribable
 from ....modules.substitution import Order, substituted
-from ....signature.tree_spec import CONSTANTS
 from .. import preferences
 from ..versions import NO_RESULT_DEPENDS_ON, is_dynamic, is_split_over_devices
 from .capture_memory import memory_of, room_for_captures
 from .options import CAPTURE as KEY
-from .options import INTERRUPTS, asks_wrappers, is_transformer_options
-
-_PER_CALL = frozenset(
-    "activations_shape block block_index block_type callbacks img_slice original_shape patches patches_replace "
-    "sample_sigmas sigmas total_blocks transformer_index uuids wrappers".split()
-)
-"""Keys of the per-call dict that do not affect what the model computes without patches, or that it writes itself."""
+from .options import INTERRUPTS, asks_wrappers, call_simplifier
 
 
 def attach(cache: GraphCache, model: Any) -> None:
@@ -74,7 +67,7 @@ def begin(
         reason = Reason("code_unknown", what=str(why))
     host = CaptureHost(
         facts=(code, settings, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
-        simplify=_simplifier(strings),
+        simplify=call_simplifier(strings),
         token=lambda: _weights_token(base),
         why_not=lambda: reason or _obstacle(base) or (Reason("memory_needed") if memory.asked > asked else None),
         of_module=_obstacle_in,
@@ -110,46 +103,6 @@ def _call_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     if capture is None or not is_innermost:
         return executor(*args, **kwargs)
     return capture.call(executor, *args, **kwargs)
-
-
-def _simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
-    """The function from the per-call dict to what a captured call gets of it. strings: all in the model's code.
-
-    Keys that the code does not read are left out, since other packs keep counters and objects there. The function
-    raises `RunEagerly` if code in the dict would have to run in each call.
-    """
-    readable = strings - _PER_CALL
-
-    def simplify(options: dict) -> dict:
-        if not is_transformer_options(options):
-            return options
-        if options.get("optimized_attention_override") is not None:
-            raise RunEagerly(Reason("attention_override"))
-        if options.get("patches") or options.get("patches_replace"):
-            for name, patches in (*options.get("patches", {}).items(), *options.get("patches_replace", {}).items()):
-                if patches:
-                    raise RunEagerly(Reason("patch_runs", patch=name))
-        if readable.isdisjoint(options):
-            return {}
-        kept = {}
-        for key, value in options.items():
-            if key not in readable:
-                continue
-            if type(value) in CONSTANTS or _is_plain(value):
-                kept[key] = value
-            else:
-                raise RunEagerly(Reason("reads_option", option=key))
-        return kept
-
-    return simplify
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether it consists of numbers and strings only."""
-    if type(value) not in (list, tuple, dict):
-        return False
-    parts = value.values() if type(value) is dict else value
-    return all(type(part) in CONSTANTS or _is_plain(part) for part in parts)
 
 
 def _weights_token(base: torch.nn.Module) -> Hashable:

@@ -27,10 +27,13 @@ CAPTURE = "accel.capture"
 It is here and not in `capture`, which is slow to import and only imported when calls are captured.
 """
 
-_FOR_PATCHES_ONLY = frozenset(
-    "activations_shape block block_index block_type callbacks cond_or_uncond context_window img_slice original_shape "
-    "patches patches_replace sample_sigmas sigmas total_blocks transformer_index uuids wrappers".split()
+_NOT_IN_A_CALL = frozenset(
+    "activations_shape block block_index block_type callbacks img_slice original_shape patches patches_replace "
+    "sample_sigmas sigmas total_blocks transformer_index uuids wrappers".split()
 )
+"""Keys that do not affect what a whole model computes without patches, or that it writes itself."""
+
+_FOR_PATCHES_ONLY = _NOT_IN_A_CALL | {"cond_or_uncond", "context_window"}
 """Keys that core writes for patches to read; a block that only passes them on computes the same without them."""
 
 _HOOKS = frozenset(("callbacks", "patches", "patches_replace", "wrappers"))
@@ -55,13 +58,29 @@ def simplifier(region: Region) -> Callable[[dict], dict]:
                 raise RunEagerly(reason)
         if readable.isdisjoint(options):
             return {}
-        kept = {}
-        for key, value in options.items():
-            if key in readable:
-                if type(value) not in CONSTANTS:
-                    raise RunEagerly(Reason("reads_option", option=key))
-                kept[key] = value
-        return kept
+        return _only(readable, options, _is_constant)
+
+    return simplify
+
+
+def call_simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
+    """The function from the per-call dict to what a captured call gets of it. strings: all in the model's code.
+
+    Keys that the code does not read are left out, since other packs keep counters and objects there. The function
+    raises `RunEagerly` if code in the dict would have to run in each call.
+    """
+    readable = strings - _NOT_IN_A_CALL
+
+    def simplify(options: dict) -> dict:
+        if not is_transformer_options(options):
+            return options
+        if options.get(_OVERRIDE) is not None:
+            raise RunEagerly(Reason("attention_override"))
+        for patches in (options.get("patches"), options.get("patches_replace")):
+            name = next((name for name, given in (patches or {}).items() if given), None)
+            if name is not None:
+                raise RunEagerly(Reason("patch_runs", patch=name))
+        return _only(readable, options, _is_plain)
 
     return simplify
 
@@ -108,3 +127,23 @@ def _addresses(replacements: dict, options: dict[str, Any]) -> bool:
     if block is None:
         return True
     return block in replacements or (block[0], block[1], options.get("block_index", 0)) in replacements
+
+
+def _only(readable: frozenset[str], options: dict, is_allowed: Callable[[Any], bool]) -> dict:
+    """The readable part of `options`. Raises `RunEagerly` for a value that a graph cannot depend on."""
+    kept = {key: value for key, value in options.items() if key in readable}
+    for key, value in kept.items():
+        if not is_allowed(value):
+            raise RunEagerly(Reason("reads_option", option=key))
+    return kept
+
+
+def _is_constant(value: Any) -> bool:
+    return type(value) in CONSTANTS
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether the value consists of constants only, in lists, tuples and dicts."""
+    if type(value) in (list, tuple, dict):
+        return all(map(_is_plain, value.values() if type(value) is dict else value))
+    return _is_constant(value)
