@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -120,8 +120,7 @@ class Run:
             state = self._states.get(model)
             if state is None:
                 layers = block_layers(model, self._settings, self._cache, self._lease)
-                kinds = {layer.kind for layer in layers.values() if isinstance(layer, BlockRunner)}
-                state = self._states[model] = _ModelState(layers, len(kinds))
+                state = self._states[model] = _ModelState(layers, count_kinds(layers))
             return state
 
 
@@ -140,6 +139,11 @@ def block_layers(
     if cache is shared:
         preferences.current()  # puts the settings into force before the first graph is made
     return compiled_layers(model, look_at(model, settings, HOST), settings, HOST, cache, lease, on_shortage)
+
+
+def count_kinds(layers: Mapping[torch.nn.Module, Layer]) -> int:
+    """How many kinds of blocks there are among the layers."""
+    return len({layer.kind for layer in layers.values() if isinstance(layer, BlockRunner)})
 
 
 def accelerate(

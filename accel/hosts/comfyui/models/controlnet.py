@@ -26,7 +26,7 @@ from ....store.graph_store import attach
 from ..home import running_home
 from ..progress import CompileProgress
 from ..versions import is_dynamic
-from .accelerate import block_layers
+from .accelerate import block_layers, count_kinds
 
 log = logging.getLogger("accel")
 
@@ -180,6 +180,7 @@ class _ControlRun:
         self._made_with = settings, cache, lease
         self._progress = CompileProgress(node_id)
         self._layers: dict[torch.nn.Module, Layer] = {}
+        self._kinds = 0
 
     @contextmanager
     def call(self, latent: Any = None) -> Iterator[None]:
@@ -191,11 +192,11 @@ class _ControlRun:
             layers = block_layers(self.network, *self._made_with)
             unsteady = [b for b, layer in layers.items() if isinstance(layer, BlockRunner) and _sets_its_settings(b)]
             self._layers = {block: layer for block, layer in layers.items() if block not in unsteady}
+            self._kinds = count_kinds(self._layers)
             log.debug("%d blocks that set their own settings stay eager", len(unsteady))
-            if not any(isinstance(layer, BlockRunner) for layer in self._layers.values()):
+            if not self._kinds:
                 fallbacks.note(type(self.network).__name__, Reason("no_block_compilable"))
-        kinds = {layer.kind for layer in self._layers.values() if isinstance(layer, BlockRunner)}
-        with self._progress.during_call(len(kinds)), substituted(self._layers, Order.COMPILED):
+        with self._progress.during_call(self._kinds), substituted(self._layers, Order.COMPILED):
             yield
 
 

@@ -17,7 +17,6 @@ from ....cache.graph_cache import GraphCache, shared
 from ....core.compile_settings import CompileSettings
 from ....core.fallbacks import fallbacks
 from ....core.reasons import Reason
-from ....dispatch.block_runner import BlockRunner
 from ....modules.first_call import at_first_call, is_compiled
 from ....modules.substitution import Layer
 from ....sizing.vae import AUTO, SKIP, Repeats, VaePolicy, gives_back, has_room, one_tile
@@ -25,7 +24,7 @@ from ....store.graph_store import attach
 from ..home import running_home
 from ..progress import CompileProgress
 from ..versions import clone_for_compiling, is_dynamic
-from .accelerate import block_layers
+from .accelerate import block_layers, count_kinds
 
 log = logging.getLogger("accel")
 
@@ -138,8 +137,7 @@ class _Around:
                     return {}
                 on_shortage = functools.partial(self._repeats.was_short, shape) if is_auto else lambda: None
                 layers = block_layers(part, self._settings, self._cache, lease, on_shortage)
-                kinds = {layer.kind for layer in layers.values() if isinstance(layer, BlockRunner)}
-                stack.enter_context(self._progress.during_call(len(kinds)))
+                stack.enter_context(self._progress.during_call(count_kinds(layers)))
                 if is_auto:
                     layers[part] = self._remembering_shortage(layers[part], shape)
                 return layers
