@@ -50,7 +50,7 @@ _defining = threading.Lock()
 def _define() -> None:
     """Register the operator once in the process, however many copies of the engine are imported.
 
-    Not at import: it takes torch a tenth of a second, which a ComfyUI that compiles nothing should not pay.
+    Not at import: it takes torch a tenth of a second, which a program that compiles nothing should not pay.
     """
     with _defining:
         if hasattr(torch.ops.accel, _NAME):
