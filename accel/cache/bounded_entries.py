@@ -68,11 +68,6 @@ class BoundedEntries:
         with self._lock:
             return list(self._entries)
 
-    def failure(self, key: Hashable) -> Reason | None:
-        """Why compiling for this key failed; None where it did not."""
-        entry = self._entries.get(key)
-        return entry.failure if entry else None
-
     def clear_failure(self, key: Hashable) -> None:
         """Allow to compile for the key again, since the call that it failed for is to blame itself."""
         entry = self._entries.get(key)

@@ -84,17 +84,7 @@ class CallCapture:
             self.pool.grow(graph, self.device)
             if not self.weights.is_current():
                 raise CaptureFailed(Reason("weights_moved"))
-            captured = CapturedCall(
-                self.key,
-                self.pool,
-                graph,
-                buffers,
-                out,
-                io,
-                self.weights.digest,
-                self.weights.outline(),
-                self.observer,
-            )
+            captured = CapturedCall(self.key, self.pool, graph, buffers, out, io, self.weights, self.observer)
             out, _, handed = captured.run(self.tensors)
             difference = _difference([*tensors_of(out), *handed], expected)
         if difference is not None:

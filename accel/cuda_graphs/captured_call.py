@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..cache.graph_cache import GraphCache
     from ..cache.lease import Lease
     from ..dispatch.block_observer import BlockObserver
+    from ..modules.snapshot import WeightSnapshot
     from ..step_cache.capture_io import CaptureIO
     from .capture_key import CaptureKey
     from .capturer import CapturedGraph
@@ -54,8 +55,8 @@ class CapturedCall:
     """A captured call of a model, an entry of the graph cache like a compiled graph.
 
     buffers: of its inputs, including the features that a skipped call takes. out: what it returned. io: what it
-        handed to DeepCache, None without one. digest, outline: of the model at the capture (`WeightSnapshot`).
-    observer: has the compiled blocks inside, which live as long as the captured graph.
+        handed to DeepCache, None without one. weights: of the model, as captured. observer: has the compiled graphs
+        inside, which live as long as this does.
     """
 
     saved_as: str | None = None
@@ -68,8 +69,7 @@ class CapturedCall:
         buffers: Buffers,
         out: Any,
         io: CaptureIO | None,
-        digest: str,
-        outline: int,
+        weights: WeightSnapshot,
         observer: BlockObserver,
     ):
         self.key, self._pool, self._buffers = key, pool, buffers
@@ -77,7 +77,7 @@ class CapturedCall:
         self._returned: list[torch.Tensor] = []
         self._spec = tree_spec.flatten(out, self._returned)
         self.io = io
-        self.digest, self.outline = digest, outline
+        self.digest, self.outline = weights.digest, weights.outline()
         self.device = buffers.device
         self._kernels = {id(graph): (entry, graph) for entry, graph, _ in observer.used}
         self._counters = Counter(counter for *_, counter in observer.used)
