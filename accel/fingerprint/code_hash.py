@@ -350,6 +350,6 @@ def _has_named_state(value: Any) -> bool:
 
 
 def _has_no_state(value: Any) -> bool:
-    """Whether no result depends on it, or it stands for an attribute in a class with slots or fields."""
+    """Whether no result depends on it, or it is the descriptor of an attribute in a class with slots or fields."""
     is_slot = isinstance(value, (types.GetSetDescriptorType, types.MemberDescriptorType))
     return is_slot or type(value).__qualname__ == "_tuplegetter" or type(value).__module__ in _NO_STATE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -70,9 +71,7 @@ def survey(
         Region(path, block, kind, description.code.strings, wraps)
         for (path, block, description), kind in zip(described, kinds, strict=True)
     ]
-    counts: dict[Kind, int] = {}
-    for region in regions:
-        counts[region.kind] = counts.get(region.kind, 0) + 1
+    counts = Counter(region.kind for region in regions)
     kept = []
     for region in regions:
         if counts[region.kind] >= min_repetitions:

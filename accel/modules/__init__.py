@@ -1,1 +1,1 @@
-"""The module tree: finding parts of a model, standing in for them during a call, noticing that it changed."""
+"""The module tree: finding blocks, layers in front of modules during a call, and snapshots that show changes."""

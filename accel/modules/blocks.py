@@ -39,7 +39,7 @@ def _blocks(
     ):
         yield path, module
         return
-    # What stands beside a list of blocks inside a block (the attention beside a mixture of experts) is one too.
+    # A module next to a list of blocks inside a block (the attention next to a mixture of experts) is a block too.
     in_list = isinstance(module, _LISTS) or (in_list and (is_container or _contains_blocks(module, wraps)))
     for name, child in wrapped_layers.children(module, wraps):
         yield from _blocks(child, f"{path}.{name}" if path else name, in_list, classes, wraps)

@@ -1,8 +1,8 @@
-"""Stand-ins for blocks' forwards, for the length of one model call.
+"""Stand-ins for the forwards of modules, for the duration of one model call.
 
-Compiling and DeepCache both need a block to behave differently during one call. Each puts a
-*layer* in front of the block's own forward; layers stack in a fixed order whatever the order in
-which they were entered, so the two compose, and leaving the context restores the module exactly.
+Compiling and DeepCache both change how a block behaves during a call. Each puts a *layer* in front of
+the block's own forward. Layers stack in a fixed order, whatever the order in which they were entered, so
+the two compose; leaving the context restores the module exactly.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 Forward = Callable[..., Any]
-"""A block's forward: takes and returns what the block's own forward does."""
+"""Takes and returns what the module's own forward does."""
 
 Layer = Callable[..., Any]
-"""Like a forward, with the next forward inwards as its first argument."""
+"""A forward with the next forward inwards as an additional first argument."""
 
 
 class Order(IntEnum):
-    """Who is asked first: a higher layer sees the call before a lower one."""
+    """The position of a layer: a higher one sees the call before a lower one."""
 
     CAPTURED = -1
     COMPILED = 0
@@ -31,27 +31,27 @@ class Order(IntEnum):
 
 
 class StandIn:
-    """What a module's `forward` is while at least one layer is in place.
+    """A module's `forward` while at least one layer is in place.
 
-    Threads may call it while others put layers in place or take them away: a call keeps to those it found.
+    Threads may call it while others add or remove layers: a call uses those that it found.
     """
 
     __slots__ = ("_layers", "_only", "is_foreign", "own")
 
     def __init__(self, module: torch.nn.Module, order: int, layer: Layer, thread: int | None = None):
-        """thread: whose calls alone go to the layer; None for all."""
+        """thread: the only one whose calls go to the layer; None for all threads."""
         self.own: Forward = module.forward
         self.is_foreign = "forward" in module.__dict__
         self._layers: tuple[tuple[int, int | None, Layer], ...] = ((order, thread, layer),)
         self._only: Layer | None = layer if thread is None else None
-        """The layer, where there is one and it is for all threads."""
+        """The layer, if there is exactly one and it is for all threads."""
 
     def add(self, order: int, layer: Layer, thread: int | None = None) -> None:
-        """One more layer."""
+        """Add a layer."""
         self._set(tuple(sorted((*self._layers, (order, thread, layer)), key=lambda item: item[0])))
 
     def remove(self, layer: Layer) -> bool:
-        """Take `layer` away once, the place added last first; True when no layer is left."""
+        """Remove the latest occurrence of `layer`; True if no layer is left."""
         if self._only is layer:
             self._layers, self._only = (), None
             return True
@@ -68,7 +68,7 @@ class StandIn:
         self._only = layers[0][2] if len(layers) == 1 and layers[0][1] is None else None
 
     def __deepcopy__(self, memo: dict) -> StandIn:
-        """Itself: whoever copies a module puts away the copy's stand-in."""
+        """Itself: whoever copies a module removes the copy's stand-in."""
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ class StandIn:
 
 
 def has_foreign_forward(module: torch.nn.Module) -> bool:
-    """Whether somebody else has put a forward of their own on this very module."""
+    """Whether somebody else has replaced the forward of this module instance."""
     forward = module.__dict__.get("forward")
     return forward.is_foreign if isinstance(forward, StandIn) else forward is not None
 
@@ -96,12 +96,12 @@ def has_foreign_forward(module: torch.nn.Module) -> bool:
 def substituted(
     layers: Mapping[torch.nn.Module, Layer], order: Order, this_thread_only: bool = False
 ) -> Iterator[None]:
-    """While it lasts, calling a module of `layers` calls its layer as `layer(inner, *args, **kwargs)`.
+    """In this context, calling a module of `layers` calls its layer as `layer(inner, *args, **kwargs)`.
 
-    `inner` is the next layer inwards and in the end the module's own forward. Whatever ends the
-    block (return, exception, interrupt) puts every module's `__dict__` back as it was.
+    `inner` is the next layer inwards and finally the module's own forward. However the context ends
+    (return, exception, interrupt), every module's `__dict__` is restored.
 
-    this_thread_only: the calls that other threads make of the same modules meanwhile are none of the layers'.
+    this_thread_only: calls of the same modules by other threads bypass the layers.
     """
     thread = threading.get_ident() if this_thread_only else None
     placed: list[tuple[dict[str, Any], Layer]] = []
@@ -128,4 +128,4 @@ def substituted(
 
 
 _changing = threading.RLock()
-"""Held while stand-ins are put in place or taken away; reentrant, since an interrupt may come in between."""
+"""Guards adding and removing stand-ins; reentrant, since an interrupt may come in between."""

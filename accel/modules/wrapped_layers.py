@@ -1,9 +1,9 @@
-"""Layers that somebody has wrapped to change what they compute: a block is seen as if they stood there bare.
+"""A view of a block without the wrappers that change what its layers compute.
 
-A LoRA put around a linear layer adds a product of two small matrices to what the layer computes, which is
-as good as added to its weight. So a block is surveyed, copied and compiled without its wrappers, and one
-graph serves it bare and wrapped, at any strength; what they add goes into the weights of each call
-(`added_weights`). Without a `Wraps`, modules are seen as they are.
+A LoRA around a linear layer adds a product of two small matrices to the output, which equals adding it to
+the weight. So a block is surveyed, copied and compiled without its wrappers, and one graph serves it bare
+and wrapped, at any strength; what the wrappers add goes into the weights of each call
+(see `lora` of dispatch). Without a `Wraps`, modules are seen as they are.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 
 
 class LowRank(NamedTuple):
-    """What is added to a layer now: `scale * up @ down` to its weight, `scale * bias` to its bias.
+    """A change to a layer: `scale * up @ down` is added to its weight, `scale * bias` to its bias.
 
-    up: [O, R], of a convolution [O, R, 1...]. down: [R, I], of a convolution [R, I, K...]. bias: [O] or None.
-    scale: a number, or a tensor of one.
+    up: [O, R], for a convolution [O, R, 1...]. down: [R, I], for a convolution [R, I, K...]. bias: [O] or None.
+    scale: a number, or a tensor with one element.
     """
 
     up: torch.Tensor
@@ -28,34 +28,34 @@ class LowRank(NamedTuple):
 
 
 Reader = Callable[[], Sequence[LowRank]]
-"""What a wrapper adds to its layer now, nothing where the layer computes as it is; asked at every call of a
-block, so it is quick. Raises `RunEagerly` where the wrapper does anything else, with the reason."""
+"""Returns what a wrapper adds to its layer now, nothing if the layer computes unchanged. It is called in every call
+of a block, so it must be quick. Raises `RunEagerly` with the reason if the wrapper does anything else."""
 
 
 class Wraps(Protocol):
-    """What a host knows of the wrappers that are put around layers there."""
+    """A host's knowledge of the wrappers that its programs put around layers."""
 
     def base(self, module: torch.nn.Module) -> torch.nn.Module | None:
-        """The layer that it is around; None of a module that is no wrapper."""
+        """The layer inside a wrapper; None if the module is not a wrapper."""
 
     def reader(self, wrapper: torch.nn.Module, base: torch.nn.Module) -> Reader:
-        """Of a wrapper; one is made for each, and again when the block has other wrappers than before."""
+        """A reader for the wrapper; one is made for each, and again when the block's wrappers have changed."""
 
 
 def bare(module: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.Module:
-    """The module, or the layer that it is around."""
+    """The layer inside a wrapper, or the module itself."""
     base = None if wraps is None else wraps.base(module)
     return module if base is None else base
 
 
 def children(module: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple[str, torch.nn.Module]]:
-    """As `Module.named_children`."""
+    """Like `Module.named_children`, with the layers in place of their wrappers."""
     for name, child in module.named_children():
         yield name, bare(child, wraps)
 
 
 def modules(module: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple[str, torch.nn.Module]]:
-    """As `Module.named_modules`: each once, with its path, which has nothing of the wrappers in it."""
+    """Like `Module.named_modules`, without wrappers: neither the modules nor the paths show them."""
     return module.named_modules() if wraps is None else _modules(bare(module, wraps), "", wraps, set())
 
 
@@ -71,7 +71,7 @@ def _modules(
 
 
 def wrapped(module: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
-    """(wrapper, layer) of those in the module."""
+    """The (wrapper, layer) pairs in the module."""
     for _, part in modules(module, wraps) if wraps is not None else ():
         for child in part._modules.values():
             layer = None if child is None else wraps.base(child)
@@ -80,7 +80,7 @@ def wrapped(module: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tup
 
 
 def weights(module: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `Module.named_parameters` and then `named_buffers`, without those of wrappers."""
+    """Like `Module.named_parameters` followed by `named_buffers`, without those of wrappers."""
     if wraps is None:
         yield from module.named_parameters()
         yield from module.named_buffers()

@@ -1,1 +1,1 @@
-"""How a call is described, and recognised when it comes again."""
+"""How a call is described, and how a later one like it is recognised."""
