@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..compile.benchmark import Probe, Probes
+from ..compile.benchmark import Benchmark, Benchmarks
 from ..core.reasons import Reason
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Entry:
     """The graphs of one key, or why there is none.
 
     graphs: usually one; a second where a call did not fit the first one's guards.
-    hits: calls that no probe counts; `calls` has all. uses: by the latest runs, the newest last.
+    hits: calls that no benchmark counts; `calls` has all. uses: by the latest runs, the newest last.
     was_loaded: the newest graph was loaded, not compiled. is_capture: the graphs are captured calls.
     busy: held while a graph is looked up or made.
     """
@@ -58,25 +58,25 @@ class Entry:
     uses: tuple[Use, ...] = ()
     was_loaded: bool = False
     is_capture: bool = False
-    _probes: dict[int, Probes] = field(default_factory=dict, repr=False)
+    _benchmarks: dict[int, Benchmarks] = field(default_factory=dict, repr=False)
     busy: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def probe(self, graph: CompiledGraph, inputs: Sequence[torch.Tensor]) -> Probe:
+    def benchmark(self, graph: CompiledGraph, inputs: Sequence[torch.Tensor]) -> Benchmark:
         """The comparison of one of the graphs with its block, in calls of about the size of these inputs."""
-        return self._probes.setdefault(id(graph), Probes()).of(inputs)
+        return self._benchmarks.setdefault(id(graph), Benchmarks()).of(inputs)
 
     def drop(self, graph: CompiledGraph) -> None:
-        """Remove one graph and its probes."""
+        """Remove one graph and its benchmarks."""
         self.graphs[:] = [kept for kept in self.graphs if kept is not graph]
-        probes = self._probes.pop(id(graph), None)
-        self.hits += probes.hits if probes is not None else 0
+        benchmarks = self._benchmarks.pop(id(graph), None)
+        self.hits += benchmarks.hits if benchmarks is not None else 0
 
     def mark_failed(self, reason: Reason) -> None:
         """Remove the graphs for good: calls of this key run eagerly from now on."""
         self.failure = reason
         self.hits = self.calls
         self.graphs.clear()
-        self._probes.clear()
+        self._benchmarks.clear()
 
     def note_uses(self, uses: Iterable[Use]) -> None:
         """Remember these uses as the latest; of equal ones only the last is kept."""
@@ -89,12 +89,13 @@ class Entry:
     @property
     def calls(self) -> int:
         """Calls of its graphs."""
-        return self.hits + sum(probes.hits for probes in list(self._probes.values()))
+        return self.hits + sum(benchmarks.hits for benchmarks in list(self._benchmarks.values()))
 
     @property
-    def calls_by_probe(self) -> dict[Probe, int]:
+    def calls_by_benchmark(self) -> dict[Benchmark, int]:
         """Calls of its graphs at sizes at which they had been compared with their block."""
-        return {probe: probe.hits for probes in list(self._probes.values()) for probe in probes.all()}
+        every = [one for benchmarks in list(self._benchmarks.values()) for one in benchmarks.all()]
+        return {one: one.hits for one in every}
 
     @property
     def nbytes(self) -> int:
@@ -102,4 +103,4 @@ class Entry:
 
     @property
     def probe_seconds(self) -> float:
-        return sum(probes.seconds for probes in list(self._probes.values()))
+        return sum(benchmarks.seconds for benchmarks in list(self._benchmarks.values()))

@@ -54,7 +54,7 @@ class Backend(Protocol):
     load: Callable[[bytes, torch.nn.Module], Artifact] | None
 
     def missing(self) -> Reason | None:
-        """What this machine lacks to compile with it, as a sentence without a full stop; None where all is there."""
+        """What this machine lacks to compile with it; None where nothing is missing."""
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         """Compile `function(*tensors)`: a block's weights, then the inputs of a call.

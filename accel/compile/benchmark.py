@@ -1,9 +1,9 @@
-"""Whether a compiled graph pays on this machine: a few calls run both ways, compared, and then never again.
+"""Whether a compiled graph is faster than its block on this machine: a few calls run both ways and are compared.
 
-What pays at one size may not at another, so each graph is judged once for each power of two in
-size. A graph that is slower than the eager block at a size is left alone there; one whose output is
-not the eager one's within tolerance, at every size. Costs one eager call of one block for each of
-at most `ROUNDS + 1` calls of a graph and size, of four where the gain is clear.
+What is faster at one size may not be at another, so each graph is judged once for each power of two in size. A graph
+that is slower than the eager block is not used at that size; one whose output differs beyond tolerance, at no size.
+The cost is one eager call of a block for each of at most `ROUNDS + 1` calls of a graph and size, for
+`CLEAR_ROUNDS + 1` where the gain is clear.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import torch
 from ..core.reasons import Reason
 
 ROUNDS = 7
-"""Calls timed both ways before a graph is called slow."""
+"""Calls timed both ways before a graph is judged slow."""
 
 CLEAR_ROUNDS = 3
-"""Calls after which a graph that was faster in each of them is left in peace."""
+"""Calls after which a graph that was faster in each of them is judged fast."""
 
 SLOWER = 1.05
-"""Compiled time over eager time above which a graph is given up; below it is noise."""
+"""Ratio of compiled to eager time above which a graph is slow; less is noise."""
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Largest difference by dtype, relative to the largest value: sums in another order, and fused steps that
-round once where eager rounds each time. A wrong graph is off by the size of the values themselves."""
+"""Largest difference by dtype, relative to the largest value: sums in another order, and fused operations that round
+once where eager rounds each time. A wrong graph is off by the size of the values themselves."""
 
 
-class Probe:
+class Benchmark:
     """Compares one graph with its block over its first calls at one size.
 
-    done: no further call need be compared. verdict: why the graph is not used at this size; None
-        where it is. wrong: the verdict is about its output. seconds: what comparing has cost.
-        hits: calls of the graph at this size since then.
+    done: no more calls are compared. verdict: why the graph is not used at this size; None where it is.
+    wrong: the verdict is about its output. seconds: cost of comparing so far. hits: calls of the graph at this size
+        since it was done.
     """
 
     def __init__(self) -> None:
@@ -53,15 +53,15 @@ class Probe:
 
     @property
     def gain(self) -> float | None:
-        """Seconds that a call of the graph takes less than one of its block; None where too few were compared."""
+        """Seconds that the graph saves a call; None where too few calls were compared."""
         if self.verdict is not None or len(self._eager) < CLEAR_ROUNDS:
             return None
         return statistics.median(self._eager) - statistics.median(self._compiled)
 
     def call(self, compiled: Callable[[], Any], eager: Callable[[], Any], device: torch.device) -> Any:
-        """The output for this call, from the compiled graph unless it is wrong.
+        """The output of this call, from the compiled graph unless it is wrong.
 
-        The two must not touch each other's tensors; they take turns in going first.
+        The two must not share tensors that they write to; they take turns in running first.
         """
         with self._lock:
             number = self._calls
@@ -86,7 +86,7 @@ class Probe:
         return out if difference is None else expected
 
     def abandon(self) -> None:
-        """Compare no more, and hold nothing against the graph."""
+        """Compare no more, without a verdict."""
         self.done = True
 
     def _judge(self) -> None:
@@ -100,37 +100,39 @@ class Probe:
                 self.verdict = Reason("slower", compiled=f"{fast * 1e3:.2f}", eager=f"{plain * 1e3:.2f}")
 
 
-class Probes:
-    """The probes of one graph, by size."""
+class Benchmarks:
+    """The benchmarks of one graph, by size."""
 
     def __init__(self) -> None:
-        self._by_size: dict[int, Probe] = {}
+        self._by_size: dict[int, Benchmark] = {}
 
-    def of(self, inputs: Sequence[torch.Tensor]) -> Probe:
-        """The probe for calls of about the size of these inputs; one that found the graph wrong is for all."""
-        wrong = next((probe for probe in self.all() if probe.wrong), None)
-        return wrong or self._by_size.setdefault(order_of_size(inputs), Probe())
+    def of(self, inputs: Sequence[torch.Tensor]) -> Benchmark:
+        """The benchmark for calls of about this size; one that found the graph wrong stands for all sizes."""
+        wrong = next((benchmark for benchmark in self.all() if benchmark.wrong), None)
+        return wrong or self._by_size.setdefault(order_of_size(inputs), Benchmark())
 
-    def all(self) -> list[Probe]:
+    def all(self) -> list[Benchmark]:
         return list(self._by_size.values())
 
     @property
     def seconds(self) -> float:
-        return sum(probe.seconds for probe in self.all())
+        return sum(benchmark.seconds for benchmark in self.all())
 
     @property
     def hits(self) -> int:
-        return sum(probe.hits for probe in self.all())
+        return sum(benchmark.hits for benchmark in self.all())
 
 
 def order_of_size(inputs: Sequence[torch.Tensor]) -> int:
-    """The power of two next above the number of elements of a call's first tensor that has any."""
+    """The exponent of the power of two next above the number of elements in the first tensor that has any."""
     return next((tensor.numel().bit_length() for tensor in inputs if tensor.numel()), 0)
 
 
 def largest_difference(out: Any, expected: Any) -> float | None:
-    """The largest relative difference beyond tolerance between two outputs (tensors, or nested tuples of
-    them); None when all are within it. NaN where the eager output has none counts as infinite."""
+    """The largest relative difference beyond tolerance between two outputs (tensors, or nested tuples of them).
+
+    None when all are within tolerance. NaN where the eager output has none counts as infinite.
+    """
     if isinstance(expected, torch.Tensor):
         if out.shape != expected.shape or out.dtype != expected.dtype:
             return float("inf")
@@ -139,12 +141,12 @@ def largest_difference(out: Any, expected: Any) -> float | None:
         scale = expected.abs().max().float()
         difference = (out.float() - expected.float()).abs().max() / scale.clamp_min(1e-6)
         if not scale.isfinite():
-            return None  # the model itself overflows here: nothing can be said of the graph
+            return None  # the model itself overflows here, which says nothing of the graph
         value = float(difference)
         return None if value <= TOLERANCE.get(expected.dtype, 8e-2) else (value if value == value else float("inf"))
     if isinstance(expected, (tuple, list)):
-        found = [largest_difference(one, other) for one, other in zip(out, expected, strict=True)]
-        return max((value for value in found if value is not None), default=None)
+        differences = [largest_difference(one, other) for one, other in zip(out, expected, strict=True)]
+        return max((value for value in differences if value is not None), default=None)
     return None
 
 
@@ -157,7 +159,7 @@ def _timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, floa
 
 
 def _wait(device: torch.device) -> None:
-    """Until the device has done what was asked of it; the CPU has at once."""
+    """Return once the device has done all queued work; the CPU queues none."""
     if device.type in ("cpu", "meta"):
         return
     accelerator = getattr(torch, "accelerator", None)  # torch 2.6 and later

@@ -1,8 +1,7 @@
-"""Convolutions that a compiled block leaves to the library.
+"""A convolution operator that is opaque to the compiler, so that one graph serves every batch.
 
-Tracing torch's own convolution asks which backend will run it, and that answer depends on the
-batch (on CPU: 1, 2 to 15, 16 and more), so one graph could not serve every batch. The operator
-here is opaque to the compiler, which fuses what stands around it; cuDNN or oneDNN run it as in eager.
+Tracing torch's own convolution asks which library will run it, and the answer depends on the batch (on CPU: 1, 2 to
+15, 16 and more). The compiler fuses the operations around this operator; cuDNN or oneDNN run it as in eager mode.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _defining = threading.Lock()
 
 
 def _define() -> None:
-    """Register the operator once in the process, however many copies of the engine are imported.
+    """Register the operator, once in the process, however many copies of the engine are imported.
 
     Not at import: it takes torch a tenth of a second, which a program that compiles nothing should not pay.
     """
@@ -59,12 +58,11 @@ def _define() -> None:
         library.define(_SCHEMA)
         library.impl(_NAME, _run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"accel::{_NAME}", _fake, lib=library)
-        _libraries.append(library)  # it takes its operators along when it goes
+        _libraries.append(library)  # its operators vanish with it
 
 
 def _conv_forward(self, x, weight, bias):
-    # oneDNN adds the bias before it rounds, so it stays inside there; cuDNN after, so there it is fused
-    # with what follows.
+    # oneDNN adds the bias before rounding, so it stays inside; cuDNN after, so it is fused with what follows.
     inside = bias if x.device.type == "cpu" else None
     out = torch.ops.accel.convolution(
         x, weight, inside, list(self.stride), list(self.padding), list(self.dilation), self.groups

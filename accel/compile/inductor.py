@@ -45,7 +45,7 @@ class Inductor(AheadOfTime):
         from torch._dynamo.aot_compile import AOTCompiledFunction
 
         name, _, content = data.partition(b"\n")
-        _clear_the_way(name.decode())
+        _delete_impostor(name.decode())
         with generated_code.collected() as modules:
             compiled = AOTCompiledFunction.deserialize(content, None, {TEMPLATE: template})
         return artifact_of(compiled, modules, len(data))
@@ -59,7 +59,7 @@ def _has_remote_cache() -> bool:
 
 
 def _save(compiled: Any, modules: Sequence[types.ModuleType], template: torch.nn.Module) -> bytes:
-    """The compiled function as bytes, with its C++ kernels built and without weights.
+    """The compiled function as bytes, with its C++ kernels as binaries and without weights.
 
     template: the one that it was compiled from. modules: the generated code that it runs.
 
@@ -77,8 +77,8 @@ def _save(compiled: Any, modules: Sequence[types.ModuleType], template: torch.nn
         entry = copy.deepcopy(artifacts.compiled_fn.compiled_fn.serialize())
         name = _carry_built_kernels(entry.compiled_fw.result, modules)
         environment = artifacts.runtime_env
-        # What the bytecode does not use was there for tracing, and this pack's modules, which another
-        # installation may know under another name, are among it.
+        # Modules that the bytecode does not use were there for tracing. This pack's are among them, which another
+        # installation may import under another name.
         used = {step.argval for step in dis.get_instructions(environment.bytecode) if "GLOBAL" in step.opname}
         sources = {alias: module for alias, module in environment.import_sources.items() if alias in used}
         portable = dataclasses.replace(
@@ -95,7 +95,7 @@ def _save(compiled: Any, modules: Sequence[types.ModuleType], template: torch.nn
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """What torch asks a compiled callable for when it saves it."""
+    """The serializable callable that torch asks for its entry."""
 
     entry: Any
 
@@ -105,13 +105,13 @@ class _Entry:
 
 @dataclasses.dataclass(frozen=True)
 class _Artifacts:
-    """What torch saves of a compiled function."""
+    """The part of a compiled function that torch saves."""
 
     _artifacts: Any
 
 
 def _carry_built_kernels(graph: Any, modules: Sequence[types.ModuleType]) -> str:
-    """Have the graph's generated code carry its built kernels; the name of that code, "" where there is none."""
+    """Embed the built kernels in the graph's generated code; the name of that code, "" where there is none."""
     source = getattr(graph, "source_code", None)
     if not source:
         return ""
@@ -126,10 +126,10 @@ def _name_of(code: bytes) -> str:
     return f"c{hashlib.sha256(code).hexdigest()[:51]}"
 
 
-def _clear_the_way(name: str) -> None:
-    """See that torch will run the code of this name that it is about to read, and not a file that lies there already.
+def _delete_impostor(name: str) -> None:
+    """Delete a file in torch's cache that has this name but other content, since torch would run it.
 
-    It writes generated code to a file of this name in its own cache, unless there is one, and runs the file.
+    Torch writes generated code to a file of this name, unless there is one, and runs the file.
     """
     from torch._inductor.codecache import get_path
 

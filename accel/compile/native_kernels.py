@@ -1,7 +1,7 @@
-"""Generated code that carries its C++ kernels built, so that loading it needs no compiler and no probing.
+"""Generated code with its C++ kernels embedded as binaries, so that loading it needs no C++ compiler.
 
-Inductor saves a graph's C++ kernels as source. Loading it again builds them, and before that finds out what the
-processor and the compiler can do: six builds, each tried in a Python process of its own, in every process anew.
+Inductor saves a graph's C++ kernels as source. Each process that loads it builds them again, and first tests what the
+processor and the compiler can do, with six more builds, each run in a Python process of its own.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pathlib import Path
 
 
 def built_kernel(packed: str, end: str):
-    """The function `kernel` of a library. packed: its bytes as text. end: of its file's name.
+    """The function `kernel` of an extension module. packed: its compressed bytes as text. end: of its file's name.
 
-    A library is loaded once in a process, from a folder that no other user can enter; its file is then deleted.
+    Copied into generated code, so it imports what it uses. A library is loaded once in a process, from a folder that no
+    other user can enter; its file is then deleted.
 
     Raises:
         ImportError, OSError: this system cannot load it.
@@ -43,7 +44,7 @@ def built_kernel(packed: str, end: str):
     address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
     refused = None
-    for place in (None, cache_dir()):  # nothing may be run from the system's folder for such files
+    for place in (None, cache_dir()):  # the system's folder for temporary files may be mounted noexec
         try:
             with tempfile.TemporaryDirectory(prefix="accel-", dir=place, ignore_cleanup_errors=True) as folder:
                 path = os.path.join(folder, f"kernel{end}")
@@ -61,9 +62,9 @@ def built_kernel(packed: str, end: str):
 
 
 def with_built_kernels(source: str, module: types.ModuleType) -> str:
-    """Generated source in which each C++ kernel that `module` (its execution here) holds is there as built.
+    """The generated source with each C++ kernel replaced by the library that `module`, its execution here, loaded.
 
-    Kernels stay source whose library cannot be found, or is of a sort that Python loads under no name of ours.
+    A kernel stays source where its library is not found, or has a suffix that Python does not load.
     """
     lines = source.encode().splitlines(keepends=True)
     replaced = False
@@ -82,7 +83,7 @@ def with_built_kernels(source: str, module: types.ModuleType) -> str:
 
 
 def _without_idle_imports(source: str) -> str:
-    """Generated source without the imports of inductor's modules that nothing in it uses: each may take a second."""
+    """The source without unused imports of inductor's modules, each of which may take a second."""
     tree = ast.parse(source)
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     lines = source.encode().splitlines(keepends=True)
@@ -102,7 +103,7 @@ def _kernel_name(statement: ast.stmt) -> str | None:
 
 
 def _library_of(function: object) -> Path | None:
-    """The file of the extension module that a built-in function belongs to."""
+    """The file of the extension module that defines a built-in function; None of any other object."""
     owner = getattr(function, "__self__", None)
     file = getattr(owner, "__file__", None)
     return Path(file) if isinstance(owner, types.ModuleType) and file and Path(file).is_file() else None

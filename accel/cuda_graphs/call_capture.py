@@ -45,7 +45,7 @@ class CallCapture:
     def dry_run(self) -> Reason | None:
         """Why the call cannot be captured; None where it can. Warms the capturer up as well."""
         buffers = Buffers(self.tensors)
-        self.observer.resting = True
+        self.observer.runs_eagerly = True
         try:
             with self.pool.capturer.lock:
                 buffers.fill(self.tensors)
@@ -57,7 +57,7 @@ class CallCapture:
 
                 self.pool.capturer.warm_up(self.device, call)
         finally:
-            self.observer.resting = False
+            self.observer.runs_eagerly = False
         return mode.reason
 
     def capture(self, expected: Sequence[torch.Tensor]) -> CapturedCall:
@@ -73,14 +73,14 @@ class CallCapture:
             self.pool.begin()
             buffers = Buffers(self.tensors)
             buffers.fill(self.tensors)
-            self.observer.recording = True
+            self.observer.capturing = True
             try:
                 if self.observer.used:  # compiled blocks, which were not part of the dry run
                     capturer.warm_up(self.device, lambda: self._call_on(buffers.tensors))
                 self.observer.reset()
                 graph, (out, io) = capturer.capture(self.device, lambda: self._call_on(buffers.tensors))
             finally:
-                self.observer.recording = False
+                self.observer.capturing = False
             self.pool.grow(graph, self.device)
             if not self.weights.is_current():
                 raise CaptureFailed(Reason("weights_moved"))

@@ -230,8 +230,8 @@ class ModelCapture:
         self._observer.reset()
         with proxy.copied() if proxy is not None and progress.made else nullcontext(CaptureIO()) as handed:
             out = inner(*args, **kwargs)
-        if not progress.made or not self._observer.settled:
-            progress.made = self._observer.settled
+        if not progress.made or not self._observer.is_stable:
+            progress.made = self._observer.is_stable
             return out
         weights = self._guard.weights
         call = CallCapture(key, inner, tensors, features, proxy, self._pool, self._observer, weights, device)

@@ -1,4 +1,4 @@
-"""What whoever records a whole model call wants to know of its blocks, and to ask of them."""
+"""What capturing a whole model call asks of the model's blocks, and learns from them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..cache.entry import Entry
-    from ..compile.benchmark import Probe
+    from ..compile.benchmark import Benchmark
     from ..compile.compiled_graph import CompiledGraph
 
 
 @dataclass(eq=False)
 class BlockObserver:
-    """Shared by the stand-ins of one model's blocks (`block_runner`).
+    """Shared by the stand-ins of one model's blocks (`block_runner`), for one model call at a time.
 
-    resting: the blocks run as they are. recording: a block that has no graph at hand raises, and so does one whose
-        graph fails, and nothing is held against it: what cannot be recorded may well run.
-    settled: no block was compiled, or compared with its graph. used: the graphs that ran, with their entries and with
-        who counts their calls (`hits`). eager_calls: calls of blocks that ran without one.
+    runs_eagerly: blocks run without their graphs.
+    capturing: a block raises if it has no graph at hand or if its graph fails, and the graph is not marked failed: what
+        cannot be captured may well run.
+    is_stable: no block was compiled in this call, or compared with its graph.
+    used: the graphs that ran, with their cache entries and what counts their calls (`hits`).
+    eager_calls: calls of blocks that ran without a graph.
     """
 
-    resting: bool = False
-    recording: bool = False
-    settled: bool = True
-    used: list[tuple[Entry, CompiledGraph, Entry | Probe]] = field(default_factory=list)
+    runs_eagerly: bool = False
+    capturing: bool = False
+    is_stable: bool = True
+    used: list[tuple[Entry, CompiledGraph, Entry | Benchmark]] = field(default_factory=list)
     eager_calls: int = 0
 
     def reset(self) -> None:
         """Before a call."""
-        self.settled = True
+        self.is_stable = True
         self.used.clear()
         self.eager_calls = 0

@@ -1,4 +1,4 @@
-"""A block's stand-in: finds the compiled graph for a call, or runs the block as it is."""
+"""A block's stand-in: runs each call with its compiled graph, or eagerly where it has none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from ..cache.entry import Entry
 from ..cache.graph_cache import GraphCache, NoGraph
 from ..cache.lease import Lease
 from ..compile.compiled_graph import CompiledGraph
-from ..compile.row_survey import RowSurvey
 from ..core.compile_settings import CompileSettings, Trouble
 from ..core.errors import Failure
 from ..core.events import emit
@@ -21,6 +20,7 @@ from ..fingerprint import kinds
 from ..fingerprint.survey import Region
 from ..signature import tree_spec
 from ..signature.tensors import dense, share_memory
+from .batch_dry_run import BatchDryRun
 from .block_observer import BlockObserver
 from .inline_cache import InlineCache, call_key
 from .lora import AddedWeights, with_added
@@ -28,18 +28,18 @@ from .resolver import GraphResolver, ResolvedGraph
 
 
 class NotReady(RuntimeError):
-    """A block would look for its graph, or make one, while a call of its model is recorded."""
+    """A block would have to look up or compile its graph while a call of its model is captured."""
 
 
 class BlockRunner:
     """Stands in for one block's forward during model calls (a layer of `substitution`).
 
-    simplify_options: what a dict among the arguments is replaced by, so that a host's per-call options
-        do not reach the compiler; it raises `RunEagerly` when they concern the block.
+    simplify_options: what a dict among the arguments is replaced by, so that a host's per-call options do not reach
+        the compiler; it raises `RunEagerly` when they concern the block.
     interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
-    rows: tells sizes that are 1 because the batch is from those that always are.
-    lease: what the run that the stand-in is for holds in the cache; None where there is no run.
-    on_shortage: told when a graph ran out of memory; the block itself runs after it.
+    dry_run: tells sizes that are 1 because the batch is from those that always are.
+    lease: keeps the run's graphs in the cache; None outside of a run.
+    on_shortage: called when a graph ran out of memory, before the block runs eagerly.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BlockRunner:
         settings: CompileSettings,
         simplify_options: Callable[[dict], dict] | None = None,
         interrupts: tuple[type[BaseException], ...] = (),
-        rows: RowSurvey | None = None,
+        dry_run: BatchDryRun | None = None,
         lease: Lease | None = None,
         on_shortage: Callable[[], None] = lambda: None,
     ):
@@ -59,55 +59,59 @@ class BlockRunner:
         self._simplify = simplify_options
         self._interrupts = interrupts
         self._on_shortage = on_shortage
-        self._resolver = GraphResolver(region, cache, settings, interrupts, rows, lease)
+        self._resolver = GraphResolver(region, cache, settings, interrupts, dry_run, lease)
         where = region.block, region.kind.weights, region.wraps
         self._slots = kinds.weight_slots(*where)
-        self._wrappers = None if region.wraps is None else AddedWeights(*where)
+        self._lora = None if region.wraps is None else AddedWeights(*where)
         self._inline = InlineCache(cache, self._slots, simplify_options)
         self.eager_calls = 0
         """Calls that ran without a graph."""
         self.observer: BlockObserver | None = None
-        """Whoever records the whole model call that this one is part of."""
+        """Set while whole model calls are captured."""
 
     @property
     def kind(self) -> kinds.Kind:
         return self._region.kind
 
     def tensors_of(self, call: tuple) -> list[torch.Tensor]:
-        """The input tensors of a call (args, kwargs) of the block, as a graph gets them."""
+        """The input tensors of a call (args, kwargs) of the block, as its graph takes them."""
         tensors: list[torch.Tensor] = []
         tree_spec.flatten(call, tensors, self._simplify)
         return tensors
 
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
         observer = self.observer
-        if observer is not None and observer.resting:
+        if observer is not None and observer.runs_eagerly:
             return inner(*args, **kwargs)
-        if self._wrappers is None or self._are_bare():
+        if self._lora is None or self._are_bare():
             hit = self._inline.match(args, kwargs)
             if hit is not None:
                 call, tensors = hit
                 resolved, counter = call.resolved, call.counter
-                if resolved.probe is None or resolved.probe.verdict is None:
+                if resolved.benchmark is None or resolved.benchmark.verdict is None:
                     counter.hits += 1
                     if observer is not None:
                         observer.used.append((resolved.entry, resolved.graph, counter))
-                    return self._with_graph(resolved.graph.run, tensors, resolved, inner, args, kwargs)
+                    try:
+                        return resolved.graph.run(tensors)
+                    except Exception as error:
+                        failure = self._failure_of(error)
+                    return self._recover(failure, resolved, inner, args, kwargs)
         return self._call_unmatched(inner, args, kwargs)
 
     def _are_bare(self) -> bool:
         """Whether nothing is added to the weights in this call."""
         try:
-            return not self._wrappers.now()
+            return not self._lora.read()
         except RunEagerly:
             return False
 
     def _call_unmatched(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A call that no guard matched: described in full."""
+        """A call that no guard matched: described in full, and looked up or resolved."""
         inputs: list[torch.Tensor] = []
         try:
             spec = tree_spec.flatten((args, kwargs), inputs, self._simplify)
-            added = () if self._wrappers is None else self._wrappers.now()
+            added = () if self._lora is None else self._lora.read()
         except RunEagerly as refusal:
             return self._eagerly(inner, args, kwargs, refusal.reason, is_trouble=False)
         except tree_spec.UnsupportedArgument as why:
@@ -132,7 +136,7 @@ class BlockRunner:
         try:
             out = inner(*args, **kwargs)
         except BaseException:
-            # The call itself fails, which says nothing of the block.
+            # The call itself is wrong, which says nothing of the block.
             self._inline.clear()
             if refusal.tried:
                 self._cache.clear_failure(refusal.key)
@@ -141,22 +145,22 @@ class BlockRunner:
         return out
 
     def _run(self, resolved, inner, args, kwargs, spec, given, inputs, weights, added):
-        entry, graph, probe = resolved.entry, resolved.graph, resolved.probe
+        entry, graph, benchmark = resolved.entry, resolved.graph, resolved.benchmark
         if graph.facts.changed and share_memory(given, graph.facts.changed):
             return self._eagerly(inner, args, kwargs, Reason("changes_shared_memory"))
-        if probe is not None and probe.verdict is not None:
-            return self._eagerly(inner, args, kwargs, probe.verdict, is_trouble=False)
+        if benchmark is not None and benchmark.verdict is not None:
+            return self._eagerly(inner, args, kwargs, benchmark.verdict, is_trouble=False)
         try:
             tensors = (*with_added(weights, added), *inputs)
         except RunEagerly as refusal:
             return self._eagerly(inner, args, kwargs, refusal.reason, is_trouble=False)
-        is_compared = probe is None or probe.done
+        is_compared = benchmark is None or benchmark.done
         counter = resolved.counter
         counter.hits += 1
         observer = self.observer
         if observer is not None:
             observer.used.append((entry, graph, counter))
-            observer.settled &= is_compared
+            observer.is_stable &= is_compared
 
         def run(tensors: Sequence[torch.Tensor]) -> Any:
             out = graph.run(tensors)
@@ -165,27 +169,28 @@ class BlockRunner:
                     given[index].copy_(inputs[index])
             return out
 
-        def probed(tensors: Sequence[torch.Tensor]) -> Any:
-            return self._probe(graph, probe, lambda: run(tensors), inner, spec, given, inputs, tensors[0].device)
+        def compared(tensors: Sequence[torch.Tensor]) -> Any:
+            return self._compare(graph, benchmark, lambda: run(tensors), inner, spec, given, inputs, tensors[0].device)
 
-        return self._with_graph(run if is_compared else probed, tensors, resolved, inner, args, kwargs)
-
-    def _with_graph(self, run, tensors, resolved: ResolvedGraph, inner, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What `run` makes of the tensors; the call as it is, where the graph fails."""
         try:
-            return run(tensors)
-        except self._interrupts:
-            raise
+            return run(tensors) if is_compared else compared(tensors)
         except Exception as error:
-            if self.observer is not None and self.observer.recording:
-                raise
-            failure = Failure.of(error)
-        # Outside of the handler, whose exception would keep the failed call's tensors.
+            failure = self._failure_of(error)
+        return self._recover(failure, resolved, inner, args, kwargs)
+
+    def _failure_of(self, error: Exception) -> Failure:
+        """Why a graph failed; raises the error again where it stops the run, or ends a capture."""
+        if isinstance(error, self._interrupts) or (self.observer is not None and self.observer.capturing):
+            raise error
+        return Failure.of(error)
+
+    def _recover(self, failure: Failure, resolved: ResolvedGraph, inner: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run the call eagerly after its graph failed. Not in the handler, whose exception would keep tensors alive."""
         self._inline.clear()
         if failure.is_shortage:
             self._on_shortage()
-            if resolved.probe is not None:
-                resolved.probe.abandon()
+            if resolved.benchmark is not None:
+                resolved.benchmark.abandon()
         self._count_eager()
         out = inner(*args, **kwargs)
         if not failure.is_shortage:
@@ -194,15 +199,15 @@ class BlockRunner:
         return out
 
     def _reject(self, entry: Entry, graph: CompiledGraph, reason: Reason) -> None:
-        """A graph failed where its block did not: one that was loaded is compiled anew, one compiled here is none."""
+        """Drop a graph that failed where its block did not; a loaded one is compiled anew, a compiled one is not."""
         store = self._cache.store
         if graph.saved_as is not None and store is not None and store.distrust(graph.saved_as):
             self._cache.drop_graph(entry, graph)
         else:
             entry.mark_failed(reason)
 
-    def _probe(self, graph, probe, run, inner, spec, given, inputs, device):
-        """A call run both ways, on copies where the block might change its inputs; what they become is compared too."""
+    def _compare(self, graph, benchmark, run, inner, spec, given, inputs, device):
+        """The call run both ways, the block on copies of its inputs; inputs that it changes are compared too."""
         copies = [tensor.clone() for tensor in inputs]
 
         def compiled():
@@ -212,27 +217,27 @@ class BlockRunner:
             args, kwargs = tree_spec.rebuild(spec, copies)
             return inner(*args, **kwargs), [copies[index] for index in graph.facts.changed]
 
-        out, changed = probe.call(compiled, eager, device)
+        out, changed = benchmark.call(compiled, eager, device)
         for index, tensor in zip(graph.facts.changed, changed, strict=True):
             if tensor is not given[index]:
                 given[index].copy_(tensor)
-        if probe.verdict is not None:
-            fallbacks.note(self._region.kind.name, probe.verdict)
-        if probe.done:
-            emit("probe_end", name=self._region.kind.name, gain=probe.gain, reason=probe.verdict)
+        if benchmark.verdict is not None:
+            fallbacks.note(self._region.kind.name, benchmark.verdict)
+        if benchmark.done:
+            emit("probe_end", name=self._region.kind.name, gain=benchmark.gain, reason=benchmark.verdict)
         return out
 
     def _resolve(self, spec, weights, inputs) -> tuple[ResolvedGraph | None, bool]:
         """The graph for the call, None where it runs eagerly; and whether it was resolved only now."""
-        is_recorded = self.observer is not None and self.observer.recording
-        if not is_recorded:
+        is_capturing = self.observer is not None and self.observer.capturing
+        if not is_capturing:
             self._inline.expire()
         key = call_key(spec, weights, inputs)
         try:
             return self._inline.lookup(key), False
         except KeyError:
             pass
-        if is_recorded:
+        if is_capturing:
             raise NotReady(f"{self._region.kind.name} ({self._region.path}) has no graph at hand")
         try:
             resolved = self._resolver.resolve(spec, weights, inputs, self.observer)

@@ -1,4 +1,4 @@
-"""The stand-ins for one model's blocks, whatever the host that calls it."""
+"""The stand-ins for one model's blocks, for any host."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from ..cache.graph_cache import GraphCache, shared
 from ..cache.lease import Lease
-from ..compile.row_survey import RowSurvey
 from ..core.compile_settings import CompileSettings
 from ..core.events import emit
 from ..fingerprint.survey import Region, Survey, survey
 from ..modules.substitution import Layer
 from ..modules.wrapped_layers import Wraps
+from .batch_dry_run import BatchDryRun
 from .block_runner import BlockRunner
 
 log = logging.getLogger("accel")
@@ -25,12 +25,12 @@ Simplify = Callable[[dict], dict]
 
 @dataclass(frozen=True)
 class Host:
-    """What the engine has to know of the program that calls the model.
+    """What the engine needs from the program that calls the model.
 
     ignored: as for `CodeReader`. interrupts: exceptions that mean "stop the run", never swallowed.
     simplifier: for a block, what a dict among its arguments is replaced by (`BlockRunner`'s simplify_options).
-    without_hooks: what a dict among the model's arguments is replaced by where nobody's code may run (`RowSurvey`).
-    wraps: tells the wrappers that are put around layers there, as for LoRA.
+    without_hooks: what a dict among the model's arguments is replaced by where nobody's code may run (`BatchDryRun`).
+    wraps: recognises the host's wrappers around layers, such as LoRA.
     """
 
     ignored: frozenset[tuple[str, str]] = frozenset()
@@ -41,7 +41,7 @@ class Host:
 
 
 def look_at(model: torch.nn.Module, settings: CompileSettings, host: Host) -> Survey:
-    """The model's blocks as they are now; what was found is told to the log and to listeners ("survey")."""
+    """Survey the model's blocks as they are now; emits "survey" and logs what stays eager."""
     found = survey(model, settings.min_repetitions, host.ignored, host.wraps)
     for path, reason in found.left_eager:
         log.debug("%s stays eager: %s", path, reason)
@@ -64,17 +64,17 @@ def compiled_layers(
     lease: Lease | None = None,
     on_shortage: Callable[[], None] = lambda: None,
 ) -> dict[torch.nn.Module, Layer]:
-    """A stand-in for every block found in the model, and for the model one that watches its calls.
+    """A stand-in for every block found, and a layer around the model that keeps the arguments of its calls.
 
-    lease: of the run that they are for; their graphs stay in the cache while it lasts.
+    lease: of the run; its graphs stay in the cache while it lasts.
     on_shortage: as for `BlockRunner`.
     """
     tensors_of: dict[torch.nn.Module, Callable[[tuple], list[torch.Tensor]]] = {}
-    rows = RowSurvey(model, tensors_of, host.without_hooks, host.interrupts)
-    layers: dict[torch.nn.Module, Layer] = {model: rows}
+    dry_run = BatchDryRun(model, tensors_of, host.without_hooks, host.interrupts)
+    layers: dict[torch.nn.Module, Layer] = {model: dry_run}
     for region in found.regions:
         runner = BlockRunner(
-            region, cache, settings, host.simplifier(region), host.interrupts, rows, lease, on_shortage
+            region, cache, settings, host.simplifier(region), host.interrupts, dry_run, lease, on_shortage
         )
         layers[region.block] = runner
         tensors_of[region.block] = runner.tensors_of

@@ -1,8 +1,8 @@
-"""What the wrappers in a block add to its weights, read anew at each call of the block.
+"""LoRA: what wrappers around the layers of a block add to its weights, read at each call of the block.
 
-The weights that a graph gets are made for the call, by one matrix product for each wrapped layer and adapter,
-and no copy of them is kept. They are rounded to the type of the layer's weight, as by merging: in float16 and
-bfloat16 that costs about what rounding a layer's output costs, in float32 nothing to speak of.
+The merged weights are computed for the call, by one matrix product for each wrapped layer and adapter, and not kept.
+They are rounded to the dtype of the layer's weight, as merging for good does: the error is about that of rounding a
+layer's output in float16 and bfloat16, and negligible in float32.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..modules import wrapped_layers
 from ..modules.wrapped_layers import LowRank, Reader, Wraps
 
 Added = Sequence[tuple[int, int | None, Sequence[LowRank]]]
-"""(index of the weight, index of the bias, what is added to them), of the layers to which something is added."""
+"""(index of the weight, index of the bias or None, low-rank terms) of each layer to which something is added."""
 
 
 class AddedWeights:
-    """Asks the wrappers in one block, and looks for others when its parts are no longer those that it had.
+    """Reads the wrappers in one block, and finds them again when its submodules have been replaced.
 
     names: of the block's weights, without its wrappers, in the order in which its graphs take them.
     """
@@ -38,20 +38,20 @@ class AddedWeights:
         self._places = [
             (part, part._modules, name) for part in parts for name, child in part._modules.items() if child is not None
         ]
-        self._layers = [wrapped_layers.bare(held[name], wraps) for _, held, name in self._places]
+        self._layers = [wrapped_layers.bare(modules[name], wraps) for _, modules, name in self._places]
         self._children: list[torch.nn.Module | None] = []
         self._readers: list[tuple[int, int | None, Reader]] = []
         self._refusal: Reason | None = None
 
-    def now(self) -> Added:
+    def read(self) -> Added:
         """What is added in this call.
 
         Raises:
-            RunEagerly: it cannot be had by adding to weights, or the block was changed in another way.
+            RunEagerly: a wrapper does more than add to weights, or the block was changed in another way.
         """
-        children = [held.get(name) for _, held, name in self._places]
+        children = [modules.get(name) for _, modules, name in self._places]
         if children != self._children:
-            self._look(children)
+            self._find_wrappers(children)
         if self._refusal is not None:
             raise RunEagerly(self._refusal)
         if not self._readers:
@@ -61,20 +61,20 @@ class AddedWeights:
             raise RunEagerly(Reason("gradients"))
         return added
 
-    def _look(self, children: list[torch.nn.Module | None]) -> None:
+    def _find_wrappers(self, children: list[torch.nn.Module | None]) -> None:
         self._children, self._readers = children, []
         wrapped: dict[torch.nn.Module, torch.nn.Module] = {}
-        self._refusal = self._unlike(children, wrapped)
+        self._refusal = self._why_not(children, wrapped)
         if self._refusal is None:
             for layer, wrapper in wrapped.items():
                 self._readers.append((*self._indices[layer], self._wraps.reader(wrapper, layer)))
 
-    def _unlike(
+    def _why_not(
         self, children: Sequence[torch.nn.Module | None], wrapped: dict[torch.nn.Module, torch.nn.Module]
     ) -> Reason | None:
-        """Why nothing can be added to the block's weights as it is now; else None.
+        """Why nothing can be added to the block's weights as it is now; None where it can.
 
-        wrapped: gets the layers that are wrapped, with their wrappers.
+        wrapped: gets the wrapped layers, with their wrappers.
         """
         bare: set[torch.nn.Module] = set()
         for (parent, _, name), layer, child in zip(self._places, self._layers, children, strict=True):
@@ -85,7 +85,7 @@ class AddedWeights:
                 continue
             if wrapped.setdefault(layer, child) is not child:
                 return Reason("layer_wrapped_twice", layer=name)
-            if _reads_weights(parent):
+            if _may_read_weights(parent):
                 return Reason("wrapped_layer_read", layer=name, reader=type(parent).__name__)
         owners = [id(tensor) for layer in self._indices for tensor in layer._parameters.values() if tensor is not None]
         for layer in wrapped:
@@ -96,10 +96,10 @@ class AddedWeights:
 
 
 def with_added(weights: Sequence[torch.Tensor], added: Added) -> Sequence[torch.Tensor]:
-    """The weights with what is added to them; shapes, types, devices and layouts stay.
+    """The weights plus what is added to them, with the same shapes, dtypes, devices and layouts.
 
     Raises:
-        RunEagerly: it does not fit them.
+        RunEagerly: it does not fit them, or there is too little memory.
     """
     if not added:
         return weights
@@ -139,14 +139,11 @@ def _wants_gradients(item: LowRank) -> bool:
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in item)
 
 
-def _reads_weights(parent: torch.nn.Module) -> bool:
-    """Whether the code that calls a module's parts may look at weights itself: it would not see what is added."""
-    called = [type(parent).forward, *(type(held).__call__ for held in vars(parent).values() if _is_called(held))]
+def _may_read_weights(parent: torch.nn.Module) -> bool:
+    """Whether the code that calls a module's children may read their weights itself, and so miss what is added."""
+    objects = (value for value in vars(parent).values() if is_plain_object(value) and callable(value))
+    called = [type(parent).forward, *(type(value).__call__ for value in objects)]
     return any(not {"weight", "bias"}.isdisjoint(_names(inspect.unwrap(function))) for function in called)
-
-
-def _is_called(value: Any) -> bool:
-    return is_plain_object(value) and callable(value)
 
 
 def _names(function: Any) -> Iterator[str]:

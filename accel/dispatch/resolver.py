@@ -11,9 +11,8 @@ from ..cache.entry import Entry
 from ..cache.graph_cache import GraphCache, NoGraph
 from ..cache.lease import Lease
 from ..compile import block_compiler
-from ..compile.benchmark import Probe
+from ..compile.benchmark import Benchmark
 from ..compile.compiled_graph import CompiledGraph, CompileFailed, Facts
-from ..compile.row_survey import RowSurvey, silent
 from ..core.compile_settings import CompileSettings
 from ..core.errors import one_line
 from ..core.fallbacks import fallbacks
@@ -23,30 +22,32 @@ from ..fingerprint.graph_key import GraphKey
 from ..fingerprint.survey import Region
 from ..signature import tree_spec
 from ..signature.tensors import tensor_spec
+from .batch_dry_run import BatchDryRun, silent
 from .block_observer import BlockObserver
 
 
 @dataclass(eq=False)
 class ResolvedGraph:
-    """The graph that runs calls of one shape. probe: compares it with the block; None where nobody asked for that.
+    """The graph that runs calls of one shape.
 
+    benchmark: compares it with the block at this size; None where nobody asked for that.
     guards_made: how often the inline cache guarded such a call.
     """
 
     entry: Entry
     graph: CompiledGraph
-    probe: Probe | None
+    benchmark: Benchmark | None
     guards_made: int = 0
 
     @property
     def is_stable(self) -> bool:
         """Whether the graph is the one to run, and no call need be compared any more."""
-        return self.probe is None or (self.probe.done and self.probe.verdict is None)
+        return self.benchmark is None or (self.benchmark.done and self.benchmark.verdict is None)
 
     @property
-    def counter(self) -> Entry | Probe:
+    def counter(self) -> Entry | Benchmark:
         """What counts its calls now (`hits`)."""
-        return self.probe if self.probe is not None and self.probe.done else self.entry
+        return self.benchmark if self.benchmark is not None and self.benchmark.done else self.entry
 
 
 class GraphResolver:
@@ -58,14 +59,14 @@ class GraphResolver:
         cache: GraphCache,
         settings: CompileSettings,
         interrupts: tuple[type[BaseException], ...],
-        rows: RowSurvey | None,
+        dry_run: BatchDryRun | None,
         lease: Lease | None,
     ):
         self._region = region
         self._cache = cache
         self._settings = settings
         self._interrupts = interrupts
-        self._rows = rows
+        self._dry_run = dry_run
         self._lease = lease
 
     def resolve(
@@ -82,7 +83,7 @@ class GraphResolver:
         region, settings = self._region, self._settings
         device = elsewhere(weights, inputs)
         if device is not None:
-            # A graph would be good for this split of the weights alone, and the next prompt splits them otherwise.
+            # A graph would serve only this split of the weights, and the next run splits them differently.
             fallbacks.note(region.kind.name, Reason("weights_elsewhere", device=str(device)))
             return None
         tensors = (*weights, *inputs)
@@ -90,7 +91,7 @@ class GraphResolver:
         key = GraphKey(
             kind=region.kind,
             call=call,
-            # The kind tells the weights as they were when the run began; they may have been moved or cast since.
+            # The kind describes the weights at the start of the run; they may have been moved or cast since.
             inputs=tuple(tensor_spec(tensor) for tensor in tensors),
             backend=settings.backend,
             sizes=None if settings.any_size else tuple(tensor.shape for tensor in inputs),
@@ -114,12 +115,12 @@ class GraphResolver:
 
         def compile_graph() -> CompiledGraph:
             if observer is not None:
-                observer.settled = False
+                observer.is_stable = False
             try:
                 template = kinds.template_of(region.block, region.wraps)
             except Exception as error:
                 raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
-            growing = self._rows.growing(region.block, inputs) if self._rows and settings.any_size else None
+            growing = self._dry_run.growing(region.block, inputs) if self._dry_run and settings.any_size else None
             with silent():
                 graph = block_compiler.compile_block(
                     template,
@@ -139,7 +140,7 @@ class GraphResolver:
 
         try:
             entry, graph = self._cache.find(key, name, fits, compile_graph, self._lease, load_graph)
-            return ResolvedGraph(entry, graph, entry.probe(graph, inputs) if settings.measured else None)
+            return ResolvedGraph(entry, graph, entry.benchmark(graph, inputs) if settings.measured else None)
         except torch.OutOfMemoryError as error:
             reason = Reason("compile_out_of_memory", error=one_line(error))
         raise NoGraph(key, reason)  # outside of the handler, whose exception would keep the compiler's tensors

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..compile.benchmark import Probe
+from ..compile.benchmark import Benchmark
 from ..core.reasons import Reason
 from ..step_cache.run import FULL, SKIPPED
 
@@ -23,13 +23,13 @@ class Saving(NamedTuple):
         return {"seconds": self.seconds, "how": "" if self.how is None else str(self.how)}
 
 
-def by_compiling(calls: int, measured: Mapping[Probe, int], is_measured: bool = True) -> Saving:
+def by_compiling(calls: int, measured: Mapping[Benchmark, int], is_measured: bool = True) -> Saving:
     """The time saved by compiled calls of blocks, against running the same blocks eagerly.
 
     calls: of compiled graphs. measured: those of them at sizes at which the graph was compared with its block.
     is_measured: whether graphs are compared at all.
     """
-    known = [(probe.gain, count) for probe, count in measured.items() if probe.gain is not None]
+    known = [(benchmark.gain, count) for benchmark, count in measured.items() if benchmark.gain is not None]
     if not calls:
         return Saving(None, Reason("compiling_unused"))
     if not known:

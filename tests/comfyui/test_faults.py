@@ -6,9 +6,9 @@ import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile import ahead_of_time, block_compiler
-from comfy_accel.accel.compile.row_survey import RowSurvey
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.dispatch.batch_dry_run import BatchDryRun
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
@@ -149,7 +149,7 @@ def test_interrupt_button_during_a_compilation_ends_the_image(name):
 @pytest.mark.parametrize("place", ["look", "path"])
 def test_interrupt_button_while_nothing_is_computed_ends_the_image(small, sample, monkeypatch, place):
     """Before the first compilation the model is looked at without values, in which core looks at the button."""
-    stage = {"look": (RowSurvey, "_look"), "path": (block_compiler, "trace_ops")}[place]
+    stage = {"look": (BatchDryRun, "_run"), "path": (block_compiler, "trace_ops")}[place]
     work = getattr(*stage)
 
     def pressed(*args):

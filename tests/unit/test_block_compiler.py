@@ -177,7 +177,7 @@ def test_interrupts_and_want_of_memory_are_no_fault_of_the_block(error, raised):
 
 
 @pytest.mark.parametrize("error", [Stop("stop"), torch.OutOfMemoryError("no memory"), MemoryError("no memory")])
-def test_what_stops_inductor_is_told_from_what_it_wraps_it_in(error, monkeypatch):
+def test_what_stops_inductor_is_found_in_what_wraps_it(error, monkeypatch):
     def run(*args):
         raise error
 
@@ -225,7 +225,7 @@ def test_block_that_reads_a_list_is_compiled():
     torch.testing.assert_close(graph.run((*weights.read(), inputs[0], *inputs[1])), block(*inputs))
 
 
-def test_torch_that_cannot_compile_ahead_of_time_is_told_so(monkeypatch):
+def test_torch_that_cannot_compile_ahead_of_time_is_reported(monkeypatch):
     monkeypatch.setattr(ahead_of_time, "is_available", lambda: False)
     before = counters["stats"]["unique_graphs"]
     with pytest.raises(CompileFailed, match="is too old"):

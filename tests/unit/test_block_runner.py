@@ -115,7 +115,7 @@ def test_call_that_fails_by_itself_is_not_held_against_the_block(caplog, capfd):
     assert cache.statistics()["graphs"] == 1
 
 
-def test_call_that_fails_by_itself_gives_up_no_graph():
+def test_call_that_fails_by_itself_marks_no_graph_failed():
     def strict(graph, examples):
         def run(*args):
             if max(arg.abs().max() for arg in args if isinstance(arg, torch.Tensor)) > 100:
@@ -266,12 +266,12 @@ def test_loaded_graph_that_fails_is_compiled_anew():
     assert reasons() == ["its compiled graph failed: RuntimeError: no kernel image is available"]
 
 
-def test_graph_that_runs_out_of_memory_is_told_of_and_kept():
-    block, cache, told = Block(), GraphCache(), []
+def test_graph_that_runs_out_of_memory_is_reported_and_kept():
+    block, cache, reported = Block(), GraphCache(), []
     cache.store = Lent(torch.OutOfMemoryError("no more"))
     stand_in = runner([block], cache)
-    stand_in._on_shortage = lambda: told.append("short")
+    stand_in._on_shortage = lambda: reported.append("short")
     x = torch.randn(2, 4)
     torch.testing.assert_close(stand_in(block, x), block(x))
-    assert told == ["short"]
+    assert reported == ["short"]
     assert cache.statistics()["graphs"] == 1 and cache.store.distrusted == []

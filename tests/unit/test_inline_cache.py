@@ -1,4 +1,4 @@
-"""Calls of a block that are like earlier ones: recognised, and never where anything about them has changed."""
+"""Calls of a block that are like earlier ones match, and never where anything about them has changed."""
 
 import gc
 import weakref
@@ -32,12 +32,12 @@ class InPlace(Block):
 
 
 class Counting(BlockRunner):
-    """anew: calls that were not recognised."""
+    """unmatched: calls that no guard matched."""
 
-    anew = 0
+    unmatched = 0
 
     def _call_unmatched(self, *args):
-        self.anew += 1
+        self.unmatched += 1
         return super()._call_unmatched(*args)
 
 
@@ -48,21 +48,21 @@ def runner(block, cache=None, simplify=None):
     return Counting(region, cache or GraphCache(), CompileSettings(backend="eager"), simplify)
 
 
-def settled(block, *args, cache=None, simplify=None, **kwargs):
-    """Its stand-in, which knows such calls."""
+def warmed_up(block, *args, cache=None, simplify=None, **kwargs):
+    """Its stand-in, whose inline cache matches such calls."""
     stand_in = runner(block, cache, simplify)
     for _ in range(4):
         torch.testing.assert_close(stand_in(block.forward, *args, **kwargs), block(*args, **kwargs))
-    assert stand_in.anew == 2
+    assert stand_in.unmatched == 2
     return stand_in
 
 
-def check(stand_in, block, *args, is_known=False, **kwargs):
-    """The call is right, and whether it is recognised is as expected."""
-    before = stand_in.anew
+def check(stand_in, block, *args, is_matched=False, **kwargs):
+    """The call is right, and matches or not as expected."""
+    before = stand_in.unmatched
     out = stand_in(block.forward, *args, **kwargs)
     torch.testing.assert_close(out, block(*args, **kwargs))  # of one type too
-    assert (stand_in.anew == before) is is_known
+    assert (stand_in.unmatched == before) is is_matched
 
 
 @pytest.fixture(params=[True, False], ids=["torch's check", "in Python"], autouse=True)
@@ -97,14 +97,14 @@ def made_a_class_of_its_own(block):
 @pytest.mark.parametrize("change", [cast, replaced_by_another_type, given_other_strides, made_a_class_of_its_own])
 def test_weights_that_are_others_in_mid_run_are_noticed(change):
     block, x = Block(), torch.randn(2, 4)
-    stand_in = settled(block, x)
+    stand_in = warmed_up(block, x)
     change(block)
     check(stand_in, block, x)
 
 
 def test_weights_that_left_the_device_run_as_they_are():
     block, x = Block(), torch.randn(2, 4)
-    stand_in = settled(block, x)
+    stand_in = warmed_up(block, x)
     block.second.to("meta")
     assert stand_in(lambda x: "eager", x) == "eager"
     assert [row["reason"] for row in fallbacks.rows()] == ["its weights are partly on meta, its inputs are not"]
@@ -112,14 +112,14 @@ def test_weights_that_left_the_device_run_as_they_are():
 
 def test_weights_of_other_values_are_read_and_none_is_kept():
     block, x = Block(), torch.randn(2, 4)
-    stand_in = settled(block, x)
+    stand_in = warmed_up(block, x)
     old = weakref.ref(block.first.weight)
     block.first.weight = torch.nn.Parameter(torch.randn(4, 4), requires_grad=False)
     gc.collect()
     assert old() is None
-    check(stand_in, block, x, is_known=True)
+    check(stand_in, block, x, is_matched=True)
     block.first.weight.data = torch.randn(4, 4)
-    check(stand_in, block, x, is_known=True)
+    check(stand_in, block, x, is_matched=True)
 
 
 @pytest.mark.parametrize("wanted", ["input", "weight"])
@@ -131,9 +131,9 @@ def test_gradients_wanted_from_one_call_to_the_next_are_the_blocks_own(wanted):
             block.first.weight.requires_grad_()  # as diffusers leaves them
             for _ in range(4):
                 stand_in(block.forward, x)
-        assert stand_in.anew == 2
+        assert stand_in.unmatched == 2
     else:
-        stand_in = settled(block, x)
+        stand_in = warmed_up(block, x)
         x.requires_grad_()
     stand_in(block.forward, x).sum().backward()
     assert (x if wanted == "input" else block.first.weight).grad.abs().max() > 0
@@ -145,10 +145,10 @@ def test_gradients_wanted_from_one_call_to_the_next_are_the_blocks_own(wanted):
 
 def test_autocast_from_one_call_to_the_next_is_seen():
     block, x = Block(), torch.randn(2, 4)
-    stand_in = settled(block, x)
+    stand_in = warmed_up(block, x)
     with torch.autocast("cpu", torch.bfloat16):
         check(stand_in, block, x)
-    check(stand_in, block, x, is_known=True)
+    check(stand_in, block, x, is_matched=True)
 
 
 CALLS = {
@@ -169,24 +169,24 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("sort", CALLS)
+@pytest.mark.parametrize("variant", CALLS)
 @pytest.mark.parametrize("usual", [{}, {"scale": 0.0, "sign": 1, "size": 5, "options": None}], ids=["plain", "named"])
-def test_call_that_is_made_in_another_way_is_described_anew(sort, usual):
+def test_call_that_is_made_in_another_way_is_described_again(variant, usual):
     block, x, y = Block(), torch.randn(2, 4), torch.randn(2, 4)
-    stand_in = settled(block, x, y, **usual)
-    args, kwargs = CALLS[sort](x, y)
+    stand_in = warmed_up(block, x, y, **usual)
+    args, kwargs = CALLS[variant](x, y)
     check(stand_in, block, *args, **{**usual, **kwargs})
-    check(stand_in, block, torch.randn(2, 4), torch.randn(2, 4), is_known=True, **usual)
+    check(stand_in, block, torch.randn(2, 4), torch.randn(2, 4), is_matched=True, **usual)
 
 
-def test_nested_arguments_are_recognised_too():
+def test_nested_arguments_are_matched_too():
     class Nested(Block):
         def forward(self, x, pairs, size):
             return super().forward(x) * pairs[0] + pairs[1][0] / size
 
     block, x, y = Nested(), torch.randn(2, 4), torch.randn(2, 4)
-    stand_in = settled(block, x, (x + 1, [y]), size=8)
-    check(stand_in, block, y, (x + 2, [x]), size=8, is_known=True)
+    stand_in = warmed_up(block, x, (x + 1, [y]), size=8)
+    check(stand_in, block, y, (x + 2, [x]), size=8, is_matched=True)
     check(stand_in, block, y, (x + 2, [y]), size=8)
     check(stand_in, block, y, (x + 2, [x]), size=9)
     check(stand_in, block, y, (x + 2, (x,)), size=8)
@@ -194,8 +194,8 @@ def test_nested_arguments_are_recognised_too():
 
 def test_strided_input_is_made_dense_in_each_call():
     block = Block()
-    stand_in = settled(block, torch.randn(4, 2).t())
-    check(stand_in, block, torch.randn(4, 2).t(), is_known=True)
+    stand_in = warmed_up(block, torch.randn(4, 2).t())
+    check(stand_in, block, torch.randn(4, 2).t(), is_matched=True)
 
 
 def test_changed_input_that_shares_memory_from_one_call_to_the_next_runs_as_it_is():
@@ -212,7 +212,7 @@ def test_changed_input_that_shares_memory_from_one_call_to_the_next_runs_as_it_i
             x, y, theirs = mine[:2], mine[1:3], (other[:2], other[1:3])
         out = stand_in(block.forward, x, y)
         assert torch.equal(out, reference(*theirs)) and torch.equal(x, theirs[0]) and torch.equal(y, theirs[1])
-    assert stand_in.anew == 4
+    assert stand_in.unmatched == 4
     assert [row["reason"] for row in fallbacks.rows()] == ["it changes an argument that shares memory with another"]
 
 
@@ -223,20 +223,20 @@ def test_options_that_change_in_place_are_asked_about_in_each_call():
         return {name: value for name, value in options.items() if name == "strength"} if "step" in options else options
 
     block, x, options = Block(), torch.randn(2, 4), {"step": 1}
-    stand_in = settled(block, x, simplify=simplify, options=options)
+    stand_in = warmed_up(block, x, simplify=simplify, options=options)
     options["step"] = 2
-    check(stand_in, block, x, is_known=True, options=options)
+    check(stand_in, block, x, is_matched=True, options=options)
     options["patches"] = ["somebody's"]
     assert stand_in(lambda x, options: "eager", x, options=options) == "eager"
     options["patches"] = []
-    check(stand_in, block, x, is_known=True, options=options)
+    check(stand_in, block, x, is_matched=True, options=options)
     options["strength"] = 0.5
     check(stand_in, block, x, options=options)
 
 
 def test_graph_that_left_the_cache_is_not_used():
     block, x, cache = Block(), torch.randn(2, 4), GraphCache()
-    stand_in = settled(block, x, cache=cache)
+    stand_in = warmed_up(block, x, cache=cache)
     cache.clear()
     check(stand_in, block, x)
     assert cache.statistics()["compilations"] == 2
@@ -244,14 +244,14 @@ def test_graph_that_left_the_cache_is_not_used():
 
 def test_graph_that_fails_is_followed_by_the_block_and_forgotten():
     block, x, cache = Block(), torch.randn(2, 4), GraphCache()
-    stand_in = settled(block, x, cache=cache)
+    stand_in = warmed_up(block, x, cache=cache)
     [graph] = cache.get(cache.keys()[0]).graphs
 
     def fail(tensors):
         raise RuntimeError("simulated")
 
     graph.run = fail
-    check(stand_in, block, x, is_known=True)
+    check(stand_in, block, x, is_matched=True)
     check(stand_in, block, x)
     assert [row["reason"] for row in fallbacks.rows()] == [
         "its compiled graph failed: RuntimeError: simulated",
@@ -259,7 +259,7 @@ def test_graph_that_fails_is_followed_by_the_block_and_forgotten():
     ]
 
 
-def test_many_sorts_of_calls_take_turns():
+def test_many_variants_of_calls_take_turns():
     block = Block()
     stand_in = runner(block)
     for _ in range(12):

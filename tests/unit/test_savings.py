@@ -3,30 +3,30 @@
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.compile.benchmark import CLEAR_ROUNDS, Probe
+from comfy_accel.accel.compile.benchmark import CLEAR_ROUNDS, Benchmark
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph
 from comfy_accel.accel.report.savings import by_compiling, by_skipping, together
 
 
-def probe(compiled, eager):
-    made = Probe()
+def benchmark(compiled, eager):
+    made = Benchmark()
     made._compiled, made._eager, made.done = list(compiled), list(eager), True
     return made
 
 
 def test_gain_of_a_call_times_calls():
-    fast = probe([1.0, 2.0, 1.0], [3.0, 3.0, 9.0])  # medians 1 and 3
+    fast = benchmark([1.0, 2.0, 1.0], [3.0, 3.0, 9.0])  # medians 1 and 3
     saved = by_compiling(10, {fast: 10})
     assert saved.seconds == 20.0
     assert "median" in str(saved.how) and "not taken off" in str(saved.how)
 
 
 def test_a_slower_graph_that_runs_costs():
-    assert by_compiling(4, {probe([2.0] * 3, [1.5] * 3): 4}).seconds == -2.0
+    assert by_compiling(4, {benchmark([2.0] * 3, [1.5] * 3): 4}).seconds == -2.0
 
 
 def test_calls_that_were_not_compared_count_nothing():
-    saved = by_compiling(10, {probe([1.0] * 3, [2.0] * 3): 6})
+    saved = by_compiling(10, {benchmark([1.0] * 3, [2.0] * 3): 6})
     assert saved.seconds == 6.0 and "6 of 10 calls" in str(saved.how)
 
 
@@ -36,7 +36,7 @@ def test_calls_that_were_not_compared_count_nothing():
         (0, {}, True, "No compiled block ran"),
         (5, {}, True, "too few calls"),
         (5, {}, False, "comparing is off"),
-        (5, {probe([1.0], [2.0]): 5}, True, "too few calls"),
+        (5, {benchmark([1.0], [2.0]): 5}, True, "too few calls"),
     ],
 )
 def test_nothing_measured_is_not_guessed(calls, measured, is_measured, said):
@@ -44,8 +44,8 @@ def test_nothing_measured_is_not_guessed(calls, measured, is_measured, said):
     assert saved.seconds is None and said in str(saved.how)
 
 
-def test_a_real_probe_knows_its_gain_after_enough_calls():
-    made = Probe()
+def test_a_real_benchmark_knows_its_gain_after_enough_calls():
+    made = Benchmark()
     for _ in range(CLEAR_ROUNDS + 6):
         if not made.done:
             made.call(lambda: torch.ones(2), lambda: [torch.ones(2) for _ in range(20_000)][0], torch.device("cpu"))
@@ -77,11 +77,11 @@ def test_sum_of_what_is_known():
     assert together([unknown])["saved_seconds"] is None
 
 
-def test_probes_count_the_calls_at_their_size_and_the_entry_all():
+def test_benchmarks_count_the_calls_at_their_size_and_the_entry_all():
     cache = GraphCache()
     with cache.lease() as lease:
         entry, graph = cache.find("a", "A", lambda found: True, lambda: CompiledGraph(len, bool), lease)
-        small, large = entry.probe(graph, [torch.zeros(2)]), entry.probe(graph, [torch.zeros(99)])
+        small, large = entry.benchmark(graph, [torch.zeros(2)]), entry.benchmark(graph, [torch.zeros(99)])
         entry.hits, small.hits, large.hits = 1, 2, 3
     assert lease.calls == 6 and lease.measured == {small: 2, large: 3}
     entry.drop(graph)

@@ -50,37 +50,37 @@ def at(function, *sizes):
     return [trace_ops(function, [torch.empty(size, 4)]) for size in sizes]
 
 
-def test_block_that_treats_every_batch_alike_takes_one_path():
+def test_block_that_treats_every_batch_alike_scales_evenly():
     assert scales_evenly(at(lambda x: (x * 2).reshape(-1, 2).softmax(-1), 1, 2, 3))
 
 
-def test_block_that_asks_for_a_batch_of_one_takes_another():
+def test_block_that_asks_for_a_batch_of_one_does_not_scale_evenly():
     assert not scales_evenly(at(lambda x: x + 1 if x.shape[0] == 1 else x - 1, 1, 2, 3))
     assert not scales_evenly(at(lambda x: x * (2.0 if x.shape[0] == 1 else 3.0), 1, 2, 3))
 
 
-def test_dimension_that_vanishes_at_one_is_another_path():
+def test_dimension_that_vanishes_at_one_does_not_scale_evenly():
     assert not scales_evenly(at(lambda x: x.squeeze() * 2, 1, 2, 3))
 
 
-def test_size_that_stops_growing_is_another_path():
+def test_size_that_stops_growing_does_not_scale_evenly():
     assert not scales_evenly(at(lambda x: x[:2] * 2, 1, 2, 3))
 
 
-def test_block_that_needs_values_has_no_path():
+def test_block_that_needs_values_has_no_trace():
     assert at(lambda x: x if x.sum() > 0 else -x, 2) == [None]
     assert not scales_evenly([None, None, None])
 
 
-def test_inputs_that_are_written_to_are_told():
+def test_inputs_that_are_written_to_are_reported():
     with torch.inference_mode():
         a, b = torch.ones(2), torch.ones(2)
-        path = trace_ops(lambda a, b: b.view(2, 1).add_(1) + a[0], [a, b])
-    assert path.changed == (1,)
+        trace = trace_ops(lambda a, b: b.view(2, 1).add_(1) + a[0], [a, b])
+    assert trace.changed == (1,)
     assert torch.equal(b, torch.ones(2))
 
 
-def test_interrupt_is_not_taken_for_a_block_without_path():
+def test_interrupt_is_not_taken_for_a_block_without_trace():
     class Stop(Exception):
         pass
 

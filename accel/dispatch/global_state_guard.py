@@ -1,6 +1,6 @@
-"""What code remembers for the whole process: `functools` caches, globals, attributes of classes.
+"""Restores state of the whole process: `functools` caches, globals, attributes of classes.
 
-A run on tensors without values must leave none of them there: the next real call would find them.
+A run on tensors without values must leave none of them there, where the next real call would find them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _DICTS = (dict, OrderedDict, defaultdict)
 _CONTAINERS = (*_DICTS, list, set)
 _CACHE = type(functools.lru_cache(lambda: None))
 _DEPTH = 4
-"""How far into containers of containers is looked."""
+"""Levels of nested containers that are searched."""
 
 
 @contextmanager
-def nothing_remembered(model: torch.nn.Module, foreign: Callable[[Any], bool]) -> Iterator[None]:
-    """Afterwards, no cache of the process and no global of the model's packages holds a foreign value.
+def global_state_restored(model: torch.nn.Module, foreign: Callable[[Any], bool]) -> Iterator[None]:
+    """On exit, no `functools` cache and no global of the model's packages refers to a foreign value.
 
-    foreign: tells the values that must not stay. A cache that got one forgets all; a container that got one, or
-    a name, is put back as it was; the others stay as they are.
+    foreign: whether a value must not stay. A cache with such a value is cleared; a container or name with one gets its
+        former content back; all others stay as they are.
     """
     before = [(namespace, dict(vars(namespace))) for namespace in _namespaces(model)]
     containers: dict[int, Any] = {}
@@ -42,19 +42,19 @@ def nothing_remembered(model: torch.nn.Module, foreign: Callable[[Any], bool]) -
         yield
     finally:
         for container, content in contents:
-            if _holds(container, foreign):
+            if _refers_to(container, foreign):
                 _refill(container, content)
         for namespace, names in before:
             for name, value in list(vars(namespace).items()):
-                if _holds(value, foreign):
+                if _refers_to(value, foreign):
                     setattr(namespace, name, names[name]) if name in names else delattr(namespace, name)
         for cache in [value for value in gc.get_objects() if type(value) is _CACHE]:
-            if any(_holds(part, foreign) for part in gc.get_referents(cache)):
+            if any(_refers_to(part, foreign) for part in gc.get_referents(cache)):
                 cache.cache_clear()
 
 
 def _namespaces(model: torch.nn.Module) -> list[Any]:
-    """The Python modules of the packages that the model's classes come from, and the classes in them."""
+    """The modules of the packages in which the model's classes are defined, and the classes in them."""
     packages = {_package(base.__module__) for part in model.modules() for base in type(part).__mro__}
     packages -= {"torch", "builtins"}
     modules = [
@@ -75,30 +75,30 @@ def _package(name: Any) -> str:
     return str(name).partition(".")[0]
 
 
-def _collect(value: Any, found: dict[int, Any], depth: int = _DEPTH) -> None:
-    """Add the containers within a value, and what plain objects keep, by id."""
-    if depth == 0 or id(value) in found:
+def _collect(value: Any, containers: dict[int, Any], depth: int = _DEPTH) -> None:
+    """Add the containers within a value and within plain objects, by id."""
+    if depth == 0 or id(value) in containers:
         return
     if type(value) in _CONTAINERS:
-        found[id(value)] = value
+        containers[id(value)] = value
         for item in value.values() if type(value) in _DICTS else value:
-            _collect(item, found, depth - 1)
+            _collect(item, containers, depth - 1)
     elif type(value) is tuple:
         for item in value:
-            _collect(item, found, depth - 1)
+            _collect(item, containers, depth - 1)
     elif is_plain_object(value):
-        _collect(vars(value), found, depth - 1)
+        _collect(vars(value), containers, depth - 1)
 
 
-def _holds(value: Any, foreign: Callable[[Any], bool], depth: int = _DEPTH) -> bool:
+def _refers_to(value: Any, foreign: Callable[[Any], bool], depth: int = _DEPTH) -> bool:
     if foreign(value):
         return True
     if depth == 0:
         return False
     if type(value) in _DICTS:
-        return any(_holds(item, foreign, depth - 1) for pair in list(value.items()) for item in pair)
+        return any(_refers_to(item, foreign, depth - 1) for pair in list(value.items()) for item in pair)
     if issubclass(type(value), (list, tuple, set)):
-        return any(_holds(item, foreign, depth - 1) for item in list(value))
+        return any(_refers_to(item, foreign, depth - 1) for item in list(value))
     return False
 
 

@@ -1,4 +1,4 @@
-"""The probe: a graph that does not pay, or is wrong, is given up; the output is right either way."""
+"""The benchmark: a graph that does not pay, or is wrong, is not used; the output is right either way."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfy_accel.accel.compile.benchmark import CLEAR_ROUNDS, ROUNDS, Probe, Probes, largest_difference
+from comfy_accel.accel.compile.benchmark import CLEAR_ROUNDS, ROUNDS, Benchmark, Benchmarks, largest_difference
 
 CPU = torch.device("cpu")
 VALUE = torch.linspace(-1, 1, 64)
@@ -20,79 +20,79 @@ def takes(seconds, value=VALUE):
     return run
 
 
-def run_all(probe, compiled, eager):
+def run_all(benchmark, compiled, eager):
     outs = []
-    while not probe.done:
-        outs.append(probe.call(compiled, eager, CPU))
+    while not benchmark.done:
+        outs.append(benchmark.call(compiled, eager, CPU))
     return outs
 
 
 def test_faster_graph_stays():
-    probe = Probe()
-    outs = run_all(probe, takes(0.001), takes(0.02))
-    assert probe.verdict is None
+    benchmark = Benchmark()
+    outs = run_all(benchmark, takes(0.001), takes(0.02))
+    assert benchmark.verdict is None
     assert len(outs) == CLEAR_ROUNDS + 1
 
 
 def test_slower_graph_is_given_up_with_both_times():
-    probe = Probe()
-    outs = run_all(probe, takes(0.02), takes(0.001))
-    assert probe.verdict.code == "slower" and "ms a call and eagerly" in str(probe.verdict)
+    benchmark = Benchmark()
+    outs = run_all(benchmark, takes(0.02), takes(0.001))
+    assert benchmark.verdict.code == "slower" and "ms a call and eagerly" in str(benchmark.verdict)
     assert len(outs) == ROUNDS + 1
 
 
 def test_calls_that_something_else_made_slow_condemn_nothing():
-    probe, calls = Probe(), []
+    benchmark, calls = Benchmark(), []
 
     def disturbed():
         calls.append(1)
         time.sleep(0.02 if len(calls) in (1, 2, 4, 6) else 0.001)
         return VALUE
 
-    run_all(probe, disturbed, takes(0.002))
-    assert probe.verdict is None
+    run_all(benchmark, disturbed, takes(0.002))
+    assert benchmark.verdict is None
 
 
 def test_block_and_graph_take_turns_in_going_first():
-    probe, order = Probe(), []
-    while not probe.done:
-        probe.call(lambda: order.append("graph") or VALUE, lambda: order.append("block") or VALUE, CPU)
+    benchmark, order = Benchmark(), []
+    while not benchmark.done:
+        benchmark.call(lambda: order.append("graph") or VALUE, lambda: order.append("block") or VALUE, CPU)
     assert order[:6] == ["block", "graph", "graph", "block", "block", "graph"]
 
 
-def test_threads_that_probe_at_once_settle_it_once():
-    probe = Probe()
+def test_threads_that_benchmark_at_once_judge_it_once():
+    benchmark = Benchmark()
 
     def ask():
-        while not probe.done:
-            probe.call(takes(0.002), takes(0.001), CPU)
+        while not benchmark.done:
+            benchmark.call(takes(0.002), takes(0.001), CPU)
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=20)
-    assert probe.done and len(probe._compiled) <= ROUNDS
+    assert benchmark.done and len(benchmark._compiled) <= ROUNDS
 
 
 def test_what_comparing_costs_is_counted():
-    probe = Probe()
-    outs = run_all(probe, takes(0.001), takes(0.01))
-    assert 0.01 * len(outs) <= probe.seconds < 0.03 * len(outs)
+    benchmark = Benchmark()
+    outs = run_all(benchmark, takes(0.001), takes(0.01))
+    assert 0.01 * len(outs) <= benchmark.seconds < 0.03 * len(outs)
 
 
 def test_each_power_of_two_in_size_is_judged_for_itself():
-    probes = Probes()
-    small, large = (probes.of([torch.empty(3, 0), torch.empty(1, 4, side, side)]) for side in (8, 32))
+    benchmarks = Benchmarks()
+    small, large = (benchmarks.of([torch.empty(3, 0), torch.empty(1, 4, side, side)]) for side in (8, 32))
     run_all(small, takes(0.01), takes(0.001))
     assert small.verdict is not None and large.verdict is None
-    assert probes.of([torch.empty(1, 4, 9, 8)]) is small
+    assert benchmarks.of([torch.empty(1, 4, 9, 8)]) is small
 
 
 def test_wrong_graph_is_wrong_at_every_size():
-    probes = Probes()
-    run_all(probes.of([torch.empty(8)]), takes(0, VALUE + 0.5), takes(0))
-    assert probes.of([torch.empty(4096)]).verdict.code == "wrong_output"
+    benchmarks = Benchmarks()
+    run_all(benchmarks.of([torch.empty(8)]), takes(0, VALUE + 0.5), takes(0))
+    assert benchmarks.of([torch.empty(4096)]).verdict.code == "wrong_output"
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
@@ -100,7 +100,7 @@ def test_clock_waits_for_the_device(kind, monkeypatch):
     waited, device = [], torch.device(kind, 0)
     fake = SimpleNamespace(current_accelerator=lambda: device, synchronize=waited.append)
     monkeypatch.setattr(torch, "accelerator", fake, raising=False)
-    Probe().call(takes(0), takes(0), device)
+    Benchmark().call(takes(0), takes(0), device)
     assert waited == [device] * 4
 
 
@@ -108,15 +108,15 @@ def test_clock_waits_for_the_device_where_torch_has_no_word_for_them_all(monkeyp
     waited = []
     monkeypatch.delattr(torch, "accelerator", raising=False)
     monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append(1))
-    Probe().call(takes(0), takes(0), torch.device("mps", 0))
+    Benchmark().call(takes(0), takes(0), torch.device("mps", 0))
     assert len(waited) == 4
 
 
 def test_wrong_graph_is_given_up_at_once_and_the_eager_output_goes_on():
-    probe = Probe()
-    outs = run_all(probe, takes(0, VALUE + 0.5), takes(0))
+    benchmark = Benchmark()
+    outs = run_all(benchmark, takes(0, VALUE + 0.5), takes(0))
     assert len(outs) == 1 and torch.equal(outs[0], VALUE)
-    assert probe.verdict.code == "wrong_output"
+    assert benchmark.verdict.code == "wrong_output"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -1,10 +1,10 @@
-"""Which inputs of a block grow with the batch: told at a batch of 1, without computing anything."""
+"""Which inputs of a block grow with the batch: found at a batch of 1, without computing anything."""
 
 import functools
 
 import pytest
 import torch
-from comfy_accel.accel.compile.row_survey import RowSurvey
+from comfy_accel.accel.dispatch.batch_dry_run import BatchDryRun
 from comfy_accel.accel.modules.substitution import Order, substituted
 
 
@@ -40,28 +40,28 @@ GROWING = [{(0, 0), (2, 0)}] * 2
 
 
 def asked(hooks, batch=1, without_hooks=dict, model=None, interrupts=()):
-    """What the survey says of each block when it is asked within a call of the model."""
+    """What the dry run says of each block when it is asked within a call of the model."""
     model, answers, tensors = model or Model(), {}, {}
     tensors_of = {block: lambda call: list(call[0]) for block in model.blocks}
-    survey = RowSurvey(model, tensors_of, without_hooks, interrupts)
+    dry_run = BatchDryRun(model, tensors_of, without_hooks, interrupts)
 
     def asker(block):
         def layer(inner, *args):
-            answers[block] = survey.growing(block, args)
+            answers[block] = dry_run.growing(block, args)
             tensors[block] = args
             return inner(*args)
 
         return layer
 
-    layers = {model: survey, **{block: asker(block) for block in model.blocks}}
+    layers = {model: dry_run, **{block: asker(block) for block in model.blocks}}
     with torch.inference_mode(), substituted(layers, Order.COMPILED):
         out = model(torch.zeros(batch, 3, 4), torch.ones(batch), hooks)
     assert type(out) is torch.Tensor
-    assert survey.growing(model.blocks[0], tensors[model.blocks[0]]) is None  # outside of a call
+    assert dry_run.growing(model.blocks[0], tensors[model.blocks[0]]) is None  # outside of a call
     return list(answers.values())
 
 
-def test_positions_are_told_from_what_grows():
+def test_positions_do_not_grow():
     assert asked({}) == GROWING
 
 
@@ -188,8 +188,8 @@ class Keeping(Model):
 def test_nothing_without_values_is_remembered(nothing_kept):
     model, kept = Keeping(), untouched(3)
     before = {name: set(vars(part)) for name, part in model.named_modules()}
-    survey = RowSurvey(model, {block: lambda call: list(call[0]) for block in model.blocks})
-    seen = survey(lambda *args: survey._seen or survey._look(), torch.zeros(1, 3, 4), torch.ones(1), {})
+    dry_run = BatchDryRun(model, {block: lambda call: list(call[0]) for block in model.blocks})
+    seen = dry_run(lambda *args: dry_run._shapes or dry_run._run(), torch.zeros(1, 3, 4), torch.ones(1), {})
     assert [len(calls) for calls in seen.values()] == [1, 1]
     assert {name: set(vars(part)) for name, part in model.named_modules()} == before
     assert (model.attribute, model.registry, model.rows, model.helper.kept) == (None, {}, 0, None)

@@ -1,8 +1,7 @@
 """Which sizes of a block's inputs are 1 because the batch is, and which are 1 whatever the batch.
 
-At a batch of 1 the two look alike, and a graph traced then would take one for the other. So a copy of the
-model is called once more, at a batch of 2, on tensors without values: no memory, nothing computed, and
-nothing that its code keeps for later stays.
+At a batch of 1 the two look alike, and a graph traced then would take one for the other. So a copy of the model is run
+once more, at a batch of 2, on tensors without values: it takes no memory, computes nothing and leaves no state behind.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from ..core.errors import pass_on
+from .global_state_guard import global_state_restored
 from .model_copy import ModelCopy
-from .process_memos import nothing_remembered
 
 log = logging.getLogger("accel")
 
 
-class RowSurvey:
-    """A layer (see `substitution`) in front of a model's own forward, to be asked while the model is called.
+class BatchDryRun:
+    """A layer (see `substitution`) around a model's forward that answers `growing` while the model is called.
 
     tensors_of: for each block, from (args, kwargs) of a call to its input tensors.
     without_hooks: what a dict among the model's arguments is replaced by, so that nobody's code runs twice.
@@ -43,50 +42,50 @@ class RowSurvey:
         self._without_hooks = without_hooks
         self._interrupts = interrupts
         self._arguments: tuple[tuple, dict] | None = None
-        self._seen: dict[torch.nn.Module, list[list[torch.Size]]] | None = None
+        self._shapes: dict[torch.nn.Module, list[list[torch.Size]]] | None = None
 
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
-        self._arguments, self._seen = (args, kwargs), None
+        self._arguments, self._shapes = (args, kwargs), None
         try:
             return inner(*args, **kwargs)
         finally:
-            self._arguments = self._seen = None
+            self._arguments = self._shapes = None
 
     def growing(self, block: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> frozenset[tuple[int, int]] | None:
-        """Of a call of the block at a batch of 1: the (input, dimension) pairs that are 1 for that reason.
+        """The (input, dimension) pairs that are 1 because the batch is 1, in a call of the block with these inputs.
 
-        None where that cannot be told: the batch is another, or the model cannot run without values.
+        None where that is unknown: the batch is not 1, or the model cannot run without values.
         """
         if self._arguments is None or not self._is_single():
             return None
-        if self._seen is None:
-            self._seen = self._look()
-        now = [tensor.shape for tensor in inputs]
-        for doubled in self._seen.get(block, ()):
-            if len(now) == len(doubled) and all(map(_grew, now, doubled)):
+        if self._shapes is None:
+            self._shapes = self._run()
+        single = [tensor.shape for tensor in inputs]
+        for doubled in self._shapes.get(block, ()):
+            if len(single) == len(doubled) and all(map(_may_be_doubled, single, doubled)):
                 return frozenset(
                     (index, dimension)
-                    for index, (one, two) in enumerate(zip(now, doubled, strict=True))
+                    for index, (one, two) in enumerate(zip(single, doubled, strict=True))
                     for dimension in range(len(one))
                     if (one[dimension], two[dimension]) == (1, 2)
                 )
         return None
 
     def _is_single(self) -> bool:
-        """Whether the model's first tensor, the latent, has one row."""
+        """Whether the model's first tensor, the latent, has a batch of 1."""
         args, kwargs = self._arguments
         latent = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         return latent is not None and latent.ndim > 1 and latent.shape[0] == 1
 
-    def _look(self) -> dict[torch.nn.Module, list[list[torch.Size]]]:
-        """The shapes of the inputs of each block's calls in a call of the model at a batch of 2."""
-        seen: dict[torch.nn.Module, list[list[torch.Size]]] = {}
+    def _run(self) -> dict[torch.nn.Module, list[list[torch.Size]]]:
+        """The input shapes of each call of each block, in a call of the model at a batch of 2."""
+        shapes: dict[torch.nn.Module, list[list[torch.Size]]] = {}
 
         def recorder(block: torch.nn.Module, inner: Callable) -> Callable:
             def record(*args: Any, **kwargs: Any) -> Any:
                 with unset_fake_temporarily():
                     tensors = self._tensors_of[block]((args, kwargs))
-                seen.setdefault(block, []).append([tensor.shape for tensor in tensors])
+                shapes.setdefault(block, []).append([tensor.shape for tensor in tensors])
                 return inner(*args, **kwargs)
 
             return record
@@ -98,7 +97,7 @@ class RowSurvey:
 
         try:
             with (
-                nothing_remembered(self._model, foreign),
+                global_state_restored(self._model, foreign),
                 silent(),
                 torch.inference_mode(False),
                 torch.no_grad(),
@@ -112,11 +111,11 @@ class RowSurvey:
                 model.forward(*args, **kwargs)
         except Exception as error:
             pass_on(error, self._interrupts)
-            log.debug("how many rows a batch of 2 has is known in part: %s: %s", type(error).__name__, error)
-        return seen
+            log.debug("the dry run at a batch of 2 ended early: %s: %s", type(error).__name__, error)
+        return shapes
 
     def _doubled(self, value: Any) -> Any:
-        """The arguments at twice the batch: each tensor of one row has two, and none has values."""
+        """The arguments at a batch of 2: tensors whose first size is 1 get 2; none has values."""
         if isinstance(value, torch.Tensor):
             shape = (2, *value.shape[1:]) if value.ndim and value.shape[0] == 1 else value.shape
             return torch.empty(shape, dtype=value.dtype, device=value.device)
@@ -127,13 +126,13 @@ class RowSurvey:
         return value
 
 
-def _grew(now: torch.Size, doubled: torch.Size) -> bool:
-    return len(now) == len(doubled) and all(two in (one, 2 * one) for one, two in zip(now, doubled, strict=True))
+def _may_be_doubled(single: torch.Size, doubled: torch.Size) -> bool:
+    return len(single) == len(doubled) and all(two in (one, 2 * one) for one, two in zip(single, doubled, strict=True))
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """While it lasts, torch does not log what fails on tensors without values; it is no news here."""
+    """While it lasts, torch does not log in this thread what fails on tensors without values: it is expected here."""
     torch_log = logging.getLogger("torch._subclasses.fake_tensor")
     thread = threading.get_ident()
 

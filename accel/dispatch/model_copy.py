@@ -1,4 +1,4 @@
-"""A copy of a model's structure over the same tensors: what its code keeps on itself, it keeps on the copy."""
+"""A copy of a model's structure over the same tensors, so that state its code keeps on itself stays on the copy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 class ModelCopy:
-    """The copies of modules, and of the containers and plain objects that they hold; tensors are shared.
+    """Copies of modules, and of the containers and plain objects that they refer to; tensors are shared.
 
-    Nobody's hooks and no forward put on a single module come along: the copies run the code of their classes.
+    Hooks and forwards set on single modules are not copied: the copies run the code of their classes.
     """
 
     def __init__(self):
@@ -31,7 +31,7 @@ class ModelCopy:
         return id(value) in self._made
 
     def of(self, value: Any) -> Any:
-        """The copy of a module or of what one holds; the value itself where it needs none."""
+        """The copy of a module or of what it refers to; the value itself where none is needed."""
         if id(value) in self._copies:
             return self._copies[id(value)]
         cls = type(value)
