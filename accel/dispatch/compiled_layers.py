@@ -40,7 +40,7 @@ class Host:
     wraps: Wraps | None = None
 
 
-def look_at(model: torch.nn.Module, settings: CompileSettings, host: Host) -> Survey:
+def survey_model(model: torch.nn.Module, settings: CompileSettings, host: Host) -> Survey:
     """Survey the model's blocks as they are now; emits "survey" and logs what stays eager."""
     found = survey(model, settings.min_repetitions, host.ignored, host.wraps)
     for path, reason in found.left_eager:

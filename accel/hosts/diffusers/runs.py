@@ -17,7 +17,7 @@ from ...cache.lease import Lease
 from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
-from ...dispatch.compiled_layers import Host, compiled_layers, look_at
+from ...dispatch.compiled_layers import Host, compiled_layers, survey_model
 from ...fingerprint.survey import Survey
 from ...modules.first_call import is_compiled
 from ...modules.snapshot import AttributeSnapshot
@@ -63,7 +63,7 @@ class Run:
         if reason is not None:
             fallbacks.note(type(model).__name__, reason)
             return {}, AttributeSnapshot(())
-        found = look_at(model, settings, HOST)
+        found = survey_model(model, settings, HOST)
         _note_eager_blocks(model, found)
         if not found.regions:
             return {}, AttributeSnapshot(())

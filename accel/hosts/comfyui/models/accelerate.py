@@ -16,7 +16,7 @@ from ....cache.lease import Lease
 from ....core.compile_settings import CompileSettings
 from ....core.events import emit
 from ....dispatch.block_runner import BlockRunner
-from ....dispatch.compiled_layers import Host, compiled_layers, look_at
+from ....dispatch.compiled_layers import Host, compiled_layers, survey_model
 from ....modules.substitution import Layer, Order, substituted
 from ....store.graph_store import attach
 from .. import preferences
@@ -138,7 +138,7 @@ def block_layers(
     """
     if cache is shared:
         preferences.current()  # puts the settings into force before the first graph is made
-    return compiled_layers(model, look_at(model, settings, HOST), settings, HOST, cache, lease, on_shortage)
+    return compiled_layers(model, survey_model(model, settings, HOST), settings, HOST, cache, lease, on_shortage)
 
 
 def count_kinds(layers: Mapping[torch.nn.Module, Layer]) -> int:
