@@ -1,18 +1,83 @@
-"""How the engine is put together: what decides the content of a saved graph is in its key, and the wheel has it all."""
+"""How the engine is put together: packages, the direction of imports, what a saved graph's key and the wheel cover."""
+
+from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
+import pytest
 from comfy_accel.accel.store import key
-from engine_imports import ENGINE, closure, files
+from engine_imports import ENGINE, closure, files, imported
 
-ROOTS = ("compile", "fingerprint", "dispatch")
+MAY_IMPORT = {
+    "core": (),
+    "signature": ("core",),
+    "modules": ("core", "signature"),
+    "fingerprint": ("core", "signature", "modules"),
+    "compile": ("core", "signature", "modules", "fingerprint"),
+    "cache": ("core", "signature", "modules", "fingerprint", "compile"),
+    "store": ("core", "signature", "modules", "fingerprint", "compile", "cache"),
+    "dispatch": ("core", "signature", "modules", "fingerprint", "compile", "cache"),
+    "step_cache": ("core", "signature", "modules"),
+    "cuda_graphs": ("core", "signature", "modules", "fingerprint", "compile", "cache", "dispatch", "step_cache"),
+    "report": ("core", "compile", "cache", "step_cache"),
+    "sizing": ("core",),
+}
+"""A package → those it may import, type-only imports included. `hosts` and the files at the top may import any."""
+
+MOST_FILES = 12
+"""In a package: more than a newcomer reads through in search of one."""
+
+HOSTS_NAMES = re.compile(r"comfy|diffusers", re.IGNORECASE)
+
+
+def package_of(file: Path) -> str:
+    return file.relative_to(ENGINE).parts[0]
 
 
 def test_all_code_that_decides_what_is_in_a_saved_graph_is_in_its_key():
-    decides = closure(file for name in ROOTS for file in files(ENGINE / name))
+    decides = closure(file for name in ("compile", "fingerprint", "dispatch") for file in files(ENGINE / name))
     assert {file.parent for file in decides} == {ENGINE / Path(folder).name for folder in key.engine_folders()}
+
+
+def test_packages_import_in_one_direction():
+    assert {package_of(file) for file in files() if file.parent != ENGINE} == {*MAY_IMPORT, "hosts"}
+    wrong = {
+        (file.relative_to(ENGINE).as_posix(), other.relative_to(ENGINE).as_posix())
+        for file in files()
+        for other in imported(file)
+        if package_of(file) in MAY_IMPORT and package_of(other) not in (package_of(file), *MAY_IMPORT[package_of(file)])
+    }
+    assert not wrong
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    graph = {file: imported(file) for file in files()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" → ".join(file.relative_to(ENGINE).as_posix() for file in error.args[1]))
+
+
+def test_a_package_is_small_enough_to_be_read_through():
+    folders = {file.parent for file in files()}
+    counts = {folder: len([f for f in folder.glob("*.py") if f.name != "__init__.py"]) for folder in folders}
+    assert {str(folder): count for folder, count in counts.items() if count > MOST_FILES} == {}
+    assert counts[ENGINE] <= 3
+
+
+def test_only_hosts_know_the_programs_around_the_engine():
+    """Identifiers and imports; names of public artefacts (`comfy_accel`, the distribution) are not meant."""
+    named = [
+        f"{file.relative_to(ENGINE)}:{number}: {line.strip()}"
+        for file in files()
+        if package_of(file) in MAY_IMPORT
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        if HOSTS_NAMES.search(re.sub(r"comfy[-_]accel", "", line))
+    ]
+    assert named == []
 
 
 def test_wheel_lists_every_package_of_the_engine():
@@ -20,3 +85,15 @@ def test_wheel_lists_every_package_of_the_engine():
     listed = ast.literal_eval(re.search(r"^packages = (\[.*?^\])", text, re.DOTALL | re.MULTILINE)[1])
     folders = {file.parent.relative_to(ENGINE) for file in files()}
     assert listed == sorted(".".join(("comfy_accel", *folder.parts)) for folder in folders)
+
+
+def test_documents_name_files_that_there_are():
+    """Paths in backticks: of the repository, or of the engine where they begin with one of its packages."""
+    root = ENGINE.parent
+    missing = [
+        (document, path)
+        for document in ("docs/architecture.md", "CONTRIBUTING.md", "docs/design/captured-calls.md")
+        for path in re.findall(r"`([\w/.-]+/[\w.-]+\.(?:py|md|json|js))", (root / document).read_text(encoding="utf-8"))
+        if not (root / path).is_file() and not (ENGINE / path).is_file()
+    ]
+    assert missing == []
