@@ -75,18 +75,18 @@ def test_second_checkpoint_of_one_architecture_compiles_nothing(sample):
     assert graphs() == compiled
 
 
-def test_plain_model_is_bit_identical_after_an_accelerated_run(tiny_unet, sample):
-    before = sample(tiny_unet, 160, 240)
-    keys = list(tiny_unet.model.state_dict())
-    sample(fast(tiny_unet), 160, 240)
-    assert torch.equal(sample(tiny_unet, 160, 240), before)
-    assert forwards_in_place(tiny_unet) == []
-    assert list(tiny_unet.model.state_dict()) == keys
+def test_plain_model_is_bit_identical_after_an_accelerated_run(small_unet, sample):
+    before = sample(small_unet, 160, 240)
+    keys = list(small_unet.model.state_dict())
+    sample(fast(small_unet), 160, 240)
+    assert torch.equal(sample(small_unet, 160, 240), before)
+    assert forwards_in_place(small_unet) == []
+    assert list(small_unet.model.state_dict()) == keys
 
 
-def test_interrupt_in_mid_run_leaves_no_trace(tiny_unet, sample):
-    fast_model = fast(tiny_unet)
-    expected = sample(tiny_unet)
+def test_interrupt_in_mid_run_leaves_no_trace(small_unet, sample):
+    fast_model = fast(small_unet)
+    expected = sample(small_unet)
 
     def interrupt(step, *_):
         if step == 1:
@@ -94,8 +94,8 @@ def test_interrupt_in_mid_run_leaves_no_trace(tiny_unet, sample):
 
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         sample(fast_model, callback=interrupt)
-    assert forwards_in_place(tiny_unet) == []
-    assert torch.equal(sample(tiny_unet), expected)
+    assert forwards_in_place(small_unet) == []
+    assert torch.equal(sample(small_unet), expected)
     assert torch.equal(sample(fast_model), expected)
 
 
@@ -110,13 +110,13 @@ def test_compiler_that_fails_gives_the_eager_image_and_one_line(small_unet, samp
     assert all("the compiler is not installed" in line for line in lines)
 
 
-def test_stop_with_the_reason_raises_instead(tiny_unet, sample):
+def test_stop_with_the_reason_raises_instead(small_unet, sample):
     def broken(graph, examples):
         raise RuntimeError("the compiler is not installed")
 
     with pytest.raises(Trouble, match="the compiler is not installed"):
-        sample(fast(tiny_unet, backend=broken, stop_on_trouble=True))
-    assert forwards_in_place(tiny_unet) == []
+        sample(fast(small_unet, backend=broken, stop_on_trouble=True))
+    assert forwards_in_place(small_unet) == []
 
 
 def test_graph_that_fails_at_run_time_gives_the_eager_image(small_unet, sample):
@@ -130,8 +130,8 @@ def test_graph_that_fails_at_run_time_gives_the_eager_image(small_unet, sample):
     assert any("illegal instruction" in row["reason"] for row in fallbacks.rows())
 
 
-def test_cache_without_room_runs_eagerly(tiny_unet, sample):
-    assert torch.equal(sample(fast(tiny_unet, GraphCache(max_entries=0))), sample(tiny_unet))
+def test_cache_without_room_runs_eagerly(small_unet, sample):
+    assert torch.equal(sample(fast(small_unet, GraphCache(max_entries=0))), sample(small_unet))
     assert graphs() == 0
 
 
@@ -156,13 +156,13 @@ def test_wrong_prompt_is_an_error_as_without_us_and_the_right_one_is_compiled(sm
     assert "BasicTransformerBlock" in {row["name"] for row in cache.statistics()["table"] if row["graphs"]}
 
 
-def test_gradients_pass_through_an_accelerated_model(tiny_unet, sample):
-    fast_model = fast(tiny_unet)
+def test_gradients_pass_through_an_accelerated_model(small_unet, sample):
+    fast_model = fast(small_unet)
     sample(fast_model, steps=1)
     x, t, context = torch.randn(2, 4, 8, 8, requires_grad=True), torch.tensor([5.0, 5.0]), torch.randn(2, 77, 768)
 
     def gradient(options):
-        model = tiny_unet.model
+        model = small_unet.model
         loss = model.apply_model(x, t, c_crossattn=context, transformer_options=options).square().sum()
         return torch.autograd.grad(loss, x)[0]
 
@@ -170,14 +170,14 @@ def test_gradients_pass_through_an_accelerated_model(tiny_unet, sample):
     assert {row["reason"] for row in fallbacks.rows()} == {"gradients are requested, and a graph gives none"}
 
 
-def test_attention_patch_runs_its_blocks_eagerly_and_the_rest_compiled(tiny_unet, sample):
-    patched = tiny_unet.clone()
+def test_attention_patch_runs_its_blocks_eagerly_and_the_rest_compiled(small_unet, sample):
+    patched = small_unet.clone()
     patched.set_model_attn1_patch(lambda q, k, v, options: (q * 1.5, k, v))
     fast_model = fast(patched)
     assert torch.equal(sample(fast_model), sample(patched))
     assert {row["block"] for row in fallbacks.rows()} == {"BasicTransformerBlock"}
     assert warm.statistics()["hits"] > 0
-    assert (sample(patched) - sample(tiny_unet)).abs().max() > 0
+    assert (sample(patched) - sample(small_unet)).abs().max() > 0
 
 
 def test_attention_replacement_concerns_only_the_block_it_names(tiny_unet, sample):
