@@ -1,0 +1,14 @@
+"""The defects of tests/mutations.py still fit the source; whether they are caught, that script finds out."""
+
+import mutations
+import pytest
+
+
+@pytest.mark.parametrize("mutation", mutations.MUTATIONS, ids=lambda mutation: mutation.name)
+def test_mutation_fits_the_source_once_and_its_test_is_there(mutation):
+    path = mutations.the_file(mutations.ROOT, mutation.before)
+    text = path.read_text(encoding="utf-8").replace(mutation.before, mutation.after)
+    if path.suffix == ".py":
+        compile(text, str(path), "exec")
+    file, _, name = mutation.test.partition("::")
+    assert f"def {name}(" in (mutations.ROOT / "tests" / file).read_text(encoding="utf-8")
