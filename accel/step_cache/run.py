@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from ..core.events import log
 from .config import DeepCacheSettings
 from .drift import Drift
 from .forecast import ORDER, History
 from .refresh import Step
-from .step_schedule import angle, in_window, step_of
+from .step_schedule import angle, in_window, is_in_order, step_of
 
 FULL, SKIPPED = "FS"
 """A step of a run, as a letter."""
@@ -75,7 +76,7 @@ class DeepCacheRun:
         self.is_flow = False
         """Whether noise levels are shares of noise, 0 to 1, instead of its ratio to the image."""
         self.failed = False
-        """True once a skipped call raised: the rest of the run is computed in full."""
+        """Whether the rest of the run is computed in full, whatever the policy says."""
         self._step: int | None = None
         self._angle = 0.0
         """Of the current evaluation's noise level."""
@@ -90,6 +91,18 @@ class DeepCacheRun:
         self._skipped: dict[int, bool] = {}
         self._began: list[tuple[int, float]] = []
         """Steps in the order in which they came, each with its start in seconds of `time.perf_counter`."""
+
+    def set_schedule(self, levels: Sequence[float]) -> None:
+        """Set the run's noise levels. Where they go up and down, every step runs in full."""
+        self.schedule = tuple(levels)
+        if not is_in_order(self.schedule):
+            self.run_in_full("the noise levels of this run go up and down")
+
+    def run_in_full(self, reason: str) -> None:
+        """Skip nothing from now on; the first reason is logged."""
+        if not self.failed:
+            log.warning("DeepCache: %s; every step runs in full.", reason)
+        self.failed = True
 
     def begin_evaluation(self, sigma: float) -> None:
         """Note that the sampler asks for a prediction at `sigma`; the first one of a step decides for all of it.

@@ -17,7 +17,6 @@ from ...step_cache.cached_call import cached_call
 from ...step_cache.config import DeepCacheSettings
 from ...step_cache.run import DeepCacheRun
 from ...step_cache.split_points import Split, find_split, why_no_split
-from ...step_cache.step_schedule import is_in_order
 from ...step_cache.token_streams import NoStreams, arguments
 from ...step_cache.unet_split import DownUpUNetSplit
 from .denoising_loop import around_loops
@@ -117,7 +116,7 @@ class _Cache:
         self.schedule: PipelineSchedule | None = None
         self.unknown_timesteps: Any = None
         """The scheduler's timesteps where no schedule could be made of them."""
-        self.plain_calls = self.own_calls = 0
+        self.plain_calls = self.cached_calls = 0
         self.run: DeepCacheRun | None = None
         self.evaluation: tuple[Any, ...] = (-1,)
         """Index in the schedule and the scheduler's step counts: the calls of one evaluation share them."""
@@ -137,7 +136,7 @@ class _Cache:
         if run is None:
             self.plain_calls += 1
             return inner(*args, **kwargs)
-        self.own_calls += 1
+        self.cached_calls += 1
         before = _called.set((*_called.get(), self.model))
         try:
             return cached_call(
@@ -187,17 +186,14 @@ class _Cache:
     def _start_run(self, schedule: PipelineSchedule, place: int) -> DeepCacheRun:
         run = DeepCacheRun(self.settings)
         run.split = find_split(self.model, self.settings.depth)
-        run.schedule = schedule.run_from(place)
         run.is_flow = schedule.is_flow
         run.window = tuple(schedule.level_at(p) for p in (self.settings.start_percent, self.settings.end_percent))
-        if not is_in_order(run.schedule):
-            run.failed = True
-            log.warning("DeepCache: the noise levels of this run go up and down; every step runs in full.")
+        run.set_schedule(schedule.run_from(place))
         return run
 
     def end_image(self) -> None:
         self.end_run()
-        if self.plain_calls and not self.own_calls and self.unknown_timesteps is None:
+        if self.plain_calls and not self.cached_calls and self.unknown_timesteps is None:
             message = "DeepCache: %s is called at other timesteps than its scheduler's; every step ran in full."
             log.warning(message, type(self.model).__name__)
 

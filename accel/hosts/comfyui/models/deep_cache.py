@@ -19,7 +19,6 @@ from ....step_cache.cached_call import cached_call
 from ....step_cache.config import DeepCacheSettings
 from ....step_cache.run import BranchKey, DeepCacheRun
 from ....step_cache.split_points import find_split, why_no_split
-from ....step_cache.step_schedule import is_in_order
 from ..sizes.shape_errors import sizes_explained
 from .options import CAPTURE, INTERRUPTS, asks_wrappers
 from .run_events import run_events
@@ -114,12 +113,6 @@ def _report(run: DeepCacheRun) -> None:
         log.info("DeepCache: %d of %d steps were computed in full.", run.full_steps, run.full_steps + run.skipped_steps)
 
 
-def _run_in_full(run: DeepCacheRun, reason: str) -> None:
-    if not run.failed:
-        log.warning("DeepCache: %s; every step runs in full.", reason)
-    run.failed = True
-
-
 def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:
     """Around every evaluation of the guider, however many model calls it makes.
 
@@ -131,9 +124,7 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
     if run is not None:
         schedule = options.get("sample_sigmas")
         if not run.schedule and schedule is not None:
-            run.schedule = tuple(schedule.tolist())
-            if not is_in_order(run.schedule):
-                _run_in_full(run, "the noise levels of this run go up and down")
+            run.set_schedule(schedule.tolist())
         run.begin_evaluation(float(torch.as_tensor(timestep).max()))
     return executor(x, timestep, model_options, seed)
 
@@ -167,7 +158,7 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
     split = None if run is None else _split(run, model)
     x = args[0] if args else named.get("x")
     if split is not None and not isinstance(x, torch.Tensor):
-        _run_in_full(run, f"{type(model).__name__} takes several latents at once")
+        run.run_in_full(f"{type(model).__name__} takes several latents at once")
     if split is None:
         return call(*args, **kwargs)
 
