@@ -46,15 +46,6 @@ class RunProxy:
         self._copies: CaptureIO | None = None
 
     @property
-    def failed(self) -> bool:
-        """As `DeepCacheRun.failed`."""
-        return self._run.failed
-
-    @failed.setter
-    def failed(self, failed: bool) -> None:
-        self._run.failed = failed
-
-    @property
     def is_capturable(self) -> bool:
         """Whether the call does the same as every other call of its phase."""
         return self._split.is_stable and (self._skips or self._run.is_full)
@@ -102,6 +93,10 @@ class RunProxy:
                 self._run.measure(self._keys, tensor)
             else:
                 self._run.exchange(self._keys, tensor, part)
+
+    def run_in_full(self, reason: str) -> None:
+        """As `DeepCacheRun.run_in_full`."""
+        self._run.run_in_full(reason)
 
     def measure(self, keys: Sequence[BranchKey], shallow: torch.Tensor, owned: bool = False) -> None:
         """As `DeepCacheRun.measure`."""

@@ -118,7 +118,6 @@ class DiTSplit:
         """Do nothing: shapes are compared when residuals are added."""
 
     def full_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
-        """The layers to substitute for a full call."""
         layers: dict[torch.nn.Module, Layer] = {}
         spans = [span for span in self.spans if not span.is_excluded]
         for span in spans:
@@ -128,11 +127,8 @@ class DiTSplit:
         return layers
 
     def skip_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
-        """The layers to substitute for a skipped call.
-
-        They raise RuntimeError where the call differs from the full ones: a patch in the place of the first or the
-        last skipped block, or another shape.
-        """
+        """As of any split. They raise RuntimeError for a patch in the place of the first or the last skipped block, and
+        for another shape than that of the full calls."""
         spans = [span for span in self.spans if span.has_residual]
         calls = [_SkippedCall(span, run, keys, measures_drift=span is spans[0]) for span in spans]
         layers = {block: partial(_call, call, block) for call in calls for block in call.span.blocks}
@@ -154,12 +150,11 @@ class DiTSplit:
     def exclude(self, span: Span, run: DeepCacheRun, reason: str) -> None:
         """Run the blocks of `span` on every step from now on."""
         span.is_excluded, span.has_residual = True, False
-        effect = ""
+        message = f"cannot skip {span.found.path} of {type(self.model).__name__}: {reason}"
         if all(other.is_excluded for other in self.spans):
-            run.failed = True
-            effect = "; every step runs in full"
-        name = type(self.model).__name__
-        log.warning("DeepCache: cannot skip %s of %s: %s%s.", span.found.path, name, reason, effect)
+            run.run_in_full(message)
+        else:
+            log.warning("DeepCache: %s.", message)
 
 
 def has_dit_layout(model: Any) -> bool:

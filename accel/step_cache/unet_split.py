@@ -76,18 +76,14 @@ class UNetSplit:
         return "unet", self.depth
 
     def note_full(self, keys: Sequence[BranchKey], x: torch.Tensor) -> None:
-        """Note that the branches' deep part is computed from `x` [len(keys) * B, C, H, W]."""
         self._entered.update(dict.fromkeys(keys, x.shape[2:]))
 
     def check_skipped(self, keys: Sequence[BranchKey], x: torch.Tensor) -> None:
-        """Raise OutdatedFeature where the branches' features were computed at another size than that of `x`."""
         for size in {self._entered.get(key) for key in keys}:
             if size != x.shape[2:]:
                 raise OutdatedFeature(f"made from {size}, and {x.shape[2:]} is here")
 
     def full_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
-        """The layers to substitute for a full call."""
-
         def enter(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self.note_full(keys, x)
             run.measure(keys, x)
@@ -99,11 +95,6 @@ class UNetSplit:
         }
 
     def skip_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
-        """The layers to substitute for a skipped call.
-
-        They raise OutdatedFeature where the shallow part has another size than when the feature was computed.
-        """
-
         def enter(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             self.check_skipped(keys, x)
             run.measure(keys, x)
