@@ -38,11 +38,12 @@ class BoundedEntries:
         # Not an OrderedDict, whose iteration hashes every key again: those of graphs are long, and there are thousands.
         self._entries: dict[Hashable, Entry] = {}
         self._max_entries = max_entries
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._leases: list[Lease] = []
         self._sizes: dict[Hashable, int] = {}
         self._evicted_hits = 0
-        self._evictions = 0
+        self.evictions = 0
+        """Entries evicted so far, for whatever reason."""
         self.generation = 0
         """Grows whenever a graph is dropped, so that whoever references graphs knows to look them up again."""
 
@@ -77,22 +78,17 @@ class BoundedEntries:
 
     # Budget
 
-    @property
-    def max_bytes(self) -> int:
-        """Bound on the sum of the entries' bytes."""
-        return self._max_bytes
-
     def set_budget(self, max_entries: int | None = None, max_bytes: int | None = None) -> None:
         """Change the bounds; evicts at once what no longer fits."""
         with self._lock:
             self._max_entries = self._max_entries if max_entries is None else max_entries
-            self._max_bytes = self._max_bytes if max_bytes is None else max_bytes
+            self.max_bytes = self.max_bytes if max_bytes is None else max_bytes
             self._shrink(())
 
     def room_for(self, keys: Container[Hashable]) -> int:
         """Bytes that the entries of these keys may have together, beside all other entries."""
         with self._lock:
-            return self._max_bytes - sum(entry.nbytes for key, entry in self._entries.items() if key not in keys)
+            return self.max_bytes - sum(entry.nbytes for key, entry in self._entries.items() if key not in keys)
 
     @contextmanager
     def lease(self) -> Iterator[Lease]:
@@ -111,11 +107,6 @@ class BoundedEntries:
                         lease.count(self._entries[key])
 
     # Eviction
-
-    @property
-    def evictions(self) -> int:
-        """Entries evicted so far, for whatever reason."""
-        return self._evictions
 
     def evict(self, key: Hashable) -> bool:
         """Drop one entry; whether it was there."""
@@ -160,8 +151,8 @@ class BoundedEntries:
         own = self._entries.get(key)
         used = sum(entry.nbytes for entry in others) + (own.nbytes if own else 0)
         is_hopeless = lease is not None and lease.full and key not in self._sizes
-        if is_hopeless or used + max(self._sizes.get(key, 1), 1) > self._max_bytes:
-            raise NoGraph(key, Reason("cache_bytes_full", megabytes=f"{self._max_bytes / (1 << 20):.4g}"))
+        if is_hopeless or used + max(self._sizes.get(key, 1), 1) > self.max_bytes:
+            raise NoGraph(key, Reason("cache_bytes_full", megabytes=f"{self.max_bytes / (1 << 20):.4g}"))
 
     def _in_use(self) -> set[Hashable]:
         return set().union(*(lease.keys for lease in self._leases))
@@ -179,7 +170,7 @@ class BoundedEntries:
         for lease in self._leases:
             lease.count(entry)
         self._evicted_hits += entry.calls
-        self._evictions += 1
+        self.evictions += 1
         self.generation += 1
         return True
 
@@ -188,7 +179,7 @@ class BoundedEntries:
         # freed only when all are gone, so the sum is taken anew each time.
         for key in sorted(self._entries, key=lambda key: not self._entries[key].is_capture):
             used = sum(entry.nbytes for entry in self._entries.values())
-            if len(self._entries) <= self._max_entries and used <= self._max_bytes:
+            if len(self._entries) <= self._max_entries and used <= self.max_bytes:
                 return
             if key not in keep:
                 self._drop(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..compile.compiled_graph import CompiledGraph, CompileFailed
 from ..core.events import emit
@@ -14,9 +14,6 @@ from . import table
 from .bounded_entries import BoundedEntries, NoGraph
 from .entry import Entry
 from .lease import Lease
-
-if TYPE_CHECKING:
-    from .saved_graphs import SavedGraphs
 
 _MAX_KNOWN_SIZES = 4096
 
@@ -40,8 +37,8 @@ class GraphCache(BoundedEntries):
         self._captures = 0
         self._loaded = 0
         self._seconds = 0.0
-        self.store: SavedGraphs | None = None
-        """Saves graphs from one process to the next; None saves none."""
+        self.store: Any = None
+        """The `GraphStore` that keeps graphs from one process to the next; None keeps none."""
         self.captures: Any = None
         """The `CapturePool` of the captured calls among the entries; None where nothing is captured. The cache itself
         does not use it."""
@@ -126,9 +123,9 @@ class GraphCache(BoundedEntries):
                 "captures": self._captures,
                 "loaded": self._loaded,
                 "seconds": self._seconds,
-                "evictions": self._evictions,
+                "evictions": self.evictions,
                 "max_entries": self._max_entries,
-                "max_bytes": self._max_bytes,
+                "max_bytes": self.max_bytes,
             }
             evicted_hits = self._evicted_hits
         counted = table.totals(entries)
@@ -148,12 +145,7 @@ class GraphCache(BoundedEntries):
             return entry
 
     def _keep(
-        self,
-        entry: Entry,
-        graph: CompiledGraph,
-        seconds: float | None,
-        lease: Lease | None,
-        action: str = "compile",
+        self, entry: Entry, graph: CompiledGraph, seconds: float | None, lease: Lease | None, action: str = "compile"
     ) -> None:
         """Add a new graph, and evict others for it; NoGraph where those in use leave no room.
 

@@ -85,9 +85,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def trace_ops(
-    function: Callable[..., Any],
-    inputs: Sequence[torch.Tensor],
-    interrupts: tuple[type[BaseException], ...] = (),
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor], interrupts: tuple[type[BaseException], ...] = ()
 ) -> OpTrace | None:
     """The operations of `function(*inputs)`, run without values; None where it needs values.
 

@@ -20,16 +20,19 @@ UNFINISHED_NAME = re.compile("[0-9a-f]+" + re.escape(UNFINISHED))
 _READING = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
 
 
-def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Create or replace a file, and create its folder; no reader ever sees part of it. mode: before the umask."""
-    with new_file(path.parent, mode) as (file, unfinished):
+def write_whole(path: Path, data: bytes) -> None:
+    """Create or replace a file, and create its folder; no reader ever sees part of it."""
+    with new_file(path.parent) as (file, unfinished):
         _finish(file, data)
         os.replace(unfinished, path)
     _sync_names(path.parent)
 
 
 def write_new(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Create a file as `write_whole` does; FileExistsError where the name is taken, whose file stays."""
+    """Create a file as `write_whole` does; FileExistsError where the name is taken, whose file stays.
+
+    mode: before the umask.
+    """
     with new_file(path.parent, mode) as (file, unfinished):
         _finish(file, data)
         give_name(unfinished, path)

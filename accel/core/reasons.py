@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
+is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
 
 
 @dataclass(frozen=True, init=False)
@@ -55,7 +55,7 @@ def elsewhere(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -
 
 def not_in_this_mode(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Reason | None:
     """Why no graph is right for a call in torch's current mode; None where one is."""
-    if _is_autocast_on():
+    if is_autocast_on():
         return Reason("autocast")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *weights)):
         return Reason("gradients")

@@ -82,12 +82,7 @@ class CallVariant:
     """
 
     def __init__(
-        self,
-        args: tuple,
-        kwargs: dict[str, Any],
-        spec: Spec,
-        inputs: Sequence[torch.Tensor],
-        replace: Replace,
+        self, args: tuple, kwargs: dict[str, Any], spec: Spec, inputs: Sequence[torch.Tensor], replace: Replace
     ):
         self._guard = ArgumentGuard(args, kwargs, spec, inputs, replace)
         given = self._guard.match(args, kwargs)

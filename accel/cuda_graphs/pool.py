@@ -94,7 +94,8 @@ class CapturePool:
             MadeRoom: all captured calls were dropped, some of them of other runs; the call may be captured again.
             NoRoom: it does not fit beside those that this run uses; those stay.
         """
-        self._add(member)
+        members, place = self._members, id(member)
+        members[place] = weakref.ref(member, lambda _: members.pop(place, None))
         keys = {known.key for known in self.members}
         room = cache.room_for(keys)
         if self.nbytes <= room:
@@ -132,10 +133,6 @@ class CapturePool:
     def drop_device(self, cache: GraphCache, device: torch.device) -> None:
         """Evict the captured calls on one device."""
         _evict(cache, self._members_on(device))
-
-    def _add(self, member: CapturedCall) -> None:
-        members, key = self._members, id(member)
-        members[key] = weakref.ref(member, lambda _: members.pop(key, None))
 
     def _members_on(self, device: torch.device) -> list[CapturedCall]:
         return [member for member in self.members if member.device == device]

@@ -50,24 +50,16 @@ class ResolvedGraph:
         return self.benchmark if self.benchmark is not None and self.benchmark.done else self.entry
 
 
+@dataclass(eq=False)
 class GraphResolver:
-    """Finds, loads or compiles the graphs of one block; the arguments are those of `block_runner.BlockRunner`."""
+    """Finds, loads or compiles the graphs of one block; the fields are as for `block_runner.BlockRunner`."""
 
-    def __init__(
-        self,
-        region: Region,
-        cache: GraphCache,
-        settings: CompileSettings,
-        interrupts: tuple[type[BaseException], ...],
-        dry_run: BatchDryRun | None,
-        lease: Lease | None,
-    ):
-        self._region = region
-        self._cache = cache
-        self._settings = settings
-        self._interrupts = interrupts
-        self._dry_run = dry_run
-        self._lease = lease
+    region: Region
+    cache: GraphCache
+    settings: CompileSettings
+    interrupts: tuple[type[BaseException], ...]
+    dry_run: BatchDryRun | None
+    lease: Lease | None
 
     def resolve(
         self,
@@ -80,7 +72,7 @@ class GraphResolver:
 
         Raises NoGraph.
         """
-        region, settings = self._region, self._settings
+        region, settings = self.region, self.settings
         device = elsewhere(weights, inputs)
         if device is not None:
             # A graph would serve only this split of the weights, and the next run splits them differently.
@@ -97,7 +89,7 @@ class GraphResolver:
             sizes=None if settings.any_size else tuple(tensor.shape for tensor in inputs),
         )
 
-        store, name = self._cache.store, region.kind.name
+        store, name = self.cache.store, region.kind.name
         devices = {tensor.device for tensor in tensors}
 
         def fits(graph: CompiledGraph) -> bool:
@@ -106,12 +98,12 @@ class GraphResolver:
         def load_graph() -> CompiledGraph | None:
             def build(data: bytes, facts: Facts) -> CompiledGraph:
                 template = kinds.template_of(region.block, region.wraps)
-                return block_compiler.load_block(template, spec, data, facts, self._interrupts, settings.backend)
+                return block_compiler.load_block(template, spec, data, facts, self.interrupts, settings.backend)
 
             def could_fit(facts: Facts) -> bool:
                 return facts.values == values and facts.allow(tensors)
 
-            return store and store.load(key, name, devices, build, fits, values, self._interrupts, could_fit)
+            return store and store.load(key, name, devices, build, fits, values, self.interrupts, could_fit)
 
         def compile_graph() -> CompiledGraph:
             if observer is not None:
@@ -120,7 +112,7 @@ class GraphResolver:
                 template = kinds.template_of(region.block, region.wraps)
             except Exception as error:
                 raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
-            growing = self._dry_run.growing(region.block, inputs) if self._dry_run and settings.any_size else None
+            growing = self.dry_run.growing(region.block, inputs) if self.dry_run and settings.any_size else None
             with silent():
                 graph = block_compiler.compile_block(
                     template,
@@ -131,15 +123,15 @@ class GraphResolver:
                     settings.backend,
                     settings.any_size,
                     growing,
-                    self._interrupts,
+                    self.interrupts,
                     savable=store is not None,
                 )
             if store is not None:
-                store.save(key, name, devices, graph, self._interrupts)
+                store.save(key, name, devices, graph, self.interrupts)
             return graph
 
         try:
-            entry, graph = self._cache.find(key, name, fits, compile_graph, self._lease, load_graph)
+            entry, graph = self.cache.find(key, name, fits, compile_graph, self.lease, load_graph)
             return ResolvedGraph(entry, graph, entry.benchmark(graph, inputs) if settings.measured else None)
         except torch.OutOfMemoryError as error:
             reason = Reason("compile_out_of_memory", error=one_line(error))

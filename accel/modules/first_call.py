@@ -14,18 +14,17 @@ import torch
 
 from .blocks import blocks
 from .substitution import Layer, Order, substituted
-from .wrapped_layers import Wraps
 
 MakeLayers = Callable[[torch.nn.Module], Mapping[torch.nn.Module, Layer]]
 """Takes the part that is being called and returns the layers for it and for the modules in it."""
 
 
 @contextmanager
-def at_first_call(model: torch.nn.Module, make_layers: MakeLayers, wraps: Wraps | None = None) -> Iterator[None]:
+def at_first_call(model: torch.nn.Module, make_layers: MakeLayers) -> Iterator[None]:
     """In this context, each part of the model that contains blocks gets its layers when it is first called.
 
     A part is a module around blocks (an encoder, a decoder); if parts are nested, the outermost one called counts.
-    The layers stay in place until the context ends. wraps: as for `blocks`.
+    The layers stay in place until the context ends.
     """
     ready: set[torch.nn.Module] = set()
     with ExitStack() as stack:
@@ -43,15 +42,15 @@ def at_first_call(model: torch.nn.Module, make_layers: MakeLayers, wraps: Wraps 
 
             return layer
 
-        stack.enter_context(substituted({part: gate(part) for part in parts(model, wraps)}, Order.CACHED))
+        stack.enter_context(substituted({part: gate(part) for part in parts(model)}, Order.CACHED))
         yield
 
 
-def parts(model: torch.nn.Module, wraps: Wraps | None = None) -> list[torch.nn.Module]:
+def parts(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules around the model's blocks, from the model itself inwards; empty if it has no blocks."""
     paths = dict.fromkeys(
         path[:end]
-        for path, _ in blocks(model, wraps)
+        for path, _ in blocks(model)
         for end in (0, *(index for index, letter in enumerate(path) if letter == "."))
     )
     return [model.get_submodule(path) for path in paths]

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from ..core.reasons import is_autocast_on
 from . import tree_spec
 from .tree_spec import Spec
 
 _EMPTY = ("dict",)
-_is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
 
 
 class ArgumentGuard:
@@ -169,7 +169,7 @@ def _described(tensor: torch.Tensor) -> tuple:
 
 def _mode() -> tuple:
     modes = getattr(torch._C, "_len_torch_dispatch_stack", int)()
-    return bool(_is_autocast_on()), torch.is_inference_mode_enabled(), modes
+    return bool(is_autocast_on()), torch.is_inference_mode_enabled(), modes
 
 
 @functools.cache

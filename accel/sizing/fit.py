@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from .resolution import Size
 
 HOW = ("resize", "pad edge", "pad reflect", "pad constant", "crop")
-ANCHORS = (
-    "center",
-    *("top", "bottom", "left", "right"),
-    *("top left", "top right", "bottom left", "bottom right"),
-)
+ANCHORS = ("center", *("top", "bottom", "left", "right"), *("top left", "top right", "bottom left", "bottom right"))
 
 
 @dataclass(frozen=True)
@@ -138,10 +134,7 @@ def _place(across: int, down: int, anchor: str, unit: int) -> tuple[int, int]:
 
 
 def _stretch(asked: Size, snapped: Size) -> str:
-    sides = (
-        (asked.width, snapped.width, "narrower", "wider"),
-        (asked.height, snapped.height, "lower", "higher"),
-    )
+    sides = ((asked.width, snapped.width, "narrower", "wider"), (asked.height, snapped.height, "lower", "higher"))
     return " and ".join(
         f"{abs(after - before) / before:.1%}".replace("%", " %") + f" {less if after < before else more}"
         for before, after, less, more in sides

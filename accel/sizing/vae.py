@@ -6,6 +6,7 @@ where a workflow has least to spare.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,11 +73,11 @@ class Repeats:
 
     def was_short(self, shape: Sequence[int]) -> None:
         """Memory ran out at this shape: this one and larger ones run eagerly from now on."""
-        size = _elements(shape)
+        size = math.prod(shape)
         self._too_large = size if self._too_large is None else min(size, self._too_large)
 
     def is_too_large(self, shape: Sequence[int]) -> bool:
-        return self._too_large is not None and _elements(shape) >= self._too_large
+        return self._too_large is not None and math.prod(shape) >= self._too_large
 
 
 def has_room(free: float, needed: float) -> bool:
@@ -107,10 +108,3 @@ def one_tile(
         if tile is not None and len(bounded) + dimension > 1:
             bounded[dimension] = min(bounded[dimension], tile)
     return tuple(bounded)
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -35,7 +35,7 @@ class CaptureIO:
 
 
 class RunProxy:
-    """Stands between a split's layers and their DeepCacheRun, for one call.
+    """Stands between a split's layers and their DeepCacheRun, whose methods it has, for one call.
 
     keys: the call's branches. skips: whether it leaves the deep part out.
     """
@@ -95,11 +95,9 @@ class RunProxy:
                 self._run.exchange(self._keys, tensor, part)
 
     def run_in_full(self, reason: str) -> None:
-        """As `DeepCacheRun.run_in_full`."""
         self._run.run_in_full(reason)
 
     def measure(self, keys: Sequence[BranchKey], shallow: torch.Tensor, owned: bool = False) -> None:
-        """As `DeepCacheRun.measure`."""
         for io in (self._io, self._copies):
             if io is not None:
                 io.add(None, shallow, owned)
@@ -109,14 +107,12 @@ class RunProxy:
     def exchange(
         self, keys: Sequence[BranchKey], feature: torch.Tensor, part: Hashable = 0, owned: bool = False
     ) -> torch.Tensor:
-        """As `DeepCacheRun.exchange`."""
         for io in (self._io, self._copies):
             if io is not None:
                 io.add(part, feature, owned)
         return feature if self._io is not None else self._run.exchange(keys, feature, part, owned)
 
     def gather(self, keys: Sequence[BranchKey], part: Hashable = 0) -> torch.Tensor:
-        """As `DeepCacheRun.gather`."""
         if self._io is None:
             return self._run.gather(keys, part)
         return self._io.features[part].clone()  # the model may go on in place

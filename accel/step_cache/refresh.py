@@ -35,7 +35,6 @@ class RefreshPolicy(Protocol):
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         """Whether `step` is computed in full. Reading `drift` waits for the device."""
-        ...
 
 
 @dataclass(frozen=True)

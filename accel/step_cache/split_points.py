@@ -27,26 +27,21 @@ class Split(Protocol):
 
     def full_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         """The layers to substitute for a full call: they store its features."""
-        ...
 
     def skip_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         """The layers to substitute for a skipped call: the deep part is replaced by stored features.
 
         They raise OutdatedFeature where a full call would renew the features, RuntimeError where skipping fails.
         """
-        ...
 
     def withhold(self, control: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """A copy of `control` without the ControlNet residuals that a skipped call must not add."""
-        ...
 
     def note_full(self, keys: Sequence[BranchKey], shallow: torch.Tensor) -> None:
         """Note that a full call computes its deep part from `shallow` [len(keys) * B, ...]."""
-        ...
 
     def check_skipped(self, keys: Sequence[BranchKey], shallow: torch.Tensor) -> None:
         """Raise OutdatedFeature where the features were not computed from a tensor of the size of `shallow`."""
-        ...
 
 
 def find_split(model: Any, depth: int | None) -> Split | None:

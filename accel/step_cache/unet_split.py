@@ -115,12 +115,8 @@ class UNetSplit:
         kept = {name: list(residuals) for name, residuals in control.items()}
         for name, residuals in kept.items():
             for taken in range(len(residuals)):
-                deep = {
-                    "input": taken >= self.depth,
-                    "middle": True,
-                    "output": taken < self.count - self.depth,
-                }.get(name, False)
-                if deep:
+                is_deep = {"input": taken >= self.depth, "middle": True, "output": taken < self.count - self.depth}
+                if is_deep.get(name):
                     residuals[-1 - taken] = None
         return kept
 

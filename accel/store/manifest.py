@@ -151,10 +151,10 @@ def check_bytes(manifest: Manifest, data: bytes) -> None:
         raise BadEntry("its bytes have changed since they were saved")
 
 
-def printable(text: str, longest: int = 300) -> str:
-    """Untrusted text on one line, safe for terminals and logs. longest: characters."""
-    text = " ".join(text[: 4 * longest].split())
-    text = text if len(text) <= longest else text[: longest - 3] + "..."
+def printable(text: str) -> str:
+    """Untrusted text on one line of at most 300 characters, safe for terminals and logs."""
+    text = " ".join(text[:1200].split())
+    text = text if len(text) <= 300 else text[:297] + "..."
     return "".join(character if character.isprintable() else "?" for character in text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ...core.compile_settings import CompileSettings
 from ...modules.substitution import Order, substituted
 from .call_arguments import contiguous
 from .components import load
-from .runs import Run, new_run, open_run
+from .runs import new_run, open_run
 
 _SLOT = "_compiled_call_impl"
 """The attribute that torch calls in place of a module if it is set (`Module.compile` sets it). It is outside of the
@@ -44,14 +45,9 @@ class ComponentCall:
         load(model)
         args, kwargs = contiguous(args, kwargs)
         run = open_run(self._cache)
-        if run is not None:
-            return self._call(run, model, args, kwargs)
-        with new_run(self._cache) as run:
-            return self._call(run, model, args, kwargs)
-
-    def _call(self, run: Run, model: torch.nn.Module, args: tuple, kwargs: dict) -> Any:
-        with substituted(run.layers(model, self._settings), Order.COMPILED, this_thread_only=True):
-            return model._call_impl(*args, **kwargs)
+        with nullcontext(run) if run is not None else new_run(self._cache) as run:
+            with substituted(run.layers(model, self._settings), Order.COMPILED, this_thread_only=True):
+                return model._call_impl(*args, **kwargs)
 
 
 def call_of(model: torch.nn.Module) -> ComponentCall | None:

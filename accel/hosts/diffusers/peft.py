@@ -20,12 +20,7 @@ from ...core.reasons import Reason, RunEagerly
 from ...modules.wrapped_layers import LowRank
 
 _BASE = "base_layer"
-_LAYERS = {
-    "Linear": torch.nn.Linear,
-    "Conv1d": torch.nn.Conv1d,
-    "Conv2d": torch.nn.Conv2d,
-    "Conv3d": torch.nn.Conv3d,
-}
+_LAYERS = {"Linear": torch.nn.Linear, "Conv1d": torch.nn.Conv1d, "Conv2d": torch.nn.Conv2d, "Conv3d": torch.nn.Conv3d}
 """Class name in `peft.tuners.lora.layer` that only adds a product to its layer → the layer's required class."""
 
 _GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "padding_mode", "groups")

@@ -68,10 +68,7 @@ class WarmUp:
 
 
 def warm_up(
-    pipe: Any,
-    sizes: Sequence[tuple[int, int]] = ((1024, 1024),),
-    batches: Sequence[int] = (1,),
-    **call_arguments: Any,
+    pipe: Any, sizes: Sequence[tuple[int, int]] = ((1024, 1024),), batches: Sequence[int] = (1,), **call_arguments: Any
 ) -> WarmUp:
     """Call an accelerated pipeline once at every combination of size and batch, in the fewest steps that run it all.
 

@@ -97,11 +97,7 @@ def _run_wrapper(settings: DeepCacheSettings) -> Callable[..., Any]:
 
 def _report(run: DeepCacheRun) -> None:
     emit(
-        "deep_cache_run",
-        full_steps=run.full_steps,
-        skipped_steps=run.skipped_steps,
-        steps=run.letters,
-        began=run.began,
+        "deep_cache_run", full_steps=run.full_steps, skipped_steps=run.skipped_steps, steps=run.letters, began=run.began
     )
     if run.policy.uses_drift and not run.skipped_steps and not run.failed:
         log.info(

@@ -34,7 +34,7 @@ class Facts:
     memory_total, memory_free, memory_ours: bytes of the device; ours is what this process has reserved.
     """
 
-    run: Mapping[str, Any] | None = None
+    run: Mapping[str, Any] = field(default_factory=dict)
     cache: Mapping[str, Any] = field(default_factory=dict)
     nodes: Nodes = field(default_factory=dict)
     device: str = "cpu"
@@ -52,12 +52,12 @@ class Facts:
     @property
     def compiling(self) -> Mapping[str, Any]:
         """The settings of Accelerate Model in the last run; empty without it."""
-        return (self.run or {}).get("compiling") or {}
+        return self.run.get("compiling") or {}
 
     @property
     def caching(self) -> Mapping[str, Any]:
         """The settings of DeepCache in the last run; empty without it."""
-        return (self.run or {}).get("caching") or {}
+        return self.run.get("caching") or {}
 
     def reasons(self) -> list[Mapping[str, Any]]:
         """Why blocks of the last run ran uncompiled: rows of `Fallbacks.rows`, the most frequent first."""
@@ -69,10 +69,10 @@ class Facts:
 
     def left_eager(self) -> list[Mapping[str, Any]]:
         """Why nobody tried to compile some blocks of the last run: {"code", "fields", "reason", "blocks"}."""
-        return (self.run or {}).get("left_eager_reasons", [])
+        return self.run.get("left_eager_reasons", [])
 
     def _fallbacks(self) -> list[Mapping[str, Any]]:
-        return sorted((self.run or {}).get("fallbacks", ()), key=lambda row: -row["calls"])
+        return sorted(self.run.get("fallbacks", ()), key=lambda row: -row["calls"])
 
 
 def nodes_of(prompt: Any) -> Nodes:
@@ -89,7 +89,7 @@ def nodes_of(prompt: Any) -> Nodes:
 
 
 def no_run(facts: Facts) -> str | None:
-    if facts.run is not None:
+    if facts.run:
         return None
     if facts.nodes.get("AccelModel") or facts.nodes.get("AccelDeepCache"):
         return (
@@ -103,7 +103,7 @@ def no_run(facts: Facts) -> str | None:
 
 
 def run_failed(facts: Facts) -> str | None:
-    if not (facts.run or {}).get("failed"):
+    if not facts.run.get("failed"):
         return None
     return "The last run ended with an error or was stopped, so its figures are not those of a whole image."
 
@@ -150,7 +150,7 @@ def cache_too_small(facts: Facts) -> str | None:
 
 
 def sizes_were_cold(facts: Facts) -> str | None:
-    run = facts.run or {}
+    run = facts.run
     count = run.get("compilations", 0)
     if not count:
         return None
@@ -170,7 +170,7 @@ def exact_size(facts: Facts) -> str | None:
 
 
 def loading_took_long(facts: Facts) -> str | None:
-    run = facts.run or {}
+    run = facts.run
     seconds = run.get("load_seconds", 0.0)
     if not run.get("loaded") or seconds < 0.1 * run["seconds"]:
         return None
@@ -189,12 +189,11 @@ def few_repetitions_left_out(facts: Facts) -> str | None:
 
 
 def blocks_fell_back(facts: Facts) -> str | None:
-    run = facts.run or {}
-    eager, reasons = run.get("eager_calls", 0), facts.reasons()
+    eager, reasons = facts.run.get("eager_calls", 0), facts.reasons()
     if not eager or not reasons or not facts.compiling:
         return None
     code, reason = reasons[0]["code"], reasons[0]["reason"]
-    total = eager + run.get("compiled_calls", 0)
+    total = eager + facts.run.get("compiled_calls", 0)
     text = f"{eager} of {total} block calls ran uncompiled, most of them because: {reason.rstrip('.')}."
     if code in _PATCHES:
         return f"{text} Another node patches these blocks (attention, IP-Adapter): without it they run compiled."
@@ -206,8 +205,7 @@ def blocks_fell_back(facts: Facts) -> str | None:
 
 
 def not_captured(facts: Facts) -> str | None:
-    run = facts.run or {}
-    calls, replays = run.get("model_calls", 0), run.get("replays", 0)
+    calls, replays = facts.run.get("model_calls", 0), facts.run.get("replays", 0)
     if 2 * replays >= calls:
         return None
     text = f"{calls - replays} of {calls} calls of the model were no replays of a CUDA graph"
@@ -220,12 +218,11 @@ def not_captured(facts: Facts) -> str | None:
 
 
 def blocks_left_out(facts: Facts) -> str | None:
-    run = facts.run or {}
     left = [row for row in facts.left_eager() if row["code"] != _TOO_FEW]
     if not left or not facts.compiling:
         return None
     most = max(left, key=lambda row: row["blocks"])
-    blocks = most["blocks"] + run.get("blocks", 0)
+    blocks = most["blocks"] + facts.run.get("blocks", 0)
     return f"{most['blocks']} of {blocks} blocks cannot be compiled: {most['reason'].rstrip('.')}."
 
 
@@ -236,7 +233,7 @@ def nothing_measured(facts: Facts) -> str | None:
 
 
 def gain_is_small(facts: Facts) -> str | None:
-    run = facts.run or {}
+    run = facts.run
     saved = (run.get("by_compiling") or {}).get("seconds")
     if saved is None or sizes_were_cold(facts) or saved > 0.05 * run["seconds"]:
         return None
@@ -258,13 +255,13 @@ def deep_cache_is_off(facts: Facts) -> str | None:
 
 
 def deep_cache_found_no_place(facts: Facts) -> str | None:
-    if not facts.nodes.get("AccelDeepCache") or facts.caching or facts.run is None or deep_cache_is_off(facts):
+    if not facts.nodes.get("AccelDeepCache") or facts.caching or not facts.run or deep_cache_is_off(facts):
         return None
     return "DeepCache did not take part in the last run: the model is not one that it can cut, and the log says why."
 
 
 def deep_cache_skipped_nothing(facts: Facts) -> str | None:
-    run = facts.run or {}
+    run = facts.run
     if not facts.caching or "S" in run.get("steps_taken", "") or deep_cache_is_off(facts):
         return None
     steps, sampler = run.get("steps") or len(run.get("steps_taken", "")), run.get("sampler") or "this sampler"
@@ -333,7 +330,7 @@ def no_gpu(facts: Facts) -> str | None:
 
 
 def partly_loaded(facts: Facts) -> str | None:
-    share = (facts.run or {}).get("loaded_share")
+    share = facts.run.get("loaded_share")
     if share is None or share >= 0.98 or facts.device == "cpu":
         return None
     return (

@@ -25,10 +25,12 @@ def state(rows: int = DEFAULT_ROWS, text: str = "") -> dict[str, Any]:
     cache = shared.statistics(rows, text)
     cache["table"].reverse()
     last = records.last()
-    store = None if shared.store is None else shared.store.statistics()
+    store, limit = None, settings["store_mb"]
+    if shared.store is not None:
+        store = {**shared.store.statistics(), "limit_bytes": None if limit is None else limit << 20}
     return {
         "graph_cache": {**cache, "fallbacks": fallbacks.rows()},
-        "graph_store": None if store is None else {**store, "limit_bytes": _bytes(settings["store_mb"])},
+        "graph_store": store,
         "deep_cache": {"last_run": records.deep_cache()},
         "compiling": records.compiling(),
         "last_run": None if last is None else last.as_json(),
@@ -61,7 +63,3 @@ def change_settings(changes: dict[str, Any]) -> dict[str, Any]:
     finally:
         emit("cache_changed")
     return {"settings": preferences.state()}
-
-
-def _bytes(megabytes: int | None) -> int | None:
-    return None if megabytes is None else megabytes << 20

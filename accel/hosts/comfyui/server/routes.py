@@ -28,20 +28,8 @@ def register() -> None:
         return
     from aiohttp import web
 
-    def answering(handler):
-        """A POST route that answers in JSON; a refusal is one sentence."""
-
-        async def answer(request):
-            try:
-                refuse_foreign_origin(request.headers)
-                return web.json_response(await handler(await read_body(request)))
-            except Refused as refused:
-                return web.json_response({"error": str(refused)}, status=refused.status)
-
-        return answer
-
     def refusing(handler):
-        """A GET route; a refusal is one sentence."""
+        """A route; a refusal is one sentence."""
 
         async def answer(request):
             try:
@@ -50,6 +38,15 @@ def register() -> None:
                 return web.json_response({"error": str(refused)}, status=refused.status)
 
         return answer
+
+    def answering(handler):
+        """A POST route that answers in JSON."""
+
+        async def answer(request):
+            refuse_foreign_origin(request.headers)
+            return web.json_response(await handler(await read_body(request)))
+
+        return refusing(answer)
 
     @server.routes.get("/accel/state")
     @refusing

@@ -23,7 +23,7 @@ def facts(state: dict[str, Any], prompt: Any = None) -> Facts:
     device = _or_none(_device)
     total, free, ours = _or_none(lambda: _memory(device)) or (None, None, None)
     return Facts(
-        run=state["last_run"],
+        run=state["last_run"] or {},
         cache=state["graph_cache"],
         nodes=nodes_of(prompt),
         device="cpu" if device is None else device.type,

@@ -152,7 +152,8 @@ def choose(
             return Choice(size, layout.scale, f"a size that {family} was trained at")
         note = f"no trained sizes are known for {family_name(model) if family is None else family}"
     elif rule.multiple == COMPILED:
-        compiled = compiled_for(cache, None if model is None else architecture(_network(model)))
+        network = None if model is None else architecture(model.get_model_object("diffusion_model"))
+        compiled = compiled_for(cache, network)
         shapes = [shape for shape in compiled.shapes if shape[0] == batch and math.prod(shape[2:-2]) == frames]
         sizes = _whole([_pixels(shape, compiled.scale) for shape in shapes], layout)
         budget = budget_pixels(rule.max_megapixels)
@@ -248,10 +249,6 @@ def _pixels(shape: tuple[int, ...], scale: int) -> Size:
 
 def _sides(size: Size) -> tuple[int, int]:
     return size.width, size.height
-
-
-def _network(model: Any) -> torch.nn.Module:
-    return model.get_model_object("diffusion_model")
 
 
 def _lanczos(image: torch.Tensor, width: int, height: int) -> torch.Tensor:
