@@ -34,7 +34,7 @@ class AheadOfTime:
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         with generated_code.collected() as modules:
             compiled = compile_function(function, tensors, _in_process(self.name))
-        return artifact_of(compiled, modules, generated_code.bytes_of(modules))
+        return artifact_of(compiled, function.__globals__, modules, generated_code.bytes_of(modules))
 
 
 def compile_function(function: Callable[..., Any], tensors: Sequence[torch.Tensor], backend: str | Callable) -> Any:
@@ -46,20 +46,28 @@ def compile_function(function: Callable[..., Any], tensors: Sequence[torch.Tenso
 
 
 def artifact_of(
-    compiled: Any, modules: Sequence[Any], nbytes: int, save: Callable[[torch.nn.Module], bytes] | None = None
+    compiled: Any,
+    scope: dict[str, Any],
+    modules: Sequence[Any],
+    nbytes: int,
+    save: Callable[[torch.nn.Module], bytes] | None = None,
 ) -> Artifact:
-    """The artifact around torch's compiled function. modules: the generated code that it runs."""
+    """The artifact around torch's compiled function.
+
+    scope: globals of the function that was traced, in which torch keeps what it compiled; of a loaded one its own.
+    modules: the generated code that it runs.
+    """
     check = compiled._artifacts.guard_manager.check
-    scope = compiled.prepare_f_locals()
+    cells = compiled.prepare_f_locals()
     call = compiled.fn
 
     def guards(tensors: Sequence[torch.Tensor]) -> bool:
-        return check({**scope, "tensors": tuple(tensors)})
+        return check({**cells, "tensors": tuple(tensors)})
 
     def run(tensors: Sequence[torch.Tensor]) -> Any:
         return call(*tensors)
 
-    release = functools.partial(generated_code.release, call.__globals__, modules)
+    release = functools.partial(generated_code.release, scope, modules)
     return Artifact(run, guards, nbytes, save, release)
 
 

@@ -39,7 +39,7 @@ class Inductor(AheadOfTime):
         with generated_code.collected() as modules:
             compiled = compile_function(function, tensors, self.name)
         save = functools.partial(_save, compiled, modules)
-        return artifact_of(compiled, modules, generated_code.bytes_of(modules), save)
+        return artifact_of(compiled, function.__globals__, modules, generated_code.bytes_of(modules), save)
 
     def load(self, data: bytes, template: torch.nn.Module) -> Artifact:
         from torch._dynamo.aot_compile import AOTCompiledFunction
@@ -48,7 +48,7 @@ class Inductor(AheadOfTime):
         _delete_impostor(name.decode())
         with generated_code.collected() as modules:
             compiled = AOTCompiledFunction.deserialize(content, None, {TEMPLATE: template})
-        return artifact_of(compiled, modules, len(data))
+        return artifact_of(compiled, compiled.fn.__globals__, modules, len(data))
 
 
 def _has_remote_cache() -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfy_accel.accel.compile import ahead_of_time, inductor, registry
+from comfy_accel.accel.compile import ahead_of_time, block_compiler, inductor, registry
 from comfy_accel.accel.compile.backend import Artifact
 from comfy_accel.accel.compile.block_compiler import compile_block, load_block
 from comfy_accel.accel.compile.compiled_graph import CompileFailed
@@ -233,7 +233,30 @@ def test_torch_that_cannot_compile_ahead_of_time_is_reported(monkeypatch):
     assert counters["stats"]["unique_graphs"] == before
 
 
-def test_dropped_graph_leaves_nothing_in_inductor_whether_compiled_or_loaded():
+@pytest.fixture
+def scopes(monkeypatch):
+    """The globals of the functions that are compiled."""
+    found = []
+
+    def make_function(*args):
+        function = block_function(*args)
+        found.append(function.__globals__)
+        return function
+
+    block_function = block_compiler._block_function
+    monkeypatch.setattr(block_compiler, "_block_function", make_function)
+    return found
+
+
+def test_dropped_graph_leaves_no_compiled_code_behind(scopes):
+    graph, _ = compiled(Scales().eval().requires_grad_(False), (torch.randn(3, 4),))
+    assert any(name.startswith("__compiled_fn") for scope in scopes for name in scope)
+    del graph
+    gc.collect()
+    assert not any(value is not None for scope in scopes for value in scope.values())
+
+
+def test_dropped_graph_leaves_nothing_in_inductor_whether_compiled_or_loaded(scopes):
     def kept():
         return [len(PyCodeCache.modules), len(PyCodeCache.modules_no_attr), len(PyCodeCache.linemaps)]
 
@@ -246,6 +269,7 @@ def test_dropped_graph_leaves_nothing_in_inductor_whether_compiled_or_loaded():
     del graph
     gc.collect()
     assert kept() == before
+    assert not any(value is not None for scope in scopes for value in scope.values())
     loaded = load_block(template_of(block), tree_spec.flatten((INPUTS, {}), []), data, facts)
     torch.testing.assert_close(loaded.run((*weights.read(), *INPUTS)), block(*INPUTS))
     assert kept() != before
