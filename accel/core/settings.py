@@ -75,10 +75,12 @@ def _old_fields(file: Path) -> dict[str, Any]:
             f"{file} names a folder for saved graphs, which is no setting any more: set ACCEL_STORE to that folder, "
             f'and take "folder" out of the file'
         )
-    limit = found.get("max_mb", DEFAULT_STORE_MB)
-    if type(limit) is not int or not 0 <= limit <= LARGEST_MB:
+    limit = found.get("max_mb")
+    if limit is None:  # that file left out what was not set, or said null
+        return {}
+    if type(limit) is not int or limit < 0:
         raise _damaged(file)
-    return {"store_mb": limit}
+    return {"store_mb": min(limit, LARGEST_MB)}  # its limit had no upper bound
 
 
 def _fields(file: Path) -> dict[str, Any]:

@@ -61,6 +61,14 @@ def test_limit_of_the_store_is_taken_over_from_the_file_that_it_had_of_its_own(t
     assert settings.read(tmp_path).store_mb == 17
 
 
+@pytest.mark.parametrize(
+    ("limit", "store_mb"), [("null", settings.DEFAULT_STORE_MB), (str(LARGEST_MB + 1), LARGEST_MB), ("0", 0)]
+)
+def test_every_limit_that_was_valid_in_the_old_file_still_is(tmp_path, limit, store_mb):
+    (tmp_path / settings.OLD_NAME).write_text(f'{{"folder": null, "max_mb": {limit}}}')
+    assert settings.read(tmp_path) == Settings(store_mb=store_mb)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"max_mb": -1}', '{"max_mb": "5"}', "[" * 10**4])
 def test_damaged_file_of_the_store_alone_is_an_error_too(tmp_path, text):
     (tmp_path / settings.OLD_NAME).write_text(text)
