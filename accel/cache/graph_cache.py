@@ -69,8 +69,9 @@ class GraphCache(BoundedEntries):
                 if fits(graph):
                     emit("graph_hit", name=name, key=key)
                     return entry, graph
-            if entry.failure is not None:
-                raise NoGraph(key, entry.failure)
+            reason = entry.failure  # read once: another thread may clear it
+            if reason is not None:
+                raise NoGraph(key, reason)
             if len(entry.graphs) >= self._max_graphs:
                 raise NoGraph(key, Reason("no_graph_fits", graphs=len(entry.graphs)))
             with self._lock:
@@ -92,7 +93,7 @@ class GraphCache(BoundedEntries):
             try:
                 graph = compile_graph()
             except CompileFailed as failed:
-                entry.failure = failed.reason
+                reason = entry.failure = failed.reason
             except BaseException:
                 # Interrupted, or out of memory: that says nothing about the block.
                 self._remove_if_empty(entry)
@@ -101,8 +102,8 @@ class GraphCache(BoundedEntries):
                 raise
             if graph is None:
                 seconds = time.perf_counter() - started
-                emit(f"{action}_failed", name=name, key=key, reason=entry.failure, seconds=seconds)
-                raise NoGraph(key, entry.failure, tried=True)
+                emit(f"{action}_failed", name=name, key=key, reason=reason, seconds=seconds)
+                raise NoGraph(key, reason, tried=True)
             seconds = time.perf_counter() - started
             try:
                 self._keep(entry, graph, seconds, lease, action)

@@ -32,6 +32,7 @@ def row(entry: Entry) -> dict[str, Any]:
 
     source: of its graphs: "compiled", "disk", or "captured" for calls of a whole model.
     """
+    failure = entry.failure  # read once: another thread may clear it
     return {
         "id": entry.id,
         "name": entry.name,
@@ -42,8 +43,8 @@ def row(entry: Entry) -> dict[str, Any]:
         "probe_seconds": entry.probe_seconds,
         "bytes": entry.nbytes,
         "last_used": entry.last_used,
-        "failure": None if entry.failure is None else str(entry.failure),
-        "failure_reason": None if entry.failure is None else entry.failure.as_json(),
+        "failure": None if failure is None else str(failure),
+        "failure_reason": None if failure is None else failure.as_json(),
         "used_at": [
             {"latent": list(use.latent), "batch": use.batch, "context": use.context} for use in reversed(entry.uses)
         ],

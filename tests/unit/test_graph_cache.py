@@ -173,6 +173,19 @@ def test_cleared_failure_is_tried_again():
     find(cache, "a")
 
 
+def test_failure_that_another_thread_clears_meanwhile_still_has_its_reason():
+    def fail():
+        raise CompileFailed(Reason("compile_failed", error="no compiler"))
+
+    cache = GraphCache()
+    unsubscribe = subscribe(lambda name, data: name == "compile_failed" and cache.clear_failure("a"))
+    try:
+        with pytest.raises(NoGraph, match="no compiler"):
+            find(cache, "a", fail)
+    finally:
+        unsubscribe()
+
+
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
 def test_interrupted_compilation_leaves_nothing_behind(stop):
     def interrupted():
