@@ -12,16 +12,15 @@ import torch
 from ..compile.benchmark import largest_difference
 from ..core.reasons import Reason
 from ..signature import tree_spec
-from .captured_call import Buffers, CapturedCall
 from .capturer import CaptureFailed
 from .dry_run import DryRun
+from .pool import Buffers, CapturedCall, CapturePool
 
 if TYPE_CHECKING:
     from ..dispatch.block_observer import BlockObserver
     from ..modules.snapshot import WeightSnapshot
     from ..step_cache.capture_io import CaptureIO, RunProxy
     from .capture_key import CaptureKey
-    from .pool import CapturePool
 
 
 @dataclass(frozen=True)

@@ -68,12 +68,10 @@ class DryRun(TorchDispatchMode):
             if tensor.numel() and _storage(tensor) not in self._own and _storage(tensor) not in self._made:
                 return Reason("reads_foreign", operator=str(func))
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and self._is_own(value):
-                return Reason("writes_own", operator=str(func))
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                if any(_storage(tensor) in self._own for tensor in _tensors(value)):
+                    return Reason("writes_own", operator=str(func))
         return None
-
-    def _is_own(self, value: Any) -> bool:
-        return any(_storage(tensor) in self._own for tensor in _tensors(value))
 
 
 def _is_inert(func: Any, args: tuple, kwargs: dict) -> bool:

@@ -28,10 +28,9 @@ from ..signature.tensors import PLAIN_TENSORS
 from ..step_cache.capture_io import CaptureIO, RunProxy
 from .call_capture import CallCapture, tensors_of
 from .capture_key import CallCache, CallVariant, CaptureKey
-from .captured_call import CapturedCall
 from .capturer import CaptureFailed
 from .model_guard import CaptureHost, ModelGuard
-from .pool import CapturePool, MadeRoom, NoRoom
+from .pool import CapturedCall, CapturePool, MadeRoom, NoRoom
 
 _MAX_PROGRESS = 256
 """Keys of a run whose progress is remembered."""

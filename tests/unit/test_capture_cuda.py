@@ -9,8 +9,7 @@ import pytest
 import torch
 from capture_kit import Toy, capturing_cache, check_calls, latent, reasons, run, times
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.cuda_graphs.ballast import idle_blocks
-from comfy_accel.accel.cuda_graphs.cuda import CudaCapturer, _first_cause
+from comfy_accel.accel.cuda_graphs.cuda import CudaCapturer, _first_cause, idle_blocks
 from cpu_capturer import CpuCapturer
 
 

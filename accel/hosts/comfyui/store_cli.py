@@ -65,11 +65,13 @@ def main(arguments: Sequence[str], command: str = "comfy-accel store") -> int:
             settings.read(home.path)  # they may name a folder for the graphs, which is no setting any more
         return options.run(options, Store(home, folder))
     except Refused as refused:
-        return _fail(str(refused))
+        sentence = str(refused)
     except BadBundle as bad:
-        return _fail(f"{printable(str(options.file))}: {bad}.")
+        sentence = f"{printable(str(options.file))}: {bad}."
     except (NoSecret, BadEntry, OSError) as error:
-        return _fail(f"{printable(str(error))}.")
+        sentence = f"{printable(str(error))}."
+    print(sentence, file=sys.stderr)
+    return 1
 
 
 def _list(options: argparse.Namespace, store: Store) -> int:
@@ -146,11 +148,6 @@ def _line(entry: Manifest) -> str:
     where = f"torch {environment.get('torch', '?').partition(' ')[0]}, {environment.get('device', '?')}"
     # Anybody may have made a bundle: its text must not control the terminal.
     return "  ".join(map(printable, (entry.name, entry.stem, f"{entry.size / 1024:.0f} KB", where)))
-
-
-def _fail(sentence: str) -> int:
-    print(sentence, file=sys.stderr)
-    return 1
 
 
 def _whole(text: str) -> int:

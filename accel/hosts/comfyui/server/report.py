@@ -39,8 +39,7 @@ def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = Non
 
 def text() -> str:
     """Only the text of the report."""
-    state = panel.state(rows=_ROWS)
-    return report.text(state, diagnose(facts(state)))
+    return report.text(**facts_as_json())
 
 
 def facts_as_json() -> dict[str, Any]:
