@@ -101,8 +101,7 @@ def load_block(
     template, spec, interrupts, backend: as for `compile_block`. data: code, so it must have been checked. facts: the
         graph's.
 
-    Raises:
-        Exception: of any type; the bytes are of another torch, or this system cannot load them.
+    Raises Exception: of any type; the bytes are of another torch, or this system cannot load them.
     """
     leave_to_library(template)
     with _one_at_a_time:

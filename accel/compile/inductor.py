@@ -63,8 +63,7 @@ def _save(compiled: Any, modules: Sequence[types.ModuleType], template: torch.nn
 
     template: the one that it was compiled from. modules: the generated code that it runs.
 
-    Raises:
-        NotSavable: the backend's code, or something that the block closes over, cannot be saved.
+    Raises NotSavable: the backend's code, or something that the block closes over, cannot be saved.
     """
     from torch._dynamo.aot_compile import AOTCompiledFunction
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable

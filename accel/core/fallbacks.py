@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 from collections.abc import Mapping
 from typing import Any
 
-from .events import emit
+from .events import emit, log
 from .reasons import Reason
-
-log = logging.getLogger("accel")
 
 _MOST = 500
 """Reasons kept; beyond, a new one replaces the oldest."""

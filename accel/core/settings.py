@@ -29,8 +29,7 @@ class Settings:
     max_mb: memory that compiled graphs may keep, MB. max_entries: kinds of blocks in the graph cache.
     store_mb: disk space for saved graphs, MB; 0 saves nothing more. verbosity: of our log.
 
-    Raises:
-        ValueError: a value is invalid; the message has the valid ones.
+    Raises ValueError: a value is invalid; the message has the valid ones.
     """
 
     max_mb: int = DEFAULT_MAX_BYTES >> 20
@@ -50,8 +49,7 @@ class Settings:
 def read(home: Path) -> Settings:
     """The settings of a home; the defaults where there is no file, and for what it does not name.
 
-    Raises:
-        OSError: a file cannot be read or understood. A guess instead could fill a disk that was to be spared.
+    Raises OSError: a file cannot be read or understood. A guess instead could fill a disk that was to be spared.
     """
     found = _fields(home / NAME)
     if "store_mb" not in found:

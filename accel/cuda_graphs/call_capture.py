@@ -64,8 +64,7 @@ class CallCapture:
 
         expected: what the uncaptured call returned, then what it handed to DeepCache.
 
-        Raises:
-            CaptureFailed: the replay differs. What the capturer raises passes through.
+        Raises CaptureFailed: the replay differs. What the capturer raises passes through.
         """
         capturer = self.pool.capturer
         with capturer.lock:

@@ -7,7 +7,6 @@ the class itself.
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,9 +15,8 @@ from typing import Any
 
 import torch
 
+from ..core.events import log
 from ..core.reasons import Reason
-
-log = logging.getLogger("accel")
 
 LEAST_FREE = 512 << 20
 """Bytes that must be free on the device for a capture: a graph is not worth an image that fails."""

@@ -20,10 +20,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from ..core.errors import pass_on
+from ..core.events import log
 from ..fingerprint.plain_values import is_plain_object
 from .global_state_guard import global_state_restored
-
-log = logging.getLogger("accel")
 
 _DICTS = (dict, OrderedDict, defaultdict)
 
@@ -139,7 +138,8 @@ def _may_be_doubled(single: torch.Size, doubled: torch.Size) -> bool:
 class ModelCopy:
     """Copies of modules, and of the containers and plain objects that they refer to; tensors are shared.
 
-    State that the model's code keeps on itself stays on the copy. Hooks and forwards set on single modules are not copied: the copies run the code of their classes.
+    State that the model's code keeps on itself stays on the copy. Hooks and forwards set on single modules are not
+    copied: the copies run the code of their classes.
     """
 
     def __init__(self):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,14 +10,12 @@ import torch
 from ..cache.graph_cache import GraphCache, shared
 from ..cache.lease import Lease
 from ..core.compile_settings import CompileSettings
-from ..core.events import emit
+from ..core.events import emit, log
 from ..fingerprint.survey import Region, Survey, survey
 from ..modules.substitution import Layer
 from ..modules.wrapped_layers import Wraps
 from .batch_dry_run import BatchDryRun
 from .block_runner import BlockRunner
-
-log = logging.getLogger("accel")
 
 Simplify = Callable[[dict], dict]
 

@@ -46,8 +46,7 @@ class AddedWeights:
     def read(self) -> Added:
         """What is added in this call.
 
-        Raises:
-            RunEagerly: a wrapper does more than add to weights, or the block was changed in another way.
+        Raises RunEagerly: a wrapper does more than add to weights, or the block was changed in another way.
         """
         children = [modules.get(name) for _, modules, name in self._places]
         if children != self._children:
@@ -98,8 +97,7 @@ class AddedWeights:
 def with_added(weights: Sequence[torch.Tensor], added: Added) -> Sequence[torch.Tensor]:
     """The weights plus what is added to them, with the same shapes, dtypes, devices and layouts.
 
-    Raises:
-        RunEagerly: it does not fit them, or there is too little memory.
+    Raises RunEagerly: it does not fit them, or there is too little memory.
     """
     if not added:
         return weights

@@ -76,8 +76,7 @@ def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wr
     """The description of the block as it is now, with its weights' dtypes, devices and layouts, not their values.
 
     reader: shared by the blocks of one survey. wraps: recognises the wrappers to leave out.
-    Raises:
-        Indescribable: with the path of what cannot be described.
+    Raises Indescribable: with the path of what cannot be described.
     """
     reader = reader or CodeReader()
     references = References(reader)

@@ -28,8 +28,7 @@ def source_of(scope: Mapping[str, Any]) -> str | None:
     The whole package, since a value that the module imports may come from any part of it. None for a folder
     of modules that has no code itself.
 
-    Raises:
-        Unknown: the module was not loaded from a file.
+    Raises Unknown: the module was not loaded from a file.
     """
     name, file = str(scope.get("__name__")), scope.get("__file__")
     if file is None:
@@ -54,8 +53,7 @@ def digest(sources: Iterable[str]) -> str:
 
     Each folder is looked through at most once in `_LOOK_EVERY` seconds.
 
-    Raises:
-        Unknown: a file has changed since this process began, or cannot be read.
+    Raises Unknown: a file has changed since this process began, or cannot be read.
     """
     period = int(time.monotonic() / _LOOK_EVERY)
     digests = sorted(_of_source(source, _BEGAN, period) for source in sources)

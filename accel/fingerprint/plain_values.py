@@ -80,8 +80,7 @@ def describe_value(value: Any, references: References) -> Any:
     """A description of `value` whose repr is complete, except for what the code that it refers to calls.
 
     references: collects that code, and the classes of objects.
-    Raises:
-        Indescribable: naming the type.
+    Raises Indescribable: naming the type.
     """
     if type(value) in PLAIN:
         return value
@@ -138,8 +137,7 @@ def attributes_of(module: torch.nn.Module, path: str, references: References) ->
     """The module's settings, without those that are equal to the attribute of its class.
 
     path: of the module in its block, "" for the block itself.
-    Raises:
-        Indescribable: with the path of what cannot be described.
+    Raises Indescribable: with the path of what cannot be described.
     """
     for hooks in _HOOKS:
         if path and module.__dict__.get(hooks):
@@ -162,8 +160,7 @@ def attributes_of(module: torch.nn.Module, path: str, references: References) ->
 def _operator_name(value: Any) -> tuple:
     """The name of an operator of torch or of a function written in C.
 
-    Raises:
-        Indescribable: for a method of an object with state.
+    Raises Indescribable: for a method of an object with state.
     """
     if isinstance(value, types.BuiltinFunctionType):
         owner = value.__self__

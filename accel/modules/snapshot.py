@@ -55,8 +55,7 @@ class WeightSnapshot:
 
     digest: of the address, shape, strides and type of each. devices: where they are; one at most.
 
-    Raises:
-        UnsupportedWeights: some have no plain address, or they are on several devices.
+    Raises UnsupportedWeights: some have no plain address, or they are on several devices.
     """
 
     def __init__(self, model: torch.nn.Module):

@@ -38,8 +38,7 @@ def flatten(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], A
     """The spec of `value`; its tensors are appended to `tensors`, each once and in order.
 
     replace: may return something simpler in place of a dict (a host's per-call options, say).
-    Raises:
-        UnsupportedArgument: for anything but tensors, constants, and tuples, lists, dicts and dataclasses of these.
+    Raises UnsupportedArgument: for anything but tensors, constants, and tuples, lists, dicts and dataclasses of these.
     """
     if isinstance(value, torch.Tensor):
         for index, known in enumerate(tensors):

@@ -30,8 +30,7 @@ class VaePolicy:
     compiled: one of `POLICIES`. after: for AUTO, how many latents of one shape are decoded eagerly before compiling.
     free_memory: return unused memory of the allocator to the device when the size changes.
 
-    Raises:
-        ValueError: a value is invalid; the message names the valid ones.
+    Raises ValueError: a value is invalid; the message names the valid ones.
     """
 
     compiled: str = SKIP

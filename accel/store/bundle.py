@@ -41,8 +41,7 @@ class Outcome(NamedTuple):
 def verify(folder: Folder, seals: Seals) -> Iterator[Outcome]:
     """Check every entry of a folder without opening any.
 
-    Raises:
-        OSError: the folder cannot be read.
+    Raises OSError: the folder cannot be read.
     """
     for entry, manifest, reason, _ in _entries(folder, seals):
         yield Outcome(manifest or entry, reason)
@@ -53,8 +52,7 @@ def export(folder: Folder, seals: Seals, file: Path, kinds: Container[str] | Non
 
     The file gets its name only once it is complete.
 
-    Raises:
-        OSError: the folder cannot be read, or the file not written; FileExistsError if it exists.
+    Raises OSError: the folder cannot be read, or the file not written; FileExistsError if it exists.
     """
     if file.exists():
         raise FileExistsError(f"{file} exists, and is not replaced")
@@ -78,8 +76,7 @@ def read(file: Path, largest: int | None = None) -> Iterator[tuple[Manifest, byt
 
     largest: size of all entries together, bytes; None for no limit.
 
-    Raises:
-        OSError: the file cannot be read. BadBundle.
+    Raises OSError: the file cannot be read. BadBundle.
     """
     with open(file, "rb") as opened:
         size = opened.seek(0, 2)
@@ -105,8 +102,7 @@ def import_trusted(file: Path, folder: Folder, seals: Seals, largest: int | None
 
     Call it only when a person at this machine has said that they trust the bundle.
 
-    Raises:
-        OSError: the bundle cannot be read, or the folder not written. BadBundle.
+    Raises OSError: the bundle cannot be read, or the folder not written. BadBundle.
     """
     outcomes = []
     for item in read(file, largest):

@@ -22,7 +22,7 @@ from ..compile.backend import NotSavable
 from ..compile.compiled_graph import CompiledGraph, Facts
 from ..core.circuit_breaker import CircuitBreaker
 from ..core.errors import pass_on
-from ..core.events import emit
+from ..core.events import emit, log
 from ..core.settings import DEFAULT_STORE_MB
 from . import key as store_key
 from . import location, manifest
@@ -34,8 +34,6 @@ from .signing import NoSecret, Seals, seals
 
 if TYPE_CHECKING:
     from ..fingerprint.graph_key import GraphKey
-
-log = logging.getLogger("accel")
 
 NOTHING_SAVED = "nothing was saved of it yet"
 

@@ -37,8 +37,7 @@ class NotPortable(Exception):
 def key_digest(key: GraphKey, values: tuple[str, ...] = ()) -> str:
     """A digest of the key, and of the values that its graph is valid for, that is the same in every process.
 
-    Raises:
-        NotPortable: the key has a meaning in this process alone, or its code could change unnoticed.
+    Raises NotPortable: the key has a meaning in this process alone, or its code could change unnoticed.
     """
     kind = key.kind
     if kind.opaque:
@@ -65,8 +64,7 @@ def environment(devices: Iterable[torch.device]) -> dict[str, str]:
 
     The driver is not part of it: the saved machine code runs with every driver that runs this torch.
 
-    Raises:
-        NotPortable: part of it has a meaning in this process alone.
+    Raises NotPortable: part of it has a meaning in this process alone.
     """
     return {
         **_software(),

@@ -29,8 +29,7 @@ def folder(home: Path | None) -> Folder | None:
     ACCEL_STORE: a folder, an address such as s3://bucket/graphs (needs the package fsspec), or "off".
     Touches no disk.
 
-    Raises:
-        OSError: ACCEL_STORE is no address.
+    Raises OSError: ACCEL_STORE is no address.
     """
     named = os.environ.get(VARIABLE, "").strip()
     if named.lower() == OFF:
@@ -43,8 +42,7 @@ def folder(home: Path | None) -> Folder | None:
 def at(named: str) -> Folder:
     """The folder at a path or an address. Touches no disk.
 
-    Raises:
-        OSError: it is no address.
+    Raises OSError: it is no address.
     """
     if named.startswith("file:"):
         try:
@@ -71,8 +69,7 @@ def secret(home: Path | None) -> Path | None:
 def max_bytes(home: Path | None) -> int:
     """What the folder may hold: ACCEL_STORE_MB, where that is a number, else what the home's settings say.
 
-    Raises:
-        OSError: the settings cannot be read.
+    Raises OSError: the settings cannot be read.
     """
     given = os.environ.get(LIMIT_VARIABLE, "").strip()
     if given.isdecimal():

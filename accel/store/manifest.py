@@ -66,8 +66,7 @@ def describe(key: str, name: str, environment: dict[str, str], facts: dict[str, 
 def write(folder: Folder, seals: Seals, manifest: Manifest, data: bytes) -> None:
     """Write the bytes, then the sealed manifest: a reader must never find a manifest without its bytes.
 
-    Raises:
-        OSError: a file cannot be written. BadEntry: the manifest could not be read again.
+    Raises OSError: a file cannot be written. BadEntry: the manifest could not be read again.
     """
     text = manifest.canonical()
     sealed = json.dumps({**json.loads(text), "seal": seals.make(text)}, indent=1).encode()
@@ -88,8 +87,7 @@ def remove(folder: Folder, stem: str) -> bool:
 def read(folder: Folder, stem: str) -> tuple[Manifest, object]:
     """An entry's manifest and its seal, neither checked (`check_seal`): anybody may have written them.
 
-    Raises:
-        OSError: it cannot be read. BadEntry: it is missing, damaged, or another entry's.
+    Raises OSError: it cannot be read. BadEntry: it is missing, damaged, or another entry's.
     """
     manifest, seal = parse(_read(folder, stem + MANIFEST, LARGEST_MANIFEST))
     if manifest.stem != stem:
@@ -100,8 +98,7 @@ def read(folder: Folder, stem: str) -> tuple[Manifest, object]:
 def read_data(folder: Folder, manifest: Manifest) -> bytes:
     """An entry's bytes, as its manifest describes them.
 
-    Raises:
-        OSError: they cannot be read. BadEntry: they are missing or changed.
+    Raises OSError: they cannot be read. BadEntry: they are missing or changed.
     """
     data = _read(folder, manifest.stem + DATA, manifest.size)
     check_bytes(manifest, data)
@@ -111,8 +108,7 @@ def read_data(folder: Folder, manifest: Manifest) -> bytes:
 def parse(text: bytes) -> tuple[Manifest, object]:
     """The manifest in a JSON text, and its seal; None where it has no seal, as in a bundle.
 
-    Raises:
-        BadEntry: the text is no manifest.
+    Raises BadEntry: the text is no manifest.
     """
     try:
         if len(text) > LARGEST_MANIFEST:

@@ -21,8 +21,7 @@ def prune(folder: Folder, max_bytes: int) -> int:
 
     Returns the number of entries deleted. Leaves alone files of no entry, and what cannot be deleted.
 
-    Raises:
-        OSError: the folder cannot be read.
+    Raises OSError: the folder cannot be read.
     """
     files = {file.name: file for file in folder.files() if _ENTRY.fullmatch(file.name)}
     halves = [file for name, file in files.items() if _other_half(name) not in files]

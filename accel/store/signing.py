@@ -48,8 +48,7 @@ def seals(file: Path | None, make: bool = True) -> Seals:
 
     file: of the secret; None where no installation is known. make: write a new secret where there is none.
 
-    Raises:
-        NoSecret: the key is too short; the file can be neither read nor written, or others can read it.
+    Raises NoSecret: the key is too short; the file can be neither read nor written, or others can read it.
     """
     key = os.environ.get(KEY_VARIABLE)
     if key is not None:

@@ -5,7 +5,6 @@ The server is the source of truth: ComfyUI's own settings file is not read, sinc
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from dataclasses import asdict, replace
@@ -13,12 +12,11 @@ from typing import Any
 
 from ...cache.graph_cache import shared
 from ...core import settings
+from ...core.events import log
 from ...core.settings import Settings
 from ...report import log as report_log
 from ...store import location
 from .home import running_home
-
-log = logging.getLogger("accel")
 
 NAMES = ("max_mb", "max_entries", "store_mb", "verbosity")
 

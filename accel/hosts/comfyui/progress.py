@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,8 +10,6 @@ from typing import Any
 
 from ...core.events import emit, subscribe
 from .versions import finish_node_progress, show_node_progress
-
-log = logging.getLogger("accel")
 
 
 def show_text(text: str, node_id: str | None) -> None:

@@ -24,8 +24,7 @@ def components(pipe: Any) -> dict[str, torch.nn.Module]:
     A model that is called through methods, such as a VAE, is listed as its encoder and its decoder. A container of
     several models (MultiControlNetModel) is listed as each of them: "controlnet.0" and so on.
 
-    Raises:
-        TypeError: `pipe` is not a pipeline.
+    Raises TypeError: `pipe` is not a pipeline.
     """
     return {name: module for part, model in _models(pipe) for name, module in _parts(part, model)}
 
@@ -33,8 +32,7 @@ def components(pipe: Any) -> dict[str, torch.nn.Module]:
 def chosen(pipe: Any, ignores: Collection[str]) -> dict[str, torch.nn.Module]:
     """The models except those named in `ignores`; "vae" covers everything that begins with "vae.".
 
-    Raises:
-        ValueError: a name that the pipeline does not have, with those that it has.
+    Raises ValueError: a name that the pipeline does not have, with those that it has.
     """
     found = components(pipe)
     groups = {name.partition(".")[0] for name in found}

@@ -36,8 +36,7 @@ def arguments_for(
 
     Input images are black, masks white. There is no generator among the arguments.
 
-    Raises:
-        ValueError: the pipeline needs something that cannot be made here; the message names it.
+    Raises ValueError: the pipeline needs something that cannot be made here; the message names it.
     """
     names = _parameters(pipe)
     check(pipe, given)

@@ -8,7 +8,6 @@ are the cheapest to make again.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import Any
 
@@ -17,8 +16,7 @@ import comfy.model_patcher
 import torch
 
 from ....cache.graph_cache import GraphCache
-
-log = logging.getLogger("accel")
+from ....core.events import log
 
 _FIRST = 1 << 62
 """More bytes than any model has offloaded; core first unloads the model that has most."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from ....cache.entry import Use
 from ....cache.graph_cache import GraphCache, shared
 from ....cache.lease import Lease
 from ....core.compile_settings import CompileSettings
+from ....core.events import log
 from ....core.fallbacks import fallbacks
 from ....core.reasons import Reason
 from ....dispatch.block_runner import BlockRunner
@@ -27,8 +27,6 @@ from ..home import running_home
 from ..progress import CompileProgress
 from ..versions import is_dynamic
 from .accelerate import block_layers, count_kinds
-
-log = logging.getLogger("accel")
 
 _NETWORKS = ("control_model", "t2i_model")
 """Attributes for a control object's network; a ControlLora has one only from `pre_run` to `cleanup`."""

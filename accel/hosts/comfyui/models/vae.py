@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from ....cache.entry import Use
 from ....cache.graph_cache import GraphCache, shared
 from ....core.compile_settings import CompileSettings
+from ....core.events import log
 from ....core.fallbacks import fallbacks
 from ....core.reasons import Reason
 from ....modules.first_call import at_first_call, is_compiled
@@ -25,8 +25,6 @@ from ..home import running_home
 from ..progress import CompileProgress
 from ..versions import clone_for_compiling, is_dynamic
 from .accelerate import block_layers, count_kinds
-
-log = logging.getLogger("accel")
 
 _CALLS = ("decode", "encode")
 """Prefixes of the methods that run a VAE (such as decode_tiled_1d)."""

@@ -33,8 +33,7 @@ capture of the call."""
 def parse_runs(sizes: str, batches: str, prompt_lengths: str) -> tuple[list[Size], list[int], list[int]]:
     """The node's three lists, from text.
 
-    Raises:
-        ValueError: one is invalid, or all combinations are more than `check_amount` allows.
+    Raises ValueError: one is invalid, or all combinations are more than `check_amount` allows.
     """
     parsed = (
         parse_sizes(sizes),
@@ -74,8 +73,7 @@ def warm_up(
 
     Returns the number of runs and the seconds they took. The images are discarded.
 
-    Raises:
-        ValueError: nothing to run, or more than `check_amount` allows.
+    Raises ValueError: nothing to run, or more than `check_amount` allows.
     """
     check_amount(sizes, batches, prompt_lengths)
     runs = [(size, batch, length) for size in sizes for batch in batches for length in prompt_lengths or (None,)]

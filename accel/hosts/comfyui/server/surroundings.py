@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,10 +9,9 @@ import torch
 
 from ....compile import ahead_of_time
 from ....core import toolchain
+from ....core.events import log
 from ..versions import comfyui_version, streams_weights
 from .diagnosis import Facts, nodes_of
-
-log = logging.getLogger("accel")
 
 T = TypeVar("T")
 

@@ -70,8 +70,7 @@ def read(body: Any, checkpoints: Callable[[], Sequence[str]]) -> WarmUpRequest:
 
     checkpoints: the names that ComfyUI knows; nothing else is ever looked for on the disk.
 
-    Raises:
-        Refused: something in it is missing, of a wrong type, or out of range.
+    Raises Refused: something in it is missing, of a wrong type, or out of range.
     """
     if not isinstance(body, dict):
         raise Refused("The body must be a JSON object.")

@@ -39,8 +39,7 @@ def sizes_explained(executor: Any, arguments: Sequence[Any]) -> Iterator[None]:
 
     arguments: of the call; the first is the noise, [B, C, H, W] or [B, C, T, H, W].
 
-    Raises:
-        ShapeMismatch: in place of the error, which is its cause. Other errors pass through.
+    Raises ShapeMismatch: in place of the error, which is its cause. Other errors pass through.
     """
     try:
         yield

@@ -10,8 +10,7 @@ from ....sizing.resolution import Size
 def parse_sizes(text: str) -> list[Size]:
     """Sizes in pixels from text such as "1024x1024, 720x960".
 
-    Raises:
-        ValueError: a part is not a size; the message shows a valid one.
+    Raises ValueError: a part is not a size; the message shows a valid one.
     """
     sizes = []
     for part in _parts(text):
@@ -25,8 +24,7 @@ def parse_sizes(text: str) -> list[Size]:
 def parse_numbers(text: str, name: str, largest: int) -> list[int]:
     """Whole numbers from text such as "1, 2, 4".
 
-    Raises:
-        ValueError: a part is not a number from 1 to `largest`.
+    Raises ValueError: a part is not a number from 1 to `largest`.
     """
     numbers = []
     for part in _parts(text):
