@@ -4,7 +4,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..accel.compile.registry import BACKENDS, DEFAULT
+from ..accel.compile.registry import BACKENDS, DEFAULT, backend_named
 from ..accel.core.compile_settings import CompileSettings
 from ..accel.hosts.comfyui.versions import check_options, make_input
 
@@ -77,5 +77,5 @@ def settings(shapes: str, backend: str, on_trouble: str, check_gain: bool, min_r
         any_size=shapes == ANY_SIZE,
         stop_on_trouble=on_trouble == STOP,
         min_repetitions=min_repetitions,
-        measured=check_gain and BACKENDS[backend].is_faster,  # without a compiler there is nothing to gain
+        measured=check_gain and backend_named(backend).is_faster,  # without a compiler there is nothing to gain
     )

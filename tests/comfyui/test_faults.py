@@ -10,6 +10,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.batch_dry_run import BatchDryRun
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.nodes.compile_inputs import settings
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
 
@@ -33,6 +34,14 @@ def fast(model, backend, cache):
 
 def assert_no_trace(model):
     assert not [name for name, part in model.model.named_modules() if "forward" in part.__dict__]
+
+
+def test_backend_that_a_link_brings_and_nobody_knows(small, sample):
+    chosen = settings("any size", "no such compiler", "run eagerly", check_gain=True)
+    assert not chosen.measured
+    assert torch.equal(sample(accelerate(small, chosen, GraphCache()), 64, 64, steps=1), sample(small, 64, 64, steps=1))
+    assert fallbacks.rows()
+    assert_no_trace(small)
 
 
 def test_compiler_binary_is_missing(small, sample, caplog, tmp_path):
