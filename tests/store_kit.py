@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
-from comfy_accel.accel.fingerprint.graph_key import GraphKey
-from comfy_accel.accel.fingerprint.kinds import Kind
+from comfy_accel.accel.fingerprint.kinds import GraphKey, Kind
 from comfy_accel.accel.hosts.comfyui import store_cli as cli
 from comfy_accel.accel.store.folder import LocalFolder
 from comfy_accel.accel.store.graph_store import GraphStore

@@ -85,10 +85,6 @@ class Benchmark:
                 self._judge()
         return out if difference is None else expected
 
-    def abandon(self) -> None:
-        """Compare no more, without a verdict."""
-        self.done = True
-
     def _judge(self) -> None:
         ratios = [fast / plain for fast, plain in zip(self._compiled, self._eager, strict=True)]
         if len(ratios) == CLEAR_ROUNDS and max(ratios) * SLOWER < 1:

@@ -190,7 +190,7 @@ class BlockRunner:
         if failure.is_shortage:
             self._on_shortage()
             if resolved.benchmark is not None:
-                resolved.benchmark.abandon()
+                resolved.benchmark.done = True  # without a verdict
         self._count_eager()
         out = inner(*args, **kwargs)
         if not failure.is_shortage:

@@ -18,7 +18,7 @@ from ..core.errors import one_line
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, elsewhere
 from ..fingerprint import kinds
-from ..fingerprint.graph_key import GraphKey
+from ..fingerprint.kinds import GraphKey
 from ..fingerprint.survey import Region
 from ..signature import tree_spec
 from ..signature.tensors import tensor_spec

@@ -1,4 +1,4 @@
-"""The *kind* of a block: the same code over weights of the same shapes.
+"""The *kind* of a block: the same code over weights of the same shapes; and the key of a compiled graph.
 
 Blocks of one kind share their compiled graphs, so everything that can change what a block computes,
 except the tensors it is given, must be in the fingerprint. What cannot be described raises
@@ -18,7 +18,8 @@ import torch
 
 from ..modules import wrapped_layers
 from ..modules.wrapped_layers import Wraps
-from ..signature.tensors import PLAIN_TENSORS, tensor_spec
+from ..signature.tensors import PLAIN_TENSORS, TensorSpec, tensor_spec
+from ..signature.tree_spec import Spec
 from .code_hash import CodeHash, CodeReader
 from .plain_values import Indescribable, References, attributes_of, describe_value
 
@@ -39,6 +40,24 @@ class Kind:
     varying: tuple[tuple[int, int], ...] = ()
     sources: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     opaque: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """The key of one compiled graph.
+
+    call: the structure of the call without its values (`tree_spec.without_values`); few graphs are kept for
+        the values of one key.
+    inputs: the block's weights, then the call's tensors.
+    sizes: the inputs' shapes for an exact-size graph, None for one that serves any size.
+    Sigma, seeds, uuids and LoRA strength are not part of it, because only values depend on them.
+    """
+
+    kind: Kind
+    call: Spec
+    inputs: tuple[TensorSpec, ...]
+    backend: str
+    sizes: tuple[torch.Size, ...] | None = None
 
 
 @dataclass(frozen=True)

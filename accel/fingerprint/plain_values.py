@@ -12,28 +12,14 @@ from typing import Any, Protocol
 import torch
 
 PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.memory_format,
-    torch.layout,
+    *(type(None), bool, int, float, complex, str, bytes),
+    *(torch.dtype, torch.device, torch.memory_format, torch.layout),
 )
 OPERATORS = (types.BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by Python code
 
-_TORCH_STATE = {
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_is_full_backward_hook",
-    "forward",
+_TORCH_STATE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"} | {
+    *("_is_full_backward_hook", "forward"),
 }
 _MAX_DEPTH = 16
 """Settings are not nested deeper than this; registries that lead to half of a program are."""

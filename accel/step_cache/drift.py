@@ -39,7 +39,7 @@ class Drift:
             self._changes.clear()  # a branch that has ended no longer counts
             self._step = step
         known = self._references.get(key)
-        if known is not None and not _is_like(known[1], shallow):
+        if known is not None and (known[1].shape, known[1].device) != (shallow.shape, shallow.device):
             known, renew = None, True
         if known is not None and known[0] < step:
             since, reference = known
@@ -65,10 +65,6 @@ class Drift:
             self._changes.clear()
             return
         self._references = {key: known for key, known in self._references.items() if known[0] >= before}
-
-
-def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.device == other.device
 
 
 def relative_change(now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:

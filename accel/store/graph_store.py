@@ -7,6 +7,7 @@ reason is counted, and logged where somebody could fix it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import logging
 import threading
@@ -33,7 +34,7 @@ from .prune import prune
 from .signing import NoSecret, Seals, seals
 
 if TYPE_CHECKING:
-    from ..fingerprint.graph_key import GraphKey
+    from ..fingerprint.kinds import GraphKey
 
 NOTHING_SAVED = "nothing was saved of it yet"
 
@@ -81,7 +82,6 @@ class GraphStore:
         self._secret = secret
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self._seals: Seals | None = None
         self._loaded = 0
         self._saved = 0
         self._loading = CircuitBreaker()
@@ -171,7 +171,7 @@ class GraphStore:
             data = save()
             made = manifest.describe(digest, name, here, asdict(graph.facts), data)
             self._make_room(digest, here)
-            manifest.write(self._folder, self._make_seals(), made, data)
+            manifest.write(self._folder, self._seals, made, data)
             graph.saved_as = made.stem
             self._note_saved(made.stem)
             return True
@@ -222,7 +222,7 @@ class GraphStore:
     def _manifest(self, stem: str, here: dict[str, str]) -> Manifest:
         """An entry's manifest, sealed with our secret and valid in this environment; raises BadEntry otherwise."""
         found, seal = manifest.read(self._folder, stem)
-        manifest.check_seal(self._make_seals(), found, seal)
+        manifest.check_seal(self._seals, found, seal)
         other = store_key.difference(here, found.environment)
         if other is not None:
             raise BadEntry(other)
@@ -270,10 +270,9 @@ class GraphStore:
             except OSError as error:
                 log.warning("saved graphs: the folder cannot be looked through: %s", error)
 
-    def _make_seals(self) -> Seals:
-        if self._seals is None:
-            self._seals = seals(self._secret)
-        return self._seals
+    @functools.cached_property
+    def _seals(self) -> Seals:
+        return seals(self._secret)
 
     def _note(self, name: str, reason: str, level: int = logging.DEBUG) -> None:
         """Count a miss, and log the first of each reason."""

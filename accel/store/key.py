@@ -17,7 +17,7 @@ from ..core.toolchain import triton_version
 from ..fingerprint import module_files
 
 if TYPE_CHECKING:
-    from ..fingerprint.graph_key import GraphKey
+    from ..fingerprint.kinds import GraphKey
 
 _PACKAGES = ("cache", "compile", "core", "dispatch", "fingerprint", "modules", "signature")
 """Packages of the engine whose code decides what is in an artifact, and which calls it is valid for."""

@@ -7,8 +7,7 @@ import torch
 from comfy_accel.accel.cache.entry import Entry, Use
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph
-from comfy_accel.accel.fingerprint.graph_key import GraphKey
-from comfy_accel.accel.fingerprint.kinds import Kind
+from comfy_accel.accel.fingerprint.kinds import GraphKey, Kind
 from comfy_accel.accel.signature.tensors import TensorSpec
 
 MANY = 5000

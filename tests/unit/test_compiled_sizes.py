@@ -9,8 +9,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache  # noqa: E402
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph  # noqa: E402
 from comfy_accel.accel.core.compile_settings import CompileSettings  # noqa: E402
 from comfy_accel.accel.dispatch.block_runner import BlockRunner  # noqa: E402
-from comfy_accel.accel.fingerprint.graph_key import GraphKey  # noqa: E402
-from comfy_accel.accel.fingerprint.kinds import Kind  # noqa: E402
+from comfy_accel.accel.fingerprint.kinds import GraphKey, Kind  # noqa: E402
 from comfy_accel.accel.fingerprint.survey import survey  # noqa: E402
 from comfy_accel.accel.modules.substitution import Order, substituted  # noqa: E402
 

@@ -10,7 +10,7 @@ import einops
 import pytest
 import torch
 from comfy_accel.accel.fingerprint import code_hash, kinds, module_files
-from comfy_accel.accel.fingerprint.graph_key import GraphKey
+from comfy_accel.accel.fingerprint.kinds import GraphKey
 from comfy_accel.accel.store import key
 
 BLOCK = """

@@ -8,8 +8,7 @@ from comfy_accel.accel.core import settings
 from comfy_accel.accel.core.events import emit, log
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.settings import LARGEST_MB, MOST_ENTRIES, Settings
-from comfy_accel.accel.fingerprint.graph_key import GraphKey
-from comfy_accel.accel.fingerprint.kinds import Kind
+from comfy_accel.accel.fingerprint.kinds import GraphKey, Kind
 from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.signature.tensors import TensorSpec
 
