@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..core.errors import pass_on
+from ..signature.tensors import tensors_in
 
 _PLAIN = (bool, float, str, type(None), torch.dtype)
 
@@ -76,7 +77,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = function(*args, **kwargs)
-        shapes = [tensor.shape for tensor in _tensors(out)]
+        shapes = [tensor.shape for tensor in tensors_in(out)]
         if shapes:
             plain = (repr(item) for item in (*args, *sorted(kwargs.items(), key=str)) if type(item) in _PLAIN)
             self.calls.append((getattr(function, "__name__", repr(function)), len(shapes), *plain))
@@ -119,11 +120,3 @@ def scales_evenly(traces: Sequence[OpTrace | None]) -> bool:
         len(a) == len(b) == len(c) and all(y - x == z - y for x, y, z in zip(a, b, c, strict=True))
         for a, b, c in zip(one.shapes, two.shapes, three.shapes, strict=True)
     )
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..core.reasons import Reason
+from ..signature.tensors import tensors_in
 
 _SYNCHRONIZES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -44,7 +44,7 @@ class DryRun(TorchDispatchMode):
         if self._reason is None:
             self._reason = self._obstacle(func, args, kwargs)
         out = func(*args, **kwargs)
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             if self._reason is None and tensor.device != self._device:
                 self._reason = Reason(
                     "moves_tensor", here=str(self._device), there=str(tensor.device), operator=str(func)
@@ -62,14 +62,14 @@ class DryRun(TorchDispatchMode):
         if "lift_fresh" in func.name():
             # A scalar may be an assigned index; it reaches the device without the CPU's memory.
             return Reason("makes_constant", operator=str(func)) if args[0].ndim else None
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             if tensor.device != self._device and tensor.numel():
                 return Reason("takes_from_device", device=str(tensor.device), operator=str(func))
             if tensor.numel() and _storage(tensor) not in self._own and _storage(tensor) not in self._made:
                 return Reason("reads_foreign", operator=str(func))
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                if any(_storage(tensor) in self._own for tensor in _tensors(value)):
+                if any(_storage(tensor) in self._own for tensor in tensors_in(value)):
                     return Reason("writes_own", operator=str(func))
         return None
 
@@ -83,10 +83,6 @@ def _is_inert(func: Any, args: tuple, kwargs: dict) -> bool:
     if given.get("train") is False or given.get("training") is False:
         return True
     return any(name in given and not given[name] for name in ("dropout_p", "dropout", "p"))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _storage(tensor: torch.Tensor) -> int:

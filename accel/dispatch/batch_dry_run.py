@@ -11,7 +11,6 @@ import functools
 import logging
 import threading
 import types
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,9 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from ..core.errors import pass_on
 from ..core.events import log
 from ..fingerprint.plain_values import is_plain_object
-from .global_state_guard import global_state_restored
-
-_DICTS = (dict, OrderedDict, defaultdict)
+from .global_state_guard import DICTS, global_state_restored
 
 
 class BatchDryRun:
@@ -160,7 +157,7 @@ class ModelCopy:
             copied = self._enter(value, object.__new__(cls))
             copied.__dict__.update({name: self._part(name, item) for name, item in value.__dict__.items()})
             copied.__dict__.pop("forward", None)
-        elif cls in _DICTS:
+        elif cls in DICTS:
             copied = self._enter(value, copy.copy(value))
             for key, item in value.items():
                 copied[key] = self.of(item)
@@ -184,7 +181,7 @@ class ModelCopy:
 
     def _part(self, name: str, value: Any) -> Any:
         is_hooks = name.endswith("_hooks") or "_hooks_" in name
-        return type(value)() if is_hooks and type(value) in _DICTS else self.of(value)
+        return type(value)() if is_hooks and type(value) in DICTS else self.of(value)
 
     def _enter(self, value: Any, copied: Any) -> Any:
         self._copies[id(value)] = copied

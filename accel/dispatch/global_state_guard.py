@@ -18,8 +18,8 @@ import torch
 
 from ..fingerprint.plain_values import is_plain_object
 
-_DICTS = (dict, OrderedDict, defaultdict)
-_CONTAINERS = (*_DICTS, list, set)
+DICTS = (dict, OrderedDict, defaultdict)
+_CONTAINERS = (*DICTS, list, set)
 _CACHE = type(functools.lru_cache(lambda: None))
 _DEPTH = 4
 """Levels of nested containers that are searched."""
@@ -81,7 +81,7 @@ def _collect(value: Any, containers: dict[int, Any], depth: int = _DEPTH) -> Non
         return
     if type(value) in _CONTAINERS:
         containers[id(value)] = value
-        for item in value.values() if type(value) in _DICTS else value:
+        for item in value.values() if type(value) in DICTS else value:
             _collect(item, containers, depth - 1)
     elif type(value) is tuple:
         for item in value:
@@ -95,7 +95,7 @@ def _refers_to(value: Any, foreign: Callable[[Any], bool], depth: int = _DEPTH) 
         return True
     if depth == 0:
         return False
-    if type(value) in _DICTS:
+    if type(value) in DICTS:
         return any(_refers_to(item, foreign, depth - 1) for pair in list(value.items()) for item in pair)
     if issubclass(type(value), (list, tuple, set)):
         return any(_refers_to(item, foreign, depth - 1) for item in list(value))

@@ -7,7 +7,7 @@ import enum
 import functools
 import types
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -31,18 +31,13 @@ class Indescribable(TypeError):
     """Something whose effect on a block's output no description can capture."""
 
 
-class Reader(Protocol):
-    """What describes the code that values refer to (`code_hash.CodeReader`)."""
-
-    def describe_function(self, function: types.FunctionType) -> tuple: ...
-
-    def class_attribute(self, cls: type, name: str) -> str | None: ...
-
-
 class References:
-    """The functions and classes that values refer to, collected while the values are described."""
+    """The functions and classes that values refer to, collected while the values are described.
 
-    def __init__(self, reader: Reader):
+    reader: the `CodeReader` that describes their code.
+    """
+
+    def __init__(self, reader: Any):
         self.reader = reader
         self.functions: list[types.FunctionType] = []
         self.classes: set[type] = set()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 """The classes of tensors that are no more than their data; compare with `type(tensor) in PLAIN_TENSORS`."""
@@ -36,6 +38,11 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
         strides = tensor.stride()
         layout = tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
     return TensorSpec(tensor.dtype, tensor.device, tensor.ndim, layout)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def is_channels_last(tensor: torch.Tensor) -> bool:

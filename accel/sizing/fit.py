@@ -39,10 +39,6 @@ class Fit:
     def pads(self) -> bool:
         return self.how.startswith("pad")
 
-    @property
-    def crops(self) -> bool:
-        return self.how == "crop"
-
     def box(self, size: Size) -> tuple[int, int, int, int]:
         """(left, top, width, height) of the image inside a padded one of `size`.
 

@@ -41,7 +41,7 @@ def undo_fit(image: torch.Tensor, plan: Fit, resample: Resample) -> torch.Tensor
     if plan.pads:
         left, top, width, height = plan.box(size)
         image = _cut(image, left, top, Size(width, height))
-    elif plan.crops:
+    elif plan.how == "crop":
         back = fit(size, plan.asked, "crop", plan.anchor)
         return apply_fit(image, back, resample)
     return _resized(image, plan.asked, resample)

@@ -9,7 +9,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.hosts.comfyui.models.vae import skip_compile, vae_view
+from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.sizing.vae import COMPILE_BOTH, COMPILE_DECODER, VaePolicy
 from torch._dynamo.utils import counters
 
@@ -27,7 +27,7 @@ POLICIES = (None, COMPILE_DECODER, COMPILE_BOTH)
 def view_of(vae, compiled=COMPILE_DECODER, cache=None, **settings):
     """With a backend that captures graphs and runs them as they are: same bits, in seconds."""
     if compiled is None:
-        return skip_compile(vae)
+        return vae_view(vae, VaePolicy())
     settings = CompileSettings(**{"backend": "eager", **settings})
     return vae_view(vae, VaePolicy(compiled), settings, CACHE if cache is None else cache)
 
@@ -120,8 +120,8 @@ def test_second_vae_and_second_view_of_the_architecture_share_the_graphs(vae):
 
 @torch.inference_mode()
 def test_of_two_nodes_in_a_row_the_last_counts(vae):
-    compiled_last = view_of(skip_compile(vae), COMPILE_DECODER)
-    skipped_last = skip_compile(view_of(vae, COMPILE_DECODER))
+    compiled_last = view_of(vae_view(vae, VaePolicy()), COMPILE_DECODER)
+    skipped_last = vae_view(view_of(vae, COMPILE_DECODER), VaePolicy())
     expected, before = vae.decode(latent()), hits()
     assert torch.equal(skipped_last.decode(latent()), expected) and hits() == before
     assert torch.equal(compiled_last.decode(latent()), expected) and hits() > before
@@ -235,7 +235,7 @@ def test_view_of_a_vae_whose_weights_are_streamed_has_a_loaded_model_of_its_own(
     assert view.first_stage_model is view.patcher.model is not streamed.first_stage_model
     assert torch.equal(view.decode(latent()), vae.decode(latent()))
     assert hits() > before
-    assert skip_compile(streamed).first_stage_model is streamed.first_stage_model
+    assert vae_view(streamed, VaePolicy()).first_stage_model is streamed.first_stage_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -7,7 +7,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.hosts.comfyui.models.vae import skip_compile, vae_view
+from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.sizing.vae import COMPILE_BOTH, COMPILE_DECODER, VaePolicy
 from torch._dynamo.utils import counters
 
@@ -23,7 +23,7 @@ POLICIES = (None, COMPILE_DECODER, COMPILE_BOTH)
 
 def view_of(vae, compiled=COMPILE_DECODER):
     if compiled is None:
-        return skip_compile(vae)
+        return vae_view(vae, VaePolicy())
     return vae_view(vae, VaePolicy(compiled), CompileSettings(backend="eager"), CACHE)
 
 
@@ -63,14 +63,14 @@ def test_deep_copy_of_a_view_is_a_view_over_weights_of_its_own(vae, compiled):
 def test_call_that_an_extension_put_on_a_vae_stays(vae):
     changed = copy.copy(vae)
     changed.decode = lambda samples, **options: "theirs"
-    assert skip_compile(changed).decode(latent()) == "theirs"
+    assert vae_view(changed, VaePolicy()).decode(latent()) == "theirs"
 
 
 def test_skipped_vae_is_not_compiled_even_if_somebody_asked_for_it(vae):
     decoder = vae.first_stage_model.decoder
     vae.first_stage_model.decoder = torch.compile(decoder, backend="eager")
     try:
-        skip_compile(vae).decode(latent())
+        vae_view(vae, VaePolicy()).decode(latent())
         assert graphs() == 0
         vae.decode(latent())
         assert graphs() > 0

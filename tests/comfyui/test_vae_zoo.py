@@ -5,7 +5,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.hosts.comfyui.models.vae import _shape, skip_compile, vae_view
+from comfy_accel.accel.hosts.comfyui.models.vae import _shape, vae_view
 from comfy_accel.accel.sizing.vae import COMPILE_BOTH, VaePolicy
 from thorough import thorough_except
 
@@ -41,7 +41,7 @@ def cache():
 @pytest.fixture(scope="module")
 def views(vae, cache):
     fallbacks.clear()
-    return skip_compile(vae), vae_view(vae, VaePolicy(COMPILE_BOTH), CompileSettings(backend="eager"), cache)
+    return vae_view(vae, VaePolicy()), vae_view(vae, VaePolicy(COMPILE_BOTH), CompileSettings(backend="eager"), cache)
 
 
 def side(vae, pixels):
@@ -121,7 +121,7 @@ def test_tiles_after_running_out_of_memory(vae, views):
 
 @torch.inference_mode()
 def test_shape_that_is_estimated_is_the_one_that_core_estimates(vae, monkeypatch):
-    asked, view = [], skip_compile(vae)
+    asked, view = [], vae_view(vae, VaePolicy())
     for call in ("memory_used_decode", "memory_used_encode"):
         estimate = getattr(view, call)
 

@@ -52,11 +52,6 @@ def vae_view(
     return view
 
 
-def skip_compile(vae: Any) -> Any:
-    """A VAE with the same weights whose calls run eagerly, whatever else compiles it."""
-    return vae_view(vae, VaePolicy())
-
-
 @functools.lru_cache(maxsize=16)
 def _view_class(base: type) -> type:
     """A subclass of the VAE's class that makes every call under the view's policy.

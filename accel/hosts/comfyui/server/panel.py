@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from .... import __version__
 from ....cache.graph_cache import shared
 from ....core.events import emit
 from ....core.fallbacks import fallbacks
 from ....report.run_record import records
 from .. import preferences
-
-VERSION = "0.1.0"
 
 DEFAULT_ROWS, MOST_ROWS = 200, 5000
 LONGEST_FILTER = 200
@@ -35,7 +34,7 @@ def state(rows: int = DEFAULT_ROWS, text: str = "") -> dict[str, Any]:
         "compiling": records.compiling(),
         "last_run": None if last is None else last.as_json(),
         "settings": settings,
-        "version": VERSION,
+        "version": __version__,
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,9 +11,6 @@ from ....report import text as report
 from . import panel
 from .diagnosis import diagnose
 from .surroundings import facts
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 _ROWS = 20
 """Rows of the cache's table that are enough for a report."""
@@ -34,7 +31,9 @@ def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = Non
         decibels = psnr(image, reference)
         comparison = _unlike(image, reference) if decibels is None else report.comparison(decibels)
     words = report.text(state, diagnose(facts(state, prompt)), comparison)
-    return Report(words, _as_image(report_chart.draw(state, decibels)))
+    chart = report_chart.draw(state, decibels)
+    data = torch.frombuffer(bytearray(chart.tobytes()), dtype=torch.uint8)
+    return Report(words, data.reshape(1, chart.height, chart.width, 3).float() / 255)
 
 
 def text() -> str:
@@ -46,11 +45,6 @@ def facts_as_json() -> dict[str, Any]:
     """What the report is made from, as JSON: {"state", "diagnosis"}."""
     state = panel.state(rows=_ROWS)
     return {"state": state, "diagnosis": diagnose(facts(state))}
-
-
-def _as_image(chart: Image.Image) -> torch.Tensor:
-    data = torch.frombuffer(bytearray(chart.tobytes()), dtype=torch.uint8)
-    return data.reshape(1, chart.height, chart.width, 3).float() / 255
 
 
 def psnr(image: torch.Tensor, reference: torch.Tensor) -> float | None:

@@ -65,7 +65,9 @@ def model_multiple(model: Any) -> int:
     scale = latent_layout(model).scale
     network = model.get_model_object("diffusion_model")
     if hasattr(network, "input_blocks"):
-        return safe_multiple(scale, downsamplings=_downsamplings(network.input_blocks))
+        # Strided convolutions, or pooling.
+        halvings = sum(any(stride > 1 for stride in _strides(block)) for block in network.input_blocks)
+        return safe_multiple(scale, downsamplings=halvings)
     patch = _patch_size(network)
     return math.lcm(SAFE_FOR_ANY_UNET, scale) if patch is None else safe_multiple(scale, patch=patch)
 
@@ -82,11 +84,6 @@ def family_name(model: Any) -> str:
     base = getattr(model, "model", None)
     config = getattr(base, "model_config", None)
     return type(getattr(base, "diffusion_model", base) if config is None else config).__name__
-
-
-def _downsamplings(input_blocks: Any) -> int:
-    """How many of a UNet's input blocks halve their input with a strided convolution or pooling."""
-    return sum(any(stride > 1 for stride in _strides(block)) for block in input_blocks)
 
 
 def _strides(block: Any) -> Iterator[int]:
