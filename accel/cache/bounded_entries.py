@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 from ..compile.compiled_graph import CompiledGraph
 from ..core.reasons import Reason, Refusal
-from .entry import Entry
-from .lease import Lease
+from .entry import Entry, Lease
 
 
 class NoGraph(Refusal):

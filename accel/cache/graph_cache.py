@@ -12,8 +12,7 @@ from ..core.reasons import Reason
 from ..core.settings import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES
 from . import table
 from .bounded_entries import BoundedEntries, NoGraph
-from .entry import Entry
-from .lease import Lease
+from .entry import Entry, Lease
 
 _MAX_KNOWN_SIZES = 4096
 

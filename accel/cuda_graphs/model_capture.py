@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from ..cache.entry import Lease
 from ..cache.graph_cache import GraphCache, NoGraph
-from ..cache.lease import Lease
 from ..core.errors import one_line
 from ..core.events import emit
 from ..core.fallbacks import fallbacks
@@ -276,7 +276,7 @@ class ModelCapture:
             reason = Reason("memory_short", error=one_line(error))
         # Outside the handler, whose exception would keep what was captured.
         self._stop(reason)
-        self._pool.drop_all(self._cache)
+        self._pool.drop(self._cache)
         return None
 
     def _dry_run(self, call: CallCapture, known: tuple[type[BaseException], ...]) -> Reason | None:
@@ -296,7 +296,7 @@ class ModelCapture:
         """After a failed replay: no more captured calls of this key, or of any in this run where memory is short."""
         if is_shortage:
             self._stop(Reason("memory_short", error=reason))
-            self._pool.drop_all(self._cache)
+            self._pool.drop(self._cache)
             return
         entry = self._cache.get(key)
         if entry is not None:

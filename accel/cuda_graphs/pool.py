@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +20,8 @@ from ..signature.tensors import empty_dense_like
 from .capturer import CaptureFailed
 
 if TYPE_CHECKING:
+    from ..cache.entry import Lease
     from ..cache.graph_cache import GraphCache
-    from ..cache.lease import Lease
     from ..dispatch.block_observer import BlockObserver
     from ..step_cache.capture_io import CaptureIO
     from .capture_key import CaptureKey
@@ -210,14 +210,15 @@ class CapturePool:
         if not others:
             self._refuse(member.key, cache.max_bytes)
         if others or self.nbytes > room:
-            self.drop_all(cache)
+            self.drop(cache)
         if others:
             raise MadeRoom
         raise NoRoom(Reason("captures_full", needed=needed >> 20, room=max(room, 0) >> 20))
 
-    def drop_all(self, cache: GraphCache) -> None:
-        """Evict every captured call."""
-        _evict(cache, self.members)
+    def drop(self, cache: GraphCache, matches: Callable[[CapturedCall], bool] = lambda call: True) -> None:
+        """Evict the captured calls that match."""
+        for member in filter(matches, self.members):
+            cache.evict(member.key)
 
     def drop_outdated(self, cache: GraphCache) -> None:
         """Evict those whose model is gone or whose weights have moved; some milliseconds for each model."""
@@ -228,14 +229,6 @@ class CapturePool:
                 digests[model] = _digest(model)
             if model is None or member.digest != digests[model] or not member.has_kernels():
                 cache.evict(member.key)
-
-    def drop_model(self, cache: GraphCache, model: object) -> None:
-        """Evict the captured calls of one model."""
-        _evict(cache, (member for member in self.members if member.key.model() is model))
-
-    def drop_device(self, cache: GraphCache, device: torch.device) -> None:
-        """Evict the captured calls on one device."""
-        _evict(cache, self._members_on(device))
 
     def _members_on(self, device: torch.device) -> list[CapturedCall]:
         return [member for member in self.members if member.device == device]
@@ -251,11 +244,6 @@ def _release(call: weakref.ref[CapturedCall]) -> None:
     released = call()
     if released is not None:
         released.release()
-
-
-def _evict(cache: GraphCache, members: Iterable[CapturedCall]) -> None:
-    for member in members:
-        cache.evict(member.key)
 
 
 def _digest(model: torch.nn.Module) -> str | None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from ..cache.entry import Entry
+from ..cache.entry import Entry, Lease
 from ..cache.graph_cache import GraphCache, NoGraph
-from ..cache.lease import Lease
 from ..compile.compiled_graph import CompiledGraph
 from ..core.compile_settings import CompileSettings, Trouble
 from ..core.errors import Failure

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..cache.entry import Lease
 from ..cache.graph_cache import GraphCache, shared
-from ..cache.lease import Lease
 from ..core.compile_settings import CompileSettings
 from ..core.events import emit, log
 from ..fingerprint.survey import Region, Survey, survey

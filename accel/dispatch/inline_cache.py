@@ -17,7 +17,7 @@ from ..cache.graph_cache import GraphCache
 from ..core.reasons import RunEagerly
 from ..fingerprint.kinds import WeightSlots
 from ..signature.argument_guard import ArgumentGuard, tensor_guard
-from ..signature.tensors import extent, is_dense
+from ..signature.tensors import is_dense, share_memory
 from ..signature.tree_spec import Spec, UnsupportedArgument
 from .resolver import ResolvedGraph
 
@@ -126,7 +126,6 @@ class GuardedCall:
         self._weights = len(weights)
         self._strided = [at for at, tensor in enumerate(inputs, len(weights)) if not is_dense(tensor)]
         self._changed = resolved.graph.facts.changed
-        self._extents = [extent(tensor) for tensor in inputs] if self._changed else []
         self._is_plain = not (self._changed or self._strided or len(given) != len(inputs))
 
     def match(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
@@ -143,7 +142,7 @@ class GuardedCall:
         if self._is_plain:
             return tensors
         inputs = self._arguments.with_numbers(given)
-        if self._changed and self._shares_memory(inputs):
+        if self._changed and share_memory(inputs, self._changed):
             return None
         tensors = [*tensors[: self._weights], *inputs]
         for at in self._strided:
@@ -151,13 +150,3 @@ class GuardedCall:
                 return None
             tensors[at] = tensors[at].contiguous()
         return tensors
-
-    def _shares_memory(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """As `tensors.share_memory`, for sizes that are known."""
-        starts = [tensor.data_ptr() for tensor in inputs]
-        for index in self._changed:
-            start, end = starts[index], starts[index] + self._extents[index]
-            for other, (begin, length) in enumerate(zip(starts, self._extents, strict=True)):
-                if other != index and begin < end and start < begin + length:
-                    return True
-        return False

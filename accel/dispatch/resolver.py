@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cache.entry import Entry
+from ..cache.entry import Entry, Lease
 from ..cache.graph_cache import GraphCache, NoGraph
-from ..cache.lease import Lease
 from ..compile import block_compiler
 from ..compile.benchmark import Benchmark
 from ..compile.compiled_graph import CompiledGraph, CompileFailed, Facts

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..cache.lease import Lease
+from ..cache.entry import Lease
 from ..compile.benchmark import Benchmark
 from ..core.events import subscribe
 from ..core.fallbacks import fallbacks

@@ -72,15 +72,10 @@ def _padded(image: torch.Tensor, plan: Fit, fill: float) -> torch.Tensor:
         padded = image.new_full((*image.shape[:-2], plan.snapped.height, plan.snapped.width), fill)
         _cut(padded, plan.left, plan.top, Size(width, height)).copy_(image)
         return padded
-    source = _reflected if plan.how == "pad reflect" else _clamped
+    source = _reflected if plan.how == "pad reflect" else lambda index, length: index.clamp(0, length - 1)
     columns = source(torch.arange(plan.snapped.width, device=image.device) - plan.left, width)
     rows = source(torch.arange(plan.snapped.height, device=image.device) - plan.top, height)
     return image.index_select(-2, rows).index_select(-1, columns)
-
-
-def _clamped(index: torch.Tensor, length: int) -> torch.Tensor:
-    """Indices outside of 0..length - 1 moved to the nearest edge."""
-    return index.clamp(0, length - 1)
 
 
 def _reflected(index: torch.Tensor, length: int) -> torch.Tensor:

@@ -96,7 +96,10 @@ class StreamFinder:
 
     def see_call(self, given: Mapping[str, torch.Tensor]) -> None:
         """Note that a block is about to be called with these `possible_streams`."""
-        self._note_identities(given)
+        for index, part in enumerate(self._last):
+            for name, value in given.items():
+                if part is not None and value is part:
+                    self._exact[index] = name
 
     def see_return(self, given: Mapping[str, torch.Tensor], out: Any) -> None:
         """Note what it returned. Raises NoStreams when no argument is like an output."""
@@ -114,7 +117,7 @@ class StreamFinder:
                     raise NoStreams(f"it returns a tensor {list(part.shape)} that is like none of its arguments")
             alike.append(names)
         self._alike, self._last = alike, parts
-        self._note_identities(given)
+        self.see_call(given)  # a block that works in place returns its own
 
     def found(self) -> Streams:
         """The token streams, by the calls so far. Raises NoStreams when they leave it open."""
@@ -136,12 +139,6 @@ class StreamFinder:
             index = min(single)
             names[index] = single[index]
         return Streams(tuple(names[index] for index in range(len(names))), self._container)
-
-    def _note_identities(self, given: Mapping[str, torch.Tensor]) -> None:
-        for index, part in enumerate(self._last):
-            for name, value in given.items():
-                if part is not None and value is part:
-                    self._exact[index] = name
 
 
 def parts_of(out: Any) -> list[torch.Tensor]:

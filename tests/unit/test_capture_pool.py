@@ -137,7 +137,7 @@ def test_models_captures_leave_with_it():
     for model in models:
         with run(model, cache) as call:
             check_calls(model, call, 4)
-    cache.captures.drop_model(cache, models[0])
+    cache.captures.drop(cache, lambda call: call.key.model() is models[0])
     assert [member.key.model() for member in cache.captures.members] == [models[1]]
 
 

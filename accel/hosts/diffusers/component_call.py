@@ -11,7 +11,6 @@ import torch
 from ...cache.graph_cache import GraphCache
 from ...core.compile_settings import CompileSettings
 from ...modules.substitution import Order, substituted
-from .call_arguments import contiguous
 from .components import load
 from .runs import new_run, open_run
 
@@ -43,7 +42,7 @@ class ComponentCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
         load(model)
-        args, kwargs = contiguous(args, kwargs)
+        args, kwargs = _all_contiguous(args, kwargs)
         run = open_run(self._cache)
         with nullcontext(run) if run is not None else new_run(self._cache) as run:
             with substituted(run.layers(model, self._settings), Order.COMPILED, this_thread_only=True):
@@ -69,3 +68,17 @@ def take_away(model: torch.nn.Module, owner: object | None = None) -> None:
     found = call_of(model)
     if found is not None and (owner is None or found.owner is owner):
         del model.__dict__[_SLOT]
+
+
+def _all_contiguous(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments with every image and latent ([B, C, H, W], [B, C, F, H, W]) contiguous.
+
+    A pipeline produces other strides from a PIL image than from a tensor, and these pass through the whole model:
+    each would need its own graphs. A model whose weights are channels-last converts its inputs anyway.
+    """
+    return tuple(map(_contiguous, args)), {name: _contiguous(value) for name, value in kwargs.items()}
+
+
+def _contiguous(value: Any) -> Any:
+    # Lists are not copied: some models write to the ones they are given.
+    return value.contiguous() if isinstance(value, torch.Tensor) and value.ndim >= 4 else value

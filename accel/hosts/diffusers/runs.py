@@ -6,26 +6,47 @@ by itself. Graphs that a run uses stay in the cache until its end.
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from ...cache.entry import Lease
 from ...cache.graph_cache import GraphCache
-from ...cache.lease import Lease
 from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
 from ...dispatch.compiled_layers import Host, compiled_layers, survey_model
-from ...fingerprint.survey import Survey
+from ...fingerprint.survey import Region, Survey
 from ...modules.first_call import is_compiled
 from ...modules.snapshot import AttributeSnapshot
 from ...modules.substitution import Layer
 from ...modules.wrapped_layers import modules
-from .call_arguments import simplifier
 from .components import moved_in_parts
 from .peft import PeftLayers
+
+_ATTENTION_KWARGS = ("cross_attention_kwargs", "joint_attention_kwargs", "attention_kwargs")
+
+
+def simplifier(region: Region) -> Callable[[dict], dict] | None:
+    """For a block of diffusers: replaces None by an empty dict in its attention kwargs; None for other blocks.
+
+    A pipeline called with a LoRA scale in these kwargs passes an empty dict to its blocks, and otherwise None. The
+    blocks treat both alike, so one graph serves both.
+    """
+    cls = type(region.block)
+    parameters = inspect.signature(cls.forward).parameters
+    name = next((name for name in _ATTENTION_KWARGS if name in parameters), None)
+    if name is None or cls.__module__.partition(".")[0] != "diffusers":
+        return None
+
+    def simplify(options: dict) -> dict:
+        return {**options, name: {}} if options.get(name, options) is None else options
+
+    return simplify
+
 
 HOST = Host(simplifier=simplifier, wraps=PeftLayers())
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from comfy.patcher_extension import WrappersMP
 
+from ....cache.entry import Lease
 from ....cache.graph_cache import GraphCache, shared
-from ....cache.lease import Lease
 from ....core.compile_settings import CompileSettings
 from ....core.events import emit
 from ....dispatch.block_runner import BlockRunner

@@ -15,8 +15,8 @@ import comfy.model_management
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
+from ....cache.entry import Lease
 from ....cache.graph_cache import GraphCache, shared
-from ....cache.lease import Lease
 from ....core.reasons import Reason
 from ....cuda_graphs.cuda import CudaCapturer
 from ....cuda_graphs.model_capture import ModelCapture
@@ -41,7 +41,8 @@ def attach(cache: GraphCache, model: Any) -> None:
 
     def drop(patcher: Any, unpatch_all: bool = True, *args: Any) -> None:
         if unpatch_all:  # False if another clone replaces it with the same weights in place
-            cache.captures.drop_model(cache, patcher.model.diffusion_model)
+            model = patcher.model.diffusion_model
+            cache.captures.drop(cache, lambda call: call.key.model() is model)
 
     model.callbacks.get(CallbacksMP.ON_DETACH, {}).pop(KEY, None)
     model.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, drop)

@@ -56,7 +56,7 @@ class CapturedCalls(torch.nn.Module):
         self.asked += 1
         try:
             with cache.captures.capturer.lock:
-                cache.captures.drop_device(cache, self.device)
+                cache.captures.drop(cache, lambda call: call.device == self.device)
         except Exception as error:
             log.warning("The memory of captured calls is not given back: %s", error)
             return 0

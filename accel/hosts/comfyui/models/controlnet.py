@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from ....cache.entry import Use
+from ....cache.entry import Lease, Use
 from ....cache.graph_cache import GraphCache, shared
-from ....cache.lease import Lease
 from ....core.compile_settings import CompileSettings
 from ....core.events import log
 from ....core.fallbacks import fallbacks

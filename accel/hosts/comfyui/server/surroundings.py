@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -12,8 +12,6 @@ from ....core import toolchain
 from ....core.events import log
 from ..versions import comfyui_version, streams_weights
 from .diagnosis import Facts, nodes_of
-
-T = TypeVar("T")
 
 
 def facts(state: dict[str, Any], prompt: Any = None) -> Facts:
@@ -38,7 +36,7 @@ def facts(state: dict[str, Any], prompt: Any = None) -> Facts:
     )
 
 
-def _or_none(ask: Callable[[], T]) -> T | None:
+def _or_none(ask: Callable[[], Any]) -> Any:
     """What core or torch answers, or None: a report must not fail a prompt."""
     try:
         return ask()

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ....cache.compiled_sizes import architecture, remember
+from ....cache.entry import Lease
 from ....cache.graph_cache import GraphCache
-from ....cache.lease import Lease
 from ....sizing.resolution import Size, snap
 from .model_sizes import latent_layout, model_multiple
 
