@@ -91,7 +91,8 @@ def snap(
     # "up" may find nothing within the budget; around the target some pair always fits.
     choices = _around(target, multiple, mode, budget) or _around(target, multiple, "nearest", budget)
     if not keep_aspect:
-        return min(choices, key=lambda size: _distance(size, target))
+        across, down = target  # of sizes whose sides moved equally far, the larger one
+        return min(choices, key=lambda size: (abs(size.width - across) + abs(size.height - down), -size.pixels))
     return min(choices, key=lambda size: (aspect_error(size, requested), factor(size.pixels, target[0] * target[1])))
 
 
@@ -127,11 +128,6 @@ def _sides(side: float, multiple: int, mode: str) -> list[int]:
         nearest = math.floor(steps + 0.5)
         counts = (nearest - 1, nearest, nearest + 1)
     return [count * multiple for count in counts if count >= 1]
-
-
-def _distance(size: Size, target: tuple[float, float]) -> tuple[float, int]:
-    """Sort key: how far the sides moved, in pixels; of equals, the larger size."""
-    return abs(size.width - target[0]) + abs(size.height - target[1]), -size.pixels
 
 
 def aspect_error(size: Size, requested: Size) -> float:

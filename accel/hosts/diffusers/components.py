@@ -59,7 +59,8 @@ def load(model: torch.nn.Module) -> None:
 def moved_in_parts(model: torch.nn.Module) -> Reason | None:
     """Why the model runs eagerly because its parts are moved to the device one by one; None if they are not."""
     for path, part in model.named_modules():
-        if path and _moves_weights(part.__dict__.get(_ACCELERATE_HOOK)):
+        hook = part.__dict__.get(_ACCELERATE_HOOK)
+        if path and any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,))):
             return Reason("layers_offloaded")
         hooks = getattr(part.__dict__.get(_DIFFUSERS_HOOK), "hooks", {})
         if any("group_offload" in name for name in hooks):
@@ -92,7 +93,3 @@ def _parts(name: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mo
         yield from ((f"{name}.{index}", net) for index, net in enumerate(nets))
     else:
         yield name, model
-
-
-def _moves_weights(hook: Any) -> bool:
-    return any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,)))

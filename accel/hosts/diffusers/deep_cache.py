@@ -16,7 +16,7 @@ from ...modules.substitution import Order, substituted
 from ...step_cache.cached_call import cached_call
 from ...step_cache.config import DeepCacheSettings
 from ...step_cache.run import DeepCacheRun
-from ...step_cache.split_points import Split, find_split, why_no_split
+from ...step_cache.split_points import find_split, why_no_split
 from ...step_cache.token_streams import NoStreams, arguments
 from ...step_cache.unet_split import DownUpUNetSplit
 from .denoising_loop import around_loops
@@ -138,15 +138,17 @@ class _Cache:
             return inner(*args, **kwargs)
         self.cached_calls += 1
         before = _called.set((*_called.get(), self.model))
+        split = run.split
         try:
             return cached_call(
                 run,
-                run.split,
+                split,
                 # Cond and uncond are one batch from the first step to the last, so one branch; or separate calls, in
                 # the same order at every step.
                 run.branches(latent, ("batch",), (0,), _layout(named)),
                 lambda: inner(*args, **kwargs),
-                lambda: inner(*args, **_withheld(run.split, kwargs)),
+                # A transformer's residuals stay: what skipped blocks are given has no effect.
+                lambda: inner(*args, **(split.withhold(kwargs) if isinstance(split, DownUpUNetSplit) else kwargs)),
                 lambda error: isinstance(error, torch.OutOfMemoryError),
             )
         finally:
@@ -230,8 +232,3 @@ def _layout(named: Mapping[str, Any]) -> Hashable:
         return value if value is None or isinstance(value, (bool, str)) else type(value)
 
     return tuple((name, described(value)) for name, value in named.items())
-
-
-def _withheld(split: Split, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A skipped call's arguments. A transformer's residuals stay: what skipped blocks are given has no effect."""
-    return split.withhold(kwargs) if isinstance(split, DownUpUNetSplit) else kwargs

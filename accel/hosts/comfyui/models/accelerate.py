@@ -133,8 +133,7 @@ def block_layers(
 ) -> dict[torch.nn.Module, Layer]:
     """The layers of every block of the model that can be compiled, and of the model itself, which observes its calls.
 
-    lease: of the run that uses them; their graphs stay in the cache until it ends.
-    on_shortage: as for `BlockRunner`.
+    lease, on_shortage: as for `compiled_layers`.
     """
     if cache is shared:
         preferences.current()  # puts the settings into force before the first graph is made

@@ -115,7 +115,17 @@ class CaptureMemory:
     def enter(self, device: torch.device) -> None:
         """Let core take the memory of captures on this device from now on."""
         try:
-            self._enter(device)
+            patcher = self._patchers.get(device)
+            if patcher is None:
+                model = CapturedCalls(self._cache(), device)
+                patcher = self._patchers[device] = _Patcher(model, device, torch.device("cpu"))
+            known = comfy.model_management.current_loaded_models
+            if any(entry.model is patcher for entry in known):
+                return
+            entry = _Loaded(patcher)
+            entry.model_load()
+            entry.currently_used = False  # core passes used ones on to be loaded again
+            known.append(entry)
         except Exception as error:  # a core with another way of keeping models
             log.debug("ComfyUI cannot ask for the memory of captured calls: %s", error)
 
@@ -124,19 +134,6 @@ class CaptureMemory:
         for patcher in self._patchers.values():
             if not patcher.model.nbytes():
                 _remove(patcher)
-
-    def _enter(self, device: torch.device) -> None:
-        patcher = self._patchers.get(device)
-        if patcher is None:
-            model = CapturedCalls(self._cache(), device)
-            patcher = self._patchers[device] = _Patcher(model, load_device=device, offload_device=torch.device("cpu"))
-        known = comfy.model_management.current_loaded_models
-        if any(entry.model is patcher for entry in known):
-            return
-        entry = _Loaded(patcher)
-        entry.model_load()
-        entry.currently_used = False  # core passes used ones on to be loaded again
-        known.append(entry)
 
 
 def room_for_captures(device: torch.device) -> int:
