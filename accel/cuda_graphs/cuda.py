@@ -60,7 +60,7 @@ class BallastedPool:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
             try:
-                # Storages rather than tensors, which torch may be told to fill.
+                # Storages, since torch may be set to fill new tensors.
                 self._ballast = [torch.UntypedStorage(size, device=self._device) for size in sizes]
             finally:
                 torch._C._cuda_endAllocateToPool(index, self.handle)

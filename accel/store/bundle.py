@@ -39,10 +39,7 @@ class Outcome(NamedTuple):
 
 
 def verify(folder: Folder, seals: Seals) -> Iterator[Outcome]:
-    """Check every entry of a folder without opening any.
-
-    Raises OSError: the folder cannot be read.
-    """
+    """Check every entry of a folder without opening any. Raises OSError: the folder cannot be read."""
     for entry, manifest, reason, _ in _entries(folder, seals):
         yield Outcome(manifest or entry, reason)
 

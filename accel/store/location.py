@@ -40,10 +40,7 @@ def folder(home: Path | None) -> Folder | None:
 
 
 def at(named: str) -> Folder:
-    """The folder at a path or an address. Touches no disk.
-
-    Raises OSError: it is no address.
-    """
+    """The folder at a path or an address. Touches no disk. Raises OSError: it is no address."""
     if named.startswith("file:"):
         try:
             address = urlsplit(named)

@@ -149,10 +149,7 @@ def refuse_foreign_origin(headers: Any) -> None:
 
 
 async def read_body(request: Any) -> Any:
-    """The body of a request as parsed JSON; None without a body.
-
-    Raises Refused: it is too large, or is not JSON.
-    """
+    """The body of a request as parsed JSON; None without a body. Raises Refused: it is too large, or is not JSON."""
     too_large = Refused(f"The body must have at most {LARGEST_BODY} bytes.", 413)
     if (request.content_length or 0) > LARGEST_BODY:
         raise too_large

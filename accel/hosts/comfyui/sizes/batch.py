@@ -31,7 +31,7 @@ def snap_batch(
     padded, reason = pad_batch(latent, sizes) if enabled else (latent, "turned off")
     count, made = latent["samples"].shape[0], padded["samples"].shape[0]
     text = f"{count} → {made} images" if made != count else f"{count} images, unchanged"
-    # Of a batch that was padded before, only the images asked for at first are wanted.
+    # Of a batch that was padded before, only the images asked for at first count.
     asked = before.batch[0] if before.batch is not None and before.batch[1] == count else count
     record = Restore(before.fit, (asked, made) if made != asked else None)
     return padded, record, f"{text}: {reason}" if reason else text
