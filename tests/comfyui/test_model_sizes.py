@@ -1,5 +1,7 @@
 """What real models of core say about their sizes, and Resolution Snap with one of them connected."""
 
+from types import SimpleNamespace
+
 import pytest
 import tiny_models
 import torch
@@ -113,3 +115,48 @@ def test_a_linked_size_out_of_range_is_refused_with_the_range():
 
     with pytest.raises(ValueError, match="width is 0; it must be from 16 to 16384 pixels"):
         AccelResolutionSnap.execute(0, 960, "8", "nearest", False, 0.0, 1)
+
+
+class Model:
+    """What `model_sizes` asks of a ModelPatcher."""
+
+    def __init__(self, network, latent_format):
+        self.objects = {"diffusion_model": network, "latent_format": latent_format}
+
+    def get_model_object(self, name):
+        return self.objects[name]
+
+
+def latent_format(name="SD15", channels=4, dimensions=2, **more):
+    return type(name, (), {"latent_channels": channels, "latent_dimensions": dimensions, **more})()
+
+
+@pytest.mark.parametrize(
+    ("network", "form", "multiple", "shape"),
+    [
+        (SimpleNamespace(patch_size=2), latent_format("Flux", 16), 16, (1, 16, 64, 32)),
+        (SimpleNamespace(patch_size=(1, 2, 2)), latent_format("Wan21", 16, 3), 16, (1, 16, 1, 64, 32)),
+        (SimpleNamespace(patch_size=1), latent_format("Flux2", 128), 16, (1, 128, 32, 16)),
+        (SimpleNamespace(patch_size=1), latent_format("New", 8, spacial_downscale_ratio=32), 32, (1, 8, 16, 8)),
+        (SimpleNamespace(patch_spatial=2), latent_format("Cosmos1CV8x8x8", 16, 3), 16, (1, 16, 1, 64, 32)),
+        (SimpleNamespace(), latent_format("Unheard", 4), 64, (1, 4, 64, 32)),
+    ],
+)
+def test_a_model_tells_its_multiple_and_latent(network, form, multiple, shape):
+    model = Model(network, form)
+    assert model_multiple(model) == multiple
+    assert latent_layout(model).shape(Size(256, 512), 1) == shape
+
+
+def test_a_unet_needs_8_times_2_for_each_halving():
+    nn = torch.nn
+    level = [nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride=2, padding=1)]
+    pooled = nn.Sequential(nn.AvgPool2d(2), nn.AvgPool2d(2))  # a block with two branches halves once
+    network = SimpleNamespace(input_blocks=nn.ModuleList([*level, pooled, nn.Conv2d(4, 4, 3, padding=1)]))
+    assert model_multiple(Model(network, latent_format())) == 32
+
+
+@pytest.mark.parametrize("form", [latent_format("StableAudio1", 64, 1), latent_format("SC_Prior", 16)])
+def test_latents_that_are_no_images_are_refused(form):
+    with pytest.raises(ValueError, match="no width and height"):
+        latent_layout(Model(SimpleNamespace(), form))

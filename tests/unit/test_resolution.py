@@ -1,9 +1,6 @@
 """Size arithmetic: examples that can be checked by hand, and properties over all sizes."""
 
-from types import SimpleNamespace
-
 import pytest
-from comfy_accel.accel.hosts.comfyui.sizes.model_sizes import latent_layout, model_multiple
 from comfy_accel.accel.sizing.resolution import (
     MODES,
     PIXELS_PER_MEGAPIXEL,
@@ -168,48 +165,3 @@ def test_latent_and_multiple_come_from_the_scale():
     assert Size(704, 960).latent(16) == (60, 44)
     assert safe_multiple(8, downsamplings=3) == 64
     assert safe_multiple(8, patch=2) == 16
-
-
-class Model:
-    """What `model_sizes` asks of a ModelPatcher."""
-
-    def __init__(self, network, latent_format):
-        self.objects = {"diffusion_model": network, "latent_format": latent_format}
-
-    def get_model_object(self, name):
-        return self.objects[name]
-
-
-def latent_format(name="SD15", channels=4, dimensions=2, **more):
-    return type(name, (), {"latent_channels": channels, "latent_dimensions": dimensions, **more})()
-
-
-@pytest.mark.parametrize(
-    ("network", "form", "multiple", "shape"),
-    [
-        (SimpleNamespace(patch_size=2), latent_format("Flux", 16), 16, (1, 16, 64, 32)),
-        (SimpleNamespace(patch_size=(1, 2, 2)), latent_format("Wan21", 16, 3), 16, (1, 16, 1, 64, 32)),
-        (SimpleNamespace(patch_size=1), latent_format("Flux2", 128), 16, (1, 128, 32, 16)),
-        (SimpleNamespace(patch_size=1), latent_format("New", 8, spacial_downscale_ratio=32), 32, (1, 8, 16, 8)),
-        (SimpleNamespace(patch_spatial=2), latent_format("Cosmos1CV8x8x8", 16, 3), 16, (1, 16, 1, 64, 32)),
-        (SimpleNamespace(), latent_format("Unheard", 4), 64, (1, 4, 64, 32)),
-    ],
-)
-def test_a_model_tells_its_multiple_and_latent(network, form, multiple, shape):
-    model = Model(network, form)
-    assert model_multiple(model) == multiple
-    assert latent_layout(model).shape(Size(256, 512), 1) == shape
-
-
-def test_a_unet_needs_8_times_2_for_each_halving():
-    nn = pytest.importorskip("torch").nn
-    level = [nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride=2, padding=1)]
-    pooled = nn.Sequential(nn.AvgPool2d(2), nn.AvgPool2d(2))  # a block with two branches halves once
-    network = SimpleNamespace(input_blocks=nn.ModuleList([*level, pooled, nn.Conv2d(4, 4, 3, padding=1)]))
-    assert model_multiple(Model(network, latent_format())) == 32
-
-
-@pytest.mark.parametrize("form", [latent_format("StableAudio1", 64, 1), latent_format("SC_Prior", 16)])
-def test_latents_that_are_no_images_are_refused(form):
-    with pytest.raises(ValueError, match="no width and height"):
-        latent_layout(Model(SimpleNamespace(), form))
