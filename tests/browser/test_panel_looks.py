@@ -110,6 +110,7 @@ def test_other_tabs_take_the_place_and_give_it_back(page):
 def test_every_text_is_readable_in_both_themes(page, shown, theme):
     style = "getComputedStyle(document.querySelector('.accel-panel'))"
     colours = f"() => [{style}.color, {style}.backgroundColor]"
+    page.wait_for_function(f"{style}.backgroundColor !== 'rgba(0, 0, 0, 0)'")  # the style sheets are there
     before = page.evaluate(colours)
     try:
         page.evaluate(SET, ["Comfy.ColorPalette", theme])

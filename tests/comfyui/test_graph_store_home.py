@@ -49,8 +49,6 @@ started = time.process_time()
 comfyui = started - begun
 pack.load()
 from comfy_accel import nodes
-from comfy_accel.accel.core.reasons import Reason
-from comfy_accel.accel.core.reasons import Reason
 seconds = time.process_time() - started
 import json
 written = [name for name in written if "pycache" not in name]
@@ -69,6 +67,7 @@ pack.load()
 import tiny_dits, tiny_models
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.cache.graph_cache import GraphCache, NoGraph
+from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.store.key import key_digest
 
