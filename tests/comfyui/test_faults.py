@@ -187,6 +187,7 @@ def test_comfyuis_interrupt_inside_the_compiler_is_no_failure(small, sample):
     assert_no_trace(small)
 
 
+@pytest.mark.thorough  # a real compilation by inductor; its sibling runs out of memory with the backend eager
 def test_out_of_memory_inside_inductor_is_tried_again(small, sample, monkeypatch):
     def run(*args):
         raise torch.OutOfMemoryError("not enough memory (simulated)")
