@@ -1,4 +1,4 @@
-"""The engine's import graph, read from its source: which file imports which, type-only imports told apart."""
+"""The engine's import graph, read from its source: which file imports which, with or without type-only imports."""
 
 from __future__ import annotations
 
