@@ -17,7 +17,7 @@ from ..cache.graph_cache import GraphCache
 from ..core.reasons import RunEagerly
 from ..fingerprint.kinds import WeightSlots
 from ..signature.argument_guard import ArgumentGuard, tensor_guard
-from ..signature.tensors import is_dense, share_memory
+from ..signature.tensors import extent, is_dense, share_memory
 from ..signature.tree_spec import Spec, UnsupportedArgument
 from .resolver import ResolvedGraph
 
@@ -126,6 +126,8 @@ class GuardedCall:
         self._weights = len(weights)
         self._strided = [at for at, tensor in enumerate(inputs, len(weights)) if not is_dense(tensor)]
         self._changed = resolved.graph.facts.changed
+        # Computing them costs more than the rest of a match, and the guards have found the sizes to be these.
+        self._extents = [extent(tensor) for tensor in inputs] if self._changed else []
         self._is_plain = not (self._changed or self._strided or len(given) != len(inputs))
 
     def match(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
@@ -142,7 +144,7 @@ class GuardedCall:
         if self._is_plain:
             return tensors
         inputs = self._arguments.with_numbers(given)
-        if self._changed and share_memory(inputs, self._changed):
+        if self._changed and share_memory(inputs, self._changed, self._extents):
             return None
         tensors = [*tensors[: self._weights], *inputs]
         for at in self._strided:

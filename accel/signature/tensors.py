@@ -81,12 +81,14 @@ def empty_dense_like(
     )
 
 
-def share_memory(tensors: Sequence[torch.Tensor], changed: Sequence[int]) -> bool:
+def share_memory(tensors: Sequence[torch.Tensor], changed: Sequence[int], extents: Sequence[int] | None = None) -> bool:
     """Whether one of the changed tensors overlaps another tensor in memory.
 
-    A graph may write its changes at the end, where the block would have read them before.
+    A graph may write its changes at the end, where the block would have read them before. extents: of the tensors,
+    where they are known; computed otherwise.
     """
-    spans = [(start := tensor.data_ptr(), start + extent(tensor)) for tensor in tensors]
+    extents = [extent(tensor) for tensor in tensors] if extents is None else extents
+    spans = [(start := tensor.data_ptr(), start + length) for tensor, length in zip(tensors, extents, strict=True)]
     return any(
         other != index and spans[index][0] < end and start < spans[index][1]
         for index in changed
