@@ -17,6 +17,7 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
 from comfy_accel.accel.hosts.comfyui.server import panel, report
 from comfy_accel.accel.hosts.comfyui.versions import finish_node_progress, show_node_progress
+from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.nodes.accelerate_model import AccelModel
@@ -51,6 +52,7 @@ def settings(tmp_path):
     folder_paths.set_user_directory(before)
     restart()
     shared.set_budget(512, DEFAULT_MAX_BYTES)
+    report_log.set_verbosity("normal")
 
 
 def fast(model, cache=warm, node_id=None):
