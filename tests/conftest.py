@@ -15,10 +15,23 @@ from bench import pack  # noqa: E402
 
 pack.load()
 
+TOGETHER = ("tests/browser/",), ("/test_routes.py", "/test_server.py")
+"""Parts of the paths of files whose tests share a server."""
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """Keep a file's tests in one worker, where they share models and graphs; all of the browser's share servers."""
-    for item in items:
-        name = "browser" if item.path.parent.name == "browser" else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(name))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Keep a file's tests in one worker, where they share models and graphs; all of the browser's share servers.
+
+    Without xdist's own marks of groups, which pytest 9.2 passes over in silence.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path = nodeid.partition("::")[0]
+            return next((names for names in TOGETHER if any(name in path for name in names)), path)
+
+    return ByFile(config, log)
