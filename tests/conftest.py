@@ -1,5 +1,6 @@
 """Makes the pack importable as `comfy_accel`, the way ComfyUI loads it, and `bench` beside it."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -17,6 +18,14 @@ pack.load()
 
 TOGETHER = ("tests/browser/",), ("/test_routes.py", "/test_server.py")
 """Parts of the paths of files whose tests share a server."""
+
+
+@pytest.fixture(scope="module")
+def own_garbage():
+    """Collections look at what the file makes alone: at all that other files have left, each takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

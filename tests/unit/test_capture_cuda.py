@@ -12,6 +12,8 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.cuda_graphs.cuda import CudaCapturer, _first_cause, idle_blocks
 from cpu_capturer import CpuCapturer
 
+pytestmark = pytest.mark.usefixtures("own_garbage")
+
 
 @pytest.fixture(autouse=True)
 def clean():

@@ -8,6 +8,8 @@ from comfy_accel.accel.compile.compiled_graph import CompiledGraph
 from comfy_accel.accel.core.fallbacks import fallbacks
 from cpu_capturer import left
 
+pytestmark = pytest.mark.usefixtures("own_garbage")
+
 
 @pytest.fixture(autouse=True)
 def clean():

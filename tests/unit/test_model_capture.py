@@ -12,6 +12,8 @@ from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
 from cpu_capturer import STAGES, CpuCapturer, left
 
+pytestmark = pytest.mark.usefixtures("own_garbage")
+
 
 @pytest.fixture(autouse=True)
 def clean():
