@@ -1,6 +1,6 @@
 """Small VAEs of ComfyUI's own classes with random weights, recognised and wrapped by its real `comfy.sd.VAE`.
 
-Import it after `inprocess.boot`. Where core recognises a layout at one width alone, only that width is made smaller on
+Import it after `inprocess.boot`. Where core recognises a layout at one width alone, only its channels are made fewer on
 the way into its class; what it derives from the weights (ratios, channels, estimates) is its own.
 """
 
@@ -22,13 +22,16 @@ import torch
 
 from .tiny_models import randomize
 
-KL = {"double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32, "ch_mult": [1, 2, 4, 4]} | {
-    **{"num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0}
+KL = {"double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32, "ch_mult": [1, 1, 1, 1]} | {
+    **{"num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0}
 }
-"""SD1.5's layout (and with other latent channels Flux's), 32 wide instead of 128."""
+"""SD1.5's parts (and with other latent channels Flux's), 32 wide on every level: one kind of block to compile."""
+
+SD15 = {"ch_mult": [1, 2, 4, 4], "num_res_blocks": 2}
+"""What its own layout has instead."""
 
 COSMOS = {"z_channels": 16, "latent_channels": 16, "z_factor": 1, "resolution": 1024, "in_channels": 3} | {
-    **{"out_channels": 3, "channels": 16, "channels_mult": [2, 4, 4], "num_res_blocks": 1, "attn_resolutions": [32]},
+    **{"out_channels": 3, "channels": 16, "channels_mult": [2, 2, 2], "num_res_blocks": 1, "attn_resolutions": [32]},
     **{"dropout": 0.0, "patch_size": 4, "num_groups": 1, "temporal_compression": 8, "spacial_compression": 8},
 }
 
@@ -36,7 +39,7 @@ WAN = {"dim": 16, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "a
     "temperal_downsample": [False, True, True]
 }
 
-REFINER = {"block_out_channels": [32, 32, 64, 64, 64], "in_channels": 3, "out_channels": 3, "num_res_blocks": 1} | {
+REFINER = {"block_out_channels": [32] * 5, "in_channels": 3, "out_channels": 3, "num_res_blocks": 1} | {
     **{"ffactor_spatial": 16, "ffactor_temporal": 4, "downsample_match_channel": True, "upsample_match_channel": True}
 }
 """HunyuanVideo 1.5's, which hands earlier frames from block to block in lists."""
@@ -54,9 +57,9 @@ LTX = {"_class_name": "CausalVideoAutoencoder", "dims": 3, "in_channels": 3, "ou
 }
 
 
-def sd15(dtype: torch.dtype | None = None, seed: int = 0, width: int = KL["ch"]) -> comfy.sd.VAE:
-    """Four latent channels, eight pixels each way; dtype None is core's choice. width: 128 is the full one."""
-    return _kl(4, {**KL, "z_channels": 4, "ch": width}, dtype, seed)
+def sd15(dtype: torch.dtype | None = None, seed: int = 0, **layout: Any) -> comfy.sd.VAE:
+    """Four latent channels, eight pixels each way; dtype None is core's choice. layout: what differs from `KL`."""
+    return _kl(4, {**KL, "z_channels": 4, **layout}, dtype, seed)
 
 
 def flux(dtype: torch.dtype | None = None, seed: int = 0) -> comfy.sd.VAE:
@@ -68,7 +71,7 @@ def flux(dtype: torch.dtype | None = None, seed: int = 0) -> comfy.sd.VAE:
         encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": params},
         decoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Decoder", "params": params},
     )
-    with _narrower(comfy.sd, "AutoencodingEngine", _with_params({"ch": KL["ch"]})):
+    with _narrower(comfy.sd, "AutoencodingEngine", _with_params(KL)):
         return comfy.sd.VAE(sd=_weights(model, seed), dtype=dtype)
 
 
@@ -83,7 +86,7 @@ def svd(dtype: torch.dtype | None = None, seed: int = 0) -> comfy.sd.VAE:
             "params": {**encoder, "video_kernel_size": [3, 1, 1], "alpha": 0.0},
         },
     )
-    with _narrower(comfy.sd, "AutoencodingEngine", _with_params({"ch": KL["ch"]})):
+    with _narrower(comfy.sd, "AutoencodingEngine", _with_params(KL)):
         return comfy.sd.VAE(sd=_weights(model, seed), dtype=dtype)
 
 
@@ -124,7 +127,7 @@ def cosmos(dtype: torch.dtype | None = None, seed: int = 0) -> comfy.sd.VAE:
     tokenizer = comfy.ldm.cosmos.vae.CausalContinuousVideoTokenizer
     weights = _weights(tokenizer(**COSMOS), seed)
     weights["decoder.unpatcher3d.wavelets"] = torch.zeros(2)  # checkpoints have it, and core looks for it
-    narrower = {name: COSMOS[name] for name in ("channels", "num_res_blocks")}
+    narrower = {name: COSMOS[name] for name in ("channels", "channels_mult", "num_res_blocks")}
     with _narrower(comfy.ldm.cosmos.vae, tokenizer.__name__, lambda real: lambda **given: real(**given | narrower)):
         return comfy.sd.VAE(sd=weights, dtype=dtype)
 

@@ -72,7 +72,7 @@ def sweep(policy: str, sizes, dtype: str, quick: bool, images: dict[tuple[int, i
     torch._dynamo.reset()
     on_cuda = torch.cuda.is_available() and has_accelerator()
     width = 128 if has_accelerator() else tiny_vaes.KL["ch"]
-    vae = node(policy, quick)(tiny_vaes.sd15(tiny_models.DTYPES[dtype], width=width))
+    vae = node(policy, quick)(tiny_vaes.sd15(tiny_models.DTYPES[dtype], **tiny_vaes.SD15, ch=width))
     scale = 1 if has_accelerator() else SCALE
     start = counts()
     for number in range(SWEEPS):

@@ -36,7 +36,7 @@ def sample():
 
 @pytest.fixture(scope="module")
 def vae():
-    """Core's VAE of SD1.5's layout, 32 channels wide."""
+    """Core's VAE of SD1.5's parts, 32 channels wide: one kind of block."""
     from bench import tiny_vaes  # it imports every kind of VAE that core has
 
     return tiny_vaes.sd15()

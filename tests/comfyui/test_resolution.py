@@ -10,13 +10,14 @@ import tiny_models
 import torch
 from comfy_accel.accel.sizing.fit import ANCHORS, HOW
 from comfy_accel.accel.sizing.resolution import MODES
+from thorough import thorough_except
 
 from bench.tiny_models import randomize
 
 VAE_CONFIG = {
     "ddconfig": {
         **{"double_z": True, "z_channels": 4, "resolution": 64, "in_channels": 3, "out_ch": 3, "ch": 32},
-        **{"ch_mult": [1, 1, 1, 1], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0},
+        **{"ch_mult": [1, 1, 1, 1], "num_res_blocks": 0, "attn_resolutions": [], "dropout": 0.0},
     },
     "embed_dim": 4,
 }
@@ -27,6 +28,7 @@ SIZES = [
     *((299, 1501), (1280, 296), (808, 472)),
 ]
 WAYS = itertools.cycle(itertools.product(("8", "from model", "32", "16", "64"), HOW))
+ASKED = [(*size, next(WAYS)) for size in SIZES]
 SNAP = {"width": 64, "height": 64, "multiple": "8", "mode": "nearest", "keep_aspect": False, "max_megapixels": 0.0}
 
 
@@ -45,9 +47,7 @@ def vae():
 @pytest.fixture(scope="module")
 def unet():
     """Two levels, so that its multiple is 16."""
-    return tiny_models.unet(
-        num_res_blocks=[1, 1], channel_mult=[1, 1], transformer_depth=[0, 0], transformer_depth_output=[0] * 4
-    )
+    return tiny_models.res_blocks()
 
 
 def image(width, height, batch=1):
@@ -86,7 +86,8 @@ def there_and_back(**changes):
     }
 
 
-@pytest.mark.parametrize(("width", "height", "way"), [(*size, next(WAYS)) for size in SIZES])
+# What is asked is arithmetic; that the larger ones take a second or more each in the VAE adds none to it.
+@pytest.mark.parametrize(("width", "height", "way"), thorough_except(ASKED, *(a for a in ASKED if a[0] * a[1] < 240_000)))
 def test_through_the_vae_and_back_the_size_is_exact(width, height, way, prompts, vae):
     multiple, how = way
     pixels = image(width, height)

@@ -89,14 +89,14 @@ def test_every_method_through_which_core_runs_a_vae_is_covered(vae, compiled):
 
 
 @torch.inference_mode()
-def test_compiled_decoder_serves_every_size_batch_and_tile_from_the_first(vae):
-    cache = GraphCache()
+def test_compiled_decoder_serves_every_size_batch_and_tile_from_the_first():
+    vae, cache = tiny_vaes.sd15(ch_mult=[1, 1, 2, 2]), GraphCache()
     view = view_of(vae, cache=cache)
     assert torch.equal(view.decode(latent()), vae.decode(latent()))
     compiled = graphs()
     names = {row["name"] for row in cache.statistics()["table"]}
-    # By channels: 128, 128 to 64, 64, 64 to 32, 32. Newer cores call the middle ones with fewer arguments.
-    assert compiled in (5, 6) and names == {"ResnetBlock"}
+    # By channels: 64, 64 to 32, 32. Newer cores call the middle ones with fewer arguments.
+    assert compiled in (3, 4) and names == {"ResnetBlock"}
     for height, width, batch in [(6, 10, 1), (9, 7, 1), (6, 6, 3)]:
         given = latent(height, width, batch)
         assert torch.equal(view.decode(given), vae.decode(given))
