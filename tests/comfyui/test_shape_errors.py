@@ -70,7 +70,9 @@ def test_the_size_that_was_suggested_runs(node, hunyuan):
 @pytest.fixture(scope="module")
 def unet():
     """Two levels, so that its multiple is 16."""
-    return tiny_models.res_blocks()
+    return tiny_models.unet(
+        num_res_blocks=[1, 1], channel_mult=[1, 1], transformer_depth=[0, 0], transformer_depth_output=[0] * 4
+    )
 
 
 def fail_with(error, model):
