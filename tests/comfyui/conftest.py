@@ -5,8 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from bench import synthetic
+from bench.comfyui import make_base, offer_checkpoint
 from bench.inprocess import boot
+from bench.server import serving
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 boot(cpu=True)
@@ -15,6 +19,29 @@ os.environ["ACCEL_STORE"] = "off"  # no test finds what another left; those of t
 import tiny_models  # noqa: E402
 from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
+
+SLOW_TO_VALIDATE = """
+import asyncio, nodes
+
+async def take_a_moment(cls, ckpt_name):
+    await asyncio.sleep(0.2)
+    return True
+
+nodes.CheckpointLoaderSimple.VALIDATE_INPUTS = classmethod(take_a_moment)
+NODE_CLASS_MAPPINGS = {}
+"""
+"""A pack as there are some: it asks something elsewhere before it lets a checkpoint pass, and the server goes on."""
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """A ComfyUI with this pack, the synthetic checkpoint and a picture, for the files that tests/conftest.py groups."""
+    base = make_base(tmp_path_factory.mktemp("server"))
+    (base / "custom_nodes" / "slow_to_validate.py").write_text(SLOW_TO_VALIDATE, encoding="utf-8")
+    Image.linear_gradient("L").convert("RGB").resize((96, 64)).save(base / "input" / "example.png")
+    flags = ["--extra-model-paths-config", str(offer_checkpoint(base, synthetic.checkpoint()))]
+    with serving(base, extra_flags=flags, environment={"ACCEL_STORE": ""}) as running:
+        yield running
 
 
 @pytest.fixture

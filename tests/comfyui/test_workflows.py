@@ -212,10 +212,10 @@ def test_deepcache_quality_says_how_close_the_pictures_are(run):
 
 
 def test_warm_up_then_sizes_gives_two_images_of_each_size(run):
-    shown = run("warm_up_sizes", **{"An odd size": {"width": 88, "height": 72}, "Landscape": {"width": 96}})
+    shown = run("warm_up_sizes", **{"An odd size": {"width": 72, "height": 72}, "Landscape": {"width": 80}})
     assert sizes(run, shown["Portrait"]) == [(64, 64)] * 2
-    assert sizes(run, shown["Landscape"]) == [(96, 64)] * 2
-    assert sizes(run, shown["An odd size"]) == [(88, 72)] * 2
+    assert sizes(run, shown["Landscape"]) == [(80, 64)] * 2
+    assert sizes(run, shown["An odd size"]) == [(72, 72)] * 2
 
 
 def _pixels(run, shown: dict) -> bytes:
