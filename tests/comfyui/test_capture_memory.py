@@ -20,6 +20,9 @@ from comfy_accel.accel.hosts.comfyui import preferences
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.capture_memory import CapturedCalls, memory_of, room_for_captures
 from cpu_capturer import CpuCapturer, left
+from deep_cache_reference import SMALL
+
+pytestmark = pytest.mark.usefixtures("own_garbage")
 
 CPU = torch.device("cpu")
 
@@ -44,6 +47,10 @@ def cache(capturer):
     return capturing_cache(capturer)[0]
 
 
+def unet(**changes):
+    return tiny_models.unet(**SMALL, **changes)
+
+
 def image(model, **changes):
     return tiny_models.sample(model, **({"width": 64, "height": 96, "steps": 5} | changes))
 
@@ -61,7 +68,7 @@ def loaded_weights():
 
 
 def test_captures_stand_among_loaded_models_with_their_bytes_and_are_not_handed_around(cache):
-    model = tiny_models.unet()
+    model = unet()
     assert standing() == []
     image(fast(model, cache))
     (entry,) = standing()
@@ -73,7 +80,7 @@ def test_captures_stand_among_loaded_models_with_their_bytes_and_are_not_handed_
 
 
 def test_captures_go_before_any_weights_even_those_of_a_model_loaded_in_part(cache, capturer, caplog):
-    model, partly, whole = tiny_models.unet(), tiny_models.unet(seed=2), tiny_models.unet(seed=3)
+    model, partly, whole = unet(), unet(seed=2), unet(seed=3)
     core.load_models_gpu([partly, whole])
     partly.partially_unload(CPU, partly.model_size() // 2)
     image(fast(model, cache))
@@ -87,7 +94,7 @@ def test_captures_go_before_any_weights_even_those_of_a_model_loaded_in_part(cac
 
 
 def test_nothing_is_unloaded_for_the_entry_and_nothing_goes_while_there_is_enough(cache, capturer):
-    model, other = tiny_models.unet(), tiny_models.unet(seed=2)
+    model, other = unet(), unet(seed=2)
     core.load_models_gpu([other])
     image(fast(model, cache))
     core.free_memory(0, CPU)
@@ -96,7 +103,7 @@ def test_nothing_is_unloaded_for_the_entry_and_nothing_goes_while_there_is_enoug
 
 @pytest.mark.parametrize("ask", ["unload_all_models", "free_memory", "another model", "keep another"])
 def test_every_way_to_ask_frees_them_and_the_next_image_is_right_and_captured_anew(ask, cache, capturer):
-    model = tiny_models.unet()
+    model = unet()
     model_fast = fast(model, cache)
     expected = image(model)
     assert torch.equal(image(model_fast), expected)
@@ -106,7 +113,7 @@ def test_every_way_to_ask_frees_them_and_the_next_image_is_right_and_captured_an
     elif ask == "free_memory":
         core.free_memory(1e30, CPU)
     elif ask == "another model":
-        other = tiny_models.unet(seed=3)
+        other = unet(seed=3)
         core.free_memory(1e30, CPU)
         core.load_models_gpu([other])
     else:
@@ -119,7 +126,7 @@ def test_every_way_to_ask_frees_them_and_the_next_image_is_right_and_captured_an
 
 
 def test_unloading_the_model_alone_leaves_an_entry_of_no_bytes_until_the_next_run(cache, capturer):
-    model, other = tiny_models.unet(), tiny_models.unet(seed=3)
+    model, other = unet(), unet(seed=3)
     model_fast = fast(model, cache)
     image(model_fast)
     model_fast.detach()
@@ -130,7 +137,7 @@ def test_unloading_the_model_alone_leaves_an_entry_of_no_bytes_until_the_next_ru
 
 
 def test_core_may_load_everything_in_its_list_again_and_nothing_changes(cache, capturer):
-    model = tiny_models.unet()
+    model = unet()
     image(fast(model, cache))
     core.load_models_gpu(core.loaded_models())
     assert len(standing()) == 1 and left(capturer) == 1
@@ -140,14 +147,14 @@ def test_core_may_load_everything_in_its_list_again_and_nothing_changes(cache, c
     if hasattr(core, "reset_cast_buffers"):
         core.reset_cast_buffers()
     if hasattr(core, "unload_model_and_clones"):
-        core.unload_model_and_clones(tiny_models.unet(seed=5))
+        core.unload_model_and_clones(unet(seed=5))
     assert len(standing()) == 1 and left(capturer) == 1
     core.unload_all_models()
     assert left(capturer) == 0 and core.current_loaded_models == []
 
 
 def test_memory_asked_for_in_mid_run_is_given_and_the_run_goes_on_without(cache, capturer):
-    model = tiny_models.unet()
+    model = unet()
     model_fast = fast(model, cache)
     expected = image(model, steps=8)
 
@@ -165,7 +172,7 @@ def test_memory_asked_for_in_mid_run_is_given_and_the_run_goes_on_without(cache,
 
 
 def test_asking_waits_for_a_replay_of_another_thread(cache, capturer):
-    model = tiny_models.unet()
+    model = unet()
     image(fast(model, cache))
     thread = threading.Thread(target=core.free_memory, args=(1e30, CPU))
     with capturer.lock:
@@ -179,7 +186,7 @@ def test_asking_waits_for_a_replay_of_another_thread(cache, capturer):
 def test_neither_the_cache_nor_a_model_is_kept_alive_by_the_entry():
     cache = GraphCache()
     cache.captures = CapturePool(CpuCapturer())
-    model = tiny_models.unet()
+    model = unet()
     image(fast(model, cache))
     network, kept = weakref.ref(model.model.diffusion_model), weakref.ref(cache)
     del model
@@ -195,7 +202,7 @@ def test_neither_the_cache_nor_a_model_is_kept_alive_by_the_entry():
 
 def test_core_that_keeps_its_models_otherwise_is_gone_without(cache, capturer, monkeypatch):
     monkeypatch.delattr(core, "current_loaded_models")
-    model = tiny_models.unet()
+    model = unet()
     patched = fast(model, cache)
     memory_of(cache).enter(CPU)
     memory_of(cache).leave_if_empty()
