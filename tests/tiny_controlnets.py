@@ -151,7 +151,9 @@ def image(channels: int, context: int, even: bool = False, frames: tuple[int, ..
 
 def _unets() -> None:
     sd15, small = image(4, 768), functools.partial(unet, True)
-    CONTROLS["ControlNet"] = TinyControl(unet_control, unet, sd15, kinds=5)
+    plain = functools.partial(unet_control, **SMALL)
+    CONTROLS["ControlNet"] = TinyControl(plain, small, sd15, kinds=3)
+    CONTROLS["ControlNet of three levels"] = TinyControl(unet_control, unet, sd15, kinds=5)
     CONTROLS["Control-LoRA"] = TinyControl(functools.partial(control_lora, **SMALL), small, sd15, kinds=3)
     cast = functools.partial(unet_control, dtype=torch.float16, operations=comfy.ops.manual_cast, **SMALL)
     CONTROLS["ControlNet, fp16 cast to fp32"] = TinyControl(cast, small, sd15, kinds=3)
