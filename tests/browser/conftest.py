@@ -1,7 +1,8 @@
-"""A server for each frontend, and for each file one browser and one page for each setup (tests/editor_page.py).
+"""A server for each frontend, a browser, and a page for each setup (tests/editor_page.py).
 
-Loading the page is most of what a test here costs, so the tests of a file share it: each finds an empty graph. But no
-other file does: as long as Playwright is open, an event loop counts as running, and nobody else here can start one.
+Loading the page is most of what a test here costs, so all of this folder share it: each finds an empty graph. But
+nobody outside, hence the __init__.py, which makes it a package: as long as Playwright is open, an event loop counts as
+running, and nobody else can start one.
 """
 
 import functools
@@ -67,7 +68,7 @@ def fill(base: Path) -> None:
     (base / "user/default/comfy.settings.json").write_text(json.dumps(SETTINGS), encoding="utf-8")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server_with(tmp_path_factory):
     """Frontend folder → a running ComfyUI with this pack that hands it out; None: the frontend that is installed."""
     with ExitStack() as running:
@@ -82,13 +83,13 @@ def server_with(tmp_path_factory):
         yield start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def any_server(server_with):
     """A server for tests that open no page."""
     return server_with(frontend(CLASSIC))
 
 
-@pytest.fixture(scope="module", params=EVERY_SETUP)
+@pytest.fixture(scope="package", params=EVERY_SETUP)
 def setup(request):
     folder = frontend(request.param)
     if request.param == IN_NEWEST and folder == frontend(CLASSIC):
@@ -98,13 +99,13 @@ def setup(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def server(setup, server_with):
     """The server of this setup's page."""
     return server_with(frontend(setup))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser():
     from playwright.sync_api import sync_playwright
 
@@ -116,7 +117,7 @@ def browser():
         opened.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def open_page(setup, server, browser):
     """Opens ComfyUI's page, ready, that knows its `setup` and collects `complaints`: errors and warnings.
 
@@ -145,7 +146,7 @@ def open_page(setup, server, browser):
     return open_one
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def shared_page(open_page):
     opened = open_page()
     yield opened

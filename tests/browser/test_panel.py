@@ -33,7 +33,8 @@ RECORD = """
         const tab = window.app.extensionManager.getSidebarTabs().find(tab => tab.id === 'accel');
         note(seen.badges, tab.iconBadge);
     };
-    new MutationObserver(look).observe(document.body, { subtree: true, childList: true, characterData: true });
+    seen.observer = new MutationObserver(look);
+    seen.observer.observe(document.body, { subtree: true, childList: true, characterData: true });
 }
 """
 """Note what the panel and its icon show of a compilation, which may be over in a moment."""
@@ -90,7 +91,9 @@ def test_a_run_is_watched_from_nothing_to_a_full_table(page, panel, server):
     panel.locator(".accel-row:not(.accel-head)").nth(len(names) - 1).wait_for()
     screenshot(page, "panel-after-run")
 
-    seen = page.evaluate("window.accelSeen")
+    seen = page.evaluate(
+        "() => { const { observer, ...seen } = window.accelSeen; observer.disconnect(); return seen; }"
+    )
     assert set(seen["names"]) == set(names)
     counted = [re.match(r"(\d+) of (\d+)", text).groups() for text in seen["numbers"]]
     assert len({number for number, _ in counted}) >= 2, "progress went on"

@@ -145,7 +145,7 @@ def test_a_template_runs_and_its_nodes_show_progress_and_results(page):
     open_template(page, "text_to_image")
     page.evaluate(SMALL, SETUPS.index(page.setup))  # another image than in the setup before
     page.evaluate(WATCH)
-    page.get_by_role("button", name="Run", exact=True).first.click()
+    page.locator("button[data-testid=queue-button], [data-testid=queue-button] button").first.click()
     page.wait_for_function("() => window.accelSeen.ended", timeout=120_000)
     seen = page.evaluate("() => window.accelSeen")
     assert seen["ended"] == ["execution_success", None]
