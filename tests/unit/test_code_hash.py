@@ -11,6 +11,7 @@ import pytest
 import torch
 from comfy_accel.accel.fingerprint.kinds import describe
 from comfy_accel.accel.fingerprint.plain_values import Indescribable
+from thorough import thorough_except
 from torch import nn
 
 
@@ -192,7 +193,8 @@ def test_note_that_no_code_reads_is_as_if_it_were_not_there():
     assert digest(noted) == digest(Block())
 
 
-@pytest.mark.parametrize("seed", ["1", "2"])
+# This process has an order of its own already.
+@pytest.mark.parametrize("seed", thorough_except(["1", "2"], "1"))
 def test_digest_is_the_same_in_every_process(seed):
     """It is to name files: no address and no order of a set may be in it."""
     script = (
