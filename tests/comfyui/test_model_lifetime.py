@@ -28,7 +28,7 @@ def image(model):
 
 
 def test_unloaded_and_loaded_again_compiles_nothing():
-    model = tiny_models.unet()
+    model = tiny_models.small_unet()
     expected = image(model)
     fast = accelerate(model, SETTINGS, cache)
     image(fast)
@@ -41,7 +41,7 @@ def test_unloaded_and_loaded_again_compiles_nothing():
 
 
 def test_model_that_is_gone_leaves_nothing_but_kernels():
-    model = tiny_models.unet()
+    model = tiny_models.small_unet()
     fast = accelerate(model, SETTINGS, cache)
     image(fast)
     network = model.model.diffusion_model
@@ -51,7 +51,7 @@ def test_model_that_is_gone_leaves_nothing_but_kernels():
     gc.collect()
     assert [ref() for ref in left if ref() is not None] == []
     assert cache.statistics()["graphs"] > 0
-    again = tiny_models.unet(seed=3)
+    again = tiny_models.small_unet(seed=3)
     compiled = cache.statistics()["compilations"]
     assert torch.equal(image(accelerate(again, SETTINGS, cache)), image(again))
     assert cache.statistics()["compilations"] == compiled
@@ -59,9 +59,9 @@ def test_model_that_is_gone_leaves_nothing_but_kernels():
 
 def test_node_sets_the_budget_of_the_shared_cache():
     try:
-        AccelModel.execute(tiny_models.unet(), "any size", "eager", "run eagerly", cache_mb=64)
+        AccelModel.execute(tiny_models.small_unet(), "any size", "eager", "run eagerly", cache_mb=64)
         assert shared.statistics()["max_bytes"] == 64 << 20
-        AccelModel.execute(tiny_models.unet(), "any size", "eager", "run eagerly")
+        AccelModel.execute(tiny_models.small_unet(), "any size", "eager", "run eagerly")
         assert shared.statistics()["max_bytes"] == DEFAULT_MAX_BYTES
     finally:
         shared.set_budget(max_bytes=DEFAULT_MAX_BYTES)

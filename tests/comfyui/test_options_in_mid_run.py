@@ -21,7 +21,7 @@ cache = GraphCache()
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_models.unet()
+    return tiny_models.small_unet()
 
 
 def doubled(q, k, v, extra_options):
@@ -35,7 +35,7 @@ def overridden(function, *args, **kwargs):
 CHANGES = {
     "a patch": {"patches": {"attn1_patch": [doubled]}},
     "an override of attention": {"optimized_attention_override": overridden},
-    "a replacement": {"patches_replace": {"attn1": {("input", 1, 0): lambda q, k, v, extra_options: v * 0.5}}},
+    "a replacement": {"patches_replace": {"attn1": {("input", 2, 0): lambda q, k, v, extra_options: v * 0.5}}},
 }
 
 

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 def model():
     counters.clear()
     fallbacks.clear()
-    return tiny_models.small_unet()
+    return tiny_models.res_blocks()
 
 
 def graphs() -> int:
@@ -51,11 +51,11 @@ def test_partial_load_compiles_once_for_each_path_and_leaves_whole_blocks_as_the
 
     try:
         paths = set(whole.values())
-        for share in (1, 0.8, 0.7, 0.5):
+        for share in (1, 0.8, 0.5):
             paths |= load(share)
         assert 0 < graphs() <= len(paths)
         before = graphs()
-        for share in (0.7, 1, 0.5, 0.8):
+        for share in (0.5, 1, 0.8):
             load(share)
         assert graphs() == before and fallbacks.rows() == []
     finally:

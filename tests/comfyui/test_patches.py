@@ -22,9 +22,15 @@ cache = GraphCache()
 """One for the file: what a patch leaves alone is compiled in the first test and never again."""
 
 
+def unet(**changes):
+    """Three kinds: attention, of the upper level and the middle, is of one width and so of one kind."""
+    attention = dict(transformer_depth=[1, 0], transformer_depth_output=[1, 1, 0, 0], transformer_depth_middle=1)
+    return tiny_models.small_unet(channel_mult=[1, 1], num_res_blocks=[1, 1], **attention, **changes)
+
+
 @pytest.fixture(scope="module")
 def model():
-    model = tiny_models.unet()
+    model = unet()
     sample(fast(model), 96, 96)
     return model
 
@@ -100,7 +106,7 @@ def test_lora_on_a_partly_loaded_model_gives_the_eager_image_with_the_reason(mod
     patched = lora(model, 1, 0.8)
     expected = image(patched)
     patched.detach()
-    patched.load(torch.device("cpu"), lowvram_model_memory=12 << 20)
+    patched.load(torch.device("cpu"), lowvram_model_memory=int(patched.model_size() * 0.8))
     try:
         reasons = {str(reason) for _, reason in survey(model.model.diffusion_model).left_eager}
         assert reasons and all("weight_function holds" in reason for reason in reasons)
@@ -189,7 +195,7 @@ def test_area_and_masked_conditioning_compile_nothing(model):
 
 
 def test_inpaint_model_shares_the_blocks_of_the_plain_one(model):
-    assert_same_image(tiny_models.unet(in_channels=9))
+    assert_same_image(unet(in_channels=9))
     assert graphs() == 0 and fallbacks.rows() == []
 
 
@@ -208,7 +214,7 @@ def test_context_windows_compile_nothing(model):
 def test_merged_models_compile_nothing(model):
     from comfy_extras.nodes_model_merging import ModelMergeSimple
 
-    (merged,) = ModelMergeSimple().merge(model, tiny_models.unet(seed=5), 0.3)
+    (merged,) = ModelMergeSimple().merge(model, unet(seed=5), 0.3)
     assert_same_image(merged, model)
     assert graphs() == 0 and fallbacks.rows() == []
 
@@ -247,10 +253,10 @@ def test_controlnet_on_and_off_compiles_nothing(model):
     import comfy.ops
     from comfy.cldm.cldm import ControlNet
 
-    config = tiny_models.unet_config(hint_channels=3, operations=comfy.ops.disable_weight_init)
+    config = dict(model.model.model_config.unet_config, hint_channels=3, operations=comfy.ops.disable_weight_init)
     for name in ("out_channels", "transformer_depth_output"):
         config.pop(name)
-    network = ControlNet(**config, dtype=torch.float32).eval()
+    network = ControlNet(**config | {"dtype": torch.float32}).eval()
     tiny_models.randomize(network)
     control = comfy.controlnet.ControlNet(network, load_device=torch.device("cpu"))
     hint = torch.rand(1, 3, 120, 96)
@@ -269,7 +275,7 @@ def test_controlnet_on_and_off_compiles_nothing(model):
 
 
 def test_fp8_weights_with_manual_cast_match_eager():
-    model = tiny_models.unet(inference_dtypes=(torch.float8_e4m3fn, torch.float32))
+    model = tiny_models.small_unet(inference_dtypes=(torch.float8_e4m3fn, torch.float32))
     assert_same_image(model)
     compiled = graphs()
     assert compiled > 0 and fallbacks.rows() == []

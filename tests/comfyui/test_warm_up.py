@@ -19,30 +19,32 @@ from comfy_accel.accel.hosts.comfyui.sizes.size_text import parse_numbers, parse
 from comfy_accel.accel.sizing.resolution import Size
 from comfy_accel.nodes.clear_cache import AccelClearGraphCache
 from comfy_accel.nodes.warm_up import AccelWarmUpGraphs
+from thorough import thorough_except
 
 EAGER = CompileSettings(backend="eager")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def small():
-    """One level and no middle: two kinds, so that compiling takes a moment only."""
-    return tiny_models.small_unet()
+    """One kind, so that compiling takes a moment only."""
+    return tiny_models.res_blocks()
 
 
-def test_warmed_up_model_compiles_nothing_for_the_first_image(small, sample):
+def test_warmed_up_model_compiles_nothing_for_the_first_image(small_unet, sample):
     cache = GraphCache()
-    fast = accelerate(small, EAGER, cache)
+    fast = accelerate(small_unet, EAGER, cache)
     runs, seconds = warm_up(fast, tiny_models.conditioning(), [Size(64, 64), Size(72, 120)], [1, 2], [77, 154])
     assert runs == 8 and seconds > 0
     compiled = cache.statistics()["compilations"]
     assert compiled > 0
-    assert torch.equal(sample(fast, 128, 64, tokens=231), sample(small, 128, 64, tokens=231))
+    assert torch.equal(sample(fast, 128, 64, tokens=231), sample(small_unet, 128, 64, tokens=231))
     assert cache.statistics()["compilations"] == compiled
 
 
 def test_exact_sizes_are_warmed_up_one_by_one(sample):
     cache = GraphCache()
-    fast = accelerate(tiny_models.res_blocks(), CompileSettings(backend="eager", any_size=False), cache)
+    model = tiny_models.small_unet(channel_mult=[1], num_res_blocks=[0], transformer_depth_output=[0])  # one block
+    fast = accelerate(model, CompileSettings(backend="eager", any_size=False), cache)
     warm_up(fast, tiny_models.conditioning(), [Size(64, 64), Size(64, 96)], [1])
     compiled = cache.statistics()["compilations"]
     sample(fast, 64, 96)
@@ -160,10 +162,12 @@ def test_kind_that_is_slower_goes_back_to_eager_at_that_size(small, sample):
     assert cache.statistics()["compilations"] == compiled
 
 
-def test_checking_gain_costs_little_of_the_first_image(small, sample):
+# The backend that compiles nothing makes the first image shorter, and so the share larger.
+@pytest.mark.parametrize("backend", thorough_except(["eager", "inductor"], "eager"))
+def test_checking_gain_costs_little_of_the_first_image(small, sample, backend):
     cache = GraphCache()
     started = time.perf_counter()
-    sample(accelerate(small, CompileSettings(backend="inductor", measured=True), cache), 128, 128, steps=20)
+    sample(accelerate(small, CompileSettings(backend=backend, measured=True), cache), 128, 128, steps=20)
     share = cache.statistics()["probe_seconds"] / (time.perf_counter() - started)
     print(f"comparing took {share:.2%} of the first image")
     assert 0 < share < 0.1  # 0.02 is the goal; the compiler's own cache on disk may make the first image short
