@@ -93,13 +93,16 @@ def unet(**changes: Any) -> Callable[[], torch.nn.Module]:
 
 
 def _unets() -> None:
-    ZOO["SD1.5"] = Specimen(unet(), image(4, 768))
-    ZOO["SD1.5 inpaint"] = Specimen(unet(in_channels=9), image(9, 768))
+    levels = dict(channel_mult=[1, 2], num_res_blocks=[1, 1])  # two, and attention on one of them: each is kinds more
+    sd = levels | dict(transformer_depth=[0, 1], transformer_depth_output=[0, 0, 1, 1])
+    ZOO["SD1.5"] = Specimen(unet(**sd), image(4, 768))
+    ZOO["SD1.5 inpaint"] = Specimen(unet(**sd, in_channels=9), image(9, 768))
     linear = {"use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 16}
-    ZOO["SD2"] = Specimen(unet(context_dim=1024, **linear), image(4, 1024))
+    ZOO["SD2"] = Specimen(unet(**sd, context_dim=1024, **linear), image(4, 1024))
     sdxl = dict(
-        transformer_depth=[0, 2, 3],
-        transformer_depth_output=[0, 0, 2, 2, 3, 3],
+        **levels,
+        transformer_depth=[0, 2],
+        transformer_depth_output=[0, 0, 2, 2],
         transformer_depth_middle=3,
         num_classes="sequential",
         **linear,
@@ -133,7 +136,7 @@ def _cascade() -> None:
     ZOO["Stable Cascade B"] = Specimen(
         built(
             StageB,
-            c_hidden=[32, 64, 64, 64],
+            c_hidden=[64, 64, 64, 64],
             c_cond=64,
             nhead=[-1, -1, 2, 2],
             blocks=[[1, 1, 2, 1], [1, 2, 1, 1]],

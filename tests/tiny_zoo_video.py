@@ -32,10 +32,10 @@ def _svd() -> None:
     config = dict(
         in_channels=8,
         channel_mult=[1, 2],
-        num_res_blocks=[1, 1],
-        transformer_depth=[1, 0],
-        transformer_depth_output=[1, 1, 0, 0],
-        transformer_depth_middle=1,
+        num_res_blocks=[0, 1],  # every ResBlock changes the number of channels: one kind
+        transformer_depth=[1],
+        transformer_depth_output=[0, 1, 1],
+        transformer_depth_middle=-2,
         context_dim=1024,
         num_heads=-1,
         num_head_channels=16,
@@ -73,7 +73,7 @@ def _wan() -> None:
     ZOO["Wan t2v"] = Specimen(built(WanModel, **wan), video(16, 48))
     ZOO["Wan i2v"] = Specimen(built(WanModel, **wan | {"in_dim": 36}, model_type="i2v"), video(36, 48, **picture))
     ZOO["Wan VACE"] = Specimen(
-        built(VaceWanModel, **wan, vace_layers=2, vace_in_dim=96),
+        built(VaceWanModel, **wan, vace_layers=1, vace_in_dim=96),
         video(
             16,
             48,

@@ -51,21 +51,22 @@ class Row:
     eager: str = ""
 
 
-# The others are of a class that one of these has too, with other options.
+# The others are of a class that one of these has too, with other options; or are made of what these are: Chroma and
+# HunyuanVideo of Flux's blocks, AuraFlow and Mochi of SD3's last one that gives no text, HunyuanDiT of PixArt's blocks
+# and a UNet's skips, OmniGen2 of Z-Image's, Cosmos predict2 of Wan's, HiDream of experts as Hunyuan3D 2.1 is.
 QUICK = [
-    *("SD1.5", "SDXL", "Stable Cascade B", "Flux", "Chroma", "SD3", "AuraFlow", "PixArt Sigma", "HunyuanDiT"),
-    *("HiDream", "Z-Image", "OmniGen2", "Qwen-Image", "SVD", "Wan t2v", "Wan VACE", "HunyuanVideo", "LTXV", "Mochi"),
-    *("Cosmos predict2", "Stable Audio", "ACE-Step", "Hunyuan3D 2.1"),
+    *("SD1.5", "SDXL", "Stable Cascade B", "Flux", "SD3", "PixArt Sigma", "Z-Image", "Qwen-Image", "SVD", "Wan t2v"),
+    *("Wan VACE", "LTXV", "Stable Audio", "ACE-Step", "Hunyuan3D 2.1"),
 ]
 
 TABLE = [
-    Row("SD1.5", 18, 5),
-    Row("SD1.5 inpaint", 18, 5),
-    Row("SD2", 18, 5),
-    Row("SDXL", 29, 4),
-    Row("SDXL refiner", 28, 4),
+    Row("SD1.5", 12, 3),
+    Row("SD1.5 inpaint", 12, 3),
+    Row("SD2", 12, 3),
+    Row("SDXL", 17, 3),
+    Row("SDXL refiner", 16, 3),
     Row("Stable Cascade C", 18, 3),
-    Row("Stable Cascade B", 26, 5),
+    Row("Stable Cascade B", 26, 4),
     Row("Flux", 4, 2),
     Row("Flux Kontext", 4, 2),
     Row("Flux 2", 4, 2),
@@ -83,10 +84,10 @@ TABLE = [
     Row("OmniGen2", 5, 2),
     Row("OmniGen2 edit", 5, 2),
     Row("Qwen-Image", 2, 1),
-    Row("SVD", 16, 6),
+    Row("SVD", 10, 3),
     Row("Wan t2v", 2, 1),
     Row("Wan i2v", 2, 1),
-    Row("Wan VACE", 4, 3),
+    Row("Wan VACE", 3, 2),
     Row("Wan camera", 2, 1),
     Row("Wan HuMo", 2, 1),
     Row("Wan S2V", 6, 3),
@@ -170,8 +171,9 @@ def test_model(name):
     assert cache.statistics()["hits"] > hits
 
 
+# What a model may remember is asked of toys in tests/unit/test_batch_dry_run.py.
 @pytest.mark.parametrize(
-    "name", thorough_except(["Chroma Radiance", "Flux", "Wan VACE", "LTXV", "SVD", "Stable Cascade B"], "Flux", "LTXV")
+    "name", thorough_except(["Chroma Radiance", "Flux", "Wan VACE", "LTXV", "SVD", "Stable Cascade B"], "LTXV")
 )
 def test_model_that_is_compiled_before_it_ever_ran_keeps_real_tensors_alone(name):
     model, size = ZOO[name].build(), Size(batch=1)
