@@ -39,7 +39,7 @@ WAN = {"dim": 16, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "a
     "temperal_downsample": [False, True, True]
 }
 
-REFINER = {"block_out_channels": [32] * 5, "in_channels": 3, "out_channels": 3, "num_res_blocks": 1} | {
+REFINER = {"block_out_channels": [64] * 5, "in_channels": 3, "out_channels": 3, "num_res_blocks": 1} | {
     **{"ffactor_spatial": 16, "ffactor_temporal": 4, "downsample_match_channel": True, "upsample_match_channel": True}
 }
 """HunyuanVideo 1.5's, which hands earlier frames from block to block in lists."""
