@@ -11,6 +11,8 @@ from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from deep_cache_runs import assert_no_trace, cached, counts
 
+pytestmark = pytest.mark.usefixtures("own_garbage")
+
 
 class Broken(Exception):
     pass

@@ -5,7 +5,6 @@ import torch
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from deep_cache_runs import assert_close, counts, split_chunks
-from thorough import thorough_except
 from uniform_hold import uniform_hold
 
 from bench import similarity, toy_data
@@ -42,11 +41,22 @@ def sampled(model, height, width, batch, steps=STEPS):
         return toy.sample(model, classes, height, width, steps, "euler", seed=SEED)
 
 
-@pytest.mark.parametrize("way", thorough_except(WAYS, "defaults"))
-def test_cached_image_stays_near_the_uncached_one(network, way):
+# Each takes seconds: every change is tested with these.
+A_FEW = ("720x960", "896x768", "both odd")
+
+
+@pytest.mark.parametrize(
+    "way, names",
+    [
+        ("defaults", A_FEW),
+        *(pytest.param(way, SIZES, marks=pytest.mark.thorough) for way in WAYS),
+    ],  # each takes seconds
+    ids=["defaults, a few sizes", *WAYS],
+)
+def test_cached_image_stays_near_the_uncached_one(network, way, names):
     settings, of_a_size, of_all = WAYS[way]
     decibels = []
-    for size in SIZES.values():
+    for size in map(SIZES.get, names):
         plain = toy_data.view(sampled(network, *size))
         made = toy_data.view(sampled(apply_deep_cache(network, settings), *size))
         assert counts()[1] >= STEPS // 4
