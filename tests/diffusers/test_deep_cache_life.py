@@ -20,6 +20,8 @@ from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
 from deep_transformers import pipeline, sample, sample_cached  # noqa: E402
 from uniform_hold import uniform_hold  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("own_garbage")
+
 SMALL = {"height": 32, "width": 48, "steps": 4}
 EVERY_THIRD = uniform_hold(3)
 CACHED = (2, 2)

@@ -12,6 +12,8 @@ from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
 from tiny_pipelines import difference, pipeline, sample, sample_cached  # noqa: E402
 from uniform_hold import uniform_hold  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("own_garbage")
+
 
 def state_of(pipe):
     """What the models and the pipeline have of their own, beside parameters and submodules."""

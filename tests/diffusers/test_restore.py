@@ -19,6 +19,8 @@ from comfy_accel.accel.modules.substitution import StandIn  # noqa: E402
 from diffusers import StableDiffusionImg2ImgPipeline  # noqa: E402
 from tiny_pipelines import difference  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("own_garbage")
+
 TOLERANCE = 1e-5
 """Of the largest value: the graphs are run as they were captured."""
 
