@@ -10,6 +10,7 @@ import pipeline_zoo as zoo  # noqa: E402
 import torch  # noqa: E402
 from comfy_accel.accel import accelerate_pipeline, restore, warm_up  # noqa: E402
 from diffusers.schedulers import KarrasDiffusionSchedulers  # noqa: E402
+from thorough import thorough_except  # noqa: E402
 from tiny_pipelines import difference  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
@@ -30,7 +31,11 @@ def accelerate(pipe):
     return accelerate_pipeline(pipe, ignores=("vae",), backend="eager", stop_on_trouble=True)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+# The adapters' tests run those two compiled, and each takes seconds to warm up.
+@pytest.fixture(
+    scope="module",
+    params=thorough_except(KINDS, *(set(KINDS) - {"StableDiffusionXLPipeline", "StableDiffusion3Pipeline"})),
+)
 def pipes(request):
     """A pipeline, plain, and one of the same weights that is accelerated and warmed up at another size."""
     plain, fast = zoo.pipeline(request.param), accelerate(zoo.pipeline(request.param))
