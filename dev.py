@@ -19,6 +19,7 @@ from bench import BENCHES, ROOT, WITH_DIFFUSERS, WORK, Problem
 from bench.command import run
 
 VENV = ROOT / ".venv"
+VENV_PYTHON = "Scripts/python.exe" if os.name == "nt" else "bin/python"
 RUNNING = ROOT / "bench" / "requirements.txt"
 COMFYUI = ROOT / "bench" / "requirements-comfyui.txt"
 TESTING = ROOT / "tests" / "requirements.txt"
@@ -43,7 +44,7 @@ def main():
     options, passed_on = parse(sys.argv[1:])
     tests = options.command == "test" or getattr(options, "name", None) in WITH_DIFFUSERS
     requirements = [RUNNING, TESTING] if tests else [RUNNING]
-    python = foreign_python(options.python) if options.python else own_python(requirements)
+    python = foreign_python(options.python) if options.python else own_python(requirements, options.torch)
     comfyui = find_comfyui(python, options.comfyui)
     environment = {**os.environ, "COMFYUI_PATH": str(comfyui)}
     if options.command == "test":
@@ -77,6 +78,7 @@ def parse(arguments):
         added = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         added.add_argument("--comfyui", metavar="PATH", help="a ComfyUI checkout, instead of the embedded 0.3.75")
         added.add_argument("--python", metavar="PATH", help="an interpreter with ComfyUI's packages, instead of .venv")
+        added.add_argument("--torch", metavar="VERSION", help="another torch, in an environment of its own")
         return added
 
     demo = command("demo", "Make images with and without the pack, and print how they compare.")
@@ -112,16 +114,22 @@ def parse(arguments):
     return options, passed_on
 
 
-def own_python(requirements):
-    """The interpreter of .venv, which is made and filled if it is not yet what the requirement files say."""
-    python = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+def own_python(requirements, torch=None):
+    """The interpreter of .venv, which is made and filled if it is not yet what the requirement files say.
+
+    torch: a version to install in place of theirs, in an environment beside .venv.
+    """
+    venv = VENV.with_name(f"{VENV.name}-torch-{torch}") if torch else VENV
+    python = venv / VENV_PYTHON
     if not python.is_file():
-        make_venv()
+        make_venv(venv)
     names = "+".join(file.parent.name for file in requirements)
-    stamp = VENV / f"installed-{names}"
+    stamp = venv / f"installed-{names}"
     state = hashlib.sha256(b"".join(file.read_bytes() for file in [*requirements, COMFYUI])).hexdigest()
     if not stamp.is_file() or stamp.read_text(encoding="ascii") != state:
-        print(f"Installing into {VENV}; the first time takes some minutes ...", flush=True)
+        print(f"Installing into {venv}; the first time takes some minutes ...", flush=True)
+        if torch:
+            requirements = [with_torch(file, torch, venv) for file in requirements]
         install(python, [argument for file in requirements for argument in ("-r", str(file))])
         install(python, ["--no-deps", "-r", str(COMFYUI)])
         stamp.write_text(state, encoding="ascii")
@@ -139,17 +147,27 @@ def lay_frontend(python):
         stamp.write_text(state, encoding="ascii")
 
 
-def make_venv():
-    """An empty environment in .venv, or none at all."""
+def with_torch(requirements, version, folder):
+    """A copy of the requirement file, in the folder, that asks for this torch and for what was released with it."""
+    audio = min(version, "2.11.0", key=lambda text: [int(part) for part in text.split("+")[0].split(".")])
+    asked = {"torch": f"torch=={version}", "torchvision": "torchvision", "torchaudio": f"torchaudio=={audio}"}
+    lines = requirements.read_text(encoding="utf-8").splitlines()
+    copy = folder / f"requirements-{requirements.parent.name}.txt"
+    copy.write_text("\n".join(asked.get(line.split("==")[0], line) for line in lines), encoding="utf-8")
+    return copy
+
+
+def make_venv(venv):
+    """An empty environment in this folder, or none at all."""
     if shutil.disk_usage(ROOT).free < GIB_NEEDED * 2**30:
         raise Problem(f"The environment needs {GIB_NEEDED} GiB of disk under {ROOT}: free some space.")
     try:
-        made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True)
+        made = subprocess.run([sys.executable, "-m", "venv", str(venv)], capture_output=True)
     except BaseException:
-        shutil.rmtree(VENV, ignore_errors=True)
+        shutil.rmtree(venv, ignore_errors=True)
         raise
     if made.returncode:
-        shutil.rmtree(VENV, ignore_errors=True)
+        shutil.rmtree(venv, ignore_errors=True)
         raise Problem("This Python cannot make environments: install its venv module (python3-venv on Debian).")
 
 

@@ -63,7 +63,7 @@ AT_ONCE = ["--numprocesses=2", "--dist=loadgroup", "--no-loadscope-reorder"]
 )
 def test_thorough_tests_run_where_all_or_they_are_asked_for(dev, monkeypatch, tmp_path, given, runs):
     monkeypatch.setattr(sys, "argv", ["dev.py", "test", *given])
-    monkeypatch.setattr(dev, "own_python", lambda requirements: "python")
+    monkeypatch.setattr(dev, "own_python", lambda requirements, torch: "python")
     monkeypatch.setattr(dev, "find_comfyui", lambda python, named: tmp_path)
     monkeypatch.setattr(dev, "lay_frontend", lambda python: None)
     monkeypatch.setattr(dev, "call", lambda command, environment: command)
@@ -134,6 +134,20 @@ def test_changed_requirements_are_installed_again(dev, venv, tmp_path):
     assert len(venv) == 4
 
 
+@pytest.mark.parametrize(("version", "audio"), [("2.9.1", "2.9.1"), ("2.15.0", "2.11.0"), ("2.13.0+cpu", "2.11.0")])
+def test_another_torch_has_an_environment_of_its_own_with_what_was_released_with_it(
+    dev, venv, tmp_path, version, audio
+):
+    folder = tmp_path.with_name(f"{tmp_path.name}-torch-{version}")
+    python = folder / dev.VENV_PYTHON
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert dev.own_python([dev.RUNNING], version) == python
+    asked = Path(venv[0][1]).read_text(encoding="utf-8").splitlines()
+    assert {f"torch=={version}", "torchvision", f"torchaudio=={audio}"} <= set(asked)
+    assert not any(line.startswith("torch==2.11") for line in asked)
+
+
 def test_failed_installation_leaves_no_stamp(dev, venv, monkeypatch):
     def fail(python, arguments):
         raise Problem("No.")
@@ -163,7 +177,7 @@ def test_too_little_disk_is_told_before_anything_is_made(dev, monkeypatch, tmp_p
     monkeypatch.setattr(dev, "VENV", tmp_path / "venv")
     monkeypatch.setattr(dev.shutil, "disk_usage", lambda _: dev.shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(Problem, match="GiB of disk"):
-        dev.make_venv()
+        dev.make_venv(dev.VENV)
     assert not dev.VENV.exists()
 
 
