@@ -44,3 +44,16 @@ def pytest_xdist_make_scheduler(config, log):
             return next((names for names in TOGETHER if any(name in path for name in names)), path)
 
     return ByFile(config, log)
+
+
+@pytest.fixture
+def hide(monkeypatch):
+    """From names of `torch_internals` to a torch without them."""
+
+    def hide(*names):
+        from comfy_accel.accel.core.torch_internals import _ABSENT, Internal
+
+        find = Internal._find
+        monkeypatch.setattr(Internal, "_find", lambda name: _ABSENT if name in names else find(name))
+
+    return hide

@@ -9,14 +9,10 @@ from typing import Any
 
 import torch
 
+from ..core import torch_internals
 from ..core.reasons import Reason
 from . import generated_code
 from .backend import Artifact, NotSavable
-
-
-def is_available() -> bool:
-    """torch 2.11 has it while a switch is on; from 2.13 on it is documented."""
-    return hasattr(torch._dynamo.config, "enable_aot_compile")
 
 
 class AheadOfTime:
@@ -29,7 +25,8 @@ class AheadOfTime:
         self.name = backend
 
     def missing(self) -> Reason | None:
-        return None if is_available() else Reason("torch_too_old", torch=torch.__version__)
+        lacking = torch_internals.lacking(torch_internals.AHEAD_OF_TIME)
+        return None if lacking is None else Reason("torch_lacks", torch=torch.__version__, name=str(lacking))
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         with generated_code.collected() as modules:
@@ -85,12 +82,9 @@ def keep_size_guards(guards: Sequence[Any]) -> list[bool]:
 
 def _in_process(backend: str | Callable) -> Callable:
     """The backend with its result wrapped as serializable, which compiling ahead of time asks of all of them."""
-    from torch._dynamo.aot_compile_types import SerializableCallable
-    from torch._dynamo.backends.registry import lookup_backend
+    make = torch_internals.LOOK_UP_BACKEND.get()(backend) if isinstance(backend, str) else backend
 
-    make = lookup_backend(backend) if isinstance(backend, str) else backend
-
-    class InProcess(SerializableCallable):
+    class InProcess(torch_internals.AOT_CALLABLE.get()):
         """A callable that cannot leave the process."""
 
         def __init__(self, function: Callable):

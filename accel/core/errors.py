@@ -35,7 +35,8 @@ def pass_on(error: BaseException, classes: tuple[type[BaseException], ...]) -> N
 
 
 def one_line(error: BaseException) -> str:
-    """The type of an exception and the first line of its message, at most 300 characters."""
+    """The type and first line of an exception, or of the one that torch's compiler wrapped; at most 300 characters."""
+    error = getattr(error, "inner_exception", error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
 

@@ -75,7 +75,7 @@ _A_CALL = {
 }
 
 _A_GRAPH = {
-    "torch_too_old": "torch {torch} is too old: it cannot compile ahead of time",
+    "torch_lacks": "torch {torch} has no {name}, without which nothing is compiled: torch 2.8 to 2.15 have it",
     "changes_list": "it changes a list or dict that it is given, or may do so; a graph would change a copy",
     "not_copied": "it cannot be copied: {error}",
     "compile_failed": "{error}",

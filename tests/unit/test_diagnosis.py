@@ -57,7 +57,7 @@ SAID = [
     (diagnosis.no_run, Facts(), "between the loaders and the sampler"),
     (diagnosis.no_run, Facts(nodes={"AccelModel": [{}]}), "connect the image to `anything`"),
     (diagnosis.run_failed, facts({"failed": True}), "not those of a whole image"),
-    (diagnosis.torch_too_old, facts(torch="2.8.0", ahead_of_time=False), "2.11 or later"),
+    (diagnosis.torch_cannot_compile, facts(torch="2.7.1", compiles=False), "2.11 or later"),
     (diagnosis.triton_missing, facts(triton=None), "triton-windows"),
     (diagnosis.cpp_compiler_missing, facts(device="cpu"), "install one"),
     (diagnosis.comfyui_too_old, facts(comfyui="0.3.74"), "update it"),

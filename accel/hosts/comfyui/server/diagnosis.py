@@ -40,7 +40,7 @@ class Facts:
     device: str = "cpu"
     torch: str = ""
     comfyui: str | None = None
-    ahead_of_time: bool = True
+    compiles: bool = True
     triton: str | None = None
     cpp_compiler: str | None = None
     low_vram: str | None = None
@@ -289,12 +289,12 @@ def vae_is_left_alone(facts: Facts) -> str | None:
     )
 
 
-def torch_too_old(facts: Facts) -> str | None:
-    if facts.ahead_of_time or not (facts.compiling or facts.nodes.get("AccelModel")):
+def torch_cannot_compile(facts: Facts) -> str | None:
+    if facts.compiles or not (facts.compiling or facts.nodes.get("AccelModel")):
         return None
     return (
-        f"PyTorch {facts.torch} cannot compile ahead of time, so every block runs uncompiled: update it to 2.11 or "
-        "later. DeepCache works with any."
+        f"PyTorch {facts.torch} cannot compile a block for every size, so all blocks run uncompiled: install 2.11 or "
+        "later (2.8 at least). DeepCache works with any."
     )
 
 
@@ -370,8 +370,8 @@ def gpu_is_shared(facts: Facts) -> str | None:
 
 
 CAUSES: tuple[Callable[[Facts], str | None], ...] = (
-    *(no_run, run_failed, torch_too_old, triton_missing, cpp_compiler_missing, backend_compiles_nothing, cache_is_off),
-    *(partly_loaded, cache_too_small, sizes_were_cold, whole_model_compiled_too, no_compiling_node),
+    *(no_run, run_failed, torch_cannot_compile, triton_missing, cpp_compiler_missing, backend_compiles_nothing),
+    *(cache_is_off, partly_loaded, cache_too_small, sizes_were_cold, whole_model_compiled_too, no_compiling_node),
     *(deep_cache_is_off, deep_cache_found_no_place, deep_cache_skipped_nothing, blocks_fell_back, blocks_left_out),
     *(not_captured, few_repetitions_left_out, exact_size, loading_took_long, gpu_is_shared, saves_memory, no_gpu),
     *(weights_are_streamed, nothing_measured, gain_is_small, comfyui_too_old, vae_is_left_alone),

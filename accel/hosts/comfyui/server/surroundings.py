@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....compile import ahead_of_time
+from ....compile.registry import DEFAULT, backend_named
 from ....core import toolchain
 from ....core.events import log
 from ..versions import comfyui_version, streams_weights
@@ -25,7 +25,7 @@ def facts(state: dict[str, Any], prompt: Any = None) -> Facts:
         device="cpu" if device is None else device.type,
         torch=torch.__version__,
         comfyui=_or_none(comfyui_version),
-        ahead_of_time=ahead_of_time.is_available(),
+        compiles=backend_named(DEFAULT).missing() is None,
         triton=toolchain.triton_version(),
         cpp_compiler=toolchain.cpp_compiler(),
         low_vram=_or_none(_low_vram),

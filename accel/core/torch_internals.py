@@ -1,0 +1,88 @@
+"""The private names of torch on which the engine rests. Torch may move or drop any of them in any release.
+
+Everything else in the engine asks here, so that a new torch is checked in one place: `lacking(torch_internals.ALL)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_ABSENT = object()
+
+
+class Lacking(ImportError):
+    """This torch has no such name."""
+
+
+@dataclass(frozen=True)
+class Internal:
+    """A private name of torch.
+
+    module, name: where it is; the name may have dots. since: the first version in which it was seen; all of them were
+        seen in 2.15. without: what the engine does where it is missing.
+    """
+
+    module: str
+    name: str
+    since: str
+    without: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    @property
+    def is_there(self) -> bool:
+        return self._find() is not _ABSENT
+
+    def get(self, default: Any = _ABSENT) -> Any:
+        """The object of this name; the default where there is none. Raises Lacking without a default."""
+        found = self._find()
+        found = default if found is _ABSENT else found
+        if found is _ABSENT:
+            raise Lacking(f"this torch has no {self}")
+        return found
+
+    def _find(self) -> Any:
+        try:
+            found = importlib.import_module(self.module)
+        except ImportError:
+            return _ABSENT
+        for part in self.name.split("."):
+            found = getattr(found, part, _ABSENT)
+        return found
+
+
+def lacking(names: Iterable[Internal]) -> Internal | None:
+    """The first of the names that this torch has not; None where it has all."""
+    return next((name for name in names if not name.is_there), None)
+
+
+_EAGERLY = "blocks run eagerly, and the reason names it"
+_ONCE = "graphs are made by running a block once (compile/jit.py)"
+
+AOT_SWITCH = Internal("torch._dynamo.config", "enable_aot_compile", "2.9", _ONCE)
+AOT_FUNCTION = Internal("torch._dynamo.aot_compile", "AOTCompiledFunction", "2.9", _ONCE)
+AOT_CELLS = Internal("torch._dynamo.aot_compile", "AOTCompiledFunction.prepare_f_locals", "2.11", _ONCE)
+AOT_CALLABLE = Internal("torch._dynamo.aot_compile_types", "SerializableCallable", "2.10", _ONCE)
+AOT_INDUCTOR = Internal(
+    "torch._dynamo.aot_compile_types", "BundledAOTAutogradSerializableCallable", "2.10", "graphs are not saved"
+)
+SOURCE_INFO = Internal("torch._dynamo.package", "SourceInfo", "2.10", "graphs are not saved")
+LOOK_UP_BACKEND = Internal("torch._dynamo.backends.registry", "lookup_backend", "2.7", _EAGERLY)
+MARK_DYNAMIC = Internal("torch._dynamo", "maybe_mark_dynamic", "2.7", _EAGERLY)
+TRACING_CONTEXT = Internal("torch._guards", "TracingContext", "2.7", _EAGERLY)
+
+CACHE_ENTRIES = Internal("torch._dynamo.eval_frame", "_debug_get_cache_entry_list", "2.7", _EAGERLY)
+GUARD_FILTER = Internal("torch._dynamo.hooks", "Hooks.guard_filter_fn", "2.8", _EAGERLY)
+CPP_SHAPE_GUARDS = Internal("torch._dynamo.config", "enable_cpp_symbolic_shape_guards", "2.7", _EAGERLY)
+STANDALONE = Internal("torch._inductor.standalone_compile", "standalone_compile", "2.8", "graphs are not saved")
+STANDALONE_ARTIFACT = Internal("torch._inductor.standalone_compile", "CompiledArtifact", "2.8", "graphs are not saved")
+TEMPORARY_CACHE = Internal(
+    "torch._inductor.runtime.cache_dir_utils", "temporary_cache_dir", "2.8", "graphs are not saved"
+)
+
+AHEAD_OF_TIME = (AOT_SWITCH, AOT_FUNCTION, AOT_CELLS, AOT_CALLABLE, LOOK_UP_BACKEND, MARK_DYNAMIC, TRACING_CONTEXT)
+RUN_ONCE = (CACHE_ENTRIES, GUARD_FILTER, CPP_SHAPE_GUARDS, MARK_DYNAMIC, TRACING_CONTEXT)
