@@ -104,16 +104,13 @@ class GraphResolver:
 
             return store and store.load(key, name, devices, build, fits, values, self.interrupts, could_fit)
 
-        def compile_graph() -> CompiledGraph:
-            if observer is not None:
-                observer.is_stable = False
+        def compile_for(growing: frozenset[tuple[int, int]] | None) -> CompiledGraph:
             try:
                 template = kinds.template_of(region.block, region.wraps)
             except Exception as error:
                 raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
-            growing = self.dry_run.growing(region.block, inputs) if self.dry_run and settings.any_size else None
             with silent():
-                graph = block_compiler.compile_block(
+                return block_compiler.compile_block(
                     template,
                     region.kind,
                     weights,
@@ -125,6 +122,17 @@ class GraphResolver:
                     self.interrupts,
                     savable=store is not None,
                 )
+
+        def compile_graph() -> CompiledGraph:
+            if observer is not None:
+                observer.is_stable = False
+            growing = self.dry_run.growing(region.block, inputs) if self.dry_run and settings.any_size else None
+            graph = compile_for(growing)
+            if settings.any_size and not fits(graph):
+                # The block's code fixed a size that was traced as 2 in place of 1: it is traced as it is.
+                graph = compile_for(frozenset())
+                if not fits(graph):
+                    raise CompileFailed(Reason("no_graph_fits", graphs=1))
             if store is not None:
                 store.save(key, name, devices, graph, self.interrupts)
             return graph
