@@ -24,7 +24,7 @@ class AheadOfTime:
     def __init__(self, backend: str | Callable):
         self.name = backend
 
-    def missing(self) -> Reason | None:
+    def missing(self, device: str | None = None) -> Reason | None:
         lacking = torch_internals.lacking(torch_internals.AHEAD_OF_TIME)
         return None if lacking is None else Reason("torch_lacks", torch=torch.__version__, name=str(lacking))
 

@@ -53,8 +53,11 @@ class Backend(Protocol):
     is_faster: bool
     load: Callable[[bytes, torch.nn.Module], Artifact] | None
 
-    def missing(self) -> Reason | None:
-        """What this machine lacks to compile with it; None where nothing is missing."""
+    def missing(self, device: str | None = None) -> Reason | None:
+        """What this machine lacks to compile with it for a type of device; None where nothing is missing.
+
+        device: None asks of torch alone.
+        """
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         """Compile `function(*tensors)`: a block's weights, then the inputs of a call.

@@ -63,7 +63,8 @@ def compile_block(
         torch.OutOfMemoryError: there was too little memory for it now, on a device or in the process.
     """
     compiler = backend_named(backend)
-    if (missing := compiler.missing()) is not None:
+    device = next((tensor.device.type for tensor in (*inputs, *weights) if tensor.ndim), None)
+    if (missing := compiler.missing(device)) is not None:
         raise CompileFailed(missing)
     changed_lists: list[Any] = []
     trace = _tracer(template, spec, interrupts, changed_lists)

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from ..core import toolchain
 from ..core.atomic_file import opened
+from ..core.reasons import Reason
 from . import generated_code
 from .ahead_of_time import AheadOfTime, artifact_of, compile_function
 from .backend import Artifact, NotSavable
@@ -32,6 +34,9 @@ class Inductor(AheadOfTime):
 
     def __init__(self):
         super().__init__("inductor")
+
+    def missing(self, device: str | None = None) -> Reason | None:
+        return super().missing(device) or (toolchain.lacking(device) if device else None)
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         if not savable and _has_remote_cache():

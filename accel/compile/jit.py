@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..core import torch_internals
+from ..core import toolchain, torch_internals
 from ..core.reasons import Reason
 from ..signature.tensors import PLAIN_TENSORS
 from . import generated_code
@@ -43,7 +43,7 @@ class RunOnce:
     def __init__(self, name: str | Callable):
         self.name = name
 
-    def missing(self) -> Reason | None:
+    def missing(self, device: str | None = None) -> Reason | None:
         lacking = torch_internals.lacking(torch_internals.RUN_ONCE)
         return None if lacking is None else Reason("torch_lacks", torch=torch.__version__, name=str(lacking))
 
@@ -58,6 +58,9 @@ class InductorOnce(RunOnce):
 
     def __init__(self):
         super().__init__("inductor")
+
+    def missing(self, device: str | None = None) -> Reason | None:
+        return super().missing(device) or (toolchain.lacking(device) if device else None)
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         names = (torch_internals.STANDALONE, torch_internals.STANDALONE_ARTIFACT, torch_internals.TEMPORARY_CACHE)

@@ -30,8 +30,8 @@ class ByTorch:
     def load(self) -> Callable[[bytes, torch.nn.Module], Artifact] | None:
         return getattr(self._chosen, "load", None)
 
-    def missing(self) -> Reason | None:
-        return self._backends[-1].missing() if self._chosen is None else None
+    def missing(self, device: str | None = None) -> Reason | None:
+        return (self._chosen or self._backends[-1]).missing(device)
 
     def compile(self, function: Callable, tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         return self._chosen.compile(function, tensors, savable)

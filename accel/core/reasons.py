@@ -76,6 +76,8 @@ _A_CALL = {
 
 _A_GRAPH = {
     "torch_lacks": "torch {torch} has no {name}, without which nothing is compiled: torch 2.8 to 2.15 have it",
+    "no_cpp_compiler": "torch needs a C++ compiler for the CPU, and there is no {name}",
+    "no_triton": "torch needs Triton for the GPU, and it is not installed (on Windows: the package triton-windows)",
     "changes_list": "it changes a list or dict that it is given, or may do so; a graph would change a copy",
     "not_copied": "it cannot be copied: {error}",
     "compile_failed": "{error}",

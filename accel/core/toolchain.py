@@ -6,6 +6,8 @@ import os
 import shutil
 import sys
 
+from .reasons import Reason
+
 
 def triton_version() -> str | None:
     """The version of Triton, which compiles for GPUs; None where it is not installed."""
@@ -19,7 +21,19 @@ def triton_version() -> str | None:
     return None
 
 
+def lacking(device: str) -> Reason | None:
+    """What torch needs to generate kernels for this type of device and does not find; None where nothing is missing."""
+    if device == "cpu" and cpp_compiler() is None:
+        return Reason("no_cpp_compiler", name=_cpp_compiler_name())
+    if device in ("cuda", "xpu") and triton_version() is None:
+        return Reason("no_triton")
+    return None
+
+
 def cpp_compiler() -> str | None:
     """The path of the compiler that torch calls for the CPU: CXX, or the system's default; None where it is missing."""
-    usual = {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
-    return shutil.which(os.environ.get("CXX") or usual)
+    return shutil.which(_cpp_compiler_name())
+
+
+def _cpp_compiler_name() -> str:
+    return os.environ.get("CXX") or {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")

@@ -230,6 +230,16 @@ def test_block_that_reads_a_list_is_compiled():
     torch.testing.assert_close(graph.run((*weights.read(), inputs[0], *inputs[1])), block(*inputs))
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_missing_cpp_compiler_is_said_before_anything_is_traced(monkeypatch, hide, older):
+    hide(*[torch_internals.AOT_CELLS][: int(older)])
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    before = counters["stats"].copy()
+    with pytest.raises(CompileFailed, match="needs a C\\+\\+ compiler for the CPU, and there is no no-such-compiler"):
+        compiled(Broadcasts().eval(), INPUTS, backend="inductor")
+    assert counters["stats"] == before
+
+
 def test_torch_before_ahead_of_time_compiles_once_by_running(hide):
     hide(torch_internals.AOT_CELLS)
     block = Broadcasts().eval().requires_grad_(False)
@@ -392,7 +402,7 @@ class Replays:
     def __init__(self):
         self.compiled = 0
 
-    def missing(self):
+    def missing(self, device=None):
         return None
 
     def compile(self, function, tensors, savable):
@@ -414,7 +424,7 @@ def test_registered_backend_compiles_blocks(monkeypatch):
 
 def test_backend_whose_compiler_is_missing_says_so(monkeypatch):
     monkeypatch.setitem(registry.BACKENDS, "replays", toy := Replays())
-    toy.missing = lambda: Reason("compile_failed", error="no such compiler here")
+    toy.missing = lambda device=None: Reason("compile_failed", error="no such compiler here")
     with pytest.raises(CompileFailed, match="^no such compiler here$"):
         compiled(Broadcasts().eval(), INPUTS, backend="replays")
     assert toy.compiled == 0
