@@ -10,9 +10,9 @@ import zipfile
 import zlib
 from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from ..core.atomic_file import give_name, new_file
+from ..core.atomic_file import give_name, new_file, opened
 from . import manifest as entries
 from .folder import Folder
 from .manifest import DATA, LARGEST_DATA, LARGEST_MANIFEST, MANIFEST, BadEntry, Manifest, printable
@@ -20,6 +20,9 @@ from .signing import Seals
 
 MOST_ENTRIES = 10_000
 """Graphs of one bundle; a model has dozens."""
+
+LARGEST_DIRECTORY = 64 << 20
+"""Bytes of a bundle's table of contents; a graph takes 300 of them."""
 
 _DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, OverflowError, RuntimeError) + (
     *(KeyError, IndexError, ValueError),
@@ -75,12 +78,14 @@ def read(file: Path, largest: int | None = None) -> Iterator[tuple[Manifest, byt
 
     Raises OSError: the file cannot be read. BadBundle.
     """
-    with open(file, "rb") as opened:
-        size = opened.seek(0, 2)
+    with opened(file, links=True) as (plain, status):
+        size = status.st_size
+        file = _Bounded(plain, LARGEST_DIRECTORY)
         try:
-            bundle = zipfile.ZipFile(opened)
+            bundle = zipfile.ZipFile(file)
         except _DAMAGE:
             raise BadBundle("it is not a bundle") from None
+        file.most = LARGEST_DATA + 1
         with bundle:
             members = {member.filename: member for member in bundle.infolist()}
             _check_members(list(members.values()), size, largest)
@@ -92,6 +97,20 @@ def read(file: Path, largest: int | None = None) -> Iterator[tuple[Manifest, byt
                         raise BadEntry("it belongs to no graph")
                 except BadEntry as bad:
                     yield Outcome(printable(name), str(bad))
+
+
+class _Bounded:
+    """A file that gives `most` bytes at a time: what a damaged zip asks for may be any size."""
+
+    def __init__(self, file: BinaryIO, most: int):
+        self._file, self.most = file, most
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size if 0 <= size <= self.most else self.most + 1)
+        if len(data) > self.most:
+            raise zipfile.BadZipFile("a part of it is too large")
+        return data
 
 
 def import_trusted(file: Path, folder: Folder, seals: Seals, largest: int | None = None) -> list[Outcome]:

@@ -1,5 +1,7 @@
 """Bundles, and the command that makes and takes them."""
 
+import os
+import struct
 import zipfile
 
 import pytest
@@ -115,6 +117,25 @@ def test_compressed_file_is_refused_before_it_is_unpacked(tmp_path, capsys):
         content.writestr("a" * 24 + "-" + "b" * 12 + ".json", b" " * 10**6)
 
     assert "compressed" in refused(tmp_path, bomb, capsys, zipfile.ZIP_DEFLATED)
+
+
+def test_what_never_ends_is_refused_at_once(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    for endless in (tmp_path / "pipe", "/dev/zero"):
+        assert run_command(tmp_path / "worker", "import", endless) == 1
+        assert "no regular file" in capsys.readouterr().err
+
+
+def test_directory_as_large_as_a_sparse_file_does_not_fill_the_memory(tmp_path, capsys):
+    size = 40 << 30
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(size)
+        file.seek(0, 2)
+        zip64 = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, size, 0)
+        file.write(zip64 + struct.pack("<4sIQI", b"PK\6\7", 0, size, 1))
+        file.write(struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, 1, 1, 0xFFFFFFFF, 0xFFFFFFFF, 0))
+    assert run_command(tmp_path / "worker", "import", tmp_path / "sparse") == 1
+    assert "it is not a bundle" in capsys.readouterr().err
 
 
 def test_manifest_that_is_too_large_is_refused(tmp_path, capsys):
