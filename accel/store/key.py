@@ -108,7 +108,8 @@ def _accelerator(kind: str, index: int | None) -> str:
     name = capability = ""
     backend = getattr(torch, kind, None)
     if backend is not None:
-        name = backend.get_device_name(index)
+        # Metal has no names for its devices; its kernels are built by the system.
+        name = backend.get_device_name(index) if hasattr(backend, "get_device_name") else platform.platform()
         capability = backend.get_device_capability(index) if hasattr(backend, "get_device_capability") else ""
     toolkit = torch.version.hip or torch.version.cuda if kind == "cuda" else getattr(torch.version, kind, None)
     # The index is in the generated code.
@@ -156,8 +157,8 @@ def _options() -> str:
 
 
 def _shared(config: Any) -> list[tuple[str, str]]:
-    """A module's settings that decide what is generated; not how many processes do so, or in which folder."""
-    return sorted((name, repr(value)) for name, value in config.save_config_portable().items())
+    """A module's settings that decide what is generated; not those of who builds it, in which folder."""
+    return sorted((name, repr(value)) for name, value in config.save_config_portable().items() if name != "cpp.cxx")
 
 
 def _asked(setting: Callable[[], Any] | None) -> Any:

@@ -1,6 +1,7 @@
 """What a saved graph is found by, and what it depends on beside that."""
 
 import dataclasses
+import platform
 
 import pytest
 import torch
@@ -71,6 +72,20 @@ def test_settings_of_the_process_that_change_kernels_are_too(change, back):
     finally:
         back()
     assert store_key.environment(CPU) == before
+
+
+def test_device_without_a_name_is_told_by_its_system():
+    assert not hasattr(torch.mps, "get_device_name")
+    assert platform.platform() in store_key._device("mps", 0)
+
+
+def test_name_of_the_cpp_compiler_is_not_in_the_environment():
+    """Conda sets CXX in some shells and not in others; what is generated is the same."""
+    from torch._inductor import config
+
+    before = store_key._options()
+    with config.patch({"cpp.cxx": (None, "x86_64-conda-linux-gnu-c++")}):
+        assert store_key._options() == before
 
 
 def test_precision_that_was_set_through_torchs_newer_name_turns_nothing_off(tmp_path):
