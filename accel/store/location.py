@@ -6,6 +6,7 @@ server would then write where somebody else wants it to.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from ..core import settings
+from ..core.events import log
 from .folder import Folder, LocalFolder
 
 VARIABLE = "ACCEL_STORE"
@@ -71,7 +73,14 @@ def max_bytes(home: Path | None) -> int:
     given = os.environ.get(LIMIT_VARIABLE, "").strip()
     if given.isdecimal():
         return int(given) << 20
+    if given:
+        _warn_once(f"{LIMIT_VARIABLE} is {given!r}, which is no whole number of MB, and counts as unset.")
     return (settings.DEFAULT_STORE_MB if home is None else settings.read(home).store_mb) << 20
+
+
+@functools.lru_cache(maxsize=4)
+def _warn_once(sentence: str) -> None:
+    log.warning(sentence)
 
 
 def personal_home() -> Path | None:

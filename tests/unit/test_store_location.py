@@ -80,7 +80,7 @@ def test_environment_wins_and_nothing_is_set_beside_it(tmp_path, monkeypatch, ca
     assert not list(tmp_path.iterdir())
 
 
-def test_environment_wins_over_what_was_set(tmp_path, monkeypatch):
+def test_environment_wins_over_what_was_set(tmp_path, monkeypatch, caplog):
     run_command(tmp_path, "limit", "5")
     assert location.max_bytes(tmp_path) == 5 << 20
     monkeypatch.setenv(location.VARIABLE, str(tmp_path / "environment"))
@@ -90,6 +90,9 @@ def test_environment_wins_over_what_was_set(tmp_path, monkeypatch):
     monkeypatch.setenv(location.LIMIT_VARIABLE, "many")
     assert location.max_bytes(tmp_path) == 5 << 20
     assert location.max_bytes(None) == 2 << 30
+    assert [record.getMessage() for record in caplog.records] == [
+        "ACCEL_STORE_MB is 'many', which is no whole number of MB, and counts as unset."
+    ]
 
 
 @pytest.mark.parametrize("name", ["preferences.json", "settings.json"])
