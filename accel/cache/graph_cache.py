@@ -86,7 +86,7 @@ class GraphCache(BoundedEntries):
                 emit("graph_loaded", name=name, key=key, seconds=time.perf_counter() - started)
                 return entry, graph
             started = time.perf_counter()
-            emit(f"{action}_start", name=name, key=key)
+            emit(f"{action}_start", name=name, key=key, graphs=len(entry.graphs))
             graph = None
             try:
                 graph = compile_graph()

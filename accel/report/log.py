@@ -21,6 +21,9 @@ _LEVELS = {QUIET: logging.ERROR, NORMAL: logging.NOTSET, DEBUG: logging.DEBUG}
 
 _KEYED = {"graph_hit": "hit", "graph_loaded": "loaded", "compile_start": "miss, compiling", "compile_end": "compiled"}
 
+_has_begun = False
+"""Whether compiling was announced in this run."""
+
 _lock = threading.Lock()
 _unsubscribe: Callable[[], None] | None = None
 
@@ -38,8 +41,20 @@ def set_verbosity(verbosity: str) -> None:
 
 
 def from_environment() -> str | None:
-    """The verbosity that ACCEL_DEBUG requests, whatever the settings are; None where it is not set, or 0."""
-    return DEBUG if os.environ.get(VARIABLE, "").strip() not in ("", "0") else None
+    """The verbosity that ACCEL_DEBUG requests, whatever the settings are; None where it is not set, or off."""
+    return DEBUG if os.environ.get(VARIABLE, "").strip().lower() not in ("", "0", "off", "false", "no") else None
+
+
+def _log_compiling(name: str, data: dict[str, Any]) -> None:
+    """What a person at a console sees of minutes of compiling: a line when it begins in a run, and one a kind."""
+    global _has_begun
+    if name == "run_start":
+        _has_begun = False
+    elif name == "compile_start" and not _has_begun:
+        _has_begun = True
+        log.info("Compiling this model's blocks, once for every size. This image takes longer; later ones do not.")
+    elif name == "compile_end":
+        log.info("Compiled %s in %.1f s.", data["name"], data["seconds"])
 
 
 def _log_event(name: str, data: dict[str, Any]) -> None:
@@ -48,7 +63,7 @@ def _log_event(name: str, data: dict[str, Any]) -> None:
     if name == "compile_failed":
         log.debug("%s %s: not compiled%s: %s", data["name"], id_of(key), seconds, data["reason"])
     elif name in _KEYED:
-        why = f": {why_missed(key, shared.keys())}" if name == "compile_start" else ""
+        why = f": {why_missed(key, shared.keys(), data['graphs'])}" if name == "compile_start" else ""
         log.debug("%s %s: %s%s%s", data["name"], id_of(key), _KEYED[name], seconds, why)
         if name != "graph_hit":
             log.debug("key %s: %r", id_of(key), key)
@@ -56,13 +71,13 @@ def _log_event(name: str, data: dict[str, Any]) -> None:
         log.debug("%s: %s", name, ", ".join(f"{field} {value}" for field, value in data.items() if field != "lease"))
 
 
-def why_missed(key: Hashable, others: Iterable[Hashable]) -> str:
-    """How a `GraphKey` differs from the nearest one in the cache, in words."""
+def why_missed(key: Hashable, others: Iterable[Hashable], graphs: int) -> str:
+    """How a `GraphKey` differs from the nearest one in the cache, in words. graphs: how many there are under it."""
     if not is_dataclass(key):
         return "nothing is known under this key"
     alike = [other for other in others if type(other) is type(key) and other != key and _name(other) == _name(key)]
     if not alike:
-        return "it is the first of its kind" if key not in set(others) else "its graphs do not fit this call"
+        return "its graphs do not fit this call" if graphs else "it is the first of its kind"
     differences = min((_differences(key, other) for other in alike), key=len)
     return f"the nearest of {len(alike)} others of this name differs in {'; '.join(differences)}"
 
@@ -90,3 +105,6 @@ def _differences(key: Any, other: Any) -> list[str]:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+subscribe(_log_compiling)

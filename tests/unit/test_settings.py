@@ -131,7 +131,9 @@ def test_verbosity_is_of_our_logger_alone(verbosity, level, said):
     assert logging.getLogger().level == logging.INFO
 
 
-@pytest.mark.parametrize(("value", "wanted"), [("1", "debug"), ("yes", "debug"), ("0", None), ("", None), (None, None)])
+@pytest.mark.parametrize(
+    ("value", "wanted"), [("1", "debug"), ("yes", "debug"), ("0", None), ("off", None), ("", None), (None, None)]
+)
 def test_environment_asks_for_debugging(monkeypatch, value, wanted):
     monkeypatch.delenv(report_log.VARIABLE, raising=False)
     if value is not None:
@@ -152,7 +154,7 @@ def test_every_event_of_a_graph_is_logged_with_its_key_and_reason(verbosity):
     assert out.getvalue() == ""
     verbosity("debug")
     emit("graph_hit", name="Block", key=key())
-    emit("compile_start", name="Block", key=key())
+    emit("compile_start", name="Block", key=key(), graphs=0)
     emit("compile_end", name="Block", key=key(), seconds=1.25)
     emit("compile_failed", name="Block", key=key(), reason=Reason("compile_failed", error="no compiler"), seconds=0.5)
     emit("graph_loaded", name="Block", key=key(), seconds=0.125)
@@ -165,8 +167,8 @@ def test_every_event_of_a_graph_is_logged_with_its_key_and_reason(verbosity):
 
 
 def test_reason_of_a_miss_is_what_the_nearest_key_has_otherwise():
-    assert "first of its kind" in report_log.why_missed(key(), [key(name="Other")])
-    assert "do not fit this call" in report_log.why_missed(key(), [key()])
-    told = report_log.why_missed(key(), [key("float32", "eager"), key("bfloat16")])
+    assert "first of its kind" in report_log.why_missed(key(), [key(name="Other"), key()], graphs=0)
+    assert "do not fit this call" in report_log.why_missed(key(), [key()], graphs=1)
+    told = report_log.why_missed(key(), [key("float32", "eager"), key("bfloat16")], graphs=0)
     assert "nearest of 2" in told and "torch.bfloat16" in told and "torch.float16" in told and "backend" not in told
-    assert "nothing is known" in report_log.why_missed("a", ["b"])
+    assert "nothing is known" in report_log.why_missed("a", ["b"], graphs=0)
