@@ -6,9 +6,15 @@ Everything else in the engine asks here, so that a new torch is checked in one p
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+
+NEWEST = (2, 15)
+"""The newest torch that was tried."""
 
 _ABSENT = object()
 
@@ -53,6 +59,12 @@ class Internal:
         for part in self.name.split("."):
             found = getattr(found, part, _ABSENT)
         return found
+
+
+def is_untried() -> bool:
+    """Whether this torch is newer than any that was tried, so that its graphs are compared before they are trusted."""
+    numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    return numbers is None or tuple(map(int, numbers.groups())) > NEWEST
 
 
 def lacking(names: Iterable[Internal]) -> Internal | None:

@@ -12,6 +12,7 @@ from ..cache.graph_cache import GraphCache, NoGraph
 from ..compile import block_compiler
 from ..compile.benchmark import Benchmark
 from ..compile.compiled_graph import CompiledGraph, CompileFailed, Facts
+from ..core import torch_internals
 from ..core.compile_settings import CompileSettings
 from ..core.errors import one_line
 from ..core.fallbacks import fallbacks
@@ -139,7 +140,8 @@ class GraphResolver:
 
         try:
             entry, graph = self.cache.find(key, name, fits, compile_graph, self.lease, load_graph)
-            return ResolvedGraph(entry, graph, entry.benchmark(graph, inputs) if settings.measured else None)
+            is_compared = settings.measured or torch_internals.is_untried()
+            return ResolvedGraph(entry, graph, entry.benchmark(graph, inputs) if is_compared else None)
         except torch.OutOfMemoryError as error:
             reason = Reason("compile_out_of_memory", error=one_line(error))
         raise NoGraph(key, reason)  # outside of the handler, whose exception would keep the compiler's tensors

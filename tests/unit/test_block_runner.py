@@ -7,6 +7,7 @@ import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
+from comfy_accel.accel.core import torch_internals
 from comfy_accel.accel.core.compile_settings import CompileSettings, Trouble
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
@@ -118,6 +119,21 @@ def test_graph_serves_the_call_that_it_is_made_for():
         with torch.inference_mode():
             assert torch.equal(stand_in(lambda *_: pytest.fail("ran eagerly"), x, mask), block(x, mask))
     assert cache.statistics()["graphs"] == 1 and reasons() == []
+
+
+@pytest.mark.parametrize("newest", [(2, 0), torch_internals.NEWEST])
+def test_graphs_of_a_torch_that_nobody_tried_are_compared_before_they_are_trusted(monkeypatch, newest):
+    def miscompile(graph, examples):
+        return lambda *args: [out + 1 for out in graph(*args)]
+
+    monkeypatch.setattr(torch_internals, "NEWEST", newest)
+    block, x = Block(), torch.randn(2, 4)
+    stand_in = runner([block], GraphCache(), backend=miscompile)
+    with torch.inference_mode():
+        is_right = torch.equal(stand_in(block, x), block(x))
+    assert is_right is (newest == (2, 0))
+    assert [reason for reason in reasons() if "differs from the eager one" in reason] == reasons()
+    assert bool(reasons()) is is_right
 
 
 def test_call_that_fails_by_itself_is_not_held_against_the_block(caplog, capfd):
