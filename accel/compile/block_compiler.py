@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..core import torch_internals
 from ..core.errors import cause_among, one_line, pass_on
 from ..core.reasons import Reason
 from ..fingerprint.kinds import Kind
@@ -201,7 +202,7 @@ def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.
         if examples[index] is weight:
             made = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
             examples[index] = made
-        torch._dynamo.maybe_mark_dynamic(examples[index], dimension)
+        torch_internals.MARK_DYNAMIC.get()(examples[index], dimension)
     return examples
 
 
@@ -232,7 +233,7 @@ def _examples(inputs: Sequence[torch.Tensor], dynamic: bool) -> tuple[list[torch
             if size == 1:
                 ones.append((index, dimension))
             elif dynamic and size:
-                torch._dynamo.maybe_mark_dynamic(example, dimension)
+                torch_internals.MARK_DYNAMIC.get()(example, dimension)
         examples.append(example)
     return examples, ones
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..core import toolchain
+from ..core import toolchain, torch_internals
 from ..core.atomic_file import opened
 from ..core.reasons import Reason
 from . import generated_code
@@ -47,12 +47,10 @@ class Inductor(AheadOfTime):
         return artifact_of(compiled, function.__globals__, modules, generated_code.bytes_of(modules), save)
 
     def load(self, data: bytes, template: torch.nn.Module) -> Artifact:
-        from torch._dynamo.aot_compile import AOTCompiledFunction
-
         name, _, content = data.partition(b"\n")
         _delete_impostor(name.decode())
         with generated_code.collected() as modules:
-            compiled = AOTCompiledFunction.deserialize(content, None, {TEMPLATE: template})
+            compiled = torch_internals.AOT_FUNCTION.get().deserialize(content, None, {TEMPLATE: template})
         return artifact_of(compiled, compiled.fn.__globals__, modules, len(data))
 
 
@@ -70,12 +68,10 @@ def _save(compiled: Any, modules: Sequence[types.ModuleType], template: torch.nn
 
     Raises NotSavable: the backend's code, or something that the block closes over, cannot be saved.
     """
-    from torch._dynamo.aot_compile import AOTCompiledFunction
-    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
-    from torch._dynamo.package import SourceInfo
-
-    artifacts = compiled._artifacts
-    if not isinstance(artifacts.compiled_fn, BundledAOTAutogradSerializableCallable):
+    if (lacking := torch_internals.lacking(torch_internals.SAVING)) is not None:
+        raise NotSavable(f"this torch has no {lacking}")
+    artifacts, callable_type = compiled._artifacts, torch_internals.AOT_INDUCTOR.get()
+    if not isinstance(artifacts.compiled_fn, callable_type):
         raise NotSavable("only what inductor compiled can be saved")
     try:
         entry = copy.deepcopy(artifacts.compiled_fn.compiled_fn.serialize())
@@ -87,11 +83,11 @@ def _save(compiled: Any, modules: Sequence[types.ModuleType], template: torch.nn
         sources = {alias: module for alias, module in environment.import_sources.items() if alias in used}
         portable = dataclasses.replace(
             artifacts,
-            compiled_fn=BundledAOTAutogradSerializableCallable(_Entry(entry)),
+            compiled_fn=callable_type(_Entry(entry)),
             runtime_env=dataclasses.replace(environment, import_sources=sources),
-            source_info=SourceInfo(inlined_sources=set()),
+            source_info=torch_internals.SOURCE_INFO.get()(inlined_sources=set()),
         )
-        data = AOTCompiledFunction.serialize(_Artifacts(portable), {TEMPLATE: template}).serialized_data
+        data = torch_internals.AOT_FUNCTION.get().serialize(_Artifacts(portable), {TEMPLATE: template}).serialized_data
         return f"{name}\n".encode() + data
     except Exception as error:
         raise NotSavable(f"{type(error).__name__}: {error}") from error
@@ -135,11 +131,9 @@ def _delete_impostor(name: str) -> None:
 
     Torch writes generated code to a file of this name, unless there is one, and runs the file.
     """
-    from torch._inductor.codecache import get_path
-
     if not name:
         return
-    path = Path(get_path(name, "py")[2])
+    path = Path(torch_internals.CODE_PATH.get()(name, "py")[2])
     try:
         with opened(path) as (file, _):
             is_ours = _name_of(file.read()) == name

@@ -63,8 +63,7 @@ class InductorOnce(RunOnce):
         return super().missing(device) or (toolchain.lacking(device) if device else None)
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
-        names = (torch_internals.STANDALONE, torch_internals.STANDALONE_ARTIFACT, torch_internals.TEMPORARY_CACHE)
-        if not savable or torch_internals.lacking(names) is not None:
+        if not savable or torch_internals.lacking(torch_internals.STANDALONE_SAVING) is not None:
             return compile_by_running(function, tensors, self.name)
         standalone = _Standalone()
         return compile_by_running(function, tensors, standalone, standalone.save)
@@ -135,7 +134,7 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     for dimension in getattr(tensor, "_dynamo_weak_dynamic_indices", ()):
-        torch._dynamo.maybe_mark_dynamic(made, dimension)
+        torch_internals.MARK_DYNAMIC.get()(made, dimension)
     return made
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..core import torch_internals
 from ..core.errors import pass_on
 from ..signature.tensors import tensors_in
 
@@ -30,9 +31,11 @@ class TracedSizes:
     def observer(self) -> Callable[[], None]:
         """For the function to call. Torch calls it while tracing, and leaves it out of the graph."""
 
+        tracing_context = torch_internals.TRACING_CONTEXT.get()
+
         @torch.compiler.assume_constant_result
         def observe() -> None:
-            context = torch._guards.TracingContext.try_get()
+            context = tracing_context.try_get()
             self._shape_env = None if context is None else context.fake_mode.shape_env
 
         return observe

@@ -96,5 +96,15 @@ TEMPORARY_CACHE = Internal(
     "torch._inductor.runtime.cache_dir_utils", "temporary_cache_dir", "2.8", "graphs are not saved"
 )
 
+FAKE_TENSOR = Internal("torch._subclasses.fake_tensor", "FakeTensor", "2.7", "batch 1 may compile once more")
+FAKE_MODE = Internal("torch._subclasses.fake_tensor", "FakeTensorMode", "2.7", "batch 1 may compile once more")
+UNSET_FAKE = Internal("torch._subclasses.fake_tensor", "unset_fake_temporarily", "2.7", "batch 1 may compile once more")
+TENSOR_GUARDS = Internal("torch._C._dynamo.guards", "TensorGuards", "2.7", "calls are recognised in Python, slower")
+CODE_PATH = Internal("torch._inductor.codecache", "get_path", "2.7", "saved graphs are compiled anew")
+
 AHEAD_OF_TIME = (AOT_SWITCH, AOT_FUNCTION, AOT_CELLS, AOT_CALLABLE, LOOK_UP_BACKEND, MARK_DYNAMIC, TRACING_CONTEXT)
+SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO, CODE_PATH)
+STANDALONE_SAVING = (STANDALONE, STANDALONE_ARTIFACT, TEMPORARY_CACHE)
+DRY_RUN = (FAKE_TENSOR, FAKE_MODE, UNSET_FAKE)
 RUN_ONCE = (CACHE_ENTRIES, GUARD_FILTER, CPP_SHAPE_GUARDS, MARK_DYNAMIC, TRACING_CONTEXT)
+ALL = tuple(dict.fromkeys((*AHEAD_OF_TIME, *SAVING, *RUN_ONCE, *STANDALONE_SAVING, *DRY_RUN, TENSOR_GUARDS)))

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
+from ..core import torch_internals
 from ..core.errors import pass_on
 from ..core.events import log
 from ..fingerprint.plain_values import is_plain_object
@@ -58,7 +58,7 @@ class BatchDryRun:
 
         None where that is unknown: the batch is not 1, or the model cannot run without values.
         """
-        if self._arguments is None or not self._is_single():
+        if self._arguments is None or not self._is_single() or torch_internals.lacking(torch_internals.DRY_RUN):
             return None
         if self._shapes is None:
             self._shapes = self._run()
@@ -82,20 +82,21 @@ class BatchDryRun:
     def _run(self) -> dict[torch.nn.Module, list[list[torch.Size]]]:
         """The input shapes of each call of each block, in a call of the model at a batch of 2."""
         shapes: dict[torch.nn.Module, list[list[torch.Size]]] = {}
+        unset_fake, fake_tensor = torch_internals.UNSET_FAKE.get(), torch_internals.FAKE_TENSOR.get()
 
         def recorder(block: torch.nn.Module, inner: Callable) -> Callable:
             def record(*args: Any, **kwargs: Any) -> Any:
-                with unset_fake_temporarily():
+                with unset_fake():
                     tensors = self._tensors_of[block]((args, kwargs))
                 shapes.setdefault(block, []).append([tensor.shape for tensor in tensors])
                 return inner(*args, **kwargs)
 
             return record
 
-        copies, mode = ModelCopy(), FakeTensorMode(allow_non_fake_inputs=True)
+        copies, mode = ModelCopy(), torch_internals.FAKE_MODE.get()(allow_non_fake_inputs=True)
 
         def foreign(value: Any) -> bool:
-            return (type(value) is FakeTensor and value.fake_mode is mode) or copies.made(value)
+            return (type(value) is fake_tensor and value.fake_mode is mode) or copies.made(value)
 
         try:
             with (

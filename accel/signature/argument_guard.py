@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..core import torch_internals
 from ..core.reasons import is_autocast_on
 from . import tree_spec
 from .tree_spec import Spec
@@ -140,7 +141,7 @@ def tensor_guard(examples: Sequence[torch.Tensor]) -> TensorGuard:
 
 
 def _native(examples: Sequence[torch.Tensor]) -> TensorGuard:
-    guards = torch._C._dynamo.guards.TensorGuards
+    guards = torch_internals.TENSOR_GUARDS.get()
     return guards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
