@@ -6,13 +6,16 @@ its own where it works in place; otherwise by shape.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+_signatures: dict[Callable[..., Any], inspect.Signature] = {}
+"""Of the forwards of blocks' classes."""
 
 
 class NoStreams(Exception):
@@ -67,9 +70,12 @@ def arguments(block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     return named
 
 
-@functools.lru_cache(maxsize=128)
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(forward)
+    # Not by functools: torch warns of its caches where somebody compiles the whole model around this.
+    found = _signatures.get(forward)
+    if found is None:
+        found = _signatures[forward] = inspect.signature(forward)
+    return found
 
 
 def possible_streams(given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
