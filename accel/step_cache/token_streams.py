@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-
 _signatures: dict[Callable[..., Any], inspect.Signature] = {}
 """Of the forwards of blocks' classes."""
 
