@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 boot(cpu=True)
 os.environ["ACCEL_STORE"] = "off"  # no test finds what another left; those of the store say where it is
 
+import comfy.model_management  # noqa: E402
 import tiny_models  # noqa: E402
 from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
@@ -42,6 +43,15 @@ def server(tmp_path_factory):
     flags = ["--extra-model-paths-config", str(offer_checkpoint(base, synthetic.checkpoint()))]
     with serving(base, extra_flags=flags, environment={"ACCEL_STORE": ""}) as running:
         yield running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_model_of_the_file_is_left():
+    """Errors that are parameters keep the frames of their calls, and so a model; core then collects garbage at each
+    later call of a model, which takes a second or more."""
+    yield
+    comfy.model_management.unload_all_models()
+    comfy.model_management.current_loaded_models.clear()
 
 
 @pytest.fixture
