@@ -11,6 +11,7 @@ if sys.version_info < (3, 10):
 import argparse
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -44,6 +45,8 @@ def main():
     options, passed_on = parse(sys.argv[1:])
     tests = options.command == "test" or getattr(options, "name", None) in WITH_DIFFUSERS
     requirements = [RUNNING, TESTING] if tests else [RUNNING]
+    if options.python and options.torch:
+        raise Problem("--python names an environment and --torch makes one: give one of them.")
     python = foreign_python(options.python) if options.python else own_python(requirements, options.torch)
     comfyui = find_comfyui(python, options.comfyui)
     environment = {**os.environ, "COMFYUI_PATH": str(comfyui)}
@@ -149,7 +152,7 @@ def lay_frontend(python):
 
 def with_torch(requirements, version, folder):
     """A copy of the requirement file, in the folder, that asks for this torch and for what was released with it."""
-    audio = min(version, "2.11.0", key=lambda text: [int(part) for part in text.split("+")[0].split(".")])
+    audio = min(version, "2.11.0", key=lambda text: [int(part) for part in re.findall(r"\d+", text)[:3]])
     asked = {"torch": f"torch=={version}", "torchvision": "torchvision", "torchaudio": f"torchaudio=={audio}"}
     lines = requirements.read_text(encoding="utf-8").splitlines()
     copy = folder / f"requirements-{requirements.parent.name}.txt"

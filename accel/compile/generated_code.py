@@ -39,18 +39,17 @@ def bytes_of(modules: Sequence[types.ModuleType]) -> int:
 def release(scope: dict, modules: Sequence[types.ModuleType]) -> None:
     """Free a dropped graph's memory: torch would keep its code for good. scope: globals of the function compiled."""
     scope.update(dict.fromkeys(scope))  # the names stay: torch deletes some itself, later
-    codecache = sys.modules.get("torch._inductor.codecache")
-    if codecache is None:
+    if not modules:
         return
-    cache = codecache.PyCodeCache
+    cache = sys.modules["torch._inductor.codecache"].PyCodeCache
     gone = set(map(id, modules))
     cache.modules[:] = [module for module in cache.modules if id(module) not in gone]
     without_attributes = getattr(cache, "modules_no_attr", {})
     for path in [path for path, module in without_attributes.items() if id(module) in gone]:
         del without_attributes[path]
     kept = {module.__file__ for module in all_modules()}
-    for path in [path for path in getattr(cache, "linemaps", ()) if path not in kept]:
-        del cache.linemaps[path]
     for module in modules:
+        if module.__file__ not in kept:
+            getattr(cache, "linemaps", {}).pop(module.__file__, None)
         if sys.modules.get(module.__name__) is module:
             del sys.modules[module.__name__]

@@ -12,12 +12,13 @@ import functools
 import importlib
 import io
 import marshal
-import math
+import os
 import pickle
 import shutil
 import tempfile
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,38 +66,52 @@ class InductorOnce(RunOnce):
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         if not savable or torch_internals.lacking(torch_internals.STANDALONE_SAVING) is not None:
             return compile_by_running(function, tensors, self.name)
-        standalone = _Standalone()
-        return compile_by_running(function, tensors, standalone, standalone.save)
+        backend = _Standalone()
+        call, guards, modules = _run_once(function, tensors, backend)
+        # Torch keeps every backend for the life of the process.
+        graph, backend.graph = backend.graph, None
+        save = functools.partial(_save, graph, call, guards)
+        return _artifact(call, guards, modules, generated_code.bytes_of(modules), save)
 
     def load(self, data: bytes, template: torch.nn.Module) -> Artifact:
-        with generated_code.collected() as modules:
-            code, guards, scope, values = _load(data, template)
+        code, guards, scope, values, modules = _load(data, template)
         cells = tuple(types.CellType(values.get(name)) for name in code.co_freevars)
         call = types.FunctionType(code, {"__builtins__": __builtins__, **scope}, "block", None, cells)
         return _artifact(call, guards, modules, len(data))
 
 
 def compile_by_running(
-    function: types.FunctionType,
-    tensors: Sequence[torch.Tensor],
-    backend: str | Callable,
-    save: Callable[..., bytes] | None = None,
+    function: types.FunctionType, tensors: Sequence[torch.Tensor], backend: str | Callable
 ) -> Artifact:
-    """An artifact of the function, which is called once with unfilled tensors.
+    """An artifact of the function, not to be saved; the function is called once, with zeros."""
+    call, guards, modules = _run_once(function, tensors, backend)
+    return _artifact(call, guards, modules, generated_code.bytes_of(modules))
 
-    save: from (the code to call, the function, the guards, the template) to bytes; None where it is not to be saved.
-    """
+
+def _run_once(
+    function: types.FunctionType, tensors: Sequence[torch.Tensor], backend: str | Callable
+) -> tuple[types.FunctionType, tuple[str, ...], list[types.ModuleType]]:
+    """(the compiled function, its guards on sizes, the generated code that it runs)."""
     options = {"guard_filter_fn": keep_size_guards}
     # Torch says guards in Python unless they are checked in C++, which takes a C++ compiler.
     settings = {torch_internals.CPP_SHAPE_GUARDS.name: False}
-    with generated_code.collected() as modules, own_noise(), torch._dynamo.config.patch(settings):
+    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+    with (
+        generated_code.collected() as modules,
+        own_noise(),
+        torch._dynamo.config.patch(settings),
+        torch.random.fork_rng([device.index for device in devices], device_type=_type_of(devices)),
+    ):
         # The function runs, and might write to the weights.
         torch.compile(function, fullgraph=True, backend=backend, options=options)(*map(_stand_in, tensors))
     (made,) = torch_internals.CACHE_ENTRIES.get()(function.__code__)
     guards = _size_guards(made.guard_manager)
     call = types.FunctionType(made.code, function.__globals__, "block", None, function.__closure__)
-    saved = None if save is None else functools.partial(save, made.code, function, guards)
-    return _artifact(call, guards, modules, generated_code.bytes_of(modules), saved)
+    return call, guards, modules
+
+
+def _type_of(devices: Collection[torch.device]) -> str:
+    return next((device.type for device in devices), "cuda")
 
 
 def _artifact(
@@ -107,10 +122,13 @@ def _artifact(
     save: Callable[[torch.nn.Module], bytes] | None = None,
 ) -> Artifact:
     condition = compile(" and ".join(f"({guard})" for guard in guards) or "True", "guards", "eval")
-    names = {"math": math, "torch": torch}
+    names = torch_internals.GUARD_NAMES.get()
 
     def check(tensors: Sequence[torch.Tensor]) -> bool:
-        return bool(eval(condition, {**names, "L": {"tensors": tensors}}))
+        try:
+            return bool(eval(condition, {**names, "L": {"tensors": tensors}}))
+        except Exception:  # a guard on what is no argument
+            return False
 
     def run(tensors: Sequence[torch.Tensor]) -> Any:
         return call(*tensors)
@@ -120,19 +138,23 @@ def _artifact(
 
 
 def _size_guards(manager: Any) -> tuple[str, ...]:
-    """Torch's guards on sizes, as Python expressions of `L["tensors"]`.
+    """Torch's guards on sizes, as Python expressions of `L["tensors"]`. Torch adds where each comes from in a comment.
 
-    Torch says each with a comment on where it comes from; it always guards its own global state too.
+    They are the root's last guards; before them torch guards its own global state.
     """
-    said = [part for guard in manager.root.get_leaf_guards() for part in guard.verbose_code_parts()]
-    return tuple(part.partition("  # ")[0] for part in said if not part.startswith("___check"))
+    said = [part for guard in manager.root.get_epilogue_lambda_guards() for part in guard.verbose_code_parts()]
+    return tuple(part.partition("  # ")[0] for part in said)
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """An unfilled tensor of the same layout and marks; the tensor itself where it is of a class of its own."""
+    """Zeros of the same layout and marks; the tensor itself where it is of a class of its own.
+
+    Filled, since a block may take them for indices.
+    """
     if type(tensor) not in PLAIN_TENSORS:
         return tensor
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    made.untyped_storage().fill_(0)
     for dimension in getattr(tensor, "_dynamo_weak_dynamic_indices", ()):
         torch_internals.MARK_DYNAMIC.get()(made, dimension)
     return made
@@ -141,34 +163,34 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 class _Standalone:
     """The backend that makes a graph which can be saved, for sizes as free as in the traced graph."""
 
-    artifact: Any = None
+    graph: Any = None
 
     def __call__(self, graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        self.artifact = torch_internals.STANDALONE.get()(graph, examples, dynamic_shapes="from_graph", options={})
-        return self.artifact
+        self.graph = torch_internals.STANDALONE.get()(graph, examples, dynamic_shapes="from_graph", options={})
+        return self.graph
 
-    def save(
-        self, code: types.CodeType, function: types.FunctionType, guards: Sequence[str], template: torch.nn.Module
-    ) -> bytes:
-        """The code with all that it refers to, and without weights.
 
-        Raises NotSavable: inductor's code, or something that the block closes over, cannot be saved.
-        """
-        used = {step.argval for step in dis.get_instructions(code)}
-        scope = {name: value for name, value in function.__globals__.items() if name in used}
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        values = {name: cell.cell_contents for name, cell in cells.items() if name in used}
-        buffer = io.BytesIO()
-        pickler = pickle.Pickler(buffer)
-        pickler.persistent_id = functools.partial(_name_of, template=template, scope=scope)
-        try:
-            with tempfile.TemporaryDirectory(prefix="accel-") as folder:
-                path = Path(folder, "graph")
-                self.artifact.save(path=str(path), format="binary")
-                pickler.dump((marshal.dumps(code), tuple(guards), scope, values))
-                return pickle.dumps((path.read_bytes(), buffer.getvalue()))
-        except Exception as error:
-            raise NotSavable(f"{type(error).__name__}: {error}") from error
+def _save(graph: Any, call: types.FunctionType, guards: Sequence[str], template: torch.nn.Module) -> bytes:
+    """The compiled function with all that it refers to, and without weights. graph: torch's part of it.
+
+    Raises NotSavable: inductor's code, or something that the block closes over, cannot be saved.
+    """
+    code = call.__code__
+    used = {step.argval for step in dis.get_instructions(code)}
+    scope = {name: value for name, value in call.__globals__.items() if name in used}
+    cells = zip(code.co_freevars, call.__closure__ or (), strict=True)
+    values = {name: cell.cell_contents for name, cell in cells if name in used}
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer)
+    pickler.persistent_id = functools.partial(_name_of, template=template, scope=scope)
+    try:
+        with tempfile.TemporaryDirectory(prefix="accel-") as folder:
+            path = Path(folder, "graph")
+            graph.save(path=str(path), format="binary")
+            pickler.dump((marshal.dumps(code), tuple(guards), scope, values))
+            return pickle.dumps((path.read_bytes(), buffer.getvalue()))
+    except Exception as error:
+        raise NotSavable(f"{type(error).__name__}: {error}") from error
 
 
 def _name_of(value: Any, template: torch.nn.Module, scope: Mapping[str, Any]) -> str | None:
@@ -183,15 +205,20 @@ def _name_of(value: Any, template: torch.nn.Module, scope: Mapping[str, Any]) ->
 
 def _load(
     data: bytes, template: torch.nn.Module
-) -> tuple[types.CodeType, tuple[str, ...], dict[str, Any], dict[str, Any]]:
-    """(code, guards, globals, values of its free variables) as `_Standalone.save` had them."""
+) -> tuple[types.CodeType, tuple[str, ...], dict[str, Any], dict[str, Any], list[types.ModuleType]]:
+    """(code, guards, globals, values of its free variables) as saved, and the generated code that it runs."""
     graph, rest = pickle.loads(data)
-    folder = _folder()
+    # Torch unpacks the graph into its cache, where it would prefer what somebody put there; and may read it later.
+    folder = tempfile.mkdtemp(prefix="accel-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = Path(folder, "graph")
     path.write_bytes(graph)
-    with torch_internals.TEMPORARY_CACHE.get()(str(folder)):
+    with (
+        _triton_cache_unchanged(),
+        torch_internals.TEMPORARY_CACHE.get()(folder),
+        generated_code.collected() as modules,
+    ):
         compiled = torch_internals.STANDALONE_ARTIFACT.get().load(path=str(path), format="binary")
-    path.unlink()
 
     def value_of(name: str) -> Any:
         if name in (TEMPLATE, COMPILED):
@@ -201,12 +228,15 @@ def _load(
     unpickler = pickle.Unpickler(io.BytesIO(rest))
     unpickler.persistent_load = value_of
     code, guards, scope, values = unpickler.load()
-    return marshal.loads(code), guards, scope, values
+    return marshal.loads(code), guards, scope, values, modules
 
 
-@functools.cache
-def _folder() -> Path:
-    """A folder into which torch unpacks loaded graphs: in its own cache it would prefer what somebody put there."""
-    folder = Path(tempfile.mkdtemp(prefix="accel-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+@contextmanager
+def _triton_cache_unchanged() -> Iterator[None]:
+    """Torch names Triton's folder in the environment where nobody has, and would leave ours there."""
+    was_set = "TRITON_CACHE_DIR" in os.environ
+    try:
+        yield
+    finally:
+        if not was_set:
+            os.environ.pop("TRITON_CACHE_DIR", None)

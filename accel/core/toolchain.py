@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
 
 from .reasons import Reason
 
+_TRITONS = ("triton", "triton-windows", "triton-rocm", "triton-xpu") + (
+    *("pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu"),
+)
+"""Packages that bring the module `triton`."""
+
 
 def triton_version() -> str | None:
     """The version of Triton, which compiles for GPUs; None where it is not installed."""
     from importlib import metadata
 
-    for package in ("triton", "pytorch-triton-rocm", "triton-windows"):
+    for package in _TRITONS:
         try:
             return metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -23,9 +29,9 @@ def triton_version() -> str | None:
 
 def lacking(device: str) -> Reason | None:
     """What torch needs to generate kernels for this type of device and does not find; None where nothing is missing."""
-    if device == "cpu" and cpp_compiler() is None:
+    if device == "cpu" and cpp_compiler() is None and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
         return Reason("no_cpp_compiler", name=_cpp_compiler_name())
-    if device in ("cuda", "xpu") and triton_version() is None:
+    if device in ("cuda", "xpu") and importlib.util.find_spec("triton") is None:
         return Reason("no_triton")
     return None
 
@@ -36,4 +42,5 @@ def cpp_compiler() -> str | None:
 
 
 def _cpp_compiler_name() -> str:
-    return os.environ.get("CXX") or {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
+    given = os.environ.get("CXX", "").split()  # it may have arguments
+    return given[0] if given else {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")

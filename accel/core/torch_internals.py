@@ -54,7 +54,7 @@ class Internal:
     def _find(self) -> Any:
         try:
             found = importlib.import_module(self.module)
-        except ImportError:
+        except Exception:  # of a broken installation, of any type
             return _ABSENT
         for part in self.name.split("."):
             found = getattr(found, part, _ABSENT)
@@ -88,6 +88,8 @@ MARK_DYNAMIC = Internal("torch._dynamo", "maybe_mark_dynamic", "2.7", _EAGERLY)
 TRACING_CONTEXT = Internal("torch._guards", "TracingContext", "2.7", _EAGERLY)
 
 CACHE_ENTRIES = Internal("torch._dynamo.eval_frame", "_debug_get_cache_entry_list", "2.7", _EAGERLY)
+LAST_GUARDS = Internal("torch._C._dynamo.guards", "RootGuardManager.get_epilogue_lambda_guards", "2.7", _EAGERLY)
+GUARD_NAMES = Internal("torch.fx.experimental.symbolic_shapes", "SYMPY_INTERP", "2.7", _EAGERLY)
 GUARD_FILTER = Internal("torch._dynamo.hooks", "Hooks.guard_filter_fn", "2.8", _EAGERLY)
 CPP_SHAPE_GUARDS = Internal("torch._dynamo.config", "enable_cpp_symbolic_shape_guards", "2.7", _EAGERLY)
 STANDALONE = Internal("torch._inductor.standalone_compile", "standalone_compile", "2.8", "graphs are not saved")
@@ -106,5 +108,5 @@ AHEAD_OF_TIME = (AOT_SWITCH, AOT_FUNCTION, AOT_CELLS, AOT_CALLABLE, LOOK_UP_BACK
 SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO, CODE_PATH)
 STANDALONE_SAVING = (STANDALONE, STANDALONE_ARTIFACT, TEMPORARY_CACHE)
 DRY_RUN = (FAKE_TENSOR, FAKE_MODE, UNSET_FAKE)
-RUN_ONCE = (CACHE_ENTRIES, GUARD_FILTER, CPP_SHAPE_GUARDS, MARK_DYNAMIC, TRACING_CONTEXT)
+RUN_ONCE = (CACHE_ENTRIES, GUARD_FILTER, LAST_GUARDS, GUARD_NAMES, CPP_SHAPE_GUARDS, MARK_DYNAMIC, TRACING_CONTEXT)
 ALL = tuple(dict.fromkeys((*AHEAD_OF_TIME, *SAVING, *RUN_ONCE, *STANDALONE_SAVING, *DRY_RUN, TENSOR_GUARDS)))

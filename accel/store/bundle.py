@@ -21,7 +21,7 @@ from .signing import Seals
 MOST_ENTRIES = 10_000
 """Graphs of one bundle; a model has dozens."""
 
-LARGEST_DIRECTORY = 64 << 20
+LARGEST_DIRECTORY = 8 << 20
 """Bytes of a bundle's table of contents; a graph takes 300 of them."""
 
 _DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, OverflowError, RuntimeError) + (

@@ -256,6 +256,39 @@ def test_torch_before_ahead_of_time_compiles_once_by_running(hide):
     assert counters["stats"]["unique_graphs"] == before
 
 
+class Switches(torch.nn.Module):
+    """Does something else for more than five rows, and where its inputs are equally long."""
+
+    def forward(self, x, y):
+        x = x * 100 if x.shape[0] > 5 else x
+        return x.sum() + y.sum() * (2 if x.shape[1] == y.shape[1] else 1)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_graph_refuses_sizes_for_which_the_block_does_something_else(hide, older):
+    hide(*[torch_internals.AOT_CELLS][: int(older)])
+    block = Switches().eval()
+    graph, _ = compiled(block, (torch.randn(8, 3), torch.randn(2, 7)))
+    for x, y in [((9, 4), (3, 8)), ((4, 3), (2, 7)), ((8, 7), (2, 7)), ((6, 5), (4, 4))]:
+        inputs = torch.randn(x), torch.randn(y)
+        is_same = x[0] > 5 and x[1] != y[1]
+        assert graph.accepts(inputs) is is_same, (x, y)
+        if is_same:
+            torch.testing.assert_close(graph.run(inputs), block(*inputs))
+
+
+def test_running_once_reads_no_unfilled_memory_and_draws_no_noise_of_the_image(hide):
+    class Looks(torch.nn.Module):
+        def forward(self, x, at):
+            return x[at] + torch.zeros_like(x[at]).normal_() * 0
+
+    hide(torch_internals.AOT_CELLS)
+    inputs, state = (torch.randn(3, 4), torch.tensor([2, 0])), torch.get_rng_state()
+    graph, _ = compiled(Looks().eval(), inputs)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(graph.run(inputs), inputs[0][inputs[1]])
+
+
 def test_torch_that_cannot_compile_for_every_size_is_reported(hide):
     hide(*torch_internals.AHEAD_OF_TIME, torch_internals.GUARD_FILTER)
     before = counters["stats"]["unique_graphs"]
