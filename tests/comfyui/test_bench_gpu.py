@@ -9,6 +9,7 @@ import comfy.model_detection
 import pytest
 import torch
 from cpu_capturer import CpuCapturer
+from thorough import thorough_except
 
 from bench import ROOT, gpu, gpu_goals, gpu_models
 from bench.gpu_cases import BOTH, CORE, EAGER, NEW_PROCESS, PARTS, QUICK_SESSION, WARM, TimeBudget, in_session
@@ -39,9 +40,11 @@ def test_full_size_model_is_the_published_one_and_core_detects_the_same_config(n
     assert type(found).__name__ == family.model_class
 
 
-def test_small_model_runs_as_every_sort_of_contender():
-    rows = quick("SD3.5", [EAGER, BOTH, "deepcache-2", "blocks"])
-    assert [row["contender"] for row in rows] == [EAGER, BOTH, "deepcache-2", "blocks"]
+# Contenders run one after the other through the same code.
+@pytest.mark.parametrize("ours", thorough_except([[BOTH], [BOTH, "deepcache-2", "blocks"]], [BOTH]))
+def test_small_model_runs_as_every_sort_of_contender(ours):
+    rows = quick("SD3.5", [EAGER, *ours])
+    assert [row["contender"] for row in rows] == [EAGER, *ours]
     assert gpu_goals.failures(rows) == []
     assert {row["ran_as"] for row in rows[1:3]} == {"both tiers"}
 
