@@ -10,23 +10,14 @@ from typing import Any
 import torch
 
 from ..core import torch_internals
-from ..core.reasons import Reason
 from . import generated_code
-from .backend import Artifact, NotSavable
+from .backend import Artifact, NotSavable, TorchBackend
 
 
-class AheadOfTime:
-    """A backend that torch knows by name, such as "eager", or a function as `torch.compile` takes it."""
+class AheadOfTime(TorchBackend):
+    """Compiles ahead of time and saves nothing."""
 
-    is_faster = False
-    load = None
-
-    def __init__(self, backend: str | Callable):
-        self.name = backend
-
-    def missing(self, device: str | None = None) -> Reason | None:
-        lacking = torch_internals.lacking(torch_internals.AHEAD_OF_TIME)
-        return None if lacking is None else Reason("torch_lacks", torch=torch.__version__, name=str(lacking))
+    needs = torch_internals.AHEAD_OF_TIME
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         with generated_code.collected() as modules:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..core import toolchain, torch_internals
 from ..core.reasons import Reason
 
 
@@ -70,3 +71,24 @@ class Backend(Protocol):
 
         savable: the caller is going to save the artifact if it can.
         """
+
+
+class TorchBackend:
+    """What torch's own backends have in common: they name what they ask of torch and of the machine.
+
+    needs: private names of torch without which it cannot compile.
+    """
+
+    is_faster = False
+    load = None
+    needs: tuple[torch_internals.Internal, ...]
+
+    def __init__(self, backend: str | Callable):
+        """backend: one that torch knows by name, such as "eager", or a function as `torch.compile` takes it."""
+        self.name = backend
+
+    def missing(self, device: str | None = None) -> Reason | None:
+        lacking = torch_internals.lacking(self.needs)
+        if lacking is not None:
+            return Reason("torch_lacks", torch=torch.__version__, name=str(lacking))
+        return toolchain.lacking(device) if self.is_faster and device else None

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from ..core import toolchain, torch_internals
+from ..core import torch_internals
 from ..core.atomic_file import opened
-from ..core.reasons import Reason
 from . import generated_code
 from .ahead_of_time import AheadOfTime, artifact_of, compile_function
 from .backend import Artifact, NotSavable
@@ -31,12 +30,6 @@ class Inductor(AheadOfTime):
     """Compiles ahead of time; where the graph is not to be saved and torch has a remote cache, just in time."""
 
     is_faster = True
-
-    def __init__(self):
-        super().__init__("inductor")
-
-    def missing(self, device: str | None = None) -> Reason | None:
-        return super().missing(device) or (toolchain.lacking(device) if device else None)
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         if not savable and _has_remote_cache():

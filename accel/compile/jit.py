@@ -24,29 +24,20 @@ from typing import Any
 
 import torch
 
-from ..core import toolchain, torch_internals
-from ..core.reasons import Reason
+from ..core import torch_internals
 from ..signature.tensors import PLAIN_TENSORS
 from . import generated_code
 from .ahead_of_time import keep_size_guards, own_noise
-from .backend import Artifact, NotSavable
+from .backend import Artifact, NotSavable, TorchBackend
 
 TEMPLATE, COMPILED, MODULE = "template", "compiled", "module "
 """What saved bytes refer to by name: the block's template, the compiled graph, an imported module."""
 
 
-class RunOnce:
-    """A backend that torch knows by name, such as "eager", or a function as `torch.compile` takes it."""
+class RunOnce(TorchBackend):
+    """Compiles by running and saves nothing."""
 
-    is_faster = False
-    load = None
-
-    def __init__(self, name: str | Callable):
-        self.name = name
-
-    def missing(self, device: str | None = None) -> Reason | None:
-        lacking = torch_internals.lacking(torch_internals.RUN_ONCE)
-        return None if lacking is None else Reason("torch_lacks", torch=torch.__version__, name=str(lacking))
+    needs = torch_internals.RUN_ONCE
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         return compile_by_running(function, tensors, self.name)
@@ -56,12 +47,6 @@ class InductorOnce(RunOnce):
     """Inductor, whose graphs are saved as torch saves a standalone one, where this torch does."""
 
     is_faster = True
-
-    def __init__(self):
-        super().__init__("inductor")
-
-    def missing(self, device: str | None = None) -> Reason | None:
-        return super().missing(device) or (toolchain.lacking(device) if device else None)
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         if not savable or torch_internals.lacking(torch_internals.STANDALONE_SAVING) is not None:

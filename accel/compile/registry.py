@@ -41,7 +41,10 @@ def _by_torch(name: str | Callable) -> Backend:
     return ByTorch(AheadOfTime(name), RunOnce(name))
 
 
-BACKENDS: dict[str, Backend] = {"inductor": ByTorch(Inductor(), InductorOnce()), "eager": _by_torch("eager")}
+BACKENDS: dict[str, Backend] = {
+    "inductor": ByTorch(Inductor("inductor"), InductorOnce("inductor")),
+    "eager": _by_torch("eager"),
+}
 """Offered to people, the default first: inductor generates fused kernels; eager captures the graph and runs it."""
 
 
