@@ -28,8 +28,8 @@ from .convolution import leave_to_library
 from .registry import DEFAULT, backend_named
 from .specialization import OpTrace, TracedSizes, trace_ops
 
-LARGEST_SIZE = 2**31
-"""No dimension of a call's tensors is larger."""
+LARGEST_SIZE = 2**31 - 1
+"""No dimension of a call's tensors is larger: it fits an index of 32 bits."""
 
 _one_at_a_time = threading.Lock()
 """Torch compiles one graph at a time in a process anyway; backends rely on it to tell whose generated code is new."""

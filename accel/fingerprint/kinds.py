@@ -66,6 +66,7 @@ class Description:
 
     digest: of everything except the shapes of its weights. shapes: in the order of `weights`.
     code: the hash of its code; the dict keys that it may read are among the strings.
+    numbers: the settings of its parts that are numbers, (path, name, value), whether its code reads them or not.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Description:
     weights: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     code: CodeHash
+    numbers: tuple[tuple[str, str, float], ...] = ()
 
     @property
     def structure(self) -> tuple:
@@ -118,7 +120,16 @@ def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wr
         spec = tensor_spec(tensor)
         strides = tensor.stride() if isinstance(spec.layout, tuple) else None
         digest.update(repr((name, spec, strides, _subclass_state(name, tensor, references))).encode())
-    return Description(type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), code)
+    return Description(type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), code, _numbers(parts))
+
+
+def _numbers(parts: Iterable[tuple[str, torch.nn.Module]]) -> tuple[tuple[str, str, float], ...]:
+    return tuple(
+        (path, name, value)
+        for path, module in parts
+        for name, value in sorted(module.__dict__.items())
+        if type(value) in (int, float)
+    )
 
 
 def _subclass_state(name: str, tensor: torch.Tensor, references: References) -> tuple | None:
@@ -147,18 +158,27 @@ def kinds_of(
     """The kind of each block of a model: blocks that differ only in the sizes of weights are of one kind.
 
     model: all blocks of the model, indescribable ones too. Which sizes vary is decided over all blocks of equal
-        structure, so that it does not depend on which weights are on the device at the moment.
+        structure and numbers, so that it does not depend on which weights are on the device at the moment.
     """
-    shapes_of: dict[tuple, list[tuple[torch.Size, ...]]] = {}
+    read: dict[tuple, set[str]] = {}
     for description in descriptions:
-        shapes_of.setdefault(description.structure, []).append(description.shapes)
+        read.setdefault(description.structure, set()).update(description.code.attributes)
+
+    def group(structure: tuple, numbers: Iterable[tuple[str, str, float]]) -> tuple:
+        # Blocks whose code reads different numbers are of different kinds, so that their sizes need not vary.
+        return structure, tuple(item for item in numbers if item[1] in read.get(structure, ()))
+
+    groups = [group(description.structure, description.numbers) for description in descriptions]
+    shapes_of: dict[tuple, list[tuple[torch.Size, ...]]] = {}
+    for of, description in zip(groups, descriptions, strict=True):
+        shapes_of.setdefault(of, []).append(description.shapes)
     for block in model:
         named = list(wrapped_layers.weights(block, wraps))
         shapes = tuple(tensor.shape for _, tensor in named)
         structure = _structure(type(block).__name__, tuple(name for name, _ in named), shapes)
-        shapes_of.setdefault(structure, []).append(shapes)
-    varying = {structure: _varying(members) for structure, members in shapes_of.items()}
-    return [_kind(description, varying[description.structure]) for description in descriptions]
+        shapes_of.setdefault(group(structure, _numbers(wrapped_layers.modules(block, wraps))), []).append(shapes)
+    varying = {of: _varying(members) for of, members in shapes_of.items()}
+    return [_kind(description, varying[of]) for description, of in zip(descriptions, groups, strict=True)]
 
 
 def _structure(name: str, weights: tuple[str, ...], shapes: tuple[torch.Size, ...]) -> tuple:

@@ -57,6 +57,20 @@ def test_same_size_alone_is_another_kind_than_among_varying_ones():
     assert alone.varying == ()
 
 
+def test_sizes_vary_only_among_blocks_that_read_the_same_numbers():
+    descriptions = [describe(Block(8)), describe(Block(12, groups=4, number=1)), describe(Block(8, number=2))]
+    assert [kind.varying for kind in kinds_of(descriptions)] == [(), (), ()]
+
+
+def test_block_that_cannot_be_described_now_makes_the_same_sizes_vary():
+    narrow, wide, other = Block(8), Block(12), Block(16, groups=4)
+    wide.up.patch = object()
+    (with_it,) = kinds_of([describe(narrow)], [narrow, wide, other])
+    del wide.up.patch
+    assert with_it == kinds_of([describe(narrow), describe(wide)])[0]
+    assert kinds_of([describe(other)], [narrow, wide, other])[0].varying == ()
+
+
 def test_replaced_module_level_function_makes_another_kind(monkeypatch):
     before = digest(CallsHelper())
     monkeypatch.setitem(globals(), "helper", lambda x: x * 3)

@@ -1,0 +1,334 @@
+"""The GPU code of each kind of block, counted in instructions: as we compile it, and compiled for one size.
+
+Full-size models, one step at 1024 x 1024, of which only the code is looked at: nothing is timed but the compiler. It
+needs a card or the made-up one of the tests, whose kernels do nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from . import Problem, command, pack, report
+from .inprocess import boot
+
+MODELS = ("SD1.5", "SDXL", "Flux", "Z-Image", "Qwen-Image", "Wan")
+OURS, STATIC = "ours", "static"
+VARIANTS = (OURS, STATIC)
+COLUMNS = (
+    *("model", "block", "variant", "elements", "kernels", "launches", "instructions_per_element", "vector_share"),
+    *("software_divisions", "int64_sizes", "externs", "bytes", "seconds"),
+)
+LEGEND = """\
+elements: of the largest tensor that the block is given. launches: of Triton kernels, and externs, what is left to
+libraries. instructions_per_element: SASS instructions that all threads of all Triton kernels issue, loops counted by
+their trips, for each of these elements. vector_share: of loads and stores, those of 128 bits. software_divisions: of
+whole numbers by sizes known at run time alone. bytes: read and written by Triton kernels, as inductor counts."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parse(arguments)
+    comfyui = boot(cpu=False)
+    pack.load()
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Problem("There is no card here, nor a made-up one: tests/fakecuda says how to make one up.")
+    rows = []
+    for name in options.models or MODELS:
+        rows += measure(name, options.variants, options.block, options.details)
+    print(f"\n{report.table(rows, COLUMNS)}\n\n{report.table(totals(rows))}\n\n{LEGEND}")
+    if options.json:
+        report.write(options.json, rows, comfyui)
+        print(f"JSON: {options.json}")
+
+
+def measure(name: str, variants: Sequence[str] = VARIANTS, block: str = "", details: bool = False) -> list[report.Row]:
+    """The rows of one model: each graph that one step of it compiles, and the same call compiled for its size alone.
+
+    block: what the names of the blocks begin with. details: print each kernel.
+    """
+    import comfy.samplers
+    import torch
+    from comfy_accel.accel.cache.graph_cache import GraphCache
+    from comfy_accel.accel.compile import block_compiler
+    from comfy_accel.accel.compile.compiled_graph import CompileFailed
+    from comfy_accel.accel.core.compile_settings import CompileSettings
+    from comfy_accel.accel.core.fallbacks import fallbacks
+    from comfy_accel.accel.core.reasons import Reason
+    from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+
+    from . import gpu_models
+    from .gpu_cases import Case
+    from .gpu_runs import Runs
+
+    rows: list[report.Row] = []
+    compile_block = block_compiler.compile_block
+
+    def compile_both(template: Any, kind: Any, weights: Any, spec: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        if not kind.name.startswith(block):
+            raise CompileFailed(Reason("too_few_blocks", least=1))
+        ours = None
+        for variant in variants:
+            is_ours = variant == OURS
+            of = kind if is_ours else dataclasses.replace(kind, varying=())
+            given = rest if is_ours else (*rest[:1], False, None)
+            with _fresh_kernels():
+                started = time.perf_counter()
+                graph = compile_block(template, of, weights, spec, inputs, *given, **({} if not is_ours else more))
+                seconds = time.perf_counter() - started
+            ours = ours or graph
+            launches = _launches(graph, [*weights, *inputs])
+            label = f"{kind.name} {' '.join('x'.join(map(str, tensor.shape)) for tensor in inputs)}"
+            rows.append(row(name, label, variant, max(map(torch.Tensor.numel, inputs)), launches, seconds))
+            print(report.table(rows[-1:], COLUMNS).splitlines()[-1], file=sys.stderr, flush=True)
+            if details:
+                for launch in launches.kernels:
+                    print(f"    {launch.line(rows[-1]['elements'])}", file=sys.stderr, flush=True)
+        return ours
+
+    cache = GraphCache(max_bytes=24 << 30)
+    settings = CompileSettings()
+    with _made_up_values(torch, comfy.samplers):
+        runs = Runs(gpu_models.FULL[name])
+        block_compiler.compile_block = compile_both
+        try:
+            with torch.inference_mode():
+                runs.run(accelerate(runs.model, settings, cache, graphs=False), Case(1024, 1024, 1), 1)
+        finally:
+            block_compiler.compile_block = compile_block
+    for fallback in fallbacks.rows():
+        print(f"{name}: {fallback}", file=sys.stderr)
+    return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One launch of a Triton kernel, by the configuration of fewest instructions that the autotuner may choose."""
+
+    name: str
+    instructions: int
+    loads: Counter
+    divisions: int
+    int64_sizes: int
+    nbytes: int
+
+    def line(self, elements: int) -> str:
+        counts = f"{self.divisions} divisions, {self.int64_sizes} int64, {dict(self.loads)}"
+        return f"{self.instructions / elements:8.2f} {self.name}: {counts}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launches:
+    """What one call of a graph launches."""
+
+    kernels: list[Kernel]
+    externs: Counter
+
+
+def row(model: str, block: str, variant: str, elements: int, launches: Launches, seconds: float) -> report.Row:
+    loads: Counter = sum((kernel.loads for kernel in launches.kernels), Counter())
+    return {
+        **{"model": model, "block": block, "variant": variant, "elements": elements},
+        "kernels": len({kernel.name for kernel in launches.kernels}),
+        "launches": len(launches.kernels) + launches.externs.total(),
+        "instructions_per_element": sum(kernel.instructions for kernel in launches.kernels) / elements,
+        "vector_share": loads["128"] / max(1, loads.total()),
+        "software_divisions": sum(kernel.divisions for kernel in launches.kernels),
+        "int64_sizes": sum(kernel.int64_sizes for kernel in launches.kernels),
+        "externs": " ".join(f"{count} {name}" for name, count in sorted(launches.externs.items())),
+        "bytes": sum(kernel.nbytes for kernel in launches.kernels),
+        "seconds": round(seconds, 1),
+    }
+
+
+def totals(rows: Sequence[report.Row]) -> list[report.Row]:
+    """For each model: ours over static, weighted by elements."""
+    answer = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of = {v: [row for row in rows if row["model"] == model and row["variant"] == v] for v in (OURS, STATIC)}
+        spent = {v: sum(row["instructions_per_element"] * row["elements"] for row in of[v]) for v in of}
+        answer.append(
+            {
+                **{
+                    "model": model,
+                    "graphs": len(of[OURS]),
+                    "ours / static": spent[OURS] / spent[STATIC] if spent[STATIC] else None,
+                },
+                "software divisions": sum(row["software_divisions"] for row in of[OURS]),
+                "launches, ours": sum(row["launches"] for row in of[OURS]),
+                "launches, static": sum(row["launches"] for row in of[STATIC]),
+                "seconds, ours": sum(row["seconds"] for row in of[OURS]),
+            }
+        )
+    return answer
+
+
+def _launches(graph: Any, tensors: Sequence[Any]) -> Launches:
+    """What the graph launches with these tensors."""
+    import torch
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    externs: Counter = Counter()
+
+    class Externs(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not function.is_view and not function.name().startswith("aten::empty"):
+                externs[function.overloadpacket.__name__] += 1
+            return function(*args, **(kwargs or {}))
+
+    launched: list[tuple[Any, tuple]] = []
+    run = CachingAutotuner.run
+
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.append((self, args))
+        return run(self, *args, **kwargs)
+
+    CachingAutotuner.run = recorded
+    try:
+        with torch.inference_mode():
+            graph.run(list(tensors))  # it chooses each kernel's configuration
+            launched.clear()
+            with Externs():
+                graph.run(list(tensors))
+    finally:
+        CachingAutotuner.run = run
+    return Launches([_kernel(autotuner, args) for autotuner, args in launched], externs)
+
+
+def _kernel(autotuner: Any, args: Sequence[Any]) -> Kernel:
+    sizes = dict(
+        zip([n for n, kind in autotuner.triton_meta["signature"].items() if kind != "constexpr"], args, strict=False)
+    )
+    of = [_counted(autotuner, result, args, sizes) for result in autotuner.compile_results]
+    instructions, loads, divisions = min(of, key=lambda counted: counted[0])
+    return Kernel(
+        autotuner.fn.__name__,
+        instructions,
+        loads,
+        divisions,
+        sum(kind == "i64" for kind in autotuner.triton_meta["signature"].values()),
+        round((autotuner.inductor_meta.get("kernel_num_gb") or 0) * 1e9),
+    )
+
+
+def _counted(autotuner: Any, result: Any, args: Sequence[Any], sizes: dict[str, Any]) -> tuple[int, Counter, int]:
+    """Instructions of all threads of a launch, its loads and stores by width, its divisions in software."""
+    _, grid = autotuner._interpret_args_grid(tuple(args), result.config)
+    threads = math.prod(grid) * 32 * result.config.num_warps
+    numbers = result.config.kwargs
+    trips = 1
+    for name, block in numbers.items():
+        if (
+            name.startswith("R")
+            and name.endswith("_BLOCK")
+            and isinstance(sizes.get(f"{name[:-6].lower()}_numel"), int)
+        ):
+            trips *= math.ceil(sizes[f"{name[:-6].lower()}_numel"] / block)
+    code = sass(result.kernel.asm["cubin"])
+    return sum(code.weights(trips)) * threads, code.loads(), code.divisions()
+
+
+@dataclasses.dataclass(frozen=True)
+class Sass:
+    """The instructions of one kernel: (address, operation, target of a branch)."""
+
+    instructions: list[tuple[int, str, int | None]]
+
+    def weights(self, trips: int) -> list[int]:
+        """How often each is issued. trips: of its loops together."""
+        loops = [
+            (target, at) for at, op, target in self.instructions if op == "BRA" and target is not None and target < at
+        ]
+        return [trips if any(first <= at <= last for first, last in loops) else 1 for at, _, _ in self.instructions]
+
+    def loads(self) -> Counter:
+        wide = (".128" in op for _, op, _ in self.instructions if op.startswith(("LDG", "STG", "LD.", "ST.")))
+        return Counter("128" if is_wide else "narrow" for is_wide in wide)
+
+    def divisions(self) -> int:
+        """A division begins with the divisor's reciprocal, rounded up."""
+        return sum(op.startswith("I2F") and op.endswith(".RP") for _, op, _ in self.instructions)
+
+
+_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)(.*)", re.MULTILINE)
+
+
+def sass(cubin: bytes) -> Sass:
+    """The code of a kernel, as the disassembler in Triton's wheel reads it."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-sass", file.name], capture_output=True, text=True, env={}, check=True
+        ).stdout
+    found = []
+    for address, op, rest in _LINE.findall(text):
+        target = re.search(r"\b0x([0-9a-f]+)\b", rest) if op.startswith(("BRA", "CALL")) else None
+        found.append(
+            (int(address, 16), op.partition(".")[0] if op.startswith("BRA") else op, target and int(target[1], 16))
+        )
+    # The end is filled up with a branch to itself and what no thread comes to.
+    end = next((at for at, op, target in found if op == "BRA" and target == at), None)
+    return Sass([item for item in found if item[1] != "NOP" and item[0] != end])
+
+
+@contextmanager
+def _fresh_kernels() -> Iterator[None]:
+    """While it lasts, nothing is found that was compiled before, and every kernel's code is kept."""
+    import torch._inductor.config
+    from torch._inductor.async_compile import CompiledTritonKernels
+    from torch._inductor.utils import clear_caches, fresh_cache
+
+    torch._dynamo.reset()
+    clear_caches()
+    CompiledTritonKernels.cache_clear()
+    with fresh_cache(), torch._inductor.config.patch(use_static_triton_launcher=False):
+        yield
+
+
+@contextmanager
+def _made_up_values(torch: Any, samplers: Any) -> Iterator[None]:
+    """A made-up card gives no values: what the host would read of them is computed here."""
+    sigmas = samplers.calculate_sigmas
+    is_enabled = torch.backends.cudnn.enabled
+    samplers.calculate_sigmas = lambda sampling, scheduler, steps: torch.linspace(10.0, 0.0, steps + 1)
+    torch.backends.cudnn.enabled = False  # the library would look for a card
+    try:
+        yield
+    finally:
+        samplers.calculate_sigmas = sigmas
+        torch.backends.cudnn.enabled = is_enabled
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dev.py bench kernels", description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all if none is given")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="default: all")
+    parser.add_argument("--block", default="", metavar="NAME", help="only blocks whose class begins so")
+    parser.add_argument("--details", action="store_true", help="also print each kernel")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.models if name not in MODELS]
+    if unknown:
+        parser.error(f"{unknown[0]} is none of {', '.join(MODELS)}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))
