@@ -1,0 +1,132 @@
+/* The card, its memory, and what tests ask of it. */
+#include "device.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+pthread_mutex_t state_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+struct counts counts;
+
+static int setting(const char *name, int otherwise) {
+    const char *text = getenv(name);
+    return text && *text ? atoi(text) : otherwise;
+}
+
+/* Figures of NVIDIA's tables ("Technical Specifications per Compute Capability"), multiprocessors and L2 of one card
+   of each: RTX 3090, RTX 4090, H100, RTX 5090. */
+static const struct card cards[] = {
+    {80, 108, 2048, 167936, 166912, 41943040},
+    {86, 82, 1536, 102400, 101376, 6291456},
+    {89, 128, 1536, 102400, 101376, 75497472},
+    {90, 132, 2048, 233472, 232448, 52428800},
+    {120, 170, 1536, 102400, 101376, 100663296},
+};
+
+const struct card *card(void) {
+    static const struct card *chosen;
+    if (chosen == NULL) {
+        int capability = setting("FAKECUDA_CC", 90);
+        for (size_t i = 0; i < sizeof cards / sizeof *cards; i++)
+            if (cards[i].capability == capability) chosen = &cards[i];
+        if (chosen == NULL) {
+            fprintf(stderr, "FAKECUDA_CC=%d: known are 80, 86, 89, 90 and 120\n", capability);
+            abort();
+        }
+    }
+    return chosen;
+}
+
+size_t card_memory(void) { return (size_t)setting("FAKECUDA_MEM_MB", 24 << 10) << 20; }
+
+void note(const char *format, ...) {
+    static int wanted = -1;
+    if (wanted < 0) wanted = setting("FAKECUDA_LOG", 0);
+    if (!wanted) return;
+    va_list arguments;
+    va_start(arguments, format);
+    fputs("[made-up device] ", stderr);
+    vfprintf(stderr, format, arguments);
+    fputc('\n', stderr);
+    va_end(arguments);
+}
+
+struct range {
+    char *start;
+    size_t bytes;
+    enum place place;
+    struct range *next;
+};
+static struct range *ranges;
+static size_t taken;
+
+void know_range(void *address, size_t bytes, enum place place) {
+    LOCKED;
+    struct range *range = malloc(sizeof *range);
+    *range = (struct range){address, bytes, place, ranges};
+    ranges = range;
+}
+
+static size_t drop_range(void *address) {
+    LOCKED;
+    for (struct range **at = &ranges; *at; at = &(*at)->next) {
+        struct range *range = *at;
+        if (range->start != address) continue;
+        size_t bytes = range->bytes;
+        *at = range->next;
+        free(range);
+        return bytes;
+    }
+    return 0;
+}
+
+bool forget_range(void *address) { return drop_range(address) != 0; }
+
+enum place place_of(const void *address) {
+    LOCKED;
+    for (struct range *range = ranges; range; range = range->next)
+        if ((const char *)address >= range->start && (const char *)address < range->start + range->bytes)
+            return range->place;
+    return PAGEABLE;
+}
+
+void *map_range(size_t bytes, enum place place) {
+    if (bytes == 0) bytes = 1;
+    void *address = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (address == MAP_FAILED) return NULL;
+    know_range(address, bytes, place);
+    return address;
+}
+
+bool unmap_range(void *address) {
+    size_t bytes = drop_range(address);
+    if (bytes) munmap(address, bytes);
+    return bytes != 0;
+}
+
+bool take_memory(size_t bytes) {
+    LOCKED;
+    if (taken + bytes > card_memory()) return false;
+    taken += bytes;
+    return true;
+}
+
+void give_memory(size_t bytes) {
+    LOCKED;
+    taken -= bytes;
+}
+
+size_t memory_taken(void) { return taken; }
+
+static double kernel_microseconds;
+double launch_microseconds(void) { return kernel_microseconds; }
+
+/* For tests, called through ctypes. */
+EXPORT void fakecuda_counts(struct counts *out) {
+    LOCKED;
+    *out = counts;
+}
+
+EXPORT void fakecuda_launches_take(double microseconds) { kernel_microseconds = microseconds; }

@@ -1,0 +1,18 @@
+"""Tests of CUDA paths on the made-up device (`bench/made_up_device`), in processes that test_made_up_device.py starts.
+
+Values are zeros there. So these tests are about shapes, counts, memory and what is refused.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from bench import made_up_device  # noqa: E402
+
+if made_up_device.is_here():
+    made_up_device.prepare()
+    os.environ["ACCEL_STORE"] = "off"
+else:
+    collect_ignore_glob = ["*"]

@@ -1,0 +1,41 @@
+"""What CUDA paths do on the host, on a made-up device: tests/fakecuda, in processes of their own that load it.
+
+No GPU is here, and no time is measured.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bench import ROOT, made_up_device
+
+PYTEST = "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+
+
+@pytest.fixture(scope="session")
+def device(tmp_path_factory):
+    """The environment of a process with the device."""
+    try:
+        folder = made_up_device.build(tmp_path_factory.mktemp("made_up_device"))
+    except made_up_device.Unavailable as why:
+        pytest.skip(f"there can be no made-up device: {why}")
+    compiled = {
+        name: str(folder / name.split("_")[0].lower()) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    }
+    return {**os.environ, "OMP_NUM_THREADS": "1", **compiled, **made_up_device.environment(folder)}
+
+
+def passes(environment: dict[str, str], *arguments: str) -> None:
+    """The tests that are named pass in a process with the device, and there are some."""
+    arguments = ("-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs", *arguments)
+    child = subprocess.run(
+        [sys.executable, "-c", PYTEST, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
+    assert "skipped" not in child.stdout, child.stdout[-2000:]
+
+
+def test_it_keeps_the_rules_of_cuda(device):
+    passes(device, "tests/fakecuda/test_device.py")
