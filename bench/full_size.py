@@ -88,30 +88,12 @@ FLUX = Family(
 )
 """As Flux-dev; its ControlNet as deep as published ones."""
 
-SD35 = Family(
-    "SD3.5",
-    "SD3",
-    {
-        "in_channels": 16,
-        "out_channels": 16,
-        "patch_size": 2,
-        "depth": 24,
-        "input_size": None,
-        "adm_in_channels": 2048,
-        "context_embedder_config": {
-            "target": "torch.nn.Linear",
-            "params": {"in_features": 4096, "out_features": 1536},
-        },
-        "num_patches": 384 * 384,
-        "pos_embed_max_size": 384,
-        "pos_embed_scaling_factor": None,
-        "qk_norm": "rms",
-        "x_block_self_attn_layers": list(range(13)),
-    },
-    context_dim=4096,
-    pooled_dim=2048,
+QWEN_IMAGE = Family(
+    "Qwen-Image",
+    "QwenImage",
+    {"image_model": "qwen_image", "in_channels": 64, "num_layers": 60},
+    context_dim=3584,
 )
-"""As SD3.5-medium."""
 
 WAN = Family(
     "Wan",

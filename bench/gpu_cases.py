@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .report import Row
 from .session_plan import STEPS, Step
 
-MODELS = ("SDXL", "SD1.5", "Flux", "SD3.5", "Wan", "Z-Image")
+MODELS = ("SDXL", "SD1.5", "Flux", "Z-Image", "Qwen-Image", "Wan")
 """SDXL first: the goals are of it."""
 
 SIZES = ((1024, 1024), (512, 512), (720, 960), (768, 768), (1280, 720))

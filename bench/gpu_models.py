@@ -67,9 +67,9 @@ FULL = {
     "SDXL": Subject(full_size.SDXL, "fp16"),
     "SD1.5": Subject(full_size.SD15, "fp16"),
     "Flux": Subject(full_size.FLUX, "bf16", tokens=256),
-    "SD3.5": Subject(full_size.SD35, "fp16", tokens=154),
-    "Wan": Subject(full_size.WAN, "bf16", tokens=512, frames=5),
     "Z-Image": Subject(full_size.Z_IMAGE, "bf16", tokens=96),
+    "Qwen-Image": Subject(full_size.QWEN_IMAGE, "bf16", tokens=64, frames=1),
+    "Wan": Subject(full_size.WAN, "bf16", tokens=512, frames=5),
 }
 """Dtypes as core chooses them on a recent card. Wan: 5 latent frames are a clip of 17."""
 
@@ -84,15 +84,10 @@ _SDXL = {
     "num_classes": "sequential",
     "adm_in_channels": 2816,
 }
-_SD35 = {
-    **full_size.SD35.config,
-    "depth": 2,
-    "num_blocks": 3,
-    "adm_in_channels": 32,
-    "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 48, "out_features": 128}},
-    "num_patches": 24 * 24,
-    "pos_embed_max_size": 24,
-    "x_block_self_attn_layers": [0],
+_QWEN_IMAGE = {
+    **full_size.QWEN_IMAGE.config,
+    **{"num_layers": 3, "num_attention_heads": 2, "joint_attention_dim": 48},
+    **{"attention_head_dim": 32, "axes_dims_rope": (8, 12, 12)},
 }
 _WAN = {
     **{"model_type": "t2v", "dim": 96, "ffn_dim": 160, "freq_dim": 32, "text_dim": 48},
@@ -108,12 +103,19 @@ _small = {
     "SDXL": Family("SDXL", "SDXL", _SDXL, 64, 1280),
     "SD1.5": replace(tiny_models.UNET_FAMILY, name="SD1.5"),
     "Flux": Family("Flux", "Flux", {**tiny_models.FLUX, "guidance_embed": True}, 64, 32),
-    "SD3.5": Family("SD3.5", "SD3", _SD35, 48, 32),
-    "Wan": Family("Wan", "WAN21_T2V", _WAN, 48),
     "Z-Image": Family("Z-Image", "ZImage", _Z_IMAGE, 48),
+    "Qwen-Image": Family("Qwen-Image", "QwenImage", _QWEN_IMAGE, 48),
+    "Wan": Family("Wan", "WAN21_T2V", _WAN, 48),
 }
 
 QUICK = {
-    name: replace(FULL[name], family=family, dtype="fp32", tokens=24, scale=QUICK_SCALE, frames=FULL[name].frames and 2)
+    name: replace(
+        FULL[name],
+        family=family,
+        dtype="fp32",
+        tokens=24,
+        scale=QUICK_SCALE,
+        frames=FULL[name].frames and min(FULL[name].frames, 2),
+    )
     for name, family in _small.items()
 }
