@@ -16,7 +16,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from bench import BENCHES, ROOT, WITH_DIFFUSERS, WORK, Problem
+from bench import BENCHES, PYTEST, ROOT, WITH_DIFFUSERS, WORK, Problem
 from bench.command import run
 
 VENV = ROOT / ".venv"
@@ -26,10 +26,6 @@ COMFYUI = ROOT / "bench" / "requirements-comfyui.txt"
 TESTING = ROOT / "tests" / "requirements.txt"
 FRONTEND = ROOT / "tests" / "requirements-frontend.txt"
 GIB_NEEDED = 8
-
-# pytest as its own console script would start it. `-m pytest` puts the current folder first on the path, where this
-# pack's `nodes` would hide ComfyUI's.
-PYTEST = "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
 AT_ONCE = ["--numprocesses=2", "--dist=loadgroup", "--no-loadscope-reorder"]
 """For the whole suite: compiling keeps one core busy at a time, and each process needs up to 3 GB.

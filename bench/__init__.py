@@ -29,5 +29,10 @@ WITH_DIFFUSERS = ("diffusers",)
 """Those of them that need what the tests are run with (tests/requirements.txt) too."""
 
 
+PYTEST = "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+"""Python code: pytest as its own console script would start it. `-m pytest` puts the current folder first on the path,
+where this pack's `nodes` would hide ComfyUI's."""
+
+
 class Problem(Exception):
     """Something that the person at the keyboard can mend; its text is one sentence that says how."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import Problem, command, gpu_goals, gpu_page, pack, report
+from . import Problem, command, gpu_goals, gpu_page, gpu_plan, gpu_prepare, pack, report
 from .comfyui import tree
 from .compilations import STORE_KEY, RecompileLimit
 from .gpu_cases import (
@@ -49,11 +49,20 @@ from .inprocess import boot
 
 COLD_CASE = Case(512, 512, 1)
 
+IN_PROCESS = ("steps", "profile", "sizes40")
+"""Parts that share one model and what was compiled of it."""
+
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
     if options.comfyui:
         os.environ["COMFYUI_PATH"] = os.path.abspath(options.comfyui)
+    if options.prepare:
+        size = gpu_prepare.prepare(options.prepare, options.for_python)
+        print(f"{options.prepare}: {size:.0f} MB. There: python3 -m bench.gpu --plan 1 --prepared {options.prepare}")
+        return
+    if options.plan:
+        return gpu_plan.run(options.plan, (options.out or Path("docs")).resolve(), options.prepared, options.quick)
     tree()  # what is wrong with the path is said before torch is imported
     _require_device(options.quick)
     boot(cpu=options.quick)
@@ -102,7 +111,8 @@ class Results:
             self.skips = replaced(self.skips, row)
         else:
             self.rows = replaced(self.rows, row)
-        print(gpu_page.line(row), file=sys.stderr, flush=True)
+        if "kernel" not in row:  # there are hundreds; the page has them
+            print(gpu_page.line(row), file=sys.stderr, flush=True)
         self.save()
 
     def took(self, model: str, seconds: float) -> None:
@@ -131,9 +141,9 @@ class Results:
             raise Problem(f"{len(wrong)} failures, the first: {wrong[0]}.")
 
     def _all(self) -> tuple[list[report.Row], list[report.Row]]:
-        again = {(row["part"], row["model"]) for row in [*self.rows, *self.skips]}
-        skips = [row for row in self._old["skipped"] if (row["part"], row["model"]) not in again]
-        return merged(self._old["rows"], self.rows), [*skips, *self.skips]
+        done = {(row["part"], row["model"], row["contender"]) for row in self.rows}
+        skips = [row for row in self._old["skipped"] if (row["part"], row["model"], row["contender"]) not in done]
+        return merged(self._old["rows"], self.rows), merged(skips, self.skips)
 
     def _goals(self) -> list[gpu_goals.Goal]:
         rows, skips = self._all()
@@ -146,7 +156,7 @@ def of_model(
     """All rows of one model, part by part. capturer: in place of CUDA's."""
     import torch
 
-    from . import gpu_cold, gpu_forty, gpu_models, gpu_session
+    from . import gpu_cold, gpu_forty, gpu_models, gpu_profile, gpu_session
     from .gpu_contenders import Lineup
     from .gpu_runs import Runs
     from .gpu_steps import Steps
@@ -169,7 +179,7 @@ def of_model(
         work, runs, lineup = Path(folder), None, None
         begun: dict[str, Case] = {}
         for part in budget.parts(options.parts, models_left):
-            if part in ("steps", "sizes40") and runs is None:
+            if part in IN_PROCESS and runs is None:
                 runs = Runs(subject)
                 backend = "eager" if options.quick else "inductor"
                 kept = "cold" in options.parts
@@ -182,9 +192,13 @@ def of_model(
                     for case in cases(options.sizes, options.batches):
                         yield from steps.case(case, names)
                 begun = steps.begun
+            elif part == "profile":
+                names = [name for name in options.contenders if not CONTENDERS[name].caches]
+                case = cases(options.sizes, options.batches)[0]
+                yield from gpu_profile.rows(model, runs, lineup, case, names, budget, subject.device)
             elif part == "sizes40" and BOTH in options.contenders:
                 yield from gpu_forty.rows(model, runs, lineup, budget)
-            if part not in ("steps", "sizes40"):
+            if part not in IN_PROCESS:
                 runs = lineup = steps = None
                 _free()
             if part == "session":
@@ -247,6 +261,20 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         " rows stay where this run has none of the model's part",
     )
     parser.add_argument("--comfyui", metavar="PATH", help="a ComfyUI checkout, instead of the embedded 0.3.75")
+    parser.add_argument(
+        "--plan",
+        type=int,
+        choices=gpu_plan.PLANS,
+        help=f"measure what tells most in {gpu_plan.MINUTES:.0f} minutes, part 1 to {max(gpu_plan.PLANS)} of it",
+    )
+    parser.add_argument(
+        "--prepare",
+        type=Path,
+        metavar="FOLDER",
+        help="measure nothing: put there what a machine lacks that has torch, transformers and no network",
+    )
+    parser.add_argument("--for-python", default="3.12", metavar="VERSION", help="Python of that machine, default: 3.12")
+    parser.add_argument("--prepared", type=Path, metavar="FOLDER", help="with --plan: the folder that --prepare filled")
     parser.add_argument("--quick", action="store_true", help="tiny models on the CPU: whether it runs, and counts")
     options = parser.parse_args(arguments)
     options.given = sys.argv[1:] if arguments is None else arguments

@@ -19,7 +19,7 @@ BATCHES = (1, 4)
 
 QUICK_MODELS, QUICK_SIZES, QUICK_BATCHES = ("SDXL",), ((512, 512), (720, 960)), (1,)
 
-SHARES = {"steps": 0.55, "sizes40": 0.08, "session": 0.2, "cold": 0.17}
+SHARES = {"steps": 0.52, "profile": 0.04, "sizes40": 0.08, "session": 0.2, "cold": 0.16}
 """The parts in their order, and how much of a model's time each may take."""
 
 PARTS = tuple(SHARES)
@@ -161,18 +161,29 @@ def skipped(part: str, model: str, what: str, contender: str, why: str = "no tim
     return {"part": part, "model": model, "what": what, "contender": contender, "why": why}
 
 
+_NAMES = ("part", "model", "contender", "size", "batch", "step", "start", "number", "kernel", "what")
+"""Of a row: what it is about."""
+
+
 def merged(old: Iterable[Row], new: Sequence[Row]) -> list[Row]:
-    """The new rows, and the old ones of parts of models that were not measured again."""
-    again = {(row["part"], row["model"]) for row in new}
-    return [row for row in old if (row["part"], row["model"]) not in again] + list(new)
+    """The new rows, and the old ones about something else. A contender's kernels are measured together."""
+    measured = {_about(row) for row in new}
+    profiled = {_profiled(row) for row in new if row["part"] == "profile"}
+    kept = [row for row in old if _about(row) not in measured]
+    return [row for row in kept if row["part"] != "profile" or _profiled(row) not in profiled] + list(new)
 
 
 def replaced(rows: Iterable[Row], row: Row) -> list[Row]:
     """The rows with this one, in place of an earlier one about the same."""
-    names = ("part", "model", "contender", "size", "batch", "step", "start", "number", "what")
-    same = [row.get(name) for name in names]
-    kept = [known for known in rows if [known.get(name) for name in names] != same]
-    return [*kept, row]
+    return [*(known for known in rows if _about(known) != _about(row)), row]
+
+
+def _about(row: Row) -> tuple:
+    return tuple(row.get(name) for name in _NAMES)
+
+
+def _profiled(row: Row) -> tuple:
+    return tuple(row.get(name) for name in ("model", "contender", "size", "batch"))
 
 
 def in_session(control: bool, steps: Sequence[Step]) -> list[Step]:

@@ -229,7 +229,7 @@ def _name(case: tuple[str, str, int]) -> str:
 
 def _place(row: Row) -> str:
     """Where in its part: the case, the prompt or the start."""
-    if row["part"] == "steps":
+    if row["part"] in ("steps", "profile"):
         return f"{row['size']} batch {row['batch']}, "
     if row["part"] == "session":
         return f"session, {row['step']}, "

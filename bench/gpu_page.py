@@ -36,7 +36,7 @@ LEGEND = """\
 - Ours: *Accelerate Model*'s defaults without `check_gain`, which would run some calls of the first images twice.
 - A prompt's stall: its seconds minus those of the same prompt once more."""
 
-_TEXTS = ("contender", "size", "start", "ran as", "notes", "model", "part", "what", "why")
+_TEXTS = ("contender", "kernel", "size", "start", "ran as", "notes", "model", "part", "what", "why")
 
 
 def page(
@@ -177,7 +177,26 @@ def forty_table(rows: Sequence[Row]) -> str:
     return f"### Forty sizes in a row\n\n{text}\n\n{_table(shown)}"
 
 
-TABLES = {"steps": steps_table, "cold": cold_table, "session": session_table, "sizes40": forty_table}
+def profile_table(rows: Sequence[Row]) -> str:
+    shown = [
+        {
+            "size": row["size"],
+            "contender": CONTENDERS[row["contender"]].label,
+            "kernel": f"`{row['kernel']}`",
+            "calls a step": row["calls"],
+            "ms a step": row["kernel_ms"],
+            "share": f"{row['share']:.1%}",
+        }
+        for row in rows
+        if "kernel" in row
+    ]
+    return f"### Kernels\n\n{_table(shown)}"
+
+
+TABLES = {
+    **{"steps": steps_table, "profile": profile_table, "cold": cold_table},
+    **{"session": session_table, "sizes40": forty_table},
+}
 
 
 def line(row: Row) -> str:
@@ -185,7 +204,17 @@ def line(row: Row) -> str:
     if "why" in row:
         return f"{row['model']}, {row['part']}, {row['what']}, {row['contender']}: left out, {row['why']}"
     names = ("size", "batch", "number", "step", "start", "contender")
-    figures = ("failed", "step_ms", "first_image_s", "stall_s", "image_s", "compilations", "ran_as", "answer_diff")
+    figures = (
+        "failed",
+        "step_ms",
+        "kernel_ms",
+        "first_image_s",
+        "stall_s",
+        "image_s",
+        "compilations",
+        "ran_as",
+        "answer_diff",
+    )
     told = [
         f"{name} {row[name]:.3g}" if isinstance(row[name], float) else f"{name} {row[name]}"
         for name in _in(row, figures)

@@ -92,6 +92,18 @@ def test_no_time_leaves_everything_out_and_says_so():
     assert rows and {row["why"] for row in rows} == {"no time left"}
 
 
+def test_profile_tells_what_a_step_spends_in_each_kernel():
+    options = gpu._parse(
+        ["--quick", "--models", "Wan", "--sizes", "512x512", "--parts", "profile", "--contenders", BOTH]
+    )
+    rows = list(gpu.of_model("Wan", options, TimeBudget(None), 1, {"matrix_tflops": 0.1}))
+    for contender in (EAGER, BOTH):
+        own = [row for row in rows if row["contender"] == contender]
+        assert sum(row["share"] for row in own) == pytest.approx(1, abs=0.01)
+        assert own[0]["kernel_ms"] >= own[1]["kernel_ms"] > 0 and own[-1]["kernel"] == "others"
+        assert any("attention" in row["kernel"] and row["calls"] >= 6 for row in own)  # three blocks, two a block
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """What a whole run writes; in a process of its own, as users run it."""

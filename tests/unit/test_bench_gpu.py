@@ -1,8 +1,16 @@
 """`bench gpu` without torch: what is measured when time is short, how goals are judged, what the page says."""
 
+import importlib.util
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
 import pytest
 
-from bench import Problem, gpu, gpu_goals, gpu_page
+from bench import ROOT, Problem, gpu, gpu_goals, gpu_page, gpu_plan, gpu_prepare
+from bench.comfyui import tree
 from bench.gpu_cases import (
     BLOCKS,
     BOTH,
@@ -13,6 +21,7 @@ from bench.gpu_cases import (
     MODELS,
     PARTS,
     SESSION,
+    SHARES,
     TIER_ONE,
     TimeBudget,
     cases,
@@ -56,6 +65,11 @@ def start(contender, which, **changes):
     return row | {"answer_diff": 0.0, "reasons": []} | changes
 
 
+def kernel(contender, name):
+    row = {"part": "profile", "model": "SDXL", "contender": contender, "size": "512x512", "batch": 1, "kernel": name}
+    return row | {"calls": 2.0, "kernel_ms": 0.5, "share": 0.25}
+
+
 def everything():
     """Rows of a run in which every goal of SDXL is reached."""
     rows = []
@@ -63,7 +77,7 @@ def everything():
         rows += [step(EAGER, 20.0, size=size), step(BOTH, 12.0, size=size), step(CORE, 13.0, size=size)]
         rows.append(step(DEEP_3, 7.0, size=size, psnr_db=30.0, full_steps=11, skipped_steps=20, share_of_matrix=None))
     rows += [prompt(BOTH, 5.0), prompt(CORE, 80.0), *(forty(number) for number in range(1, 41))]
-    return [*rows, start(BOTH, "cold")]
+    return [*rows, start(BOTH, "cold"), kernel(BOTH, "gemm")]
 
 
 def judged(rows, skips=(), has_gpu=True, seconds=500.0):
@@ -159,7 +173,7 @@ def test_each_part_has_its_share_and_what_an_earlier_one_leaves():
     left = {}
     for part in budget.parts(PARTS, models_left=1):
         left[part] = next(seconds for seconds in range(1000) if not budget.fits(seconds))
-    assert left["steps"] == pytest.approx(0.55 * 540, abs=1) and left["cold"] == pytest.approx(540, abs=1)
+    assert left["steps"] == pytest.approx(SHARES["steps"] * 540, abs=1) and left["cold"] == pytest.approx(540, abs=1)
     assert list(left.values()) == sorted(left.values())
 
 
@@ -186,10 +200,74 @@ def test_a_later_row_about_the_same_stands_in_place_of_the_earlier():
     assert len(replaced([start(BOTH, "cold")], start(BOTH, "warm"))) == 2
 
 
-def test_rows_of_an_earlier_run_stay_where_their_part_was_not_measured_again():
-    old = [step(BOTH, 12.0), start(BOTH, "cold"), step(BOTH, 9.0, model="Flux")]
+def test_rows_of_an_earlier_run_stay_where_the_same_was_not_measured_again():
+    old = [step(BOTH, 12.0), start(BOTH, "cold"), step(BOTH, 9.0, model="Flux"), step(BOTH, 30.0, size="1024x1024")]
     new = [step(BOTH, 11.0), step(CORE, 13.0)]
     assert merged(old, new) == [*old[1:], *new]
+
+
+def test_kernels_of_an_earlier_run_go_with_the_contender_that_is_profiled_again():
+    old = [kernel(BOTH, "gemm"), kernel(BOTH, "norm"), kernel(CORE, "gemm")]
+    new = [kernel(BOTH, "gemm_norm")]
+    assert merged(old, new) == [old[2], *new]
+    assert "| `gemm_norm` |" in gpu_page.profile_table(new)
+
+
+# Plans
+
+
+@pytest.mark.parametrize("number", gpu_plan.PLANS)
+def test_every_stage_of_a_plan_is_a_command_that_bench_gpu_takes(number, tmp_path):
+    stages = gpu_plan.PLANS[number]
+    for stage in stages:
+        if stage.arguments:
+            _, _, *arguments = gpu_plan._arguments(stage, 60 * stage.minutes, tmp_path, quick=False)
+            assert gpu._parse(arguments).minutes == stage.minutes
+    # The last takes what is left, and that is worth starting it.
+    assert sum(stage.minutes for stage in stages[:-1]) + 1 < gpu_plan.MINUTES <= stages[-1].minutes
+
+
+def test_plans_measure_every_model():
+    asked = " ".join(stage.arguments for stages in gpu_plan.PLANS.values() for stage in stages)
+    assert set(MODELS) <= set(asked.split())
+
+
+def test_stage_that_fails_costs_no_other(tmp_path, monkeypatch):
+    (tmp_path / "benchmarks.json").write_text('{"rows": [1]}')
+    ran = []
+
+    def run(command, **given):
+        ran.append(command)
+        if len(ran) == 2:
+            raise subprocess.TimeoutExpired(command, given["timeout"])
+        return subprocess.CompletedProcess(command, returncode=3 if len(ran) == 1 else 0)
+
+    monkeypatch.setattr(gpu_plan.subprocess, "run", run)
+    with pytest.raises(Problem, match="ended with 3; .* cut after its time"):
+        gpu_plan.run(2, tmp_path, None, quick=True)
+    assert len(ran) == len(gpu_plan.PLANS[2])
+    assert all(command[-1] == "--quick" and str(tmp_path / "benchmarks.json") in command for command in ran)
+
+
+def test_prepared_folder_brings_what_is_missing_and_hides_nothing(tmp_path):
+    wheels = tmp_path / "carried" / "wheels"
+    wheels.mkdir(parents=True)
+    for package in ("torchsde", "packaging"):
+        with zipfile.ZipFile(wheels / f"{package}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{package}/__init__.py", "")
+    find = importlib.util.find_spec
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchsde" else find(name))
+        made = gpu_prepare.environment(tmp_path / "carried", tmp_path)
+    assert made["COMFYUI_PATH"] == str(tmp_path / "carried" / "comfyui")
+    assert [entry.name for entry in Path(made["PYTHONPATH"].split(os.pathsep)[0]).iterdir()] == ["torchsde"]
+
+
+def test_prepared_comfyui_is_enough_to_import_its_sampling(tmp_path):
+    gpu_prepare._pack(tree(), tmp_path / "comfyui")
+    code = "from bench.inprocess import boot; boot(cpu=True); from bench import gpu_models, pack; pack.load()"
+    environment = {**os.environ, "COMFYUI_PATH": str(tmp_path / "comfyui")}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, timeout=200)
 
 
 # Goals
