@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .events import emit, log
-from .reasons import Reason
+from .reasons import OF_THE_MACHINE, Reason
 
 _MOST = 500
 """Reasons kept; beyond, a new one replaces the oldest."""
@@ -24,17 +24,24 @@ class Fallbacks:
         self._calls: dict[tuple[str, str], tuple[Reason, int]] = {}
 
     def note(self, block: str, reason: Reason, how: str = "uncompiled") -> None:
-        """Count one call of a block that ran eagerly; the first of each reason is logged with `how` the block ran."""
+        """Count one call of a block that ran eagerly; the first of each reason is logged with `how` the block ran.
+
+        A reason that holds for all blocks is logged once, not for each of them.
+        """
         key = block, _NUMBER.sub("#", str(reason))
         with self._lock:
             if key in self._calls:
                 first, calls = self._calls[key]
                 self._calls[key] = first, calls + 1
                 return
+            is_known = any(reason == known for known, _ in self._calls.values())
             if len(self._calls) >= _MOST:
                 del self._calls[next(iter(self._calls))]
             self._calls[key] = reason, 1
-        log.warning("%s runs %s: %s", block, how, reason)
+        if reason.code not in OF_THE_MACHINE:
+            log.warning("%s runs %s: %s", block, how, reason)
+        elif not is_known:
+            log.warning("Nothing is compiled: %s", reason)
         emit("fallback", block=block, reason=reason)
 
     def counts(self) -> dict[tuple[str, Reason], int]:

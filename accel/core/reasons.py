@@ -74,10 +74,19 @@ _A_CALL = {
     "attention_replaced": "an attention replacement ({patch}) concerns it",
 }
 
-_A_GRAPH = {
+_A_MACHINE = {
     "torch_lacks": "torch {torch} has no {name}, without which nothing is compiled: torch 2.8 to 2.15 have it",
-    "no_cpp_compiler": "torch needs a C++ compiler for the CPU, and there is no {name}",
-    "no_triton": "torch needs Triton for the GPU, and it is not installed (on Windows: the package triton-windows)",
+    "no_cpp_compiler": "torch needs a C++ compiler for the CPU, and there is no {name}; this installs one: {command}",
+    "cpp_compiler_asleep": "torch needs a C++ compiler for the CPU, and {name} is installed but not on the path: in a "
+    "command prompt run {command}, and start from there",
+    "no_triton": "torch needs Triton for the GPU, and it is not installed; this installs it: {command}",
+    "no_triton_of_torch": "torch needs Triton for the GPU, and it is not installed: install torch again from where it "
+    "came, with the Triton that belongs to it",
+    "no_python_headers": "Triton needs Python's folders include and libs, and there is no Python.h in {folder}: copy "
+    "both from a Python {python} of python.org",
+}
+
+_A_GRAPH = {
     "changes_list": "it changes a list or dict that it is given, or may do so; a graph would change a copy",
     "not_copied": "it cannot be copied: {error}",
     "compile_failed": "{error}",
@@ -194,5 +203,8 @@ _SAVED = {
     "of this run, without its first and last step and those in which something was compiled).",
 }
 
-SENTENCES = {**_A_CALL, **_A_GRAPH, **_A_MODEL, **_ADDED_WEIGHTS, **_CAPTURING, **_SAVED}
+SENTENCES = {**_A_CALL, **_A_MACHINE, **_A_GRAPH, **_A_MODEL, **_ADDED_WEIGHTS, **_CAPTURING, **_SAVED}
 """Every code with its English sentence. `accelReasons` of locales/zh/main.json has the same codes in Chinese."""
+
+OF_THE_MACHINE = frozenset(_A_MACHINE)
+"""Codes of what is missing for every block alike."""

@@ -1,11 +1,16 @@
-"""The tools that torch needs for compiling, where they are installed."""
+"""The tools that torch needs for compiling: where they are installed, and what installs those that are not."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
+import subprocess
 import sys
+import sysconfig
+
+import torch
 
 from .reasons import Reason
 
@@ -13,6 +18,19 @@ _TRITONS = ("triton", "triton-windows", "triton-rocm", "triton-xpu") + (
     *("pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu"),
 )
 """Packages that bring the module `triton`."""
+
+_TRITON_OF = {7: 3, 8: 4, 9: 5, 10: 6, 11: 6, 12: 7, 13: 7, 14: 8, 15: 9}
+"""Minor version of torch 2 → that of Triton 3 which belongs to it.
+
+From the metadata of torch's wheels for Linux, and the table of triton-windows, which names torch up to 2.13.
+"""
+
+_WINDOWS_CPP = (
+    "winget install Microsoft.VisualStudio.2022.BuildTools --override "
+    '"--passive --add Microsoft.VisualStudio.Workload.VCTools --includeRecommended"'
+)
+
+_LINUX_CPP = {"apt-get": "apt-get install g++", "dnf": "dnf install gcc-c++", "pacman": "pacman -S gcc"}
 
 
 def triton_version() -> str | None:
@@ -30,9 +48,20 @@ def triton_version() -> str | None:
 def lacking(device: str) -> Reason | None:
     """What torch needs to generate kernels for this type of device and does not find; None where nothing is missing."""
     if device == "cpu" and cpp_compiler() is None and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
-        return Reason("no_cpp_compiler", name=_cpp_compiler_name())
-    if device in ("cuda", "xpu") and importlib.util.find_spec("triton") is None:
-        return Reason("no_triton")
+        asleep = _sleeping_cl() if _cpp_compiler_name() == "cl" else None
+        if asleep is not None:
+            return Reason("cpp_compiler_asleep", name="cl", command=f'"{asleep}"')
+        return Reason("no_cpp_compiler", name=_cpp_compiler_name(), command=_install_cpp())
+    if device not in ("cuda", "xpu"):
+        return None
+    if importlib.util.find_spec("triton") is None:
+        if device == "xpu" or torch.version.hip is not None:  # theirs are not on PyPI
+            return Reason("no_triton_of_torch")
+        return Reason("no_triton", command=_install_triton())
+    headers = sysconfig.get_path("include")
+    if sys.platform == "win32" and not os.path.isfile(os.path.join(headers, "Python.h")):
+        # Triton builds its launcher with the compiler that it brings along. A portable Python has no headers.
+        return Reason("no_python_headers", folder=headers, python="{}.{}".format(*sys.version_info))
     return None
 
 
@@ -42,5 +71,40 @@ def cpp_compiler() -> str | None:
 
 
 def _cpp_compiler_name() -> str:
-    given = os.environ.get("CXX", "").split()  # it may have arguments
-    return given[0] if given else {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++")
+    # As torch has it: one name, with its spaces.
+    return os.environ.get("CXX", {"win32": "cl", "darwin": "clang++"}.get(sys.platform, "g++"))
+
+
+def _sleeping_cl() -> str | None:
+    """The script that puts an installed Visual C++ on the path, where torch looks for it; None where there is none."""
+    for root in (os.environ.get("ProgramFiles(x86)"), os.environ.get("ProgramFiles")):
+        vswhere = os.path.join(root or "", "Microsoft Visual Studio", "Installer", "vswhere.exe")
+        if not os.path.isfile(vswhere):
+            continue
+        ask = [vswhere, "-latest", "-products", "*", "-property", "installationPath"]
+        ask += ["-requires", "Microsoft.VisualStudio.Component.VC.Tools.x86.x64"]
+        try:
+            found = subprocess.run(ask, capture_output=True, encoding="utf-8", errors="replace", timeout=10).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        script = os.path.join(found.strip(), "VC", "Auxiliary", "Build", "vcvars64.bat")
+        if found.strip() and os.path.isfile(script):
+            return script
+    return None
+
+
+def _install_cpp() -> str:
+    if sys.platform == "win32":
+        return _WINDOWS_CPP
+    if sys.platform == "darwin":
+        return "xcode-select --install"
+    return next((command for tool, command in _LINUX_CPP.items() if shutil.which(tool)), _LINUX_CPP["apt-get"])
+
+
+def _install_triton() -> str:
+    """The command that installs the Triton of this torch into this Python: a portable one, the desktop's, a venv's."""
+    package = "triton-windows" if sys.platform == "win32" else "triton"
+    numbers = re.match(r"2\.(\d+)", torch.__version__)
+    minor = _TRITON_OF.get(int(numbers[1])) if numbers else None
+    below = "" if minor is None else f"<3.{minor + 1}"
+    return f'"{sys.executable}" -m pip install -U "{package}{below}"'

@@ -29,7 +29,6 @@ def facts(run=None, **changes):
         "device": "cuda",
         "torch": "2.11.0",
         "comfyui": "0.3.75",
-        "triton": "3.6",
         "memory_total": 24 * GIB,
         "memory_free": 12 * GIB,
         "memory_ours": 11 * GIB,
@@ -58,8 +57,7 @@ SAID = [
     (diagnosis.no_run, Facts(nodes={"AccelModel": [{}]}), "connect the image to `anything`"),
     (diagnosis.run_failed, facts({"failed": True}), "not those of a whole image"),
     (diagnosis.torch_cannot_compile, facts(torch="2.7.1", compiles=False), "2.11 or later"),
-    (diagnosis.triton_missing, facts(triton=None), "triton-windows"),
-    (diagnosis.cpp_compiler_missing, facts(device="cpu"), "install one"),
+    (diagnosis.tool_missing, facts(tool_missing="torch needs Triton"), "Nothing is compiled: torch needs Triton."),
     (diagnosis.comfyui_too_old, facts(comfyui="0.3.74"), "update it"),
     (diagnosis.no_compiling_node, facts(skipping(), nodes={"KSampler": [{}]}), "not in this workflow"),
     (diagnosis.whole_model_compiled_too, facts(nodes={"TorchCompileModel": [{}], "AccelModel": [{}]}), "Take it out"),
@@ -121,7 +119,7 @@ SAID = [
     (diagnosis.deep_cache_skipped_nothing, facts(skipping(sampler="euler_ancestral")), "Use euler"),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping()), "higher threshold"),
     (diagnosis.vae_is_left_alone, facts(nodes={"AccelVAESkipCompile": [{"policy": "skip"}]}), "policy auto"),
-    (diagnosis.no_gpu, facts(device="cpu", cpp_compiler="/bin/g++"), "on the CPU"),
+    (diagnosis.no_gpu, facts(device="cpu"), "on the CPU"),
     (diagnosis.partly_loaded, facts({"loaded_share": 0.4}), "Only 40%"),
     (diagnosis.saves_memory, facts(low_vram="lowvram"), "mode lowvram"),
     (diagnosis.weights_are_streamed, facts(streams_weights=True), "dynamic VRAM"),
@@ -149,7 +147,7 @@ def test_cause_lives_without_facts(cause):
 
 
 def test_what_stops_all_comes_before_what_costs_little():
-    given = facts({"compilations": 1, "compile_seconds": 0.1}, triton=None, memory_free=GIB)
+    given = facts({"compilations": 1, "compile_seconds": 0.1}, tool_missing="torch needs Triton", memory_free=GIB)
     told = diagnose(given)
     assert "Triton" in told[0] and "Other programs" in told[-1] and len(told) == 3
 

@@ -30,6 +30,7 @@ class Facts:
 
     run: the last one (`run_record.Run.as_json`). cache: totals of the graph cache (`GraphCache.statistics`).
     nodes: of the workflow that contains the report. device: torch's type of the device that models run on.
+    tool_missing: what torch does not find for compiling (`toolchain.lacking`).
     low_vram: ComfyUI's memory-saving mode, if it is in one. streams_weights: whether it streams weights (dynamic VRAM).
     memory_total, memory_free, memory_ours: bytes of the device; ours is what this process has reserved.
     """
@@ -41,8 +42,7 @@ class Facts:
     torch: str = ""
     comfyui: str | None = None
     compiles: bool = True
-    triton: str | None = None
-    cpp_compiler: str | None = None
+    tool_missing: str | None = None
     low_vram: str | None = None
     streams_weights: bool = False
     memory_total: int | None = None
@@ -298,19 +298,10 @@ def torch_cannot_compile(facts: Facts) -> str | None:
     )
 
 
-def triton_missing(facts: Facts) -> str | None:
-    if facts.device not in ("cuda", "xpu") or facts.triton or facts.compiling.get("backend") != "inductor":
+def tool_missing(facts: Facts) -> str | None:
+    if facts.tool_missing is None or facts.compiling.get("backend") != "inductor":
         return None
-    return (
-        "Triton is not installed, and without it nothing is compiled for the GPU: install the version that belongs to "
-        f"PyTorch {facts.torch} (on Windows the package triton-windows)."
-    )
-
-
-def cpp_compiler_missing(facts: Facts) -> str | None:
-    if facts.device != "cpu" or facts.cpp_compiler or facts.compiling.get("backend") != "inductor":
-        return None
-    return "There is no C++ compiler, and without one nothing is compiled for the CPU: install one (g++ on Linux)."
+    return f"Nothing is compiled: {facts.tool_missing}."
 
 
 def comfyui_too_old(facts: Facts) -> str | None:
@@ -370,7 +361,7 @@ def gpu_is_shared(facts: Facts) -> str | None:
 
 
 CAUSES: tuple[Callable[[Facts], str | None], ...] = (
-    *(no_run, run_failed, torch_cannot_compile, triton_missing, cpp_compiler_missing, backend_compiles_nothing),
+    *(no_run, run_failed, torch_cannot_compile, tool_missing, backend_compiles_nothing),
     *(cache_is_off, partly_loaded, cache_too_small, sizes_were_cold, whole_model_compiled_too, no_compiling_node),
     *(deep_cache_is_off, deep_cache_found_no_place, deep_cache_skipped_nothing, blocks_fell_back, blocks_left_out),
     *(not_captured, few_repetitions_left_out, exact_size, loading_took_long, gpu_is_shared, saves_memory, no_gpu),

@@ -26,8 +26,7 @@ def facts(state: dict[str, Any], prompt: Any = None) -> Facts:
         torch=torch.__version__,
         comfyui=_or_none(comfyui_version),
         compiles=backend_named(DEFAULT).missing() is None,
-        triton=toolchain.triton_version(),
-        cpp_compiler=toolchain.cpp_compiler(),
+        tool_missing=_or_none(lambda: _tool_missing(device)),
         low_vram=_or_none(_low_vram),
         streams_weights=bool(_or_none(streams_weights)),
         memory_total=total,
@@ -49,6 +48,11 @@ def _device() -> torch.device:
     from comfy.model_management import get_torch_device
 
     return torch.device(get_torch_device())
+
+
+def _tool_missing(device: torch.device | None) -> str | None:
+    lacking = toolchain.lacking("cpu" if device is None else device.type)
+    return None if lacking is None else str(lacking)
 
 
 def _memory(device: torch.device | None) -> tuple[int, int, int] | None:
