@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import dis
 import functools
-import hashlib
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from . import generated_code
 from .ahead_of_time import AheadOfTime, artifact_of, compile_function
 from .backend import Artifact, NotSavable
 from .jit import compile_by_running
-from .native_kernels import with_built_kernels
+from .native_kernels import carry_built_kernels, name_of
 
 TEMPLATE = "template"
 """The name under which saved bytes refer to the block's template, which is not in them."""
@@ -68,7 +67,7 @@ def _save(compiled: Any, modules: Sequence[types.ModuleType], template: torch.nn
         raise NotSavable("only what inductor compiled can be saved")
     try:
         entry = copy.deepcopy(artifacts.compiled_fn.compiled_fn.serialize())
-        name = _carry_built_kernels(entry.compiled_fw.result, modules)
+        name = carry_built_kernels(entry.compiled_fw.result, modules)
         environment = artifacts.runtime_env
         # Modules that the bytecode does not use were there for tracing. This pack's are among them, which another
         # installation may import under another name.
@@ -103,22 +102,6 @@ class _Artifacts:
     _artifacts: Any
 
 
-def _carry_built_kernels(graph: Any, modules: Sequence[types.ModuleType]) -> str:
-    """Embed the built kernels in the graph's generated code; the name of that code, "" where there is none."""
-    source = getattr(graph, "source_code", None)
-    if not source:
-        return ""
-    module = next((module for module in modules if getattr(module, "key", None) == graph.cache_key), None)
-    if module is not None:
-        graph.source_code = with_built_kernels(source, module)
-    graph.cache_key = _name_of(graph.source_code.encode())
-    return graph.cache_key
-
-
-def _name_of(code: bytes) -> str:
-    return f"c{hashlib.sha256(code).hexdigest()[:51]}"
-
-
 def _delete_impostor(name: str) -> None:
     """Delete a file in torch's cache that has this name but other content, since torch would run it.
 
@@ -129,7 +112,7 @@ def _delete_impostor(name: str) -> None:
     path = Path(torch_internals.CODE_PATH.get()(name, "py")[2])
     try:
         with opened(path) as (file, _):
-            is_ours = _name_of(file.read()) == name
+            is_ours = name_of(file.read()) == name
     except FileNotFoundError:
         return
     except OSError:  # a link, a pipe

@@ -29,9 +29,13 @@ from ..signature.tensors import PLAIN_TENSORS
 from . import generated_code
 from .ahead_of_time import keep_size_guards, own_noise
 from .backend import Artifact, NotSavable, TorchBackend
+from .native_kernels import carry_built_kernels
 
 TEMPLATE, COMPILED, MODULE = "template", "compiled", "module "
 """What saved bytes refer to by name: the block's template, the compiled graph, an imported module."""
+
+GRAPHS = "fxgraph"
+"""The folder of torch's cache that has inductor's graphs."""
 
 
 class RunOnce(TorchBackend):
@@ -55,7 +59,7 @@ class InductorOnce(RunOnce):
         call, guards, modules = _run_once(function, tensors, backend)
         # Torch keeps every backend for the life of the process.
         graph, backend.graph = backend.graph, None
-        save = functools.partial(_save, graph, call, guards)
+        save = functools.partial(_save, graph, modules, call, guards)
         return _artifact(call, guards, modules, generated_code.bytes_of(modules), save)
 
     def load(self, data: bytes, template: torch.nn.Module) -> Artifact:
@@ -155,8 +159,16 @@ class _Standalone:
         return self.graph
 
 
-def _save(graph: Any, call: types.FunctionType, guards: Sequence[str], template: torch.nn.Module) -> bytes:
-    """The compiled function with all that it refers to, and without weights. graph: torch's part of it.
+def _save(
+    graph: Any,
+    modules: Sequence[types.ModuleType],
+    call: types.FunctionType,
+    guards: Sequence[str],
+    template: torch.nn.Module,
+) -> bytes:
+    """The compiled function with all that it refers to, and without weights.
+
+    graph: torch's part of it. modules: the generated code that it runs.
 
     Raises NotSavable: inductor's code, or something that the block closes over, cannot be saved.
     """
@@ -169,13 +181,31 @@ def _save(graph: Any, call: types.FunctionType, guards: Sequence[str], template:
     pickler = pickle.Pickler(buffer)
     pickler.persistent_id = functools.partial(_name_of, template=template, scope=scope)
     try:
-        with tempfile.TemporaryDirectory(prefix="accel-") as folder:
-            path = Path(folder, "graph")
-            graph.save(path=str(path), format="binary")
-            pickler.dump((marshal.dumps(code), tuple(guards), scope, values))
-            return pickle.dumps((path.read_bytes(), buffer.getvalue()))
+        pickler.dump((marshal.dumps(code), tuple(guards), scope, values))
+        return pickle.dumps((_files_of(graph, modules), buffer.getvalue()))
     except Exception as error:
         raise NotSavable(f"{type(error).__name__}: {error}") from error
+
+
+def _files_of(graph: Any, modules: Sequence[types.ModuleType]) -> dict[str, bytes]:
+    """What torch's cache needs to load its graph, by the path in there; C++ kernels as libraries.
+
+    Generated code is in the graph, as are Triton's kernels.
+    """
+    with tempfile.TemporaryDirectory(prefix="accel-") as folder:
+        with _triton_cache_unchanged():
+            graph.save(path=folder, format="unpacked")
+        files = {}
+        for path in Path(folder).rglob("*"):
+            if path.suffix == ".py" or not path.is_file():
+                continue
+            content = path.read_bytes()
+            if path.relative_to(folder).parts[0] == GRAPHS:
+                inner = pickle.loads(content)
+                carry_built_kernels(inner, modules)
+                content = pickle.dumps(inner)
+            files[path.relative_to(folder).as_posix()] = content
+        return files
 
 
 def _name_of(value: Any, template: torch.nn.Module, scope: Mapping[str, Any]) -> str | None:
@@ -192,18 +222,16 @@ def _load(
     data: bytes, template: torch.nn.Module
 ) -> tuple[types.CodeType, tuple[str, ...], dict[str, Any], dict[str, Any], list[types.ModuleType]]:
     """(code, guards, globals, values of its free variables) as saved, and the generated code that it runs."""
-    graph, rest = pickle.loads(data)
-    # Torch unpacks the graph into its cache, where it would prefer what somebody put there; and may read it later.
+    files, rest = pickle.loads(data)
+    # A folder of its own: in its cache torch would prefer what somebody put there. It may be read later.
     folder = tempfile.mkdtemp(prefix="accel-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = Path(folder, "graph")
-    path.write_bytes(graph)
-    with (
-        _triton_cache_unchanged(),
-        torch_internals.TEMPORARY_CACHE.get()(folder),
-        generated_code.collected() as modules,
-    ):
-        compiled = torch_internals.STANDALONE_ARTIFACT.get().load(path=str(path), format="binary")
+    for name, content in files.items():
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    with _triton_cache_unchanged(), generated_code.collected() as modules:
+        compiled = torch_internals.STANDALONE_ARTIFACT.get().load(path=folder, format="unpacked")
 
     def value_of(name: str) -> Any:
         if name in (TEMPLATE, COMPILED):

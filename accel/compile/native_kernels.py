@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ast
 import base64
+import hashlib
 import inspect
 import types
 import zlib
+from collections.abc import Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 
 def built_kernel(packed: str, end: str):
@@ -59,6 +62,26 @@ def built_kernel(packed: str, end: str):
             sys.modules[name] = module
             return module.kernel
     raise refused
+
+
+def carry_built_kernels(graph: Any, modules: Sequence[types.ModuleType]) -> str:
+    """Embed the built kernels in inductor's graph; the name of its generated code then, "" where it has none.
+
+    modules: executed code, this graph's among them.
+    """
+    source = getattr(graph, "source_code", None)
+    if not source:
+        return ""
+    module = next((module for module in modules if getattr(module, "key", None) == graph.cache_key), None)
+    if module is not None:
+        graph.source_code = with_built_kernels(source, module)
+    graph.cache_key = name_of(graph.source_code.encode())
+    return graph.cache_key
+
+
+def name_of(code: bytes) -> str:
+    """The name under which generated code is saved; it says what is in it."""
+    return f"c{hashlib.sha256(code).hexdigest()[:51]}"
 
 
 def with_built_kernels(source: str, module: types.ModuleType) -> str:

@@ -94,9 +94,6 @@ GUARD_FILTER = Internal("torch._dynamo.hooks", "Hooks.guard_filter_fn", "2.8", _
 CPP_SHAPE_GUARDS = Internal("torch._dynamo.config", "enable_cpp_symbolic_shape_guards", "2.7", _EAGERLY)
 STANDALONE = Internal("torch._inductor.standalone_compile", "standalone_compile", "2.8", "graphs are not saved")
 STANDALONE_ARTIFACT = Internal("torch._inductor.standalone_compile", "CompiledArtifact", "2.8", "graphs are not saved")
-TEMPORARY_CACHE = Internal(
-    "torch._inductor.runtime.cache_dir_utils", "temporary_cache_dir", "2.8", "graphs are not saved"
-)
 
 FAKE_TENSOR = Internal("torch._subclasses.fake_tensor", "FakeTensor", "2.7", "batch 1 may compile once more")
 FAKE_MODE = Internal("torch._subclasses.fake_tensor", "FakeTensorMode", "2.7", "batch 1 may compile once more")
@@ -106,7 +103,7 @@ CODE_PATH = Internal("torch._inductor.codecache", "get_path", "2.7", "saved grap
 
 AHEAD_OF_TIME = (AOT_SWITCH, AOT_FUNCTION, AOT_CELLS, AOT_CALLABLE, LOOK_UP_BACKEND, MARK_DYNAMIC, TRACING_CONTEXT)
 SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO, CODE_PATH)
-STANDALONE_SAVING = (STANDALONE, STANDALONE_ARTIFACT, TEMPORARY_CACHE)
+STANDALONE_SAVING = (STANDALONE, STANDALONE_ARTIFACT)
 DRY_RUN = (FAKE_TENSOR, FAKE_MODE, UNSET_FAKE)
 RUN_ONCE = (CACHE_ENTRIES, GUARD_FILTER, LAST_GUARDS, GUARD_NAMES, CPP_SHAPE_GUARDS, MARK_DYNAMIC, TRACING_CONTEXT)
 ALL = tuple(dict.fromkeys((*AHEAD_OF_TIME, *SAVING, *RUN_ONCE, *STANDALONE_SAVING, *DRY_RUN, TENSOR_GUARDS)))

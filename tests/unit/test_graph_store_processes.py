@@ -154,10 +154,10 @@ def test_two_processes_on_an_empty_store_compile_once_each_at_most_and_get_the_s
 
 def test_new_process_neither_traces_nor_compiles(tmp_path):
     answers = []
-    for cache in ("first", "second"):  # nothing of torch's own caches is left for the second
-        process = start(
-            "store_process.py", "real", tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / cache), OMP_NUM_THREADS="1"
-        )
+    # Nothing of torch's own caches is left for the second, and no compiler.
+    for environment in ({"TORCHINDUCTOR_CACHE_DIR": "first"}, {"TORCHINDUCTOR_CACHE_DIR": "second", "CXX": "missing"}):
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / environment["TORCHINDUCTOR_CACHE_DIR"])
+        process = start("store_process.py", "real", tmp_path, **environment, OMP_NUM_THREADS="1")
         lines = process.communicate()[0].splitlines()
         answers.append(json.loads(lines[-1]))
     first, second = answers
@@ -166,5 +166,4 @@ def test_new_process_neither_traces_nor_compiles(tmp_path):
     assert (second["compilations"], second["loaded"], second["traced"]) == (0, 1, 0)
     assert second["store"]["misses"] == []
     assert first["out"] == second["out"] and first["off"] < 1e-5
-    # No compiler was needed, nor asked what it can do.
     assert not list((tmp_path / "second").rglob("*.so")) and not list((tmp_path / "second").rglob("*.cpp"))
