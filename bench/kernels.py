@@ -1,7 +1,7 @@
 """The GPU code of each kind of block, counted in instructions: as we compile it, and compiled for one size.
 
-Full-size models, one step at 1024 x 1024, of which only the code is looked at: nothing is timed but the compiler. It
-needs a card or the made-up one of the tests, whose kernels do nothing.
+Full-size models, one step at 1024 x 1024 on the made-up device: it is their code that is looked at, and nothing but
+the compiler is timed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import re
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from . import Problem, command, pack, report
+from . import WORK, Problem, command, made_up_device, pack, report
 from .inprocess import boot
 
 MODELS = ("SD1.5", "SDXL", "Flux", "Z-Image", "Qwen-Image", "Wan")
@@ -37,14 +38,13 @@ their trips, for each of these elements. vector_share: of loads and stores, thos
 whole numbers by sizes known at run time alone. bytes: read and written by Triton kernels, as inductor counts."""
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int | None:
     options = _parse(arguments)
+    if not made_up_device.is_here():
+        return _on_the_device(arguments)
     comfyui = boot(cpu=False)
     pack.load()
-    import torch
-
-    if not torch.cuda.is_available():
-        raise Problem("There is no card here, nor a made-up one: tests/fakecuda says how to make one up.")
+    made_up_device.prepare()
     rows = []
     for name in options.models or MODELS:
         rows += measure(name, options.variants, options.block, options.details)
@@ -52,6 +52,17 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         report.write(options.json, rows, comfyui)
         print(f"JSON: {options.json}")
+
+
+def _on_the_device(arguments: list[str] | None) -> int:
+    """Run the same in a process that has the made-up device."""
+    try:
+        folder = made_up_device.build(WORK / "made-up-device")
+    except made_up_device.Unavailable as why:
+        raise Problem(f"This needs a made-up device: {why}.") from None
+    command_line = [sys.executable, "-m", "bench.kernels", *(sys.argv[1:] if arguments is None else arguments)]
+    environment = {**os.environ, **made_up_device.environment(folder), "ACCEL_STORE": "off", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command_line, env=environment).returncode
 
 
 def measure(name: str, variants: Sequence[str] = VARIANTS, block: str = "", details: bool = False) -> list[report.Row]:
@@ -100,7 +111,7 @@ def measure(name: str, variants: Sequence[str] = VARIANTS, block: str = "", deta
 
     cache = GraphCache(max_bytes=24 << 30)
     settings = CompileSettings()
-    with _made_up_values(torch, comfy.samplers):
+    with _sigmas_of_the_host(torch, comfy.samplers):
         runs = Runs(gpu_models.FULL[name])
         block_compiler.compile_block = compile_both
         try:
@@ -303,17 +314,14 @@ def _fresh_kernels() -> Iterator[None]:
 
 
 @contextmanager
-def _made_up_values(torch: Any, samplers: Any) -> Iterator[None]:
-    """A made-up card gives no values: what the host would read of them is computed here."""
-    sigmas = samplers.calculate_sigmas
-    is_enabled = torch.backends.cudnn.enabled
+def _sigmas_of_the_host(torch: Any, samplers: Any) -> Iterator[None]:
+    """The made-up device gives no values, of which the sampler reads its sigmas."""
+    calculate = samplers.calculate_sigmas
     samplers.calculate_sigmas = lambda sampling, scheduler, steps: torch.linspace(10.0, 0.0, steps + 1)
-    torch.backends.cudnn.enabled = False  # the library would look for a card
     try:
         yield
     finally:
-        samplers.calculate_sigmas = sigmas
-        torch.backends.cudnn.enabled = is_enabled
+        samplers.calculate_sigmas = calculate
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -101,9 +101,18 @@ UNSET_FAKE = Internal("torch._subclasses.fake_tensor", "unset_fake_temporarily",
 TENSOR_GUARDS = Internal("torch._C._dynamo.guards", "TensorGuards", "2.7", "calls are recognised in Python, slower")
 CODE_PATH = Internal("torch._inductor.codecache", "get_path", "2.7", "saved graphs are compiled anew")
 
+_WIDE = "kernels divide by sizes of 64 bits, slower"
+KERNEL_SIGNATURE = Internal("torch._inductor.codegen.triton", "signature_to_meta", "2.7", _WIDE)
+SIZE_ARGUMENT = Internal("torch._inductor.codegen.common", "SizeArg", "2.7", _WIDE)
+FITS_32_BITS = Internal("torch._inductor.utils", "expr_fits_within_32bit", "2.8", _WIDE)
+COMPILING = Internal("torch._inductor.virtualized", "V", "2.7", _WIDE)
+
 AHEAD_OF_TIME = (AOT_SWITCH, AOT_FUNCTION, AOT_CELLS, AOT_CALLABLE, LOOK_UP_BACKEND, MARK_DYNAMIC, TRACING_CONTEXT)
 SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO, CODE_PATH)
 STANDALONE_SAVING = (STANDALONE, STANDALONE_ARTIFACT)
 DRY_RUN = (FAKE_TENSOR, FAKE_MODE, UNSET_FAKE)
+NARROW_SIZES = (KERNEL_SIGNATURE, SIZE_ARGUMENT, FITS_32_BITS, COMPILING)
 RUN_ONCE = (CACHE_ENTRIES, GUARD_FILTER, LAST_GUARDS, GUARD_NAMES, CPP_SHAPE_GUARDS, MARK_DYNAMIC, TRACING_CONTEXT)
-ALL = tuple(dict.fromkeys((*AHEAD_OF_TIME, *SAVING, *RUN_ONCE, *STANDALONE_SAVING, *DRY_RUN, TENSOR_GUARDS)))
+ALL = tuple(
+    dict.fromkeys((*AHEAD_OF_TIME, *SAVING, *RUN_ONCE, *STANDALONE_SAVING, *DRY_RUN, *NARROW_SIZES, TENSOR_GUARDS))
+)

@@ -19,7 +19,7 @@ from ..fingerprint import module_files
 if TYPE_CHECKING:
     from ..fingerprint.kinds import GraphKey
 
-_PACKAGES = ("cache", "compile", "core", "dispatch", "fingerprint", "modules", "signature")
+_PACKAGES = ("cache", "compile", "core", "dispatch", "fingerprint", "kernels", "modules", "signature")
 """Packages of the engine whose code decides what is in an artifact, and which calls it is valid for."""
 
 _PASSES = ("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass") + (

@@ -39,3 +39,7 @@ def passes(environment: dict[str, str], *arguments: str) -> None:
 
 def test_it_keeps_the_rules_of_cuda(device):
     passes(device, "tests/fakecuda/test_device.py")
+
+
+def test_kernels_take_sizes_of_32_bits_where_they_fit(device):
+    passes(device, "tests/fakecuda/test_kernel_sizes.py")

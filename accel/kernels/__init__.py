@@ -1,0 +1,1 @@
+"""What makes generated GPU kernels for any size as good as those for one size."""
