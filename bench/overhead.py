@@ -15,13 +15,13 @@ from .overhead_blocks import of_a_warm_call as of_a_warm_call  # for bench.cold
 
 COLUMNS = ("layout", "part", "us", "per", "target_us", "verdict")
 TARGETS = {
-    "block": 2.0,
-    "step, tier one": 200.0,
-    "replay, before the launch": 50.0,
+    "block": 4.0,
+    "step, tier one": 400.0,
+    "replay, before the launch": 60.0,
     "replay, after the launch": 1000.0,
 }
-"""Microseconds. A step of 20 ms with 100 blocks may lose 1 % on tier one, which is 2 a block; on tier two a call may
-take 50 until the device is at work, and what comes after that must be over long before the device is."""
+"""Microseconds. A step of 20 ms with 100 blocks may lose 2 % on tier one, which is 4 a block; on tier two a call may
+take 60 until the device is at work, and what comes after that must be over long before the device is."""
 
 LEGEND = """\
 block: all that a warm call of a block costs beside its graph; stand-in, arguments (with options), weights and check are

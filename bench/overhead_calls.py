@@ -68,8 +68,11 @@ def of_calls(model: Any, image: Callable[[Any, int], Any], cache: Any) -> dict[s
         for span in ours.outer[forward]
         if span[0] < began and ended < span[1]
     ][STABLE_AFTER:]
+    alone = _Around(model, (apply,), lambda model: accelerate(model, settings, cache))
+    image(alone.model, STEPS)
     parts = {
-        "APPLY_MODEL, ours": statistics.median(ours.own(apply)[STABLE_AFTER:]),
+        "APPLY_MODEL, ours": statistics.median(alone.own(apply)[STABLE_AFTER:]),
+        "APPLY_MODEL, captured": statistics.median(ours.own(apply)[STABLE_AFTER:]),
         "OUTER_SAMPLE, ours": statistics.median(ours.own(sample)[1:]),
         "replay, before the launch": statistics.median(before for before, _ in replays),
         "replay, after the launch": statistics.median(after for _, after in replays),

@@ -88,12 +88,13 @@ def share_memory(tensors: Sequence[torch.Tensor], changed: Sequence[int], extent
     where they are known; computed otherwise.
     """
     extents = [extent(tensor) for tensor in tensors] if extents is None else extents
-    spans = [(start := tensor.data_ptr(), start + length) for tensor, length in zip(tensors, extents, strict=True)]
-    return any(
-        other != index and spans[index][0] < end and start < spans[index][1]
-        for index in changed
-        for other, (start, end) in enumerate(spans)
-    )
+    starts = [tensor.data_ptr() for tensor in tensors]
+    for index in changed:
+        start, end = starts[index], starts[index] + extents[index]
+        for other, begin in enumerate(starts):
+            if begin < end and start < begin + extents[other] and other != index:
+                return True
+    return False
 
 
 def extent(tensor: torch.Tensor) -> int:
