@@ -28,6 +28,26 @@ def own_garbage():
     gc.unfreeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup():
+    return (yield from skip_without_links())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    return (yield from skip_without_links())
+
+
+def skip_without_links():
+    """Windows lets few accounts make symbolic links."""
+    try:
+        return (yield)
+    except OSError as error:
+        if getattr(error, "winerror", None) != 1314:  # ERROR_PRIVILEGE_NOT_HELD
+            raise
+        pytest.skip("this account may make no symbolic links")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Keep a file's tests in one worker, where they share models and graphs; all of the browser's share servers.

@@ -20,7 +20,7 @@ from . import generated_code
 from .ahead_of_time import AheadOfTime, artifact_of, compile_function
 from .backend import Artifact, NotSavable
 from .jit import compile_by_running
-from .native_kernels import carry_built_kernels, name_of
+from .native_kernels import carry_built_kernels, delete_leftovers, name_of
 
 TEMPLATE = "template"
 """The name under which saved bytes refer to the block's template, which is not in them."""
@@ -42,6 +42,7 @@ class Inductor(AheadOfTime):
     def load(self, data: bytes, template: torch.nn.Module) -> Artifact:
         name, _, content = data.partition(b"\n")
         _delete_impostor(name.decode())
+        delete_leftovers()
         with generated_code.collected() as modules:
             compiled = torch_internals.AOT_FUNCTION.get().deserialize(content, None, {TEMPLATE: template})
         return artifact_of(compiled, compiled.fn.__globals__, modules, len(data))
@@ -113,7 +114,8 @@ def _delete_impostor(name: str) -> None:
     path = Path(torch_internals.CODE_PATH.get()(name, "py")[2])
     try:
         with opened(path) as (file, _):
-            is_ours = name_of(file.read()) == name
+            written = file.read().replace(b"\r\n", b"\n")  # as Windows writes lines, and Python reads them
+            is_ours = name_of(written) == name
     except FileNotFoundError:
         return
     except OSError:  # a link, a pipe

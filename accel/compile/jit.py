@@ -29,7 +29,7 @@ from ..signature.tensors import PLAIN_TENSORS
 from . import generated_code
 from .ahead_of_time import keep_size_guards, own_noise
 from .backend import Artifact, NotSavable, TorchBackend
-from .native_kernels import carry_built_kernels
+from .native_kernels import FOLDER_PREFIX, carry_built_kernels, delete_leftovers
 
 TEMPLATE, COMPILED, MODULE = "template", "compiled", "module "
 """What saved bytes refer to by name: the block's template, the compiled graph, an imported module."""
@@ -192,7 +192,7 @@ def _files_of(graph: Any, modules: Sequence[types.ModuleType]) -> dict[str, byte
 
     Generated code is in the graph, as are Triton's kernels.
     """
-    with tempfile.TemporaryDirectory(prefix="accel-") as folder:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as folder:
         with _triton_cache_unchanged():
             graph.save(path=folder, format="unpacked")
         files = {}
@@ -222,9 +222,10 @@ def _load(
     data: bytes, template: torch.nn.Module
 ) -> tuple[types.CodeType, tuple[str, ...], dict[str, Any], dict[str, Any], list[types.ModuleType]]:
     """(code, guards, globals, values of its free variables) as saved, and the generated code that it runs."""
+    delete_leftovers()
     files, rest = pickle.loads(data)
     # A folder of its own: in its cache torch would prefer what somebody put there. It may be read later.
-    folder = tempfile.mkdtemp(prefix="accel-")
+    folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name, content in files.items():
         path = Path(folder, name)

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import ast
 import base64
+import contextlib
+import functools
 import hashlib
 import inspect
+import shutil
+import sys
+import tempfile
+import time
 import types
 import zlib
 from collections.abc import Sequence
@@ -17,12 +23,18 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+FOLDER_PREFIX = "comfy-accel-"
+"""Of temporary folders from which libraries are loaded."""
+
+_WEEK = 7 * 86400.0
+"""Seconds."""
+
 
 def built_kernel(packed: str, end: str):
     """The function `kernel` of an extension module. packed: its compressed bytes as text. end: of its file's name.
 
     Copied into generated code, so it imports what it uses. A library is loaded once in a process, from a folder that no
-    other user can enter; its file is then deleted.
+    other user can enter; its file is then deleted, where the system deletes loaded libraries (`delete_leftovers`).
 
     Raises:
         ImportError, OSError: this system cannot load it.
@@ -31,6 +43,7 @@ def built_kernel(packed: str, end: str):
     import hashlib
     import importlib.util
     import os
+    import shutil
     import sys
     import tempfile
     import zlib
@@ -48,20 +61,41 @@ def built_kernel(packed: str, end: str):
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
     refused = None
     for place in (None, cache_dir()):  # the system's folder for temporary files may be mounted noexec
+        folder = None
         try:
-            with tempfile.TemporaryDirectory(prefix="accel-", dir=place, ignore_cleanup_errors=True) as folder:
-                path = os.path.join(folder, f"kernel{end}")
-                with open(path, "wb") as file:
-                    file.write(content)
-                spec = importlib.util.spec_from_file_location(name, path)
-                module = importlib.util.module_from_spec(spec)
-                spec.loader.exec_module(module)
+            folder = tempfile.mkdtemp(prefix="comfy-accel-", dir=place)
+            path = os.path.join(folder, f"kernel{end}")
+            with open(path, "wb") as file:
+                file.write(content)
+            spec = importlib.util.spec_from_file_location(name, path)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
         except (ImportError, OSError) as error:
             refused = error
         else:
             sys.modules[name] = module
             return module.kernel
+        finally:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
     raise refused
+
+
+@functools.lru_cache(maxsize=1)
+def delete_leftovers() -> None:
+    """On Windows, delete what earlier processes could not: the file of a library stays as long as it is loaded.
+
+    Looks once in a process, and leaves alone what is younger than a week: another process may be about to load it.
+    """
+    if sys.platform != "win32":
+        return
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    for place in (tempfile.gettempdir(), cache_dir()):
+        for folder in Path(place).glob(f"{FOLDER_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                if time.time() - folder.stat().st_mtime > _WEEK:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def carry_built_kernels(graph: Any, modules: Sequence[types.ModuleType]) -> str:

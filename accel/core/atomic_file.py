@@ -7,6 +7,9 @@ import os
 import re
 import secrets
 import stat
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +20,9 @@ UNFINISHED = ".tmp"
 UNFINISHED_NAME = re.compile("[0-9a-f]+" + re.escape(UNFINISHED))
 """Names of our own unfinished files."""
 
+_PATIENCE = 1.0
+"""Seconds in which Windows may refuse to replace a file that somebody has open: a reader, a virus scanner."""
+
 _READING = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
 
 
@@ -24,18 +30,23 @@ def write_whole(path: Path, data: bytes) -> None:
     """Create or replace a file, and create its folder; no reader ever sees part of it."""
     with new_file(path.parent) as (file, unfinished):
         _finish(file, data)
-        os.replace(unfinished, path)
+        _replace(unfinished, path)
     _sync_names(path.parent)
 
 
-def write_new(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Create a file as `write_whole` does; FileExistsError where the name is taken, whose file stays.
-
-    mode: before the umask.
-    """
-    with new_file(path.parent, mode) as (file, unfinished):
-        _finish(file, data)
-        give_name(unfinished, path)
+def write_secret(path: Path, data: bytes) -> None:
+    """Create a file for its owner alone, as `write_whole` does; FileExistsError where the name is taken."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Windows has no modes: there a file keeps the rights that it inherited from the folder in which it was made, and
+    # Python (3.10.15, 3.11.10, 3.12.4) lets only the owner into this one.
+    folder = Path(tempfile.mkdtemp(UNFINISHED, dir=path.parent))
+    try:
+        with new_file(folder, 0o600) as (file, unfinished):
+            _finish(file, data)
+            give_name(unfinished, path)
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
     _sync_names(path.parent)
 
 
@@ -48,7 +59,7 @@ def give_name(unfinished: Path, path: Path) -> None:
     except (OSError, AttributeError):  # a file system, or a Python, without hard links
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # an empty file takes the name
         try:
-            os.replace(unfinished, path)
+            _replace(unfinished, path)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -93,6 +104,17 @@ def opened(path: Path, links: bool = False) -> Iterator[tuple[BinaryIO, os.stat_
             yield file, status
     finally:
         os.close(descriptor)
+
+
+def _replace(unfinished: Path, path: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return os.replace(unfinished, path)
+        except PermissionError:
+            if sys.platform != "win32" or time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
 
 
 def _finish(file: BinaryIO, data: bytes) -> None:

@@ -111,6 +111,9 @@ def _accelerator(kind: str, index: int | None) -> str:
         # Metal has no names for its devices; its kernels are built by the system.
         name = backend.get_device_name(index) if hasattr(backend, "get_device_name") else platform.platform()
         capability = backend.get_device_capability(index) if hasattr(backend, "get_device_capability") else ""
+        if kind == "cuda" and torch.version.hip is not None:
+            # AMD's cards of one capability are of several instruction sets, and many have the same name.
+            capability = backend.get_device_properties(index).gcnArchName
     toolkit = torch.version.hip or torch.version.cuda if kind == "cuda" else getattr(torch.version, kind, None)
     # The index is in the generated code.
     return f"{kind}:{index} {name} {capability} toolkit {toolkit} triton {triton_version()}"

@@ -33,7 +33,7 @@ def folder(home: Path | None) -> Folder | None:
 
     Raises OSError: ACCEL_STORE is no address.
     """
-    named = os.environ.get(VARIABLE, "").strip()
+    named = os.environ.get(VARIABLE, "").strip().strip('"')  # Windows' `set` keeps the quotes
     if named.lower() == OFF:
         return None
     if named:

@@ -13,7 +13,7 @@ import secrets
 import time
 from pathlib import Path
 
-from ..core.atomic_file import opened, write_new
+from ..core.atomic_file import opened, write_secret
 
 KEY_VARIABLE = "ACCEL_STORE_KEY"
 SHORTEST_KEY = 16
@@ -77,7 +77,7 @@ def _own_secret(file: Path, make: bool) -> bytes:
             if not make:
                 raise NoSecret(f"there is no secret in {file}: the first graph that is saved makes one") from None
             try:
-                write_new(file, secrets.token_hex(32).encode(), mode=0o600)
+                write_secret(file, secrets.token_hex(32).encode())
             except FileExistsError:
                 pass
             secret = _read(file)  # of another process, where that one was first

@@ -43,6 +43,15 @@ def test_other_allocator_is_refused_with_the_flag_that_helps(monkeypatch):
     assert "--disable-cuda-malloc" in str(CudaCapturer().why_not(torch.device("cuda", 0)))
 
 
+@pytest.mark.parametrize(("device", "said"), [("cuda:0", "not used on AMD's cards"), ("mps:0", "runs on mps:0")])
+def test_cards_of_others_are_refused_and_asked_nothing_that_they_may_not_know(monkeypatch, device, said):
+    """Simulated: torch for ROCm calls its devices cuda."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for name in ("get_allocator_backend", "is_current_stream_capturing", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("asked"))
+    assert said in str(CudaCapturer().why_not(torch.device(device)))
+
+
 def test_reason_of_an_allocator_or_device_is_one_row_of_the_report_however_many_calls_there_are():
     model, (cache, _) = Toy(), capturing_cache(CudaCapturer())
     for _ in range(3):

@@ -10,7 +10,7 @@ from comfy_accel.accel.store import manifest as store_entry
 from comfy_accel.accel.store.folder import LocalFolder
 from comfy_accel.accel.store.prune import prune
 from comfy_accel.accel.store.signing import Seals
-from odd_disks import without_links
+from odd_disks import as_on_windows, held_open, without_links
 
 SEALS = Seals(b"s" * 32)
 OLD = 7200
@@ -86,6 +86,18 @@ def test_file_that_is_too_large_is_not_read(folder):
         folder.read("a", 1000)
 
 
+def test_link_that_windows_refuses_is_no_failure_of_a_test(request):
+    """Simulated: the account may make no links."""
+    (ours,) = (plugin for plugin in request.config.pluginmanager.get_plugins() if hasattr(plugin, "skip_without_links"))
+    for code, outcome in ((1314, pytest.skip.Exception), (5, OSError)):
+        refused = OSError("A required privilege is not held by the client")
+        refused.winerror = code
+        test = ours.skip_without_links()
+        next(test)
+        with pytest.raises(outcome):
+            test.throw(refused)
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on this system")
 def test_reading_what_is_no_file_ends_in_a_sentence(folder):
     folder.write("file", b"x")
@@ -118,11 +130,35 @@ def test_write_that_fails_leaves_the_old_file_and_no_other(folder, monkeypatch):
 def test_name_that_is_taken_stays_who_ever_comes_second(tmp_path, monkeypatch, links):
     if not links:
         without_links(monkeypatch)
-    atomic_file.write_new(tmp_path / "new", b"first")
+    atomic_file.write_secret(tmp_path / "new", b"first")
     with pytest.raises(FileExistsError):
-        atomic_file.write_new(tmp_path / "new", b"second")
+        atomic_file.write_secret(tmp_path / "new", b"second")
     assert (tmp_path / "new").read_bytes() == b"first"
     assert [file.name for file in tmp_path.iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize("refusals", [3, 10**9])
+def test_file_that_somebody_reads_on_windows_is_replaced_a_moment_later_or_stays(folder, monkeypatch, refusals):
+    """Simulated: Windows replaces no file that somebody has open."""
+    folder.write("a", b"old")
+    as_on_windows(monkeypatch, atomic_file)
+    monkeypatch.setattr(atomic_file, "_PATIENCE", 0.3)
+    replace, asked = os.replace, []
+
+    def refuse(*paths):
+        asked.append(paths)
+        if len(asked) <= refusals:
+            raise held_open()
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    if refusals == 3:
+        folder.write("a", b"new")
+    else:
+        with pytest.raises(PermissionError):
+            folder.write("a", b"new")
+    assert folder.read("a", 3) == (b"new" if refusals == 3 else b"old")
+    assert len(asked) > 3 and [file.name for file in folder.path.iterdir()] == ["a"]
 
 
 def test_listing_deletes_nothing_and_pruning_what_is_old(folder):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import platform
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,6 +78,21 @@ def test_settings_of_the_process_that_change_kernels_are_too(change, back):
 def test_device_without_a_name_is_told_by_its_system():
     assert not hasattr(torch.mps, "get_device_name")
     assert platform.platform() in store_key._device("mps", 0)
+
+
+def test_amds_cards_of_one_name_are_told_apart_by_their_instruction_sets(monkeypatch):
+    """Simulated: a torch for ROCm."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "AMD Radeon Graphics")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (11, 0))
+    sets = {0: "gfx1100", 1: "gfx1101"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(gcnArchName=sets[index]))
+    store_key._accelerator.cache_clear()
+    try:
+        first, second = (store_key._device("cuda", index) for index in sets)
+    finally:
+        store_key._accelerator.cache_clear()
+    assert first.partition(" ")[2] != second.partition(" ")[2] and "gfx1100 toolkit 6.4.1" in first
 
 
 def test_name_of_the_cpp_compiler_is_not_in_the_environment():

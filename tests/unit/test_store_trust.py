@@ -59,6 +59,20 @@ def test_secret_is_readable_by_its_owner_alone(tmp_path):
 
 
 @posix
+def test_secret_is_made_in_a_folder_of_its_owners(tmp_path, monkeypatch):
+    """Windows has no modes: a file keeps the rights that it inherited from the folder in which it was made."""
+    link, modes = os.link, []
+
+    def watched(unfinished, path):
+        modes.append(unfinished.parent.stat().st_mode & 0o777)
+        link(unfinished, path)
+
+    monkeypatch.setattr(os, "link", watched)
+    seals(tmp_path / "home" / "secret")
+    assert modes == [0o700] and [left.name for left in (tmp_path / "home").iterdir()] == ["secret"]
+
+
+@posix
 @pytest.mark.skipif(os.name == "posix" and os.geteuid() != 0, reason="only root can give a file away")
 def test_secret_of_another_user_is_not_used(tmp_path):
     seals(tmp_path / "secret")
