@@ -119,7 +119,7 @@ class CpuCapturer:
         self.reason: Reason | None = None
         self.bytes = 0
         self.graphs: weakref.WeakSet[CpuGraph] = weakref.WeakSet()
-        self.warm_ups = self.captures = self.replays = 0
+        self.warm_ups = self.captures = self.replays = self.given_back = 0
 
     def fails_at(self, stage: str) -> bool:
         return self.fail_at == stage
@@ -150,6 +150,9 @@ class CpuCapturer:
         graph.spoil()
         self.graphs.add(graph)
         return graph, out
+
+    def give_back(self):
+        self.given_back += 1
 
     def reset(self):
         self.bytes = 0

@@ -52,5 +52,8 @@ class Capturer(Protocol):
         Whatever it raises, the device is as before, and nothing is kept.
         """
 
+    def give_back(self) -> None:
+        """Free memory that nothing but warm-ups has used, and nothing will."""
+
     def reset(self) -> None:
         """Share no memory with the graphs captured until now."""

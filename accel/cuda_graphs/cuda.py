@@ -78,7 +78,7 @@ def idle_blocks(segments: Iterable[Mapping[str, Any]], device: int) -> list[int]
         (
             block["size"]
             for segment in segments
-            if segment["device"] == device
+            if segment["device"] == device and segment["segment_type"] == "large"
             for block in segment["blocks"]
             if block["state"] == "inactive" and block["size"] > _SMALL
         ),
@@ -149,6 +149,10 @@ class CudaCapturer:
                 # `torch.cuda.graph` does this at its start; done before, the difference in memory is the graph's.
                 torch.cuda.synchronize(device)
                 torch.cuda.empty_cache()
+                # The capture begins with a few bytes for a random seed. Were there none, it could not be undone: the
+                # graph's destructor would end the process (`CUDAGraph::~CUDAGraph`, torch 2.11). Here it can.
+                with torch.cuda.stream(aside):
+                    spare = torch.empty(1, device=device)
                 before = torch.cuda.memory_reserved(device)
                 try:
                     how = {"pool": pool.handle, "stream": aside, "capture_error_mode": "thread_local"}
@@ -160,10 +164,16 @@ class CudaCapturer:
                     # `torch.cuda.graph` leaves its stream current when ending the capture fails.
                     torch.cuda.set_stream(here)
                 nbytes = max(torch.cuda.memory_reserved(device) - before, 0)
+                del spare
         finally:
             pool.hold()
         self._homes[device] = here
         return _CudaGraph(graph, pool, nbytes), out
+
+    def give_back(self) -> None:
+        # They are of a stream on which nobody else computes.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
     def reset(self) -> None:
         self._pools.clear()

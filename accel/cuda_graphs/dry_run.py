@@ -44,11 +44,13 @@ class DryRun(TorchDispatchMode):
         if self._reason is None:
             self._reason = self._obstacle(func, args, kwargs)
         out = func(*args, **kwargs)
-        for tensor in tensors_in(out):
-            if self._reason is None and tensor.device != self._device:
-                self._reason = Reason(
-                    "moves_tensor", here=str(self._device), there=str(tensor.device), operator=str(func)
-                )
+        made = tensors_in(out)
+        # Beside a result, attention hands out the state of a random draw that it did not make, outside captures on the
+        # CPU (`_scaled_dot_product_efficient_attention`, not in inference mode). Whoever takes that is refused.
+        if self._reason is None and made and all(tensor.device != self._device for tensor in made):
+            there = str(made[0].device)
+            self._reason = Reason("moves_tensor", here=str(self._device), there=there, operator=str(func))
+        for tensor in made:
             storage = _storage(tensor)
             if storage not in self._own:
                 self._made.add(storage)

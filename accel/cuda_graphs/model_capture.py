@@ -265,6 +265,7 @@ class ModelCapture:
                 if refusal is None:
                     progress.dry_run = True
                     return None
+                self._pool.capturer.give_back()
             self._cache.find(call.key, f"{self._name} call", lambda _: True, make, self._lease, action="capture")
             return None
         except MadeRoom:

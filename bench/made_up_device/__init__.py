@@ -114,12 +114,12 @@ def launches_take(microseconds: float) -> None:
     ctypes.CDLL(None).fakecuda_launches_take(ctypes.c_double(microseconds))
 
 
-def fail(function: str, calls_before: int = 0, error: int = 700) -> None:
-    """Let one call of a function of the runtime fail, after so many that do not. 700: illegal address; 2: no memory.
+def fail(function: str, calls_before: int = 0, calls: int = 1, error: int = 700) -> None:
+    """Let so many calls of a function of the runtime fail, after some that do not. 700: illegal address; 2: no memory.
 
-    function: of runtime.c, where it says MAY_FAIL. A plan replaces the one before.
+    function: of runtime.c, where it says MAY_FAIL, or cuMemCreate; "" for none. A plan replaces the one before.
     """
-    ctypes.CDLL(None).fakecuda_fail(function.encode(), calls_before, error)
+    ctypes.CDLL(None).fakecuda_fail(function.encode(), calls_before, calls, error)
 
 
 def _headers() -> list[Path]:

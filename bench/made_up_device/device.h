@@ -42,6 +42,9 @@ const struct card *card(void);
 size_t card_memory(void);
 #define CLOCK_KHZ 1000000
 
+/* What a test has planned to happen to this call of a function; 0 where it succeeds. */
+int planned_error(const char *function);
+
 /* Of the driver's API, by its plain name; NULL where there is none. */
 void *driver_function(const char *name);
 

@@ -152,6 +152,8 @@ EXPORT CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
 }
 EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *properties,
                             unsigned long long flags) {
+    CUresult error = planned_error(__func__);
+    if (error) return error;
     *handle = bytes;
     return take_memory(bytes) ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }

@@ -56,30 +56,11 @@ static struct stream *stream_of(void *handle) {
     return (uintptr_t)handle <= 2 ? &legacy : handle;
 }
 
-/* Failures that a test plans. */
-
-static struct {
-    char function[64];
-    int calls_before, error;
-} planned;
-
-EXPORT void fakecuda_fail(const char *function, int calls_before, int error) {
-    LOCKED;
-    snprintf(planned.function, sizeof planned.function, "%s", function);
-    planned.calls_before = calls_before;
-    planned.error = error;
-}
-
-static cudaError_t planned_failure(const char *function) {
-    LOCKED;
-    if (strcmp(function, planned.function) || planned.calls_before-- > 0) return cudaSuccess;
-    planned.function[0] = 0;
-    return failed(planned.error);
-}
+static cudaError_t planned_failure(const char *function) { return failed(planned_error(function)); }
 #define MAY_FAIL                                              \
     do {                                                      \
-        cudaError_t planned_error = planned_failure(__func__); \
-        if (planned_error) return planned_error;              \
+        cudaError_t planned = planned_failure(__func__);      \
+        if (planned) return planned;                          \
     } while (0)
 
 /* Time. Work begins once it is queued and what is before it on the stream is done; hosts that wait do sleep. */

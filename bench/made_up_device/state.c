@@ -130,3 +130,22 @@ EXPORT void fakecuda_counts(struct counts *out) {
 }
 
 EXPORT void fakecuda_launches_take(double microseconds) { kernel_microseconds = microseconds; }
+
+static struct {
+    char function[64];
+    int calls_before, calls, error;
+} planned;
+
+EXPORT void fakecuda_fail(const char *function, int calls_before, int calls, int error) {
+    LOCKED;
+    snprintf(planned.function, sizeof planned.function, "%s", function);
+    planned.calls_before = calls_before;
+    planned.calls = calls;
+    planned.error = error;
+}
+
+int planned_error(const char *function) {
+    LOCKED;
+    if (strcmp(function, planned.function) || planned.calls_before-- > 0) return 0;
+    return planned.calls-- > 0 ? planned.error : 0;
+}

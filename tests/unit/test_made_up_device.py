@@ -28,17 +28,42 @@ def device(tmp_path_factory):
 
 
 def passes(environment: dict[str, str], *arguments: str) -> None:
-    """The tests that are named pass in a process with the device, and there are some."""
-    arguments = ("-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs", *arguments)
+    """The tests that are named pass in a process with the device, and none is skipped."""
+    arguments = ("-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "without_values", *arguments)
+    paths = os.pathsep.join(filter(None, [str(ROOT / "tests"), environment.get("PYTHONPATH")]))
     child = subprocess.run(
-        [sys.executable, "-c", PYTEST, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-c", PYTEST, *arguments],
+        cwd=ROOT,
+        env={**environment, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
     )
     assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
     assert "skipped" not in child.stdout, child.stdout[-2000:]
 
 
-def test_it_keeps_the_rules_of_cuda(device):
-    passes(device, "tests/fakecuda/test_device.py")
+NEED_A_CARD = tuple(
+    str(file.relative_to(ROOT))
+    for file in sorted((ROOT / "tests").rglob("test_*.py"))
+    if "pytest.mark." + "gpu" in file.read_text(encoding="utf-8")
+)
+"""Files with tests that are marked `gpu`."""
+
+CAPTURES = (*NEED_A_CARD, "tests/fakecuda/test_capture.py")
+
+
+def test_captures_and_all_tests_that_need_a_card_pass_but_for_values(device):
+    assert NEED_A_CARD == ("tests/unit/test_capture_cuda.py",)
+    passes(device, *CAPTURES, "tests/fakecuda/test_device.py")  # the last leaves failed captures
+
+
+def test_captures_fit_segments_that_grow(device):
+    passes({**device, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, *CAPTURES)
+
+
+def test_other_allocator_is_refused_by_the_name_of_its_flag(device):
+    """Core's choice on many cards."""
+    passes({**device, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "tests/fakecuda/other_allocator.py")
 
 
 def test_kernels_take_sizes_of_32_bits_where_they_fit(device):

@@ -1,0 +1,17 @@
+"""With cudaMallocAsync, in a process of its own: calls run as ever, and one sentence says why none is captured."""
+
+import torch
+from capture_kit import Toy, capturing_cache, latent, reasons, run, settle, times
+from comfy_accel.accel.cuda_graphs.cuda import CudaCapturer
+
+from bench import made_up_device as device
+
+
+@torch.inference_mode()
+def test_it_is_refused_with_the_flag_that_helps_and_calls_run():
+    assert torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+    model, cache = Toy().cuda(), capturing_cache(CudaCapturer())[0]
+    with run(model, cache) as call:
+        out = settle(call, latent().cuda(), times().cuda())
+    assert out.is_cuda and device.counts().graph_launches == 0
+    assert reasons() == ["torch allocates with cudaMallocAsync: start with --disable-cuda-malloc for CUDA graphs"]
