@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ def compile_block(
     inputs: Sequence[torch.Tensor],
     backend: str | Callable = DEFAULT,
     dynamic: bool = True,
-    growing: Container[tuple[int, int]] | None = None,
+    larger: Sequence[Sequence[int]] | None = None,
     interrupts: tuple[type[BaseException], ...] = (),
     savable: bool = True,
 ) -> CompiledGraph:
@@ -55,7 +55,7 @@ def compile_block(
     spec: how (args, kwargs) of the call are made from the inputs (`tree_spec.flatten`).
     backend: as `registry.backend_named` takes it.
     dynamic: every dimension of every input may vary; False compiles for these sizes alone.
-    growing: (input, dimension) pairs that are 1 because the batch is; None where that is not known.
+    larger: sizes of the inputs in a call where only what is always 1 is 1; None where they are not known.
     interrupts: exceptions that mean "stop the run"; one that the compiler met is raised as it was.
     savable: the graph is going to be saved if it can be.
 
@@ -68,13 +68,13 @@ def compile_block(
     if (missing := compiler.missing(device)) is not None:
         raise CompileFailed(missing)
     changed_lists: list[Any] = []
-    trace = _tracer(template, spec, interrupts, changed_lists)
+    trace = _tracer(template, kind, spec, interrupts, changed_lists)
     leave_to_library(template)
-    ops = trace(inputs)
+    ops = trace((*weights, *inputs))
     if changed_lists or ops is None and tree_spec.has_lists(spec):
         raise CompileFailed(Reason("changes_list"))
-    lifted = _lifted(inputs, growing) if dynamic else None
-    if lifted is not None and ops is not None and trace(lifted) is None:
+    lifted = _lifted(inputs, larger) if dynamic else None
+    if lifted is not None and ops is not None and trace((*weights, *lifted)) is None:
         lifted = None
     examples, static_ones = _examples(lifted or inputs, dynamic)
     tensors = (*_example_weights(weights, kind), *examples)
@@ -92,6 +92,7 @@ def compile_block(
 
 def load_block(
     template: torch.nn.Module,
+    kind: Kind,
     spec: tree_spec.Spec,
     data: bytes,
     facts: Facts,
@@ -100,7 +101,7 @@ def load_block(
 ) -> CompiledGraph:
     """The graph whose `save` gave these bytes, without tracing or compiling anything.
 
-    template, spec, interrupts, backend: as for `compile_block`. data: code, so it must have been checked. facts: the
+    template, kind, spec, interrupts, backend: as for `compile_block`. data: code, so it must have been checked. facts: the
         graph's.
 
     Raises Exception: of any type; the bytes are of another torch, or this system cannot load them.
@@ -108,7 +109,7 @@ def load_block(
     leave_to_library(template)
     with _one_at_a_time:
         artifact = backend_named(backend).load(data, template)
-    return _graph(artifact, facts, None, _tracer(template, spec, interrupts))
+    return _graph(artifact, facts, None, _tracer(template, kind, spec, interrupts))
 
 
 def _graph(
@@ -126,20 +127,35 @@ def _graph(
 
 def _tracer(
     template: torch.nn.Module,
+    kind: Kind,
     spec: tree_spec.Spec,
     interrupts: tuple[type[BaseException], ...],
     changed_lists: list[Any] | None = None,
 ) -> Callable[[Sequence[torch.Tensor]], OpTrace | None]:
-    """From inputs to the block's operations. changed_lists: gets the arguments of calls that changed a list or dict."""
+    """From a call's weights and inputs to the block's operations.
 
-    def call(*tensors: torch.Tensor) -> None:
-        args, kwargs = tree_spec.rebuild(spec, tensors)
-        before = tree_spec.outline((args, kwargs))
-        template(*args, **kwargs)
-        if changed_lists is not None and tree_spec.outline((args, kwargs)) != before:
-            changed_lists.append((args, kwargs))
+    changed_lists: gets the arguments of calls that changed a list or dict.
+    """
+    varying = {index for index, _ in kind.varying}
 
-    return lambda inputs: trace_ops(call, inputs, interrupts)
+    def trace(tensors: Sequence[torch.Tensor]) -> OpTrace | None:
+        # The template's own are those of the block that the graph was made for, and the call may be another one's.
+        weights = {
+            name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            for index, (name, tensor) in enumerate(zip(kind.weights, tensors, strict=False))
+            if index in varying and type(tensor) in PLAIN_TENSORS
+        }
+
+        def call(*inputs: torch.Tensor) -> None:
+            args, kwargs = tree_spec.rebuild(spec, inputs)
+            before = tree_spec.outline((args, kwargs))
+            torch.func.functional_call(template, weights, args, kwargs)
+            if changed_lists is not None and tree_spec.outline((args, kwargs)) != before:
+                changed_lists.append((args, kwargs))
+
+        return trace_ops(call, tensors[len(kind.weights) :], interrupts)
+
+    return trace
 
 
 def _compile(
@@ -206,22 +222,18 @@ def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.
     return examples
 
 
-def _lifted(inputs: Sequence[torch.Tensor], growing: Container[tuple[int, int]] | None) -> list[torch.Tensor] | None:
-    """The inputs with a batch of 2 in place of 1, on which the compiler would specialise; None where it is not 1.
+def _lifted(inputs: Sequence[torch.Tensor], larger: Sequence[Sequence[int]] | None) -> list[torch.Tensor] | None:
+    """The inputs at larger sizes, without a 1 on which the compiler would specialise; None where the batch is not 1.
 
-    Where it is not known what grows with the batch, that is taken to be the first dimension of the first
-    input, and of each other input in which it is 1 too.
+    Where these are not known, the batch is taken to be the first dimension of the first input, and of each other input
+    in which it is 1 too.
     """
-    if growing is None:
+    if larger is None:
         first = next((tensor for tensor in inputs if tensor.ndim and tensor.numel()), None)
         if first is None or first.shape[0] != 1:
             return None
-        growing = {(index, 0) for index in range(len(inputs))}
-    shapes = [
-        [2 if size == 1 and (index, dimension) in growing else size for dimension, size in enumerate(tensor.shape)]
-        for index, tensor in enumerate(inputs)
-    ]
-    return [empty_dense_like(tensor, shape) for tensor, shape in zip(inputs, shapes, strict=True)]
+        larger = [(2, *tensor.shape[1:]) if tensor.shape[:1] == (1,) else tensor.shape for tensor in inputs]
+    return [empty_dense_like(tensor, shape) for tensor, shape in zip(inputs, larger, strict=True)]
 
 
 def _examples(inputs: Sequence[torch.Tensor], dynamic: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
@@ -243,5 +255,27 @@ def _tracing(dynamic: bool, oblivious: bool):
     """Torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others (oblivious)."""
     config = torch.fx.experimental._config
     settings = {"use_duck_shape": False, "backed_size_oblivious": oblivious} if dynamic else {}
-    with config.patch({name: value for name, value in settings.items() if hasattr(config, name)}):
+    with (
+        config.patch({name: value for name, value in settings.items() if hasattr(config, name)}),
+        _repeated_at_any_size(),
+    ):
         yield
+
+
+@contextmanager
+def _repeated_at_any_size():
+    """While it lasts, repeating a mask for every head does not fix its size, which torch else checks and so fixes."""
+    own, is_inherited = torch.Tensor.repeat_interleave, "repeat_interleave" not in vars(torch.Tensor)
+
+    def repeat_interleave(tensor, repeats, dim=None, *, output_size=None):
+        if not isinstance(repeats, torch.Tensor):
+            output_size = None  # follows from the others
+        return own(tensor, repeats, dim, output_size=output_size)
+
+    torch.Tensor.repeat_interleave = repeat_interleave
+    try:
+        yield
+    finally:
+        torch.Tensor.repeat_interleave = own
+        if is_inherited:
+            del torch.Tensor.repeat_interleave

@@ -47,7 +47,7 @@ class CompiledGraph:
     """One compiled callable: `run(tensors)` for calls that `accepts(tensors)`.
 
     nbytes: memory that its code takes, bytes; 0 when unknown.
-    trace: the block's operations on such inputs, or None where it needs their values; None for a graph of one size.
+    trace: the block's operations in such a call, or None where it needs their values; None for a graph of one size.
     save: gives the bytes that the graph can be loaded from (`block_compiler.load_block`), or raises
         `backend.NotSavable`; None for a graph that was saved or loaded, or cannot leave the process.
     saved_as: its name in the store; None where it is not there.
@@ -81,7 +81,7 @@ class CompiledGraph:
         )
         if not self.guards((*weights, *twos)) or not self.guards((*weights, *threes)):
             return False
-        return scales_evenly([self.trace(tensors) for tensors in (ones, twos, threes)])
+        return scales_evenly([self.trace((*weights, *same)) for same in (ones, twos, threes)])
 
     def _without_ones(self, index: int, tensor: torch.Tensor, instead: int) -> torch.Tensor:
         static = {d for i, d in self.facts.static_ones if i == index}

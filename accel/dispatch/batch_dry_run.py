@@ -1,7 +1,8 @@
-"""Which sizes of a block's inputs are 1 because the batch is, and which are 1 whatever the batch.
+"""Which sizes of a block's inputs are 1 because the batch or the latent is small, and which are 1 whatever these are.
 
-At a batch of 1 the two look alike, and a graph traced then would take one for the other. So a copy of the model is run
-once more, at a batch of 2, on tensors without values: it takes no memory, computes nothing and leaves no state behind.
+In one call the two look alike, and a graph traced then would take one for the other. So a copy of the model is run once
+more, at a batch of 2 and with a larger latent, on tensors without values: it takes no memory, computes nothing and
+leaves no state behind.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +23,16 @@ from ..core import torch_internals
 from ..core.errors import pass_on
 from ..core.events import log
 from ..fingerprint.plain_values import is_plain_object
+from ..signature.tensors import CHANNELS_LAST
 from .global_state_guard import DICTS, global_state_restored
 
 
+SMALL = 16
+"""Side of a latent, below which a deeper level may be a single pixel wide: models halve it up to four times."""
+
+
 class BatchDryRun:
-    """A layer (see `substitution`) around a model's forward that answers `growing` while the model is called.
+    """A layer (see `substitution`) around a model's forward that answers `larger` while the model is called.
 
     tensors_of: for each block, from (args, kwargs) of a call to its input tensors.
     without_hooks: what a dict among the model's arguments is replaced by, so that nobody's code runs twice.
@@ -53,34 +60,48 @@ class BatchDryRun:
         finally:
             self._arguments = self._shapes = None
 
-    def growing(self, block: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> frozenset[tuple[int, int]] | None:
-        """The (input, dimension) pairs that are 1 because the batch is 1, in a call of the block with these inputs.
+    def larger(self, block: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Size] | None:
+        """The sizes of these inputs of the block in a larger call of the model: 1 is left where it is always 1.
 
-        None where that is unknown: the batch is not 1, or the model cannot run without values.
+        None where that is unknown: neither the batch is 1 nor the latent small, or the model cannot run without values.
         """
-        if self._arguments is None or not self._is_single() or torch_internals.lacking(torch_internals.DRY_RUN):
+        if self._arguments is None or torch_internals.lacking(torch_internals.DRY_RUN):
             return None
         if self._shapes is None:
-            self._shapes = self._run()
+            self._shapes = self._look()
         single = [tensor.shape for tensor in inputs]
-        for doubled in self._shapes.get(block, ()):
-            if len(single) == len(doubled) and all(map(_may_be_doubled, single, doubled)):
-                return frozenset(
-                    (index, dimension)
-                    for index, (one, two) in enumerate(zip(single, doubled, strict=True))
-                    for dimension in range(len(one))
-                    if (one[dimension], two[dimension]) == (1, 2)
-                )
+        for larger in self._shapes.get(block, ()):
+            if len(single) == len(larger) and all(map(_may_be_larger, single, larger)):
+                return larger
         return None
 
-    def _is_single(self) -> bool:
-        """Whether the model's first tensor, the latent, has a batch of 1."""
+    def _look(self) -> dict[torch.nn.Module, list[list[torch.Size]]]:
+        """The input shapes of each call of each block, in a larger call of the model."""
         args, kwargs = self._arguments
-        latent = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-        return latent is not None and latent.ndim > 1 and latent.shape[0] == 1
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        if not given or given[0].ndim < 2:
+            return {}
+        latent = given[0]
+        rows = 2 if latent.shape[0] == 1 else 1
+        sides = latent.shape[2:][-2:] if latent.ndim in CHANNELS_LAST else ()
+        factor = -(-SMALL // min(sides)) if sides and 0 < min(sides) < SMALL else 1
+        tries = [_Larger(rows, factor, latent.ndim)] if factor > 1 else []
+        if rows > 1:
+            tries.append(_Larger(rows))
+            # A mask, for one, may be the same for every image, and wrong with a row for each.
+            tries += [_Larger(rows, left=one) for one in given[1:] if one.shape[:1] == (1,)]
+        known: dict[torch.nn.Module, list[list[torch.Size]]] = {}
+        for size in tries:
+            shapes, error = self._run(size)
+            if error is None:
+                return shapes
+            known = max(known, shapes, key=len)
+            if type(error) not in (RuntimeError, ValueError):  # not of sizes that do not fit together
+                break
+        return known
 
-    def _run(self) -> dict[torch.nn.Module, list[list[torch.Size]]]:
-        """The input shapes of each call of each block, in a call of the model at a batch of 2."""
+    def _run(self, size: _Larger) -> tuple[dict[torch.nn.Module, list[list[torch.Size]]], Exception | None]:
+        """The input shapes of each call of each block, in a call of the model at this size; and what ended it early."""
         shapes: dict[torch.nn.Module, list[list[torch.Size]]] = {}
         unset_fake, fake_tensor = torch_internals.UNSET_FAKE.get(), torch_internals.FAKE_TENSOR.get()
 
@@ -110,27 +131,51 @@ class BatchDryRun:
                 for block in self._tensors_of:
                     copied = copies.of(block)
                     copied.__dict__["forward"] = recorder(block, copied.forward)
-                args, kwargs = self._doubled(self._arguments)
+                args, kwargs = self._grown(self._arguments, size)
                 model.forward(*args, **kwargs)
         except Exception as error:
             pass_on(error, self._interrupts)
-            log.debug("the dry run at a batch of 2 ended early: %s: %s", type(error).__name__, error)
-        return shapes
+            log.debug("the dry run at a larger size ended early: %s: %s", type(error).__name__, error)
+            return shapes, error.with_traceback(None)
+        return shapes, None
 
-    def _doubled(self, value: Any) -> Any:
-        """The arguments at a batch of 2: tensors whose first size is 1 get 2; none has values."""
+    def _grown(self, value: Any, size: _Larger) -> Any:
+        """The arguments at this size; none has values."""
         if isinstance(value, torch.Tensor):
-            shape = (2, *value.shape[1:]) if value.ndim and value.shape[0] == 1 else value.shape
-            return torch.empty(shape, dtype=value.dtype, device=value.device)
+            return torch.empty(size.of(value), dtype=value.dtype, device=value.device)
         if isinstance(value, dict):
-            return {key: self._doubled(item) for key, item in self._without_hooks(value).items()}
+            return {key: self._grown(item, size) for key, item in self._without_hooks(value).items()}
         if type(value) in (tuple, list):
-            return type(value)(self._doubled(item) for item in value)
+            return type(value)(self._grown(item, size) for item in value)
         return value
 
 
-def _may_be_doubled(single: torch.Size, doubled: torch.Size) -> bool:
-    return len(single) == len(doubled) and all(two in (one, 2 * one) for one, two in zip(single, doubled, strict=True))
+@dataclass(frozen=True, eq=False)
+class _Larger:
+    """How much larger the tensors of a call are made.
+
+    rows: in place of a first size of 1. factor: of the last two sizes, of tensors with `ndim` dimensions.
+    left: the tensor whose rows stay as they are.
+    """
+
+    rows: int
+    factor: int = 1
+    ndim: int = 0
+    left: torch.Tensor | None = None
+
+    def of(self, tensor: torch.Tensor) -> list[int]:
+        shape = list(tensor.shape)
+        if shape[:1] == [1] and tensor is not self.left:
+            shape[0] = self.rows
+        if self.factor > 1 and len(shape) == self.ndim:
+            shape[-2:] = [side * self.factor for side in shape[-2:]]
+        return shape
+
+
+def _may_be_larger(single: torch.Size, larger: torch.Size) -> bool:
+    return len(single) == len(larger) and all(
+        two == one or two >= 2 * one for one, two in zip(single, larger, strict=True)
+    )
 
 
 class ModelCopy:

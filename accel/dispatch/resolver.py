@@ -98,14 +98,16 @@ class GraphResolver:
         def load_graph() -> CompiledGraph | None:
             def build(data: bytes, facts: Facts) -> CompiledGraph:
                 template = kinds.template_of(region.block, region.wraps)
-                return block_compiler.load_block(template, spec, data, facts, self.interrupts, settings.backend)
+                return block_compiler.load_block(
+                    template, region.kind, spec, data, facts, self.interrupts, settings.backend
+                )
 
             def could_fit(facts: Facts) -> bool:
                 return facts.values == values and facts.allow(tensors)
 
             return store and store.load(key, name, devices, build, fits, values, self.interrupts, could_fit)
 
-        def compile_for(growing: frozenset[tuple[int, int]] | None) -> CompiledGraph:
+        def compile_for(larger: Sequence[torch.Size] | None) -> CompiledGraph:
             try:
                 template = kinds.template_of(region.block, region.wraps)
             except Exception as error:
@@ -119,7 +121,7 @@ class GraphResolver:
                     inputs,
                     settings.backend,
                     settings.any_size,
-                    growing,
+                    larger,
                     self.interrupts,
                     savable=store is not None,
                 )
@@ -127,11 +129,11 @@ class GraphResolver:
         def compile_graph() -> CompiledGraph:
             if observer is not None:
                 observer.is_stable = False
-            growing = self.dry_run.growing(region.block, inputs) if self.dry_run and settings.any_size else None
-            graph = compile_for(growing)
-            if any(tensors[index].shape[dimension] != size for index, dimension, size in graph.facts.fixed):
-                # The block's code fixed a size that was traced as 2 in place of 1: it is traced as it is.
-                graph = compile_for(frozenset())
+            larger = self.dry_run.larger(region.block, inputs) if self.dry_run and settings.any_size else None
+            graph = compile_for(larger)
+            if settings.any_size and not fits(graph):
+                # The block's code fixed a size that was traced larger than it is: it is traced as it is.
+                graph = compile_for([tensor.shape for tensor in inputs])
             if store is not None:
                 store.save(key, name, devices, graph, self.interrupts)
             return graph

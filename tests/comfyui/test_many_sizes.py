@@ -83,3 +83,18 @@ def test_exact_sizes_stay_within_the_budget_in_bytes(sample, monkeypatch):
     assert statistics["compilations"] == 4 * of_one_size
     assert statistics["evictions"] == 2 * of_one_size
     assert fallbacks.rows() == []
+
+
+def test_image_whose_deepest_level_is_one_pixel_needs_no_graphs_of_its_own(sample):
+    levels = {"channel_mult": [1] * 4, "num_res_blocks": [1] * 4, "transformer_depth": [0] * 4}
+    model = tiny_models.unet(**levels, transformer_depth_output=[0] * 8)
+    fast_model = accelerate(model, CompileSettings(backend="eager"), cache := GraphCache())
+    fallbacks.clear()
+    graphs = []
+    for width, height, batch in ((64, 64, 1), (128, 128, 1), (64, 160, 2)):
+        image = sample(fast_model, width, height, batch, steps=1)
+        torch.testing.assert_close(image, sample(model, width, height, batch, steps=1))
+        statistics = cache.statistics()
+        graphs.append((statistics["entries"], statistics["graphs"]))
+    assert graphs == [(3, 3)] * 3
+    assert fallbacks.rows() == []

@@ -38,16 +38,11 @@ cache = GraphCache()
 
 @dataclass(frozen=True)
 class Row:
-    """What is found in a model.
-
-    first_batch: 2 where core cannot run the model at a batch of 2 with a mask for each image.
-    eager: what stays eager, and why.
-    """
+    """What is found in a model. eager: what stays eager, and why."""
 
     model: str
     blocks: int
     kinds: int
-    first_batch: int = 1
     eager: str = ""
 
 
@@ -92,7 +87,7 @@ TABLE = [
     Row("Wan HuMo", 2, 1),
     Row("Wan S2V", 6, 3),
     Row("Wan animate", 13, 7),
-    Row("HunyuanVideo", 6, 3, first_batch=2),
+    Row("HunyuanVideo", 6, 3),
     Row("HunyuanVideo i2v", 6, 3),
     Row("HunyuanVideo 1.5", 6, 3),
     Row("HunyuanImage 2.1", 6, 3),
@@ -151,7 +146,7 @@ def test_model(name):
     counters.clear()
     fallbacks.clear()
     torch._dynamo.reset()
-    sizes = [Size(batch=row.first_batch), *LATER]
+    sizes = [Size(), *LATER]
     model = ZOO[row.model].build()
     expected = [call(model, row.model, size, step) for step, size in enumerate(sizes)]
     assert all(out.isfinite().all() for out in expected)

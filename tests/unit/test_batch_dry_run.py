@@ -1,4 +1,4 @@
-"""Which inputs of a block grow with the batch: found at a batch of 1, without computing anything."""
+"""What sizes the inputs of a block have in a larger call: found without computing anything."""
 
 import functools
 
@@ -35,11 +35,11 @@ class Model(torch.nn.Module):
         return x
 
 
-GROWING = [{(0, 0), (2, 0)}] * 2
-"""Of both blocks: rows of the image and of the modulation, not of the positions."""
+LARGER = [[(2, 3, 4), (1, 3, 4), (2, 1, 1)]] * 2
+"""Of both blocks: more rows of the image and of the modulation, not of the positions."""
 
 
-def asked(hooks, batch=1, without_hooks=dict, model=None, interrupts=()):
+def asked(hooks, batch=1, without_hooks=dict, model=None, interrupts=(), x=None, **given):
     """What the dry run says of each block when it is asked within a call of the model."""
     model, answers, tensors = model or Model(), {}, {}
     tensors_of = {block: lambda call: list(call[0]) for block in model.blocks}
@@ -47,7 +47,7 @@ def asked(hooks, batch=1, without_hooks=dict, model=None, interrupts=()):
 
     def asker(block):
         def layer(inner, *args):
-            answers[block] = dry_run.growing(block, args)
+            answers[block] = dry_run.larger(block, args)
             tensors[block] = args
             return inner(*args)
 
@@ -55,29 +55,65 @@ def asked(hooks, batch=1, without_hooks=dict, model=None, interrupts=()):
 
     layers = {model: dry_run, **{block: asker(block) for block in model.blocks}}
     with torch.inference_mode(), substituted(layers, Order.COMPILED):
-        out = model(torch.zeros(batch, 3, 4), torch.ones(batch), hooks)
+        out = model(torch.zeros(batch, 3, 4) if x is None else x, torch.ones(batch), hooks, **given)
     assert type(out) is torch.Tensor
-    assert dry_run.growing(model.blocks[0], tensors[model.blocks[0]]) is None  # outside of a call
+    assert dry_run.larger(model.blocks[0], tensors[model.blocks[0]]) is None  # outside of a call
     return list(answers.values())
 
 
 def test_positions_do_not_grow():
-    assert asked({}) == GROWING
+    assert asked({}) == LARGER
 
 
 def test_larger_batch_is_not_asked_about():
     assert asked({}, batch=3) == [None, None]
 
 
+class Masked(Model):
+    """One mask for every image, which core's HunyuanVideo copies into a tensor of one row."""
+
+    def forward(self, x, timestep, hooks, mask):
+        rows = torch.zeros(1, x.shape[1], 1)
+        rows[:] = mask
+        return super().forward(x + rows, timestep, hooks)
+
+
+def test_mask_of_one_row_for_every_image_is_left_as_it_is():
+    assert asked({}, model=Masked(), mask=torch.ones(1, 3, 1)) == LARGER
+
+
+class Level(torch.nn.Module):
+    def forward(self, x, residual):
+        return x + residual
+
+
+class Halving(torch.nn.Module):
+    """Halves an image [B, C, H, W], and adds what a ControlNet gives for that size."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Level()])
+
+    def forward(self, x, timestep, hooks):
+        return self.blocks[0](torch.nn.functional.avg_pool2d(x, 8), hooks["control"])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_deeper_level_of_a_small_latent_is_larger_than_one_pixel(batch):
+    control = {"control": torch.zeros(batch, 4, 1, 2)}
+    assert asked(control, model=Halving(), x=torch.zeros(batch, 4, 8, 16)) == [[(2, 4, 2, 4)] * 2]
+    assert asked({"control": torch.zeros(2, 4, 2, 2)}, model=Halving(), x=torch.zeros(2, 4, 16, 16)) == [None]
+
+
 def test_nobodys_hooks_run_twice():
     calls = []
     hooks = {"wrappers": [lambda: calls.append(1)]}
-    assert asked(hooks, without_hooks=lambda options: {}) == GROWING
+    assert asked(hooks, without_hooks=lambda options: {}) == LARGER
     assert calls == [1]
 
 
 def test_model_that_needs_values_is_known_up_to_there():
-    assert asked({"reads values": True}) == GROWING
+    assert asked({"reads values": True}) == LARGER
 
 
 def test_other_layers_do_not_see_the_look_and_stay():
@@ -89,7 +125,7 @@ def test_other_layers_do_not_see_the_look_and_stay():
 
     with substituted({model.blocks[0]: cached}, Order.CACHED):
         stand_in = model.blocks[0].__dict__["forward"]
-        assert asked({}, model=model) == GROWING
+        assert asked({}, model=model) == LARGER
         assert model.blocks[0].__dict__["forward"] is stand_in
     assert calls == [1]
     assert "forward" not in model.blocks[0].__dict__
@@ -189,7 +225,7 @@ def test_nothing_without_values_is_remembered(nothing_kept):
     model, kept = Keeping(), untouched(3)
     before = {name: set(vars(part)) for name, part in model.named_modules()}
     dry_run = BatchDryRun(model, {block: lambda call: list(call[0]) for block in model.blocks})
-    seen = dry_run(lambda *args: dry_run._shapes or dry_run._run(), torch.zeros(1, 3, 4), torch.ones(1), {})
+    seen = dry_run(lambda *args: dry_run._look(), torch.zeros(1, 3, 4), torch.ones(1), {})
     assert [len(calls) for calls in seen.values()] == [1, 1]
     assert {name: set(vars(part)) for name, part in model.named_modules()} == before
     assert (model.attribute, model.registry, model.rows, model.helper.kept) == (None, {}, 0, None)
@@ -201,7 +237,7 @@ def test_nothing_without_values_is_remembered(nothing_kept):
 
 def test_model_that_remembers_gives_real_tensors_afterwards(nothing_kept):
     model = Keeping()
-    assert asked({}, model=model) == GROWING
+    assert asked({}, model=model) == LARGER
     assert model.rows == 1
     assert_real(model)
 

@@ -36,9 +36,13 @@ class ConvBlock(nn.Module):
         return self.skip(x) + self.conv(torch.nn.functional.silu(self.norm(x))) + self.time(emb)[..., None, None]
 
 
+def kind_of(block):
+    return kinds_of([describe(block)])[0]
+
+
 def compiled(block, inputs, kind=None, **options):
     options.setdefault("backend", "eager")
-    kind = kind or kinds_of([describe(block)])[0]
+    kind = kind or kind_of(block)
     tensors = []
     spec = tree_spec.flatten((tuple(inputs), {}), tensors)
     weights = weight_slots(block, kind.weights)
@@ -65,10 +69,11 @@ def test_one_graph_serves_blocks_that_differ_in_channels():
     small, large = (ConvBlock(*widths).eval().requires_grad_(False) for widths in ((32, 64), (64, 96)))
     kind = kinds_of([describe(small), describe(large)])[0]
     graph, _ = compiled(small, conv_inputs(2, 8, 8), kind)
-    inputs = conv_inputs(3, 5, 6, channels=64)
-    tensors = (*weight_slots(large, kind.weights).read(), *inputs)
-    assert graph.accepts(tensors)
-    assert torch.equal(graph.run(tensors), large(*inputs))
+    for size in ((3, 5, 6), (2, 1, 1)):
+        inputs = conv_inputs(*size, channels=64)
+        tensors = (*weight_slots(large, kind.weights).read(), *inputs)
+        assert graph.accepts(tensors), size
+        assert torch.equal(graph.run(tensors), large(*inputs))
 
 
 def test_new_weights_are_seen_at_the_next_call():
@@ -247,7 +252,11 @@ def test_torch_before_ahead_of_time_compiles_once_by_running(hide):
     graph, weights = compiled(block, INPUTS, backend="inductor")
     graphs = [graph]
     if not ON_AHEAD_OF_TIME:  # a later torch, which lacks nothing but a name here, does not save such graphs
-        graphs.append(load_block(template_of(block), tree_spec.flatten((INPUTS, {}), []), graph.save(), graph.facts))
+        graphs.append(
+            load_block(
+                template_of(block), kind_of(block), tree_spec.flatten((INPUTS, {}), []), graph.save(), graph.facts
+            )
+        )
     before = counters["stats"]["unique_graphs"]
     for one in graphs:
         for size in ((2, 3), (1, 7), (5, 2)):
@@ -335,7 +344,7 @@ def test_dropped_graph_leaves_nothing_in_inductor_whether_compiled_or_loaded(sco
     gc.collect()
     assert kept() == before
     assert not any(value is not None for scope in scopes for value in scope.values())
-    loaded = load_block(template_of(block), tree_spec.flatten((INPUTS, {}), []), data, facts)
+    loaded = load_block(template_of(block), kind_of(block), tree_spec.flatten((INPUTS, {}), []), data, facts)
     torch.testing.assert_close(loaded.run((*weights.read(), *INPUTS)), block(*INPUTS))
     assert kept() != before
     del loaded
@@ -364,7 +373,7 @@ def test_prepared_file_in_torchs_cache_is_not_run_in_place_of_what_was_saved(tmp
     ):
         file.unlink(missing_ok=True)
         prepare()
-        loaded = load_block(template_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
+        loaded = load_block(template_of(block), kind_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
         assert torch.equal(loaded.run((*weights.read(), x)), graph.run((*weights.read(), x)))
         assert file.is_file() and not mark.exists()
     written = file.read_bytes()
@@ -383,7 +392,7 @@ def test_library_is_loaded_once_and_takes_no_name_of_others(monkeypatch):
     data, facts = graph.save(), graph.facts
     before = set(sys.modules)
     for _ in range(2):
-        load_block(template_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
+        load_block(template_of(block), kind_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
     new = [name for name in set(sys.modules) - before if name.endswith(".kernel")]
     assert len(new) <= 1 and all(name.startswith("accel_") for name in new)
     assert any(name.startswith("accel_") and name.endswith(".kernel") for name in sys.modules)

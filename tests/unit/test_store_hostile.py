@@ -29,7 +29,7 @@ def load_for_real(home):
     worker = store(home)
 
     def build(data, facts):
-        return block_compiler.load_block(torch.nn.Identity(), ("tuple", ("tensor",)), data, facts)
+        return block_compiler.load_block(torch.nn.Identity(), key().kind, ("tuple", ("tensor",)), data, facts)
 
     assert worker.load(key(), "Block", CPU, build, lambda graph: True) is None
     return reasons(worker)[0]
