@@ -101,8 +101,8 @@ def load_block(
 ) -> CompiledGraph:
     """The graph whose `save` gave these bytes, without tracing or compiling anything.
 
-    template, kind, spec, interrupts, backend: as for `compile_block`. data: code, so it must have been checked. facts: the
-        graph's.
+    template, kind, spec, interrupts, backend: as for `compile_block`. data: code, so it must have been checked.
+    facts: the graph's.
 
     Raises Exception: of any type; the bytes are of another torch, or this system cannot load them.
     """

@@ -26,7 +26,6 @@ from ..fingerprint.plain_values import is_plain_object
 from ..signature.tensors import CHANNELS_LAST
 from .global_state_guard import DICTS, global_state_restored
 
-
 SMALL = 16
 """Side of a latent, below which a deeper level may be a single pixel wide: models halve it up to four times."""
 
