@@ -115,6 +115,7 @@ _A_MODEL = {
     "odd_network": "its network is a {type}",
     "settings_change": "its settings change at every call",
     "layers_offloaded": "its weights are moved to the device layer by layer (sequential CPU offload)",
+    "attentions_asked": "it is asked for its attention weights, which compiled blocks do not hand out",
     "groups_offloaded": "its weights are moved to the device group by group (group offloading)",
 }
 

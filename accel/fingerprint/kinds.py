@@ -233,4 +233,7 @@ def template_of(block: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.
     template = copy.deepcopy(block, memo)
     # The block itself keeps its stand-in: other threads may be calling it.
     template.__dict__.pop("forward", None)
+    for part in template.modules():  # the block's own run around its stand-in; a part with one is not compiled
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
     return template

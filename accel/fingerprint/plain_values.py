@@ -120,9 +120,11 @@ def attributes_of(module: torch.nn.Module, path: str, references: References) ->
     path: of the module in its block, "" for the block itself.
     Raises Indescribable: with the path of what cannot be described.
     """
-    for hooks in _HOOKS:
-        if path and module.__dict__.get(hooks):
-            raise Indescribable(f"{path} has {hooks.strip('_').replace('_', ' ')}")
+    for name in _HOOKS:
+        hooks = module.__dict__.get(name)
+        if path and hooks:
+            owners = ", ".join(sorted({str(getattr(hook, "__module__", None)) for hook in hooks.values()}))
+            raise Indescribable(f"{path} has {name.strip('_').replace('_', ' ')} of {owners}")
     if path and "forward" in module.__dict__:
         raise Indescribable(f"{path} has a forward of its own")
     attributes = []

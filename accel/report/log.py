@@ -45,6 +45,24 @@ def from_environment() -> str | None:
     return DEBUG if os.environ.get(VARIABLE, "").strip().lower() not in ("", "0", "off", "false", "no") else None
 
 
+def obey_environment() -> None:
+    """Debug where ACCEL_DEBUG requests it; on standard error in a program that has no log handlers of its own."""
+    if from_environment() is None:
+        return
+    with _lock:
+        if not any(isinstance(handler, _OwnHandler) for handler in log.handlers):
+            log.addHandler(_OwnHandler())
+    set_verbosity(DEBUG)
+
+
+class _OwnHandler(logging.StreamHandler):
+    """Silent once the program logs by itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
 def _log_compiling(name: str, data: dict[str, Any]) -> None:
     """What a person at a console sees of minutes of compiling: a line when it begins in a run, and one a kind."""
     global _has_begun

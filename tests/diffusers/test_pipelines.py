@@ -98,8 +98,34 @@ def test_text_encoder_runs_compiled_and_a_block_with_hooks_in_it_as_it_is():
             assert torch.equal(encoder(tokens[0])[0], plain[0])
             handle.remove()
     assert [(row["block"], row["reason"]) for row in fallbacks.rows()] == [
-        ("CLIPEncoderLayer", "self_attn has forward hooks")
+        ("CLIPEncoderLayer", f"self_attn has forward hooks of {__name__}")
     ]
+
+
+def test_text_encoder_that_is_asked_for_hidden_states_as_sdxl_asks_runs_compiled():
+    encoder = zoo.text_encoder(99)
+    pipe = zoo.pipeline("StableDiffusionPipeline", text_encoder=encoder)
+    ids = torch.randint(99, (1, 77), generator=torch.Generator().manual_seed(1))
+
+    def asked(what):
+        with torch.no_grad():
+            return encoder(ids, **{f"output_{what}": True})[what]
+
+    encoder.set_attn_implementation("eager")  # the only one that has attention weights to hand out
+    plain = {what: asked(what) for what in ("hidden_states", "attentions")}
+    hooks = [len(part._forward_hooks) for part in encoder.modules()]
+    with accelerated(pipe, ignores=("unet", "vae"), backend="eager"):
+        for _ in range(2):
+            used = shared.statistics()["hits"]
+            for out, expected in zip(asked("hidden_states"), plain["hidden_states"], strict=True):
+                assert difference(out, expected) < TOLERANCE
+            assert shared.statistics()["hits"] - used == len(encoder.encoder.layers)
+            assert fallbacks.rows() == []
+        attentions = asked("attentions")
+        assert len(attentions) == len(plain["attentions"]) > 0
+        assert all(map(torch.equal, attentions, plain["attentions"]))
+    assert ["attention weights" in row["reason"] for row in fallbacks.rows()] == [True]
+    assert [len(part._forward_hooks) for part in encoder.modules()] == hooks
 
 
 def test_components_are_left_out_by_name(sd):

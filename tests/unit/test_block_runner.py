@@ -102,6 +102,14 @@ def test_weights_cast_in_mid_run_get_a_graph_of_their_own(part):
         assert cache.statistics()["entries"] == number
 
 
+def test_hook_on_the_block_itself_is_left_to_the_blocks_call():
+    block, x = Block(), torch.randn(2, 4)
+    block.register_forward_hook(lambda module, args, out: out * 2)
+    stand_in = runner([block], GraphCache())
+    with torch.inference_mode():
+        assert torch.equal(stand_in(lambda x: pytest.fail("ran eagerly"), x), block.forward(x))
+
+
 class Masked(Block):
     """Takes a mask apart by rows, for which torch fixes their number."""
 

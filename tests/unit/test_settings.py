@@ -141,6 +141,22 @@ def test_environment_asks_for_debugging(monkeypatch, value, wanted):
     assert report_log.from_environment() == wanted
 
 
+def test_script_without_log_handlers_is_debugged_on_standard_error(verbosity, monkeypatch, capsys):
+    handlers = logging.getLogger().handlers
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setenv(report_log.VARIABLE, "off")
+    report_log.obey_environment()
+    handlers.clear()
+    log.debug("unheard")
+    monkeypatch.setenv(report_log.VARIABLE, "1")
+    report_log.obey_environment()
+    report_log.obey_environment()
+    log.debug("a line")
+    lines_at(logging.NOTSET)  # from here on the program logs by itself
+    log.debug("heard there")
+    assert capsys.readouterr().err == "a line\n"
+
+
 def key(dtype="float16", backend="inductor", name="Block"):
     import torch
 

@@ -10,8 +10,10 @@ import torch
 
 from ...cache.graph_cache import GraphCache
 from ...core.compile_settings import CompileSettings
+from ...core.fallbacks import fallbacks
+from ...core.reasons import Reason
 from ...modules.substitution import Order, substituted
-from .components import load
+from .components import asks_for_attentions, load, without_idle_hooks
 from .runs import new_run, open_run
 
 _SLOT = "_compiled_call_impl"
@@ -43,8 +45,11 @@ class ComponentCall:
         model = self._model()
         load(model)
         args, kwargs = _all_contiguous(args, kwargs)
+        if asks_for_attentions(model, kwargs):  # of parts of its blocks, which a compiled block does not hand out
+            fallbacks.note(type(model).__name__, Reason("attentions_asked"))
+            return model._call_impl(*args, **kwargs)
         run = open_run(self._cache)
-        with nullcontext(run) if run is not None else new_run(self._cache) as run:
+        with nullcontext(run) if run is not None else new_run(self._cache) as run, without_idle_hooks(model):
             with substituted(run.layers(model, self._settings), Order.COMPILED, this_thread_only=True):
                 return model._call_impl(*args, **kwargs)
 

@@ -5,7 +5,8 @@ Neither accelerate nor diffusers is imported: offloading is recognised by the ho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ _NEVER = frozenset({"safety_checker", "watermark"})
 """Run once per image, on the finished image."""
 
 _ACCELERATE_HOOK, _DIFFUSERS_HOOK = "_hf_hook", "_diffusers_hook"
+_CAPTURING = "transformers.utils.output_capturing"
+"""The module whose hooks note a part's output. Once somebody asks a text encoder for hidden states, as SDXL does, they
+stay on its attention layers too, where they do nothing unless attention weights are asked for."""
 
 
 def components(pipe: Any) -> dict[str, torch.nn.Module]:
@@ -66,6 +70,39 @@ def moved_in_parts(model: torch.nn.Module) -> Reason | None:
         if any("group_offload" in name for name in hooks):
             return Reason("groups_offloaded")
     return None
+
+
+def asks_for_attentions(model: torch.nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether this call of a text encoder is to return attention weights. given: the call's named arguments."""
+    return bool(given.get("output_attentions", getattr(getattr(model, "config", None), "output_attentions", False)))
+
+
+@contextmanager
+def without_idle_hooks(model: torch.nn.Module) -> Iterator[None]:
+    """For a call that does not return attention weights: the hooks that would note them are off inside."""
+    taken = []
+    for part in model.modules():
+        hooks = part.__dict__.get("_forward_hooks") or {}
+        idle = {key: hook for key, hook in hooks.items() if _is_idle(hook)}
+        if idle:
+            taken.append((hooks, dict(hooks)))
+            for key in idle:
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in taken:
+            added = {key: hook for key, hook in hooks.items() if key not in before}
+            removed = {key for key, hook in before.items() if key not in hooks and not _is_idle(hook)}
+            hooks.clear()
+            hooks.update({key: hook for key, hook in {**before, **added}.items() if key not in removed})
+
+
+def _is_idle(hook: Any) -> bool:
+    if getattr(hook, "__module__", None) != _CAPTURING:
+        return False
+    values = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+    return "key" in values and "attentions" in str(values["key"].cell_contents)
 
 
 def without_weights(model: torch.nn.Module) -> str | None:

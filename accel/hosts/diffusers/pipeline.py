@@ -14,6 +14,7 @@ from ...compile.registry import BACKENDS, DEFAULT
 from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
+from ...report import log as report_log
 from ...step_cache.config import DeepCacheSettings
 from ...store.graph_store import attach
 from ...store.location import personal_home
@@ -70,6 +71,7 @@ def accelerate_pipeline(
                 f"{name} is not loaded: its {weight} is on the meta device. Load it, or put it in ignores."
             )
     restore(pipe)
+    report_log.obey_environment()
     attach(shared, personal_home)
     _Acceleration(pipe, ignores, settings, deep_cache, shared).begin()
     return pipe
