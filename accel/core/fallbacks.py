@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .events import emit, log
-from .reasons import OF_THE_MACHINE, Reason
+from .reasons import Reason
+from .sentences import OF_THE_MACHINE
 
 _MOST = 500
 """Reasons kept; beyond, a new one replaces the oldest."""

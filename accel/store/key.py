@@ -54,9 +54,10 @@ def key_digest(key: GraphKey, values: tuple[str, ...] = ()) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:24]
 
 
-def engine_folders() -> list[str]:
-    """The engine's own packages that decide what is in a saved graph."""
-    return [str(Path(__file__).parents[1] / name) for name in _PACKAGES]
+def engine_files() -> list[str]:
+    """The engine's own files that decide what is in a saved graph: not the words in which it says something."""
+    folders = (Path(__file__).parents[1] / name for name in _PACKAGES)
+    return sorted(str(file) for folder in folders for file in folder.glob("*.py") if file.name != "sentences.py")
 
 
 def environment(devices: Iterable[torch.device]) -> dict[str, str]:
@@ -86,7 +87,7 @@ def difference(here: dict[str, str], there: object) -> str | None:
 @functools.lru_cache(maxsize=1)
 def _software() -> dict[str, str]:
     try:
-        engine = module_files.digest(engine_folders())
+        engine = module_files.digest(engine_files())
     except module_files.Unknown as unknown:
         raise NotPortable(str(unknown)) from None
     return {

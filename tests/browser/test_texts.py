@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from comfy_accel.accel.core.reasons import SENTENCES
+from comfy_accel.accel.core.sentences import SENTENCES
 from editor_page import get
 
 from bench import ROOT

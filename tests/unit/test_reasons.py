@@ -5,7 +5,8 @@ import json
 from string import Formatter
 
 import pytest
-from comfy_accel.accel.core.reasons import SENTENCES, Reason, RunEagerly
+from comfy_accel.accel.core.reasons import Reason, RunEagerly
+from comfy_accel.accel.core.sentences import SENTENCES
 from engine_imports import ENGINE
 
 
