@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import made_up_device
 from .vae import resident_mb
 
 ROUNDS = 10
@@ -16,14 +17,17 @@ SIDE, SIDE_CPU = 8192, 512
 
 
 def described(device: torch.device) -> dict[str, Any]:
-    """name, driver and cuda (None without a GPU), torch, and the rate of matrix products: tflops, dtype, side."""
+    """name, driver, torch, and the rate of matrix products: tflops, dtype, side.
+
+    cuda: None without a GPU, which the made-up device is not.
+    """
     is_gpu = device.type == "cuda"
     dtype = torch.float16 if is_gpu else torch.float32
     side = SIDE if is_gpu else SIDE_CPU
     return {
         "name": torch.cuda.get_device_name(device) if is_gpu else "CPU",
         "driver": _driver() if is_gpu else None,
-        "cuda": torch.version.cuda if is_gpu else None,
+        "cuda": torch.version.cuda if is_gpu and not made_up_device.is_here() else None,
         "torch": torch.__version__,
         "matrix_tflops": round(matrix_rate(device, dtype, side) / 1e12, 4),
         "matrix_dtype": str(dtype).removeprefix("torch."),

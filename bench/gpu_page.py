@@ -10,9 +10,9 @@ from .gpu_goals import Goal, speedups
 from .report import Row, markdown
 
 NO_GPU = """\
-**No GPU was measured.** This is a trial run on a CPU (`--quick`) with tiny models of the same families and a compiler
-that compiles nothing: what is counted (compilations, recorded calls, differences) is exact for these models, and the
-seconds, ratios and shares say nothing."""
+**No GPU was measured.** This is a trial run, on a CPU (`--quick`) with tiny models of the same families and a compiler
+that compiles nothing, or on a made-up device whose kernels do nothing: what is counted (compilations, recorded calls,
+on a CPU differences too) is exact, and the seconds, ratios and shares say nothing."""
 
 LEGEND = """\
 - steps/s: one over the median of at least ten steps, taken in turns with the other contenders, after warm-up; with

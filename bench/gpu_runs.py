@@ -1,6 +1,6 @@
 """One run of core's sampler at a case: the image, each step's seconds, and the model's own first answer.
 
-Import it after `inprocess.boot`.
+Import it after `inprocess.boot` and `pack.load`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import time
 from typing import Any, NamedTuple
 
 import torch
+from comfy_accel.accel.compile.benchmark import TOLERANCE
 from torch.utils.flop_counter import FlopCounterMode
 
-from . import similarity, tiny_models
+from . import made_up_device, similarity, tiny_models
 from .gpu_cases import Case
 from .gpu_device import wait
 from .gpu_models import Subject
@@ -88,6 +89,11 @@ class Runs:
             self.run(self.model, case, steps=1)
         self._flops[case] = counter.get_total_flops()
         return self._flops[case]
+
+
+def tolerance(dtype: str) -> float | None:
+    """The largest `difference` of a right output; None on the made-up device, which computes no values."""
+    return None if made_up_device.is_here() else TOLERANCE[tiny_models.DTYPES[dtype]]
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:

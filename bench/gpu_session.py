@@ -13,18 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comfy_accel.accel.compile.benchmark import TOLERANCE
 from comfy_accel.accel.core.errors import one_line
 
 from .compilations import RecompileLimit
 from .gpu_cases import EAGER, Case, TimeBudget, in_session, skipped
 from .gpu_contenders import Lineup
 from .gpu_models import Subject
-from .gpu_runs import FirstAnswer, difference
+from .gpu_runs import FirstAnswer, difference, tolerance
 from .report import Row
 from .session import Session
 from .session_plan import Step
-from .tiny_models import DTYPES
 
 STEPS, QUICK_STEPS = 6, 2
 """Of each image: a new size is compiled and recorded within the first one, so that the second has nothing of it."""
@@ -105,7 +103,7 @@ class TimedSession(Session):
             **{key: row[key] for key in ("step", "contender", "first_image_s", "dtype")},
             "answer_diff": difference(answer, eager.setdefault((step.name, "answer"), answer)),
             "image_diff": row["relative_diff"],
-            "tolerance": TOLERANCE[DTYPES[row["dtype"]]],
+            "tolerance": tolerance(row["dtype"]),
             "steady_s": round(steady, 3),
             "stall_s": round(max(row["first_image_s"] - steady, 0), 3),
             **spent,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from comfy_accel.accel.compile.benchmark import TOLERANCE
 from comfy_accel.accel.core.errors import one_line
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import last_run
 
@@ -34,9 +33,8 @@ from .gpu_cases import (
 )
 from .gpu_contenders import Lineup, ran_as
 from .gpu_models import Subject
-from .gpu_runs import Run, Runs, decibels, difference
+from .gpu_runs import Run, Runs, decibels, difference, tolerance
 from .report import Row
-from .tiny_models import DTYPES
 
 ROUNDS = 2
 """Turns that every contender takes at a case."""
@@ -75,7 +73,7 @@ class Steps:
         answer: Path,
     ):
         self._model, self._runs, self._lineup, self._budget = model, runs, lineup, budget
-        self._dtype, self._tolerance = subject.dtype, TOLERANCE[DTYPES[subject.dtype]]
+        self._dtype, self._tolerance = subject.dtype, tolerance(subject.dtype)
         self._matrix_flops, self._frames, self._device = matrix_flops, subject.frames, subject.device
         self._answer = answer
         self._seconds: dict[str, float] = {}
