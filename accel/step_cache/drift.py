@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core.host_copy import HostCopy
+
 
 @dataclass(frozen=True)
 class _Change:
-    """amount: relative L1, 0-dim, on the features' device. span: the steps that it took. since: the step from which
-    the next change is counted."""
+    """amount: relative L1, 0-dim. span: the steps that it took."""
 
-    amount: torch.Tensor
+    amount: HostCopy
     span: int
-    since: int
 
 
 class Drift:
-    """The change of each CFG branch's shallow feature since its last refresh, left on the device.
+    """The change of each CFG branch's shallow feature since its last refresh.
 
     Memory: one copy of the shallow feature for each branch.
     """
@@ -27,6 +27,9 @@ class Drift:
     def __init__(self) -> None:
         self._references: dict[Hashable, tuple[int, torch.Tensor]] = {}
         self._changes: dict[Hashable, _Change] = {}
+        """Of the step that was measured last."""
+        self._earlier: dict[Hashable, _Change] = {}
+        """Of the one before."""
         self._step: int | None = None
 
     def measure(self, key: Hashable, shallow: torch.Tensor, step: int, renew: bool, owned: bool = False) -> None:
@@ -36,33 +39,41 @@ class Drift:
         `shallow` any more, so it need not be copied.
         """
         if step != self._step:
-            self._changes.clear()  # a branch that has ended no longer counts
+            # A branch that has ended no longer counts.
+            self._earlier, self._changes = self._changes, {}
             self._step = step
         known = self._references.get(key)
         if known is not None and (known[1].shape, known[1].device) != (shallow.shape, shallow.device):
             known, renew = None, True
         if known is not None and known[0] < step:
             since, reference = known
-            amount = relative_change(shallow, reference)
-            self._changes[key] = _Change(amount, step - since, step if renew else since)
+            self._changes[key] = _Change(HostCopy(relative_change(shallow, reference)), step - since)
         if renew:
             self._references[key] = (step, shallow if owned else shallow.clone())
 
     def predicted(self, step: int) -> float | None:
         """The largest relative change of any branch expected at `step`; None before two steps were measured.
 
-        Assumes that the change grows linearly with the steps. Waits for the device, once.
+        Assumes that the change grows linearly with the steps. Where the device would have to be waited for, the pace is
+        that of one step earlier, whatever the device has done by then: equal runs decide equally. Only the first
+        prediction, and one for which the host is more than a step ahead, waits.
         """
-        expected = [change.amount * (abs(step - change.since) / change.span) for change in self._changes.values()]
-        if not expected:
-            return None
-        return torch.stack([amount.to(expected[0].device) for amount in expected]).max().item()
+        changes = self._changes
+        if self._earlier and any(change.amount.is_later for change in changes.values()):
+            changes = self._earlier
+        expected = [
+            change.amount.read() * (abs(step - self._references[key][0]) / change.span)
+            for key, change in changes.items()
+            if key in self._references
+        ]
+        return torch.stack(expected).max().item() if expected else None
 
     def forget(self, before: int | None = None) -> None:
         """Drop the references from before that step, or everything."""
         if before is None:
             self._references.clear()
             self._changes.clear()
+            self._earlier.clear()
             return
         self._references = {key: known for key, known in self._references.items() if known[0] >= before}
 

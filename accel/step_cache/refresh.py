@@ -34,7 +34,7 @@ class RefreshPolicy(Protocol):
     """Whether the run measures the drift of its shallow features; that takes one copy of them for each CFG branch."""
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
-        """Whether `step` is computed in full. Reading `drift` waits for the device."""
+        """Whether `step` is computed in full."""
 
 
 @dataclass(frozen=True)

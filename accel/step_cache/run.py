@@ -69,6 +69,8 @@ class DeepCacheRun:
         self.policy = settings.policy()
         self.split: Any = None
         """The split of the run's model; set by the host, dropped at the end."""
+        self.levels: Any = None
+        """How the host reads noise levels; set by the host."""
         self.schedule: tuple[float, ...] = ()
         """Noise levels of the run, one more than it has steps; empty until its first evaluation."""
         self.window: tuple[float, float] = (math.inf, 0.0)

@@ -10,6 +10,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import last_run
+from comfy_accel.accel.hosts.comfyui.models.noise_levels import NoiseLevels, reckons
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from deep_cache_runs import cached, counts
 
@@ -84,9 +85,45 @@ def test_interval_one_and_a_window_without_steps_are_bit_identical(small_unet, s
     assert last_run()["skipped_steps"] == 0
 
 
+@pytest.fixture
+def reckoned(monkeypatch):
+    """Levels of runs from now on that were reckoned, as on a GPU, and what they are."""
+    seen = []
+
+    class Watched(NoiseLevels):
+        def read(self, timestep, schedule):
+            level = super().read(timestep, schedule)
+            if self._reckoned and self._reckoned[-1][0] == level:
+                seen.append((level, timestep.max().item()))
+            return level
+
+    monkeypatch.setattr(host, "NoiseLevels", Watched)
+    monkeypatch.setattr(host, "reckons", lambda sampler, device: reckons(sampler, torch.device("cuda")))
+    return seen
+
+
+def test_levels_of_core_s_samplers_are_reckoned_from_the_fifth_on_and_of_others_read(
+    small_unet, sample, reckoned, monkeypatch
+):
+    sample(cached(small_unet), 64, 64, steps=7, sampler="euler")
+    assert len(reckoned) == 3
+    function = comfy.samplers.k_diffusion_sampling.sample_euler
+    monkeypatch.setattr(function, "__module__", "a_pack_of_samplers")
+    sample(cached(small_unet), 64, 64, steps=7, sampler="euler")
+    assert len(reckoned) == 3
+
+
+def test_levels_are_read_again_once_one_was_reckoned_wrongly():
+    levels, schedule = NoiseLevels(True), [6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.5, 0.0]
+    evaluated = [6.0, 5.0, 4.0, 3.0, 3.5, 3.5, 1.0, 0.5]
+    read = [levels.read(torch.tensor([level]), schedule) for level in evaluated]
+    assert read == [6.0, 5.0, 4.0, 3.0, 2.0, 3.5, 1.0, 0.5]
+
+
 @pytest.mark.parametrize("sampler", [name for name in comfy.samplers.SAMPLER_NAMES if name != "dpm_adaptive"])
-def test_steps_are_skipped_whole_and_every_third_is_full(small_unet, sample, calls, sampler):
+def test_steps_are_skipped_whole_and_every_third_is_full(small_unet, sample, calls, reckoned, sampler):
     out = sample(cached(small_unet), 64, 64, steps=7, sampler=sampler)
+    assert all(level == pytest.approx(actual, rel=1e-4) for level, actual in reckoned)
     assert out.isfinite().all()
     assert calls() == STATED.get(sampler, ONE_CALL)
 

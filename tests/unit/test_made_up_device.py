@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from bench import ROOT, made_up_device
+from bench.comfyui import tree
 
 PYTEST = "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
@@ -68,3 +69,18 @@ def test_other_allocator_is_refused_by_the_name_of_its_flag(device):
 
 def test_kernels_take_sizes_of_32_bits_where_they_fit(device):
     passes(device, "tests/fakecuda/test_kernel_sizes.py")
+
+
+def with_comfyui(environment: dict[str, str], **more: str) -> dict[str, str]:
+    return {**environment, "COMFYUI_PATH": str(tree()), **more}
+
+
+def test_nothing_of_ours_waits_for_the_device(device):
+    passes(with_comfyui(device), "tests/fakecuda/test_waits.py")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("capability", ["86", "89", "120"])
+def test_kinds_compile_and_are_captured_on_cards_of_each_capability(device, capability):
+    """Thorough: each compiles the same blocks as for 9.0, above."""
+    passes(with_comfyui(device, FAKECUDA_CC=capability), "tests/fakecuda/test_waits.py")

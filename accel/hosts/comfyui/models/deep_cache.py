@@ -20,6 +20,7 @@ from ....step_cache.config import DeepCacheSettings
 from ....step_cache.run import BranchKey, DeepCacheRun
 from ....step_cache.split_points import find_split, why_no_split
 from ..sizes.shape_errors import sizes_explained
+from .noise_levels import NoiseLevels, reckons
 from .options import CAPTURE, INTERRUPTS, asks_wrappers
 from .run_events import run_events
 
@@ -78,6 +79,8 @@ def _run_wrapper(settings: DeepCacheSettings) -> Callable[..., Any]:
         sampling = executor.class_obj.model_patcher.get_model_object("model_sampling")
         run.window = tuple(float(sampling.percent_to_sigma(p)) for p in (settings.start_percent, settings.end_percent))
         run.is_flow = isinstance(sampling, CONST)
+        patcher = executor.class_obj.model_patcher
+        run.levels = NoiseLevels(reckons(args[2] if len(args) > 2 else None, patcher.load_device))
         if get_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_COMPILE, options):
             log.warning("DeepCache: beside it TorchCompileModel compiles nothing; use Accelerate Model in its place.")
         with run_events(executor, args, caching=asdict(settings)):
@@ -112,7 +115,7 @@ def _report(run: DeepCacheRun) -> None:
 def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:
     """Around every evaluation of the guider, however many model calls it makes.
 
-    The one place that reads sigmas, since that waits for the GPU.
+    The one place that reads sigmas, since that may wait for the GPU.
     """
     model_options = {} if model_options is None else model_options
     options = model_options.get("transformer_options", {})
@@ -121,7 +124,7 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
         schedule = options.get("sample_sigmas")
         if not run.schedule and schedule is not None:
             run.set_schedule(schedule.tolist())
-        run.begin_evaluation(float(torch.as_tensor(timestep).max()))
+        run.begin_evaluation(run.levels.read(torch.as_tensor(timestep), run.schedule))
     return executor(x, timestep, model_options, seed)
 
 

@@ -1,0 +1,32 @@
+"""Numbers of the device, read where the host need not wait for it."""
+
+from __future__ import annotations
+
+import torch
+
+
+class HostCopy:
+    """A small tensor on its way to the host. From a CUDA device it is copied beside the device's work; elsewhere
+    reading it is as `tensor.cpu()`.
+
+    is_later: whether the host would wait for the device if it read it at once.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self.is_later = tensor.is_cuda
+        self._tensor = tensor
+        if self.is_later:
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def has_come(self) -> bool:
+        """Whether `read` returns at once."""
+        return not self.is_later or self._event.query()
+
+    def read(self) -> torch.Tensor:
+        """The tensor, on the CPU."""
+        if not self.has_come():
+            self._event.synchronize()
+        return self._tensor.cpu()
