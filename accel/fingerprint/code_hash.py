@@ -33,9 +33,10 @@ _NO_STATE = ("_thread", "ctypes", "logging", "threading", "typing")
 """Modules of types whose objects no result depends on: locks, libraries, loggers, parts of annotations."""
 
 _NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"} | {
-    *("state_dict", "load_state_dict", "_load_from_state_dict", "_save_to_state_dict")
+    *("state_dict", "load_state_dict", "_load_from_state_dict", "_save_to_state_dict"),
+    *("__annotate__", "__annotate_func__"),
 }
-"""Construction, printing, loading and saving: calling a module runs none of these."""
+"""Construction, printing, loading, saving, annotations (functions from Python 3.14): calling a module runs none."""
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"psutil", "torch"}
 """Their functions are described by their own code alone, not by what they call in turn."""

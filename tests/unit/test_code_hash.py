@@ -180,6 +180,16 @@ def test_number_that_is_read_by_a_constant_name_counts():
     assert digest(Runs(number=1)) == digest(Runs(number=5))
 
 
+def test_annotations_are_no_code_that_a_call_runs():
+    """From Python 3.14 on they are a function of the class, which names what it annotates."""
+
+    class Annotated(Runs):
+        def __annotate_func__(self, form):
+            return {"number": int}
+
+    assert digest(Annotated(number=1)) == digest(Annotated(number=5))
+
+
 def test_number_that_only_a_held_function_reads_counts():
     def read(block):
         return block.number
