@@ -62,6 +62,7 @@ def _on_the_device(arguments: list[str] | None) -> int:
         raise Problem(f"This needs a made-up device: {why}.") from None
     command_line = [sys.executable, "-m", "bench.kernels", *(sys.argv[1:] if arguments is None else arguments)]
     environment = {**os.environ, **made_up_device.environment(folder), "ACCEL_STORE": "off", "OMP_NUM_THREADS": "1"}
+    environment["FAKECUDA_MEM_MB"] = str(128 << 10)  # of which none is taken
     return subprocess.run(command_line, env=environment).returncode
 
 
@@ -252,11 +253,15 @@ def _counted(autotuner: Any, result: Any, args: Sequence[Any], sizes: dict[str, 
     return sum(code.weights(trips)) * threads, code.loads(), code.divisions()
 
 
+Instruction = tuple[int, str, "int | None"]
+"""Address, operation, target of a branch."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Sass:
-    """The instructions of one kernel: (address, operation, target of a branch)."""
+    """The instructions of one kernel."""
 
-    instructions: list[tuple[int, str, int | None]]
+    instructions: list[Instruction]
 
     def weights(self, trips: int) -> list[int]:
         """How often each is issued. trips: of its loops together."""
@@ -274,7 +279,7 @@ class Sass:
         return sum(op.startswith("I2F") and op.endswith(".RP") for _, op, _ in self.instructions)
 
 
-_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)(.*)", re.MULTILINE)
+_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ )?([A-Z][\w.]*)(.*)", re.MULTILINE)
 
 
 def sass(cubin: bytes) -> Sass:
@@ -288,15 +293,36 @@ def sass(cubin: bytes) -> Sass:
         text = subprocess.run(
             [tool, "--dump-sass", file.name], capture_output=True, text=True, env={}, check=True
         ).stdout
-    found = []
-    for address, op, rest in _LINE.findall(text):
+    found, forks = [], []
+    for address, condition, op, rest in _LINE.findall(text):
         target = re.search(r"\b0x([0-9a-f]+)\b", rest) if op.startswith(("BRA", "CALL")) else None
-        found.append(
-            (int(address, 16), op.partition(".")[0] if op.startswith("BRA") else op, target and int(target[1], 16))
-        )
+        target = None if target is None else int(target[1], 16)
+        op = "BRA" if op.startswith("BRA") else op
+        if op == "BRA" and condition and target > int(address, 16):
+            forks.append((int(address, 16), target))
+        found.append((int(address, 16), op, target))
     # The end is filled up with a branch to itself and what no thread comes to.
     end = next((at for at, op, target in found if op == "BRA" and target == at), None)
-    return Sass([item for item in found if item[1] != "NOP" and item[0] != end])
+    code = [item for item in found if item[1] != "NOP" and item[0] != end]
+    for fork, target in forks:
+        code = _one_way(code, fork, target)
+    return Sass(code)
+
+
+def _one_way(code: list[Instruction], fork: int, target: int) -> list[Instruction]:
+    """The code with the shorter of two ways alone, where each of these reads or writes memory.
+
+    Such are the ways for planes of a multiple of 16 elements, and for others; those measured are of the former.
+    """
+    first = [item for item in code if fork < item[0] < target]
+    after = first[-1] if first else None
+    if after is None or after[1] not in ("EXIT", "BRA"):
+        return code
+    second = [item for item in code if target <= item[0] and (after[2] is None or item[0] < after[2])]
+    if not all(any(op.startswith(("LDG", "STG")) for _, op, _ in way) for way in (first, second)):
+        return code
+    left_out = {item[0] for item in max(first, second, key=len)}
+    return [item for item in code if item[0] not in left_out]
 
 
 @contextmanager

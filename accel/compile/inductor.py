@@ -15,6 +15,7 @@ import torch
 
 from ..core import torch_internals
 from ..core.atomic_file import opened
+from ..kernels.rewriting import rewritten_graphs
 from ..kernels.sizes import narrow_sizes
 from . import generated_code
 from .ahead_of_time import AheadOfTime, artifact_of, compile_function
@@ -34,7 +35,7 @@ class Inductor(AheadOfTime):
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         if not savable and _has_remote_cache():
             return compile_by_running(function, tensors, self.name)
-        with generated_code.collected() as modules, narrow_sizes():
+        with generated_code.collected() as modules, narrow_sizes(), rewritten_graphs(_device(tensors)):
             compiled = compile_function(function, tensors, self.name)
         save = functools.partial(_save, compiled, modules)
         return artifact_of(compiled, function.__globals__, modules, generated_code.bytes_of(modules), save)
@@ -46,6 +47,10 @@ class Inductor(AheadOfTime):
         with generated_code.collected() as modules:
             compiled = torch_internals.AOT_FUNCTION.get().deserialize(content, None, {TEMPLATE: template})
         return artifact_of(compiled, compiled.fn.__globals__, modules, len(data))
+
+
+def _device(tensors: Sequence[torch.Tensor]) -> str | None:
+    return next((tensor.device.type for tensor in tensors if tensor.ndim), None)
 
 
 def _has_remote_cache() -> bool:

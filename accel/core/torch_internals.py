@@ -107,12 +107,19 @@ SIZE_ARGUMENT = Internal("torch._inductor.codegen.common", "SizeArg", "2.7", _WI
 FITS_32_BITS = Internal("torch._inductor.utils", "expr_fits_within_32bit", "2.8", _WIDE)
 COMPILING = Internal("torch._inductor.virtualized", "V", "2.7", _WIDE)
 
+_AS_TRACED = "group norms are inductor's, slower"
+KNOWN_TRUE = Internal("torch.fx.experimental.symbolic_shapes", "statically_known_true", "2.7", _AS_TRACED)
+PRE_GRAD_PASS = Internal("torch._inductor.config", "pre_grad_custom_pass", "2.7", _AS_TRACED)
+
 AHEAD_OF_TIME = (AOT_SWITCH, AOT_FUNCTION, AOT_CELLS, AOT_CALLABLE, LOOK_UP_BACKEND, MARK_DYNAMIC, TRACING_CONTEXT)
 SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO, CODE_PATH)
 STANDALONE_SAVING = (STANDALONE, STANDALONE_ARTIFACT)
 DRY_RUN = (FAKE_TENSOR, FAKE_MODE, UNSET_FAKE)
 NARROW_SIZES = (KERNEL_SIGNATURE, SIZE_ARGUMENT, FITS_32_BITS, COMPILING)
+REWRITING = (KNOWN_TRUE, PRE_GRAD_PASS)
 RUN_ONCE = (CACHE_ENTRIES, GUARD_FILTER, LAST_GUARDS, GUARD_NAMES, CPP_SHAPE_GUARDS, MARK_DYNAMIC, TRACING_CONTEXT)
 ALL = tuple(
-    dict.fromkeys((*AHEAD_OF_TIME, *SAVING, *RUN_ONCE, *STANDALONE_SAVING, *DRY_RUN, *NARROW_SIZES, TENSOR_GUARDS))
+    dict.fromkeys(
+        (*AHEAD_OF_TIME, *SAVING, *RUN_ONCE, *STANDALONE_SAVING, *DRY_RUN, *NARROW_SIZES, *REWRITING, TENSOR_GUARDS)
+    )
 )

@@ -84,3 +84,7 @@ def test_nothing_of_ours_waits_for_the_device(device):
 def test_kinds_compile_and_are_captured_on_cards_of_each_capability(device, capability):
     """Thorough: each compiles the same blocks as for 9.0, above."""
     passes(with_comfyui(device, FAKECUDA_CC=capability), "tests/fakecuda/test_waits.py")
+
+
+def test_group_norms_are_our_kernels(device):
+    passes(device, "tests/fakecuda/test_group_norm_graphs.py")

@@ -1,0 +1,212 @@
+"""Replaces group norms, and sums with a number for each channel, in a traced graph by `group_norm`'s operators.
+
+A block adds a bias and an embedding to each channel of what a convolution gives, and normalises the sum. What is added
+goes into the kernels that read it anyway. For one size, inductor's own kernels are as good, and stay.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..core import toolchain, torch_internals
+
+DEVICE = "cuda"
+"""The type of the devices that the kernels are for: NVIDIA's, and AMD's."""
+
+_ADD = (operator.add, torch.add)
+_REPLACED = (*_ADD, torch.nn.functional.group_norm, torch.nn.functional.silu)
+_IN_PLACE = {
+    "setitem",
+    "delitem",
+    "iand",
+    "ior",
+    *(f"i{name}" for name in dir(operator) if hasattr(operator, f"i{name}")),
+}
+_MOST_PLANES, _MOST_BY_CHANNEL = 2, 2
+
+
+@contextmanager
+def rewritten_graphs(device: str | None) -> Iterator[None]:
+    """While it lasts, inductor rewrites graphs before it compiles them. device: the type of the device they run on.
+
+    Where this torch lacks what that takes, or a pass of somebody else's has that place, nothing changes.
+    """
+    lacks = torch_internals.lacking(torch_internals.REWRITING) is not None
+    if device != DEVICE or lacks or toolchain.triton_version() is None:
+        yield
+        return
+    from torch._inductor import config
+
+    from .group_norm import define
+
+    if config.pre_grad_custom_pass is not None:
+        yield
+        return
+    define()
+    with config.patch(pre_grad_custom_pass=rewrite):
+        yield
+
+
+def rewrite(graph: Graph) -> None:
+    """Replace what can be replaced."""
+    writes = any(map(_may_write, graph.nodes))
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is torch.nn.functional.group_norm:
+            _replace_norm(graph, node, writes)
+    for node in [] if writes else reversed(list(graph.nodes)):
+        if node.target in _ADD and node.users and all(map(_reads_memory, node.users)):
+            _replace_sum(graph, node)
+
+
+@dataclass
+class _Terms:
+    """What a sum consists of. planes: [B, C, ...]. by_channel: [C, 1...]. by_image: [B, C, 1...]."""
+
+    planes: list[Node] = field(default_factory=list)
+    by_channel: list[Node] = field(default_factory=list)
+    by_image: list[Node] = field(default_factory=list)
+
+
+def _replace_norm(graph: Graph, node: Node, writes: bool) -> None:
+    """writes: something in the graph may be written to, so that a term may be another where the sum is read."""
+    given = dict(zip(("input", "num_groups", "weight", "bias", "eps"), node.args, strict=False)) | node.kwargs
+    x, weight, bias = (given.get(name) for name in ("input", "weight", "bias"))
+    if (
+        not isinstance(given["num_groups"], int)
+        or not _is_plain(x)
+        or not all(_has_type_of(part, x) for part in (weight, bias))
+    ):
+        return
+    terms = _Terms()
+    fits = not writes and _collect(x, node, terms)
+    if not fits or max(map(len, (terms.planes, terms.by_channel, terms.by_image))) > 1:
+        terms = _Terms([x])
+    after = next(iter(node.users)) if len(node.users) == 1 else None
+    has_silu = after is not None and after.target is torch.nn.functional.silu
+    with graph.inserting_before(node):
+        by_channel, by_image = _flat(graph, terms)
+        arguments = (terms.planes[0], weight, bias, given["num_groups"], given.get("eps", 1e-5), has_silu)
+        made = graph.call_function(torch.ops.accel.group_norm.default, (*arguments, *by_channel[:1], *by_image))
+    _replace(graph, after if has_silu else node, made)
+
+
+def _replace_sum(graph: Graph, node: Node) -> None:
+    terms = _Terms()
+    if not _is_plain(node) or not _collect(node, None, terms) or not (terms.by_channel or terms.by_image):
+        return
+    if len(terms.planes) > _MOST_PLANES or len(terms.by_channel) > _MOST_BY_CHANNEL or len(terms.by_image) > 1:
+        return
+    with graph.inserting_before(node):
+        by_channel, by_image = _flat(graph, terms)
+        planes = (*terms.planes, None)[:_MOST_PLANES]
+        made = graph.call_function(torch.ops.accel.add_planes.default, (*planes, *by_channel, *by_image))
+    _replace(graph, node, made)
+
+
+def _replace(graph: Graph, node: Node, made: Node) -> None:
+    made.meta = dict(node.meta)
+    node.replace_all_uses_with(made)
+    unused = [node]
+    while unused:
+        node = unused.pop()
+        if not node.users and node.target in _REPLACED:
+            inputs = node.all_input_nodes
+            graph.erase_node(node)
+            unused += inputs
+
+
+def _may_write(node: Node) -> bool:
+    """Whether a node may write to what it is given."""
+    if node.op == "call_method":
+        return node.target.endswith("_") and not node.target.endswith("__")
+    if node.op != "call_function":
+        return node.op == "call_module"
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    if isinstance(node.target, torch._ops.OpOverloadPacket):
+        return any(getattr(node.target, name)._schema.is_mutable for name in node.target.overloads())
+    name = getattr(node.target, "__name__", "_")
+    in_place = name.endswith("_") or name in _IN_PLACE and getattr(operator, name) is node.target
+    return in_place or node.kwargs.get("inplace") or "out" in node.kwargs or any(value is True for value in node.args)
+
+
+def _flat(graph: Graph, terms: _Terms) -> tuple[list[Any], list[Any]]:
+    """The numbers for each channel [C], two or None, and for each of each image [B, C], one or None."""
+    by_channel = [graph.call_method("flatten", (term,)) for term in terms.by_channel]
+    by_image = [graph.call_method("flatten", (term, 1)) for term in terms.by_image]
+    return [*by_channel, None, None][:_MOST_BY_CHANNEL], [*by_image, None][:1]
+
+
+def _collect(node: Any, user: Node | None, terms: _Terms, like: Node | None = None) -> bool:
+    """Add the terms of a sum that only `user` reads; False where one is of none of these shapes."""
+    like = like or node
+    if not isinstance(node, Node):
+        return False
+    if _has_shape_of(node, like):
+        is_sum = node.op == "call_function" and node.target in _ADD and len(node.args) == 2 and not node.kwargs
+        if is_sum and (user is None or list(node.users) == [user]):
+            return all(_collect(term, node, terms, like) for term in node.args)
+        terms.planes.append(node)
+        return _is_plain(node)
+    if not _has_type_of(node, like):
+        return False
+    value, whole = _value(node), _value(like)
+    spatial = whole.ndim - 2
+    if not all(_is(size, 1) for size in value.shape[value.ndim - spatial :]):
+        return False
+    channels = value.shape[: value.ndim - spatial]
+    if len(channels) == 2 and _is(channels[0], 1):
+        channels = channels[1:]
+    if len(channels) not in (1, 2) or not all(
+        _is(a, b) for a, b in zip(channels, whole.shape[2 - len(channels) : 2], strict=True)
+    ):
+        return False
+    (terms.by_channel if len(channels) == 1 else terms.by_image).append(node)
+    return True
+
+
+def _reads_memory(node: Node) -> bool:
+    """Whether a node reads what it is given from memory, so that nothing is lost if that is not fused with it."""
+    return node.op == "output" or str(node.target).startswith("accel.")
+
+
+def _is_plain(node: Any) -> bool:
+    """Whether it is an image [B, C, ...] of any size, contiguous, on a GPU."""
+    value = _value(node)
+    return (
+        value is not None
+        and value.ndim >= 3
+        and value.device.type == DEVICE
+        and not all(isinstance(size, int) for size in value.shape)
+        and value.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and value.is_contiguous()
+    )
+
+
+def _has_type_of(node: Any, other: Node) -> bool:
+    a, b = _value(node), _value(other)
+    return a is not None and b is not None and (a.dtype, a.device) == (b.dtype, b.device)
+
+
+def _has_shape_of(node: Node, other: Node) -> bool:
+    a, b = _value(node), _value(other)
+    if not _has_type_of(node, other) or a.ndim != b.ndim:
+        return False
+    return all(_is(size, of) for size, of in zip(a.shape, b.shape, strict=True))
+
+
+def _value(node: Any) -> torch.Tensor | None:
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _is(size: Any, other: Any) -> bool:
+    """Whether two sizes are known to be equal, without a guard."""
+    return torch_internals.KNOWN_TRUE.get()(size == other)

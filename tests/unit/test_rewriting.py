@@ -1,0 +1,181 @@
+"""Group norms and sums are replaced by operators that compute the same; and the kernels of these are right."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from comfy_accel.accel.kernels import rewriting
+from torch import nn
+from torch.nn import functional
+
+pytest.importorskip("triton")
+
+KERNELS = Path(rewriting.__file__).parent / "group_norm.py"
+
+
+def norm(x, weight, bias, groups, eps, silu, by_channel=None, by_image=None):
+    y = functional.group_norm(planes(x, None, by_channel, None, by_image), groups, weight, bias, eps)
+    return functional.silu(y) if silu else y
+
+
+def planes(x, other, by_channel, more_by_channel, by_image):
+    rest = (1,) * (x.ndim - 2)
+    more = [given.view(*given.shape, *rest) for given in (by_channel, more_by_channel, by_image) if given is not None]
+    return sum([given for given in (other, *more) if given is not None], x)
+
+
+@pytest.fixture
+def rewritten(monkeypatch):
+    """Runs a function over any size, rewritten; returns what it returned and which operators it has."""
+    from comfy_accel.accel.kernels.group_norm import define
+
+    define()
+    monkeypatch.setattr(rewriting, "DEVICE", "cpu")
+    ours = {torch.ops.accel.group_norm.default: norm, torch.ops.accel.add_planes.default: planes}
+
+    def run(function, *args, dynamic=None):
+        found = []
+
+        def backend(module, _):
+            rewriting.rewrite(module.graph)
+            for node in module.graph.nodes:
+                if node.target in ours:
+                    given = [argument for argument in node.args if isinstance(argument, torch.fx.Node)]
+                    found.append(f"{node.target._opname} of {len(given)}")
+                    node.target = ours[node.target]
+            module.graph.lint()
+            module.recompile()
+            return module.forward
+
+        torch._dynamo.reset()
+        given = [arg.clone() for arg in args]
+        if dynamic is None:
+            torch._dynamo.maybe_mark_dynamic(given[0], (0, 2, 3))
+            torch._dynamo.maybe_mark_dynamic(given[1], 0)
+        out = torch.compile(function, dynamic=dynamic, fullgraph=True, backend=backend)(*given)
+        for actual, expected in zip((out, *given), (function(*args), *args), strict=True):
+            torch.testing.assert_close(actual, expected)
+        return found
+
+    return run
+
+
+def inputs():
+    torch.manual_seed(0)
+    return torch.randn(2, 64, 6, 10), torch.randn(2, 64), torch.randn(64)
+
+
+group_norm = nn.GroupNorm(32, 64).requires_grad_(False)
+nn.init.normal_(group_norm.weight)
+nn.init.normal_(group_norm.bias)
+
+
+def with_all(x, embedding, bias):
+    h = x + bias.view(-1, 1, 1) + embedding[..., None, None]
+    return x + (functional.silu(group_norm(h)) + bias.view(-1, 1, 1))
+
+
+def read_twice(x, embedding, bias):
+    h = x + embedding[:, :, None, None]
+    return torch.cat([group_norm(h), h])
+
+
+def norm_alone(x, embedding, bias):
+    return group_norm(x) * bias.view(-1, 1, 1)
+
+
+def of_other_shapes(x, embedding, bias):
+    return group_norm(x + embedding[:1, :10] + embedding[:, :1, None, None])
+
+
+def written_between(x, embedding, bias):
+    h = x + embedding[..., None, None]
+    embedding.mul_(2)
+    return functional.silu(group_norm(h))
+
+
+def added_in_place(x, embedding, bias):
+    x += embedding[..., None, None]
+    return group_norm(x)
+
+
+def laid_out_otherwise(x, embedding, bias):
+    return group_norm(x.contiguous(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize(
+    ("function", "operators"),
+    [
+        (with_all, ["group_norm of 5", "add_planes of 3"]),
+        (read_twice, ["group_norm of 3"]),
+        (norm_alone, ["group_norm of 3"]),
+        (of_other_shapes, ["group_norm of 3"]),
+        (written_between, ["group_norm of 3"]),
+        (added_in_place, ["group_norm of 3"]),
+        (laid_out_otherwise, []),
+    ],
+)
+def test_graph_computes_the_same(rewritten, function, operators):
+    assert rewritten(function, *inputs()) == operators
+
+
+def test_graph_for_one_size_is_left_to_inductor(rewritten):
+    assert rewritten(with_all, *inputs(), dynamic=False) == []
+
+
+INTERPRETED = """
+import importlib.util, sys, torch
+from triton.runtime import interpreter
+
+class Whole(type):
+    __instancecheck__ = lambda cls, value: isinstance(value, int)
+    __call__ = lambda cls, value=0: int(value.item() if hasattr(value, "item") else value)
+
+interpreter.int = Whole("int", (), {})  # numpy makes no number of an array with one element any more
+spec = importlib.util.spec_from_file_location("kernels", sys.argv[1])
+kernels = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernels)
+kernels.wrap_triton = lambda kernel: kernel
+inputs, out = torch.load(sys.argv[2]), []
+for x, weight, bias, by_channel, by_image in inputs:
+    out.append(kernels.group_norm(x, weight, bias, 32, 1e-5, True, by_channel, by_image))
+    out.append(kernels.group_norm(x, weight, bias, 32, 1e-5, False, None, None))
+    out.append(kernels.sum_of_planes(x, x * 2, by_channel, weight, by_image))
+    out.append(kernels.sum_of_planes(x, None, by_channel, None, None))
+torch.save(out, sys.argv[2])
+"""
+
+
+def test_kernels_compute_what_torch_does(tmp_path):
+    """Interpreted on the CPU, by Triton: planes of a multiple of 16 and others, of one part and several, of video."""
+    torch.manual_seed(0)
+    given = []
+    for shape, dtype in (
+        ((2, 64, 6, 8), torch.float32),
+        ((1, 32, 33, 35), torch.float32),
+        ((1, 64, 3, 5, 7), torch.float32),
+        ((1, 64, 2, 520), torch.float16),
+    ):
+        x, channels = torch.randn(shape, dtype=dtype) * 3 + 5, shape[1]
+        given.append((x, *torch.randn(3, channels, dtype=dtype), torch.randn(shape[0], channels, dtype=dtype)))
+    file = tmp_path / "tensors.pt"
+    torch.save(given, file)
+    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", INTERPRETED, KERNELS, file], env=environment, check=True)
+    answers = iter(torch.load(file))
+    for x, weight, bias, by_channel, by_image in given:
+        of = [part.double() for part in (x, weight, bias, by_channel, by_image)]
+        exact = (
+            norm(*of[:3], 32, 1e-5, True, *of[3:]),
+            norm(*of[:3], 32, 1e-5, False),
+            planes(of[0], of[0] * 2, of[3], of[1], of[4]),
+            planes(of[0], None, of[3], None, None),
+        )
+        tolerance = 2 * torch.finfo(x.dtype).eps
+        for expected in exact:
+            actual = next(answers)
+            assert actual.dtype == x.dtype
+            assert math.isclose((actual - expected).abs().max() / expected.abs().max(), 0, abs_tol=tolerance)
