@@ -48,9 +48,18 @@ def global_state_restored(model: torch.nn.Module, foreign: Callable[[Any], bool]
             for name, value in list(vars(namespace).items()):
                 if _refers_to(value, foreign):
                     setattr(namespace, name, names[name]) if name in names else delattr(namespace, name)
-        for cache in [value for value in gc.get_objects() if type(value) is _CACHE]:
+        for cache in _caches(model, [namespace for namespace, _ in before]):
             if any(_refers_to(part, foreign) for part in gc.get_referents(cache)):
                 cache.cache_clear()
+
+
+def _caches(model: torch.nn.Module, namespaces: list[Any]) -> list[Any]:
+    """Every `functools` cache; of those that somebody froze, which Python does not list, the ones that have a name."""
+    found = gc.get_objects()
+    if gc.get_freeze_count():
+        named = (*namespaces, *list(sys.modules.values()), *model.modules())
+        found += [value for holder in named for value in list(getattr(holder, "__dict__", {}).values())]
+    return [value for value in found if type(value) is _CACHE]
 
 
 def _namespaces(model: torch.nn.Module) -> list[Any]:

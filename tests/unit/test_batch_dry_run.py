@@ -1,6 +1,7 @@
 """What sizes the inputs of a block have in a larger call: found without computing anything."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -221,7 +222,15 @@ class Keeping(Model):
         return super().forward(x, timestep, hooks)
 
 
-def test_nothing_without_values_is_remembered(nothing_kept):
+@pytest.fixture(params=[False, True], ids=["", "frozen"])
+def frozen(request):
+    """As in a program that has frozen what it loaded: Python then lists none of it."""
+    (gc.freeze if request.param else gc.unfreeze)()
+    yield
+    gc.unfreeze()
+
+
+def test_nothing_without_values_is_remembered(nothing_kept, frozen):
     model, kept = Keeping(), untouched(3)
     before = {name: set(vars(part)) for name, part in model.named_modules()}
     dry_run = BatchDryRun(model, {block: lambda call: list(call[0]) for block in model.blocks})
