@@ -58,8 +58,9 @@ def said_of_fallbacks(caplog):
     return [line for line in said if "DeepCache" in line or "control could not" in line]
 
 
-def call_unet(model, run, x, sigma, control=None, patches=None, uuids=("u",)):
-    run.begin_evaluation(sigma)
+def call_unet(model, run, x, sigma, control=None, patches=None, uuids=("u",), begins=True):
+    if begins:
+        run.begin_evaluation(sigma)
     options = {
         host.KEY: run,
         "uuids": list(uuids),

@@ -8,9 +8,10 @@ step runs the shallow part alone.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,6 +94,31 @@ class DeepCacheRun:
         self._skipped: dict[int, bool] = {}
         self._began: list[tuple[int, float]] = []
         """Steps in the order in which they came, each with its start in seconds of `time.perf_counter`."""
+        self._siblings: dict[torch.nn.Module, DeepCacheRun] = {}
+        self._lock = threading.Lock()
+
+    def of(self, model: torch.nn.Module, find: Callable[[torch.nn.Module], Any]) -> DeepCacheRun | None:
+        """The run of this model: this one for the first that is asked about, siblings for others of its class.
+
+        A host may call clones of a model on several devices at once, from a thread for each. A sibling has features of
+        its own; steps are full or skipped for all alike. None for a model that has no split.
+
+        find: gives a model's split, or None.
+        """
+        with self._lock:
+            if self.split is None:
+                self.split = find(model)
+            if self.split is None or type(self.split.model) is not type(model):
+                return None
+            if self.split.model is model:
+                return self
+            if model not in self._siblings:
+                made = self._siblings[model] = DeepCacheRun(self.settings)
+                for name in ("schedule", "window", "is_flow", "_step", "_angle", "_refresh", "_full"):
+                    setattr(made, name, getattr(self, name))
+                made.split = find(model)
+            made = self._siblings[model]
+            return None if made.split is None else made
 
     def set_schedule(self, levels: Sequence[float]) -> None:
         """Set the run's noise levels. Where they go up and down, every step runs in full."""
@@ -126,6 +152,8 @@ class DeepCacheRun:
                 self._full[step] = self._must_refresh(step)
             if self._full[step]:
                 self._start_cycle(step)
+        for sibling in self._siblings.values():
+            sibling.begin_evaluation(sigma)
 
     def _must_refresh(self, step: int) -> bool:
         if self.settings.is_off or self._refresh is None or not in_window(self.schedule[step], self.window):
@@ -254,7 +282,10 @@ class DeepCacheRun:
         return tuple(moment for _, moment in self._began)
 
     def close(self) -> None:
-        """Drop all tensors and the model."""
+        """Drop all tensors and the models."""
+        for sibling in self._siblings.values():
+            sibling.close()
+        self._siblings.clear()
         self._forget()
         self._parts.clear()
         self._step = self.split = None

@@ -1,20 +1,25 @@
 """DeepCache in a real ComfyUI: every size, and streams that never mix."""
 
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tiny_models
 import torch
+from comfy_accel.accel.step_cache.run import DeepCacheRun
 from deep_cache_runs import (
     assert_close,
     assert_no_trace,
     cached,
+    call_unet,
     counts,
     full_and_skipped,
     said_of_fallbacks,
     split_chunks,
 )
 from thorough import thorough_except
+from uniform_hold import uniform_hold
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
@@ -172,3 +177,33 @@ def test_context_windows_are_streams_of_their_own(tiny_unet, sample, no_fallback
     assert counts() == (1, 2)
     # Windows that don't overlap are as good as batches of their own.
     assert_close(whole, sample(cached(tiny_unet), batch=4, steps=3))
+
+
+def test_clones_called_by_threads_of_one_run_each_have_features_of_their_own():
+    """As core's MultiGPU split calls them: one thread and one clone of the model for each device."""
+    models = [tiny_models.small_unet(seed=seed) for seed in (0, 1)]
+    latents = [torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    both, together = threading.Barrier(2), DeepCacheRun(uniform_hold(3))
+    alone = [DeepCacheRun(uniform_hold(3)) for _ in models]
+    for run in (together, *alone):
+        run.schedule = (4.0, 3.0, 2.0, 1.0, 0.0)
+
+    def call(run, number, step):
+        x = latents[number] + step
+        return call_unet(models[number], run, x, None, uuids=(number,), begins=False)
+
+    def waiting(number, step):
+        both.wait(60)
+        return call(together, number, step)
+
+    with ThreadPoolExecutor(2) as threads:
+        for step, sigma in enumerate(together.schedule[:-1]):
+            for run in (together, *alone):
+                run.begin_evaluation(sigma)
+            outs = threads.map(waiting, (0, 1), (step, step))
+            for number, out in enumerate(outs):
+                assert torch.equal(out, call(alone[number], number, step))
+    assert (together.full_steps, together.skipped_steps) == (2, 2)
+    assert [(run.full_steps, run.skipped_steps) for run in together._siblings.values()] == [(2, 2)]
+    together.close()
+    assert not together._siblings

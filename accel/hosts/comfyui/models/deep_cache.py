@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict
@@ -154,7 +155,8 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     options = named.get("transformer_options") or {}
     run: DeepCacheRun | None = options.get(KEY)
-    split = None if run is None else _split(run, model)
+    run = None if run is None else run.of(model, functools.partial(find_split, depth=run.settings.depth))
+    split = None if run is None else run.split
     x = args[0] if args else named.get("x")
     if split is not None and not isinstance(x, torch.Tensor):
         run.run_in_full(f"{type(model).__name__} takes several latents at once")
@@ -187,13 +189,6 @@ def _with_control(args: tuple, kwargs: dict, names: Sequence[str], change: Calla
     if place < len(args):
         return (*args[:place], change(args[place]), *args[place + 1 :]), kwargs
     return args, kwargs
-
-
-def _split(run: DeepCacheRun, model: torch.nn.Module) -> Any:
-    """The run's split, found at its first call; None for any other model."""
-    if run.split is None:
-        run.split = find_split(model, run.settings.depth)
-    return run.split if run.split is not None and run.split.model is model else None
 
 
 def _branches(run: DeepCacheRun, x: torch.Tensor, options: dict[str, Any]) -> list[BranchKey] | None:
