@@ -378,7 +378,7 @@ def test_prepared_file_in_torchs_cache_is_not_run_in_place_of_what_was_saved(tmp
         assert file.is_file() and not mark.exists()
     written = file.read_bytes()
     file.write_bytes(on_windows := written.replace(b"\n", b"\r\n"))
-    load_block(template_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
+    load_block(template_of(block), kind_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
     assert file.read_bytes() == on_windows  # torch's own all the same
     file.write_bytes(written)
 
@@ -405,7 +405,7 @@ def test_library_is_loaded_once_and_takes_no_name_of_others(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("accel_") and name.endswith(".kernel")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(os, "rmdir", refuse)
-    load_block(template_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
+    load_block(template_of(block), kind_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
     assert any(name.startswith("accel_") and name.endswith(".kernel") for name in sys.modules)
 
 
