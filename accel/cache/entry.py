@@ -61,9 +61,12 @@ class Entry:
     _benchmarks: dict[int, Benchmarks] = field(default_factory=dict, repr=False)
     busy: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def benchmark(self, graph: CompiledGraph, inputs: Sequence[torch.Tensor]) -> Benchmark:
-        """The comparison of one of the graphs with its block, in calls of about the size of these inputs."""
-        return self._benchmarks.setdefault(id(graph), Benchmarks()).of(inputs)
+    def benchmark(self, graph: CompiledGraph, inputs: Sequence[torch.Tensor], captured: bool = False) -> Benchmark:
+        """The comparison of one of the graphs with its block, in calls of about the size of these inputs.
+
+        captured: in calls of a model that are captured.
+        """
+        return self._benchmarks.setdefault(id(graph), Benchmarks()).of(inputs, captured)
 
     def drop(self, graph: CompiledGraph) -> None:
         """Remove one graph and its benchmarks."""

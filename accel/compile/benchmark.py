@@ -4,6 +4,10 @@ What is faster at one size may not be at another, so each graph is judged once f
 that is slower than the eager block is not used at that size; one whose output differs beyond tolerance, at no size.
 The cost is one eager call of a block for each of at most `ROUNDS + 1` calls of a graph and size, for
 `CLEAR_ROUNDS + 1` where the gain is clear.
+
+On a CUDA device the two are queued one behind the other between events, behind a pause that lets the host get ahead. So
+the device's time is free of the host's, and what counts is what a run would notice: the larger of the two, and where
+whole model calls are captured the device's alone.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any
 import torch
 
 from ..core.reasons import Reason
+from ..core.torch_internals import SLEEP
 
 ROUNDS = 7
 """Calls timed both ways before a graph is judged slow."""
@@ -26,6 +31,12 @@ CLEAR_ROUNDS = 3
 
 SLOWER = 1.05
 """Ratio of compiled to eager time above which a graph is slow; less is noise."""
+
+LONGEST_PAUSE = 0.02
+"""Seconds: where the host needs longer for two calls, the device is not what they wait for."""
+
+_CYCLES = 2e9
+"""Of a GPU's clock a second, about; a slower one pauses longer."""
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Largest difference by dtype, relative to the largest value: sums in another order, and fused operations that round
@@ -45,6 +56,8 @@ class Benchmark:
         self._calls = 0
         self._compiled: list[float] = []
         self._eager: list[float] = []
+        self._host = 0.0
+        """Seconds that the host needed for the two calls, last."""
         self.done = False
         self.verdict: Reason | None = None
         self.wrong = False
@@ -58,21 +71,24 @@ class Benchmark:
             return None
         return statistics.median(self._eager) - statistics.median(self._compiled)
 
-    def call(self, compiled: Callable[[], Any], eager: Callable[[], Any], device: torch.device) -> Any:
+    def call(
+        self, compiled: Callable[[], Any], eager: Callable[[], Any], device: torch.device, captured: bool = False
+    ) -> Any:
         """The output of this call, from the compiled graph unless it is wrong.
 
-        The two must not share tensors that they write to; they take turns in running first.
+        The two must not share tensors that they write to; they take turns in running first. captured: calls like this
+        one are captured later, so that the host's time for them is no matter.
         """
         with self._lock:
             number = self._calls
             self._calls += 1
         started = time.perf_counter()
-        if number % 2:
-            out, compiled_seconds = _timed(compiled, device)
-            expected, eager_seconds = _timed(eager, device)
+        calls = (compiled, eager) if number % 2 else (eager, compiled)
+        if device.type == "cuda":
+            timed, self._host = _timed_on_device(calls, device, captured, self._host)
         else:
-            expected, eager_seconds = _timed(eager, device)
-            out, compiled_seconds = _timed(compiled, device)
+            timed = [_timed(call, device) for call in calls]
+        (out, compiled_seconds), (expected, eager_seconds) = timed if number % 2 else reversed(timed)
         difference = largest_difference(out, expected)
         with self._lock:
             self.seconds += time.perf_counter() - started - compiled_seconds
@@ -100,12 +116,15 @@ class Benchmarks:
     """The benchmarks of one graph, by size."""
 
     def __init__(self) -> None:
-        self._by_size: dict[int, Benchmark] = {}
+        self._by_size: dict[tuple[int, bool], Benchmark] = {}
 
-    def of(self, inputs: Sequence[torch.Tensor]) -> Benchmark:
-        """The benchmark for calls of about this size; one that found the graph wrong stands for all sizes."""
+    def of(self, inputs: Sequence[torch.Tensor], captured: bool = False) -> Benchmark:
+        """The benchmark for calls of about this size; one that found the graph wrong stands for all sizes.
+
+        captured: in calls of a model that are captured, where other times count on a CUDA device.
+        """
         wrong = next((benchmark for benchmark in self.all() if benchmark.wrong), None)
-        return wrong or self._by_size.setdefault(order_of_size(inputs), Benchmark())
+        return wrong or self._by_size.setdefault((order_of_size(inputs), captured), Benchmark())
 
     def all(self) -> list[Benchmark]:
         return list(self._by_size.values())
@@ -144,6 +163,31 @@ def largest_difference(out: Any, expected: Any) -> float | None:
         differences = [largest_difference(one, other) for one, other in zip(out, expected, strict=True)]
         return max((value for value in differences if value is not None), default=None)
     return None
+
+
+def _timed_on_device(
+    calls: Sequence[Callable[[], Any]], device: torch.device, captured: bool, host: float
+) -> tuple[list[tuple[Any, float]], float]:
+    """The output and the seconds of each call; and the host's seconds for all of them, for the next time.
+
+    host: as it was the last time. The device pauses for twice as long before the calls, and so works without gaps.
+    """
+    outs, seconds = [], []
+    with torch.cuda.device(device):
+        moments = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+        pause = SLEEP.get(None)
+        if pause is not None:
+            pause(int(min(2 * host, LONGEST_PAUSE) * _CYCLES))
+        moments[0].record()
+        for call, moment in zip(calls, moments[1:], strict=True):
+            started = time.perf_counter()
+            outs.append(call())
+            seconds.append(time.perf_counter() - started)
+            moment.record()
+        moments[-1].synchronize()
+    at_work = [start.elapsed_time(end) / 1e3 for start, end in zip(moments, moments[1:], strict=False)]
+    counted = at_work if captured else map(max, at_work, seconds)
+    return list(zip(outs, counted, strict=True)), sum(seconds)
 
 
 def _timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:

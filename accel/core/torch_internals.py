@@ -98,6 +98,7 @@ STANDALONE_ARTIFACT = Internal("torch._inductor.standalone_compile", "CompiledAr
 FAKE_TENSOR = Internal("torch._subclasses.fake_tensor", "FakeTensor", "2.7", "batch 1 may compile once more")
 FAKE_MODE = Internal("torch._subclasses.fake_tensor", "FakeTensorMode", "2.7", "batch 1 may compile once more")
 UNSET_FAKE = Internal("torch._subclasses.fake_tensor", "unset_fake_temporarily", "2.7", "batch 1 may compile once more")
+SLEEP = Internal("torch.cuda", "_sleep", "2.7", "the host's time is part of what a small block's calls are compared by")
 TENSOR_GUARDS = Internal("torch._C._dynamo.guards", "TensorGuards", "2.7", "calls are recognised in Python, slower")
 CODE_PATH = Internal("torch._inductor.codecache", "get_path", "2.7", "saved graphs are compiled anew")
 
@@ -120,6 +121,9 @@ REWRITING = (KNOWN_TRUE, PRE_GRAD_PASS)
 RUN_ONCE = (CACHE_ENTRIES, GUARD_FILTER, LAST_GUARDS, GUARD_NAMES, CPP_SHAPE_GUARDS, MARK_DYNAMIC, TRACING_CONTEXT)
 ALL = tuple(
     dict.fromkeys(
-        (*AHEAD_OF_TIME, *SAVING, *RUN_ONCE, *STANDALONE_SAVING, *DRY_RUN, *NARROW_SIZES, *REWRITING, TENSOR_GUARDS)
+        (
+            *(*AHEAD_OF_TIME, *SAVING, *RUN_ONCE, *STANDALONE_SAVING, *DRY_RUN, *NARROW_SIZES, *REWRITING),
+            *(TENSOR_GUARDS, SLEEP),
+        )
     )
 )

@@ -216,7 +216,7 @@ class BlockRunner:
             args, kwargs = tree_spec.rebuild(spec, copies)
             return inner(*args, **kwargs), [copies[index] for index in graph.facts.changed]
 
-        out, changed = benchmark.call(compiled, eager, device)
+        out, changed = benchmark.call(compiled, eager, device, captured=self.observer is not None)
         for index, tensor in zip(graph.facts.changed, changed, strict=True):
             if tensor is not given[index]:
                 given[index].copy_(tensor)

@@ -141,7 +141,9 @@ class GraphResolver:
         try:
             entry, graph = self.cache.find(key, name, fits, compile_graph, self.lease, load_graph)
             is_compared = settings.measured or torch_internals.is_untried()
-            return ResolvedGraph(entry, graph, entry.benchmark(graph, inputs) if is_compared else None)
+            return ResolvedGraph(
+                entry, graph, entry.benchmark(graph, inputs, observer is not None) if is_compared else None
+            )
         except torch.OutOfMemoryError as error:
             reason = Reason("compile_out_of_memory", error=one_line(error))
         raise NoGraph(key, reason)  # outside of the handler, whose exception would keep the compiler's tensors

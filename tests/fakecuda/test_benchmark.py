@@ -1,0 +1,60 @@
+"""Verdicts on the made-up device, where a test says how long kernels take: about the device, not about launching."""
+
+import time
+
+import pytest
+import torch
+from comfy_accel.accel.compile.benchmark import Benchmark
+
+from bench import made_up_device as device
+
+CARD = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def kernels_take_no_time_afterwards():
+    yield
+    device.launches_take(0)
+
+
+def block(kernels, microseconds, launching=0.0):
+    """So many kernels of so long each; the host needs `launching` seconds more for their launches."""
+    x = torch.zeros(64, device=CARD)
+
+    def call():
+        time.sleep(launching)
+        device.launches_take(microseconds)
+        for _ in range(kernels):
+            x.add_(1)
+        device.launches_take(0)
+        return x
+
+    return call
+
+
+def verdict(compiled, eager, captured):
+    benchmark = Benchmark()
+    while not benchmark.done:
+        benchmark.call(compiled, eager, CARD, captured)
+    assert not benchmark.wrong
+    return "slower" if benchmark.verdict else "kept", benchmark.gain
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("unit", [100, 1000])
+def test_graph_of_less_work_for_the_device_is_kept_and_one_of_more_is_not(unit, captured):
+    fast, slow = block(3, unit), block(6, unit)
+    assert verdict(fast, slow, captured)[0] == "kept"
+    assert verdict(slow, fast, captured)[0] == "slower"
+
+
+def test_launching_does_not_count_where_calls_are_captured():
+    """As at small sizes: the host needs far longer than the device."""
+    kept, gain = verdict(block(3, 100, launching=0.004), block(6, 100), captured=True)
+    assert kept == "kept" and gain == pytest.approx(300e-6, rel=0.2)
+    assert verdict(block(6, 100), block(3, 100, launching=0.004), captured=True)[0] == "slower"
+
+
+def test_launching_counts_elsewhere_where_the_device_waits_for_it():
+    assert verdict(block(3, 100, launching=0.01), block(6, 100), captured=False)[0] == "slower"
+    assert verdict(block(6, 1000), block(6, 1100, launching=0.001), captured=False)[0] == "kept"
