@@ -172,6 +172,7 @@ def _compile(
 
     A size of 1 is traced like others where that leaves no question open that tracing must answer.
     """
+    torch_internals.keep_device_guard()
     for oblivious in (True, False) if dynamic else (False,):
         sizes = TracedSizes()
         function = _block_function(template, kind.weights, spec, sizes)

@@ -5,8 +5,10 @@ Everything else in the engine asks here, so that a new torch is checked in one p
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +101,7 @@ FAKE_TENSOR = Internal("torch._subclasses.fake_tensor", "FakeTensor", "2.7", "ba
 FAKE_MODE = Internal("torch._subclasses.fake_tensor", "FakeTensorMode", "2.7", "batch 1 may compile once more")
 UNSET_FAKE = Internal("torch._subclasses.fake_tensor", "unset_fake_temporarily", "2.7", "batch 1 may compile once more")
 SLEEP = Internal("torch.cuda", "_sleep", "2.7", "the host's time is part of what a small block's calls are compared by")
+DEVICE_GUARD = Internal("torch._C", "_ensureCUDADeviceGuardSet", "2.7", "without a GPU, threads that end may crash")
 TENSOR_GUARDS = Internal("torch._C._dynamo.guards", "TensorGuards", "2.7", "calls are recognised in Python, slower")
 CODE_PATH = Internal("torch._inductor.codecache", "get_path", "2.7", "saved graphs are compiled anew")
 
@@ -123,7 +126,27 @@ ALL = tuple(
     dict.fromkeys(
         (
             *(*AHEAD_OF_TIME, *SAVING, *RUN_ONCE, *STANDALONE_SAVING, *DRY_RUN, *NARROW_SIZES, *REWRITING),
-            *(TENSOR_GUARDS, SLEEP),
+            *(DEVICE_GUARD, TENSOR_GUARDS, SLEEP),
         )
     )
 )
+
+
+@functools.cache
+def keep_device_guard() -> None:
+    """Make tracing safe in any thread, where there is no GPU; to be called before the first.
+
+    The first thread that traces without one gives the process a stand-in for CUDA that is gone with the thread, and
+    the next thread crashes. So one that never ends comes first.
+    """
+    if torch.cuda.is_available() or not DEVICE_GUARD.is_there:
+        return
+    done = threading.Event()
+
+    def stay() -> None:
+        DEVICE_GUARD.get()()
+        done.set()
+        threading.Event().wait()
+
+    threading.Thread(target=stay, name="accel-device-guard", daemon=True).start()
+    done.wait()

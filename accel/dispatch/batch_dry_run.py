@@ -113,6 +113,7 @@ class BatchDryRun:
 
             return record
 
+        torch_internals.keep_device_guard()
         copies, mode = ModelCopy(), torch_internals.FAKE_MODE.get()(allow_non_fake_inputs=True)
 
         def foreign(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -486,3 +487,37 @@ def test_backend_whose_compiler_is_missing_says_so(monkeypatch):
     with pytest.raises(CompileFailed, match="^no such compiler here$"):
         compiled(Broadcasts().eval(), INPUTS, backend="replays")
     assert toy.compiled == 0
+
+
+IN_THREADS = """
+import sys, threading
+sys.path.append({root!r})
+from bench import pack
+pack.load()
+import torch
+from comfy_accel.accel.compile.block_compiler import compile_block
+from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
+from comfy_accel.accel.signature import tree_spec
+
+block = torch.nn.Linear(4, 4)
+kind = kinds_of([describe(block)])[0]
+
+def work():
+    tensors = []
+    spec = tree_spec.flatten(((torch.randn(3, 4),), {{}}), tensors)
+    compile_block(template_of(block), kind, weight_slots(block, kind.weights).read(), spec, tensors, "eager")
+    print("compiled")
+
+for _ in range(2):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+"""
+
+
+def test_threads_that_end_may_compile_one_after_another_without_a_gpu():
+    """In a process of its own, which crashed."""
+    script = IN_THREADS.format(root=str(Path(__file__).resolve().parents[2]))
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stdout) == (0, "compiled\n" * 2), ended.stderr[-500:]
