@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 def model():
     counters.clear()
     fallbacks.clear()
-    return tiny_models.res_blocks()
+    return tiny_models.res_blocks(model_channels=64)
 
 
 def graphs() -> int:

@@ -35,7 +35,7 @@ def clean():
 
 @pytest.fixture(scope="module")
 def unet():
-    return tiny_models.small_unet()
+    return tiny_models.small_unet(model_channels=64)
 
 
 @pytest.fixture
