@@ -8,13 +8,16 @@ import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from ..core.torch_internals import CODE_CACHE
+
 
 def all_modules() -> list[types.ModuleType]:
     """All of them; none before anything was compiled or loaded."""
-    codecache = sys.modules.get("torch._inductor.codecache")  # importing it takes seconds
-    if codecache is None:
+    if CODE_CACHE.module not in sys.modules:  # importing it takes seconds
         return []
-    cache = codecache.PyCodeCache
+    cache = CODE_CACHE.get(None)
+    if cache is None:
+        return []
     return [*cache.modules, *getattr(cache, "modules_no_attr", {}).values()]
 
 
@@ -41,7 +44,7 @@ def release(scope: dict, modules: Sequence[types.ModuleType]) -> None:
     scope.update(dict.fromkeys(scope))  # the names stay: torch deletes some itself, later
     if not modules:
         return
-    cache = sys.modules["torch._inductor.codecache"].PyCodeCache
+    cache = CODE_CACHE.get()
     gone = set(map(id, modules))
     cache.modules[:] = [module for module in cache.modules if id(module) not in gone]
     without_attributes = getattr(cache, "modules_no_attr", {})

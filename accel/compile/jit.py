@@ -81,7 +81,8 @@ def _run_once(
     function: types.FunctionType, tensors: Sequence[torch.Tensor], backend: str | Callable
 ) -> tuple[types.FunctionType, tuple[str, ...], list[types.ModuleType]]:
     """(the compiled function, its guards on sizes, the generated code that it runs)."""
-    options = {"guard_filter_fn": keep_size_guards}
+    # Only its guards on sizes are taken anyway; the others take a while to make.
+    options = {"guard_filter_fn": keep_size_guards} if torch_internals.GUARD_FILTER.is_there else {}
     # Torch says guards in Python unless they are checked in C++, which takes a C++ compiler.
     settings = {torch_internals.CPP_SHAPE_GUARDS.name: False}
     devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}

@@ -23,6 +23,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+from ..core import torch_internals
+
 FOLDER_PREFIX = "comfy-accel-"
 """Of temporary folders from which libraries are loaded."""
 
@@ -107,7 +109,7 @@ def carry_built_kernels(graph: Any, modules: Sequence[types.ModuleType]) -> str:
     if not source:
         return ""
     module = next((module for module in modules if getattr(module, "key", None) == graph.cache_key), None)
-    if module is not None:
+    if module is not None and torch_internals.lacking(torch_internals.BUILT_KERNELS) is None:
         graph.source_code = with_built_kernels(source, module)
     graph.cache_key = name_of(graph.source_code.encode())
     return graph.cache_key

@@ -13,7 +13,7 @@ _A_CALL = {
 }
 
 _A_MACHINE = {
-    "torch_lacks": "torch {torch} has no {name}, without which nothing is compiled: torch 2.8 to 2.15 have it",
+    "torch_lacks": "torch {torch} has no {name}, without which nothing is compiled: torch 2.7 to 2.15 have it",
     "no_cpp_compiler": "torch needs a C++ compiler for the CPU, and there is no {name}; this installs one: {command}",
     "cpp_compiler_asleep": "torch needs a C++ compiler for the CPU, and {name} is installed but not on the path: in a "
     "command prompt run {command}, and start from there",

@@ -1,6 +1,9 @@
 """The private names of torch on which the engine rests. Torch may move or drop any of them in any release.
 
 Everything else in the engine asks here, so that a new torch is checked in one place: `lacking(torch_internals.ALL)`.
+
+Outside stand, listed in `tests/unit/test_torch_internals.py`: types, settings that are left alone where torch has them
+not, questions with a default answer, and what torch's own documentation uses.
 """
 
 from __future__ import annotations
@@ -92,7 +95,7 @@ TRACING_CONTEXT = Internal("torch._guards", "TracingContext", "2.7", _EAGERLY)
 CACHE_ENTRIES = Internal("torch._dynamo.eval_frame", "_debug_get_cache_entry_list", "2.7", _EAGERLY)
 LAST_GUARDS = Internal("torch._C._dynamo.guards", "RootGuardManager.get_epilogue_lambda_guards", "2.7", _EAGERLY)
 GUARD_NAMES = Internal("torch.fx.experimental.symbolic_shapes", "SYMPY_INTERP", "2.7", _EAGERLY)
-GUARD_FILTER = Internal("torch._dynamo.hooks", "Hooks.guard_filter_fn", "2.8", _EAGERLY)
+GUARD_FILTER = Internal("torch._dynamo.hooks", "Hooks.guard_filter_fn", "2.8", "torch makes guards that nobody asks")
 CPP_SHAPE_GUARDS = Internal("torch._dynamo.config", "enable_cpp_symbolic_shape_guards", "2.7", _EAGERLY)
 STANDALONE = Internal("torch._inductor.standalone_compile", "standalone_compile", "2.8", "graphs are not saved")
 STANDALONE_ARTIFACT = Internal("torch._inductor.standalone_compile", "CompiledArtifact", "2.8", "graphs are not saved")
@@ -103,6 +106,18 @@ UNSET_FAKE = Internal("torch._subclasses.fake_tensor", "unset_fake_temporarily",
 SLEEP = Internal("torch.cuda", "_sleep", "2.7", "the host's time is part of what a small block's calls are compared by")
 DEVICE_GUARD = Internal("torch._C", "_ensureCUDADeviceGuardSet", "2.7", "without a GPU, threads that end may crash")
 TENSOR_GUARDS = Internal("torch._C._dynamo.guards", "TensorGuards", "2.7", "calls are recognised in Python, slower")
+FALLBACK_RANDOM = Internal("torch._inductor.config", "fallback_random", "2.7", _EAGERLY)
+INDUCTOR_SETTINGS = Internal("torch._inductor.config", "save_config_portable", "2.7", "graphs are not saved")
+AUTOGRAD_SETTINGS = Internal("torch._functorch.config", "save_config_portable", "2.7", "graphs are not saved")
+CODE_CACHE = Internal(
+    "torch._inductor.codecache", "PyCodeCache", "2.7", "code of dropped graphs stays, and C++ kernels are built again"
+)
+CACHE_FOLDER = Internal(
+    "torch._inductor.runtime.cache_dir_utils", "cache_dir", "2.7", "saved C++ kernels are built again"
+)
+TENSOR_ADDRESS = Internal(
+    "torch._C._dynamo.guards", "_torchinductor_pyobject_tensor_data_ptr", "2.7", "saved C++ kernels are built again"
+)
 CODE_PATH = Internal("torch._inductor.codecache", "get_path", "2.7", "saved graphs are compiled anew")
 
 _WIDE = "kernels divide by sizes of 64 bits, slower"
@@ -115,21 +130,29 @@ _AS_TRACED = "group norms are inductor's, slower"
 KNOWN_TRUE = Internal("torch.fx.experimental.symbolic_shapes", "statically_known_true", "2.7", _AS_TRACED)
 PRE_GRAD_PASS = Internal("torch._inductor.config", "pre_grad_custom_pass", "2.7", _AS_TRACED)
 
-AHEAD_OF_TIME = (AOT_SWITCH, AOT_FUNCTION, AOT_CELLS, AOT_CALLABLE, LOOK_UP_BACKEND, MARK_DYNAMIC, TRACING_CONTEXT)
+POOL_BEGIN = Internal(
+    "torch._C", "_cuda_beginAllocateCurrentThreadToPool", "2.7", "idle memory of captures is not held"
+)
+POOL_END = Internal("torch._C", "_cuda_endAllocateToPool", "2.7", "idle memory of captures is not held")
+POOL_RELEASE = Internal("torch._C", "_cuda_releasePool", "2.7", "idle memory of captures is not held")
+CLEAR_WORKSPACES = Internal("torch._C", "_cuda_clearCublasWorkspaces", "2.7", "no call is captured")
+
+AHEAD_OF_TIME = (
+    *(AOT_SWITCH, AOT_FUNCTION, AOT_CELLS, AOT_CALLABLE),
+    *(LOOK_UP_BACKEND, MARK_DYNAMIC, TRACING_CONTEXT, FALLBACK_RANDOM),
+)
 SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO, CODE_PATH)
 STANDALONE_SAVING = (STANDALONE, STANDALONE_ARTIFACT)
 DRY_RUN = (FAKE_TENSOR, FAKE_MODE, UNSET_FAKE)
 NARROW_SIZES = (KERNEL_SIGNATURE, SIZE_ARGUMENT, FITS_32_BITS, COMPILING)
 REWRITING = (KNOWN_TRUE, PRE_GRAD_PASS)
-RUN_ONCE = (CACHE_ENTRIES, GUARD_FILTER, LAST_GUARDS, GUARD_NAMES, CPP_SHAPE_GUARDS, MARK_DYNAMIC, TRACING_CONTEXT)
-ALL = tuple(
-    dict.fromkeys(
-        (
-            *(*AHEAD_OF_TIME, *SAVING, *RUN_ONCE, *STANDALONE_SAVING, *DRY_RUN, *NARROW_SIZES, *REWRITING),
-            *(DEVICE_GUARD, TENSOR_GUARDS, SLEEP),
-        )
-    )
-)
+RUN_ONCE = (CACHE_ENTRIES, LAST_GUARDS, GUARD_NAMES, CPP_SHAPE_GUARDS, MARK_DYNAMIC, TRACING_CONTEXT, FALLBACK_RANDOM)
+KEYS = (INDUCTOR_SETTINGS, AUTOGRAD_SETTINGS)
+BUILT_KERNELS = (CODE_CACHE, CACHE_FOLDER, TENSOR_ADDRESS)
+OF_CUDA = (POOL_BEGIN, POOL_END, POOL_RELEASE, CLEAR_WORKSPACES, DEVICE_GUARD)
+"""Of torch for CUDA alone."""
+
+ALL = tuple(value for value in list(globals().values()) if type(value) is Internal)
 
 
 @functools.cache

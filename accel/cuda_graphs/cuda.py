@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..core import torch_internals
 from ..core.events import log
 from ..core.reasons import Reason
 
@@ -49,7 +50,7 @@ class BallastedPool:
         """Hold the idle blocks, after a capture or a failed one. Where torch refuses, they count as free."""
         try:
             self._fill(idle_blocks(torch.cuda.memory_snapshot(self.handle, include_traces=False), self._device.index))
-        except (AttributeError, LookupError, TypeError, RuntimeError) as error:
+        except (AttributeError, ImportError, LookupError, TypeError, RuntimeError) as error:
             self._ballast.clear()
             log.debug("idle memory of CUDA graphs counts as free: %s", error)
 
@@ -58,13 +59,13 @@ class BallastedPool:
             return
         index, before = self._device.index, torch.cuda.memory_reserved(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            torch._C._cuda_beginAllocateCurrentThreadToPool(index, self.handle)
+            torch_internals.POOL_BEGIN.get()(index, self.handle)
             try:
                 # Storages, since torch may be set to fill new tensors.
                 self._ballast = [torch.UntypedStorage(size, device=self._device) for size in sizes]
             finally:
-                torch._C._cuda_endAllocateToPool(index, self.handle)
-                torch._C._cuda_releasePool(index, self.handle)
+                torch_internals.POOL_END.get()(index, self.handle)
+                torch_internals.POOL_RELEASE.get()(index, self.handle)
         if torch.cuda.memory_reserved(self._device) > before:
             self._ballast.clear()  # it took new memory rather than the idle blocks
 
@@ -172,7 +173,7 @@ class CudaCapturer:
 
     def give_back(self) -> None:
         # They are of a stream on which nobody else computes.
-        torch._C._cuda_clearCublasWorkspaces()
+        torch_internals.CLEAR_WORKSPACES.get()()
         torch.cuda.empty_cache()
 
     def reset(self) -> None:
@@ -192,9 +193,9 @@ class CudaCapturer:
         """
         self._pools.pop(device, None)
         self._streams.pop(device, None)
-        with suppress(RuntimeError):  # the allocator has been told
-            torch._C._cuda_endAllocateToPool(device.index, pool.handle)
-            torch._C._cuda_releasePool(device.index, pool.handle)
+        with suppress(RuntimeError, torch_internals.Lacking):  # the allocator has been told
+            torch_internals.POOL_END.get()(device.index, pool.handle)
+            torch_internals.POOL_RELEASE.get()(device.index, pool.handle)
 
 
 def _first_cause(capture: Any, call: Callable[[], Any]) -> Any:
@@ -242,11 +243,11 @@ def _no_workspaces() -> Iterator[None]:
     It keeps one for each stream, and a graph would have the address of one that anybody may free (inductor's CUDA
     graphs do). So a graph's workspaces are allocated in its pool during the capture, and returned to it at the end.
     """
-    torch._C._cuda_clearCublasWorkspaces()
+    torch_internals.CLEAR_WORKSPACES.get()()
     try:
         yield
     finally:
-        torch._C._cuda_clearCublasWorkspaces()
+        torch_internals.CLEAR_WORKSPACES.get()()
 
 
 def _require_memory(device: torch.device) -> None:

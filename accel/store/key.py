@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..core import torch_internals
 from ..core.toolchain import triton_version
 from ..fingerprint import module_files
 
@@ -134,6 +135,8 @@ def _processor() -> str:
 
 def _options() -> str:
     """A digest of torch's settings that change what is traced or generated."""
+    if (lacking := torch_internals.lacking(torch_internals.KEYS)) is not None:
+        raise NotPortable(f"this torch has no {lacking}")
     from torch._functorch import config as functorch
     from torch._inductor import config
 
