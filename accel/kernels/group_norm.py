@@ -38,7 +38,7 @@ def part_moments(
     x, by_channel, by_image, means, squares, plane, members, parts, groups: tl.constexpr, length: tl.constexpr
 ):
     """Of each part of a plane: its mean, and the sum of the squares of the distances from it."""
-    group, member, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, member, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = group * members + member
     added = 0.0
     if by_channel is not None:
@@ -108,7 +108,7 @@ def normalise(
     length: tl.constexpr,
 ):
     """Each plane times its scale plus its shift, and SiLU of that."""
-    group, member, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, member, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, channel = group * members + member, group % groups * members + member
     added = 0.0
     if by_channel is not None:
@@ -134,7 +134,7 @@ def normalise(
 @triton.jit
 def add_planes(x, other, by_channel, more_by_channel, by_image, out, plane, channels, length: tl.constexpr):
     """The sum of planes and of numbers for each plane."""
-    channel, image, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, channel, image = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = image * channels + channel
     added = 0.0
     if by_channel is not None:
@@ -178,7 +178,8 @@ def group_norm(
     # Of one dimension: a size of 1 among several makes torch ask for their order.
     means, squares = (x.new_empty(rows * members * parts, dtype=torch.float32) for _ in range(2))
     moments = x.new_empty(rows * 2, dtype=torch.float32)
-    out, grid = torch.empty_like(x), (rows, members, parts)
+    # Parts first: of the others a card has no more than 65535, and neighbours in memory run together.
+    out, grid = torch.empty_like(x), (parts, members, rows)
     by_channel = None if by_channel is None else by_channel.contiguous()
     by_image = None if by_image is None else by_image.contiguous()
     wrap_triton(part_moments)[grid](x, by_channel, by_image, means, squares, plane, members, parts, groups, PART)
@@ -198,7 +199,7 @@ def sum_of_planes(
 ) -> torch.Tensor:
     """The sum of all. x, other: [B, C, ...], contiguous. by_channel, more_by_channel: [C]. by_image: [B, C]."""
     out = torch.empty_like(x)
-    grid = (x.shape[1], x.shape[0], _parts(x))
+    grid = (_parts(x), x.shape[1], x.shape[0])
     by_channel, more_by_channel, by_image = (
         None if given is None else given.contiguous() for given in (by_channel, more_by_channel, by_image)
     )
