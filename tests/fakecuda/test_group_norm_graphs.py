@@ -22,7 +22,7 @@ class ResBlock(nn.Module):
 
 
 def compiled(blocks, *shape, **how):
-    """The graph of the first block for an image of this shape, its weights, its spec and its source."""
+    """The graph of the first block for an image of this shape, its kind, all weights, its spec and its source."""
     blocks = [block.half().cuda().eval().requires_grad_(False) for block in blocks]
     kind = kinds_of([describe(block) for block in blocks])[0]
     inputs: list[torch.Tensor] = []
@@ -33,7 +33,7 @@ def compiled(blocks, *shape, **how):
     with torch.inference_mode():
         graph = block_compiler.compile_block(template_of(blocks[0]), kind, weights[0], spec, inputs, **how)
     files = {module.__file__ for module in generated_code.all_modules()} - before
-    return graph, weights, spec, "".join(Path(file).read_text() for file in files)
+    return graph, kind, weights, spec, "".join(Path(file).read_text() for file in files)
 
 
 def call(graph, weights, *shape):
@@ -45,11 +45,11 @@ def call(graph, weights, *shape):
 
 def test_one_graph_of_our_kernels_serves_every_size_and_channels_and_is_saved():
     blocks = [ResBlock(64, 96), ResBlock(128, 64)]
-    graph, (narrow, wide), spec, source = compiled(blocks, 2, 64, 24, 40)
+    graph, kind, (narrow, wide), spec, source = compiled(blocks, 2, 64, 24, 40)
     for ours, count in (("part_moments", 2), ("group_moments", 2), ("normalise", 2), ("add_planes", 1)):
         assert source.count(f"    {ours}") >= count and f"def {ours}" in source
     assert "_native_group_norm" not in source
-    loaded = block_compiler.load_block(template_of(blocks[0]), spec, graph.save(), graph.facts)
+    loaded = block_compiler.load_block(template_of(blocks[0]), kind, spec, graph.save(), graph.facts)
     for each in (graph, loaded):
         assert call(each, narrow, 1, 64, 5, 7).shape == (1, 96, 5, 7)
         assert call(each, wide, 3, 128, 90, 64).shape == (3, 64, 90, 64)
