@@ -25,6 +25,8 @@ SHARES = {"steps": 0.52, "profile": 0.04, "sizes40": 0.08, "session": 0.2, "cold
 PARTS = tuple(SHARES)
 
 EAGER, CORE, BLOCKS, TIER_ONE, BOTH, EASY_CACHE = "eager", "core", "blocks", "tier-one", "both", "easycache"
+SHIPPED = "shipped"
+"""Accelerate Model with its inputs as they come: graphs are compared with their blocks first."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ CONTENDERS = {
     EAGER: Contender("eager"),
     BOTH: Contender("ours, both tiers", has_graphs=True),
     TIER_ONE: Contender("ours, tier one"),
+    SHIPPED: Contender("ours, as shipped"),
     "deepcache-3": Contender("ours + DeepCache 3", has_graphs=True, interval=3, caches=True),
     CORE: Contender("core's TorchCompileModel"),
     "deepcache-2": Contender("ours + DeepCache 2", has_graphs=True, interval=2, caches=True),

@@ -22,11 +22,14 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.store import location
 from comfy_accel.accel.store.graph_store import GraphStore
+from comfy_accel.nodes import accelerate_model
+from comfy_accel.nodes.compile_inputs import ANY_SIZE, RUN_EAGERLY
+from comfy_accel.nodes.compile_inputs import settings as compiling
 
-from . import deepcache, session
+from . import deepcache, gpu_device, session
 from .compilations import RecompileLimit, compiling_into, counts
 from .deepcache_plan import Contender as Skipping
-from .gpu_cases import BLOCKS, BOTH, CONTENDERS, CORE, EAGER, EASY_CACHE, TIER_ONE
+from .gpu_cases import BLOCKS, BOTH, CONTENDERS, CORE, EAGER, EASY_CACHE, SHIPPED, TIER_ONE
 from .report import Row
 
 CACHE_BYTES = 24 << 30
@@ -92,10 +95,13 @@ class Lineup:
         settings = CompileSettings(backend=self._backend)
         if self._keeps:
             self._keeps = False
-            cache = self.tier_one_cache if name == TIER_ONE else self.cache
+            cache = self.tier_one_cache if name in (TIER_ONE, SHIPPED) else self.cache
             cache.store = GraphStore(location.at(str(self._folder / GRAPHS)), None)
         if name == TIER_ONE:
             return accelerate(model, settings, self.tier_one_cache)
+        if name == SHIPPED:
+            settings, graphs = as_shipped(self._backend)
+            return accelerate(model, settings, self.tier_one_cache, graphs=graphs)
         model = accelerate(model, settings, self.cache, graphs=True)
         if name == BOTH:
             return model
@@ -137,6 +143,13 @@ class Lineup:
                 reasons=[*blocks, *calls],
             )
 
+    def kept_bytes(self) -> int:
+        """Of the tensors that torch counts, those that captured calls keep, whoever runs."""
+        pool = self.cache.captures
+        if pool is None or not torch.cuda.is_available():
+            return 0
+        return gpu_device.private_bytes() + sum(member.buffer_bytes for member in pool.members)
+
     def graph_bytes(self, name: str) -> int | None:
         """Memory that captured calls hold; None for who captures none."""
         if not CONTENDERS[name].has_graphs or self.cache.captures is None:
@@ -158,6 +171,14 @@ class Lineup:
             found = calls if row["block"] == self._network else blocks
             found[row["reason"]] = found.get(row["reason"], 0) + row["calls"]
         return blocks, calls
+
+
+def as_shipped(backend: str) -> tuple[CompileSettings, bool]:
+    """How Accelerate Model compiles, and whether it records calls, where nobody has changed its optional inputs."""
+    inputs = inspect.signature(accelerate_model.AccelModel.execute).parameters
+    given = {name: inputs[name].default for name in ("min_repetitions", "check_gain", "graphs")}
+    graphs = given.pop("graphs") != accelerate_model.GRAPHS[0]
+    return compiling(ANY_SIZE, backend, RUN_EAGERLY, **given), graphs
 
 
 def ran_as(name: str, replays: int, calls: int) -> str:

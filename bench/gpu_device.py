@@ -60,9 +60,15 @@ def forget_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_mb(device: torch.device) -> float | None:
-    """Most that tensors held since `forget_peak`, MB; None without a GPU. What CUDA graphs keep is not in it."""
-    return round(torch.cuda.max_memory_allocated(device) / 2**20) if device.type == "cuda" else None
+def peak_mb(device: torch.device, kept: int = 0) -> float | None:
+    """Most that tensors held since `forget_peak`, MB; None without a GPU. kept: bytes that do not count."""
+    return round((torch.cuda.max_memory_allocated(device) - kept) / 2**20) if device.type == "cuda" else None
+
+
+def private_bytes() -> int:
+    """Of what torch counts as tensors, what is in the pools of CUDA graphs."""
+    segments = torch.cuda.memory_snapshot(include_traces=False)
+    return sum(segment["active_size"] for segment in segments if segment["segment_pool_id"] != (0, 0))
 
 
 def held_mb(device: torch.device) -> float:

@@ -25,8 +25,9 @@ LEGEND = """\
   is another by design: PSNR to the eager one after three steps stands beside, of random weights, which says nothing
   of pictures.
 - Graph caches: 24 GB for each contender, for the forty sizes 6 GB.
-- peak MB: what tensors held at most while the contender ran; graphs MB: what recorded calls keep beside it, all sizes
-  so far together.
+- peak MB: what tensors held at most while the contender ran, without what recorded calls keep, its own or others';
+  graphs MB: what these keep beside it, all sizes so far together.
+- as shipped: Accelerate Model with its inputs as they come.
 - ran as: a contender whose model calls were not replayed is named for what it was.
 - Weights are random, at the models' published sizes. CFG everywhere, also where a model is published for use without.
   Wan: clips of 17 frames (5 latent frames). DeepCache: uniform schedule, so that the interval is what is measured.

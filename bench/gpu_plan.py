@@ -31,7 +31,7 @@ class Stage:
     arguments: str = ""
 
 
-_OURS = "--contenders both tier-one deepcache-3"
+_OURS = "--contenders both tier-one shipped deepcache-3"
 _BESIDE_CORE = "--contenders both core"
 
 PLANS = {

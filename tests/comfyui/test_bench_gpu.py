@@ -8,11 +8,26 @@ import sys
 import comfy.model_detection
 import pytest
 import torch
+from comfy_accel.accel.core.compile_settings import CompileSettings
 from cpu_capturer import CpuCapturer
 from thorough import thorough_except
 
 from bench import ROOT, gpu, gpu_goals, gpu_models
-from bench.gpu_cases import BOTH, CORE, EAGER, NEW_PROCESS, PARTS, QUICK_SESSION, WARM, TimeBudget, in_session
+from bench.gpu_cases import (
+    BOTH,
+    CORE,
+    EAGER,
+    NEW_PROCESS,
+    PARTS,
+    QUICK_SESSION,
+    SHIPPED,
+    WARM,
+    TimeBudget,
+    in_session,
+)
+from bench.gpu_cases import (
+    CONTENDERS as KNOWN,
+)
 
 PUBLISHED = {
     "SDXL": (2567e6, 2568e6),
@@ -47,6 +62,16 @@ def test_small_model_runs_as_every_sort_of_contender(ours):
     assert [row["contender"] for row in rows] == [EAGER, *ours]
     assert gpu_goals.failures(rows) == []
     assert {row["ran_as"] for row in rows[1:3]} == {"both tiers"}
+
+
+def test_defaults_of_the_node_are_a_contender():
+    from bench.gpu_contenders import as_shipped
+
+    settings, graphs = as_shipped("inductor")
+    assert settings == CompileSettings(measured=True)
+    assert graphs == KNOWN[SHIPPED].has_graphs
+    rows = quick("Qwen-Image", [EAGER, SHIPPED])
+    assert rows[1]["contender"] == SHIPPED and rows[1]["uncompiled"] == 0 and gpu_goals.failures(rows) == []
 
 
 def quick(model, contenders, *more):
