@@ -203,8 +203,10 @@ def _files_of(graph: Any, modules: Sequence[types.ModuleType]) -> dict[str, byte
             content = path.read_bytes()
             if path.relative_to(folder).parts[0] == GRAPHS:
                 inner = pickle.loads(content)
+                source = inner.source_code
                 carry_built_kernels(inner, modules)
-                content = pickle.dumps(inner)
+                if inner.source_code != source:
+                    content = pickle.dumps(inner)
             files[path.relative_to(folder).as_posix()] = content
         return files
 
