@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import re
@@ -34,8 +35,9 @@ COLUMNS = (
 LEGEND = """\
 elements: of the largest tensor that the block is given. launches: of Triton kernels, and externs, what is left to
 libraries. instructions_per_element: SASS instructions that all threads of all Triton kernels issue, loops counted by
-their trips, for each of these elements. vector_share: of loads and stores, those of 128 bits. software_divisions: of
-whole numbers by sizes known at run time alone. bytes: read and written by Triton kernels, as inductor counts."""
+their trips, for each of these elements. vector_share: of the loads and stores in the code, those of 128 bits.
+software_divisions: of whole numbers by sizes known at run time alone. bytes: of the tensors that Triton kernels are
+given. seconds: of compiling."""
 
 
 def main(arguments: list[str] | None = None) -> int | None:
@@ -48,10 +50,37 @@ def main(arguments: list[str] | None = None) -> int | None:
     rows = []
     for name in options.models or MODELS:
         rows += measure(name, options.variants, options.block, options.details)
+        if options.json:
+            report.write(options.json, _merged(options.json, rows), comfyui)
     print(f"\n{report.table(rows, COLUMNS)}\n\n{report.table(totals(rows))}\n\n{LEGEND}")
-    if options.json:
-        report.write(options.json, rows, comfyui)
-        print(f"JSON: {options.json}")
+    if options.page:
+        options.page.write_text(page(_merged(options.json, rows)), encoding="utf-8")
+
+
+def _merged(file: Path | None, rows: Sequence[report.Row]) -> list[report.Row]:
+    """The rows, and those in the file of models that were not measured again."""
+    kept = json.loads(file.read_text(encoding="utf-8"))["rows"] if file and file.is_file() else []
+    again = {row["model"] for row in rows}
+    found = [row for row in kept if row["model"] not in again] + list(rows)
+    return sorted(found, key=lambda row: MODELS.index(row["model"]))
+
+
+def page(rows: Sequence[report.Row]) -> str:
+    """docs/kernels.md."""
+    of_models, rounded = totals(rows), [{**row, "seconds": round(row["seconds"])} for row in rows]
+    return f"""# GPU code, counted without a GPU
+
+Made by `python3 dev.py bench kernels --json docs/kernels.json --page docs/kernels.md`: what torch's compiler makes of
+each kind of block of full-size models at 1024 x 1024, cond and uncond in one batch, for compute capability 9.0. "ours"
+serves every size; "static" is the same block compiled for this size alone. Nothing ran on a GPU, and nothing here is a
+speed.
+
+{report.markdown(of_models, list(of_models[0]))}
+
+The columns of the next table: {LEGEND[:1].lower()}{" ".join(LEGEND[1:].split())}
+
+{report.markdown(rounded, COLUMNS, ("model", "block", "variant", "externs"))}
+"""
 
 
 def _on_the_device(arguments: list[str] | None) -> int:
@@ -232,7 +261,7 @@ def _kernel(autotuner: Any, args: Sequence[Any]) -> Kernel:
         loads,
         divisions,
         sum(kind == "i64" for kind in autotuner.triton_meta["signature"].values()),
-        round((autotuner.inductor_meta.get("kernel_num_gb") or 0) * 1e9),
+        sum(arg.nbytes for arg in args if hasattr(arg, "nbytes")),
     )
 
 
@@ -356,7 +385,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="default: all")
     parser.add_argument("--block", default="", metavar="NAME", help="only blocks whose class begins so")
     parser.add_argument("--details", action="store_true", help="also print each kernel")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows there too, beside those of other models in it"
+    )
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write a page of them there")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.models if name not in MODELS]
     if unknown:
