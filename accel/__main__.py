@@ -4,6 +4,9 @@ import sys
 
 
 def main() -> int:
+    for stream in (sys.stdout, sys.stderr):  # Windows writes to files in a code page that lacks most letters
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     arguments = sys.argv[1:]
     command = f"python -m {__package__}" if __name__ == "__main__" else "comfy-accel"
     if arguments[:1] != ["store"]:

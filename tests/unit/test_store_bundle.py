@@ -1,11 +1,14 @@
 """Bundles, and the command that makes and takes them."""
 
+import io
 import os
 import struct
+import sys
 import zipfile
 
 import pytest
 import torch
+from comfy_accel.accel import __main__
 from comfy_accel.accel.store import bundle as store_bundle
 from comfy_accel.accel.store import location, manifest
 from store_kit import load, reasons, run_command, save, store
@@ -215,6 +218,15 @@ def test_export_that_is_stopped_leaves_no_file(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_command(tmp_path / "builder", "export", tmp_path / "bundle")
     assert [file.name for file in tmp_path.iterdir()] == ["builder"]
+
+
+def test_folder_with_letters_that_the_output_has_not_is_listed(tmp_path, monkeypatch):
+    home, out = tmp_path / "图像", io.BytesIO()
+    save(store(home), "a")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "cp1252", write_through=True))
+    monkeypatch.setattr(sys, "argv", ["accel", "store", "--home", str(home), "list"])
+    assert __main__.main() == 0
+    assert b"1 graphs" in out.getvalue() and b"\\u56fe\\u50cf" in out.getvalue()
 
 
 def test_one_entry_that_cannot_be_read_stops_no_command(tmp_path, capsys):
