@@ -67,7 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
     _require_device(options.quick)
     boot(cpu=options.quick)
     if made_up_device.is_here():
-        _rehearse()
+        made_up_device.prepare()
+        made_up_device.sample_without_values()
     pack.load()
     # Saved graphs are of the part "cold" alone, in folders of its own.
     os.environ.update(ACCEL_STORE="off", ACCEL_STORE_KEY=STORE_KEY)
@@ -225,15 +226,6 @@ def _free() -> None:
     comfy.model_management.unload_all_models()
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def _rehearse() -> None:
-    """On the made-up device, where a device's values are zeros: noise levels are not computed there."""
-    import comfy.samplers
-    import torch
-
-    made_up_device.prepare()
-    comfy.samplers.calculate_sigmas = lambda sampling, scheduler, steps: torch.linspace(10.0, 0.0, steps + 1)
 
 
 def _require_device(quick: bool) -> None:

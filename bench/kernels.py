@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     comfyui = boot(cpu=False)
     pack.load()
     made_up_device.prepare()
+    made_up_device.sample_without_values()
     rows = []
     for name in options.models or MODELS:
         rows += measure(name, options.variants, options.block, options.details)
@@ -100,7 +101,6 @@ def measure(name: str, variants: Sequence[str] = VARIANTS, block: str = "", deta
 
     block: what the names of the blocks begin with. details: print each kernel.
     """
-    import comfy.samplers
     import torch
     from comfy_accel.accel.cache.graph_cache import GraphCache
     from comfy_accel.accel.compile import block_compiler
@@ -141,14 +141,13 @@ def measure(name: str, variants: Sequence[str] = VARIANTS, block: str = "", deta
 
     cache = GraphCache(max_bytes=24 << 30)
     settings = CompileSettings()
-    with _sigmas_of_the_host(torch, comfy.samplers):
-        runs = Runs(gpu_models.FULL[name])
-        block_compiler.compile_block = compile_both
-        try:
-            with torch.inference_mode():
-                runs.run(accelerate(runs.model, settings, cache, graphs=False), Case(1024, 1024, 1), 1)
-        finally:
-            block_compiler.compile_block = compile_block
+    runs = Runs(gpu_models.FULL[name])
+    block_compiler.compile_block = compile_both
+    try:
+        with torch.inference_mode():
+            runs.run(accelerate(runs.model, settings, cache, graphs=False), Case(1024, 1024, 1), 1)
+    finally:
+        block_compiler.compile_block = compile_block
     for fallback in fallbacks.rows():
         print(f"{name}: {fallback}", file=sys.stderr)
     return rows
@@ -366,17 +365,6 @@ def _fresh_kernels() -> Iterator[None]:
     CompiledTritonKernels.cache_clear()
     with fresh_cache(), torch._inductor.config.patch(use_static_triton_launcher=False):
         yield
-
-
-@contextmanager
-def _sigmas_of_the_host(torch: Any, samplers: Any) -> Iterator[None]:
-    """The made-up device gives no values, of which the sampler reads its sigmas."""
-    calculate = samplers.calculate_sigmas
-    samplers.calculate_sigmas = lambda sampling, scheduler, steps: torch.linspace(10.0, 0.0, steps + 1)
-    try:
-        yield
-    finally:
-        samplers.calculate_sigmas = calculate
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

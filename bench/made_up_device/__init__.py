@@ -81,6 +81,14 @@ def prepare() -> None:
     torch.backends.cudnn.enabled = False  # convolutions then are products, as those that are compiled
 
 
+def sample_without_values() -> None:
+    """Let core's samplers step through levels that are computed here, in a process that has ComfyUI."""
+    import comfy.samplers
+    import torch
+
+    comfy.samplers.calculate_sigmas = lambda sampling, scheduler, steps: torch.linspace(10.0, 0.0, steps + 1)
+
+
 class Counts(ctypes.Structure):
     """Calls since the process began, as in device.h.
 

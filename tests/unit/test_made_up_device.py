@@ -9,10 +9,8 @@ import sys
 
 import pytest
 
-from bench import ROOT, made_up_device
+from bench import PYTEST, ROOT, made_up_device
 from bench.comfyui import tree
-
-PYTEST = "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
 
 
 @pytest.fixture(scope="session")
