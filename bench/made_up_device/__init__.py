@@ -22,9 +22,13 @@ import importlib.util
 import os
 import shutil
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
+
+TORCH = "2.11"
+"""The torch that it is made for: others ask for more of CUDA's functions."""
 
 _LIBRARY = "libcuda.so.1"
 
@@ -35,6 +39,8 @@ class Unavailable(Exception):
 
 def build(folder: Path) -> Path:
     """Compile the device into `folder`, in two seconds. Raises Unavailable."""
+    if not metadata.version("torch").startswith(f"{TORCH}."):
+        raise Unavailable(f"it knows what torch {TORCH} asks of a driver, and this is {metadata.version('torch')}")
     compiler = shutil.which("gcc")
     if compiler is None:
         raise Unavailable("no gcc")
