@@ -2,7 +2,7 @@
 
     pytest -p without_values ...
 
-Where a tensor on a CUDA device is compared, shapes, dtypes and devices must agree; all else is compared as ever.
+Where a tensor on a CUDA device is compared, shapes, dtypes and devices must agree; all else is compared as usual.
 """
 
 from unittest import mock

@@ -34,6 +34,17 @@ def define() -> None:
 
 
 @triton.jit
+def moments_of(x, row, offsets, size, added, count):
+    """Of the elements at these offsets of a plane of this size: their mean, and the sum of the squares of the distances
+    from it."""
+    value = tl.load(x + row.to(tl.int64) * size + offsets, offsets < size, other=0.0).to(tl.float32) + added
+    value = tl.where(offsets < size, value, 0.0)
+    mean = tl.sum(value) / count
+    away = tl.where(offsets < size, value - mean, 0.0)
+    return mean, tl.sum(away * away)
+
+
+@triton.jit
 def part_moments(
     x, by_channel, by_image, means, squares, plane, members, parts, groups: tl.constexpr, length: tl.constexpr
 ):
@@ -48,18 +59,9 @@ def part_moments(
     offsets = part * length + tl.arange(0, length)
     count = tl.minimum(plane - part * length, length).to(tl.float32)
     if plane % 16 == 0:  # a fact that the compiler takes to heart: reads of 128 bits
-        size = plane // 16 * 16
-        value = tl.load(x + row.to(tl.int64) * size + offsets, offsets < size, other=0.0).to(tl.float32) + added
-        value = tl.where(offsets < size, value, 0.0)
-        mean = tl.sum(value) / count
-        away = tl.where(offsets < size, value - mean, 0.0)
-        square = tl.sum(away * away)
+        mean, square = moments_of(x, row, offsets, plane // 16 * 16, added, count)
     else:
-        value = tl.load(x + row.to(tl.int64) * plane + offsets, offsets < plane, other=0.0).to(tl.float32) + added
-        value = tl.where(offsets < plane, value, 0.0)
-        mean = tl.sum(value) / count
-        away = tl.where(offsets < plane, value - mean, 0.0)
-        square = tl.sum(away * away)
+        mean, square = moments_of(x, row, offsets, plane, added, count)
     tl.store(means + row * parts + part, mean)
     tl.store(squares + row * parts + part, square)
 

@@ -1,4 +1,4 @@
-"""With cudaMallocAsync, in a process of its own: calls run as ever, and one sentence says why none is captured."""
+"""With cudaMallocAsync, in a process of its own: calls run normally, and one sentence says why none is captured."""
 
 import torch
 from capture_kit import Toy, capturing_cache, latent, reasons, run, settle, times
