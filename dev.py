@@ -25,6 +25,7 @@ RUNNING = ROOT / "bench" / "requirements.txt"
 COMFYUI = ROOT / "bench" / "requirements-comfyui.txt"
 TESTING = ROOT / "tests" / "requirements.txt"
 FRONTEND = ROOT / "tests" / "requirements-frontend.txt"
+RELEASING = ROOT / "bench" / "requirements-release.txt"
 GIB_NEEDED = 8
 
 AT_ONCE = ["--numprocesses=2", "--dist=loadgroup", "--no-loadscope-reorder"]
@@ -57,6 +58,8 @@ def main():
                 # Else each process that compiles builds half a dozen programs to find out what the processor can do.
                 environment.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
         return call([python, "-c", PYTEST, *passed_on], environment)
+    if options.command == "release":
+        passed_on = ["--tools", str(release_python())]
     module = options.name if options.command == "bench" else options.command
     return call([python, "-m", f"bench.{module}", *passed_on], environment)
 
@@ -91,13 +94,14 @@ def parse(arguments):
     serve = command("serve", "Run ComfyUI with the pack, to be opened in a browser.")
     serve.add_argument("--models", metavar="PATH", help="the models folder of an existing ComfyUI")
     serve.add_argument("--port", metavar="N", help="default: 8188")
+    command("release", "Check everything about a release but the upload: versions, validation, package, wheel.")
     listed = "; ".join(f"{name}: {what}" for name, what in BENCHES.items())
     bench = command("bench", f"Run a measurement; further arguments go to it. {listed}.")
     bench.add_argument("name", metavar="NAME", help=", ".join(BENCHES))
     bench.add_argument("--json", metavar="FILE", help="write the table there too")
 
     options, passed_on = parser.parse_known_args(arguments)
-    if passed_on and options.command in ("demo", "serve"):
+    if passed_on and options.command in ("demo", "serve", "release"):
         raise Problem(f"dev.py {options.command} does not know {passed_on[0]}; --help lists what it knows.")
     if options.command == "bench" and options.name not in BENCHES:
         raise Problem(f"There is no measurement {options.name}: choose one of {', '.join(BENCHES)}.")
@@ -131,6 +135,20 @@ def own_python(requirements, torch=None):
             requirements = [with_torch(file, torch, venv) for file in requirements]
         install(python, [argument for file in requirements for argument in ("-r", str(file))])
         install(python, ["--no-deps", "-r", str(COMFYUI)])
+        stamp.write_text(state, encoding="ascii")
+    return python
+
+
+def release_python():
+    """The interpreter of an environment beside .venv with comfy-cli, whose packages need not fit ComfyUI's."""
+    venv = VENV.with_name(f"{VENV.name}-release")
+    python = venv / VENV_PYTHON
+    stamp = venv / "installed"
+    state = RELEASING.read_text(encoding="ascii")
+    if not stamp.is_file() or stamp.read_text(encoding="ascii") != state:
+        if not python.is_file():
+            make_venv(venv)
+        install(python, ["-r", str(RELEASING)])
         stamp.write_text(state, encoding="ascii")
     return python
 

@@ -12,7 +12,7 @@ Importing it imports neither torch nor anything else of the engine.
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _FROM = {
     "DeepCacheSettings": "step_cache.config",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import socket
 import sysconfig
@@ -28,9 +29,7 @@ def tree() -> Path:
 
 def version(comfyui: Path) -> str:
     """What the tree calls itself, such as "0.3.75"."""
-    scope: dict = {}
-    exec((comfyui / "comfyui_version.py").read_text(encoding="utf-8"), scope)
-    return scope["__version__"]
+    return runpy.run_path(str(comfyui / "comfyui_version.py"))["__version__"]
 
 
 def complete(comfyui: Path) -> None:

@@ -111,12 +111,13 @@ def _artifact(
     nbytes: int,
     save: Callable[[torch.nn.Module], bytes] | None = None,
 ) -> Artifact:
-    condition = compile(" and ".join(f"({guard})" for guard in guards) or "True", "guards", "eval")
-    names = torch_internals.GUARD_NAMES.get()
+    source = compile(f"lambda L: {' and '.join(f'({guard})' for guard in guards) or 'True'}", "guards", "eval")
+    code = next(constant for constant in source.co_consts if isinstance(constant, types.CodeType))
+    condition = types.FunctionType(code, dict(torch_internals.GUARD_NAMES.get()))
 
     def check(tensors: Sequence[torch.Tensor]) -> bool:
         try:
-            return bool(eval(condition, {**names, "L": {"tensors": tensors}}))
+            return bool(condition({"tensors": tensors}))
         except Exception:  # a guard on what is no argument
             return False
 
