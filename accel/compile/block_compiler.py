@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,6 +86,7 @@ def compile_block(
         dynamic=dynamic,
         values=tree_spec.without_values(spec)[1],
         fixed=tuple(item for item in fixed if item[0] >= len(weights)),
+        grown=tuple((i + len(weights), d, size) for i, d, size in _grown(inputs, lifted)),
     )
     return _graph(artifact, facts, template, trace)
 
@@ -237,6 +238,14 @@ def _lifted(inputs: Sequence[torch.Tensor], larger: Sequence[Sequence[int]] | No
     return [empty_dense_like(tensor, shape) for tensor, shape in zip(inputs, larger, strict=True)]
 
 
+def _grown(inputs: Sequence[torch.Tensor], lifted: Sequence[torch.Tensor] | None) -> Iterator[tuple[int, int, int]]:
+    """(input, dimension, size) of the sizes above 1 that are twice as large in the lifted inputs."""
+    for index, (tensor, larger) in enumerate(zip(inputs, lifted or inputs, strict=True)):
+        for dimension, size in enumerate(tensor.shape):
+            if size > 1 and larger.shape[dimension] == 2 * size:
+                yield index, dimension, size
+
+
 def _examples(inputs: Sequence[torch.Tensor], dynamic: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
     """Unfilled tensors like the inputs, with dynamic dimensions marked; and the (input, dimension) pairs that are 1."""
     examples, ones = [], []
@@ -259,6 +268,7 @@ def _tracing(dynamic: bool, oblivious: bool):
     with (
         config.patch({name: value for name, value in settings.items() if hasattr(config, name)}),
         _repeated_at_any_size(),
+        _slices_as_defaults(),
     ):
         yield
 
@@ -280,3 +290,23 @@ def _repeated_at_any_size():
         torch.Tensor.repeat_interleave = own
         if is_inherited:
             del torch.Tensor.repeat_interleave
+
+
+@contextmanager
+def _slices_as_defaults():
+    """While it lasts, torch traces a slice that is the default of a method's argument, which it otherwise knows of
+    objects from outside of a graph alone; LTX 2's time steps are made inside."""
+    tracers, traced = torch_internals.CONSTANT_TRACERS.get({}), torch_internals.TRACED_SLICE.get(None)
+    if traced is None or slice in tracers:
+        yield
+        return
+
+    def trace(translator: Any, value: slice) -> Any:
+        create = tracers[type(None)]
+        return traced([create(translator, part) for part in (value.start, value.stop, value.step)], translator)
+
+    tracers[slice] = trace
+    try:
+        yield
+    finally:
+        del tracers[slice]

@@ -27,6 +27,7 @@ class Facts:
     dynamic: the graph serves any size.
     values: the numbers and texts among the call's arguments that are compiled in (`tree_spec.without_values`).
     fixed: (tensor, dimension, size) of the sizes that the graph is specialised on, though they might vary.
+    grown: (tensor, dimension, size) of the sizes above 1, in the call it was made for, that a batch of 2 doubles.
     """
 
     static_ones: tuple[tuple[int, int], ...] = ()
@@ -35,6 +36,7 @@ class Facts:
     dynamic: bool = True
     values: tuple[str, ...] = ()
     fixed: tuple[tuple[int, int, int], ...] = ()
+    grown: tuple[tuple[int, int, int], ...] = ()
 
     def allow(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the graph may be right for these weights and inputs; its guards may still say no."""
@@ -65,7 +67,8 @@ class CompiledGraph:
         """Whether the graph is right for these weights and dense inputs.
 
         Tracing leaves guards that a size is not 1, most of them needless: torch asks it of layouts. Where they alone
-        refuse a call, it is accepted if the block itself does the same with 2 and with 3 in place of each 1.
+        refuse a call, it is accepted if the block itself does the same with 2 and with 3 in place of each 1. What has
+        two rows for an image (time steps of a picture and of its references) then has 4 and 6.
         """
         if not self.facts.allow(tensors):
             return False
@@ -85,5 +88,9 @@ class CompiledGraph:
 
     def _without_ones(self, index: int, tensor: torch.Tensor, instead: int) -> torch.Tensor:
         static = {d for i, d in self.facts.static_ones if i == index}
-        shape = [instead if size == 1 and d not in static else size for d, size in enumerate(tensor.shape)]
+        grown = {d for i, d, size in self.facts.grown if i == index and size == tensor.shape[d]}
+        shape = [
+            size * instead if (size == 1 and d not in static) or d in grown else size
+            for d, size in enumerate(tensor.shape)
+        ]
         return empty_dense_like(tensor, shape)

@@ -91,6 +91,10 @@ SOURCE_INFO = Internal("torch._dynamo.package", "SourceInfo", "2.10", "graphs ar
 LOOK_UP_BACKEND = Internal("torch._dynamo.backends.registry", "lookup_backend", "2.7", _EAGERLY)
 MARK_DYNAMIC = Internal("torch._dynamo", "maybe_mark_dynamic", "2.7", _EAGERLY)
 TRACING_CONTEXT = Internal("torch._guards", "TracingContext", "2.7", _EAGERLY)
+CONSTANT_TRACERS = Internal(
+    "torch._dynamo.variables.builder", "SourcelessBuilder._type_handlers", "2.7", "blocks of LTX 2 run eagerly"
+)
+TRACED_SLICE = Internal("torch._dynamo.variables", "SliceVariable", "2.7", "blocks of LTX 2 run eagerly")
 
 CACHE_ENTRIES = Internal("torch._dynamo.eval_frame", "_debug_get_cache_entry_list", "2.7", _EAGERLY)
 LAST_GUARDS = Internal("torch._C._dynamo.guards", "RootGuardManager.get_epilogue_lambda_guards", "2.7", _EAGERLY)

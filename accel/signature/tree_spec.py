@@ -38,7 +38,8 @@ def flatten(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], A
     """The spec of `value`; its tensors are appended to `tensors`, each once and in order.
 
     replace: may return something simpler in place of a dict (a host's per-call options, say).
-    Raises UnsupportedArgument: for anything but tensors, constants, and tuples, lists, dicts and dataclasses of these.
+    Raises UnsupportedArgument: for anything but tensors, constants, and tuples, lists, dicts, dataclasses and objects
+    with slots of these.
     """
     if isinstance(value, torch.Tensor):
         for index, known in enumerate(tensors):
@@ -59,20 +60,39 @@ def flatten(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], A
         if replace is not None:
             value = replace(value)
         return ("dict", *[(key, flatten(item, tensors, replace)) for key, item in value.items()])
-    if dataclasses.is_dataclass(cls):
-        fields = _fields(cls)
-        if fields is not None:
-            return ("object", cls, *[(name, flatten(getattr(value, name), tensors, replace)) for name in fields])
+    fields = _fields(cls)
+    if fields is not None and all(hasattr(value, name) for name in fields):
+        return ("object", cls, *[(name, flatten(getattr(value, name), tensors, replace)) for name in fields])
     raise UnsupportedArgument(f"an argument of type {cls.__module__}.{cls.__qualname__}")
 
 
 @functools.lru_cache(maxsize=1024)
 def _fields(cls: type) -> tuple[str, ...] | None:
-    """The fields from which an instance of a dataclass can be rebuilt; None if they do not determine it."""
-    fields = dataclasses.fields(cls)
-    if hasattr(cls, "__post_init__") or not all(field.init for field in fields):
+    """The fields from which an instance of the class can be rebuilt: of a dataclass, or of a class whose state is in
+    slots of its own (LTX 2's CompressedTimestep). None if they do not determine it."""
+    if dataclasses.is_dataclass(cls):
+        fields = dataclasses.fields(cls)
+        if hasattr(cls, "__post_init__") or not all(field.init for field in fields):
+            return None
+        return tuple(field.name for field in fields)
+    slots = vars(cls).get("__slots__")
+    if type(slots) is not tuple or cls.__mro__ != (cls, object) or not _CUSTOM.isdisjoint(vars(cls)):
         return None
-    return tuple(field.name for field in fields)
+    return slots
+
+
+_CUSTOM = {"__new__", "__setattr__", "__getattribute__", "__getattr__", "__del__", "__dict__"}
+"""What makes an object more than its slots."""
+
+
+def _made(cls: type, fields: dict[str, Any]) -> Any:
+    """An instance with these fields; of a class with slots without a call of its `__init__`, which takes others."""
+    if dataclasses.is_dataclass(cls):
+        return cls(**fields)
+    made = object.__new__(cls)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
 
 
 def rebuild(spec: Spec, tensors: Sequence[torch.Tensor]) -> Any:
@@ -96,7 +116,7 @@ def _rebuild(spec: Spec, tensors: Sequence[torch.Tensor], at: int) -> tuple[Any,
         mapping = {}
         for key, item in spec[1:] if tag == "dict" else spec[2:]:
             mapping[key], at = _rebuild(item, tensors, at)
-        return (mapping if tag == "dict" else spec[1](**mapping)), at
+        return (mapping if tag == "dict" else _made(spec[1], mapping)), at
     items = []
     for item in spec[1:]:
         value, at = _rebuild(item, tensors, at)
@@ -153,8 +173,9 @@ def outline(value: Any) -> Any:
         return (type(value).__name__, *map(outline, value))
     if isinstance(value, dict):
         return ("dict", *((key, outline(item)) for key, item in value.items()))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return ("object", *((field.name, outline(getattr(value, field.name))) for field in dataclasses.fields(value)))
+    fields = _fields(type(value))
+    if fields is not None:
+        return ("object", *((name, outline(getattr(value, name, None))) for name in fields))
     return value
 
 

@@ -296,6 +296,7 @@ def _facts(stored: dict[str, Any]) -> Facts:
             dynamic=bool(stored["dynamic"]),
             values=tuple(str(value) for value in stored["values"]),
             fixed=tuple((int(index), int(dimension), int(size)) for index, dimension, size in stored["fixed"]),
+            grown=tuple((int(index), int(dimension), int(size)) for index, dimension, size in stored["grown"]),
         )
     except (KeyError, TypeError, ValueError):
         raise BadEntry("its manifest is damaged") from None

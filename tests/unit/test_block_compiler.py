@@ -227,6 +227,70 @@ class Carries(torch.nn.Module):
         return x + kept[0]
 
 
+class Steps:
+    """Time steps as LTX 2 gives them: an object in slots, with a slice as a method's default."""
+
+    __slots__ = ("data", "frames")
+
+    def __init__(self, data, frames):
+        self.data, self.frames = data, frames
+
+    def spread(self, rows: slice = slice(None, None)):
+        self.frames  # noqa: B018
+        return self.data[rows].repeat_interleave(2, 0)
+
+
+class TakesSteps(torch.nn.Module):
+    def __init__(self, changes=False):
+        super().__init__()
+        self.changes, self.linear = changes, torch.nn.Linear(4, 4)
+
+    def forward(self, x, steps):
+        if self.changes:
+            steps.frames = 7
+        return self.linear(x) + steps.spread()
+
+
+def test_object_with_slots_is_made_inside_of_the_graph():
+    block = TakesSteps().eval()
+    graph, weights = compiled(block, (torch.randn(6, 4), Steps(torch.randn(3, 4), 3)))
+    for frames in (3, 5):
+        x, steps = torch.randn(2 * frames, 4), Steps(torch.randn(frames, 4), frames)
+        tensors = (*weights.read(), x, steps.data, torch.empty(frames, 0))
+        assert graph.accepts(tensors)
+        torch.testing.assert_close(graph.run(tensors), block(x, steps))
+    with pytest.raises(CompileFailed, match="changes a list"):
+        compiled(TakesSteps(changes=True).eval(), (torch.randn(6, 4), Steps(torch.randn(3, 4), 3)))
+
+
+class WithReferences(torch.nn.Module):
+    """As Qwen-Image-Edit 2511: two rows of time steps an image, the second for the pictures to edit."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x, times, own):
+        half = times.shape[0] // 2
+        times, others = times[:half].unsqueeze(1), times[half:].unsqueeze(1)
+        return self.linear(torch.cat((torch.addcmul(times, x[:, :own], times), x[:, own:] * others), dim=1))
+
+
+def test_graph_for_two_rows_an_image_serves_a_batch_of_one_and_larger_ones():
+    block = WithReferences().eval().requires_grad_(False)
+
+    def call(batch):
+        return torch.randn(batch, 7, 4), torch.randn(2 * batch, 4), 5
+
+    graph, weights = compiled(block, call(1), larger=[(2, 7, 4), (4, 4), (5, 0)])
+    assert graph.facts.grown == ((3, 0, 2),)
+    for batch in (1, 3):
+        x, times, own = call(batch)
+        tensors = (*weights.read(), x, times, torch.empty(own, 0))
+        assert graph.accepts(tensors)
+        assert torch.equal(graph.run(tensors), block(x, times, own))
+
+
 @pytest.mark.parametrize("carry", ["append", "replace"])
 def test_block_that_changes_a_list_it_is_given_is_not_compiled(carry):
     with pytest.raises(CompileFailed, match="changes a list"):

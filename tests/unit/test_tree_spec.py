@@ -71,6 +71,33 @@ def test_dataclass_with_more_than_its_fields_is_refused():
         flatten((Derived(torch.ones(2)),), [])
 
 
+class PerFrame:
+    """As LTX 2's time steps: all of it is in slots, and `__init__` takes something else."""
+
+    __slots__ = ("data", "frames")
+
+    def __init__(self, tokens: torch.Tensor):
+        self.data, self.frames = tokens[::4], len(tokens) // 4
+
+
+class Elsewhere(PerFrame):
+    """It has a dict too."""
+
+
+def test_object_with_slots_is_rebuilt_without_its_init():
+    tensors = []
+    spec = flatten((PerFrame(torch.arange(12.0)),), tensors)
+    (again,) = rebuild(spec, tensors)
+    assert type(again) is PerFrame and again.data is tensors[0] and again.frames == 3
+    assert spec == flatten((PerFrame(torch.arange(8.0)),), [])
+
+
+@pytest.mark.parametrize("other", [Elsewhere(torch.ones(4)), object.__new__(PerFrame)])
+def test_object_whose_slots_do_not_say_all_is_refused(other):
+    with pytest.raises(UnsupportedArgument, match=type(other).__name__):
+        flatten((other,), [])
+
+
 def test_dense_copies_only_what_is_neither_contiguous_nor_channels_last():
     plain, image = torch.zeros(2, 3, 4), torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)
     assert dense(plain) is plain and dense(image) is image
