@@ -85,6 +85,8 @@ def _run_once(
     options = {"guard_filter_fn": keep_size_guards} if torch_internals.GUARD_FILTER.is_there else {}
     # Torch says guards in Python unless they are checked in C++, which takes a C++ compiler.
     settings = {torch_internals.CPP_SHAPE_GUARDS.name: False}
+    if hasattr(torch._dynamo.config, "run_gc_after_compile"):
+        settings["run_gc_after_compile"] = False  # a host may want no garbage collected now
     devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
     with (
         generated_code.collected() as modules,

@@ -13,7 +13,7 @@ import logging
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class BatchDryRun:
     tensors_of: for each block, from (args, kwargs) of a call to its input tensors.
     without_hooks: what a dict among the model's arguments is replaced by, so that nobody's code runs twice.
     interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
+    dry: the host's context for a call without values.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class BatchDryRun:
         tensors_of: Mapping[torch.nn.Module, Callable[[tuple], list[torch.Tensor]]],
         without_hooks: Callable[[dict], dict] = dict,
         interrupts: tuple[type[BaseException], ...] = (),
+        dry: Callable[[], AbstractContextManager] = nullcontext,
     ):
         self._model = model
         self._tensors_of = tensors_of
         self._without_hooks = without_hooks
         self._interrupts = interrupts
+        self._dry = dry
         self._arguments: tuple[tuple, dict] | None = None
         self._shapes: dict[torch.nn.Module, list[list[torch.Size]]] | None = None
 
@@ -123,6 +126,7 @@ class BatchDryRun:
             with (
                 global_state_restored(self._model, foreign),
                 silent(),
+                self._dry(),
                 torch.inference_mode(False),
                 torch.no_grad(),
                 mode,

@@ -17,6 +17,7 @@ from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly, not_in_this_mode
 from ..fingerprint import kinds
 from ..fingerprint.survey import Region
+from ..modules.substitution import Apart
 from ..signature import tree_spec
 from ..signature.tensors import dense, share_memory
 from .batch_dry_run import BatchDryRun
@@ -166,6 +167,7 @@ class BlockRunner:
             for index in graph.facts.changed:
                 if inputs[index] is not given[index]:
                     given[index].copy_(inputs[index])
+                    out = _replaced(out, inputs[index], given[index])
             return out
 
         def compared(tensors: Sequence[torch.Tensor]) -> Any:
@@ -220,6 +222,7 @@ class BlockRunner:
         for index, tensor in zip(graph.facts.changed, changed, strict=True):
             if tensor is not given[index]:
                 given[index].copy_(tensor)
+                out = _replaced(out, tensor, given[index])
         if benchmark.verdict is not None:
             fallbacks.note(self._region.kind.name, benchmark.verdict)
         if benchmark.done:
@@ -260,3 +263,29 @@ class BlockRunner:
         if is_trouble and self._settings.stop_on_trouble:
             raise Trouble(f"{self._region.kind.name} ({self._region.path}) cannot run compiled: {reason}")
         fallbacks.note(self._region.kind.name, reason)
+
+
+def _replaced(out: Any, one: torch.Tensor, other: torch.Tensor) -> Any:
+    """The output with one tensor in another's place: a block that hands back what it was given hands back that one."""
+    if type(out) in (tuple, list):
+        return type(out)(_replaced(part, one, other) for part in out)
+    return other if out is one else out
+
+
+class ApartRunner(BlockRunner):
+    """A BlockRunner for a host that wants what it does apart from the model's own work, as where it keeps account of
+    the model's memory: all of a call, so that nothing is made on one side and freed on the other."""
+
+    def __init__(self, apart: Apart, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._apart = apart
+
+    def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        try:
+            context = self._apart()
+        except RunEagerly as refusal:
+            reason = refusal.reason
+        else:
+            with context:
+                return super().__call__(inner, *args, **kwargs)
+        return self._eagerly(inner, args, kwargs, reason, is_trouble=False)

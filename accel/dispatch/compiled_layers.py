@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +14,10 @@ from ..cache.graph_cache import GraphCache, shared
 from ..core.compile_settings import CompileSettings
 from ..core.events import emit, log
 from ..fingerprint.survey import Region, Survey, survey
-from ..modules.substitution import Layer
+from ..modules.substitution import Apart, Layer
 from ..modules.wrapped_layers import Wraps
 from .batch_dry_run import BatchDryRun
-from .block_runner import BlockRunner
+from .block_runner import ApartRunner, BlockRunner
 
 Simplify = Callable[[dict], dict]
 
@@ -28,6 +30,8 @@ class Host:
     simplifier: for a block, what a dict among its arguments is replaced by (`BlockRunner`'s simplify_options).
     without_hooks: what a dict among the model's arguments is replaced by where nobody's code may run (`BatchDryRun`).
     wraps: recognises the host's wrappers around layers, such as LoRA.
+    apart: asked when a model's layers are made: where their calls do their work, None where it makes no difference.
+    dry: entered around a call of the model on tensors without values (`BatchDryRun`).
     """
 
     ignored: frozenset[tuple[str, str]] = frozenset()
@@ -35,6 +39,8 @@ class Host:
     simplifier: Callable[[Region], Simplify | None] = lambda region: None
     without_hooks: Simplify = dict
     wraps: Wraps | None = None
+    apart: Callable[[], Apart | None] = lambda: None
+    dry: Callable[[], AbstractContextManager] = nullcontext
 
 
 def survey_model(model: torch.nn.Module, settings: CompileSettings, host: Host) -> Survey:
@@ -67,12 +73,13 @@ def compiled_layers(
     on_shortage: as for `BlockRunner`.
     """
     tensors_of: dict[torch.nn.Module, Callable[[tuple], list[torch.Tensor]]] = {}
-    dry_run = BatchDryRun(model, tensors_of, host.without_hooks, host.interrupts)
+    dry_run = BatchDryRun(model, tensors_of, host.without_hooks, host.interrupts, host.dry)
+    apart = host.apart()
+    make = BlockRunner if apart is None else functools.partial(ApartRunner, apart)
     layers: dict[torch.nn.Module, Layer] = {model: dry_run}
     for region in found.regions:
-        runner = BlockRunner(
+        layers[region.block] = runner = make(
             region, cache, settings, host.simplifier(region), host.interrupts, dry_run, lease, on_shortage
         )
-        layers[region.block] = runner
         tensors_of[region.block] = runner.tensors_of
     return layers

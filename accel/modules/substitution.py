@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
 from typing import Any
 
 import torch
+
+from ..core.reasons import RunEagerly
 
 Forward = Callable[..., Any]
 """Takes and returns what the module's own forward does."""
 
 Layer = Callable[..., Any]
 """A forward with the next forward inwards as an additional first argument."""
+
+Apart = Callable[[], AbstractContextManager]
+"""Makes the context in which a host wants a layer to do its own work, apart from the model's. Raises `RunEagerly` where
+the layer must let the call pass by."""
 
 
 class Order(IntEnum):
@@ -84,6 +90,33 @@ class StandIn:
             return self.own(*args, **kwargs)
         inner = self.own if index == 0 else lambda *a, **k: self._call(layers, index - 1, a, k)
         return layers[index](inner, *args, **kwargs)
+
+
+def set_apart(layer: Layer, apart: Apart) -> Layer:
+    """The layer with what it does itself in the context, and the forwards further inwards outside of it."""
+
+    def call(inner: Forward, *args: Any, **kwargs: Any) -> Any:
+        try:
+            context = apart()
+        except RunEagerly:
+            return inner(*args, **kwargs)
+
+        def outside(*args: Any, **kwargs: Any) -> Any:
+            nonlocal context
+            context.__exit__(None, None, None)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                context = apart()
+                context.__enter__()
+
+        context.__enter__()
+        try:
+            return layer(outside, *args, **kwargs)
+        finally:
+            context.__exit__(None, None, None)
+
+    return call
 
 
 def has_foreign_forward(module: torch.nn.Module) -> bool:

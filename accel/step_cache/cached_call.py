@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+
 from ..core.events import log
-from ..modules.substitution import Order, substituted
+from ..modules.substitution import Apart, Layer, Order, set_apart, substituted
 from .capture_io import RunProxy
 from .run import BranchKey, DeepCacheRun, OutdatedFeature
 from .split_points import Split
@@ -21,19 +23,27 @@ def cached_call(
     skipped: Callable[[], Any],
     must_raise: Callable[[Exception], bool],
     capture: Callable[[RunProxy], AbstractContextManager] | None = None,
+    apart: Apart | None = None,
 ) -> Any:
     """The model's output; counts the call in its run.
 
     keys: the call's branches; None for a call that must be plain. full: calls the model with the given arguments.
     skipped: calls it without what `split.withhold` removes. must_raise: tells the exceptions that the host handles; any
     other ends skipping for the rest of the run, and this call is made plainly. capture: a context around calls that
-    may be replayed from a CUDA graph; it learns what they exchange with the run.
+    may be replayed from a CUDA graph; it learns what they exchange with the run. apart: where the split's layers do
+    their own work.
     """
     within = capture or nullcontext
+
+    def placed(layers: Mapping[torch.nn.Module, Layer]) -> AbstractContextManager:
+        if apart is not None:
+            layers = {module: set_apart(layer, apart) for module, layer in layers.items()}
+        return substituted(layers, Order.CACHED)
+
     if keys is not None and run.can_skip(keys):
         try:
             proxy = RunProxy(run, split, keys, skips=True)
-            with substituted(split.skip_layers(proxy, keys), Order.CACHED), within(proxy):
+            with placed(split.skip_layers(proxy, keys)), within(proxy):
                 out = skipped()
             run.count(skipped=True)
             return out
@@ -49,7 +59,7 @@ def cached_call(
         out = full()
     else:
         proxy = RunProxy(run, split, keys, skips=False)
-        with substituted(split.full_layers(proxy, keys), Order.CACHED), within(proxy):
+        with placed(split.full_layers(proxy, keys)), within(proxy):
             out = full()
     run.count(skipped=False)
     return out

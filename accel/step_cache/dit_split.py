@@ -253,9 +253,13 @@ class _FullCall:
             dim = span.batch_dim(tensor)
             residual = (tensor - before[name]).movedim(dim, 0)
             kept = self.run.exchange(self.keys, residual, span.part(name), owned=True)
-            if kept is not residual:
-                after[name] = before[name] + kept.movedim(0, dim)
-                is_replaced = True
+            if kept is residual:
+                continue
+            value = before[name] + kept.movedim(0, dim)
+            if name in streams.in_place:
+                tensor.copy_(value)
+            else:
+                after[name], is_replaced = value, True
         return streams.pack(after) if is_replaced else out
 
 
@@ -265,30 +269,39 @@ class _SkippedCall:
     def __init__(self, span: Span, run: DeepCacheRun, keys: Sequence[BranchKey], measures_drift: bool):
         self.span, self.run, self.keys, self.measures_drift = span, run, keys, measures_drift
         self.inputs: dict[str, torch.Tensor] | None = None
-        self.passed: Any = None
+        """Copies of the first block's, which the model may write to or drop before the last one."""
+        self.passed: dict[str, torch.Tensor] = {}
         self.is_done = False
 
     def __call__(self, block: torch.nn.Module, inner: Forward, args: tuple, kwargs: dict) -> Any:
         """The first block's input, from every block but the last; from the last the input plus the residual.
 
         What is added between skipped blocks (residuals of a ControlNet, or of other blocks) is in the stored residual
-        already, so it must not count here.
+        already, so it must not count here. Tensors that the blocks write to and hand back are handed back here too.
         """
-        span = self.span
+        span, streams = self.span, self.span.streams
+        given: dict[str, torch.Tensor] = {}
+        if block is span.first or streams.in_place:
+            known = arguments(block, args, kwargs)
+            given = {name: known[name] for name in streams.tensors}
         if block is span.first:
-            given = arguments(block, args, kwargs)
-            self.inputs = {name: given[name] for name in span.streams.tensors}
             if self.measures_drift:
-                self.run.measure(self.keys, _image(span, self.inputs))
+                self.run.measure(self.keys, _image(span, given))
+            self.inputs = {name: tensor.clone() for name, tensor in given.items()}
             if block is not span.last:
-                # The model may write to it between the blocks.
-                self.passed = span.streams.pack({name: tensor.clone() for name, tensor in self.inputs.items()})
+                self.passed = {name: tensor.clone() for name, tensor in given.items() if name not in streams.in_place}
         if self.inputs is None:
             raise RuntimeError(f"the first skipped block of {span.found.path} was not called")
         if block is not span.last:
-            return self.passed
+            return streams.pack({**given, **self.passed})
         self.is_done = True
-        return span.streams.pack({name: tensor + self._residual(name, tensor) for name, tensor in self.inputs.items()})
+        out = {name: tensor + self._residual(name, tensor) for name, tensor in self.inputs.items()}
+        for name in streams.in_place:
+            if given[name].shape != out[name].shape:
+                raise RuntimeError(f"{name} of {span.found.path} changed its shape between the skipped blocks")
+            out[name] = given[name].copy_(out[name])
+        self.inputs = None
+        return streams.pack(out)
 
     def _residual(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         residual = self.run.gather(self.keys, part=self.span.part(name)).movedim(0, self.span.batch_dim(tensor))

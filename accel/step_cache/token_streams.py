@@ -7,6 +7,7 @@ its own where it works in place; otherwise by shape.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +25,11 @@ class NoStreams(Exception):
 @dataclass(frozen=True)
 class Streams:
     """names: for each output the argument of which it is the new value, None where the output is None. container: tuple
-    or list; None for a bare tensor."""
+    or list; None for a bare tensor. in_place: arguments that every block writes to and hands back."""
 
     names: tuple[str | None, ...]
     container: type | None
+    in_place: frozenset[str] = frozenset()
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -93,7 +95,10 @@ class StreamFinder:
         self._exact: dict[int, str] = {}
         self._alike: list[list[str] | None] | None = None
         self._container: type | None = None
-        self._last: list[torch.Tensor | None] = []
+        self._last: list[weakref.ref | None] = []
+        """Weak: the model decides when its tensors are freed."""
+        self._in_place: list[bool] = []
+        """For each output whether all blocks so far handed back an argument."""
 
     def forget_tensors(self) -> None:
         """A model call begins, or its blocks are done: identities do not reach beyond it."""
@@ -103,7 +108,7 @@ class StreamFinder:
         """Note that a block is about to be called with these `possible_streams`."""
         for index, part in enumerate(self._last):
             for name, value in given.items():
-                if part is not None and value is part:
+                if part is not None and value is part():
                     self._exact[index] = name
 
     def see_return(self, given: Mapping[str, torch.Tensor], out: Any) -> None:
@@ -121,7 +126,9 @@ class StreamFinder:
                 if not names:
                     raise NoStreams(f"it returns a tensor {list(part.shape)} that is like none of its arguments")
             alike.append(names)
-        self._alike, self._last = alike, parts
+        own = [any(value is part for value in given.values()) for part in parts]
+        self._in_place = [all(both) for both in zip(own, self._in_place or own, strict=True)]
+        self._alike, self._last = alike, [None if part is None else weakref.ref(part) for part in parts]
         self.see_call(given)  # a block that works in place returns its own
 
     def found(self) -> Streams:
@@ -143,7 +150,8 @@ class StreamFinder:
                 raise NoStreams("which of its outputs is which of its arguments is unclear")
             index = min(single)
             names[index] = single[index]
-        return Streams(tuple(names[index] for index in range(len(names))), self._container)
+        in_place = frozenset(names[index] for index, is_own in enumerate(self._in_place) if is_own)
+        return Streams(tuple(names[index] for index in range(len(names))), self._container, in_place)
 
 
 def parts_of(out: Any) -> list[torch.Tensor]:

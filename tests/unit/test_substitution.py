@@ -1,8 +1,11 @@
 """Stand-ins: order of layers, and modules put back exactly, whatever ends the call."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
-from comfy_accel.accel.modules.substitution import Order, StandIn, has_foreign_forward, substituted
+from comfy_accel.accel.core.reasons import Reason, RunEagerly
+from comfy_accel.accel.modules.substitution import Order, StandIn, has_foreign_forward, set_apart, substituted
 
 
 class AddOne(torch.nn.Module):
@@ -93,3 +96,44 @@ def test_forward_that_was_put_on_during_the_context_is_left_alone():
     with substituted({module: times_ten}, Order.CACHED):
         module.__dict__["forward"] = late = lambda x: 7
     assert module.__dict__["forward"] is late
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_layer_works_apart_and_what_it_calls_does_not(error):
+    said = []
+
+    @contextmanager
+    def apart():
+        said.append("in")
+        try:
+            yield
+        finally:
+            said.append("out")
+
+    def inner(x):
+        said.append("inner")
+        if error is not None:
+            raise error
+        return x
+
+    def layer(inner, x):
+        said.append("before")
+        try:
+            return inner(inner(x))
+        finally:
+            said.append("after")
+
+    if error is None:
+        assert set_apart(layer, apart)(inner, 1) == 1
+        assert said == ["in", "before", *["out", "inner", "in"] * 2, "after", "out"]
+    else:
+        with pytest.raises(error):
+            set_apart(layer, apart)(inner, 1)
+        assert said == ["in", "before", "out", "inner", "in", "after", "out"]
+
+
+def test_layer_that_cannot_be_apart_lets_the_call_pass():
+    def nowhere():
+        raise RunEagerly(Reason("captured_around"))
+
+    assert set_apart(times_ten, nowhere)(lambda x: x, 3) == 3

@@ -6,12 +6,18 @@ Features are probed; version numbers are not compared.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from comfy_api.latest import io
+
+from ...core.reasons import Reason, RunEagerly
 
 NO_RESULT_DEPENDS_ON = frozenset({("comfy.model_management", "MAX_PINNED_MEMORY")})
 """Globals that blocks' code reads in some versions (0.33.0) and that differ between machines without affecting results:
@@ -95,6 +101,117 @@ def is_split_over_devices(options: dict) -> bool:
 def streams_weights() -> bool:
     """Whether core streams weights to the device as they are needed ("dynamic VRAM", from 0.15.1 on)."""
     return bool(getattr(sys.modules.get("comfy.memory_management"), "aimdo_enabled", False))
+
+
+# Comfy Compiler, from 0.34 on: around the blocks of some models, core records what is allocated and freed in one call,
+# and hands out the same addresses in the next. What outlives its scope leaks, and a recorded tensor that is freed in
+# another scope, or while recording is paused, ends the process. `comfy.model_prefetch`; the rules are comfy-aimdo's.
+
+
+def unrecorded_context() -> Callable[[], AbstractContextManager] | None:
+    """What makes the context in which core does not record this thread's memory; None for a core that never does.
+
+    The contexts do not nest. Making one raises `RunEagerly` while core captures a CUDA graph around the call.
+    """
+    prefetch = sys.modules.get("comfy.model_prefetch")
+    return _unrecorded if hasattr(prefetch, "pause_malloc_graph") or _recordings(prefetch) is not None else None
+
+
+def records_memory() -> bool:
+    """Whether core has recorded any memory since it last dropped its records, as it does at the end of a run."""
+    return bool(getattr(sys.modules.get("comfy.model_prefetch"), "MALLOC_GRAPH_USED", False))
+
+
+@contextmanager
+def recording_nothing() -> Iterator[None]:
+    """For a call of the model on tensors without values, in whose course it would begin and end records."""
+    recordings = _recordings(sys.modules.get("comfy.model_prefetch"))
+    thread = threading.get_ident()
+    if recordings is None or thread not in recordings:
+        yield
+        return
+    kept, recordings[thread] = recordings[thread], _NoRecording()
+    try:
+        yield
+    finally:
+        recordings[thread] = kept
+
+
+def _recordings(prefetch: Any) -> dict[int, Any] | None:
+    """Core's recording of each thread, by thread; None where this core makes none."""
+    found = getattr(prefetch, "MALLOC_GRAPHS", None)
+    return getattr(prefetch, "ACTIVE_MALLOC_GRAPHS", None) if found is None else found
+
+
+def _unrecorded() -> AbstractContextManager:
+    prefetch = sys.modules["comfy.model_prefetch"]
+    recordings = _recordings(prefetch)
+    recording = None if recordings is None else recordings.get(threading.get_ident())
+    if recordings is not None and (recording is None or not getattr(recording, "_comfy_active", True)):
+        return _NOTHING
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RunEagerly(Reason("captured_around"))
+    pause = getattr(prefetch, "pause_malloc_graph", None)
+    return _Paused(_paused(recording) if pause is None else pause())
+
+
+_NOTHING = nullcontext()
+
+
+class _Paused:
+    """Core's pause, in which no garbage is collected either, as it may hold recorded tensors."""
+
+    __slots__ = ("_collects", "_pause")
+
+    def __init__(self, pause: AbstractContextManager):
+        self._pause = pause
+
+    def __enter__(self) -> None:
+        self._pause.__enter__()
+        self._collects = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._pause.__exit__(*error)
+        finally:
+            if self._collects:
+                gc.enable()
+
+
+@contextmanager
+def _paused(recording: Any) -> Iterator[None]:
+    """What `pause_malloc_graph` does, for cores that do not have it yet."""
+    recording.pause()
+    try:
+        yield
+    finally:
+        recording.resume()
+
+
+class _NoRecording:
+    """In the place of comfy-aimdo's MallocGraph: has its methods, and none does anything."""
+
+    _comfy_active = True
+    _comfy_cuda_graph_modules = ()
+    rogue_count = 0
+
+    def push(self, name: str | None = None) -> None:
+        pass
+
+    def pop(self) -> bool:
+        return False
+
+    def iterate(self, name: str | None = None) -> bool:
+        return False
+
+    def pause(self, sync: bool = False) -> None:
+        pass
+
+    resume = pause
+
+    def abort(self) -> None:
+        pass
 
 
 def comfyui_version() -> str | None:

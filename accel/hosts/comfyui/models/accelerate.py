@@ -23,7 +23,7 @@ from .. import preferences
 from ..home import running_home
 from ..progress import CompileProgress
 from ..sizes.shape_errors import size_remembered, sizes_explained
-from ..versions import NO_RESULT_DEPENDS_ON, clone_for_compiling
+from ..versions import NO_RESULT_DEPENDS_ON, clone_for_compiling, recording_nothing, unrecorded_context
 from .options import INTERRUPTS, simplifier, without_hooks
 from .run_events import run_events, uses
 
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 KEY = "accel.compile"
 """The key of our wrappers on a patcher, and of the run's state in its transformer_options."""
 
-HOST = Host(NO_RESULT_DEPENDS_ON, INTERRUPTS, simplifier, without_hooks)
+HOST = Host(
+    NO_RESULT_DEPENDS_ON, INTERRUPTS, simplifier, without_hooks, apart=unrecorded_context, dry=recording_nothing
+)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from ....fingerprint.code_hash import CodeReader
 from ....fingerprint.plain_values import Indescribable
 from ....modules.substitution import Order, substituted
 from .. import preferences
-from ..versions import NO_RESULT_DEPENDS_ON, is_dynamic, is_split_over_devices
+from ..versions import NO_RESULT_DEPENDS_ON, is_dynamic, is_split_over_devices, records_memory
 from .capture_memory import memory_of, room_for_captures
 from .options import CAPTURE as KEY
 from .options import INTERRUPTS, asks_wrappers, call_simplifier
@@ -121,6 +121,8 @@ def _obstacle(base: torch.nn.Module) -> Reason | None:
         return None
     if is_dynamic(patcher):
         return Reason("weights_streamed")
+    if records_memory():
+        return Reason("memory_planned", by="Comfy Compiler")
     if patcher.current_hooks is not None:
         return Reason("hooks_on_weights")
     if patcher.injections:

@@ -21,6 +21,7 @@ from ....step_cache.config import DeepCacheSettings
 from ....step_cache.run import BranchKey, DeepCacheRun
 from ....step_cache.split_points import find_split, why_no_split
 from ..sizes.shape_errors import sizes_explained
+from ..versions import unrecorded_context
 from .noise_levels import NoiseLevels, reckons
 from .options import CAPTURE, INTERRUPTS, asks_wrappers
 from .run_events import run_events
@@ -170,7 +171,8 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
     keys = _branches(run, x, options)
     capture: ModelCapture | None = options.get(CAPTURE)
     within = None if capture is None else capture.during
-    return cached_call(run, split, keys, lambda: call(*args, **kwargs), skipped, _must_raise, within)
+    full = functools.partial(call, *args, **kwargs)
+    return cached_call(run, split, keys, full, skipped, _must_raise, within, unrecorded_context())
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:
