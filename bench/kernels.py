@@ -30,14 +30,15 @@ OURS, STATIC = "ours", "static"
 VARIANTS = (OURS, STATIC)
 COLUMNS = (
     *("model", "block", "variant", "elements", "kernels", "launches", "instructions_per_element", "vector_share"),
-    *("software_divisions", "int64_sizes", "externs", "bytes", "seconds"),
+    *("software_divisions", "int64_arguments", "externs", "bytes", "seconds"),
 )
 LEGEND = """\
 elements: of the largest tensor that the block is given. launches: of Triton kernels, and externs, what is left to
 libraries. instructions_per_element: SASS instructions that all threads of all Triton kernels issue, loops counted by
 their trips, for each of these elements. vector_share: of the loads and stores in the code, those of 128 bits.
-software_divisions: of whole numbers by sizes known at run time alone. bytes: of the tensors that Triton kernels are
-given. seconds: of compiling."""
+software_divisions: of whole numbers by sizes known at run time alone. int64_arguments: sizes of 64 bits, and inverses
+of sizes, by which a division is a product. bytes: of the tensors that Triton kernels are given. seconds: of
+compiling."""
 
 
 def main(arguments: list[str] | None = None) -> int | None:
@@ -161,11 +162,11 @@ class Kernel:
     instructions: int
     loads: Counter
     divisions: int
-    int64_sizes: int
+    int64_arguments: int
     nbytes: int
 
     def line(self, elements: int) -> str:
-        counts = f"{self.divisions} divisions, {self.int64_sizes} int64, {dict(self.loads)}"
+        counts = f"{self.divisions} divisions, {self.int64_arguments} int64, {dict(self.loads)}"
         return f"{self.instructions / elements:8.2f} {self.name}: {counts}"
 
 
@@ -186,7 +187,7 @@ def row(model: str, block: str, variant: str, elements: int, launches: Launches,
         "instructions_per_element": sum(kernel.instructions for kernel in launches.kernels) / elements,
         "vector_share": loads["128"] / max(1, loads.total()),
         "software_divisions": sum(kernel.divisions for kernel in launches.kernels),
-        "int64_sizes": sum(kernel.int64_sizes for kernel in launches.kernels),
+        "int64_arguments": sum(kernel.int64_arguments for kernel in launches.kernels),
         "externs": " ".join(f"{count} {name}" for name, count in sorted(launches.externs.items())),
         "bytes": sum(kernel.nbytes for kernel in launches.kernels),
         "seconds": round(seconds, 1),

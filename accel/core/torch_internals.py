@@ -126,8 +126,10 @@ CODE_PATH = Internal("torch._inductor.codecache", "get_path", "2.7", "saved grap
 
 _WIDE = "kernels divide by sizes of 64 bits, slower"
 KERNEL_SIGNATURE = Internal("torch._inductor.codegen.triton", "signature_to_meta", "2.7", _WIDE)
-SIZE_ARGUMENT = Internal("torch._inductor.codegen.common", "SizeArg", "2.7", _WIDE)
+TRITON_KERNEL = Internal("torch._inductor.codegen.triton", "TritonKernel", "2.7", _WIDE)
 FITS_32_BITS = Internal("torch._inductor.utils", "expr_fits_within_32bit", "2.8", _WIDE)
+FLOOR_DIVISION = Internal("torch.utils._sympy.functions", "FloorDiv", "2.7", _WIDE)
+HIDDEN = Internal("torch.utils._sympy.functions", "Identity", "2.7", _WIDE)
 COMPILING = Internal("torch._inductor.virtualized", "V", "2.7", _WIDE)
 
 _AS_TRACED = "group norms are inductor's, slower"
@@ -148,7 +150,7 @@ AHEAD_OF_TIME = (
 SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO, CODE_PATH)
 STANDALONE_SAVING = (STANDALONE, STANDALONE_ARTIFACT)
 DRY_RUN = (FAKE_TENSOR, FAKE_MODE, UNSET_FAKE)
-NARROW_SIZES = (KERNEL_SIGNATURE, SIZE_ARGUMENT, FITS_32_BITS, COMPILING)
+NARROW_SIZES = (KERNEL_SIGNATURE, TRITON_KERNEL, FITS_32_BITS, FLOOR_DIVISION, HIDDEN, COMPILING)
 REWRITING = (KNOWN_TRUE, PRE_GRAD_PASS)
 RUN_ONCE = (CACHE_ENTRIES, LAST_GUARDS, GUARD_NAMES, CPP_SHAPE_GUARDS, MARK_DYNAMIC, TRACING_CONTEXT, FALLBACK_RANDOM)
 KEYS = (INDUCTOR_SETTINGS, AUTOGRAD_SETTINGS)

@@ -1,15 +1,17 @@
-"""Sizes as numbers of 32 bits in generated GPU kernels, where guards prove that these are enough.
+"""Sizes as numbers of 32 bits in generated GPU kernels, where guards prove that these are enough, and quick divisions.
 
 Inductor passes every size that a kernel computes with as 64 bits, since a product of two might not fit 32. Then each
-division of an index by a size is one of 64 bits, in software: most of the kernel's instructions.
+division of an index by a size is one of 64 bits, in software: most of the kernel's instructions. One of 32 bits takes
+some twenty; by a number that the host computed from the size, three.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +19,20 @@ from ..core import torch_internals
 
 _PREFIX = "ks"
 """Inductor's names for sizes begin so."""
+
+_INDEX = re.compile(r"[xyzr]\d*_?\d*|[xyzr]\d*_?index")
+"""Inductor's names for indices, which count from 0."""
+
+DIVIDED = """
+@triton.jit
+def {name}(index, step: tl.constexpr, inverse):
+    # index // (step * size). inverse: 2**62 / size, rounded up, which adds less than index / 2**62 to the quotient:
+    # less than what that lacks to the next whole number, as index and size are below 2**31.
+    index = (index // step).to(tl.uint32).to(tl.uint64)
+    low, high = (inverse & 0xFFFFFFFF).to(tl.uint64), (inverse >> 32).to(tl.uint64)
+    return (index * high + (index * low >> 32) >> 30).to(tl.int32)
+"""
+"""In Triton's language, for the code of a kernel."""
 
 
 @contextmanager
@@ -31,39 +47,104 @@ def narrow_sizes() -> Iterator[None]:
     if torch_internals.lacking(torch_internals.NARROW_SIZES) is not None:
         yield
         return
+    kernel = torch_internals.TRITON_KERNEL.get()
+    finish = kernel.codegen_kernel
+
+    def narrowed(self: Any, name: str | None = None) -> str:
+        with _typed(_narrow(self)):
+            return finish(self, name)
+
+    kernel.codegen_kernel = narrowed
+    try:
+        yield
+    finally:
+        kernel.codegen_kernel = finish
+
+
+@contextmanager
+def _typed(narrow: frozenset[str]) -> Iterator[None]:
+    """While it lasts, the kernel that is finished takes these arguments as 32 bits."""
     name = torch_internals.KERNEL_SIGNATURE
     module, original = importlib.import_module(name.module), name.get()
 
-    def narrowed(signature: Sequence[Any], *args: Any, **kwargs: Any) -> dict[str, str]:
-        types = original(signature, *args, **kwargs)
-        return _narrowed(types, signature) if kwargs.get("size_dtype") == "tl.int32" else types
+    def typed(*args: Any, **kwargs: Any) -> dict[str, str]:
+        types = original(*args, **kwargs)
+        return {name: "i32" if name in narrow and of == "i64" else of for name, of in types.items()}
 
-    setattr(module, name.name, narrowed)
+    setattr(module, name.name, typed)
     try:
         yield
     finally:
         setattr(module, name.name, original)
 
 
-def _narrowed(types: dict[str, str], signature: Sequence[Any]) -> dict[str, str]:
-    """The types of a kernel's arguments, with 32 bits for the sizes that fit; called while its code is finished."""
-    compiling, size_argument = torch_internals.COMPILING.get(), torch_internals.SIZE_ARGUMENT.get()
-    sizes = {
-        argument.name: argument.expr
-        for argument in signature
-        if isinstance(argument, size_argument) and types.get(argument.name) == "i64"
-    }
-    if (
-        not sizes
-        or not all(name.startswith(_PREFIX) for name in sizes)
-        or multiplies_sizes(compiling.kernel.body.getvalue())
-    ):
-        return types
+def _narrow(kernel: Any) -> frozenset[str]:
+    """The arguments of 32 bits of a kernel that is about to be finished; its divisions by these become products."""
+    if kernel.index_dtype != "tl.int32" or getattr(kernel, "prologue", None):
+        return frozenset()
+    kernel.codegen_body()  # into one place, and nothing is left for when the kernel is finished
+    sizes = {name: size for size, name in kernel.args.sizevars.items() if name.startswith(_PREFIX)}
+    body = kernel.body.getvalue()
+    if not sizes or multiplies_sizes(body):
+        return frozenset()
+    known = torch_internals.COMPILING.get().graph.sizevars
+    sizes = {name: known.inv_precomputed_replacements.get(size, size) for name, size in sizes.items()}
     if not all(map(torch_internals.FITS_32_BITS.get(), sizes.values())):
-        return types
-    for expression in sizes.values():
-        compiling.graph.sizevars.check_leq(expression, 2**31 - 1)
-    return {name: "i32" if name in sizes else of for name, of in types.items()}
+        return frozenset()
+    for size in sizes.values():
+        known.check_leq(size, 2**31 - 1)
+    divisions = _Divisions(kernel, known, sizes)
+    tree = divisions.visit(ast.parse(body))
+    if divisions.divides:
+        kernel.body.clear()
+        kernel.body.splice(ast.unparse(tree))
+    return frozenset(sizes)
+
+
+class _Divisions(ast.NodeTransformer):
+    """Replaces divisions of an index by a size.
+
+    A constant factor of the size is divided by as before: from that the compiler learns which neighbours share the
+    quotient, and so reads 128 bits at a time.
+    """
+
+    def __init__(self, kernel: Any, known: Any, sizes: Mapping[str, Any]) -> None:
+        self.kernel, self.known, self.sizes, self.divides = kernel, known, sizes, False
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        is_index = _is_index(node.left)
+        self.generic_visit(node)
+        match node:
+            case ast.BinOp(index, ast.FloorDiv() | ast.Mod(), ast.Name(size)) if is_index and size in self.sizes:
+                self.divides = True
+                code = quotient = self._quotient(ast.unparse(index), size)
+                if isinstance(node.op, ast.Mod):
+                    code = f"({ast.unparse(index)}) - {quotient} * {size}"
+                return ast.parse(code, mode="eval").body
+        return node
+
+    def _quotient(self, index: str, size: str) -> str:
+        from sympy import Max
+
+        step, rest = self.sizes[size].as_content_primitive()
+        # A call without elements launches nothing, but its sizes are computed. Sympy takes none of them for 0.
+        floor_division, hidden = torch_internals.FLOOR_DIVISION.get(), torch_internals.HIDDEN.get()
+        inverse = self.known.lookup_precomputed_size(1 + floor_division(2**62 - 1, Max(1, hidden(rest))))
+        divided = self.kernel.helper_functions.add(DIVIDED, base_name="divided")
+        return f"{divided}({index}, {step}, {self.kernel.args.size(inverse)})"
+
+
+def _is_index(node: ast.AST) -> bool:
+    """Whether it is computed from indices and constants, all at least 0."""
+    match node:
+        case ast.BinOp(left, ast.Add() | ast.Mult() | ast.FloorDiv() | ast.Mod(), right):
+            return _is_index(left) and _is_index(right)
+        case ast.Constant(value):
+            return isinstance(value, int) and value >= 0
+        case ast.Name(name):
+            return _INDEX.fullmatch(name) is not None
+        case _:
+            return False
 
 
 def multiplies_sizes(body: str) -> bool:

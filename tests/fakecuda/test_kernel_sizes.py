@@ -8,6 +8,7 @@ from comfy_accel.accel.compile import block_compiler, generated_code
 from comfy_accel.accel.core import torch_internals
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.signature import tree_spec
+from interpreted import generated, interpreted
 
 
 class Scaled(torch.nn.Module):
@@ -21,37 +22,78 @@ class Scaled(torch.nn.Module):
         return torch.relu(x) * self.scale
 
 
-def compiled(*shape):
-    """Whether the graph for an image of this shape accepts others, and the types of the sizes in its kernels."""
-    block = Scaled().half().cuda().requires_grad_(False)
+class Counted(torch.nn.Module):
+    """The product of sizes may be larger than any index."""
+
+    def forward(self, x):
+        return torch.relu(x) * (x.shape[2] * x.shape[3] * 4096)
+
+
+class Joined(torch.nn.Module):
+    """Text beside an image, in heads, moved and summed: indices are divided by numbers of tokens."""
+
+    def forward(self, text, image, move):
+        both = torch.cat([text, image], 1) + move[:, None]
+        heads = both.unflatten(2, (3, 8)).transpose(1, 2)
+        return (heads * 2).contiguous(), (image * (move[:, None] + 1)).sum(2)
+
+
+def compiled(block, *shapes, dtype=torch.half):
+    """The graph of the block for tensors of these shapes, its weights, and its source."""
+    block = block.to(dtype).cuda().requires_grad_(False)
     (kind,) = kinds_of([describe(block)])
     inputs: list[torch.Tensor] = []
-    spec = tree_spec.flatten(((torch.empty(shape, dtype=torch.half, device="cuda"),), {}), inputs)
+    given = tuple(torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes)
+    spec = tree_spec.flatten((given, {}), inputs)
     weights = weight_slots(block, kind.weights).read()
     before = {module.__file__ for module in generated_code.all_modules()}
     with torch.inference_mode():
         graph = block_compiler.compile_block(template_of(block), kind, weights, spec, inputs, savable=False)
     files = {module.__file__ for module in generated_code.all_modules()} - before
-    signatures = re.findall(r"'signature': {(.*?)}", "".join(Path(file).read_text() for file in files))
-    return (
-        lambda *shape: graph.accepts([*weights, torch.empty(shape, dtype=torch.half, device="meta")]),
-        set(re.findall(r"'ks\d': '(i\d+)'", "".join(signatures))),
-    )
+    (file,) = (file for file in files if "def call(" in Path(file).read_text())
+    return graph, weights, file
+
+
+def types(file):
+    """Of the sizes in kernels, by their names."""
+    return dict(re.findall(r"'(ks\d+)': '(i\d+)'", Path(file).read_text()))
+
+
+def accepts(graph, weights, *shape):
+    return graph.accepts([*weights, torch.empty(shape, dtype=torch.half, device="meta")])
 
 
 SMALL, LARGE = (2, 64, 30, 40), (2, 64, 4096, 4100)
 
 
 def test_sizes_whose_products_fit_32_bits_have_them_and_others_another_graph():
-    accepts, types = compiled(*SMALL)
-    assert types == {"i32"}
-    assert accepts(3, 64, 2000, 3000)
-    assert not accepts(*LARGE)
-    accepts, types = compiled(*LARGE)
-    assert types == {"i64"}
-    assert accepts(*LARGE)
+    graph, weights, file = compiled(Scaled(), SMALL)
+    assert types(file) == {"ks0": "i32", "ks1": "i64"}  # the inverse
+    assert accepts(graph, weights, 3, 64, 2000, 3000)
+    assert not accepts(graph, weights, *LARGE)
+    graph, weights, file = compiled(Scaled(), LARGE)
+    assert types(file) == {"ks0": "i64"}
+    assert accepts(graph, weights, *LARGE)
+
+
+def test_product_of_sizes_has_64_bits():
+    assert set(types(compiled(Counted(), SMALL)[2]).values()) == {"i64"}
+
+
+def test_indices_are_divided_without_divisions_and_rightly():
+    graph, _, file = compiled(Joined(), (2, 7, 24), (2, 30, 24), (2, 24), dtype=torch.float32)
+    code = Path(file).read_text()
+    assert "divided0(" in code
+    assert not re.search(r"(//|%) \(?ks", code)
+    tensors = [torch.randn(size) for size in ((3, 5, 24), (3, 60, 24), (3, 24))]
+    for actual, expected in zip(interpreted(generated, file, *tensors), Joined()(*tensors), strict=True):
+        torch.testing.assert_close(actual, expected)
+    empty = [torch.empty(size, device="cuda") for size in ((0, 7, 24), (0, 30, 24), (0, 24))]
+    assert graph.accepts(empty)
+    with torch.inference_mode():
+        assert graph.run(empty)[0].shape == (0, 3, 37, 8)
 
 
 def test_torch_that_lacks_a_name_compiles_with_64_bits(monkeypatch):
     monkeypatch.setattr(torch_internals, "NARROW_SIZES", (torch_internals.Internal("torch", "gone", "2.7", "."),))
-    assert compiled(3, 64, 30, 50)[1] == {"i64"}
+    assert types(compiled(Scaled(), (3, 64, 30, 50))[2]) == {"ks0": "i64"}

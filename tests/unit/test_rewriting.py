@@ -1,13 +1,12 @@
 """Group norms and sums are replaced by operators that compute the same; and the kernels of these are right."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from comfy_accel.accel.kernels import rewriting
+from interpreted import interpreted, kernels
 from torch import nn
 from torch.nn import functional
 
@@ -126,30 +125,7 @@ def test_graph_for_one_size_is_left_to_inductor(rewritten):
     assert rewritten(with_all, *inputs(), dynamic=False) == []
 
 
-INTERPRETED = """
-import importlib.util, sys, torch
-from triton.runtime import interpreter
-
-class Whole(type):
-    __instancecheck__ = lambda cls, value: isinstance(value, int)
-    __call__ = lambda cls, value=0: int(value.item() if hasattr(value, "item") else value)
-
-interpreter.int = Whole("int", (), {})  # numpy makes no number of an array with one element any more
-spec = importlib.util.spec_from_file_location("kernels", sys.argv[1])
-kernels = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(kernels)
-kernels.wrap_triton = lambda kernel: kernel
-inputs, out = torch.load(sys.argv[2]), []
-for x, weight, bias, by_channel, by_image in inputs:
-    out.append(kernels.group_norm(x, weight, bias, 32, 1e-5, True, by_channel, by_image))
-    out.append(kernels.group_norm(x, weight, bias, 32, 1e-5, False, None, None))
-    out.append(kernels.sum_of_planes(x, x * 2, by_channel, weight, by_image))
-    out.append(kernels.sum_of_planes(x, None, by_channel, None, None))
-torch.save(out, sys.argv[2])
-"""
-
-
-def test_kernels_compute_what_torch_does(tmp_path):
+def test_kernels_compute_what_torch_does():
     """Interpreted on the CPU, by Triton: planes of a multiple of 16 and others, of one part and several, of video."""
     torch.manual_seed(0)
     given = []
@@ -161,11 +137,17 @@ def test_kernels_compute_what_torch_does(tmp_path):
     ):
         x, channels = torch.randn(shape, dtype=dtype) * 3 + 5, shape[1]
         given.append((x, *torch.randn(3, channels, dtype=dtype), torch.randn(shape[0], channels, dtype=dtype)))
-    file = tmp_path / "tensors.pt"
-    torch.save(given, file)
-    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", INTERPRETED, KERNELS, file], env=environment, check=True)
-    answers = iter(torch.load(file))
+    calls = [
+        call
+        for x, weight, bias, by_channel, by_image in given
+        for call in (
+            ("group_norm", None, (x, weight, bias, 32, 1e-5, True, by_channel, by_image)),
+            ("group_norm", None, (x, weight, bias, 32, 1e-5, False, None, None)),
+            ("sum_of_planes", None, (x, x * 2, by_channel, weight, by_image)),
+            ("sum_of_planes", None, (x, None, by_channel, None, None)),
+        )
+    ]
+    answers = iter(interpreted(kernels, KERNELS, calls))
     for x, weight, bias, by_channel, by_image in given:
         of = [part.double() for part in (x, weight, bias, by_channel, by_image)]
         exact = (
