@@ -176,7 +176,7 @@ class Lineup:
 def as_shipped(backend: str) -> tuple[CompileSettings, bool]:
     """How Accelerate Model compiles, and whether it records calls, where nobody has changed its optional inputs."""
     inputs = inspect.signature(accelerate_model.AccelModel.execute).parameters
-    given = {name: inputs[name].default for name in ("min_repetitions", "check_gain", "graphs")}
+    given = {name: inputs[name].default for name in ("check_gain", "graphs")}
     graphs = given.pop("graphs") != accelerate_model.GRAPHS[0]
     return compiling(ANY_SIZE, backend, RUN_EAGERLY, **given), graphs
 

@@ -9,16 +9,20 @@ from .clear_cache import AccelClearGraphCache
 from .controlnet import AccelControlNet
 from .deep_cache import AccelDeepCache
 from .report import AccelReport
-from .resolution import AccelResolutionSnap
+from .resolution import AccelResolutionSnap, AccelSnapImage, AccelSnapSize
 from .resolution_restore import AccelResolutionRestore
+from .speed_up import AccelSpeedUp
 from .vae import AccelVAESkipCompile
 from .warm_up import AccelWarmUpGraphs
 
 NODES: list[type[io.ComfyNode]] = [
+    AccelSpeedUp,
     AccelModel,
     AccelDeepCache,
     AccelControlNet,
     AccelVAESkipCompile,
+    AccelSnapSize,
+    AccelSnapImage,
     AccelResolutionSnap,
     AccelResolutionRestore,
     AccelBatchSnap,

@@ -2,7 +2,6 @@
 
 from comfy_api.latest import io, ui
 
-from ..accel.hosts.comfyui.progress import show_text
 from ..accel.hosts.comfyui.sizes.batch import parse_batches, snap_batch
 from ..accel.hosts.comfyui.versions import make_input, schema
 from .resolution import RESTORE
@@ -15,14 +14,15 @@ class AccelBatchSnap(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelBatchSnap",
-            display_name="Batch Snap",
-            category="accel",
+            display_name="Accel: Snap Batch",
+            category="accel/size",
             description=(
                 'For Accelerate Model with shapes on "exact size", which compiles anew for each batch: fills a batch up'
                 " to the next of a few sizes, so that these are all there is to compile. Off until you turn it on,"
                 ' since with "any size" every batch shares what is compiled, and the images added cost their time.'
             ),
             search_aliases=["batch size", "pad batch", "exact size"],
+            is_experimental=True,
             inputs=[
                 make_input(io.Latent, "latent", tooltip="The batch of latents, on its way to the sampler."),
                 make_input(
@@ -44,14 +44,14 @@ class AccelBatchSnap(io.ComfyNode):
                     RESTORE,
                     "restore",
                     optional=True,
-                    tooltip="Optional. The record of Resolution Snap, so that one Resolution Restore undoes both.",
+                    tooltip="Optional. The record of Snap Size or Snap Image, so that one Restore Size undoes both.",
                 ),
             ],
             hidden=[io.Hidden.unique_id],
             outputs=[
                 io.Latent.Output(display_name="LATENT", tooltip="The batch, for the sampler."),
                 RESTORE.Output(
-                    display_name="restore", tooltip="How many were asked for, for Resolution Restore after VAE Decode."
+                    display_name="restore", tooltip="How many were asked for, for Restore Size after VAE Decode."
                 ),
             ],
         )
@@ -68,5 +68,4 @@ class AccelBatchSnap(io.ComfyNode):
     @classmethod
     def execute(cls, latent, enabled, sizes, restore=None) -> io.NodeOutput:
         padded, record, text = snap_batch(latent, parse_batches(sizes), restore, enabled)
-        show_text(text, cls.hidden.unique_id if cls.hidden else None)
         return io.NodeOutput(padded, record, ui=ui.PreviewText(text))

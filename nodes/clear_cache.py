@@ -15,8 +15,8 @@ class AccelClearGraphCache(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelClearGraphCache",
-            display_name="Clear Graph Cache",
-            category="accel",
+            display_name="Accel: Clear Graph Cache",
+            category="accel/tools",
             description=(
                 "Drops every compiled graph and gives its memory back. The next image loads or compiles them again. "
                 "Blocks that could not be compiled are tried again too. Runs each time the workflow does."

@@ -6,7 +6,7 @@ from comfy_api.latest import io
 
 from ..accel.compile.registry import BACKENDS, DEFAULT, backend_named
 from ..accel.core.compile_settings import CompileSettings
-from ..accel.hosts.comfyui.versions import check_options, make_input
+from ..accel.hosts.comfyui.versions import make_input
 
 SHAPES = ANY_SIZE, EXACT_SIZE = ("any size", "exact size")
 ON_TROUBLE = RUN_EAGERLY, STOP = ("run eagerly", "stop with the reason")
@@ -20,9 +20,10 @@ def how_to_compile() -> list[Any]:
             "shapes",
             options=list(SHAPES),
             default=ANY_SIZE,
+            advanced=True,
             tooltip=(
-                "any size: compile once, then every image size and batch runs without compiling again. "
-                "exact size: compile anew for each size; only worth it when one size is all you use."
+                "any size: compile once; every size and batch then runs without compiling again. exact size: compile "
+                "for each size; only worth trying if you use a single size."
             ),
         ),
         make_input(
@@ -30,9 +31,10 @@ def how_to_compile() -> list[Any]:
             "backend",
             options=list(BACKENDS),
             default=DEFAULT,
+            advanced=True,
             tooltip=(
-                "inductor: torch's compiler, the fast one. eager: capture the blocks without compiling "
-                "them, to find out whether a problem comes from the compiler."
+                "inductor: torch's compiler. eager: trace the blocks without compiling them, to find out whether a "
+                "problem comes from the compiler; no faster."
             ),
         ),
         make_input(
@@ -42,8 +44,8 @@ def how_to_compile() -> list[Any]:
             default=RUN_EAGERLY,
             advanced=True,
             tooltip=(
-                "What happens when a block cannot be compiled. run eagerly: it runs as without this node and "
-                "the log says why. stop with the reason: the prompt ends with the reason."
+                "What to do when a block cannot be compiled. run eagerly: run it as without this node and log why. "
+                "stop with the reason: end the prompt with the reason."
             ),
         ),
     ]
@@ -58,24 +60,17 @@ def check_gain_input() -> Any:
         optional=True,
         advanced=True,
         tooltip=(
-            "Run a few calls of each compiled kind both ways, again where images are twice as large or "
-            "half, and leave it uncompiled at sizes where that is faster on this machine, or everywhere "
-            "if the result is another."
+            "Time compiled against normal during the first calls and keep whichever is faster. A compiled block whose "
+            "result differs by more than rounding is never used."
         ),
     )
 
 
-def check(shapes: str | None, backend: str | None, on_trouble: str | None) -> bool | str:
-    """For `validate_inputs`: True, or one sentence about the first value that is not among its options."""
-    return check_options(shapes=(shapes, SHAPES), backend=(backend, BACKENDS), on_trouble=(on_trouble, ON_TROUBLE))
-
-
-def settings(shapes: str, backend: str, on_trouble: str, check_gain: bool, min_repetitions: int = 1) -> CompileSettings:
+def settings(shapes: str, backend: str, on_trouble: str, check_gain: bool) -> CompileSettings:
     """The settings for values of these inputs."""
     return CompileSettings(
         backend=backend,
         any_size=shapes == ANY_SIZE,
         stop_on_trouble=on_trouble == STOP,
-        min_repetitions=min_repetitions,
         measured=check_gain and backend_named(backend).is_faster,  # without a compiler there is nothing to gain
     )

@@ -4,7 +4,7 @@ from comfy_api.latest import io
 
 from ..accel.hosts.comfyui.models.controlnet import accelerate_control
 from ..accel.hosts.comfyui.versions import make_input, schema
-from .compile_inputs import check, check_gain_input, how_to_compile, settings
+from .compile_inputs import check_gain_input, how_to_compile, settings
 
 
 class AccelControlNet(io.ComfyNode):
@@ -14,12 +14,12 @@ class AccelControlNet(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelControlNet",
-            display_name="Accelerate ControlNet",
+            display_name="Accelerate ControlNet (torch compile)",
             category="accel",
             description=(
-                "Compiles each kind of repeated block of a ControlNet once, the first time it runs, and uses it for "
-                "every size, batch, strength and step range after that. Place it between the ControlNet's loader "
-                "and Apply ControlNet. The model has a node of its own, Accelerate Model."
+                "Compiles ControlNets, Control-LoRAs and T2I-Adapters once for every size, batch, strength and step "
+                "range. Place it between the ControlNet's loader and Apply ControlNet. For the model itself use Speed "
+                "Up or Accelerate Model."
             ),
             search_aliases=["controlnet", "t2i adapter", "control lora", "compile", "speed up", "onediff controlnet"],
             inputs=[
@@ -37,10 +37,6 @@ class AccelControlNet(io.ComfyNode):
             hidden=[io.Hidden.unique_id],
             outputs=[io.ControlNet.Output("CONTROL_NET", tooltip="The accelerated ControlNet, for Apply ControlNet.")],
         )
-
-    @classmethod
-    def validate_inputs(cls, shapes=None, backend=None, on_trouble=None) -> bool | str:
-        return check(shapes, backend, on_trouble)
 
     @classmethod
     def execute(cls, control_net, shapes, backend, on_trouble, check_gain=True) -> io.NodeOutput:

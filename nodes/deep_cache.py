@@ -4,7 +4,7 @@ from comfy_api.latest import io
 from typing_extensions import override
 
 from ..accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-from ..accel.hosts.comfyui.versions import check_options, make_input, schema
+from ..accel.hosts.comfyui.versions import make_input, schema
 from ..accel.step_cache.config import BETWEEN, POLICIES, DeepCacheSettings
 
 DEFAULTS = DeepCacheSettings()
@@ -18,15 +18,24 @@ class AccelDeepCache(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelDeepCache",
-            display_name="DeepCache",
+            display_name="Accel: DeepCache (faster, step cache)",
             category="accel",
             description=(
-                "Computes the deep part of the model only when it has changed enough and forecasts it in between: at "
-                "30 steps about half of the work, at a few steps none is left out. The image changes a little. Works "
-                "at any size and with any sampler, with SD1.5, SDXL and other UNets and with Flux, SD3, Wan, "
-                "Qwen-Image and other transformers."
+                "Runs the full model only on the steps that matter and extrapolates the rest: about half of the work "
+                "at 30 steps, little effect below about 10 steps (Turbo, Lightning, LCM). The image changes a little. "
+                "Works at any size, with any sampler, and with UNets (SD1.5, SDXL) and transformers (Flux, SD3, Wan, "
+                "Qwen-Image)."
             ),
-            search_aliases=["deep cache", "speed up", "faster sampling", "skip steps", "TaylorSeer"],
+            search_aliases=[
+                "deep cache",
+                "speed up",
+                "step cache",
+                "teacache",
+                "easycache",
+                "faster sampling",
+                "skip steps",
+                "TaylorSeer",
+            ],
             inputs=[
                 make_input(io.Model, "model", tooltip="The model to speed up. It is not changed itself."),
                 make_input(
@@ -36,8 +45,8 @@ class AccelDeepCache(io.ComfyNode):
                     min=1,
                     max=100,
                     tooltip=(
-                        "At most every how many steps the whole model is computed. 1 = off; a higher number is faster "
-                        "and changes the image more."
+                        "Run the full model at least once every this many steps. 1 = off; higher is faster and "
+                        "changes the image more."
                     ),
                 ),
                 make_input(
@@ -48,9 +57,8 @@ class AccelDeepCache(io.ComfyNode):
                     max=100,
                     advanced=True,
                     tooltip=(
-                        "How much of the model is still computed on the steps in between: 0 = chosen to suit the "
-                        "model, 1 = least and fastest, higher = more exact and slower (SD1.5 up to 11, SDXL up to 8, "
-                        "Flux up to 28; beyond it the message names the range)."
+                        "How much of the model still runs on the steps in between. 0 = automatic, 1 = skip most "
+                        "(fastest), higher = more exact and slower (SD1.5 up to 11, SDXL up to 8, Flux up to 28)."
                     ),
                 ),
                 make_input(
@@ -63,9 +71,8 @@ class AccelDeepCache(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip=(
-                        "From where on in the sampling steps are skipped; every step before it is computed in full. "
-                        "0 = from the beginning. Raise it to keep the composition closer to the image without this "
-                        "node."
+                        "Start skipping here; every step before it runs in full. 0 = from the beginning. Raise it to "
+                        "keep the composition closer to the image without this node."
                     ),
                 ),
                 make_input(
@@ -78,8 +85,8 @@ class AccelDeepCache(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip=(
-                        "Up to where in the sampling steps are skipped; every step after it is computed in full. "
-                        "1 = to the end. Lower it to keep fine detail closer to the image without this node."
+                        "Stop skipping here; every step after it runs in full. 1 = to the end. Lower it to keep fine "
+                        "detail closer to the image without this node."
                     ),
                 ),
                 make_input(
@@ -88,10 +95,11 @@ class AccelDeepCache(io.ComfyNode):
                     options=list(POLICIES),
                     default=DEFAULTS.schedule,
                     optional=True,
+                    advanced=True,
                     tooltip=(
-                        "adaptive: the whole model is computed when it matters, as soon as more would change than "
-                        "threshold allows, and after interval steps at the latest. uniform: every interval steps, "
-                        "whatever changes; the same speed always, the image at risk at few steps."
+                        "adaptive: run the full model as soon as more would change than threshold allows, and after "
+                        "interval steps at the latest. uniform: every interval steps, whatever changes; always the "
+                        "same speed, riskier at few steps."
                     ),
                 ),
                 make_input(
@@ -104,8 +112,8 @@ class AccelDeepCache(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip=(
-                        "Of the adaptive schedule: how much change it lets pass before the whole model is computed "
-                        "again. Higher = faster and less exact; 0 = nothing is skipped. Without effect on uniform."
+                        "For the adaptive schedule: how much may change before the full model runs again. Higher = "
+                        "faster and less exact; 0 = skip nothing."
                     ),
                 ),
                 make_input(
@@ -115,19 +123,16 @@ class AccelDeepCache(io.ComfyNode):
                     options=list(BETWEEN),
                     default=DEFAULTS.between,
                     optional=True,
+                    advanced=True,
                     tooltip=(
-                        "What the steps in between use for the part that is not computed. forecast: what it would give "
-                        "now if it went on changing as it did. hold: what it gave last time, which takes a little less "
-                        "memory."
+                        "What the steps in between use for the part that is skipped. forecast: extrapolate its last "
+                        "results. hold: repeat its last result, which takes a little less memory."
                     ),
                 ),
             ],
+            hidden=[io.Hidden.unique_id],
             outputs=[io.Model.Output(display_name="MODEL", tooltip="The model with DeepCache, for a sampler.")],
         )
-
-    @classmethod
-    def validate_inputs(cls, schedule=None, between=None) -> bool | str:
-        return check_options(schedule=(schedule, list(POLICIES)), between=(between, BETWEEN))
 
     @classmethod
     @override
@@ -143,4 +148,4 @@ class AccelDeepCache(io.ComfyNode):
         between: str = DEFAULTS.between,
     ) -> io.NodeOutput:
         settings = DeepCacheSettings(interval, depth, start_percent, end_percent, schedule, threshold, between)
-        return io.NodeOutput(apply_deep_cache(model, settings))
+        return io.NodeOutput(apply_deep_cache(model, settings, cls.hidden.unique_id if cls.hidden else None))

@@ -1,11 +1,12 @@
-"""The Resolution Snap node."""
+"""The Snap Size and Snap Image nodes, and the Resolution Snap node of older workflows, which did both."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from comfy_api.latest import io, ui
 from comfy_execution.graph_utils import ExecutionBlocker
 
-from ..accel.hosts.comfyui.progress import show_text
 from ..accel.hosts.comfyui.sizes.model_sizes import SAFE_FOR_ANY_UNET
 from ..accel.hosts.comfyui.sizes.snapping import (
     DEFAULT_FAMILY,
@@ -15,197 +16,312 @@ from ..accel.hosts.comfyui.sizes.snapping import (
     SMALLEST,
     TRAINED_FOR,
     Rule,
-    range_error,
+    Snapped,
     snap_inputs,
 )
-from ..accel.hosts.comfyui.versions import check_options, make_input, schema
+from ..accel.hosts.comfyui.versions import make_input, schema
 from ..accel.sizing.fit import ANCHORS, HOW
 from ..accel.sizing.resolution import MODES, Size
 
 RESTORE = io.Custom("ACCEL_RESTORE")
 
 
+def _sides() -> list[Any]:
+    """The inputs width and height."""
+    return [
+        make_input(
+            io.Int,
+            "width",
+            default=1024,
+            min=SMALLEST,
+            max=LARGEST,
+            step=1,
+            tooltip="The width you want, in pixels. Any number; it need not be a multiple of anything.",
+        ),
+        make_input(
+            io.Int,
+            "height",
+            default=1024,
+            min=SMALLEST,
+            max=LARGEST,
+            step=1,
+            tooltip="The height you want, in pixels.",
+        ),
+    ]
+
+
+def _rule(advanced: bool) -> list[Any]:
+    """The inputs multiple, mode, keep_aspect and max_megapixels."""
+    return [
+        make_input(
+            io.Combo,
+            "multiple",
+            options=list(MULTIPLES),
+            default=FROM_MODEL,
+            advanced=advanced,
+            tooltip=(
+                'Round both sides to a multiple of this many pixels. "from model" asks the connected model (64 for'
+                f" SD1.5, 32 for SDXL, 16 for Flux), or takes {SAFE_FOR_ANY_UNET}, which suits all of these."
+                ' "trained sizes" takes the nearest size the model was trained at. "already compiled" takes the nearest'
+                ' size that Accelerate Model has compiled with shapes on "exact size".'
+            ),
+        ),
+        make_input(
+            io.Combo,
+            "mode",
+            options=list(MODES),
+            default="nearest",
+            advanced=advanced,
+            tooltip="Which way a side may move: to the nearest multiple, only up, or only down.",
+        ),
+        make_input(
+            io.Boolean,
+            "keep_aspect",
+            default=False,
+            advanced=advanced,
+            tooltip=(
+                "Off: round each side by itself, as little as possible. On: move a side one multiple further where"
+                " that keeps the aspect ratio better."
+            ),
+        ),
+        make_input(
+            io.Float,
+            "max_megapixels",
+            default=0.0,
+            min=0.0,
+            max=256.0,
+            step=0.01,
+            advanced=advanced,
+            tooltip=(
+                "Shrink larger sizes to at most this many pixels, in units of 1024 × 1024, with the aspect ratio kept."
+                " 0 = no limit."
+            ),
+        ),
+    ]
+
+
+def _batch_size() -> Any:
+    return make_input(io.Int, "batch_size", default=1, min=1, max=4096, tooltip="How many images to make in one go.")
+
+
+def _model() -> Any:
+    return make_input(
+        io.Model,
+        "model",
+        optional=True,
+        tooltip=(
+            'Optional. Decides what "from model" means, and the latent\'s channels and scale. Without it the latent is'
+            " that of SD1.5 and SDXL, which ComfyUI's samplers adapt."
+        ),
+    )
+
+
+def _how() -> list[Any]:
+    """The inputs how, anchor and fill."""
+    return [
+        make_input(
+            io.Combo,
+            "how",
+            options=list(HOW),
+            default=HOW[0],
+            optional=True,
+            tooltip=(
+                "resize: stretch. pad: add a border, copied from the edge, mirrored or of one colour; Restore Size"
+                " crops it off losslessly. crop: cut off what is too much."
+            ),
+        ),
+        make_input(
+            io.Combo,
+            "anchor",
+            options=list(ANCHORS),
+            default=ANCHORS[0],
+            optional=True,
+            advanced=True,
+            tooltip="Where the image stays when it is padded, and which part of it is kept when it is cropped.",
+        ),
+        make_input(
+            io.Float,
+            "fill",
+            default=0.0,
+            min=0.0,
+            max=1.0,
+            step=0.01,
+            optional=True,
+            advanced=True,
+            tooltip='The brightness of the border of "pad constant": 0 = black, 0.5 = grey, 1 = white.',
+        ),
+    ]
+
+
+def _trained_for() -> Any:
+    return make_input(
+        io.Combo,
+        "trained_for",
+        options=list(TRAINED_FOR),
+        default=FROM_MODEL,
+        optional=True,
+        advanced=True,
+        tooltip=(
+            'Whose sizes "trained sizes" takes. "from model" asks the connected model; with none connected it is'
+            f" {DEFAULT_FAMILY}."
+        ),
+    )
+
+
+def _image() -> Any:
+    return make_input(io.Image, "image", optional=True, tooltip="An image to bring to a size that the model supports.")
+
+
+def _latent() -> Any:
+    return make_input(
+        io.Latent,
+        "latent",
+        optional=True,
+        tooltip="A latent, with its noise mask, in place of an image. Connect one of the two, not both.",
+    )
+
+
+_WIDTH = io.Int.Output(display_name="width", tooltip="The snapped width, in pixels.")
+_HEIGHT = io.Int.Output(display_name="height", tooltip="The snapped height, in pixels.")
+_RESTORE = RESTORE.Output(display_name="restore", tooltip="What was changed, for Restore Size at the end of the graph.")
+
+
+def _image_or_blocker(snapped: Snapped) -> Any:
+    missing = ExecutionBlocker("This output gives an image only if one is connected to the node's image input.")
+    return missing if snapped.image is None else snapped.image
+
+
+class AccelSnapSize(io.ComfyNode):
+    """Any size in; an empty latent, width and height at the nearest size that the model supports out."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AccelSnapSize",
+            display_name="Accel: Snap Size",
+            category="accel/size",
+            description=(
+                "An empty latent at the nearest size that the model supports. A size that is right already is kept."
+                " Restore Size brings the image to exactly the size you typed."
+            ),
+            search_aliases=["empty latent", "round resolution", "divisible by 64", "resolution snap", "bucket"],
+            inputs=[*_sides(), _batch_size(), _model(), *_rule(advanced=True), _trained_for()],
+            outputs=[
+                io.Latent.Output(display_name="LATENT", tooltip="An empty latent of this size, for the sampler."),
+                _WIDTH,
+                _HEIGHT,
+                _RESTORE,
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        width,
+        height,
+        batch_size,
+        multiple,
+        mode,
+        keep_aspect,
+        max_megapixels,
+        model=None,
+        trained_for=FROM_MODEL,
+    ) -> io.NodeOutput:
+        rule = Rule(multiple, mode, keep_aspect, max_megapixels, trained_for, False)
+        snapped = snap_inputs(Size(width, height), rule, model, batch_size=batch_size)
+        size = snapped.size
+        return io.NodeOutput(snapped.latent, size.width, size.height, snapped.restore, ui=ui.PreviewText(snapped.text))
+
+
+class AccelSnapImage(io.ComfyNode):
+    """An IMAGE or a LATENT in; the same at a size that the model supports, and how to undo it, out."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AccelSnapImage",
+            display_name="Accel: Snap Image",
+            category="accel/size",
+            description=(
+                "Resizes, pads or crops an image or a latent to the nearest size that the model supports. A size that"
+                " is right already is kept. Restore Size brings the result back to the original size."
+            ),
+            search_aliases=["resize image", "pad image", "crop image", "divisible by 64", "resolution snap"],
+            inputs=[_image(), _latent(), _model(), *_how(), *_rule(advanced=True), _trained_for()],
+            outputs=[
+                io.Image.Output(display_name="IMAGE", tooltip="The image given, snapped. Needs an image."),
+                io.Latent.Output(
+                    display_name="LATENT", tooltip="The latent given, snapped; with an image an empty one of its size."
+                ),
+                _WIDTH,
+                _HEIGHT,
+                _RESTORE,
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        multiple,
+        mode,
+        keep_aspect,
+        max_megapixels,
+        image=None,
+        latent=None,
+        model=None,
+        how=HOW[0],
+        anchor=ANCHORS[0],
+        fill=0.0,
+        trained_for=FROM_MODEL,
+    ) -> io.NodeOutput:
+        if image is None and latent is None:
+            raise ValueError("Connect an image or a latent. For an empty latent use Snap Size.")
+        rule = Rule(multiple, mode, keep_aspect, max_megapixels, trained_for, how.startswith("pad"))
+        snapped = snap_inputs(Size(0, 0), rule, model, image, latent, 1, how, anchor, fill)
+        return io.NodeOutput(
+            _image_or_blocker(snapped),
+            snapped.latent,
+            snapped.size.width,
+            snapped.size.height,
+            snapped.restore,
+            ui=ui.PreviewText(snapped.text),
+        )
+
+
 class AccelResolutionSnap(io.ComfyNode):
-    """A size, an IMAGE or a LATENT in; the same at a size that the model takes, and how to undo it, out."""
+    """Snap Size and Snap Image in one; for workflows that have it."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelResolutionSnap",
-            display_name="Resolution Snap",
-            category="accel",
+            display_name="Accel: Resolution Snap",
+            category="accel/size",
             description=(
-                "Takes the size you want, an image or a latent, and gives the nearest one that the model runs at"
-                " without rounding. A size that is right already is not touched. Resolution Restore brings the result"
-                " to exactly the size you wanted."
+                "Brings a size, an image or a latent to the nearest size that the model supports. New workflows use"
+                " Snap Size or Snap Image, which do the same with fewer inputs."
             ),
-            search_aliases=["empty latent", "round resolution", "divisible by 64", "size", "bucket", "pad", "crop"],
+            is_deprecated=True,
             inputs=[
-                make_input(
-                    io.Int,
-                    "width",
-                    default=1024,
-                    min=SMALLEST,
-                    max=LARGEST,
-                    step=1,
-                    tooltip=(
-                        "The width you want, in pixels. Any number; it need not be a multiple of anything. An image or"
-                        " a latent that is connected brings its own."
-                    ),
-                ),
-                make_input(
-                    io.Int,
-                    "height",
-                    default=1024,
-                    min=SMALLEST,
-                    max=LARGEST,
-                    step=1,
-                    tooltip="The height you want, in pixels. An image or a latent that is connected brings its own.",
-                ),
-                make_input(
-                    io.Combo,
-                    "multiple",
-                    options=list(MULTIPLES),
-                    default=FROM_MODEL,
-                    tooltip=(
-                        'Both sides become multiples of this many pixels. "from model" asks the connected model'
-                        f" (64 for SD1.5, 32 for SDXL, 16 for Flux); with none connected it is {SAFE_FOR_ANY_UNET},"
-                        ' which suits every one of these. "trained sizes" takes the nearest size that the model was'
-                        ' trained at. "already compiled" takes the nearest size that Accelerate Model has compiled'
-                        ' with shapes on "exact size".'
-                    ),
-                ),
-                make_input(
-                    io.Combo,
-                    "mode",
-                    options=list(MODES),
-                    default="nearest",
-                    tooltip="Which way a side may move: to the nearest multiple, only up, or only down.",
-                ),
-                make_input(
-                    io.Boolean,
-                    "keep_aspect",
-                    default=False,
-                    tooltip=(
-                        "Off: each side is rounded by itself and moves as little as possible. On: sides may move one"
-                        " multiple further where that comes closer to the aspect ratio you asked for."
-                    ),
-                ),
-                make_input(
-                    io.Float,
-                    "max_megapixels",
-                    default=0.0,
-                    min=0.0,
-                    max=256.0,
-                    step=0.01,
-                    tooltip=(
-                        "The result never has more pixels than this, in units of 1024 × 1024; a larger size is shrunk"
-                        " with its aspect ratio kept. 0 is no limit."
-                    ),
-                ),
-                make_input(
-                    io.Int,
-                    "batch_size",
-                    default=1,
-                    min=1,
-                    max=4096,
-                    tooltip="The number of empty latents, that is of images made in one go.",
-                ),
-                make_input(
-                    io.Model,
-                    "model",
-                    optional=True,
-                    tooltip=(
-                        'Optional. Decides what "from model" means, and the latent\'s channels and scale.'
-                        " Without it the latent is that of SD1.5 and SDXL, whose channels ComfyUI's samplers adapt."
-                    ),
-                ),
-                make_input(
-                    io.Image,
-                    "image",
-                    optional=True,
-                    tooltip="Optional. An image to snap, in place of width and height.",
-                ),
-                make_input(
-                    io.Latent,
-                    "latent",
-                    optional=True,
-                    tooltip=(
-                        "Optional. A latent to snap, with its noise mask, in place of width and height. Connect an"
-                        " image or a latent, not both."
-                    ),
-                ),
-                make_input(
-                    io.Combo,
-                    "how",
-                    options=list(HOW),
-                    default=HOW[0],
-                    optional=True,
-                    tooltip=(
-                        "resize: stretch. pad: add a border, copied from the edge, mirrored or of one colour; nothing"
-                        " of the image is lost, no side gets smaller, and Resolution Restore gives back every pixel."
-                        " crop: cut off what is too much; nothing is stretched."
-                    ),
-                ),
-                make_input(
-                    io.Combo,
-                    "anchor",
-                    options=list(ANCHORS),
-                    default=ANCHORS[0],
-                    optional=True,
-                    advanced=True,
-                    tooltip="Where the image stays when it is padded, and which part of it when it is cropped.",
-                ),
-                make_input(
-                    io.Float,
-                    "fill",
-                    default=0.0,
-                    min=0.0,
-                    max=1.0,
-                    step=0.01,
-                    optional=True,
-                    advanced=True,
-                    tooltip='The brightness of the border of "pad constant": 0 = black, 0.5 = grey, 1 = white.',
-                ),
-                make_input(
-                    io.Combo,
-                    "trained_for",
-                    options=list(TRAINED_FOR),
-                    default=FROM_MODEL,
-                    optional=True,
-                    advanced=True,
-                    tooltip=(
-                        'Whose sizes "trained sizes" takes. "from model" asks the connected model; with none connected'
-                        f" it is {DEFAULT_FAMILY}."
-                    ),
-                ),
+                *_sides(),
+                *_rule(advanced=False),
+                _batch_size(),
+                _model(),
+                _image(),
+                _latent(),
+                *_how(),
+                _trained_for(),
             ],
-            hidden=[io.Hidden.unique_id],
             outputs=[
-                io.Int.Output(display_name="width", tooltip="The snapped width, in pixels."),
-                io.Int.Output(display_name="height", tooltip="The snapped height, in pixels."),
+                _WIDTH,
+                _HEIGHT,
                 io.Latent.Output(
                     display_name="latent",
                     tooltip="The latent given, snapped; an empty one of exactly this size where none is connected.",
                 ),
                 io.Image.Output(display_name="image", tooltip="The image given, snapped. Needs an image."),
-                RESTORE.Output(
-                    display_name="restore", tooltip="What was changed, for Resolution Restore at the end of the graph."
-                ),
+                _RESTORE,
             ],
-        )
-
-    @classmethod
-    def validate_inputs(
-        cls, width=None, height=None, multiple=None, mode=None, how=None, anchor=None, trained_for=None
-    ) -> bool | str:
-        error = range_error(width=width, height=height)
-        return error or check_options(
-            multiple=(multiple, MULTIPLES),
-            mode=(mode, MODES),
-            how=(how, HOW),
-            anchor=(anchor, ANCHORS),
-            trained_for=(trained_for, TRAINED_FOR),
         )
 
     @classmethod
@@ -228,13 +344,11 @@ class AccelResolutionSnap(io.ComfyNode):
     ) -> io.NodeOutput:
         rule = Rule(multiple, mode, keep_aspect, max_megapixels, trained_for, how.startswith("pad"))
         snapped = snap_inputs(Size(width, height), rule, model, image, latent, batch_size, how, anchor, fill)
-        show_text(snapped.text, cls.hidden.unique_id if cls.hidden else None)
-        no_image = ExecutionBlocker("Resolution Snap gives an image only if one is connected to its image input.")
         return io.NodeOutput(
             snapped.size.width,
             snapped.size.height,
             snapped.latent,
-            no_image if snapped.image is None else snapped.image,
+            _image_or_blocker(snapped),
             snapped.restore,
             ui=ui.PreviewText(snapped.text),
         )

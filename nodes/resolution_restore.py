@@ -2,7 +2,6 @@
 
 from comfy_api.latest import io, ui
 
-from ..accel.hosts.comfyui.progress import show_text
 from ..accel.hosts.comfyui.sizes.snapping import restore_image
 from ..accel.hosts.comfyui.versions import make_input, schema
 from .resolution import RESTORE
@@ -15,17 +14,19 @@ class AccelResolutionRestore(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelResolutionRestore",
-            display_name="Resolution Restore",
-            category="accel",
+            display_name="Accel: Restore Size",
+            category="accel/size",
             description=(
-                "Undoes Resolution Snap and Batch Snap: brings an image to exactly the size that was asked for, by"
-                " cropping the border or by resizing, and leaves out the images that only filled up the batch."
+                "Undoes Snap Size, Snap Image and Snap Batch: brings an image to exactly the size that was asked"
+                " for, by cropping the border or resizing, and drops images that only filled up the batch."
             ),
             search_aliases=["unpad", "uncrop", "original size", "exact size", "resize back"],
             inputs=[
                 make_input(io.Image, "image", tooltip="The image, from VAE Decode or whatever comes after it."),
                 make_input(
-                    RESTORE, "restore", tooltip="The record of what was changed, from Resolution Snap or Batch Snap."
+                    RESTORE,
+                    "restore",
+                    tooltip="The record of what was changed, from Snap Size, Snap Image or Snap Batch.",
                 ),
             ],
             hidden=[io.Hidden.unique_id],
@@ -35,5 +36,4 @@ class AccelResolutionRestore(io.ComfyNode):
     @classmethod
     def execute(cls, image, restore) -> io.NodeOutput:
         restored, text = restore_image(image, restore)
-        show_text(text, cls.hidden.unique_id if cls.hidden else None)
         return io.NodeOutput(restored, ui=ui.PreviewText(text))

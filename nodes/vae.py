@@ -1,10 +1,10 @@
-"""The VAE Skip Compile node."""
+"""The Accelerate VAE node."""
 
 from comfy_api.latest import io
 
 from ..accel.core.compile_settings import CompileSettings
 from ..accel.hosts.comfyui.models.vae import vae_view
-from ..accel.hosts.comfyui.versions import check_options, make_input, schema
+from ..accel.hosts.comfyui.versions import make_input, schema
 from ..accel.sizing.vae import AUTO, DEFAULT_AFTER, POLICIES, SKIP, VaePolicy
 
 
@@ -15,13 +15,13 @@ class AccelVAESkipCompile(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelVAESkipCompile",
-            display_name="VAE Skip Compile",
+            display_name="Accelerate VAE (torch compile)",
             category="accel",
             description=(
-                "Decides whether the VAE is compiled. It runs once per image, so compiling it rarely pays back: "
-                "skip keeps it out, whatever else in the workflow compiles."
+                "Chooses whether the VAE is compiled. It runs once per image, so compiling it rarely pays off: the "
+                "default leaves it alone, whatever else in the workflow compiles."
             ),
-            search_aliases=["vae", "compile", "skip compile", "onediff vae"],
+            search_aliases=["vae skip compile", "vae compile", "faster vae", "onediff vae"],
             inputs=[
                 make_input(io.Vae, "vae", tooltip="The VAE to use. It is not changed itself."),
                 make_input(
@@ -30,10 +30,9 @@ class AccelVAESkipCompile(io.ComfyNode):
                     options=list(POLICIES),
                     default=SKIP,
                     tooltip=(
-                        "skip: nothing in this VAE is compiled. auto: decoding is compiled once enough images of one "
-                        "size have come, and not where memory is short or compiled is slower. compile decoder, "
-                        "compile both: the decoder's blocks, or the encoder's too, are compiled at their first use "
-                        "and then serve every size and tile."
+                        "skip: compile nothing. auto: compile the decoder once enough images of one size have come, "
+                        "unless memory is short or compiled is slower. compile decoder, compile both: compile at the "
+                        "first use, for every size and tile."
                     ),
                 ),
                 make_input(
@@ -44,14 +43,12 @@ class AccelVAESkipCompile(io.ComfyNode):
                     max=10000,
                     optional=True,
                     advanced=True,
-                    tooltip=(
-                        "For auto: how many latents of one size are decoded uncompiled before the next of that size is "
-                        "compiled. Higher waits for longer series."
-                    ),
+                    tooltip=("For auto: compile after this many decodes of one size."),
                 ),
                 make_input(
                     io.Boolean,
                     "free_memory_on_new_size",
+                    display_name="free memory on new size",
                     default=False,
                     optional=True,
                     advanced=True,
@@ -64,10 +61,6 @@ class AccelVAESkipCompile(io.ComfyNode):
             hidden=[io.Hidden.unique_id],
             outputs=[io.Vae.Output("VAE", tooltip="The VAE, for VAE Decode or VAE Encode.")],
         )
-
-    @classmethod
-    def validate_inputs(cls, policy=None) -> bool | str:
-        return check_options(policy=(policy, POLICIES))
 
     @classmethod
     def execute(cls, vae, policy, after=DEFAULT_AFTER, free_memory_on_new_size=False) -> io.NodeOutput:

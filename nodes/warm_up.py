@@ -16,8 +16,8 @@ class AccelWarmUpGraphs(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelWarmUpGraphs",
-            display_name="Warm Up Graphs",
-            category="accel",
+            display_name="Accel: Warm Up Graphs",
+            category="accel/tools",
             description=(
                 "Samples one step at each of the sizes and throws it away, so that compiling is done before the first "
                 'real image. With "any size" in Accelerate Model one size compiles all there is; with "exact size" '
@@ -60,9 +60,10 @@ class AccelWarmUpGraphs(io.ComfyNode):
 
     @classmethod
     @override
-    def validate_inputs(cls, sizes=None, batches=None, prompt_lengths=None) -> bool | str:
+    def validate_inputs(cls, sizes=None) -> bool | str:
+        # ComfyUI marks every input that this is given, so the others are read when the node runs.
         try:
-            parse_runs(sizes or "", batches or "", prompt_lengths or "")
+            parse_runs(sizes or "", "1", "")
         except ValueError as error:
             return str(error)
         return True

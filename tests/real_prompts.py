@@ -95,15 +95,6 @@ class Prompts:
         (text,) = self.executor.history_result["outputs"][node_id]["text"]
         return text
 
-    def shown(self) -> dict[str, str]:
-        """Node → the last text that pages were told to show on it, of those not read yet."""
-        texts = {}
-        for event, data in self._sent():
-            if event == server.BinaryEventTypes.TEXT:
-                length = int.from_bytes(data[:4], "big")
-                texts[data[4 : 4 + length].decode()] = data[4 + length :].decode()
-        return texts
-
     def blocked(self) -> list[str]:
         """What pages were told of nodes that did not run since an input of theirs was withheld, if not read yet."""
         return [data["exception_message"] for event, data in self._sent() if event == "execution_error"]

@@ -3,6 +3,8 @@
 import { app } from "../../scripts/app.js";
 import { COMMANDS, TAB } from "./commands.js";
 import { feed } from "./feed.js";
+import { onConfigured, onExecuted, startNodeTexts } from "./node_text.js";
+import { bringUpToDate } from "./old_workflows.js";
 import { destroy, render } from "./panel.js";
 import { SETTINGS, startSettings } from "./settings.js";
 import { tellFallback } from "./toasts.js";
@@ -18,9 +20,33 @@ app.registerExtension({
     feed.start();
     feed.onMessage((message) => message.event === "fallback" && tellFallback(message));
     feed.onChange(showBadge);
+    startNodeTexts();
     startSettings(); // not waited for: the page starts no slower
   },
+  beforeRegisterNodeDef(nodeType, { name }) {
+    if (!name.startsWith("Accel")) return;
+    after(nodeType.prototype, "onExecuted", onExecuted);
+    after(nodeType.prototype, "onConfigure", onConfigured);
+  },
+  beforeConfigureGraph(graph) {
+    for (const node of savedNodes(graph)) bringUpToDate(node);
+  },
 });
+
+/** Call `act(node, ...)` after the node's own method. */
+function after(prototype, name, act) {
+  const own = prototype[name];
+  prototype[name] = function (...args) {
+    const result = own?.apply(this, args);
+    act(this, ...args);
+    return result;
+  };
+}
+
+function savedNodes(graph) {
+  const inside = graph?.definitions?.subgraphs ?? [];
+  return [graph, ...inside].flatMap((part) => part?.nodes ?? []);
+}
 
 /** How many kinds are still to compile, on the tab's icon. */
 function showBadge() {

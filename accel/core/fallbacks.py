@@ -52,9 +52,17 @@ class Fallbacks:
 
     def rows(self, since: Mapping[tuple[str, Reason], int] | None = None) -> list[dict[str, Any]]:
         """{"block", "code", "fields", "reason", "calls"} for each of `counts`; since: of an earlier `counts`."""
+        return [{"block": block, **why.as_json(), "calls": calls} for (block, why), calls in self._since(since).items()]
+
+    def reasons(self, since: Mapping[tuple[str, Reason], int] | None = None) -> list[Reason]:
+        """The reasons of `rows`, the most frequent first."""
+        more = self._since(since)
+        return [why for _, why in sorted(more, key=more.__getitem__, reverse=True)]
+
+    def _since(self, since: Mapping[tuple[str, Reason], int] | None) -> dict[tuple[str, Reason], int]:
         before = since or {}
         more = {key: calls - before.get(key, 0) for key, calls in self.counts().items()}
-        return [{"block": block, **why.as_json(), "calls": calls} for (block, why), calls in more.items() if calls > 0]
+        return {key: calls for key, calls in more.items() if calls > 0}
 
     def clear(self) -> None:
         """Forget all; the next of each reason is logged again."""

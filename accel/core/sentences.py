@@ -143,7 +143,23 @@ _SAVED = {
     "of this run, without its first and last step and those in which something was compiled).",
 }
 
-SENTENCES = {**_A_CALL, **_A_MACHINE, **_A_GRAPH, **_A_MODEL, **_ADDED_WEIGHTS, **_CAPTURING, **_SAVED}
+_LINE = {
+    "line_times": "{times}×",
+    "line_saved": "{seconds} s saved",
+    "line_equal": "as fast as without",
+    "line_slower": "{seconds} s slower than without",
+    "line_compiled": "compiled once in {seconds} s",
+    "line_paid_back": "paid back after {images} images",
+    "line_unmeasured": "gain known after the next image",
+    "line_loaded": "compiled graphs loaded from disk",
+    "line_not_compiled": "not compiled: {why}",
+    "line_skipped": "{skipped} of {steps} steps skipped",
+    "line_few_steps": "{steps} steps are too few to skip any",
+    "line_none_skipped": "no step skipped: too much changes between them",
+}
+"""Parts of the line on a node."""
+
+SENTENCES = {**_A_CALL, **_A_MACHINE, **_A_GRAPH, **_A_MODEL, **_ADDED_WEIGHTS, **_CAPTURING, **_SAVED, **_LINE}
 """Every code with its English sentence. `accelReasons` of locales/zh/main.json has the same codes in Chinese."""
 
 OF_THE_MACHINE = frozenset(_A_MACHINE)

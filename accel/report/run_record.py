@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 from ..cache.entry import Lease
 from ..compile.benchmark import Benchmark
-from ..core.events import subscribe
+from ..core.events import emit, subscribe
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason
 from ..step_cache.run import FULL, SKIPPED
+from .headline import headlines
 
 _MOST_RUNS = 64
 
@@ -52,6 +53,7 @@ class Run:
         compile. fallbacks: `Fallbacks.rows` of this run. steps_taken: DeepCache's steps, such as "FSSF".
     model_calls: calls of the whole model, where capturing is on; replays: those of them that replayed a CUDA graph.
     captures: calls captured in this run, in capture_seconds.
+    lines: by node id, what it gained, in parts (`headline.headlines`).
     loaded_share: fraction of the weights that were on the device at the end. finished: unix seconds.
     """
 
@@ -84,6 +86,7 @@ class Run:
     steps_taken: str = ""
     by_compiling: Saving = Saving()
     by_skipping: Saving = Saving()
+    lines: dict[str, list[Reason]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """For the panel and the report."""
@@ -92,10 +95,15 @@ class Run:
             **values,
             "left_eager": {str(reason): blocks for reason, blocks in self.left_eager.items()},
             "left_eager_reasons": [{**why.as_json(), "blocks": blocks} for why, blocks in self.left_eager.items()],
+            "lines": self.lines_as_json(),
             "by_compiling": self.by_compiling.as_json(),
             "by_skipping": self.by_skipping.as_json(),
             **together((self.by_compiling, self.by_skipping)),
         }
+
+    def lines_as_json(self) -> dict[str, list[dict[str, Any]]]:
+        """`lines` with reasons as JSON."""
+        return {node: [part.as_json() for part in line] for node, line in self.lines.items()}
 
 
 @dataclass
@@ -131,6 +139,7 @@ class RunRecords:
         self._open: dict[int, list[_Open]] = {}
         self._compiling: dict[int, _Compiling] = {}
         self._deep_cache: dict[str, Any] | None = None
+        self._compile_seconds: Counter[str] = Counter()
 
     def last(self) -> Run | None:
         """The run that ended last; None before the first."""
@@ -162,17 +171,21 @@ class RunRecords:
             self._open.clear()
             self._compiling.clear()
             self._deep_cache = None
+            self._compile_seconds.clear()
 
     def hear(self, name: str, data: dict[str, Any]) -> None:
         """A listener for `events.subscribe`."""
         thread = threading.get_ident()
         act = getattr(self, f"_on_{name}", None)
+        over = None
         with self._lock:
             opened = self._open.get(thread)
             if opened and name in _DISTURBING:
                 opened[-1].disturbed.append(time.perf_counter())
             if act is not None:
-                act(thread, opened[-1] if opened else None, data)
+                over = act(thread, opened[-1] if opened else None, data)
+        if over is not None:
+            emit("run_over", run=over)  # outside of the lock: listeners read these records
 
     def _on_run_start(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         facts = {name: value for name, value in data.items() if name != "owner"}
@@ -183,21 +196,24 @@ class RunRecords:
         opened = _Open(data["owner"], Run(**facts), time.perf_counter(), fallbacks.counts())
         self._open.setdefault(thread, []).append(opened)
 
-    def _on_run_end(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+    def _on_run_end(self, thread: int, now: _Open | None, data: dict[str, Any]) -> Run | None:
         if now is None or now.owner != data["owner"]:
-            return
+            return None
         now.depth -= 1
         now.run.failed = now.run.failed or data["failed"]
         now.run.loaded_share = data.get("loaded_share")
         if now.depth:
-            return
+            return None
         self._open[thread].pop()
         if not self._open[thread]:
             del self._open[thread]
         run = now.run
         run.seconds, run.finished = time.perf_counter() - now.began, time.time()
         run.fallbacks = fallbacks.rows(since=now.fallbacks_before)[:_MOST_REASONS]
+        self._compile_seconds[run.model] += run.compile_seconds
+        run.lines = headlines(run, self._compile_seconds[run.model], fallbacks.reasons(since=now.fallbacks_before))
         self._runs.append(run)
+        return run
 
     def _on_run_calls(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         if now is None:

@@ -82,6 +82,14 @@ class DeepCacheSettings:
         return POLICIES[self.schedule](self.interval, self.threshold)
 
 
+QUALITIES: dict[str, DeepCacheSettings | None] = {
+    "Exact": None,
+    "Balanced": DeepCacheSettings(),
+    "Fast": DeepCacheSettings(interval=5, threshold=0.07),
+}
+"""Settings for people who choose by the picture: None skips nothing. docs/deepcache.md has what each costs."""
+
+
 def checked_depth(depth: int, max_depth: int) -> int:
     """`depth` itself. Raises ValueError, with the range, outside `1 .. max_depth`."""
     if not 1 <= depth <= max_depth:

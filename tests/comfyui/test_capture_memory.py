@@ -211,7 +211,7 @@ def test_core_that_keeps_its_models_otherwise_is_gone_without(cache, capturer, m
 
 @pytest.fixture
 def settings_as_they_were(monkeypatch):
-    for name in ("_current", "_node_mb", "_for_captures"):
+    for name in ("_current", "_for_captures"):
         monkeypatch.setattr(preferences, name, getattr(preferences, name))
     yield
     monkeypatch.undo()
@@ -219,17 +219,13 @@ def settings_as_they_were(monkeypatch):
 
 
 def test_budget_grows_for_recordings_unless_somebody_has_set_one(settings_as_they_were):
-    preferences._current, preferences._node_mb = Settings(), preferences.FROM_SETTINGS
+    preferences._current = Settings()
     preferences.make_room_for_captures(3 << 30)
     assert shared.max_bytes == DEFAULT_MAX_BYTES + (3 << 30)
     preferences.make_room_for_captures(1 << 30)  # a smaller device beside it
     assert shared.max_bytes == DEFAULT_MAX_BYTES + (3 << 30)
-    preferences.set_node_budget(500)
-    assert shared.max_bytes == 500 << 20
-    preferences.set_node_budget(preferences.FROM_SETTINGS)
-    assert shared.max_bytes == DEFAULT_MAX_BYTES + (3 << 30)
     preferences._current = Settings(max_mb=1000)
-    preferences.set_node_budget(preferences.FROM_SETTINGS)
+    preferences.make_room_for_captures(4 << 30)
     assert shared.max_bytes == 1000 << 20
 
 

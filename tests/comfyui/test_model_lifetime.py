@@ -7,12 +7,10 @@ import comfy.model_management
 import pytest
 import tiny_models
 import torch
-from comfy_accel.accel.cache.graph_cache import GraphCache, shared
+from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.nodes.accelerate_model import AccelModel
 from tiny_models import sample
 
 pytestmark = pytest.mark.usefixtures("clean_counters")
@@ -55,13 +53,3 @@ def test_model_that_is_gone_leaves_nothing_but_kernels():
     compiled = cache.statistics()["compilations"]
     assert torch.equal(image(accelerate(again, SETTINGS, cache)), image(again))
     assert cache.statistics()["compilations"] == compiled
-
-
-def test_node_sets_the_budget_of_the_shared_cache():
-    try:
-        AccelModel.execute(tiny_models.small_unet(), "any size", "eager", "run eagerly", cache_mb=64)
-        assert shared.statistics()["max_bytes"] == 64 << 20
-        AccelModel.execute(tiny_models.small_unet(), "any size", "eager", "run eagerly")
-        assert shared.statistics()["max_bytes"] == DEFAULT_MAX_BYTES
-    finally:
-        shared.set_budget(max_bytes=DEFAULT_MAX_BYTES)

@@ -20,7 +20,6 @@ from comfy_accel.accel.hosts.comfyui.versions import finish_node_progress, show_
 from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from comfy_accel.nodes.accelerate_model import AccelModel
 from comfy_accel.nodes.report import AccelReport
 
 warm = GraphCache()
@@ -45,7 +44,7 @@ def settings(tmp_path):
     folder_paths.set_user_directory(str(tmp_path))
 
     def restart():
-        preferences._current, preferences._node_mb = None, preferences.FROM_SETTINGS
+        preferences._current = None
         return preferences
 
     yield restart
@@ -209,8 +208,7 @@ def test_bar_of_the_node_fills_while_compiling_and_the_samplers_stays(unet):
     assert told[0]["node"] == "7"
 
 
-def test_budget_comes_from_the_settings_unless_the_node_names_one(settings):
-    model = tiny_models.unet()
+def test_budget_comes_from_the_settings(settings):
     settings().change({"max_mb": 100, "max_entries": 50})
 
     def budget():
@@ -218,22 +216,9 @@ def test_budget_comes_from_the_settings_unless_the_node_names_one(settings):
         return totals["max_bytes"] >> 20, totals["max_entries"]
 
     assert budget() == (100, 50)
-    AccelModel.execute(model, "any size", "eager", "run eagerly", cache_mb=64)
-    assert budget() == (64, 50)
-    AccelModel.execute(model, "any size", "eager", "run eagerly")
-    assert budget() == (100, 50)
-    AccelModel.execute(model, "any size", "eager", "run eagerly", cache_mb=64)
+    shared.set_budget(512, DEFAULT_MAX_BYTES)
     settings().current()  # another start: the page's settings are still there
     assert budget() == (100, 50)
-
-
-def test_node_that_names_a_budget_before_the_settings_are_read_keeps_it(settings):
-    settings().change({"max_mb": 100})
-    again = settings()
-    AccelModel.execute(tiny_models.unet(), "any size", "eager", "run eagerly", cache_mb=64)
-    again.current()
-    assert shared.statistics()["max_bytes"] >> 20 == 64
-    assert panel.state()["settings"]["max_mb"] == 100
 
 
 def test_damaged_settings_count_as_none_and_wrong_ones_change_nothing(settings, tmp_path):

@@ -53,6 +53,8 @@ def described(node):
     kept = {field: node[field] for field in FIELDS}
     for group in kept["input"].values():
         for declared in group.values():
+            if isinstance(declared[0], list):  # cores such as 0.3.75 are given a combo in its older form
+                declared[0] = "COMBO"
             for later in LATER.intersection(declared[1] if len(declared) > 1 else ()):
                 del declared[1][later]
     return kept

@@ -1,6 +1,7 @@
 """Warm Up Graphs, Clear Graph Cache, compile progress and the measured fall-back, on a real sampler."""
 
 import gc
+import re
 import time
 import weakref
 
@@ -12,9 +13,8 @@ from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.hosts.comfyui import progress
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.models.warm_up import warm_up
+from comfy_accel.accel.hosts.comfyui.models.warm_up import parse_runs, warm_up
 from comfy_accel.accel.hosts.comfyui.sizes.size_text import parse_numbers, parse_sizes
 from comfy_accel.accel.sizing.resolution import Size
 from comfy_accel.nodes.clear_cache import AccelClearGraphCache
@@ -84,12 +84,13 @@ def test_sizes_and_numbers_are_read_as_people_write_them():
     ],
 )
 def test_wrong_lists_are_refused_with_what_would_be_right(sizes, batches, said):
-    assert said in AccelWarmUpGraphs.validate_inputs(sizes=sizes, batches=batches)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse_runs(sizes, batches, "")
 
 
 def test_largest_run_that_is_possible_is_not_refused():
-    assert AccelWarmUpGraphs.validate_inputs(sizes="1024x1024, 8192x8192", batches="1") is True
-    assert AccelWarmUpGraphs.validate_inputs(sizes="1024x1024", batches="1, 64") is True
+    assert AccelWarmUpGraphs.validate_inputs(sizes="1024x1024, 8192x8192") is True
+    assert parse_runs("1024x1024", "1, 64", "")[1] == [1, 64]
 
 
 def test_too_many_runs_are_refused(small):
@@ -108,15 +109,15 @@ def test_clearing_drops_graphs_and_frees_them(small, sample):
     assert shared.statistics()["entries"] == 0
 
 
-def test_progress_is_told_on_the_node(small, sample, monkeypatch):
+def test_progress_is_told_for_the_node(small, sample):
     said = []
-    monkeypatch.setattr(progress, "show_text", lambda text, node_id: said.append((node_id, text)))
-    sample(accelerate(small, EAGER, GraphCache(), node_id="7"), 64, 64)
-    assert said[0] == ("7", said[0][1]) and "kind 1 of" in said[0][1]
-    assert "kinds of blocks compiled in" in said[-1][1]
-    silent = len(said)
-    sample(accelerate(small, EAGER, GraphCache()), 64, 64)
-    assert len(said) == silent
+    stop = subscribe(lambda name, data: said.append(data) if name == "compiling" else None)
+    try:
+        sample(accelerate(small, EAGER, GraphCache(), node_id="7"), 64, 64)
+    finally:
+        stop()
+    assert [data["number"] for data in said] == list(range(1, said[0]["of"] + 1))
+    assert {data["node"] for data in said} == {"7"}
 
 
 def test_listener_that_fails_does_not_harm_the_image(small, sample):

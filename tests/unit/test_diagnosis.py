@@ -59,11 +59,11 @@ SAID = [
     (diagnosis.torch_cannot_compile, facts(torch="2.7.1", compiles=False), "2.11 or later"),
     (diagnosis.tool_missing, facts(tool_missing="torch needs Triton"), "Nothing is compiled: torch needs Triton."),
     (diagnosis.comfyui_too_old, facts(comfyui="0.3.74"), "update it"),
-    (diagnosis.no_compiling_node, facts(skipping(), nodes={"KSampler": [{}]}), "not in this workflow"),
+    (diagnosis.no_compiling_node, facts({"compiling": None}, nodes={"KSampler": [{}]}), "put Speed Up between"),
     (diagnosis.whole_model_compiled_too, facts(nodes={"TorchCompileModel": [{}], "AccelModel": [{}]}), "Take it out"),
     (diagnosis.backend_compiles_nothing, facts(compiling(backend="eager")), "choose inductor"),
-    (diagnosis.cache_is_off, facts(cache={"max_bytes": 0, "max_entries": 9}), "raise its budget"),
-    (diagnosis.cache_is_off, facts(cache={"max_bytes": 9, "max_entries": 0}), "raise its budget"),
+    (diagnosis.cache_is_off, facts(cache={"max_bytes": 0, "max_entries": 9}), "raise its limits"),
+    (diagnosis.cache_is_off, facts(cache={"max_bytes": 9, "max_entries": 0}), "raise its limits"),
     (diagnosis.cache_too_small, facts({"evicted": 3, "compilations": 3, "compile_seconds": 1.0}), "dropped 3 graphs"),
     (diagnosis.cache_too_small, facts({"fallbacks": rows(Reason("cache_bytes_full", megabytes="2"))}), "did not hold"),
     (diagnosis.sizes_were_cold, facts({"compilations": 9, "compile_seconds": 8.0}), "8.0 of its 10.0 s"),
@@ -75,11 +75,6 @@ SAID = [
     (diagnosis.exact_size, facts(compiling(shapes="exact size")), "any size never is"),
     (diagnosis.loading_took_long, facts({"loaded": 9, "load_seconds": 2.0}), "once after a restart"),
     (
-        diagnosis.few_repetitions_left_out,
-        facts({**compiling(min_repetitions=3), "left_eager": {Reason("too_few_blocks", least=3): 7}}),
-        "keeps 7 blocks uncompiled",
-    ),
-    (
         diagnosis.blocks_fell_back,
         facts({"eager_calls": 66, "fallbacks": rows(Reason("patched", patch="attn2_patch"))}),
         "66 of 1066 block calls",
@@ -87,7 +82,7 @@ SAID = [
     (
         diagnosis.blocks_fell_back,
         facts({"eager_calls": 1, "fallbacks": rows(Reason("slower", compiled="2", eager="1"))}),
-        "faster so",
+        "run faster uncompiled",
     ),
     (diagnosis.blocks_fell_back, facts({"eager_calls": 1, "fallbacks": rows(Reason("autocast"))}), "No graph is made"),
     (
@@ -118,7 +113,6 @@ SAID = [
     (diagnosis.deep_cache_skipped_nothing, facts(skipping(steps=6)), "from about 20 steps on"),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping(sampler="euler_ancestral")), "Use euler"),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping()), "higher threshold"),
-    (diagnosis.vae_is_left_alone, facts(nodes={"AccelVAESkipCompile": [{"policy": "skip"}]}), "policy auto"),
     (diagnosis.no_gpu, facts(device="cpu"), "on the CPU"),
     (diagnosis.partly_loaded, facts({"loaded_share": 0.4}), "Only 40%"),
     (diagnosis.saves_memory, facts(low_vram="lowvram"), "mode lowvram"),

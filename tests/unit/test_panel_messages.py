@@ -4,6 +4,9 @@ import pytest
 from comfy_accel.accel.core.events import emit, subscribe
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.hosts.comfyui.server.panel_messages import _MOST_WAITING, SPACING, PanelMessages
+from comfy_accel.accel.report.run_record import Run
+
+LINES = {"7": [Reason("line_loaded").as_json()]}
 
 
 class Page:
@@ -35,7 +38,7 @@ def page():
 
 def test_nothing_is_sent_or_planned_where_nobody_listens(page):
     page.listens = False
-    emit("run_end", owner=1, failed=False)
+    emit("run_over", run=Run(lines={"7": [Reason("line_loaded")]}))
     assert page.due == [] and page.got == []
 
 
@@ -45,7 +48,7 @@ def test_events_become_messages_in_order(page):
     emit("compile_end", name="Block", key="x", seconds=1.0)
     emit("graph_loaded", name="Other", key="y", seconds=0.5)
     emit("fallback", block="Block", reason=Reason("autocast"))
-    emit("run_end", owner=1, failed=False)
+    emit("run_over", run=Run(lines={"7": [Reason("line_loaded")]}))
     emit("cache_changed")
     emit("graph_hit", name="Block", key="x")
     assert page.events() == ["compiling", "compiled", "loaded", "fallback", "run_end", "cache_changed"]
@@ -57,10 +60,10 @@ def test_events_become_messages_in_order(page):
 def test_of_many_at_once_the_latest_of_a_sort_is_sent_spaced(page):
     for number in range(1000):
         emit("graph_loaded", name=f"Block{number}", key="x", seconds=0.5)
-    emit("run_end", owner=1, failed=False)
+    emit("run_over", run=Run(lines={"7": [Reason("line_loaded")]}))
     assert page.wait() == 0.0
     assert page.wait() == SPACING
-    assert page.got == [{"event": "loaded", "name": "Block999", "seconds": 0.5}, {"event": "run_end"}]
+    assert page.got == [{"event": "loaded", "name": "Block999", "seconds": 0.5}, {"event": "run_end", "lines": LINES}]
     assert page.due == []
     emit("cache_changed")
     assert 0 < page.wait() <= SPACING

@@ -20,12 +20,8 @@ from .home import running_home
 
 NAMES = ("max_mb", "max_entries", "store_mb", "verbosity")
 
-FROM_SETTINGS = -1
-"""A node's cache_mb that leaves the budget to the settings."""
-
 _lock = threading.Lock()
 _current: Settings | None = None
-_node_mb = FROM_SETTINGS
 _for_captures = 0
 
 
@@ -39,17 +35,6 @@ def make_room_for_captures(nbytes: int) -> None:
         if nbytes > _for_captures:
             _for_captures = nbytes
             _set_budget(_current or Settings())
-
-
-def set_node_budget(cache_mb: int) -> None:
-    """Apply a node's budget, or with FROM_SETTINGS that of the settings, until another node or the settings change it.
-
-    Touches no disk: settings that have not been read yet are read when the first model runs.
-    """
-    global _node_mb
-    with _lock:
-        _node_mb = cache_mb
-        _set_budget(_current or Settings())
 
 
 def current() -> Settings:
@@ -75,7 +60,7 @@ def change(requested: dict[str, Any]) -> None:
         ValueError: one is unknown or out of range; the message says what is valid, and nothing changes.
         OSError: they cannot be kept; they are in force until ComfyUI ends.
     """
-    global _current, _node_mb
+    global _current
     unknown = sorted(set(requested) - set(NAMES))
     if unknown:
         raise ValueError(f"{unknown[0][:80]!r} is not known here: there are {', '.join(NAMES)}.")
@@ -84,8 +69,6 @@ def change(requested: dict[str, Any]) -> None:
     current()
     with _lock:
         _current = now = replace(_current, **requested)
-        if "max_mb" in requested:
-            _node_mb = FROM_SETTINGS
         _set_budget(now)
         report_log.set_verbosity(_verbosity(now))
         kept = settings.read(running_home())  # the command may have changed the store's limit meanwhile
@@ -110,9 +93,8 @@ def store_mb() -> int | None:
 
 
 def _set_budget(chosen: Settings) -> None:
-    is_default = _node_mb == FROM_SETTINGS and chosen.max_mb == Settings.max_mb
-    max_mb = chosen.max_mb if _node_mb == FROM_SETTINGS else _node_mb
-    shared.set_budget(chosen.max_entries, (max_mb << 20) + (_for_captures if is_default else 0))
+    extra = _for_captures if chosen.max_mb == Settings.max_mb else 0
+    shared.set_budget(chosen.max_entries, (chosen.max_mb << 20) + extra)
 
 
 def _verbosity(chosen: Settings) -> str:

@@ -1,8 +1,7 @@
-"""Compile progress on the node that asked for it: a line of text, and the node's own bar."""
+"""Compile progress, for the page's messages and on the node's own bar."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +9,6 @@ from typing import Any
 
 from ...core.events import emit, subscribe
 from .versions import finish_node_progress, show_node_progress
-
-
-def show_text(text: str, node_id: str | None) -> None:
-    """Show one line of text on the node; does nothing without a running server or outside of a graph (None)."""
-    # A running server has imported the module; importing it here would start half of one.
-    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
-    if server is not None and node_id is not None:
-        server.send_progress_text(text, node_id)
 
 
 class CompileProgress:
@@ -31,7 +22,6 @@ class CompileProgress:
         self._compiled = 0
         self._loaded = 0
         self._kinds = 0
-        self._seconds = 0.0
 
     @contextmanager
     def during_call(self, kinds: int) -> Iterator[None]:
@@ -58,15 +48,11 @@ class CompileProgress:
             number = self._compiled + self._loaded + 1
             of = max(self._kinds, number)
             emit("compiling", name=data["name"], number=number, of=of, node=self._node_id)
-            self._show(f"Compiling {data['name']}, kind {number} of {of} …", number - 1, of)
+            self._show(number - 1, of)
         elif name == "compile_end":
             self._compiled += 1
-            self._seconds += data["seconds"]
-            done = self._compiled + self._loaded
-            self._show(f"{self._compiled} kinds of blocks compiled in {self._seconds:.0f} s", done, self._kinds)
+            self._show(self._compiled + self._loaded, self._kinds)
 
-    def _show(self, text: str, done: int, of: int) -> None:
-        if self._node_id is None:
-            return
-        show_text(text, self._node_id)
-        show_node_progress(self._node_id, done, max(done, of, 1))
+    def _show(self, done: int, of: int) -> None:
+        if self._node_id is not None:
+            show_node_progress(self._node_id, done, max(done, of, 1))

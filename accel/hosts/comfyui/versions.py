@@ -50,25 +50,22 @@ def schema(**fields: Any) -> io.Schema:
     return io.Schema(**{name: value for name, value in fields.items() if name in known})
 
 
+class _ListedCombo(io.Combo.Input):
+    """A combo whose type is the list of its options, as nodes of the first version declare it."""
+
+    def get_io_type(self) -> Any:
+        return list(self.options)
+
+
 def make_input(kind: type, /, input_id: str, **options: Any) -> Any:
     """`kind.Input(input_id, ...)` with the options that this core knows.
 
-    kind: an io type such as `io.Int`. Added later: `advanced` (0.10.0).
+    kind: an io type such as `io.Int`. Added later: `advanced` (0.10.0). Cores such as 0.3.75 compare a combo's value
+    with its options only where these are its type.
     """
     known = inspect.signature(kind.Input.__init__).parameters
-    return kind.Input(input_id, **{name: value for name, value in options.items() if name in known})
-
-
-def check_options(**chosen: tuple[Any, Sequence[str]]) -> bool | str:
-    """For `validate_inputs`: True, or one sentence about the first value that is not among its options.
-
-    chosen: input name → (value, options); None is the value of a linked input, not known yet. Cores such as 0.3.75 do
-    not check the options of V3 nodes, so an unknown one would reach `execute`.
-    """
-    for name, (value, options) in chosen.items():
-        if value is not None and value not in options:
-            return f"{name} is {value!r}; it must be one of: {', '.join(options)}."
-    return True
+    made = _ListedCombo if kind is io.Combo and "advanced" not in known else kind.Input
+    return made(input_id, **{name: value for name, value in options.items() if name in known})
 
 
 def latent_scale(latent_format: Any) -> int:

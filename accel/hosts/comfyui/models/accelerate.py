@@ -175,6 +175,7 @@ def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | N
         "min_repetitions": settings.min_repetitions,
         "check_gain": settings.measured,
         "graphs": graphs,
+        "node": node_id,
     }
 
     def wrapper(executor, *args, **kwargs):

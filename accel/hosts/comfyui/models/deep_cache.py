@@ -38,11 +38,11 @@ _CORE_COMPILE = "torch.compile"
 """The key of the wrapper that core's TorchCompileModel adds."""
 
 
-def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings) -> Any:
+def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: str | None = None) -> Any:
     """A clone of the ModelPatcher that samples with DeepCache, in place of any earlier settings.
 
     When the settings skip nothing, or the model has no split, the clone samples as without this pack. Raises
-    ValueError when the depth is beyond the model.
+    ValueError when the depth is beyond the model. node_id: the node in the page that shows what was skipped.
     """
     clone = model_patcher.clone()
     for kind in _WRAPPED:
@@ -52,7 +52,7 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings) -> Any:
         log.warning("DeepCache: %s: %s; every step runs in full.", type(model).__name__, why_no_split(model))
         return clone
     if not settings.is_off:
-        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings))
+        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings, node_id))
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, _begin_evaluation)
         if asks_wrappers(_uncompiled(model)):
             clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _call_model)
@@ -72,7 +72,7 @@ def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def _run_wrapper(settings: DeepCacheSettings) -> Callable[..., Any]:
+def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[..., Any]:
     def sample_in_run(executor: Any, *args: Any, **kwargs: Any) -> Any:
         # The guider's model_options belong to this run; core copies them, with our state by reference.
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
@@ -85,7 +85,7 @@ def _run_wrapper(settings: DeepCacheSettings) -> Callable[..., Any]:
         run.levels = NoiseLevels(reckons(args[2] if len(args) > 2 else None, patcher.load_device))
         if get_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_COMPILE, options):
             log.warning("DeepCache: beside it TorchCompileModel compiles nothing; use Accelerate Model in its place.")
-        with run_events(executor, args, caching=asdict(settings)):
+        with run_events(executor, args, caching={**asdict(settings), "node": node_id}):
             try:
                 with sizes_explained(executor, args):
                     return executor(*args, **kwargs)

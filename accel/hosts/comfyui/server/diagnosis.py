@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-FEW_STEPS = 12
-"""Sampler steps below which neighbouring ones differ too much for DeepCache's defaults to skip many."""
+from ....report.headline import FEW_STEPS
 
 OLDEST_COMFYUI = (0, 3, 75)
 """The oldest version that this pack is tested with."""
 
 _CACHE_FULL = ("cache_entries_full", "cache_bytes_full")
 _PATCHES = ("patched", "attention_replaced", "attention_override")
-_TOO_FEW = "too_few_blocks"
 """Codes of reasons (`core.reasons`)."""
 
 _GIB = 1 << 30
@@ -55,6 +53,11 @@ class Facts:
         return self.run.get("compiling") or {}
 
     @property
+    def has_compiling_node(self) -> bool:
+        """Whether a node that compiles the model is in the workflow."""
+        return bool(self.nodes.get("AccelModel") or self.nodes.get("AccelSpeedUp"))
+
+    @property
     def caching(self) -> Mapping[str, Any]:
         """The settings of DeepCache in the last run; empty without it."""
         return self.run.get("caching") or {}
@@ -91,14 +94,14 @@ def nodes_of(prompt: Any) -> Nodes:
 def no_run(facts: Facts) -> str | None:
     if facts.run:
         return None
-    if facts.nodes.get("AccelModel") or facts.nodes.get("AccelDeepCache"):
+    if facts.has_compiling_node or facts.nodes.get("AccelDeepCache"):
         return (
             "No image was sampled with these nodes yet: connect the image to `anything` of this node, so that the "
             "report is made after it."
         )
     return (
-        "No model ran with Accelerate Model or DeepCache since ComfyUI started: put one between the loaders and the "
-        "sampler."
+        "No model ran with Speed Up, Accelerate Model or DeepCache since ComfyUI started: put Speed Up between the "
+        "loaders and the sampler."
     )
 
 
@@ -109,13 +112,13 @@ def run_failed(facts: Facts) -> str | None:
 
 
 def no_compiling_node(facts: Facts) -> str | None:
-    if not facts.nodes or facts.compiling or facts.nodes.get("AccelModel"):
+    if not facts.nodes or facts.compiling or facts.caching or facts.has_compiling_node:
         return None
-    return "Accelerate Model is not in this workflow, so no block is compiled."
+    return "Nothing in this workflow speeds the model up: put Speed Up between the loaders and the sampler."
 
 
 def whole_model_compiled_too(facts: Facts) -> str | None:
-    if not facts.nodes.get("TorchCompileModel") or not (facts.nodes.get("AccelModel") or facts.caching):
+    if not facts.nodes.get("TorchCompileModel") or not (facts.has_compiling_node or facts.caching):
         return None
     return (
         "TorchCompileModel is in this workflow too: it compiles the whole model again for new sizes and keeps "
@@ -126,13 +129,13 @@ def whole_model_compiled_too(facts: Facts) -> str | None:
 def backend_compiles_nothing(facts: Facts) -> str | None:
     if facts.compiling.get("backend") != "eager":
         return None
-    return "The backend is eager, which captures blocks without compiling them and is no faster: choose inductor."
+    return "The backend is eager, which traces blocks without compiling them and is no faster: choose inductor."
 
 
 def cache_is_off(facts: Facts) -> str | None:
     if not facts.compiling or 0 not in (facts.cache.get("max_bytes"), facts.cache.get("max_entries")):
         return None
-    return "The graph cache may hold nothing, so nothing is compiled: raise its budget (cache_mb, or Accel's settings)."
+    return "The graph cache may hold nothing, so nothing is compiled: raise its limits in the settings, under Accel."
 
 
 def cache_too_small(facts: Facts) -> str | None:
@@ -145,7 +148,7 @@ def cache_too_small(facts: Facts) -> str | None:
     what = "did not hold all graphs of this run" if refused else f"dropped {evicted} graphs to make room in this run"
     return (
         f"The graph cache ({facts.cache.get('max_bytes', 0) / (1 << 20):.0f} MB, {facts.cache.get('max_entries', 0)} "
-        f"kinds) {what}: raise its budget (cache_mb, or Accel's settings)."
+        f"kinds) {what}: raise its limits in the settings, under Accel."
     )
 
 
@@ -180,14 +183,6 @@ def loading_took_long(facts: Facts) -> str | None:
     )
 
 
-def few_repetitions_left_out(facts: Facts) -> str | None:
-    least = facts.compiling.get("min_repetitions", 1)
-    left = sum(row["blocks"] for row in facts.left_eager() if row["code"] == _TOO_FEW)
-    if least <= 1 or not left:
-        return None
-    return f"min_repetitions {least} keeps {left} blocks uncompiled: 1 compiles them too."
-
-
 def blocks_fell_back(facts: Facts) -> str | None:
     eager, reasons = facts.run.get("eager_calls", 0), facts.reasons()
     if not eager or not reasons or not facts.compiling:
@@ -198,7 +193,7 @@ def blocks_fell_back(facts: Facts) -> str | None:
     if code in _PATCHES:
         return f"{text} Another node patches these blocks (attention, IP-Adapter): without it they run compiled."
     if code == "slower":
-        return f"{text} That is not wrong: on this machine they are faster so."
+        return f"{text} Expected: on this machine these blocks run faster uncompiled."
     if code in ("gradients", "autocast"):
         return f"{text} No graph is made for that."
     return text
@@ -218,7 +213,7 @@ def not_captured(facts: Facts) -> str | None:
 
 
 def blocks_left_out(facts: Facts) -> str | None:
-    left = [row for row in facts.left_eager() if row["code"] != _TOO_FEW]
+    left = facts.left_eager()
     if not left or not facts.compiling:
         return None
     most = max(left, key=lambda row: row["blocks"])
@@ -280,17 +275,8 @@ def deep_cache_skipped_nothing(facts: Facts) -> str | None:
     )
 
 
-def vae_is_left_alone(facts: Facts) -> str | None:
-    if not any(inputs.get("policy", "skip") == "skip" for inputs in facts.nodes.get("AccelVAESkipCompile", ())):
-        return None
-    return (
-        "VAE Skip Compile leaves the VAE uncompiled, which is right for most: it runs once an image. Its policy auto "
-        "compiles the decoder once many images of one size have come."
-    )
-
-
 def torch_cannot_compile(facts: Facts) -> str | None:
-    if facts.compiles or not (facts.compiling or facts.nodes.get("AccelModel")):
+    if facts.compiles or not (facts.compiling or facts.has_compiling_node):
         return None
     return (
         f"PyTorch {facts.torch} cannot compile a block for every size, so all blocks run uncompiled: install 2.11 or "
@@ -364,8 +350,8 @@ CAUSES: tuple[Callable[[Facts], str | None], ...] = (
     *(no_run, run_failed, torch_cannot_compile, tool_missing, backend_compiles_nothing),
     *(cache_is_off, partly_loaded, cache_too_small, sizes_were_cold, whole_model_compiled_too, no_compiling_node),
     *(deep_cache_is_off, deep_cache_found_no_place, deep_cache_skipped_nothing, blocks_fell_back, blocks_left_out),
-    *(not_captured, few_repetitions_left_out, exact_size, loading_took_long, gpu_is_shared, saves_memory, no_gpu),
-    *(weights_are_streamed, nothing_measured, gain_is_small, comfyui_too_old, vae_is_left_alone),
+    *(not_captured, exact_size, loading_took_long, gpu_is_shared, saves_memory, no_gpu),
+    *(weights_are_streamed, nothing_measured, gain_is_small, comfyui_too_old),
 )
 """Whatever reduces the gain; what costs most, or is easiest to change, comes first."""
 

@@ -81,7 +81,7 @@ _MESSAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     },
     "graph_loaded": lambda data: {"event": "loaded", "name": data["name"], "seconds": data["seconds"]},
     "fallback": lambda data: {"event": "fallback", "block": data["block"], **data["reason"].as_json()},
-    "run_end": lambda data: {"event": "run_end"},
+    "run_over": lambda data: {"event": "run_end", "lines": data["run"].lines_as_json()},
     "cache_changed": lambda data: {"event": "cache_changed"},
 }
 

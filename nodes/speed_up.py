@@ -1,0 +1,67 @@
+"""The Speed Up node: everything that this pack does for a model, by one choice."""
+
+from comfy_api.latest import io
+
+from ..accel.core.compile_settings import CompileSettings
+from ..accel.hosts.comfyui.models.accelerate import accelerate
+from ..accel.hosts.comfyui.models.deep_cache import apply_deep_cache
+from ..accel.hosts.comfyui.models.vae import vae_view
+from ..accel.hosts.comfyui.versions import make_input, schema
+from ..accel.sizing.vae import AUTO, VaePolicy
+from ..accel.step_cache.config import QUALITIES
+
+
+class AccelSpeedUp(io.ComfyNode):
+    """MODEL in, MODEL out, and a VAE beside it: compiled, captured, and with steps skipped as far as allowed."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AccelSpeedUp",
+            display_name="Accel: Speed Up",
+            category="accel",
+            description=(
+                "Makes the model faster: compiles it once for every size, batch and LoRA, and can skip work that "
+                "barely changes between steps. Place it after the loaders and LoRAs, before the sampler. After each "
+                "image the node says what it gained."
+            ),
+            search_aliases=["faster", "speed", "accelerate", "torch compile", "cache", "deepcache", "teacache"],
+            inputs=[
+                make_input(io.Model, "model", tooltip="The model to speed up. It is not changed itself."),
+                make_input(
+                    io.Combo,
+                    "quality",
+                    options=list(QUALITIES),
+                    default=next(iter(QUALITIES)),
+                    tooltip=(
+                        "Exact: compile only; the image is the same but for rounding. Balanced: also skip work on "
+                        "steps that barely change, hard to see. Fast: skip more; small details change. Balanced and "
+                        "Fast gain little below about 10 steps (Turbo, Lightning, LCM)."
+                    ),
+                ),
+                make_input(
+                    io.Vae,
+                    "vae",
+                    optional=True,
+                    tooltip=(
+                        "Optional. Decoding is compiled too once several images of one size have come, if that is "
+                        "faster here."
+                    ),
+                ),
+            ],
+            hidden=[io.Hidden.unique_id],
+            outputs=[
+                io.Model.Output("MODEL", tooltip="The faster model, for a sampler or further model nodes."),
+                io.Vae.Output("VAE", tooltip="The VAE given, for VAE Decode."),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, model, quality, vae=None) -> io.NodeOutput:
+        node_id = cls.hidden.unique_id if cls.hidden else None
+        faster = accelerate(model, CompileSettings(measured=True), node_id=node_id, graphs=True)
+        caching = QUALITIES[quality]
+        if caching is not None:
+            faster = apply_deep_cache(faster, caching, node_id=node_id)
+        view = None if vae is None else vae_view(vae, VaePolicy(AUTO), CompileSettings(measured=True), node_id=node_id)
+        return io.NodeOutput(faster, view)

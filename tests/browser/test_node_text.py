@@ -1,0 +1,82 @@
+"""Text on our nodes: what a run gained, and what a node did; it stays, is saved, and changes nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+from editor_page import EVERY_SETUP, screenshot
+from panel_page import SAY
+
+pytestmark = pytest.mark.browser
+in_all = pytest.mark.parametrize("setup", EVERY_SETUP, indirect=True)
+
+OF_0_1 = Path(__file__).with_name("text_to_image_of_0_1.json")
+"""A template as the first version saved it, whose Accelerate Model had two inputs more."""
+
+ADD = """
+type => {
+    const node = window.LiteGraph.createNode(type);
+    window.app.graph.add(node);
+    node.pos = [300 + 400 * (window.app.graph.nodes.length - 1), 200];
+    return String(node.id);
+}
+"""
+TEXTS = "() => [...document.querySelectorAll('.accel-node-text')].map(element => element.textContent)"
+SAVED = "() => JSON.stringify(window.app.graph.serialize())"
+PROMPT = "async () => JSON.stringify((await window.app.graphToPrompt()).output)"
+LOAD = "async text => { await window.app.loadGraphData(JSON.parse(text)); }"
+
+LINE = [
+    {"code": "line_times", "fields": {"times": "1.31"}, "reason": "1.31×"},
+    {"code": "line_saved", "fields": {"seconds": "2.1"}, "reason": "2.1 s saved"},
+    {"code": "line_paid_back", "fields": {"images": 7}, "reason": "paid back after 7 images"},
+]
+SAID = "1.31× · 2.1 s saved · paid back after 7 images"
+
+
+def until_shown(page, *texts):
+    page.wait_for_function(
+        f"texts => JSON.stringify(({TEXTS})()) === texts",
+        arg=json.dumps(texts, ensure_ascii=False, separators=(",", ":")),
+    )
+
+
+@in_all
+def test_the_line_of_a_run_stays_on_its_node_and_in_the_saved_workflow(page):
+    node = page.evaluate(ADD, "AccelSpeedUp")
+    page.evaluate(ADD, "KSampler")
+    before = page.evaluate(PROMPT)
+    page.evaluate(SAY, {"event": "compiling", "node": node, "name": "ResBlock", "number": 2, "of": 5, "seconds": 1.0})
+    until_shown(page, "Compiling ResBlock, 2 of 5")
+    page.evaluate(SAY, {"event": "run_end", "lines": {node: LINE, "2": LINE, "99": LINE}})
+    until_shown(page, SAID)  # and not on the sampler, which is not ours
+    page.wait_for_timeout(300)
+    screenshot(page, "node-text")
+    box = page.locator(".accel-node-text").bounding_box()
+    assert box["height"] >= 18 and box["width"] > 100
+    assert page.evaluate(PROMPT) == before
+    saved = page.evaluate(SAVED)
+    values = next(found["widgets_values"] for found in json.loads(saved)["nodes"] if found["type"] == "AccelSpeedUp")
+    assert values == ["Exact"]
+    page.evaluate(LOAD, saved)
+    until_shown(page, SAID)
+    assert page.evaluate(PROMPT) == before
+
+
+@in_all
+def test_a_node_shows_what_it_did(page):
+    page.evaluate(ADD, "AccelSnapSize")
+    page.evaluate("() => window.app.graph.nodes[0].onExecuted({ text: ['720×960 → 704×960, 2.2 % narrower'] })")
+    until_shown(page, "720×960 → 704×960, 2.2 % narrower")
+
+
+@in_all
+def test_a_workflow_of_the_first_version_loads_with_its_values(page):
+    page.evaluate(LOAD, OF_0_1.read_text(encoding="utf-8"))
+    prompt = json.loads(page.evaluate(PROMPT))
+    given = next(node["inputs"] for node in prompt.values() if node["class_type"] == "AccelModel")
+    assert {name: given[name] for name in given if name != "model"} == {
+        **{"shapes": "any size", "backend": "inductor", "on_trouble": "run eagerly"},
+        **{"check_gain": True, "graphs": "off"},
+    }
+    assert page.errors() == []

@@ -1,0 +1,46 @@
+"""A wrong value is refused before the run, and only its own input is marked."""
+
+import asyncio
+
+import execution
+import pytest
+from comfy_accel.nodes import NODES
+
+import nodes as core_nodes
+
+RIGHT = {node.define_schema().node_id: node for node in NODES}
+
+
+def wrong_values():
+    for name, node in RIGHT.items():
+        for declared in node.define_schema().inputs:
+            if getattr(declared, "options", None):
+                yield name, declared.id, "perhaps"
+            elif getattr(declared, "min", None) is not None:
+                yield name, declared.id, declared.min - 1
+    yield "AccelWarmUpGraphs", "sizes", "10x"
+    yield "AccelBatchSnap", "sizes", "some"
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    for name, node in RIGHT.items():
+        monkeypatch.setitem(core_nodes.NODE_CLASS_MAPPINGS, name, node)
+
+
+def marked(name, changes):
+    """The inputs that core marks for these values of a node of its own; what is not linked does not count."""
+    values = {
+        declared.id: getattr(declared, "default", None)
+        for declared in RIGHT[name].define_schema().inputs
+        if getattr(declared, "default", None) is not None
+    }
+    prompt = {"1": {"class_type": name, "inputs": {**values, **changes}}}
+    _, errors, _ = asyncio.run(execution.validate_inputs("test", prompt, "1", {}))
+    return {error["extra_info"]["input_name"] for error in errors if error["type"] != "required_input_missing"}
+
+
+@pytest.mark.parametrize(("name", "wrong", "value"), list(wrong_values()), ids=lambda value: str(value))
+def test_only_the_wrong_input_is_marked(name, wrong, value, registered):
+    assert marked(name, {}) == set()
+    assert marked(name, {wrong: value}) == {wrong}

@@ -1,0 +1,73 @@
+"""The line on a node after a run: what it gained, or what stands in the way."""
+
+import pytest
+from comfy_accel.accel.core.events import emit
+from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.report.headline import as_text, headlines
+from comfy_accel.accel.report.run_record import Run, RunRecords, Saving
+
+COMPILING, CACHING = {"node": "3"}, {"node": "4"}
+
+
+def saved(seconds):
+    return Saving(seconds, Reason("compiling_saved"))
+
+
+def line(node="3", total=14.0, uncompiled=(), **facts):
+    facts = {"compiling": COMPILING, "seconds": 6.8, "compiled_calls": 900, **facts}
+    return as_text(headlines(Run(**facts), total, uncompiled)[node])
+
+
+SAID = [
+    ({"by_compiling": saved(2.1)}, "1.31× · 2.1 s saved · compiled once in 14 s · paid back after 7 images"),
+    ({"by_compiling": saved(2.1), "seconds": 20.8, "compile_seconds": 14.0, "compilations": 4}, "1.31× · 2.1 s saved"),
+    ({"by_compiling": saved(0.01)}, "as fast as without · compiled once in 14 s"),
+    ({"by_compiling": saved(-1.0)}, "1.0 s slower than without · compiled once in 14 s"),
+    ({"compilations": 4}, "compiled once in 14 s · gain known after the next image"),
+    ({"loaded": 4, "total": 0.0}, "compiled graphs loaded from disk"),
+    ({"compiled_calls": 0, "uncompiled": [Reason("autocast")]}, "not compiled: autocast is on"),
+    ({"compiled_calls": 0, "left_eager": {Reason("no_blocks"): 3, Reason("training"): 9}}, "not compiled: it is being"),
+    ({"compiled_calls": 0}, "not compiled: No compiled block ran."),
+    ({"failed": True, "by_compiling": saved(2.1)}, "compiled once in 14 s"),
+]
+
+
+@pytest.mark.parametrize(("facts", "said"), SAID, ids=[said[:40] for _, said in SAID])
+def test_compiling_says_what_it_gained_or_what_stands_in_the_way(facts, said):
+    assert line(**facts).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ("FFFSSFSSFSSF", "6 of 12 steps skipped"),
+        ("FFFF", "4 steps are too few to skip any"),
+        ("F" * 20, "no step skipped: too much changes between them"),
+    ],
+)
+def test_skipping_says_how_many_steps_or_why_none(steps, said):
+    assert line("4", compiling=None, caching=CACHING, steps_taken=steps) == said
+
+
+def test_each_node_tells_of_its_own_part_and_one_that_does_both_of_both():
+    facts = {"by_compiling": saved(2.0), "by_skipping": saved(3.0), "caching": CACHING, "steps_taken": "FFSS"}
+    assert line("3", **facts).startswith("1.29× · 2.0 s saved · compiled")
+    assert line("4", **facts) == "1.44× · 3.0 s saved · 2 of 4 steps skipped"
+    both = line("3", **{**facts, "caching": COMPILING})
+    assert both.startswith("1.74× · 5.0 s saved · compiled once") and both.endswith("2 of 4 steps skipped")
+
+
+def test_seconds_of_compiling_are_those_of_all_runs_of_the_model():
+    records = RunRecords()
+    for compiled in (9.0, 5.0, 0.0):
+        records.hear("run_start", {"owner": 1, "model": "SDXL", "compiling": COMPILING})
+        if compiled:
+            records.hear("compile_end", {"name": "Block", "seconds": compiled})
+        records._open[next(iter(records._open))][-1].run.compiled_calls = 10
+        records.hear("run_end", {"owner": 1, "failed": False})
+    assert "compiled once in 14 s" in as_text(records.last().lines["3"])
+
+
+def test_run_without_a_node_has_no_line():
+    emit("run_over", run=Run())  # a listener may be there, and must take it
+    assert headlines(Run(compiling={"node": None}), 0.0) == {}

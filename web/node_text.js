@@ -1,0 +1,108 @@
+/**
+ * Text on our nodes that stays: what a node said when it ran, or what its run gained. It is kept in the node's
+ * properties, so that a saved workflow has it, and drawn by a widget that is neither saved nor sent.
+ */
+
+import { app } from "../../scripts/app.js";
+import { h, setText } from "./dom.js";
+import { feed } from "./feed.js";
+import { loadTexts, onLanguage, reasonText, t } from "./texts.js";
+
+const WIDGET = "accel_text";
+const PROPERTY = "accel_text";
+const LINES = "accel_lines"; // reasons, so that another language can be shown
+const SEPARATOR = " · ";
+const LINE = 18; // pixels
+const PADDING = 12;
+
+/** Hear what our nodes have to say; once, when the page is set up. */
+export function startNodeTexts() {
+  document.head.append(h("link", { rel: "stylesheet", href: new URL("node_text.css", import.meta.url).href }));
+  loadTexts().then(redraw);
+  onLanguage(() => setTimeout(redraw));
+  feed.onMessage((message) => {
+    for (const [id, line] of Object.entries(message.lines ?? {})) {
+      const node = findNode(id);
+      if (!isOurs(node)) continue;
+      node.properties[LINES] = line;
+      setNodeText(node, textOf(line));
+    }
+    if (message.event === "compiling") {
+      const node = findNode(message.node);
+      if (isOurs(node)) drawText(node, t("compilingOnNode", message));
+    }
+  });
+}
+
+/** A node of ours: text that it gave when it ran. */
+export function onExecuted(node, output) {
+  const text = output?.text?.[0];
+  if (typeof text === "string") setNodeText(node, text);
+}
+
+/** After a node was made from a workflow: what it said last. */
+export function onConfigured(node) {
+  const text = node.properties?.[LINES] ? textOf(node.properties[LINES]) : node.properties?.[PROPERTY];
+  if (typeof text === "string" && text) drawText(node, text);
+}
+
+const textOf = (line) => line.map(reasonText).join(SEPARATOR);
+
+const isOurs = (node) => Boolean(node?.comfyClass?.startsWith("Accel"));
+
+/** id: as the server names a node, "7", or "5:7" inside of a subgraph */
+function findNode(id) {
+  let graph = app.graph?.rootGraph ?? app.graph;
+  let node = null;
+  for (const part of String(id ?? "").split(":")) {
+    node = graph?.getNodeById?.(Number(part)) ?? graph?.getNodeById?.(part) ?? null;
+    graph = node?.subgraph;
+  }
+  return node;
+}
+
+function setNodeText(node, text) {
+  node.properties[PROPERTY] = text;
+  drawText(node, text);
+}
+
+function drawText(node, text) {
+  const widget = node.widgets?.find(({ name }) => name === WIDGET) ?? addWidget(node);
+  setText(widget.element, text);
+  widget.element.title = text;
+  grow(node);
+}
+
+function addWidget(node) {
+  const element = h("div", { class: "accel-node-text", role: "status" });
+  const options = { serialize: false, hideOnZoom: false, getValue: () => element.textContent, setValue: () => {} };
+  const widget = node.addDOMWidget(WIDGET, "accel_text", element, options);
+  widget.serialize = false;
+  widget.computeLayoutSize = () => ({ minHeight: heightOf(node, element), minWidth: 0 });
+  return widget;
+}
+
+/** Of the text, wrapped in the node's width; counted in characters, since a node off the screen has no layout. */
+function heightOf(node, element) {
+  const perLine = Math.max(10, Math.floor((node.size[0] - 2 * PADDING) / 6.5));
+  const lines = element.textContent.split("\n").map((line) => Math.max(1, Math.ceil(line.length / perLine)));
+  return lines.reduce((sum, count) => sum + count, 0) * LINE + PADDING;
+}
+
+/** Make room for the text; a node is never made smaller. */
+function grow(node) {
+  const wanted = node.computeSize();
+  if (wanted[1] > node.size[1]) node.setSize([node.size[0], wanted[1]]);
+  node.setDirtyCanvas?.(true, true);
+}
+
+function redraw() {
+  for (const node of allNodes(app.graph?.rootGraph ?? app.graph)) if (isOurs(node)) onConfigured(node);
+}
+
+function* allNodes(graph) {
+  for (const node of graph?.nodes ?? []) {
+    yield node;
+    if (node.subgraph) yield* allNodes(node.subgraph);
+  }
+}
