@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ..core.reasons import Reason
-
-if TYPE_CHECKING:
-    from .run_record import Run, Saving
+from .run import Run, Saving
 
 LEAST_SAVED = 0.05
 """Seconds: less than this is within what two equal runs differ by."""

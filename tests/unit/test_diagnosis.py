@@ -4,7 +4,7 @@ import pytest
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.hosts.comfyui.server import diagnosis
 from comfy_accel.accel.hosts.comfyui.server.diagnosis import CAUSES, Facts, diagnose, nodes_of
-from comfy_accel.accel.report.run_record import Run, Saving
+from comfy_accel.accel.report.run import Run, Saving
 
 WARM = {
     "model": "SDXL",

@@ -4,7 +4,8 @@ import pytest
 from comfy_accel.accel.core.events import emit
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.report.headline import as_text, headlines
-from comfy_accel.accel.report.run_record import Run, RunRecords, Saving
+from comfy_accel.accel.report.run import Run, Saving
+from comfy_accel.accel.report.run_record import RunRecords
 
 COMPILING, CACHING = {"node": "3"}, {"node": "4"}
 

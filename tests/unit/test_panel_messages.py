@@ -4,7 +4,7 @@ import pytest
 from comfy_accel.accel.core.events import emit, subscribe
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.hosts.comfyui.server.panel_messages import _MOST_WAITING, SPACING, PanelMessages
-from comfy_accel.accel.report.run_record import Run
+from comfy_accel.accel.report.run import Run
 
 LINES = {"7": [Reason("line_loaded").as_json()]}
 

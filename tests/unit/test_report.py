@@ -9,7 +9,7 @@ import pytest
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.report import chart
 from comfy_accel.accel.report import text as report
-from comfy_accel.accel.report.run_record import Run, Saving
+from comfy_accel.accel.report.run import Run, Saving
 
 CACHE = {
     **{"entries": 9, "graphs": 11, "hits": 3000, "compilations": 9, "loaded": 3, "seconds": 44.0, "evictions": 0},

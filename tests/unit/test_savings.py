@@ -5,7 +5,8 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.benchmark import CLEAR_ROUNDS, Benchmark
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph
-from comfy_accel.accel.report.run_record import by_compiling, by_skipping, together
+from comfy_accel.accel.report.run import together
+from comfy_accel.accel.report.run_record import by_compiling, by_skipping
 
 
 def benchmark(compiled, eager):
