@@ -53,6 +53,31 @@ class Joint(Block):
         return None if self.last else context * 3, x * 2
 
 
+class Paired(Block):
+    """As LTX 2's: picture and sound in one tuple, both changed in place."""
+
+    def forward(self, x, vec):
+        self.called.append(self.name)
+        picture, sound = x
+        return picture.mul_(2), sound.mul_(3)
+
+
+class Pairs(torch.nn.Module):
+    """Returns both, joined."""
+
+    def __init__(self, count=5):
+        super().__init__()
+        self.called = []
+        self.blocks = torch.nn.ModuleList(Paired(self.called, i) for i in range(count))
+
+    def forward(self, picture, sound):
+        self.called.clear()
+        picture, sound = picture.clone(), sound.clone()
+        for block in self.blocks:
+            picture, sound = block((picture, sound), vec=None)
+        return torch.cat((picture, sound), 1)
+
+
 class Chain(torch.nn.Module):
     """One list of blocks; `between(x, i)` is what the model does behind block i."""
 
@@ -66,6 +91,13 @@ class Chain(torch.nn.Module):
         for i, block in enumerate(self.blocks):
             x = self.between(block(x, vec=torch.ones(x.shape[0], 2)), i)
         return x
+
+
+class Packed(Chain):
+    """As MiniMax H3: the tokens of its one image have no batch."""
+
+    def forward(self, x):
+        return super().forward(x[0])[None]
 
 
 class Doubles(torch.nn.Module):

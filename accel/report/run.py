@@ -28,7 +28,8 @@ class Run:
     latent: shape of the noise, such as [B, C, H, W]. contexts: prompt lengths, tokens.
     compiling, caching: settings of the compiler and of DeepCache; None where the run did without.
     eager_calls: calls of blocks that could have run compiled. left_eager: by reason, how many blocks nobody tried to
-        compile. fallbacks: `Fallbacks.rows` of this run. steps_taken: DeepCache's steps, such as "FSSF".
+        compile. fallbacks: `Fallbacks.rows` of this run.
+    steps_taken: DeepCache's steps, such as "FSSF"; why_full: what of the model or the sampler made all of them full.
     model_calls: calls of the whole model, where capturing is on; replays: those of them that replayed a CUDA graph.
     captures: calls captured in this run, in capture_seconds.
     lines: by node id, what it gained, in parts (`headline.headlines`).
@@ -62,6 +63,7 @@ class Run:
     evicted: int = 0
     fallbacks: list[dict[str, Any]] = field(default_factory=list)
     steps_taken: str = ""
+    why_full: str | None = None
     by_compiling: Saving = Saving()
     by_skipping: Saving = Saving()
     lines: dict[str, list[Reason]] = field(default_factory=dict)

@@ -78,7 +78,10 @@ class RunRecords:
             return list(self._runs)
 
     def deep_cache(self) -> dict[str, Any] | None:
-        """The last DeepCache run: full_steps, skipped_steps, steps, saved_seconds, saved_how; None before the first."""
+        """The last DeepCache run: full_steps, skipped_steps, steps, why_full, saved_seconds, saved_how.
+
+        None before the first.
+        """
         with self._lock:
             return None if self._deep_cache is None else dict(self._deep_cache)
 
@@ -158,9 +161,10 @@ class RunRecords:
         else:
             saved = Saving(None, Reason("skipping_untimed"))
         counts = {name: data[name] for name in ("full_steps", "skipped_steps")}
-        self._deep_cache = {**counts, "steps": steps, **together([saved])}
+        why_full = data.get("why_full")
+        self._deep_cache = {**counts, "steps": steps, "why_full": why_full, **together([saved])}
         if now is not None:
-            now.run.steps_taken, now.run.by_skipping = steps, saved
+            now.run.steps_taken, now.run.by_skipping, now.run.why_full = steps, saved, why_full
 
     def _on_survey(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         if now is not None:

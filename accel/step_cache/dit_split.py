@@ -242,7 +242,8 @@ class _FullCall:
         for name, tensor in after.items():
             if tensor.shape != before[name].shape or tensor.dtype != before[name].dtype:
                 raise NoStreams(f"its blocks change the shape of {name}")
-            if tensor.shape[span.batch_dim(tensor)] != rows:
+            # MiniMax H3's tokens [S, C] are of one image and have no batch.
+            if tensor.shape[span.batch_dim(tensor)] != rows and (rows, tensor.ndim) != (1, 2):
                 raise NoStreams(f"{name} {list(tensor.shape)} does not have the latent's batch of {rows}")
         span.streams, span.has_residual = streams, True
         # `before` and the residuals are tensors of ours that nobody writes to, so the run takes them as they are.

@@ -80,6 +80,8 @@ class DeepCacheRun:
         """Whether noise levels are shares of noise, 0 to 1, instead of its ratio to the image."""
         self.failed = False
         """Whether the rest of the run is computed in full, whatever the policy says."""
+        self.why_full: str | None = None
+        """Why, where the model or the sampler is the reason."""
         self._step: int | None = None
         self._angle = 0.0
         """Of the current evaluation's noise level."""
@@ -130,6 +132,7 @@ class DeepCacheRun:
         """Skip nothing from now on; the first reason is logged."""
         if not self.failed:
             log.warning("DeepCache: %s; every step runs in full.", reason)
+            self.why_full = reason
         self.failed = True
 
     def begin_evaluation(self, sigma: float) -> None:

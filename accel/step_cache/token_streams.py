@@ -51,7 +51,8 @@ class Streams:
 def arguments(block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A call's arguments by the parameter names of the block's class, whatever is substituted for its forward.
 
-    Those that it takes as `*args` are named by their place. Raises NoStreams when they do not fit.
+    Those that it takes as `*args` are named by their place, and so are the tensors of a tuple (LTX 2's picture and
+    sound). Raises NoStreams when they do not fit.
     """
     block = getattr(block, "_orig_mod", block)  # of torch.compile
     signature = _signature(type(block).forward)
@@ -62,13 +63,17 @@ def arguments(block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     named: dict[str, Any] = {}
     for name, value in list(bound.items())[1:]:
         kind = signature.parameters[name].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
+        if kind is inspect.Parameter.VAR_POSITIONAL or _is_of_tensors(value):
             named.update({f"{name}[{index}]": part for index, part in enumerate(value)})
         elif kind is inspect.Parameter.VAR_KEYWORD:
             named.update(value)
         else:
             named[name] = value
     return named
+
+
+def _is_of_tensors(value: Any) -> bool:
+    return type(value) is tuple and bool(value) and all(isinstance(part, torch.Tensor) for part in value)
 
 
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:

@@ -11,6 +11,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.split_points import find_split
 from deep_cache_runs import (
@@ -64,6 +65,14 @@ def test_steps_between_are_skipped_at_two_sizes_and_the_model_stays_plain(name, 
         assert 1e-3 < (out - plain).norm() / plain.norm() < LARGEST_DISTANCE
         assert torch.equal(dit.sample(model, size), plain)
     assert_no_trace(model)
+
+
+def test_few_steps_leave_the_defaults_nothing_to_skip_and_the_log_says_where_it_pays(caplog):
+    caplog.set_level(logging.INFO)
+    dit = DITS["Wan"]
+    dit.sample(apply_deep_cache(dit.load(), DeepCacheSettings()), steps=4)
+    assert counts() == (4, 0)
+    assert "all 4 steps were computed in full: at so few" in caplog.text and "20 steps" in caplog.text
 
 
 # The others keep their streams apart by the same code.

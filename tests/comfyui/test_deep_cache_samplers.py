@@ -11,6 +11,7 @@ from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import last_run
 from comfy_accel.accel.hosts.comfyui.models.noise_levels import NoiseLevels, reckons
+from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from deep_cache_runs import cached, counts
 
@@ -201,6 +202,7 @@ def test_levels_that_go_up_and_down_are_computed_in_full(small_unet, caplog):
     made = by_levels(cached(small_unet), sigmas, "euler_ancestral")
     assert torch.equal(made, by_levels(small_unet, sigmas, "euler_ancestral"))
     assert caplog.text.count("go up and down; every step runs in full") == 1
+    assert "go up and down" in records.deep_cache()["why_full"]
 
 
 def test_guidance_of_one_is_one_stream(small_unet, calls):

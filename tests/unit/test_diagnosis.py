@@ -110,6 +110,11 @@ SAID = [
         "0.05 is the default",
     ),
     (diagnosis.deep_cache_found_no_place, facts(nodes={"AccelDeepCache": [{"interval": 3}]}), "the log says why"),
+    (
+        diagnosis.deep_cache_skipped_nothing,
+        facts(skipping(steps=4, why_full="the noise levels of this run go up and down")),
+        "DeepCache skipped nothing: the noise levels",
+    ),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping(steps=6)), "from about 20 steps on"),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping(sampler="euler_ancestral")), "Use euler"),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping()), "higher threshold"),

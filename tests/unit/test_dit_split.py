@@ -7,7 +7,20 @@ import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.step_cache.step_schedule import step_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy_transformers import FULL, SKIPPED, Chain, Doubles, InPlaceSingle, Joints, Sampler, Single, tokens, untouched
+from toy_transformers import (
+    FULL,
+    SKIPPED,
+    Chain,
+    Doubles,
+    InPlaceSingle,
+    Joints,
+    Packed,
+    Pairs,
+    Sampler,
+    Single,
+    tokens,
+    untouched,
+)
 
 # What a skipped call computes
 
@@ -52,6 +65,22 @@ def test_arguments_by_place_and_a_last_block_without_context():
     assert torch.equal(sampler.call(FULL, x, context), tokens(16))
     assert torch.equal(sampler.call(SKIPPED, tokens(2), context), tokens((4 + 6) * 2))
     assert sampler.model.called == [0, 3]
+
+
+@pytest.mark.parametrize("count", [3, 4])  # of the sound's tokens: as many as the picture's, or not
+def test_streams_in_one_tuple_are_remembered_both(count):
+    sampler, sound = Sampler(Pairs()), tokens(1, count=count)
+    assert torch.equal(sampler.call(FULL, tokens(1), sound)[:, 3:], tokens(243, count=count))
+    out = sampler.call(SKIPPED, tokens(3), tokens(2, count=count))
+    # In front 6 and 6, the middle adds 14 and 78, behind it twice and three times that.
+    assert torch.equal(out, torch.cat((tokens(40), tokens((6 + 78) * 3, count=count)), 1))
+    assert sampler.model.called == [0, 4]
+
+
+def test_tokens_without_a_batch_are_those_of_one_image():
+    sampler = Sampler(Packed())
+    assert torch.equal(sampler.call(FULL, tokens(1)), tokens(32))
+    assert torch.equal(sampler.call(SKIPPED, tokens(3)), tokens(40)) and sampler.skipped
 
 
 def test_streams_of_one_shape_are_told_apart():

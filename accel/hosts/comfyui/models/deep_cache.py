@@ -15,6 +15,7 @@ from comfy.patcher_extension import WrappersMP, get_wrappers_with_key
 
 from ....core.events import emit, log
 from ....modules.substitution import Order, substituted
+from ....report.headline import FEW_STEPS
 from ....report.run_record import records
 from ....step_cache.cached_call import cached_call
 from ....step_cache.config import DeepCacheSettings
@@ -102,9 +103,20 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
 
 def _report(run: DeepCacheRun) -> None:
     emit(
-        "deep_cache_run", full_steps=run.full_steps, skipped_steps=run.skipped_steps, steps=run.letters, began=run.began
+        "deep_cache_run",
+        full_steps=run.full_steps,
+        skipped_steps=run.skipped_steps,
+        steps=run.letters,
+        began=run.began,
+        why_full=run.why_full,
     )
-    if run.policy.uses_drift and not run.skipped_steps and not run.failed:
+    if run.policy.uses_drift and not run.skipped_steps and not run.failed and run.full_steps < FEW_STEPS:
+        log.info(
+            "DeepCache: all %d steps were computed in full: at so few too much changes from one to the next. It pays "
+            "from about 20 steps on; Accelerate Model helps at any number.",
+            run.full_steps,
+        )
+    elif run.policy.uses_drift and not run.skipped_steps and not run.failed:
         log.info(
             "DeepCache: too much changed from step to step, so all %d were computed in full; more steps, a higher "
             "threshold or the uniform schedule let it skip.",
@@ -159,6 +171,8 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
     run = None if run is None else run.of(model, functools.partial(find_split, depth=run.settings.depth))
     split = None if run is None else run.split
     x = args[0] if args else named.get("x")
+    if type(x) is list and x and all(isinstance(part, torch.Tensor) for part in x):
+        x = x[0]  # of several latents that are sampled together, the video's
     if split is not None and not isinstance(x, torch.Tensor):
         run.run_in_full(f"{type(model).__name__} takes several latents at once")
     if split is None:

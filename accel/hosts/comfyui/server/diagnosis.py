@@ -259,6 +259,8 @@ def deep_cache_skipped_nothing(facts: Facts) -> str | None:
     run = facts.run
     if not facts.caching or "S" in run.get("steps_taken", "") or deep_cache_is_off(facts):
         return None
+    if run.get("why_full"):
+        return f"DeepCache skipped nothing: {run['why_full']}."
     steps, sampler = run.get("steps") or len(run.get("steps_taken", "")), run.get("sampler") or "this sampler"
     if steps < FEW_STEPS:
         return (
