@@ -141,7 +141,8 @@ class FakePrefetch(types.ModuleType):
 
     def __init__(self, real: types.ModuleType | None = None):
         super().__init__("comfy.model_prefetch")
-        self.__dict__.update({} if real is None else vars(real))
+        known = {} if real is None else vars(real)
+        self.__dict__.update({name: value for name, value in known.items() if not hasattr(type(self), name)})
         self.MALLOC_GRAPHS: dict[int, FakeMallocGraph] = {}
         self.MALLOC_GRAPH_USED = False
 
