@@ -2,15 +2,35 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 from . import ROOT, Problem
 from .client import Graph
 
-TEXT_TO_IMAGE = ROOT / "example_workflows" / "api" / "text_to_image.json"
+TEMPLATES = ROOT / "example_workflows"
+TEXT_TO_IMAGE = TEMPLATES / "api" / "text_to_image.json"
 
-PASSED_ON = {"AccelModel": "model", "AccelDeepCache": "model", "AccelVAESkipCompile": "vae"}
-"""Node class → the input that its only output is in place of."""
+PASSED_ON = {
+    "AccelSpeedUp": ("model", "vae"),
+    "AccelModel": ("model",),
+    "AccelDeepCache": ("model",),
+    "AccelVAESkipCompile": ("vae",),
+}
+"""Node class → the inputs that its outputs are in place of."""
+
+
+def api_form(template: str) -> Path:
+    """The API form of a template: "08 Image to image, any size" has api/image_to_image_any_size.json."""
+    words = re.findall(r"[a-z0-9]+", template.lower())
+    return TEMPLATES / "api" / f"{'_'.join(words[1:])}.json"
+
+
+def models() -> set[tuple[str, str]]:
+    """What the templates load: (folder of models, file)."""
+    texts = (path.read_text(encoding="utf-8") for path in TEMPLATES.glob("*.json"))
+    nodes = (node for text in texts for node in json.loads(text)["nodes"])
+    return {(each["directory"], each["name"]) for node in nodes for each in node["properties"].get("models", ())}
 
 
 def load(path: Path = TEXT_TO_IMAGE) -> Graph:
@@ -44,7 +64,8 @@ def bypass(graph: Graph) -> Graph:
         kind = node["class_type"]
         if kind in PASSED_ON:
             # From `plain`: what feeds this node may itself have been replaced already.
-            _reconnect(plain, node_id, {0: plain[node_id]["inputs"][PASSED_ON[kind]]})
+            given = plain[node_id]["inputs"]
+            _reconnect(plain, node_id, {slot: given.get(name) for slot, name in enumerate(PASSED_ON[kind])})
             del plain[node_id]
         elif kind == "AccelResolutionSnap":
             size = {name: node["inputs"][name] for name in ("width", "height", "batch_size")}

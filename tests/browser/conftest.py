@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import synthetic
+from bench import synthetic, workflow
 from bench.server import serving
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -33,12 +33,6 @@ from editor_page import (  # noqa: E402
 )
 
 CHECKPOINT = "v1-5-pruned-emaonly-fp16.safetensors"
-EMPTY_FILES = (
-    "models/controlnet/control_v11p_sd15_scribble_fp16.safetensors",
-    "models/loras/blindbox_v1_mix.safetensors",
-)
-
-
 NOT_OURS = (
     "warning: ",
     # The page asks for files and addresses that this server does not have, or the internet.
@@ -59,11 +53,12 @@ def fill(base: Path) -> None:
     """What the workflows name: the checkpoint is the synthetic one, other models are empty files."""
     from PIL import Image
 
-    for folder in ("models/checkpoints", "models/controlnet", "models/loras", "input", "user/default"):
+    for folder in ("models/checkpoints", "input", "user/default"):
         (base / folder).mkdir(parents=True)
     (base / "models/checkpoints" / CHECKPOINT).symlink_to(synthetic.checkpoint())
-    for name in EMPTY_FILES:
-        (base / name).touch()
+    for folder, name in workflow.models() - {("checkpoints", CHECKPOINT)}:
+        (base / "models" / folder).mkdir(exist_ok=True)
+        (base / "models" / folder / name).touch()
     Image.linear_gradient("L").convert("RGB").resize((96, 64)).save(base / "input" / "example.png")
     (base / "user/default/comfy.settings.json").write_text(json.dumps(SETTINGS), encoding="utf-8")
 

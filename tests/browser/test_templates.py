@@ -1,21 +1,24 @@
 """The example workflows in ComfyUI's own page: each opens whole and converts to the stored graph, and one runs.
 
 `ACCEL_UPDATE=1 python3 dev.py test tests/browser/test_templates.py` writes what is otherwise compared: the API form of
-every workflow as the page converts it, and its thumbnail, which is the opened workflow around its orange groups.
+every workflow as the page converts it, and the README's picture of the first. `bench.thumbnails` draws thumbnails.
 """
 
 import io
 import json
-from pathlib import Path
+import urllib.parse
 
 import pytest
 from editor_page import CLASSIC, IN_NEWEST, SETUPS, UPDATE, get, screenshot
 
+from bench import ROOT, workflow
 from bench.comfyui import PACK_NAME
 
 pytestmark = pytest.mark.browser
 
-FOLDER = Path(__file__).resolve().parents[2] / "example_workflows"
+FOLDER = workflow.TEMPLATES
+START = "01 Start here"
+PICTURE = ROOT / "docs" / "screenshot-start.png"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 UNKNOWN_NODES = """
@@ -42,28 +45,14 @@ OVERLAPS = """
 }
 """
 
-THUMBNAIL = (768, 528)
-# What neither the sidebar nor the bars cover, of the page of 1600 by 830.
-ROOM = {"x": 80, "y": 100, "width": 931, "height": 640}
-FOCUS = """
-room => {
-    const { groups } = window.app.graph;
-    const box = chosen => chosen.map(({ pos: [x, y], size: [w, h] }) => [x, y, x + w, y + h]).reduce(
-        (a, b) => [Math.min(a[0], b[0]), Math.min(a[1], b[1]), Math.max(a[2], b[2]), Math.max(a[3], b[3])]);
-    // The largest of the pack's own groups, of those where there is something to set.
-    const hasSettings = ({ type, widgets }) => type.startsWith('Accel') && widgets?.length > 2;
-    const isOurs = ({ color, nodes }) => color === '#b06634' && nodes.some(hasSettings);
-    for (const group of groups) group.recomputeInsideNodes();
-    const area = ({ size: [w, h] }) => w * h;
-    const [ours] = groups.filter(isOurs).sort((a, b) => area(b) - area(a)).map(group => box([group]));
-    const all = box(groups);
-    const width = Math.max(1250, (ours[3] - ours[1] + 60) * room.width / room.height);
-    const middle = (ours[0] + ours[2]) / 2;
-    const left = Math.max(all[0] - 30, Math.min(middle - width / 2, all[2] + 30 - width));
-    const { ds } = window.app.canvas;
-    ds.scale = room.width / width;
-    ds.offset[0] = room.x / ds.scale - left;
-    ds.offset[1] = room.y / ds.scale - all[1] + 20;
+NOTE = {"x": 320, "y": 220, "width": 500, "height": 300}
+LOOK_AT_NOTE = """
+place => {
+    const { ds, graph } = window.app.canvas;
+    const note = graph.nodes.find(node => node.type === 'MarkdownNote');
+    ds.scale = 1.6;
+    ds.offset[0] = place.x / ds.scale - note.pos[0];
+    ds.offset[1] = place.y / ds.scale - note.pos[1];
     window.app.canvas.setDirty(true, true);
 }
 """
@@ -71,8 +60,7 @@ room => {
 SMALL = """
 seed => {
     const changes = {
-        AccelModel: { backend: 'eager' },
-        AccelResolutionSnap: { width: 64 + 8 * seed, height: 96, multiple: '8' },
+        EmptyLatentImage: { width: 64 + 8 * seed, height: 96 },
         KSampler: { steps: 2, seed },
     };
     for (const node of window.app.graph.nodes)
@@ -110,13 +98,25 @@ def meaning(graph: dict) -> dict:
     return {key: (node["class_type"], node["inputs"]) for key, node in graph.items()}
 
 
-def thumbnail(page, path: Path) -> None:
+def set_theme(page, theme: str) -> None:
+    """ComfyUI's own dark or light colours."""
+    page.evaluate("theme => window.app.extensionManager.setting.set('Comfy.ColorPalette', theme)", theme)
+    page.wait_for_timeout(500)
+
+
+def contrast(png: bytes) -> float:
+    """WCAG's contrast of the text in a picture: of its commonest colour and of the one furthest from that."""
     from PIL import Image
 
-    page.evaluate(FOCUS, ROOM)
-    page.wait_for_timeout(500)
-    picture = Image.open(io.BytesIO(page.screenshot(clip=ROOM))).convert("RGB")
-    picture.resize(THUMBNAIL, Image.Resampling.LANCZOS).save(path, quality=85, optimize=True)
+    def luminance(colour) -> float:
+        linear = [part / 3294.6 if part <= 10 else ((part / 255 + 0.055) / 1.055) ** 2.4 for part in colour]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    colours = sorted(((count, luminance(colour)) for count, colour in picture.getcolors(1 << 24)), reverse=True)
+    ground = colours[0][1]
+    often = [each for count, each in colours if count > 100]  # strokes, not a single pixel of theirs
+    return max((max(ground, each) + 0.05) / (min(ground, each) + 0.05) for each in often)
 
 
 def test_every_template_opens_whole_and_converts_to_the_stored_graph(page):
@@ -131,18 +131,42 @@ def test_every_template_opens_whole_and_converts_to_the_stored_graph(page):
 
         # As text: Playwright would turn JavaScript's undefined into null.
         converted = json.loads(page.evaluate("async () => JSON.stringify((await window.app.graphToPrompt()).output)"))
-        stored = FOLDER / "api" / f"{name}.json"
+        stored = workflow.api_form(name)
         if UPDATE and page.setup == CLASSIC:
             stored.write_text(json.dumps(converted, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         elif UPDATE and page.setup == IN_NEWEST:
-            thumbnail(page, FOLDER / f"{name}.jpg")
+            if name == START:
+                page.screenshot(path=str(PICTURE), clip={"x": 60, "y": 100, "width": 1520, "height": 600})
         elif meaning(converted) != meaning(json.loads(stored.read_text(encoding="utf-8"))):
             complaints.append(f"{name}: the page converts it to another graph than {stored.name} has")
     assert complaints + page.errors() == []
 
 
+def test_the_first_template_has_few_settings_of_ours(page):
+    open_template(page, START)
+    shown = page.evaluate(
+        "() => window.app.graph.nodes.filter(node => node.type.startsWith('Accel')).flatMap(node => node.widgets ?? [])"
+        ".filter(widget => !widget.hidden && !widget.options?.hidden).map(widget => widget.name)"
+    )
+    assert "quality" in shown
+    assert len(shown) <= 8
+
+
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_notes_are_readable_in_both_themes(page, theme):
+    set_theme(page, theme)
+    try:
+        open_template(page, START)
+        page.evaluate(LOOK_AT_NOTE, NOTE)
+        page.wait_for_timeout(500)
+        screenshot(page, f"note-{theme}")
+        assert contrast(page.screenshot(clip=NOTE)) >= 4.5
+    finally:
+        set_theme(page, "dark")
+
+
 def test_a_template_runs_and_its_nodes_show_progress_and_results(page):
-    open_template(page, "text_to_image")
+    open_template(page, "12 DeepCache quality")  # which compiles nothing
     page.evaluate(SMALL, SETUPS.index(page.setup))  # another image than in the setup before
     page.evaluate(WATCH)
     page.locator("button[data-testid=queue-button], [data-testid=queue-button] button").first.click()
@@ -151,18 +175,18 @@ def test_a_template_runs_and_its_nodes_show_progress_and_results(page):
     assert seen["ended"] == ["execution_success", None]
     assert [entry for entry in seen["progress"] if entry[0] == "KSampler"][-1] == ["KSampler", 2, 2]
     page.wait_for_timeout(1000)
-    screenshot(page, "text_to_image-done")
+    screenshot(page, "template-done")
     shown = page.evaluate(
         "() => Object.fromEntries(window.app.graph.nodes.map(({ id, type }) => [type, window.app.nodeOutputs[id]]))"
     )
-    assert len(shown["SaveImage"]["images"]) == 1
-    assert shown["AccelResolutionSnap"]["text"] == [f"{64 + 8 * SETUPS.index(page.setup)}×96, as asked"]
+    assert len(shown["PreviewImage"]["images"]) == 1
+    assert "DeepCache" in shown["AccelReport"]["text"][0]
 
 
 def test_the_page_is_offered_every_template_with_its_thumbnail(any_server):
     offered = json.loads(get(any_server, "/api/workflow_templates"))
     assert sorted(offered[PACK_NAME]) == NAMES
     for name in NAMES:
-        picture = get(any_server, f"/api/workflow_templates/{PACK_NAME}/{name}.jpg")
+        picture = get(any_server, f"/api/workflow_templates/{PACK_NAME}/{urllib.parse.quote(name)}.jpg")
         assert picture[:3] == b"\xff\xd8\xff"
         assert len(picture) < 120_000

@@ -1,6 +1,7 @@
 """The example workflows: both formats describe one graph, ComfyUI accepts it, and it makes images."""
 
 import asyncio
+import functools
 import json
 from pathlib import Path
 
@@ -11,12 +12,13 @@ from PIL import Image
 
 from bench import synthetic, workflow
 
-FOLDER = Path(__file__).resolve().parents[2] / "example_workflows"
+FOLDER = workflow.TEMPLATES
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 CHECKPOINT = "v1-5-pruned-emaonly-fp16.safetensors"
-CONTROL = "control_v11p_sd15_scribble_fp16.safetensors"
 LORA = "blindbox_v1_mix.safetensors"
 PICTURE = "example.png"
+EXTRAS = ("nodes_flux", "nodes_model_advanced", "nodes_sd3", "nodes_video", "nodes_wan")
+"""Core's modules of nodes that templates need beside those of nodes.py."""
 NOTES = {"Note", "MarkdownNote"}  # exist in the editor alone
 
 
@@ -25,7 +27,7 @@ def opened(name: str) -> dict:
 
 
 def graph(name: str) -> dict:
-    return json.loads((FOLDER / "api" / f"{name}.json").read_text(encoding="utf-8"))
+    return workflow.load(workflow.api_form(name))
 
 
 @pytest.fixture
@@ -36,12 +38,16 @@ def core_nodes(monkeypatch, tmp_path):
 
     import nodes
 
-    for name in (CHECKPOINT, CONTROL, LORA, PICTURE):
+    for name in (*(name for _, name in workflow.models()), PICTURE):
         (tmp_path / name).touch()
+    monkeypatch.setattr(nodes, "NODE_CLASS_MAPPINGS", dict(nodes.NODE_CLASS_MAPPINGS))
+    extras = Path(nodes.__file__).parent / "comfy_extras"
+    for name in EXTRAS:
+        assert asyncio.run(nodes.load_custom_node(str(extras / f"{name}.py"), module_parent="comfy_extras"))
     for node in NODES:
         node.GET_SCHEMA()
         monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, node.define_schema().node_id, node)
-    for folder in ("checkpoints", "controlnet", "loras"):
+    for folder in {folder for folder, _ in workflow.models()}:
         _, extensions = folder_paths.folder_names_and_paths[folder]
         monkeypatch.setitem(folder_paths.folder_names_and_paths, folder, ([str(tmp_path)], extensions))
     monkeypatch.setattr(folder_paths, "filename_list_cache", {})
@@ -58,7 +64,7 @@ def validate(prompt: dict) -> tuple[bool, dict]:
 
 
 def test_there_are_workflows_for_text_and_for_images():
-    assert {"text_to_image", "image_to_image"} <= set(NAMES)
+    assert {"01 Start here", "07 Image to image"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,6 +116,7 @@ def run(tmp_path_factory):
     plain: without the nodes of this pack that change a model.
     """
     import folder_paths
+    from comfy_accel.nodes import speed_up
 
     folder = tmp_path_factory.mktemp("workflows")
     (folder / CHECKPOINT).symlink_to(synthetic.checkpoint())
@@ -122,6 +129,8 @@ def run(tmp_path_factory):
         patch.setattr(folder_paths, "filename_list_cache", {})
         for kind in ("input", "output", "temp"):
             patch.setattr(folder_paths, f"{kind}_directory", str(folder))
+        compiling = functools.partial(speed_up.CompileSettings, backend="eager")
+        patch.setattr(speed_up, "CompileSettings", compiling)
         prompts = real_prompts.prompts(patch, folder)
 
         def run_one(name: str, plain: bool = False, **changes: dict) -> dict[str, dict]:
@@ -155,18 +164,19 @@ def sizes(run, shown: dict) -> list[tuple[int, int]]:
 
 def test_hires_fix_gives_exactly_the_size_that_was_typed(run):
     typed = {"Final size": {"width": 90, "height": 118}, "Size of the first pass": {"max_megapixels": 64 * 64 / 2**20}}
-    shown = run("hires_fix_any_size", **typed)
+    shown = run("09 Hires fix, any size", **typed)
     assert shown["Final size"]["text"][0].startswith("90×118 → 128×128")
     assert shown["Size of the first pass"]["text"][0].startswith("128×128 → 64×64")
     assert sizes(run, shown["Save Image"]) == [(90, 118)]
 
 
 def test_image_to_image_at_any_size_gives_the_size_of_the_picture(run):
-    assert sizes(run, run("image_to_image_any_size", KSampler={"steps": 2, "denoise": 1.0})["Save Image"]) == [(90, 70)]
+    shown = run("08 Image to image, any size", KSampler={"steps": 2, "denoise": 1.0})
+    assert sizes(run, shown["Save Image"]) == [(90, 70)]
 
 
 def test_image_to_image_gives_an_image(run):
-    assert len(run("image_to_image")["Save Image"]["images"]) == 1
+    assert len(run("07 Image to image")["Save Image"]["images"]) == 1
 
 
 def test_a_lora_sweep_compiles_nothing_for_its_second_and_later_strengths(run):
@@ -174,27 +184,28 @@ def test_a_lora_sweep_compiles_nothing_for_its_second_and_later_strengths(run):
 
     titles = [f"Picture at {each}" for each in (0.4, 0.8, 1.2)]
     once = {"KSampler": {"steps": 1}}
-    accelerated = run("lora_sweep", **once)
+    accelerated = run("11 LoRA sweep", **once)
     compiled = shared.statistics()["compilations"]
     assert compiled > 0
-    others = run("lora_sweep", **once, **{f"LoRA at {each}": {"strength_model": each / 4} for each in (0.4, 0.8, 1.2)})
+    strengths = {f"LoRA at {each}": {"strength_model": each / 4} for each in (0.4, 0.8, 1.2)}
+    others = run("11 LoRA sweep", **once, **strengths)
     assert shared.statistics()["compilations"] == compiled
     assert len({_pixels(run, shown[title]) for title in titles for shown in (accelerated, others)}) == 6
-    plain = run("lora_sweep", plain=True, **once)
+    plain = run("11 LoRA sweep", plain=True, **once)
     assert [_pixels(run, plain[title]) for title in titles] == [_pixels(run, accelerated[title]) for title in titles]
 
 
 def test_deepcache_quality_says_how_close_the_pictures_are(run):
-    shown = run("deepcache_quality")
+    shown = run("12 DeepCache quality")
     plain, cached = shown["Without DeepCache"], shown["With DeepCache"]
     assert _pixels(run, plain) != _pixels(run, cached)
-    (text,) = shown["Accel Report"]["text"]
+    (text,) = shown["Accel: Report"]["text"]
     assert "PSNR" in text
     assert "FS" in text
 
 
 def test_warm_up_then_sizes_gives_two_images_of_each_size(run):
-    shown = run("warm_up_sizes", **{"An odd size": {"width": 72, "height": 72}, "Landscape": {"width": 80}})
+    shown = run("13 Warm up sizes", **{"An odd size": {"width": 72, "height": 72}, "Landscape": {"width": 80}})
     assert sizes(run, shown["Portrait"]) == [(64, 64)] * 2
     assert sizes(run, shown["Landscape"]) == [(80, 64)] * 2
     assert sizes(run, shown["An odd size"]) == [(72, 72)] * 2
