@@ -40,7 +40,7 @@ def artifact_of(
     nbytes: int,
     save: Callable[[torch.nn.Module], bytes] | None = None,
 ) -> Artifact:
-    """The artifact around torch's compiled function.
+    """The artifact around torch's compiled function; threads may run it at once, as its code writes to nothing global.
 
     scope: globals of the function that was traced, in which torch keeps what it compiled; of a loaded one its own.
     modules: the generated code that it runs.

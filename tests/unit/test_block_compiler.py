@@ -4,7 +4,9 @@ import gc
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 import torch
@@ -588,3 +590,33 @@ def test_threads_that_end_may_compile_one_after_another_without_a_gpu():
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=100)
     assert (ended.returncode, ended.stdout) == (0, "compiled\n" * 2), ended.stderr[-500:]
+
+
+# What inductor's code makes is its calls' own, as what "eager" makes is.
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.thorough)])
+def test_threads_may_run_one_graph_at_once(backend):
+    """As two samplers on one device; each thread asks whether the graph fits and runs it, at sizes of its own."""
+    threads, block = 4, ConvBlock().eval().requires_grad_(False)
+    others = [ConvBlock().eval().requires_grad_(False) for _ in range(threads)]
+    graph, _ = compiled(block, conv_inputs(2, 6, 8), backend=backend)
+    together = Barrier(threads)
+
+    def calls(index):
+        weights = weight_slots(others[index], kind_of(block).weights).read()
+        inputs = [conv_inputs(2 + index, 4 + 3 * index + size, 9) for size in range(3)]
+        with torch.inference_mode():
+            alone = [graph.run((*weights, *given)) for given in inputs]
+            together.wait(60)
+            for turn in range(150):
+                given, expected = inputs[turn % 3], alone[turn % 3]
+                assert graph.guards((*weights, *given))
+                assert torch.equal(graph.run((*weights, *given)), expected)
+            assert all(map(torch.allclose, alone, [others[index](*given) for given in inputs], [1e-4] * 3, [1e-5] * 3))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(calls, range(threads)))
+    finally:
+        sys.setswitchinterval(before)
