@@ -20,8 +20,9 @@ from ..core import torch_internals
 from ..core.errors import cause_among, one_line, pass_on
 from ..core.reasons import Reason
 from ..fingerprint.kinds import Kind
+from ..modules.stored_form import restored
 from ..signature import tree_spec
-from ..signature.tensors import PLAIN_TENSORS, empty_dense_like
+from ..signature.tensors import empty_dense_like
 from .backend import Artifact, Backend
 from .compiled_graph import CompiledGraph, CompileFailed, Facts
 from .convolution import leave_to_library
@@ -30,6 +31,9 @@ from .specialization import OpTrace, TracedSizes, trace_ops
 
 LARGEST_SIZE = 2**31 - 1
 """No dimension of a call's tensors is larger: it fits an index of 32 bits."""
+
+_OPEN_QUESTIONS = ("data-dependent", "unbacked symbols")
+"""What torch says where tracing must know whether a size is 1."""
 
 _one_at_a_time = threading.Lock()
 """Torch compiles one graph at a time in a process anyway; backends rely on it to tell whose generated code is new."""
@@ -137,24 +141,24 @@ def _tracer(
 
     changed_lists: gets the arguments of calls that changed a list or dict.
     """
-    varying = {index for index, _ in kind.varying}
+    count = len(kind.tensors)
 
     def trace(tensors: Sequence[torch.Tensor]) -> OpTrace | None:
         # The template's own are those of the block that the graph was made for, and the call may be another one's.
-        weights = {
-            name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            for index, (name, tensor) in enumerate(zip(kind.weights, tensors, strict=False))
-            if index in varying and type(tensor) in PLAIN_TENSORS
-        }
+        examples = [
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            for tensor in tensors[:count]
+        ]
 
         def call(*inputs: torch.Tensor) -> None:
             args, kwargs = tree_spec.rebuild(spec, inputs)
             before = tree_spec.outline((args, kwargs))
-            torch.func.functional_call(template, weights, args, kwargs)
+            weights = restored(kind.forms, examples)
+            torch.func.functional_call(template, dict(zip(kind.weights, weights, strict=True)), args, kwargs)
             if changed_lists is not None and tree_spec.outline((args, kwargs)) != before:
                 changed_lists.append((args, kwargs))
 
-        return trace_ops(call, tensors[len(kind.weights) :], interrupts)
+        return trace_ops(call, tensors[count:], interrupts)
 
     return trace
 
@@ -176,7 +180,7 @@ def _compile(
     torch_internals.keep_device_guard()
     for oblivious in (True, False) if dynamic else (False,):
         sizes = TracedSizes()
-        function = _block_function(template, kind.weights, spec, sizes)
+        function = _block_function(template, kind, spec, sizes)
         try:
             with _one_at_a_time, _tracing(dynamic, oblivious):
                 return backend.compile(function, tensors, savable), sizes.fixed(tensors)
@@ -184,14 +188,17 @@ def _compile(
             pass_on(error, (*interrupts, torch.OutOfMemoryError))
             if cause_among(error, (MemoryError,)) is not None:
                 raise torch.OutOfMemoryError("the process got no more memory") from error
-            if not oblivious or "data-dependent" not in str(error):
+            if not oblivious or not any(words in str(error) for words in _OPEN_QUESTIONS):
                 raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
 
 
-def _block_function(
-    template: torch.nn.Module, names: tuple[str, ...], spec: tree_spec.Spec, sizes: TracedSizes
-) -> Callable:
-    count = len(names)
+def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec, sizes: TracedSizes) -> Callable:
+    names, forms, count = kind.weights, kind.forms, len(kind.tensors)
+
+    def stored(*tensors):
+        args, kwargs = tree_spec.rebuild(spec, tensors[count:])
+        weights = dict(zip(names, restored(forms, tensors[:count]), strict=True))
+        return torch.func.functional_call(template, weights, args, kwargs)
 
     def block(*tensors):
         observe_sizes()  # noqa: F821 of its own scope, below
@@ -202,12 +209,24 @@ def _block_function(
         args, kwargs = tree_spec.rebuild(spec, tensors[count:])
         return torch.func.functional_call(template, dict(zip(names, tensors[:count])), args, kwargs)  # noqa: B905
 
+    def block_of_stored(*tensors):
+        observe_sizes()  # noqa: F821
+        for tensor in tensors[count:]:
+            for size in tensor.shape:
+                torch._check(size <= LARGEST_SIZE)
+        return run(*tensors)  # noqa: F821
+
     # A code object and globals of its own: torch counts recompilations per code object, which kinds must
     # not share, and leaves what it compiled in the function's globals, which must go when the graph goes.
-    code = block.__code__.replace(co_name=f"block_{id(template)}")
     scope = {"__builtins__": __builtins__, "__name__": __name__, "torch": torch, "tree_spec": tree_spec}
     scope |= {"LARGEST_SIZE": LARGEST_SIZE, "observe_sizes": sizes.observer()}
-    return types.FunctionType(code, scope, "block", None, block.__closure__)
+    function = block
+    if forms:
+        # Dynamo follows little of what classes of tensors do; the stage after it runs their code.
+        scope["run"] = torch.compiler.allow_in_graph(stored)
+        function = block_of_stored
+    code = function.__code__.replace(co_name=f"block_{id(template)}")
+    return types.FunctionType(code, scope, "block", None, function.__closure__)
 
 
 def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.Tensor]:
@@ -215,8 +234,6 @@ def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.
     examples = list(weights)
     for index, dimension in kind.varying:
         weight = weights[index]
-        if type(weight) not in PLAIN_TENSORS:
-            continue
         if examples[index] is weight:
             made = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
             examples[index] = made

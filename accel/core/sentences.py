@@ -5,6 +5,7 @@ _A_CALL = {
     "gradients": "gradients are requested, and a graph gives none",
     "weights_elsewhere": "its weights are partly on {device}, its inputs are not",
     "unsupported_argument": "it is called with {what}",
+    "stored_otherwise": "a weight is stored as another {type} than when the run began",
     "changes_shared_memory": "it changes an argument that shares memory with another",
     "reads_option": "it reads {option} from the per-call options",
     "attention_override": "an extension overrides attention for this run",

@@ -60,9 +60,9 @@ class BlockRunner:
         self._interrupts = interrupts
         self._on_shortage = on_shortage
         self._resolver = GraphResolver(region, cache, settings, interrupts, dry_run, lease)
-        where = region.block, region.kind.weights, region.wraps
-        self._slots = kinds.weight_slots(*where)
-        self._lora = None if region.wraps is None else AddedWeights(*where)
+        kind, wraps = region.kind, region.wraps
+        self._slots = kinds.weight_slots(region.block, kind.weights, wraps, kind.forms)
+        self._lora = None if wraps is None else AddedWeights(region.block, kind.tensors, wraps)
         self._inline = InlineCache(cache, self._slots, simplify_options)
         self.eager_calls = 0
         """Calls that ran without a graph."""
@@ -112,11 +112,11 @@ class BlockRunner:
         try:
             spec = tree_spec.flatten((args, kwargs), inputs, self._simplify)
             added = () if self._lora is None else self._lora.read()
+            weights = self._slots.read()
         except RunEagerly as refusal:
             return self._eagerly(inner, args, kwargs, refusal.reason, is_trouble=False)
         except tree_spec.UnsupportedArgument as why:
             return self._eagerly(inner, args, kwargs, Reason("unsupported_argument", what=str(why)))
-        weights = self._slots.read()
         reason = not_in_this_mode(weights, inputs)
         if reason is not None:
             return self._eagerly(inner, args, kwargs, reason, is_trouble=False)

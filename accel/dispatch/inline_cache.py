@@ -8,7 +8,7 @@ torch is in, and whether a changed input shares its memory. Other calls are desc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter, getitem
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -119,7 +119,7 @@ class GuardedCall:
     ):
         self.resolved, self.counter = resolved, resolved.counter
         self._arguments = ArgumentGuard(args, kwargs, spec, inputs, replace)
-        self._holders, self._names = slots.holders, slots.names
+        self._slots = slots
         weights, given = slots.read(), self._arguments.match(args, kwargs) or ()
         self._check = tensor_guard((*weights, *given))
         self._wants_gradients = any(tensor.requires_grad for tensor in (*weights, *given))
@@ -133,12 +133,13 @@ class GuardedCall:
     def match(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
         """What the graph takes in this call; None where the call may need another graph.
 
-        Raises `RunEagerly` where the host's options say so, and what `tree_spec.flatten` does.
+        Raises `RunEagerly` where the host's options say so or a weight is stored otherwise, and what
+        `tree_spec.flatten` does.
         """
         given = self._arguments.match(args, kwargs)
         if given is None:
             return None
-        tensors = (*map(getitem, self._holders, self._names), *given)
+        tensors = (*self._slots.read(), *given)
         if not self._check(*tensors) or (self._wants_gradients and torch.is_grad_enabled()):
             return None
         if self._is_plain:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..modules import wrapped_layers
+from ..modules import stored_form, wrapped_layers
+from ..modules.stored_form import Forms, StoredForm
 from ..modules.wrapped_layers import Wraps
 from ..signature.tensors import PLAIN_TENSORS, TensorSpec, tensor_spec
 from ..signature.tree_spec import Spec
@@ -29,7 +30,8 @@ class Kind:
     """A kind of block.
 
     name: for people. digest: for equality. weights: the names of its parameters and buffers.
-    varying: (weight, dimension) pairs whose size differs between blocks of the kind; graphs are
+    forms: how those of classes of their own are stored; a graph takes the plain tensors in them (`stored_form`).
+    varying: (tensor, dimension) pairs whose size differs between blocks of the kind; graphs are
         compiled with these dynamic, so that blocks that differ in channels alone share one.
     sources, opaque: what else its code depends on, for graphs that outlive this process (`CodeHash`).
     """
@@ -40,6 +42,12 @@ class Kind:
     varying: tuple[tuple[int, int], ...] = ()
     sources: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     opaque: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    forms: Forms = field(default=(), compare=False, repr=False)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the plain tensors that its graphs take for its weights, in order."""
+        return _tensor_names(self.weights, self.forms)
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,9 @@ class GraphKey:
 class Description:
     """A block's code, settings and weights: all that decides its kind.
 
-    digest: of everything except the shapes of its weights. shapes: in the order of `weights`.
+    digest: of everything except the shapes of its weights. shapes: of the plain tensors that its weights are made of;
+        () for each in a weight of a class of its own, whose sizes are in the digest.
+    forms: of its weights, as of a kind.
     code: the hash of its code; the dict keys that it may read are among the strings.
     numbers: the settings of its parts that are numbers, (path, name, value), whether its code reads them or not.
     """
@@ -75,11 +85,12 @@ class Description:
     shapes: tuple[torch.Size, ...]
     code: CodeHash
     numbers: tuple[tuple[str, str, float], ...] = ()
+    forms: Forms = ()
 
     @property
     def structure(self) -> tuple:
         """Equal for blocks that may be of one kind, wherever their weights are."""
-        return _structure(self.name, self.weights, self.shapes)
+        return _structure(self.name, _tensor_names(self.weights, self.forms), self.shapes)
 
 
 @dataclass(frozen=True)
@@ -88,9 +99,14 @@ class WeightSlots:
 
     holders: tuple[dict[str, torch.Tensor], ...]
     names: tuple[str, ...]
+    forms: Forms = ()
 
     def read(self) -> list[torch.Tensor]:
-        return list(map(operator.getitem, self.holders, self.names))
+        """The plain tensors that the weights are made of now.
+
+        Raises RunEagerly: a weight is stored in another form than it was.
+        """
+        return stored_form.plain(list(map(operator.getitem, self.holders, self.names)), self.forms)
 
 
 def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wraps | None = None) -> Description:
@@ -113,14 +129,20 @@ def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wr
         digest.update(
             repr((path, cls.__module__, cls.__qualname__, [(item.name, item.described) for item in read])).encode()
         )
-    names, shapes = [], []
+    names, forms, shapes = [], [], []
     for name, tensor in wrapped_layers.weights(block, wraps):
         names.append(name)
-        shapes.append(tensor.shape)
-        spec = tensor_spec(tensor)
-        strides = tensor.stride() if isinstance(spec.layout, tuple) else None
-        digest.update(repr((name, spec, strides, _subclass_state(name, tensor, references))).encode())
-    return Description(type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), code, _numbers(parts))
+        forms.append(_form_of(tensor, name))
+        if forms[-1] is None:
+            shapes.append(tensor.shape)
+            digest.update(repr((name, *_laid_out(tensor))).encode())
+            continue
+        shapes += [torch.Size()] * len(forms[-1].names)
+        digest.update(repr((name, _stored(tensor, forms[-1], name, references))).encode())
+    forms = tuple(forms) if any(forms) else ()
+    return Description(
+        type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), code, _numbers(parts), forms
+    )
 
 
 def _numbers(parts: Iterable[tuple[str, torch.nn.Module]]) -> tuple[tuple[str, str, float], ...]:
@@ -132,24 +154,38 @@ def _numbers(parts: Iterable[tuple[str, torch.nn.Module]]) -> tuple[tuple[str, s
     )
 
 
-def _subclass_state(name: str, tensor: torch.Tensor, references: References) -> tuple | None:
-    """What describes a tensor subclass (a quantised weight) besides the tensors in it; None for a plain tensor.
-
-    Its shape is included: a graph's example of such a weight is the weight itself, so it cannot represent others.
-    """
-    cls = type(tensor)
-    if cls in PLAIN_TENSORS:
-        return None
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        raise Indescribable(f"{name} holds a {cls.__module__}.{cls.__qualname__}")
-    parts, context = flatten()
+def _form_of(tensor: torch.Tensor, name: str) -> StoredForm | None:
     try:
-        described = describe_value(context, references)
+        return stored_form.form_of(tensor)
+    except stored_form.Opaque as why:
+        raise Indescribable(f"{name} is stored as a {why}") from None
+
+
+def _laid_out(tensor: torch.Tensor) -> tuple:
+    spec = tensor_spec(tensor)
+    return spec, tensor.stride() if isinstance(spec.layout, tuple) else None
+
+
+def _stored(tensor: torch.Tensor, form: StoredForm | None, name: str, references: References) -> tuple:
+    """What describes a weight of a class of its own: its form, and the tensors in it, sizes included."""
+    if form is None:
+        return (*_laid_out(tensor), tuple(tensor.shape))
+    try:
+        context = describe_value(form.context, references)
     except Indescribable as reason:
         raise Indescribable(f"{name} holds {reason}") from None
-    inner = tuple((part, _subclass_state(f"{name}.{part}", getattr(tensor, part), references)) for part in parts)
-    return (cls.__module__, cls.__qualname__, tuple(tensor.shape), described, inner)
+    inner = [(part, _stored(getattr(tensor, part), of, f"{name}.{part}", references)) for part, of in form.parts]
+    return (form.cls.__module__, form.cls.__qualname__, form.shape, form.stride, context, inner)
+
+
+def _tensor_names(weights: Sequence[str], forms: Forms) -> tuple[str, ...]:
+    if not forms:
+        return tuple(weights)
+    return tuple(
+        f"{name}.{part}" if part else name
+        for name, form in zip(weights, forms, strict=True)
+        for part in (("",) if form is None else form.names)
+    )
 
 
 def kinds_of(
@@ -174,6 +210,8 @@ def kinds_of(
         shapes_of.setdefault(of, []).append(description.shapes)
     for block in model:
         named = list(wrapped_layers.weights(block, wraps))
+        if any(type(tensor) not in PLAIN_TENSORS for _, tensor in named):
+            continue  # such weights do not vary
         shapes = tuple(tensor.shape for _, tensor in named)
         structure = _structure(type(block).__name__, tuple(name for name, _ in named), shapes)
         shapes_of.setdefault(group(structure, _numbers(wrapped_layers.modules(block, wraps))), []).append(shapes)
@@ -202,11 +240,13 @@ def _kind(description: Description, varying: tuple[tuple[int, int], ...]) -> Kin
     ]
     full = hashlib.sha256(repr((description.digest, sizes)).encode()).hexdigest()[:32]
     code = description.code
-    return Kind(description.name, full, description.weights, varying, code.sources, code.opaque)
+    return Kind(description.name, full, description.weights, varying, code.sources, code.opaque, description.forms)
 
 
-def weight_slots(block: torch.nn.Module, names: tuple[str, ...], wraps: Wraps | None = None) -> WeightSlots:
-    """The slots of the named parameters and buffers, in the order of `names`."""
+def weight_slots(
+    block: torch.nn.Module, names: tuple[str, ...], wraps: Wraps | None = None, forms: Forms = ()
+) -> WeightSlots:
+    """The slots of the named parameters and buffers, in the order of `names`; forms: theirs."""
     holders, leaves = [], []
     parts = dict(wrapped_layers.modules(block, wraps))
     for name in names:
@@ -214,7 +254,7 @@ def weight_slots(block: torch.nn.Module, names: tuple[str, ...], wraps: Wraps | 
         owner = parts[path]
         holders.append(owner._parameters if leaf in owner._parameters else owner._buffers)
         leaves.append(leaf)
-    return WeightSlots(tuple(holders), tuple(leaves))
+    return WeightSlots(tuple(holders), tuple(leaves), forms)
 
 
 def template_of(block: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.Module:

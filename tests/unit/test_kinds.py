@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comfy_accel.accel.core.reasons import RunEagerly
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.fingerprint.plain_values import Indescribable
 from torch import nn
@@ -220,6 +221,45 @@ def test_how_weights_of_a_class_of_their_own_are_read_makes_another_kind():
         digest(holding(Tagged(weight, object())))
 
 
+class Scaled(Tagged):
+    """The same with a scale."""
+
+    def __init__(self, inner, scale):
+        super().__init__(inner, "")
+        self.scale = scale
+
+    def __tensor_flatten__(self):
+        return ["inner", "scale"], {}
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Scaled(inner["inner"], inner["scale"])
+
+
+def test_sizes_and_types_in_weights_of_a_class_of_their_own_make_another_kind():
+    weight, one, each = torch.randn(16, 8, 1, 1), torch.ones(1, 1, 1, 1), torch.ones(16, 1, 1, 1)
+    scaled = [Scaled(weight, one), Scaled(weight, each), Scaled(weight, one.double())]
+    blocks = [holding(tensor) for tensor in (*scaled, Scaled(weight.clone(), one.clone()))]
+    kinds = kinds_of([describe(block) for block in blocks])
+    assert kinds[0] == kinds[3] and len(set(kinds)) == 3
+    assert all(kind.varying == () for kind in kinds)
+
+
+def test_weights_of_a_class_of_their_own_are_read_as_the_tensors_in_them():
+    inner, scale = torch.randn(16, 8, 1, 1), torch.ones(1)
+    block = holding(Scaled(inner, scale))
+    kind = kinds_of([describe(block)])[0]
+    slots = weight_slots(block, kind.weights, None, kind.forms)
+    assert {name: tensor for name, tensor in zip(kind.tensors, slots.read(), strict=True)} == {
+        **{name: tensor for name, tensor in block.named_parameters()},
+        "up.weight.inner": inner,
+        "up.weight.scale": scale,
+    }
+    block.up.weight = Tagged(inner, "")
+    with pytest.raises(RunEagerly, match="stored as another Tagged"):
+        slots.read()
+
+
 def test_weights_of_which_nothing_can_be_told_are_not_described():
-    with pytest.raises(Indescribable, match="up.weight holds a .*Quantised"):
+    with pytest.raises(Indescribable, match="up.weight is stored as a .*Quantised, which"):
         digest(holding(torch.randn(16, 8, 1, 1).as_subclass(Quantised)))

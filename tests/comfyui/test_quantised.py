@@ -1,0 +1,84 @@
+"""Blocks with quantised weights: compiled once, equal to core's eager, and never with another layout's graph."""
+
+import weakref
+
+import pytest
+import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.fingerprint.survey import survey
+from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
+from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.store.graph_store import GraphStore
+from quantised_layers import LAYOUTS, WIDTH, plain, quantised
+from torch._dynamo.utils import counters
+
+EAGER = CompileSettings(backend="eager")
+UNTRACED = "convrot_w4a4", "asym_w4a8_int8"
+"""Their kernels are no operators of torch, and read memory that tracing has not got."""
+
+X = torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def counted(clean_counters):
+    with torch.inference_mode():
+        yield
+
+
+def both_ways(model, cache, x, settings=EAGER):
+    """(eager, compiled)"""
+    eager = model(x)
+    with substituted(block_layers(model, settings, cache), Order.COMPILED):
+        return eager, model(x)
+
+
+def saving(folder):
+    cache = GraphCache()
+    cache.store = GraphStore(LocalFolder(folder / "graphs"), folder / "secret")
+    return cache
+
+
+@pytest.mark.parametrize("full_precision", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantised_blocks_compile_once_for_every_size_and_equal_eager(layout, full_precision):
+    cache = GraphCache()
+    for seed, x in enumerate((X, X[:1, :5], torch.cat([X, X]))):
+        eager, compiled = both_ways(quantised(layout, seed, full_precision=full_precision), cache, x)
+        assert torch.equal(compiled, eager)
+    if layout in UNTRACED:
+        assert [row["code"] for row in fallbacks.rows()] == ["compile_failed"]
+        return
+    assert fallbacks.rows() == []
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.thorough  # compiles with inductor
+def test_saved_graph_serves_other_weights_of_its_layout(tmp_path):
+    settings, near = CompileSettings(backend="inductor"), {"rtol": 1e-4, "atol": 1e-5}
+    eager, compiled = both_ways(quantised("float8_e4m3fn", 0, full_precision=True), saving(tmp_path), X, settings)
+    torch.testing.assert_close(compiled, eager, **near)
+    again = saving(tmp_path)
+    eager, loaded = both_ways(
+        quantised("float8_e4m3fn", 1, full_precision=True), again, torch.cat([X, X])[:3], settings
+    )
+    torch.testing.assert_close(loaded, eager, **near)
+    statistics = again.statistics()
+    assert (statistics["loaded"], statistics["compilations"]) == (1, 0) and fallbacks.rows() == []
+
+
+def test_each_layout_makes_a_kind_of_its_own():
+    models = [plain(), *(quantised(layout, full_precision=True) for layout in LAYOUTS)]
+    if "int8_tensorwise" in LAYOUTS:
+        models.append(quantised("int8_tensorwise", by_channel=False, full_precision=True))
+    assert len({survey(model).kinds[0].digest for model in models}) == len(models)
+
+
+def test_weights_are_not_referred_to_once_compiled(tmp_path):
+    """Core 0.3.75 moves quantised weights by `Module.to`, which fails where somebody refers to them weakly."""
+    model = quantised("float8_e4m3fn")
+    both_ways(model, GraphCache(), X)
+    weight = model.blocks[0].net[2].weight
+    assert weakref.getweakrefcount(weight) == 0
