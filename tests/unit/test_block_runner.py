@@ -10,6 +10,7 @@ from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
 from comfy_accel.accel.core import torch_internals
 from comfy_accel.accel.core.compile_settings import CompileSettings, Trouble
 from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.dispatch.block_observer import BlockObserver
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.fingerprint.survey import survey
 
@@ -235,6 +236,18 @@ def test_slow_graph_is_left_alone_at_its_size_and_only_while_gain_is_asked_for()
     call_often(runner([block], cache, backend=slow), block, rows=4, times=3)
     assert cache.statistics()["hits"] == hits + 3
     assert cache.statistics()["compilations"] == 1
+
+
+def test_where_calls_are_captured_the_first_call_of_a_graph_takes_all_comparisons():
+    """One round in each call would use up the four steps of a distilled model before anything is captured."""
+    block, cache = Block(), GraphCache()
+    stand_in = runner([block], cache, measured=True)
+    stand_in.observer = BlockObserver()
+    call_often(stand_in, block, rows=4, times=1)
+    assert not stand_in.observer.is_stable  # it was compiled
+    stand_in.observer.reset()
+    call_often(stand_in, block, rows=4, times=1)
+    assert stand_in.observer.is_stable
 
 
 def test_second_graph_of_a_kind_is_compared_too():
