@@ -27,7 +27,8 @@ _DEPTH = 4
 
 @contextmanager
 def global_state_restored(model: torch.nn.Module, foreign: Callable[[Any], bool]) -> Iterator[None]:
-    """On exit, no `functools` cache and no global of the model's packages refers to a foreign value.
+    """On exit, no `functools` cache and no global of the packages of the model's classes, those of its weights among
+    them, refers to a foreign value.
 
     foreign: whether a value must not stay. A cache with such a value is cleared; a container or name with one gets its
         former content back; all others stay as they are.
@@ -63,8 +64,9 @@ def _caches(model: torch.nn.Module, namespaces: list[Any]) -> list[Any]:
 
 
 def _namespaces(model: torch.nn.Module) -> list[Any]:
-    """The modules of the packages in which the model's classes are defined, and the classes in them."""
-    packages = {_package(base.__module__) for part in model.modules() for base in type(part).__mro__}
+    """The modules of the packages in which the classes of the model and its weights are, and the classes in them."""
+    held = (value for part in model.modules() for value in (part, *part._parameters.values()))
+    packages = {_package(base.__module__) for cls in set(map(type, held)) for base in cls.__mro__}
     packages -= {"torch", "builtins"}
     modules = [
         module

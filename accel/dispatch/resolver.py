@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ from ..signature import tree_spec
 from ..signature.tensors import tensor_spec
 from .batch_dry_run import BatchDryRun, silent
 from .block_observer import BlockObserver
+from .global_state_guard import global_state_restored
 
 
 @dataclass(eq=False)
@@ -112,7 +114,7 @@ class GraphResolver:
                 template = kinds.template_of(region.block, region.wraps)
             except Exception as error:
                 raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
-            with silent():
+            with silent(), self._nothing_fake_left():
                 return block_compiler.compile_block(
                     template,
                     region.kind,
@@ -147,3 +149,10 @@ class GraphResolver:
         except torch.OutOfMemoryError as error:
             reason = Reason("compile_out_of_memory", error=one_line(error))
         raise NoGraph(key, reason)  # outside of the handler, whose exception would keep the compiler's tensors
+
+    def _nothing_fake_left(self) -> AbstractContextManager:
+        """Around tracing, which runs the code of weights' classes as it is: what that caches has no values there."""
+        fake = torch_internals.FAKE_TENSOR.get(None)
+        if fake is None or not self.region.kind.forms:
+            return nullcontext()
+        return global_state_restored(self.region.block, lambda value: type(value) is fake)

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ..core.reasons import Reason, Refusal
-from ..signature.tensors import PLAIN_TENSORS
-from . import wrapped_layers
+from . import stored_form, wrapped_layers
 from .wrapped_layers import Wraps
 
 _SAMPLED = 47
@@ -51,9 +50,10 @@ class UnsupportedWeights(Refusal):
 
 
 class WeightSnapshot:
-    """The address of every weight, buffer and other tensor that the model's modules hold.
+    """The address of every weight, buffer and other tensor that the model's modules hold, and of those in them.
 
-    digest: of the address, shape, strides and type of each. devices: where they are; one at most.
+    digest: of the address, shape, strides and type of each, and of what else its class is told (`stored_form`).
+    devices: where they are; one at most.
 
     Raises UnsupportedWeights: some have no plain address, or they are on several devices.
     """
@@ -61,20 +61,22 @@ class WeightSnapshot:
     def __init__(self, model: torch.nn.Module):
         modules = list(model.modules())
         holders = [holder for m in modules for holder in (m._parameters, m._buffers, m.__dict__)]
-        places = [
-            (holder, name)
-            for holder in holders
-            for name, value in list(holder.items())  # copied: another thread may put a stand-in there
-            if isinstance(value, torch.Tensor)
-        ]
+        places, contexts = [], []
+        for holder in holders:
+            for name, value in list(holder.items()):  # copied: another thread may put a stand-in there
+                if isinstance(value, torch.Tensor):
+                    form = _form_of(value)
+                    if form is None:
+                        places.append((holder, name))
+                        continue
+                    contexts.append(form.context)
+                    parts = _Parts(holder, name)
+                    places += [(parts, path) for path in form.names]
         self._holders, self._names = [holder for holder, _ in places], [name for _, name in places]
         # A forward or a hook that is put on a module changes the length of one of these.
         self._attributes = [m.__dict__ for m in modules]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         tensors = self.tensors()
-        odd = next((t for t in tensors if type(t) not in PLAIN_TENSORS), None)
-        if odd is not None:
-            raise UnsupportedWeights(Reason("weights_type", type=type(odd).__name__))
         self.devices = {tensor.device for tensor in tensors if tensor.numel()}
         if len(self.devices) > 1:
             devices = ", ".join(sorted(map(str, self.devices)))
@@ -84,7 +86,7 @@ class WeightSnapshot:
         sampled = [index * len(places) // count for index in range(count)]
         self._sample = tuple([of[index] for index in sampled] for of in (self._holders, self._names, self._addresses))
         layout = [(t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype)) for t in tensors]
-        self.digest = hashlib.sha256(repr(layout).encode()).hexdigest()
+        self.digest = hashlib.sha256(repr((layout, contexts)).encode()).hexdigest()
 
     def tensors(self) -> list[torch.Tensor]:
         """The weights, buffers and other tensors in these places now."""
@@ -104,8 +106,27 @@ class WeightSnapshot:
         return hash((*map(len, self._attributes), *hooks))
 
 
+class _Parts:
+    """The tensors in a weight of a class of its own, by their paths in it."""
+
+    __slots__ = ("_holder", "_name")
+
+    def __init__(self, holder: dict[str, Any], name: str):
+        self._holder, self._name = holder, name
+
+    def __getitem__(self, path: str) -> torch.Tensor:
+        return operator.attrgetter(path)(self._holder[self._name])
+
+
+def _form_of(tensor: torch.Tensor) -> stored_form.StoredForm | None:
+    try:
+        return stored_form.form_of(tensor)
+    except stored_form.Opaque:
+        raise UnsupportedWeights(Reason("weights_type", type=type(tensor).__name__)) from None
+
+
 def _are_at(holders: Sequence[dict[str, Any]], names: Sequence[str], addresses: list[int]) -> bool:
     try:
         return list(map(_address, map(operator.getitem, holders, names))) == addresses
-    except (KeyError, TypeError):  # one was removed, or is no tensor any more
+    except (AttributeError, KeyError, TypeError):  # one was removed, or is no tensor any more
         return False

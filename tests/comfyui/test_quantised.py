@@ -12,7 +12,7 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.store.folder import LocalFolder
 from comfy_accel.accel.store.graph_store import GraphStore
-from quantised_layers import LAYOUTS, WIDTH, plain, quantised
+from quantised_layers import IS_BY_LAYER, LAYOUTS, WIDTH, plain, quantised
 from torch._dynamo.utils import counters
 
 EAGER = CompileSettings(backend="eager")
@@ -74,6 +74,17 @@ def test_each_layout_makes_a_kind_of_its_own():
     if "int8_tensorwise" in LAYOUTS:
         models.append(quantised("int8_tensorwise", by_channel=False, full_precision=True))
     assert len({survey(model).kinds[0].digest for model in models}) == len(models)
+
+
+@pytest.mark.skipif(not IS_BY_LAYER, reason="this core has no such layout")
+def test_tracing_leaves_no_tensor_without_values_in_the_caches_of_kernels():
+    from comfy_kitchen.backends.eager import convrot_w4a4
+
+    model = quantised("convrot_w4a4")
+    convrot_w4a4._HADAMARD_CACHE.clear()
+    with substituted(block_layers(model, EAGER, GraphCache()), Order.COMPILED):
+        compiled = model(X)
+    assert torch.equal(compiled, model(X))
 
 
 def test_weights_are_not_referred_to_once_compiled(tmp_path):

@@ -2,10 +2,13 @@
 
 import functools
 import gc
+import sys
+import types
 
 import pytest
 import torch
 from comfy_accel.accel.dispatch.batch_dry_run import BatchDryRun
+from comfy_accel.accel.dispatch.global_state_guard import global_state_restored
 from comfy_accel.accel.modules.substitution import Order, substituted
 
 
@@ -256,3 +259,15 @@ def assert_real(model):
         out = model(torch.zeros(1, 3, 4), torch.ones(1), {})
     assert type(out) is torch.Tensor
     assert torch.equal(out, Model()(torch.zeros(1, 3, 4), torch.ones(1), {}))
+
+
+def test_caches_beside_the_classes_of_weights_are_looked_at_too(monkeypatch):
+    kernels, fake = types.ModuleType("kernels_of_others"), object()
+    kernels.KEPT = {}
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    stored = type("Stored", (torch.Tensor,), {"__module__": kernels.__name__})
+    layer = torch.nn.Linear(2, 2)
+    layer.weight = torch.nn.Parameter(torch.ones(2, 2).as_subclass(stored))
+    with global_state_restored(layer, lambda value: value is fake):
+        kernels.KEPT["a"] = fake
+    assert kernels.KEPT == {}
