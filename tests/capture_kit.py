@@ -52,7 +52,7 @@ def capturing_cache(capturer=None, **bounds) -> tuple[GraphCache, CpuCapturer]:
 def run(model, cache, host=None, inner=None):
     """One run: a function that calls the model as its captures do."""
     with cache.lease() as lease:
-        capture = ModelCapture(model, cache, cache.captures, lease, (), host or CaptureHost())
+        capture = ModelCapture(model, cache, cache.captures, lease, {}, host or CaptureHost())
         yield lambda *args, **kwargs: capture.call(inner or model.forward, *args, **kwargs)
 
 

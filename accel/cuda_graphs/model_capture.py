@@ -7,8 +7,9 @@ calls of the variant are replays, in this run and in later ones. Whatever fails,
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly, not_in_this_mode
 from ..dispatch.block_observer import BlockObserver
 from ..dispatch.block_runner import BlockRunner
+from ..modules.substitution import Order, substituted
 from ..signature import tree_spec
 from ..signature.tensors import PLAIN_TENSORS
 from ..step_cache.capture_io import CaptureIO, RunProxy
@@ -50,7 +52,7 @@ class _Progress:
 class ModelCapture:
     """Makes the calls of one model during one run, on one thread at a time.
 
-    runners: the stand-ins of its blocks; made, like this, at the run's first call.
+    blocks: the stand-ins of its blocks, in place while it runs; made, like this, at the run's first call.
     """
 
     def __init__(
@@ -59,14 +61,15 @@ class ModelCapture:
         cache: GraphCache,
         pool: CapturePool,
         lease: Lease,
-        runners: Sequence[BlockRunner],
+        blocks: Mapping[torch.nn.Module, BlockRunner],
         host: CaptureHost,
     ):
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._cache, self._pool, self._lease, self._host = cache, pool, lease, host
         self._observer = BlockObserver()
-        for runner in runners:
+        self._blocks = blocks
+        for runner in blocks.values():
             runner.observer = self._observer
         self._progress: dict[CaptureKey, _Progress] = {}
         self._confirmed: weakref.WeakSet[CapturedCall] = weakref.WeakSet()
@@ -88,6 +91,7 @@ class ModelCapture:
 
     def call(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `inner` returns for these arguments, by a replay where there is a captured call."""
+        inner = functools.partial(self.call_uncaptured, inner)
         proxy = self._proxy
         reason = self._off or self._why_not()
         if reason is None:
@@ -109,6 +113,11 @@ class ModelCapture:
             del captured  # the eager call may need its memory
             return out if done else inner(*args, **kwargs)
         return self._warm_up(key, inner, args, kwargs, tensors, features, variant.device)
+
+    def call_uncaptured(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `inner` returns for these arguments."""
+        with substituted(self._blocks, Order.COMPILED):
+            return inner(*args, **kwargs)
 
     # Whether a call can be captured or replayed at all
 

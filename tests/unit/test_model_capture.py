@@ -3,12 +3,14 @@
 import gc
 import random
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from capture_kit import Toy, capturing_cache, check_calls, latent, reasons, run, settle, times
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
+from comfy_accel.accel.cuda_graphs import model_capture
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
 from cpu_capturer import STAGES, CpuCapturer, left
 
@@ -31,6 +33,15 @@ def test_third_call_is_captured_and_the_rest_are_replays_in_this_run_and_the_nex
     capturer.assert_reads_only(*model.parameters(), *model.buffers(), *buffers(cache))
     assert cache.statistics()["captures"] == 1 and cache.statistics()["compilations"] == 0
     assert reasons() == []
+
+
+def test_stand_ins_of_blocks_are_in_place_in_calls_that_run_the_model_alone(monkeypatch):
+    placed = []
+    monkeypatch.setattr(model_capture, "substituted", lambda blocks, order: placed.append(order) or nullcontext())
+    model, (cache, _) = Toy(), capturing_cache()
+    with run(model, cache) as call:
+        assert check_calls(model, call, 3) == len(placed) == 3 + 2
+        assert check_calls(model, call, 3) == 0 and len(placed) == 3 + 2
 
 
 def buffers(cache):

@@ -74,29 +74,28 @@ class Run:
         self._model_calls = 0
 
     @contextmanager
-    def call(self, model: torch.nn.Module, context: Any = None) -> Iterator[None]:
-        """Run the blocks of `model` compiled during one call of it. context: the prompt [B, T, ...], if any."""
+    def call(self, base: torch.nn.Module, options: dict[str, Any], context: Any = None) -> Iterator[dict[str, Any]]:
+        """Run the blocks of a BaseModel compiled during one call of it, or replay the call.
+
+        context: the prompt [B, T, ...], if any. Yields the transformer_options to make the call with.
+        """
+        model = base.diffusion_model
         state = self._state_of(model)
         if isinstance(context, torch.Tensor) and context.ndim > 1:
             self._contexts.add(context.shape[1])
-        with self._progress.during_call(state.kinds), substituted(state.layers, Order.COMPILED):
-            yield
+        with self._progress.during_call(state.kinds):
+            if not self._graphs:
+                with substituted(state.layers, Order.COMPILED):
+                    yield options
+                return
+            from . import capture  # a slow import, which only captured runs should pay for
 
-    @contextmanager
-    def captured(self, base: torch.nn.Module, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The options to make the same call of a BaseModel with, so that it can be captured and replayed."""
-        if not self._graphs:
-            yield options
-            return
-        from . import capture  # a slow import, which only captured runs should pay for
-
-        state = self._state_of(base.diffusion_model)
-        with self._lock:
-            self._model_calls += 1
-            if state.capture is None:
-                state.capture = capture.begin(base, self._settings, self._cache, self._lease, state.layers)
-        with capture.standing_in(state.capture, base.diffusion_model, options) as options:
-            yield options
+            with self._lock:
+                self._model_calls += 1
+                if state.capture is None:
+                    state.capture = capture.begin(base, self._settings, self._cache, self._lease, state.layers)
+            with capture.standing_in(state.capture, model, options, state.layers) as options:
+                yield options
 
     @property
     def contexts(self) -> tuple[int, ...]:
@@ -203,8 +202,7 @@ def _apply_model(settings: CompileSettings, cache: GraphCache):
         with ExitStack() as stack:
             # Other code may call the model outside of a sampler.
             run = options.get(KEY) or Run(settings, cache, stack.enter_context(cache.lease()))
-            stack.enter_context(run.call(executor.class_obj.diffusion_model, c_crossattn))
-            options = stack.enter_context(run.captured(executor.class_obj, options))
+            options = stack.enter_context(run.call(executor.class_obj, options, c_crossattn))
             return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
     return wrapper

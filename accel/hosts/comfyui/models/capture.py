@@ -25,7 +25,7 @@ from ....cuda_graphs.pool import CapturePool
 from ....dispatch.block_runner import BlockRunner
 from ....fingerprint.code_hash import CodeReader
 from ....fingerprint.plain_values import Indescribable
-from ....modules.substitution import Order, substituted
+from ....modules.substitution import Layer, Order, substituted
 from .. import preferences
 from ..versions import NO_RESULT_DEPENDS_ON, is_dynamic, is_split_over_devices, records_memory
 from .capture_memory import memory_of, room_for_captures
@@ -59,7 +59,7 @@ def begin(
     memory.leave_if_empty()
     asked = memory.asked
     model = base.diffusion_model
-    runners = [layer for layer in layers.values() if isinstance(layer, BlockRunner)]
+    blocks = {module: layer for module, layer in layers.items() if isinstance(layer, BlockRunner)}
     strings, code, reason = frozenset(), None, None
     try:
         hashed = CodeReader(NO_RESULT_DEPENDS_ON).read(frozenset(map(type, model.modules())))
@@ -74,24 +74,31 @@ def begin(
         of_module=_obstacle_in,
         interrupts=INTERRUPTS,
     )
-    return ModelCapture(model, cache, cache.captures, lease, runners, host)
+    return ModelCapture(model, cache, cache.captures, lease, blocks, host)
 
 
 @contextmanager
-def standing_in(capture: ModelCapture, model: torch.nn.Module, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Replay or capture one call of the model, made with the transformer_options that this yields."""
+def standing_in(
+    capture: ModelCapture, model: torch.nn.Module, options: dict[str, Any], layers: Mapping[torch.nn.Module, Layer]
+) -> Iterator[dict[str, Any]]:
+    """Replay or capture one call of the model, made with the transformer_options that this yields.
+
+    layers: of its blocks and of itself. The capture puts those of blocks in place, in calls that are not replayed.
+    """
     if is_split_over_devices(options):
-        yield options
-        return
-    options = {**options, KEY: capture}
-    if not asks_wrappers(model):
-        with substituted({model: torch.compiler.disable(capture.call)}, Order.CAPTURED):
+        with substituted(layers, Order.COMPILED):
             yield options
         return
-    wrappers = options.get("wrappers", {})
-    of_model = {key: known for key, known in wrappers.get(WrappersMP.DIFFUSION_MODEL, {}).items() if key != KEY}
-    options["wrappers"] = {**wrappers, WrappersMP.DIFFUSION_MODEL: {**of_model, KEY: [_call_model]}}
-    yield options
+    options = {**options, KEY: capture}
+    with substituted({model: layers[model]}, Order.COMPILED):
+        if not asks_wrappers(model):
+            with substituted({model: torch.compiler.disable(capture.call)}, Order.CAPTURED):
+                yield options
+            return
+        wrappers = options.get("wrappers", {})
+        of_model = {key: known for key, known in wrappers.get(WrappersMP.DIFFUSION_MODEL, {}).items() if key != KEY}
+        options["wrappers"] = {**wrappers, WrappersMP.DIFFUSION_MODEL: {**of_model, KEY: [_call_model]}}
+        yield options
 
 
 @torch.compiler.disable
@@ -101,9 +108,10 @@ def _call_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
     )
     capture: ModelCapture | None = options.get(KEY)
     is_innermost = executor.idx + 1 == len(executor.wrappers)
-    if capture is None or not is_innermost:
+    if capture is None:
         return executor(*args, **kwargs)
-    return capture.call(executor, *args, **kwargs)
+    call = capture.call if is_innermost else capture.call_uncaptured
+    return call(executor, *args, **kwargs)
 
 
 def _weights_token(base: torch.nn.Module) -> Hashable:
