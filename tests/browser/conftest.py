@@ -45,8 +45,7 @@ NOT_OURS = (
 
 def of_ours(page) -> list[str]:
     """The page's complaints that name one of our files."""
-    # Help is first asked for in a folder of the page's language, also in English.
-    return [text for text in page.complaints if OURS in text and "/en.md" not in text]
+    return [text for text in page.complaints if OURS in text]
 
 
 def fill(base: Path) -> None:

@@ -11,8 +11,8 @@ from bench import ROOT
 
 DOCS = ROOT / "web" / "docs"
 LANGUAGES = ("en", "zh")
-HELP = {"en": "{name}.md", "zh": "{name}/zh.md"}
-"""Where ComfyUI's page looks for help: first in a node's folder for its language, then beside it."""
+HELP = "{name}/{language}.md"
+"""Where ComfyUI's page looks first; a file that is not there is an error in its console."""
 
 MOST_BYTES = 60_000
 """Of a picture in a help page."""
@@ -73,7 +73,7 @@ def test_the_english_texts_are_those_of_the_nodes(nodes, languages):
 def test_every_node_has_a_help_page_with_its_picture_and_every_input(language, nodes, languages):
     missing = []
     for name, node in nodes.items():
-        path = HELP[language].format(name=name)
+        path = HELP.format(name=name, language=language)
         page = (DOCS / path).read_text(encoding="utf-8") if (DOCS / path).is_file() else ""
         title = languages[language]["nodeDefs"][name]["display_name"]
         if not page.startswith(f"# {title}\n"):
