@@ -10,6 +10,7 @@ from typing import Any
 TAB = "window.app.extensionManager.sidebarTab.activeSidebarTab?.id === 'accel'"
 EXECUTE = "name => window.app.extensionManager.command.execute(name)"
 SET = "([name, value]) => window.app.extensionManager.setting.set(name, value)"
+UNFOLD = "() => { for (const part of document.querySelectorAll('.accel-fold')) part.open = true; }"
 NO_TOASTS = "() => { const { toast } = window.app.extensionManager; (toast.dismissAll ?? toast.removeAll)(); }"
 SAY = "message => window.app.api.dispatchEvent(new CustomEvent('accel', { detail: message }))"
 """What the page does with a WebSocket message of the type "accel"."""
@@ -95,9 +96,10 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
         "deep_cache": {"last_run": {"full_steps": 9, "skipped_steps": 16, "steps": "FF" + "SSF" * 7 + "SS"}},
         "compiling": None,
         "last_run": {
-            **{"model": "SD15", "latent": [1, 4, 90, 120], "seconds": 14.2, "steps": 25, "compiled_calls": 1180},
+            **{"model": "SD15", "latent": [1, 4, 90, 120], "pixels": [960, 720], "seconds": 14.2, "steps": 25, "compiled_calls": 1180},
             **{"model_calls": 25, "replays": 18, "captures": 2, "capture_seconds": 0.6},
             **{"eager_calls": 64, "compile_seconds": 4.4, "loaded": 4, "saved_seconds": 8.4},
+            **{"working_seconds": 9.2, "times": 1.91, "pays_back_after": 3, "lines": {}},
             "saved_reasons": [SKIPPED],
         },
         "settings": {"max_mb": 2048, "max_entries": 512, "store_mb": 2048, "verbosity": "normal"},
@@ -136,6 +138,7 @@ def open_panel(page):
         page.evaluate(EXECUTE, "Accel.OpenPanel")
     panel = page.locator(".accel-panel")
     panel.locator(".accel-header").wait_for()
+    page.evaluate(UNFOLD)
     return panel
 
 

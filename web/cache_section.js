@@ -3,7 +3,7 @@
 import { budgetBar } from "./budget_bar.js";
 import { COLUMNS, keyOf, makeRow, matches, sorted, updateRow } from "./cache_rows.js";
 import { clearCache, evictRow } from "./commands.js";
-import { button, h, icon, iconButton, reconcile, setAttribute, setText, show } from "./dom.js";
+import { button, fold, h, icon, iconButton, reconcile, setAttribute, setText, show } from "./dom.js";
 import { FIRST_ROWS, MOST_ROWS, feed } from "./feed.js";
 import { bytes, count, seconds } from "./format.js";
 import { t } from "./texts.js";
@@ -25,13 +25,13 @@ export function cacheSection() {
   const rest = h("p", { class: "accel-muted" });
   const more = button(t("showMore"), showMore);
   const none = h("p", { class: "accel-muted", hidden: true, text: t("noMatch") });
-  const element = h(
-    "section",
-    { class: "accel-section", hidden: true },
-    h("div", { class: "accel-line" }, h("h3", { text: t("graphCache"), title: t("graphCacheTip") }), controls.clear),
+  const element = fold(
+    "cache",
+    t("graphCache"),
+    t("graphCacheTip"),
     memory.element,
     entries.element,
-    totals,
+    h("div", { class: "accel-line" }, totals, controls.clear),
     controls.toolbar,
     table,
     none,

@@ -27,6 +27,16 @@ export async function openPanel() {
   if (!panel?.contains(document.activeElement)) panel?.focus();
 }
 
+/** Load the template to start with, as the template browser does. */
+export async function openStarter() {
+  const pack = new URL(import.meta.url).pathname.split("/").at(-2);
+  const offered = (await server.fetchTemplates())[pack] ?? [];
+  const name = offered.find((title) => title.toLowerCase().includes("start here")) ?? offered[0];
+  const graph = name && (await server.fetchTemplate(pack, name));
+  if (graph) await app.loadGraphData(graph, true, true, name);
+  else toast("error", t("failedAction"), t("unreachable"));
+}
+
 /** Drop all compiled graphs, once the person has agreed to it. */
 export async function clearCache() {
   await loadTexts();

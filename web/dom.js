@@ -33,6 +33,17 @@ export function show(element, isShown) {
   element.hidden = !isShown;
 }
 
+const unfolded = new Set(); // kept while the page lives, so that opening the panel again shows it as it was
+
+/** A section that is folded away under its heading until somebody opens it. name: the same in every language. */
+export function fold(name, heading, tip, ...children) {
+  const summary = h("summary", { title: tip }, h("h3", { text: heading }));
+  const element = h("details", { class: "accel-section accel-fold", hidden: true }, summary, ...children);
+  element.open = unfolded.has(name);
+  element.addEventListener("toggle", () => (element.open ? unfolded.add(name) : unfolded.delete(name)));
+  return element;
+}
+
 /** One of the page's icons (PrimeIcons), nothing to a screen reader. */
 export function icon(name) {
   return h("i", { class: `pi pi-${name}`, "aria-hidden": "true" });

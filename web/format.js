@@ -53,6 +53,19 @@ export function bytes(value) {
   return quantity(value / size, unit, value / size < 10 ? 1 : 0);
 }
 
+/** How many times as fast: 1.31× */
+export function times(value) {
+  const digits = { minimumFractionDigits: 2, maximumFractionDigits: 2 };
+  return isNumber(value) ? `${format(Intl.NumberFormat, digits).format(value)}×` : NOTHING;
+}
+
+/** Steps a second, as samplers count them: 3.2 it/s, or 4.1 s/it where a step takes longer than a second. */
+export function rate(value) {
+  if (!isNumber(value) || value <= 0) return NOTHING;
+  const [number, unit] = value >= 1 ? [value, "it/s"] : [1 / value, "s/it"];
+  return `${format(Intl.NumberFormat, { maximumFractionDigits: 1 }).format(number)} ${unit}`;
+}
+
 export function seconds(value) {
   if (!isNumber(value)) return NOTHING;
   if (value < 60) return quantity(value, "second", Math.abs(value) < 10 ? 1 : 0);

@@ -1,7 +1,7 @@
 /** The sidebar tab: sections that each show a part of the server's state, and a sentence where there is nothing. */
 
 import { cacheSection } from "./cache_section.js";
-import { exportReport } from "./commands.js";
+import { exportReport, openStarter } from "./commands.js";
 import { button, h, icon, iconButton, setText, show } from "./dom.js";
 import { fallbackSection } from "./fallback_section.js";
 import { feed } from "./feed.js";
@@ -81,7 +81,9 @@ function header() {
 function noticePart() {
   const sentence = h("p");
   const again = button(t("tryAgain"), () => feed.refresh());
-  const element = h("section", { class: "accel-section accel-notice", hidden: true }, icon("bolt"), sentence, again);
+  const starter = button(t("openStarter"), openStarter);
+  const parts = [icon("bolt"), sentence, again, starter];
+  const element = h("section", { class: "accel-section accel-notice", hidden: true }, ...parts);
 
   function update({ state, problem, compiling }) {
     const cache = state?.graph_cache;
@@ -90,6 +92,7 @@ function noticePart() {
     const key = problem ?? (state ? (isEmpty && !hasMore ? "empty" : null) : "waiting");
     show(element, key !== null);
     show(again, problem !== null);
+    show(starter, key === "empty");
     setText(sentence, key && t(key));
   }
 

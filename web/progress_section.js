@@ -4,7 +4,8 @@ import { h, setAttribute, setText, show } from "./dom.js";
 import { seconds } from "./format.js";
 import { t } from "./texts.js";
 
-const TICK = 1000; // milliseconds
+const TICK = 500; // milliseconds
+const USUAL = 15; // seconds that a block type takes, until one has been timed
 
 export function progressSection() {
   const name = h("p", { class: "accel-strong" });
@@ -23,15 +24,18 @@ export function progressSection() {
   const spoken = h("div", { class: "accel-spoken", role: "status", "aria-live": "polite" });
 
   let compiling = null;
+  let usual = USUAL;
   let timer = null;
 
   function draw() {
     const passed = (compiling.seconds ?? 0) + (performance.now() - compiling.at) / 1000;
+    // Within a block type nobody knows how far the compiler is: the bar nears its end as time passes.
+    const within = 1 - Math.exp(-passed / usual);
     const isCounted = compiling.of > 0;
     const part = isCounted ? { number: compiling.number, of: compiling.of } : null;
     setText(name, compiling.name);
     setText(numbers, [part && t("numberOf", part), seconds(Math.floor(passed))].filter(Boolean).join(" · "));
-    bar.style.width = isCounted ? `${(100 * Math.max(0, compiling.number - 1)) / compiling.of}%` : "100%";
+    bar.style.width = isCounted ? `${(100 * Math.max(0, compiling.number - 1 + within)) / compiling.of}%` : "100%";
     bar.classList.toggle("accel-unknown", !isCounted);
     setAttribute(progress, "aria-valuemin", isCounted ? 0 : null);
     setAttribute(progress, "aria-valuemax", isCounted ? compiling.of : null);
@@ -39,7 +43,8 @@ export function progressSection() {
     setAttribute(progress, "aria-valuetext", part && t("numberOf", part));
   }
 
-  function update({ compiling: now }) {
+  function update({ compiling: now, state }) {
+    usual = typicalSeconds(state?.graph_cache?.table) ?? usual;
     if (Boolean(now) !== Boolean(compiling)) setText(spoken, now ? t("compilingStarted") : t("compilingEnded"));
     compiling = now;
     show(element, Boolean(now));
@@ -57,4 +62,10 @@ export function progressSection() {
   }
 
   return { elements: [spoken, element], update, destroy: stop };
+}
+
+/** The median of what was compiled in this session. */
+function typicalSeconds(table) {
+  const times = (table ?? []).filter((row) => row.source === "compiled" && row.seconds > 0).map((row) => row.seconds);
+  return times.sort((one, other) => one - other)[Math.floor(times.length / 2)];
 }

@@ -41,3 +41,15 @@ export const evict = (id) => post("/accel/evict", { id });
 export const clear = () => post("/accel/clear");
 export const change = (settings) => post("/accel/settings", settings);
 export const fetchReport = () => ask("/accel/report?format=text", { cache: "no-store" });
+
+/** Pack → names of its templates; empty where the server does not answer. */
+export async function fetchTemplates() {
+  const answer = await ask("/workflow_templates");
+  return (isFine(answer) && answer.data) || {};
+}
+
+/** A template's workflow; null where there is none. */
+export async function fetchTemplate(pack, name) {
+  const answer = await ask(`/workflow_templates/${encodeURIComponent(pack)}/${encodeURIComponent(name)}.json`);
+  return isFine(answer) && answer.data !== null && typeof answer.data === "object" ? answer.data : null;
+}

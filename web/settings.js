@@ -21,8 +21,8 @@ export const SETTINGS = [
   {
     id: "Accel.Log.Verbosity",
     category: ["Accel", "Log", "Verbosity"],
-    name: "What the log tells",
-    tooltip: "quiet: errors only. normal: what is compiled, what runs uncompiled. debug: each look-up with its reason.",
+    name: "Log level",
+    tooltip: "quiet: errors only. normal: what is compiled and what is not. debug: each lookup with its reason.",
     type: "combo",
     options: ["quiet", "normal", "debug"],
     defaultValue: "normal",
@@ -30,8 +30,8 @@ export const SETTINGS = [
   {
     id: "Accel.Store.MaxMB",
     category: ["Accel", "Saved graphs", "MaxMB"],
-    name: "Largest size on disk (MB)",
-    tooltip: "What compiled graphs may take on disk, so that a restart compiles nothing anew. 0 keeps none.",
+    name: "Disk limit (MB)",
+    tooltip: "How much disk space saved graphs may take, so that a restart compiles nothing. 0 saves none.",
     type: "number",
     attrs: { min: 0, max: 1_048_576, step: 256 },
     defaultValue: 2048,
@@ -39,8 +39,8 @@ export const SETTINGS = [
   {
     id: "Accel.Cache.MaxEntries",
     category: ["Accel", "Graph cache", "MaxEntries"],
-    name: "Most kinds of block",
-    tooltip: "So many kinds of block stay compiled; the one not used for longest goes first. A model has 5 to 30.",
+    name: "Max cached block types",
+    tooltip: "How many block types stay compiled; the least recently used goes first. A model has 5 to 30.",
     type: "number",
     attrs: { min: 0, max: 65_536, step: 16 },
     defaultValue: 512,
@@ -48,8 +48,8 @@ export const SETTINGS = [
   {
     id: "Accel.Cache.MaxMB",
     category: ["Accel", "Graph cache", "MaxMB"],
-    name: "Largest size in memory (MB)",
-    tooltip: "What compiled graphs may take in memory. 2048 is plenty for most; lower it when memory is short.",
+    name: "Memory limit (MB)",
+    tooltip: "How much memory compiled graphs may take. 2048 is plenty for most; lower it when memory is short.",
     type: "number",
     attrs: { min: 0, max: 1_048_576, step: 256 },
     defaultValue: 2048,

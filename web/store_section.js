@@ -1,7 +1,7 @@
 /** What is kept on disk, so that a restart compiles nothing anew. */
 
 import { budgetBar } from "./budget_bar.js";
-import { h, setText, show } from "./dom.js";
+import { fold, h, setText, show } from "./dom.js";
 import { bytes, count } from "./format.js";
 import { reasonList } from "./reason_list.js";
 import { t } from "./texts.js";
@@ -13,15 +13,7 @@ export function storeSection() {
   const list = reasonList();
   const summary = h("summary", { text: t("storeMisses"), title: t("storeMissesTip") });
   const misses = h("details", { class: "accel-details" }, summary, ...list.elements);
-  const element = h(
-    "section",
-    { class: "accel-section", hidden: true },
-    h("h3", { text: t("store"), title: t("storeTip") }),
-    disk.element,
-    numbers,
-    folder,
-    misses,
-  );
+  const element = fold("store", t("store"), t("storeTip"), disk.element, numbers, folder, misses);
 
   function update({ state }) {
     const store = state?.graph_store ?? null;

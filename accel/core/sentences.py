@@ -36,7 +36,7 @@ _A_GRAPH = {
     "cache_bytes_full": "the graphs of this run need more than the {megabytes} MB that they may keep",
     "graph_failed": "its compiled graph failed: {error}",
     "wrong_output": "its compiled output differs from the eager one by {difference} of the largest value",
-    "slower": "at this size it takes {compiled} ms a call and eagerly {eager} ms",
+    "slower": "compiled {compiled} ms, normal {eager} ms a call at this size: kept normal",
 }
 
 _A_MODEL = {

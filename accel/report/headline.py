@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from ..core.reasons import Reason
-from .run import Run, Saving
-
-LEAST_SAVED = 0.05
-"""Seconds: less than this is within what two equal runs differ by."""
+from .run import LEAST_SAVED, Run, Saving
 
 FEW_STEPS = 12
 """Sampler steps below which neighbouring ones differ too much for DeepCache's defaults to skip many."""
@@ -17,13 +13,12 @@ FEW_STEPS = 12
 SEPARATOR = " · "
 
 
-def headlines(run: Run, total: float, uncompiled: Sequence[Reason] = ()) -> dict[str, list[Reason]]:
+def headlines(run: Run, uncompiled: Sequence[Reason] = ()) -> dict[str, list[Reason]]:
     """The line of each node that took part in a run that is over: id → its parts, to be joined by `SEPARATOR`.
 
     A node that compiles tells of compiling, one that skips steps of that, and one that does both of both.
 
-    total: seconds that compiling this model has taken since the start. uncompiled: why blocks ran uncompiled, the most
-        frequent reason first.
+    uncompiled: why blocks ran uncompiled, the most frequent reason first.
     """
     compiles, skips = (settings.get("node") if settings else None for settings in (run.compiling, run.caching))
     lines = {}
@@ -31,7 +26,7 @@ def headlines(run: Run, total: float, uncompiled: Sequence[Reason] = ()) -> dict
         own = [run.by_compiling] if node == compiles else []
         own += [run.by_skipping] if node == skips else []
         parts = [*_gain(run, own)]
-        parts += _compiled(run, total, uncompiled) if node == compiles else []
+        parts += _compiled(run, uncompiled) if node == compiles else []
         parts += _skipped(run) if node == skips else []
         lines[node] = parts
     return lines
@@ -43,28 +38,28 @@ def as_text(line: Sequence[Reason]) -> str:
 
 
 def _gain(run: Run, savings: Sequence[Saving]) -> list[Reason]:
-    known = [saving.seconds for saving in savings if saving.seconds is not None]
-    if not known or run.failed:
+    times = run.times_by(*savings)
+    if times is None:
         return []
-    saved, spent = sum(known), run.seconds - run.compile_seconds - run.load_seconds - run.capture_seconds
-    if abs(saved) < LEAST_SAVED or spent <= 0:
+    saved = (times - 1) * run.working_seconds
+    if abs(saved) < LEAST_SAVED:
         return [Reason("line_equal")]
     if saved < 0:
         return [Reason("line_slower", seconds=_number(-saved))]
-    return [Reason("line_times", times=f"{(spent + saved) / spent:.2f}"), Reason("line_saved", seconds=_number(saved))]
+    return [Reason("line_times", times=f"{times:.2f}"), Reason("line_saved", seconds=_number(saved))]
 
 
-def _compiled(run: Run, total: float, uncompiled: Sequence[Reason]) -> list[Reason]:
+def _compiled(run: Run, uncompiled: Sequence[Reason]) -> list[Reason]:
     if not run.compiled_calls and not run.replays:
         left = sorted(run.left_eager, key=run.left_eager.__getitem__, reverse=True)
         return [Reason("line_not_compiled", why=[*uncompiled, *left, Reason("compiling_unused")][0])]
-    if not total:
+    if not run.compiled_total:
         return [Reason("line_loaded")] if run.loaded else []
-    parts = [Reason("line_compiled", seconds=_number(total))]
-    saved = run.by_compiling.seconds
-    if saved is None:
+    parts = [Reason("line_compiled", seconds=_number(run.compiled_total))]
+    if run.by_compiling.seconds is None:
         return [*parts, Reason("line_unmeasured")] if run.compilations else parts
-    return [*parts, Reason("line_paid_back", images=math.ceil(total / saved))] if saved >= LEAST_SAVED else parts
+    images = run.pays_back_after
+    return parts if images is None else [*parts, Reason("line_paid_back", images=images)]
 
 
 def _skipped(run: Run) -> list[Reason]:

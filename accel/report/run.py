@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..core.reasons import Reason
+
+LEAST_SAVED = 0.05
+"""Seconds: less than this is within what two equal runs differ by."""
 
 
 class Saving(NamedTuple):
@@ -32,6 +36,10 @@ class Run:
     steps_taken: DeepCache's steps, such as "FSSF"; why_full: what of the model or the sampler made all of them full.
     model_calls: calls of the whole model, where capturing is on; replays: those of them that replayed a CUDA graph.
     captures: calls captured in this run, in capture_seconds.
+    pixels: width and height of the image; None where the latent is none of an image. working_seconds: without what was
+        compiled, loaded and captured in it. compiled_total: seconds that compiling this model took since the start.
+    times: how many times as long the same image would have taken; None where unknown. pays_back_after: images until
+        compiling has saved what it took; None where unknown, or where nothing was compiled.
     lines: by node id, what it gained, in parts (`headline.headlines`).
     loaded_share: fraction of the weights that were on the device at the end. finished: unix seconds.
     """
@@ -66,7 +74,30 @@ class Run:
     why_full: str | None = None
     by_compiling: Saving = Saving()
     by_skipping: Saving = Saving()
+    pixels: tuple[int, int] | None = None
+    compiled_total: float = 0.0
     lines: dict[str, list[Reason]] = field(default_factory=dict)
+
+    @property
+    def working_seconds(self) -> float:
+        return self.seconds - self.compile_seconds - self.load_seconds - self.capture_seconds
+
+    @property
+    def times(self) -> float | None:
+        return self.times_by(self.by_compiling, self.by_skipping)
+
+    @property
+    def pays_back_after(self) -> int | None:
+        saved = self.by_compiling.seconds
+        if not self.compiled_total or saved is None or saved < LEAST_SAVED:
+            return None
+        return math.ceil(self.compiled_total / saved)
+
+    def times_by(self, *savings: Saving) -> float | None:
+        """`times` by these savings alone."""
+        known = [saving.seconds for saving in savings if saving.seconds is not None]
+        working = self.working_seconds
+        return (working + sum(known)) / working if known and working > 0 and not self.failed else None
 
     def as_json(self) -> dict[str, Any]:
         """For the panel and the report."""
@@ -76,6 +107,9 @@ class Run:
             "left_eager": {str(reason): blocks for reason, blocks in self.left_eager.items()},
             "left_eager_reasons": [{**why.as_json(), "blocks": blocks} for why, blocks in self.left_eager.items()],
             "lines": self.lines_as_json(),
+            "working_seconds": self.working_seconds,
+            "times": self.times,
+            "pays_back_after": self.pays_back_after,
             "by_compiling": self.by_compiling.as_json(),
             "by_skipping": self.by_skipping.as_json(),
             **together((self.by_compiling, self.by_skipping)),

@@ -140,7 +140,8 @@ class RunRecords:
         run.seconds, run.finished = time.perf_counter() - now.began, time.time()
         run.fallbacks = fallbacks.rows(since=now.fallbacks_before)[:_MOST_REASONS]
         self._compile_seconds[run.model] += run.compile_seconds
-        run.lines = headlines(run, self._compile_seconds[run.model], fallbacks.reasons(since=now.fallbacks_before))
+        run.compiled_total = self._compile_seconds[run.model]
+        run.lines = headlines(run, fallbacks.reasons(since=now.fallbacks_before))
         self._runs.append(run)
         return run
 

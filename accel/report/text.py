@@ -34,8 +34,10 @@ def text(state: Mapping[str, Any], diagnosis: Sequence[str], comparison: str | N
 
 
 def size_of(run: Mapping[str, Any]) -> str:
-    """The size of a run's latent, such as "latent 64x64, batch 2"."""
+    """The size of a run's images, such as "512x512, batch 2"; that of its latent where they have none."""
     latent = run["latent"]
+    if run.get("pixels"):
+        return f"{run['pixels'][0]}x{run['pixels'][1]}, batch {latent[0]}"
     if len(latent) < 3:
         return "latent " + "x".join(map(str, latent)) if latent else "latent unknown"
     return f"latent {'x'.join(map(str, latent[2:]))}, batch {latent[0]}"

@@ -106,7 +106,7 @@ def test_a_run_is_watched_from_nothing_to_a_full_table(page, panel, server):
     assert panel.locator(".accel-steps span").count() == STEPS
     assert panel.locator(".accel-skipped").count() == now["deep_cache"]["last_run"]["skipped_steps"] == 2
     assert "Full: 1, 3." in panel.locator(".accel-steps").get_attribute("aria-label")
-    assert panel.locator(".accel-latent").inner_text() == "1×4×8×8"
+    assert panel.locator(".accel-imageSize").inner_text() == "64×64"
     assert panel.locator(".accel-compiledCalls").inner_text() == "100%"
 
 
@@ -194,7 +194,7 @@ def test_the_report_is_saved_as_a_text_file(page, server):
 
 
 def test_a_fallback_is_told_once_for_its_reason_and_many_at_once_are_one(page):
-    toasts = page.get_by_text("A part of the model runs uncompiled", exact=True)
+    toasts = page.get_by_text("Part of the model is not accelerated", exact=True)
     reason = f"a reason of this test {random.random()}"
     for _ in range(3):
         page.evaluate(SAY, {"event": "fallback", "block": "ResBlock", "reason": reason})
@@ -229,7 +229,7 @@ def test_nothing_is_asked_while_nothing_happens_or_nobody_looks(page):
 @pytest.mark.parametrize(
     ("given", "status", "said"),
     [
-        (idle(), 200, "Add Accelerate Model before the sampler"),
+        (idle(), 200, "Add Speed Up before the sampler"),
         ({"error": "no such route"}, 404, "restart ComfyUI"),
         ("", 500, "does not answer"),
         ({"graph_cache": {"entries": 1, "compilations": 1, "table": [{"name": "ResBlock"}]}}, 200, "ResBlock"),

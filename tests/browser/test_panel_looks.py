@@ -13,6 +13,7 @@ from panel_page import (
     MARKUP,
     SAY,
     SET,
+    UNFOLD,
     answering,
     close_panel,
     idle,
@@ -76,6 +77,9 @@ def shown(page):
 def test_the_tab_opens_by_its_button_in_each_way_of_drawing_nodes(page):
     with answering(page, state()):
         page.get_by_role("button", name="Accel", exact=True).click()
+        page.get_by_text("1.91×").wait_for()
+        screenshot(page, "panel-folded")
+        page.evaluate(UNFOLD)
         page.locator(".accel-panel .accel-row").nth(1).wait_for()
         screenshot(page, "panel")
         page.get_by_role("button", name="Accel", exact=True).click()
@@ -200,7 +204,7 @@ def test_rows_are_sorted_and_filtered_also_by_the_server(page):
         page.wait_for_timeout(600)
         assert asked[-1].endswith("filter=resbl")
         panel.get_by_role("searchbox").fill("there is none")
-        panel.get_by_text("Nothing in the cache").wait_for()
+        panel.get_by_text("No block type or model contains this text.").wait_for()
         panel.get_by_role("searchbox").fill("")
         head.get_by_role("button", name="Last used").click()
         close_panel(page)
@@ -213,7 +217,7 @@ def test_names_and_reasons_are_shown_as_text_whatever_they_are(page):
     hostile["graph_cache"]["table"] = [row(1, name=MARKUP, model=MARKUP, dtype=MARKUP, failure_reason=reason)]
     hostile["graph_cache"]["fallbacks"] = [{"block": MARKUP, **reason, "calls": MARKUP}]
     hostile["graph_store"].update(folder=MARKUP, misses=[{"block": MARKUP, "reason": MARKUP, "count": 1}])
-    hostile["last_run"].update(model=MARKUP, latent=[MARKUP], saved_reasons=[reason], left_eager_reasons=left)
+    hostile["last_run"].update(model=MARKUP, latent=[MARKUP], pixels=[MARKUP], saved_reasons=[reason], left_eager_reasons=left)
     hostile["compiling"] = {"name": MARKUP, "number": 1, "of": 2, "seconds": 1}
     with answering(page, hostile):
         panel = open_panel(page)
@@ -268,7 +272,7 @@ def test_less_motion_is_given_where_it_is_asked_for(page, shown):
 def test_an_empty_panel_says_what_to_do(page):
     with answering(page, idle()):
         panel = open_panel(page)
-        panel.get_by_text("Add Accelerate Model").wait_for()
+        panel.get_by_text("Add Speed Up").wait_for()
         screenshot(page, "panel-empty")
         assert panel.locator(".accel-section:visible").count() == 1
         close_panel(page)

@@ -14,9 +14,9 @@ def saved(seconds):
     return Saving(seconds, Reason("compiling_saved"))
 
 
-def line(node="3", total=14.0, uncompiled=(), **facts):
-    facts = {"compiling": COMPILING, "seconds": 6.8, "compiled_calls": 900, **facts}
-    return as_text(headlines(Run(**facts), total, uncompiled)[node])
+def line(node="3", uncompiled=(), **facts):
+    facts = {"compiling": COMPILING, "seconds": 6.8, "compiled_calls": 900, "compiled_total": 14.0, **facts}
+    return as_text(headlines(Run(**facts), uncompiled)[node])
 
 
 SAID = [
@@ -25,7 +25,7 @@ SAID = [
     ({"by_compiling": saved(0.01)}, "as fast as without · compiled once in 14 s"),
     ({"by_compiling": saved(-1.0)}, "1.0 s slower than without · compiled once in 14 s"),
     ({"compilations": 4}, "compiled once in 14 s · gain known after the next image"),
-    ({"loaded": 4, "total": 0.0}, "compiled graphs loaded from disk"),
+    ({"loaded": 4, "compiled_total": 0.0}, "compiled graphs loaded from disk"),
     ({"compiled_calls": 0, "uncompiled": [Reason("autocast")]}, "not compiled: autocast is on"),
     ({"compiled_calls": 0, "left_eager": {Reason("no_blocks"): 3, Reason("training"): 9}}, "not compiled: it is being"),
     ({"compiled_calls": 0}, "not compiled: No compiled block ran."),
@@ -71,4 +71,4 @@ def test_seconds_of_compiling_are_those_of_all_runs_of_the_model():
 
 def test_run_without_a_node_has_no_line():
     emit("run_over", run=Run())  # a listener may be there, and must take it
-    assert headlines(Run(compiling={"node": None}), 0.0) == {}
+    assert headlines(Run(compiling={"node": None})) == {}

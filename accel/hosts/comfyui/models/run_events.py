@@ -11,7 +11,7 @@ import torch
 from ....cache.entry import Use
 from ....core.events import emit, log
 from .. import preferences
-from ..sizes.model_sizes import family_name
+from ..sizes.model_sizes import family_name, latent_layout
 
 
 @contextmanager
@@ -53,12 +53,25 @@ def _loaded_share(guider: Any) -> float | None:
     return there / whole if whole else None
 
 
+def _pixels(patcher: Any, latent: Sequence[int]) -> tuple[int, int] | None:
+    """Width and height of the image, or of a video's frames; None for sound, 3D, and what is no latent."""
+    try:
+        scale = latent_layout(patcher).scale
+    except Exception as error:  # from another pack's patcher; only a hint is lost
+        log.debug("the size in pixels is not known: %s", error)
+        return None
+    return (latent[-1] * scale, latent[-2] * scale) if len(latent) > 3 else None
+
+
 def _described(executor: Any, arguments: Sequence[Any]) -> dict[str, Any]:
     noise, _, sampler, sigmas = (*arguments[:4], *[None] * (4 - len(arguments[:4])))
     function = getattr(sampler, "sampler_function", None)
+    patcher = getattr(executor.class_obj, "model_patcher", None)
+    latent = tuple(noise.shape) if isinstance(noise, torch.Tensor) else ()
     return {
-        "model": family_name(getattr(executor.class_obj, "model_patcher", None)),
-        "latent": tuple(noise.shape) if isinstance(noise, torch.Tensor) else (),
+        "model": family_name(patcher),
+        "latent": latent,
+        "pixels": _pixels(patcher, latent),
         "steps": sigmas.shape[-1] - 1 if isinstance(sigmas, torch.Tensor) and sigmas.ndim else None,
         "sampler": None if function is None else getattr(function, "__name__", "").removeprefix("sample_") or None,
     }
