@@ -96,7 +96,8 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
         "deep_cache": {"last_run": {"full_steps": 9, "skipped_steps": 16, "steps": "FF" + "SSF" * 7 + "SS"}},
         "compiling": None,
         "last_run": {
-            **{"model": "SD15", "latent": [1, 4, 90, 120], "pixels": [960, 720], "seconds": 14.2, "steps": 25, "compiled_calls": 1180},
+            **{"model": "SD15", "latent": [1, 4, 90, 120], "pixels": [960, 720]},
+            **{"seconds": 14.2, "steps": 25, "compiled_calls": 1180},
             **{"model_calls": 25, "replays": 18, "captures": 2, "capture_seconds": 0.6},
             **{"eager_calls": 64, "compile_seconds": 4.4, "loaded": 4, "saved_seconds": 8.4},
             **{"working_seconds": 9.2, "times": 1.91, "pays_back_after": 3, "lines": {}},
