@@ -60,7 +60,7 @@ def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[dict
         runner, inputs = runners[block], []
         spec = tree_spec.flatten((args, kwargs), inputs, runner._simplify)
         guard = ArgumentGuard(args, kwargs, spec, inputs, runner._simplify)
-        tensors = (*runner._slots.read(), *guard.match(args, kwargs))
+        tensors = (*runner._weights.take(()), *guard.match(args, kwargs))
         note("  arguments", guard.match, args, kwargs)
         options = kwargs.get("transformer_options")
         if options is not None:

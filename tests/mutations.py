@@ -48,8 +48,8 @@ MUTATIONS = [
     ),
     Mutation(
         "stale weight used by a graph",
-        "return list(map(operator.getitem, self.holders, self.names))",
-        'return self.__dict__.setdefault("kept", list(map(operator.getitem, self.holders, self.names)))',
+        "stored_form.plain(list(map(operator.getitem, self.holders, self.names)), self.forms)",
+        'self.__dict__.setdefault("kept", list(map(operator.getitem, self.holders, self.names)))',
         "unit/test_block_compiler.py::test_new_weights_are_seen_at_the_next_call",
     ),
     Mutation(

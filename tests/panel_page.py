@@ -103,7 +103,13 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
             **{"working_seconds": 9.2, "times": 1.91, "pays_back_after": 3, "lines": {}},
             "saved_reasons": [SKIPPED],
         },
-        "settings": {"max_mb": 2048, "max_entries": 512, "store_mb": 2048, "verbosity": "normal"},
+        "settings": {
+            "max_mb": 2048,
+            "max_entries": 512,
+            "store_mb": 2048,
+            "verbosity": "normal",
+            "weights_in_place": False,
+        },
         "version": "0.1.0",
         **changes,
     }

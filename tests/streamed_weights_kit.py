@@ -137,6 +137,9 @@ class ModelVBAR:
         self.watermark = pages
         card.vbars.append(self)
 
+    def __del__(self) -> None:
+        """There as in comfy-aimdo, where it frees the native memory."""
+
     def __deepcopy__(self, memo: dict) -> None:
         raise AssertionError("a copy would free the native memory twice")
 
@@ -244,8 +247,7 @@ class _Stream:
     def __init__(self, card: Card):
         self._card = card
         self.buffer: VRAMBuffer | None = None
-        self.is_owed = False
-        """Whether the compute stream has yet to be waited for, before the buffer is written again."""
+        self.waits = 0
 
     def __enter__(self) -> _Stream:
         return self
@@ -254,7 +256,7 @@ class _Stream:
         pass
 
     def wait_stream(self, _: Any) -> None:
-        self.is_owed = False
+        self.waits += 1
 
     def synchronize(self) -> None:
         pass
@@ -263,7 +265,6 @@ class _Stream:
         """Its next use, from which on nothing that was cast there before may be read."""
         if self.buffer is not None:
             self.buffer.spoil()
-        self.is_owed = True
         return self
 
 

@@ -14,10 +14,21 @@ const NAMES = {
   "Accel.Cache.MaxEntries": "max_entries",
   "Accel.Store.MaxMB": "store_mb",
   "Accel.Log.Verbosity": "verbosity",
+  "Accel.Models.WeightsInPlace": "weights_in_place",
 };
 
 /** English here; the page takes other languages from locales/LANGUAGE/settings.json. */
 export const SETTINGS = [
+  {
+    id: "Accel.Models.WeightsInPlace",
+    category: ["Accel", "Models", "WeightsInPlace"],
+    name: "Keep weights in place",
+    tooltip:
+      "Where ComfyUI streams weights (DynamicVRAM): load each accelerated model once more, whole and without it. " +
+      "For models that fit into the GPU's memory; for the nodes that run next.",
+    type: "boolean",
+    defaultValue: false,
+  },
   {
     id: "Accel.Log.Verbosity",
     category: ["Accel", "Log", "Verbosity"],

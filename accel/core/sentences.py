@@ -4,6 +4,8 @@ _A_CALL = {
     "autocast": "autocast is on, and a graph computes in the types that it was made for",
     "gradients": "gradients are requested, and a graph gives none",
     "weights_elsewhere": "its weights are partly on {device}, its inputs are not",
+    "weights_not_taken": "its weights, which are streamed, could not be taken for its graph: {error}",
+    "weights_too_large": "{megabytes} MB of its weights would have to be streamed at once, too much for the device",
     "unsupported_argument": "it is called with {what}",
     "stored_otherwise": "a weight is stored as another {type} than when the run began",
     "changes_shared_memory": "it changes an argument that shares memory with another",

@@ -28,6 +28,7 @@ class Settings:
 
     max_mb: memory that compiled graphs may keep, MB. max_entries: kinds of blocks in the graph cache.
     store_mb: disk space for saved graphs, MB; 0 saves nothing more. verbosity: of our log.
+    weights_in_place: models whose weights the host would stream are loaded once more, to stay on the device.
 
     Raises ValueError: a value is invalid; the message has the valid ones.
     """
@@ -36,6 +37,7 @@ class Settings:
     max_entries: int = DEFAULT_MAX_ENTRIES
     store_mb: int = DEFAULT_STORE_MB
     verbosity: str = NORMAL
+    weights_in_place: bool = False
 
     def __post_init__(self) -> None:
         for name, largest in (("max_mb", LARGEST_MB), ("max_entries", MOST_ENTRIES), ("store_mb", LARGEST_MB)):
@@ -44,6 +46,8 @@ class Settings:
                 raise ValueError(f"{name} must be a whole number from 0 to {largest}.")
         if self.verbosity not in VERBOSITIES:
             raise ValueError(f"verbosity must be one of: {', '.join(VERBOSITIES)}.")
+        if type(self.weights_in_place) is not bool:
+            raise ValueError("weights_in_place must be true or false.")
 
 
 def read(home: Path) -> Settings:

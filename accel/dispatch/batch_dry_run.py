@@ -23,6 +23,7 @@ from ..core import torch_internals
 from ..core.errors import pass_on
 from ..core.events import log
 from ..fingerprint.plain_values import is_plain_object
+from ..modules.streamed_weights import Plain, in_place
 from ..signature.tensors import CHANNELS_LAST
 from .global_state_guard import DICTS, global_state_restored
 
@@ -37,6 +38,7 @@ class BatchDryRun:
     without_hooks: what a dict among the model's arguments is replaced by, so that nobody's code runs twice.
     interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
     dry: the host's context for a call without values.
+    plain: shows the model with its weights in place.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class BatchDryRun:
         without_hooks: Callable[[dict], dict] = dict,
         interrupts: tuple[type[BaseException], ...] = (),
         dry: Callable[[], AbstractContextManager] = nullcontext,
+        plain: Plain = in_place,
     ):
         self._model = model
+        self._plain = plain
         self._tensors_of = tensors_of
         self._without_hooks = without_hooks
         self._interrupts = interrupts
@@ -131,9 +135,11 @@ class BatchDryRun:
                 torch.no_grad(),
                 mode,
             ):
-                model = copies.of(self._model)
+                plain = self._plain(self._model, self._arguments_device())
+                shown = dict(zip(self._model.modules(), plain.modules(), strict=True))
+                model = copies.of(plain)
                 for block in self._tensors_of:
-                    copied = copies.of(block)
+                    copied = copies.of(shown[block])
                     copied.__dict__["forward"] = recorder(block, copied.forward)
                 args, kwargs = self._grown(self._arguments, size)
                 model.forward(*args, **kwargs)
@@ -142,6 +148,10 @@ class BatchDryRun:
             log.debug("the dry run at a larger size ended early: %s: %s", type(error).__name__, error)
             return shapes, error.with_traceback(None)
         return shapes, None
+
+    def _arguments_device(self) -> torch.device:
+        args, kwargs = self._arguments
+        return next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
 
     def _grown(self, value: Any, size: _Larger) -> Any:
         """The arguments at this size; none has values."""

@@ -17,6 +17,7 @@ from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly, not_in_this_mode
 from ..fingerprint import kinds
 from ..fingerprint.survey import Region
+from ..modules.streamed_weights import WeightSource
 from ..modules.substitution import Apart
 from ..signature import tree_spec
 from ..signature.tensors import dense, share_memory
@@ -40,6 +41,7 @@ class BlockRunner:
     dry_run: tells sizes that are 1 because the batch is from those that always are.
     lease: keeps the run's graphs in the cache; None outside of a run.
     on_shortage: called when a graph ran out of memory, before the block runs eagerly.
+    source: of the block's weights, where these are not in place.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class BlockRunner:
         dry_run: BatchDryRun | None = None,
         lease: Lease | None = None,
         on_shortage: Callable[[], None] = lambda: None,
+        source: WeightSource | None = None,
     ):
         self._region = region
         self._cache = cache
@@ -61,9 +64,9 @@ class BlockRunner:
         self._on_shortage = on_shortage
         self._resolver = GraphResolver(region, cache, settings, interrupts, dry_run, lease)
         kind, wraps = region.kind, region.wraps
-        self._slots = kinds.weight_slots(region.block, kind.weights, wraps, kind.forms)
+        self._weights = source or kinds.weight_slots(region.block, kind.weights, wraps, kind.forms)
         self._lora = None if wraps is None else AddedWeights(region.block, kind.tensors, wraps)
-        self._inline = InlineCache(cache, self._slots, simplify_options)
+        self._inline = InlineCache(cache, self._weights, simplify_options)
         self.eager_calls = 0
         """Calls that ran without a graph."""
         self.observer: BlockObserver | None = None
@@ -112,7 +115,7 @@ class BlockRunner:
         try:
             spec = tree_spec.flatten((args, kwargs), inputs, self._simplify)
             added = () if self._lora is None else self._lora.read()
-            weights = self._slots.read()
+            weights = self._weights.take(inputs)
         except RunEagerly as refusal:
             return self._eagerly(inner, args, kwargs, refusal.reason, is_trouble=False)
         except tree_spec.UnsupportedArgument as why:
@@ -171,7 +174,10 @@ class BlockRunner:
             return out
 
         def compared(tensors: Sequence[torch.Tensor]) -> Any:
-            return self._compare(graph, benchmark, lambda: run(tensors), inner, spec, given, inputs, tensors[0].device)
+            device = tensors[0].device
+            return self._compare(
+                graph, benchmark, lambda: run(self._again(tensors, inputs)), inner, spec, given, inputs, device
+            )
 
         try:
             return run(tensors) if is_compared else compared(tensors)
@@ -231,6 +237,10 @@ class BlockRunner:
         if benchmark.done:
             emit("probe_end", name=self._region.kind.name, gain=benchmark.gain, reason=benchmark.verdict)
         return out
+
+    def _again(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What the graph takes, once the block may have run eagerly."""
+        return tensors
 
     def _resolve(self, spec, weights, inputs) -> tuple[ResolvedGraph | None, bool]:
         """The graph for the call, None where it runs eagerly; and whether it was resolved only now."""
@@ -292,3 +302,31 @@ class ApartRunner(BlockRunner):
             with context:
                 return super().__call__(inner, *args, **kwargs)
         return self._eagerly(inner, args, kwargs, reason, is_trouble=False)
+
+
+class StreamedBlockRunner(BlockRunner):
+    """The stand-in of a block whose weights are taken for each call of its graph, and released before an eager one.
+
+    Eager, the block brings its weights to the device layer by layer, as the host has it do.
+    """
+
+    def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        def eager(*args: Any, **kwargs: Any) -> Any:
+            self._weights.release()
+            return inner(*args, **kwargs)
+
+        try:
+            return super().__call__(eager, *args, **kwargs)
+        finally:
+            self._weights.release()
+
+    def _compare(self, graph, benchmark, run, inner, spec, given, inputs, device):
+        self._weights.release()  # either way includes the cost of taking them
+        return super()._compare(graph, benchmark, run, inner, spec, given, inputs, device)
+
+    def _again(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return (*self._weights.take(inputs), *inputs)
+
+
+class StreamedApartRunner(ApartRunner, StreamedBlockRunner):
+    """Both: the weights are taken and released there too."""

@@ -13,11 +13,12 @@ from ..cache.entry import Lease
 from ..cache.graph_cache import GraphCache, shared
 from ..core.compile_settings import CompileSettings
 from ..core.events import emit, log
-from ..fingerprint.survey import Region, Survey, survey
+from ..fingerprint.survey import Region, Survey, Traceable, survey
+from ..modules.streamed_weights import Plain, WeightSource, in_place
 from ..modules.substitution import Apart, Layer
 from ..modules.wrapped_layers import Wraps
 from .batch_dry_run import BatchDryRun
-from .block_runner import ApartRunner, BlockRunner
+from .block_runner import ApartRunner, BlockRunner, StreamedApartRunner, StreamedBlockRunner
 
 Simplify = Callable[[dict], dict]
 
@@ -32,6 +33,9 @@ class Host:
     wraps: recognises the host's wrappers around layers, such as LoRA.
     apart: asked when a model's layers are made: where their calls do their work, None where it makes no difference.
     dry: entered around a call of the model on tensors without values (`BatchDryRun`).
+    plain, weights: for blocks whose weights the host streams: how they look with them in place, and the source of a
+        block's weights; None where they are in place.
+    traceable: a context in which the host's functions can be traced, although extensions have hidden them from torch.
     """
 
     ignored: frozenset[tuple[str, str]] = frozenset()
@@ -41,11 +45,14 @@ class Host:
     wraps: Wraps | None = None
     apart: Callable[[], Apart | None] = lambda: None
     dry: Callable[[], AbstractContextManager] = nullcontext
+    plain: Plain = in_place
+    weights: Callable[[Region], WeightSource | None] = lambda region: None
+    traceable: Traceable = nullcontext
 
 
 def survey_model(model: torch.nn.Module, settings: CompileSettings, host: Host) -> Survey:
     """Survey the model's blocks as they are now; emits "survey" and logs what stays eager."""
-    found = survey(model, settings.min_repetitions, host.ignored, host.wraps)
+    found = survey(model, settings.min_repetitions, host.ignored, host.wraps, host.plain, host.traceable)
     for path, reason in found.left_eager:
         log.debug("%s stays eager: %s", path, reason)
     emit(
@@ -73,13 +80,17 @@ def compiled_layers(
     on_shortage: as for `BlockRunner`.
     """
     tensors_of: dict[torch.nn.Module, Callable[[tuple], list[torch.Tensor]]] = {}
-    dry_run = BatchDryRun(model, tensors_of, host.without_hooks, host.interrupts, host.dry)
+    dry_run = BatchDryRun(model, tensors_of, host.without_hooks, host.interrupts, host.dry, host.plain)
     apart = host.apart()
-    make = BlockRunner if apart is None else functools.partial(ApartRunner, apart)
     layers: dict[torch.nn.Module, Layer] = {model: dry_run}
     for region in found.regions:
+        source = host.weights(region)
+        if apart is None:
+            make = BlockRunner if source is None else StreamedBlockRunner
+        else:
+            make = functools.partial(ApartRunner if source is None else StreamedApartRunner, apart)
         layers[region.block] = runner = make(
-            region, cache, settings, host.simplifier(region), host.interrupts, dry_run, lease, on_shortage
+            region, cache, settings, host.simplifier(region), host.interrupts, dry_run, lease, on_shortage, source
         )
         tensors_of[region.block] = runner.tensors_of
     return layers

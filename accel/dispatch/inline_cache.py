@@ -15,7 +15,7 @@ import torch
 
 from ..cache.graph_cache import GraphCache
 from ..core.reasons import RunEagerly
-from ..fingerprint.kinds import WeightSlots
+from ..modules.streamed_weights import WeightSource
 from ..signature.argument_guard import ArgumentGuard, tensor_guard
 from ..signature.tensors import extent, is_dense, share_memory
 from ..signature.tree_spec import Spec, UnsupportedArgument
@@ -45,13 +45,13 @@ def call_key(spec: Spec, weights: Sequence[torch.Tensor], inputs: Sequence[torch
 class InlineCache:
     """From a call of one block to its graph, or to None for a call that runs eagerly.
 
-    cache: where the graphs are; this cache is void once a graph leaves it. slots: the block's weights.
+    cache: where the graphs are; this cache is void once a graph leaves it. weights: the block's.
     replace: as for `ArgumentGuard`.
     """
 
-    def __init__(self, cache: GraphCache, slots: WeightSlots, replace: Callable[[dict], Any] | None):
+    def __init__(self, cache: GraphCache, weights: WeightSource, replace: Callable[[dict], Any] | None):
         self._cache = cache
-        self._slots = slots
+        self._weights = weights
         self._replace = replace
         self._entries: dict[tuple, ResolvedGraph | None] = {}
         self._guarded: tuple[GuardedCall, ...] = ()
@@ -87,7 +87,7 @@ class InlineCache:
         """Match calls like this one from now on. inputs: as given, not yet dense."""
         if resolved.guards_made < _MAX_GUARDS_MADE:
             resolved.guards_made += 1
-            call = GuardedCall(args, kwargs, spec, inputs, self._slots, self._replace, resolved)
+            call = GuardedCall(args, kwargs, spec, inputs, self._weights, self._replace, resolved)
             self._guarded = (call, *self._guarded[: _MAX_GUARDED - 1])
 
     def expire(self) -> None:
@@ -113,14 +113,14 @@ class GuardedCall:
         kwargs: dict[str, Any],
         spec: Spec,
         inputs: Sequence[torch.Tensor],
-        slots: WeightSlots,
+        source: WeightSource,
         replace: Callable[[dict], Any] | None,
         resolved: ResolvedGraph,
     ):
         self.resolved, self.counter = resolved, resolved.counter
         self._arguments = ArgumentGuard(args, kwargs, spec, inputs, replace)
-        self._slots = slots
-        weights, given = slots.read(), self._arguments.match(args, kwargs) or ()
+        self._take = source.take
+        weights, given = source.take(inputs), self._arguments.match(args, kwargs) or ()
         self._check = tensor_guard((*weights, *given))
         self._wants_gradients = any(tensor.requires_grad for tensor in (*weights, *given))
         self._weights = len(weights)
@@ -139,7 +139,7 @@ class GuardedCall:
         given = self._arguments.match(args, kwargs)
         if given is None:
             return None
-        tensors = (*self._slots.read(), *given)
+        tensors = (*self._take(given), *given)
         if not self._check(*tensors) or (self._wants_gradients and torch.is_grad_enabled()):
             return None
         if self._is_plain:

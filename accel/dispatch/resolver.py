@@ -99,7 +99,7 @@ class GraphResolver:
 
         def load_graph() -> CompiledGraph | None:
             def build(data: bytes, facts: Facts) -> CompiledGraph:
-                template = kinds.template_of(region.block, region.wraps)
+                template = kinds.template_of(region.plain(region.block, None), region.wraps)
                 return block_compiler.load_block(
                     template, region.kind, spec, data, facts, self.interrupts, settings.backend
                 )
@@ -111,10 +111,10 @@ class GraphResolver:
 
         def compile_for(larger: Sequence[torch.Size] | None) -> CompiledGraph:
             try:
-                template = kinds.template_of(region.block, region.wraps)
+                template = kinds.template_of(region.plain(region.block, None), region.wraps)
             except Exception as error:
                 raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
-            with silent(), self._nothing_fake_left():
+            with silent(), self._nothing_fake_left(), region.traceable():
                 return block_compiler.compile_block(
                     template,
                     region.kind,

@@ -95,22 +95,28 @@ class Description:
 
 @dataclass(frozen=True)
 class WeightSlots:
-    """The dicts with a block's parameters and buffers, read at every call so that replaced ones are seen."""
+    """The dicts with a block's parameters and buffers, read at every call so that replaced ones are seen.
+
+    The `WeightSource` of weights in place.
+    """
 
     holders: tuple[dict[str, torch.Tensor], ...]
     names: tuple[str, ...]
     forms: Forms = ()
 
-    def read(self) -> list[torch.Tensor]:
+    def take(self, inputs: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """The plain tensors that the weights are made of now.
 
         Raises RunEagerly: a weight is stored in another form than it was.
         """
         return stored_form.plain(list(map(operator.getitem, self.holders, self.names)), self.forms)
 
+    def release(self) -> None:
+        pass
+
 
 def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wraps | None = None) -> Description:
-    """The description of the block as it is now, with its weights' dtypes, devices and layouts, not their values.
+    """The description of the block as it is now, with its weights' dtypes and layouts, not their values or devices.
 
     reader: shared by the blocks of one survey. wraps: recognises the wrappers to leave out.
     Raises Indescribable: with the path of what cannot be described.
@@ -163,7 +169,7 @@ def _form_of(tensor: torch.Tensor, name: str) -> StoredForm | None:
 
 def _laid_out(tensor: torch.Tensor) -> tuple:
     spec = tensor_spec(tensor)
-    return spec, tensor.stride() if isinstance(spec.layout, tuple) else None
+    return spec.dtype, spec.ndim, spec.layout, tensor.stride() if isinstance(spec.layout, tuple) else None
 
 
 def _stored(tensor: torch.Tensor, form: StoredForm | None, name: str, references: References) -> tuple:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from ..core.reasons import Reason
 from ..modules.blocks import blocks
+from ..modules.streamed_weights import Plain, in_place
 from ..modules.substitution import has_foreign_forward
 from ..modules.wrapped_layers import Wraps
 from .code_hash import CodeReader
 from .kinds import Kind, describe, kinds_of
 from .plain_values import Indescribable
+
+Traceable = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,8 @@ class Region:
 
     strings: every string constant in its code; the dict keys that it may read are among them.
     wraps: recognises the wrappers around its layers, which are not part of its kind.
+    plain: shows the block with its weights in place.
+    traceable: a context to trace the block in, where its code calls functions that can be traced.
     """
 
     path: str
@@ -29,6 +36,8 @@ class Region:
     kind: Kind
     strings: frozenset[str] = frozenset()
     wraps: Wraps | None = None
+    plain: Plain = in_place
+    traceable: Traceable = nullcontext
 
 
 @dataclass(frozen=True)
@@ -48,27 +57,35 @@ def survey(
     min_repetitions: int = 1,
     ignored: frozenset[tuple[str, str]] = frozenset(),
     wraps: Wraps | None = None,
+    plain: Plain = in_place,
+    traceable: Traceable = nullcontext,
 ) -> Survey:
     """The model's blocks and their kinds.
 
     min_repetitions: kinds with fewer blocks stay eager, since compiling costs more than it gains.
     ignored: as for `CodeReader`.
     wraps: recognises the wrappers around layers; the result is the same with and without them.
+    plain: shows blocks with their weights in place; the result is the same wherever they are.
+    traceable: as for `Region`; blocks' code is read in it.
     """
     described, left_eager = [], []
     reader = CodeReader(ignored)
     found = list(blocks(model, wraps))
+    shown = []
     for path, block in found:
+        shown.append(block)
         if has_foreign_forward(block):
             left_eager.append((path, Reason("forward_replaced")))
             continue
         try:
-            described.append((path, block, describe(block, reader, wraps)))
+            shown[-1] = plain(block, None)
+            with traceable():
+                described.append((path, block, describe(shown[-1], reader, wraps)))
         except Indescribable as why:
             left_eager.append((path, Reason("indescribable", what=str(why))))
-    kinds = kinds_of([description for _, _, description in described], [block for _, block in found], wraps)
+    kinds = kinds_of([description for _, _, description in described], shown, wraps)
     regions = [
-        Region(path, block, kind, description.code.strings, wraps)
+        Region(path, block, kind, description.code.strings, wraps, plain, traceable)
         for (path, block, description), kind in zip(described, kinds, strict=True)
     ]
     counts = Counter(region.kind for region in regions)

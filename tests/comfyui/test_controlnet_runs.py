@@ -11,6 +11,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.comfyui.models import controlnet
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
@@ -216,7 +217,8 @@ def test_network_of_which_no_block_can_be_compiled_runs_as_it_is_and_says_so():
     assert [row["reason"] for row in fallbacks.rows()] == ["no repeated block of it can be compiled"]
 
 
-def test_control_net_whose_weights_are_streamed_says_so(monkeypatch, caplog):
+def test_control_net_whose_streamed_weights_cannot_be_taken_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(controlnet, "takes_streamed_weights", lambda: False)
     net = unet_control(**SMALL)
     accelerate_control(net, SETTINGS, cache)
     assert "streamed" not in caplog.text

@@ -1,6 +1,7 @@
 """What is told of real runs: the record, the report of it, progress on the node, and that no image shows any of it."""
 
 import json
+from dataclasses import asdict
 
 import comfy.model_management
 import folder_paths
@@ -11,7 +12,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core import events
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES
+from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES, Settings
 from comfy_accel.accel.hosts.comfyui import preferences
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
@@ -140,7 +141,7 @@ def test_state_is_json_with_what_the_contract_names(unet):
     assert {"graph_cache", "graph_store", "deep_cache", "compiling", "last_run", "settings", "version"} <= set(state)
     wanted = "model latent seconds steps compiled_calls eager_calls compile_seconds loaded saved_seconds saved_how"
     assert set(wanted.split()) <= set(state["last_run"])
-    assert set(state["settings"]) == {"max_mb", "max_entries", "store_mb", "verbosity"}
+    assert set(state["settings"]) == set(preferences.NAMES)
     assert {"steps", "saved_seconds", "saved_how"} <= set(state["deep_cache"]["last_run"])
 
 
@@ -240,7 +241,7 @@ def test_store_limit_is_kept_beside_the_others(settings, tmp_path, monkeypatch):
     assert preferences.state()["store_mb"] == 16
     settings().change({"store_mb": 17})
     assert preferences.state()["store_mb"] == 17 and preferences.state()["max_mb"] == 100
-    assert json.loads(file.read_text()) == {"max_mb": 100, "max_entries": 512, "store_mb": 17, "verbosity": "quiet"}
+    assert json.loads(file.read_text()) == asdict(Settings(100, 512, 17, "quiet"))
     monkeypatch.setenv("ACCEL_STORE_MB", "3")
     with pytest.raises(ValueError, match="ACCEL_STORE_MB"):
         preferences.change({"store_mb": 18})

@@ -1,17 +1,30 @@
 """Models whose weights core streams, on the stand-in for comfy-aimdo: compiled blocks are right and stay compiled."""
 
 import random
+from contextlib import contextmanager
 
+import comfy.model_management
+import comfy.ops
 import pytest
 import streamed_weights_kit as kit
+import tiny_models
 import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core import events
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.comfyui.models import streamed
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
+from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
+from comfy_accel.accel.sizing.vae import COMPILE_BOTH, VaePolicy
+from tiny_dits import DITS
+from torch._dynamo.utils import counters
 
 pytestmark = pytest.mark.skipif(kit.why_not() is not None, reason=str(kit.why_not()))
 
 
 def test_stand_in_streams_right_weights_to_eager_calls_and_poisons_those_that_are_gone():
-    from tiny_dits import DITS
-
     dit = DITS["Flux"]
     plain = dit.sample(dit.load())
     with kit.streaming() as card:
@@ -25,3 +38,309 @@ def test_stand_in_streams_right_weights_to_eager_calls_and_poisons_those_that_ar
         assert weights._v_weight.isfinite().all()
         card.vbars[0].free_memory(1 << 40)
         assert weights._v_weight.isnan().all()
+
+
+FLUX = DITS["Flux"]
+warm = GraphCache()
+"""Tracing is most of a test's time; those that count graphs have a cache of their own."""
+
+
+@pytest.fixture
+def card():
+    counters.clear()
+    fallbacks.clear()
+    with kit.streaming() as card:
+        yield card
+
+
+def compiled(model, cache=warm, **settings):
+    return accelerate(model, CompileSettings(backend="eager", **settings), cache)
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def reasons() -> list[str]:
+    return [row["code"] for row in fallbacks.rows()]
+
+
+@contextmanager
+def all_compiled():
+    """Inside, no block may run without its graph."""
+    eager = []
+    stop = events.subscribe(lambda name, data: eager.append(data["eager_calls"]) if name == "run_calls" else None)
+    try:
+        yield
+    finally:
+        stop()
+    assert eager and not any(eager) and reasons() == []
+
+
+def with_lora(model, strength, dtype=torch.float32):
+    """A clone with a patch on some of the streamed weights."""
+    clone, generator = model.clone(), torch.Generator().manual_seed(5)
+    weights = {
+        name: weight
+        for name, weight in model.model.named_parameters()
+        if name.endswith(("qkv.weight", "to_q.weight", "r1.weight"))
+    }
+    patches = {
+        name: ("diff", (torch.randn(weight.shape, generator=generator).to(dtype) * 0.05,))
+        for name, weight in weights.items()
+    }
+    assert len(clone.add_patches(patches, strength)) == len(patches) > 4
+    return clone
+
+
+def sample(model, **how):
+    return FLUX.sample(model, steps=1, **how)
+
+
+def test_compiled_blocks_are_right_while_weights_come_and_go(card):
+    """One cache entry serves the model in place and streamed."""
+    cache, rng, plain = GraphCache(), random.Random(1), FLUX.load()
+    expected = [sample(plain, size=size) for size in (0, 1)]
+    assert torch.equal(sample(compiled(plain, cache)), expected[0])
+    before = graphs()
+    model = card.streamed(FLUX.load())
+    made = compiled(model, cache)
+    assert made.is_dynamic() and made.model is model.model
+    with all_compiled():
+        for number in range(12):
+            assert torch.equal(sample(made, size=number % 2), expected[number % 2])
+            assert card.pins == 0
+            card.shake(rng)
+    assert card.misses and graphs() == before
+
+
+def test_no_more_is_on_the_device_than_its_capacity_and_two_blocks(card):
+    model = card.streamed(FLUX.load())
+    sample(compiled(model))
+    card.capacity = card.size // 3
+    card.vbars[0].free_memory(card.size)
+    card.peak = 0
+    with all_compiled():
+        sample(compiled(model))
+    blocks = [*model.model.diffusion_model.double_blocks, *model.model.diffusion_model.single_blocks]
+    largest = max(sum(part._v[2] for part in block.modules() if hasattr(part, "_v")) for block in blocks)
+    assert card.peak <= card.capacity + 2 * largest
+
+
+def test_weights_brought_one_by_one_before_the_graph_are_wrong(card, monkeypatch):
+    """The control of these tests: what must not be done, they notice."""
+    bring = streamed.StreamedWeights._bring
+
+    def one_by_one(self, missing, inputs, made):
+        for one in missing:
+            bring(self, [one], inputs, made)
+
+    monkeypatch.setattr(streamed.StreamedWeights, "_bring", one_by_one)
+    card.capacity = 0
+    assert not torch.equal(sample(compiled(card.streamed(FLUX.load()))), sample(FLUX.load()))
+
+
+def test_lora_changes_in_mid_session_without_a_new_graph(card):
+    rng, model = random.Random(2), card.streamed(FLUX.load())
+    sample(compiled(model))
+    before, seen = graphs(), []
+    for strength in (1.0, 0.5, 0.0, 1.0):
+        patched = with_lora(model, strength)
+        card.capacity = 1 << 40
+        expected = sample(patched)
+        seen.append(expected)
+        with all_compiled():
+            for _ in range(3):
+                card.shake(rng)
+                assert torch.equal(sample(compiled(patched)), expected)
+                assert card.pins == 0
+    assert graphs() == before and card.misses
+    assert torch.equal(seen[0], seen[3]) and not torch.equal(seen[0], seen[1])
+
+
+def test_lora_on_fp8_weights_is_that_of_core_once_they_are_resident(card):
+    """At a weight's first use core's eager layers get it before it is rounded to what is kept of it."""
+    rng, cache = random.Random(3), GraphCache()
+    plain = tiny_models.small_unet(inference_dtypes=(torch.float8_e4m3fn, torch.float32))
+    model = with_lora(card.streamed(plain), 1.0)
+    tiny_models.sample(model, steps=1)
+    expected = tiny_models.sample(model, steps=1)
+    with all_compiled():
+        for number in range(6):
+            assert torch.equal(tiny_models.sample(compiled(model, cache), steps=1), expected)
+            if number == 0:
+                before = graphs()
+            card.shake(rng)
+    assert graphs() == before and card.pins == 0
+
+
+def test_other_models_and_freed_memory_in_between_change_nothing(card):
+    first, second = card.streamed(FLUX.load()), card.streamed(FLUX.load(seed=1))
+    expected = [sample(FLUX.load()), sample(FLUX.load(seed=1))]
+    sample(compiled(first))
+    before = graphs()
+    card.capacity = card.size // 2
+    with all_compiled():
+        for number in range(5):
+            assert torch.equal(sample(compiled((first, second)[number % 2])), expected[number % 2])
+            if number == 2:
+                comfy.model_management.unload_all_models()
+    assert graphs() == before and card.pins == 0
+
+
+@pytest.mark.parametrize("kind", ["fault", "buffer"])
+@pytest.mark.parametrize("after", [0, 3])
+def test_memory_that_runs_out_while_weights_are_taken_makes_the_block_run_eagerly(card, monkeypatch, kind, after):
+    model, plain = card.streamed(FLUX.load()), sample(FLUX.load())
+    made = compiled(with_lora(model, 0.0))
+    sample(made)
+    take, left = streamed.StreamedWeights._try, [after]
+
+    def fail(asked):
+        left[0] -= asked == kind
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("no memory is left")
+
+    def failing(self, inputs):
+        left[0], card.fail = after, fail
+        try:
+            return take(self, inputs)
+        finally:
+            card.fail = lambda kind: None
+
+    monkeypatch.setattr(streamed.StreamedWeights, "_try", failing)
+    card.capacity = 0 if kind == "buffer" else 1 << 40
+    card.vbars[0].free_memory(card.size)
+    assert torch.equal(sample(made), plain)
+    assert set(reasons()) == {"weights_not_taken"} and card.pins == 0
+    monkeypatch.undo()
+    fallbacks.clear()
+    with all_compiled():
+        assert torch.equal(sample(made), plain)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_graph_that_runs_out_of_memory_holds_no_weights(card, monkeypatch, measured):
+    model, plain = card.streamed(FLUX.load()), sample(FLUX.load())
+    made = compiled(with_lora(model, 0.0), warm, measured=measured)
+    card.capacity = card.size // 2
+
+    def run(tensors):
+        raise torch.OutOfMemoryError("no memory is left")
+
+    sample(made)
+    found = [graph for entry in warm._entries.values() for graph in entry.graphs]
+    assert found
+    for graph in found:
+        monkeypatch.setattr(graph, "run", run)
+    assert torch.equal(sample(made), plain)
+    assert set(reasons()) == {"graph_failed"} and card.pins == 0
+
+
+def test_graph_is_compared_with_its_block_while_weights_come_and_go(card):
+    model, cache = with_lora(card.streamed(FLUX.load()), 1.0), GraphCache()
+    expected = sample(model)
+    card.capacity = card.size // 3
+    for _ in range(3):
+        assert torch.equal(sample(compiled(model, cache, measured=True)), expected)
+        assert card.pins == 0
+    assert set(reasons()) <= {"slower"}
+
+
+@pytest.mark.parametrize("kind", ["fault", "buffer"])
+def test_interrupt_passes_through_and_leaves_no_pin(card, kind):
+    model, plain = card.streamed(FLUX.load()), sample(FLUX.load())
+    made, left = compiled(model), [9]
+    card.capacity = card.size // 3
+
+    def fail(asked):
+        left[0] -= asked == kind
+        if asked == kind and not left[0]:
+            raise comfy.model_management.InterruptProcessingException
+
+    card.fail = fail
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        for _ in range(9):
+            sample(made)
+            card.vbars[0].free_memory(card.size)
+    assert left[0] == 0 and card.pins == 0 and reasons() == []
+    assert torch.equal(sample(made), plain)
+
+
+def test_block_whose_weights_do_not_fit_beside_another_s_runs_eagerly(card, monkeypatch):
+    model, plain = card.streamed(FLUX.load()), sample(FLUX.load())
+    monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda device: 1 << 20)
+    with all_compiled():
+        assert torch.equal(sample(compiled(model)), plain)  # all resident: nothing has to be in a buffer
+    card.capacity = 0
+    card.vbars[0].free_memory(card.size)
+    assert torch.equal(sample(compiled(model)), plain)
+    assert set(reasons()) == {"weights_too_large"} and card.pins == 0
+
+
+def test_core_whose_functions_have_changed_has_its_own_way(card, monkeypatch):
+    model, plain = card.streamed(FLUX.load()), sample(FLUX.load())
+    card.capacity = 0
+
+    def stored_forms(weights):
+        raise TypeError("another signature")
+
+    monkeypatch.setattr(streamed, "stored_forms", stored_forms)
+    assert torch.equal(sample(compiled(model)), plain)
+    assert (
+        card.pins == 0 and graphs() == 0 and all(code in ("indescribable", "weights_not_taken") for code in reasons())
+    )
+
+
+@torch.inference_mode()
+def test_vae_whose_weights_are_streamed_runs_compiled(card):
+    from bench import tiny_vaes  # it imports every kind of VAE that core has
+
+    plain, vae, rng = tiny_vaes.sd15(), tiny_vaes.sd15(), random.Random(4)
+    vae.patcher = card.streamed(vae.patcher)
+    cache, policy = GraphCache(), VaePolicy(COMPILE_BOTH)
+    view = vae_view(vae, policy, CompileSettings(backend="eager"), cache)
+    assert view.first_stage_model is vae.first_stage_model
+    latent, pixels = torch.randn(1, 4, 6, 6), torch.rand(1, 64, 64, 3)
+    for _ in range(4):
+        before = cache.statistics()["hits"]
+        assert torch.equal(view.decode(latent), plain.decode(latent))
+        assert torch.equal(view.encode(pixels), plain.encode(pixels))
+        assert cache.statistics()["hits"] > before and card.pins == 0
+        card.shake(rng)
+    assert card.misses and reasons() == []
+
+
+def test_control_net_whose_weights_are_streamed_runs_compiled(card):
+    import tiny_controlnets
+
+    rng, cache, streamed_net = random.Random(5), GraphCache(), tiny_controlnets.unet_control(**tiny_controlnets.SMALL)
+    streamed_net.control_model_wrapped = card.streamed(streamed_net.control_model_wrapped)
+    fast = accelerate_control(streamed_net, CompileSettings(backend="eager"), cache)
+    unet, hint = tiny_models.unet(**tiny_controlnets.SMALL), torch.rand(1, 3, 128, 128)
+
+    def image(net):
+        features = [
+            [text, {"control": net.copy().set_cond_hint(hint, 0.8), "control_apply_to_uncond": True}]
+            for text, _ in tiny_models.conditioning()
+        ]
+        return tiny_models.sample(unet, steps=1, positive=features)
+
+    expected = image(tiny_controlnets.unet_control(**tiny_controlnets.SMALL))
+    assert not torch.equal(expected, tiny_models.sample(unet, steps=1))
+    for _ in range(4):
+        before = cache.statistics()["hits"]
+        assert torch.equal(image(fast), expected)
+        assert cache.statistics()["hits"] > before and card.pins == 0
+        card.shake(rng)
+    assert card.misses and reasons() == []
+
+
+def test_blocks_compile_where_an_extension_hides_core_s_casting_from_torch(card, monkeypatch):
+    """As KJNodes does for its own compile node: for the whole process, and for good."""
+    for name in ("cast_bias_weight", "uncast_bias_weight", "cast_modules_with_vbar", "resolve_cast_module_with_vbar"):
+        monkeypatch.setattr(comfy.ops, name, torch._dynamo.disable(getattr(comfy.ops, name)))
+    plain = tiny_models.res_blocks(inference_dtypes=(torch.float8_e4m3fn, torch.float32))
+    expected, cache = tiny_models.sample(plain, steps=1), GraphCache()
+    with all_compiled():
+        assert torch.equal(tiny_models.sample(compiled(card.streamed(plain), cache), steps=1), expected)

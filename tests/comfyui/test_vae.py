@@ -9,6 +9,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.comfyui.models import streamed as streamed_weights
 from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.sizing.vae import COMPILE_BOTH, COMPILE_DECODER, VaePolicy
 from torch._dynamo.utils import counters
@@ -223,8 +224,9 @@ def test_blocks_are_looked_at_once_their_weights_are_loaded(monkeypatch):
     reason="this core streams no weights",
 )
 @torch.inference_mode()
-def test_view_of_a_vae_whose_weights_are_streamed_has_a_loaded_model_of_its_own(vae, monkeypatch):
+def test_vae_whose_weights_can_only_be_taken_one_by_one_gets_a_loaded_model_of_its_own(vae, monkeypatch):
     streamed = tiny_vaes.sd15()
+    monkeypatch.setattr(streamed_weights, "takes_streamed_weights", lambda: False)
     monkeypatch.setattr(streamed.patcher, "is_dynamic", lambda: True, raising=False)
     assert view_of(streamed).first_stage_model is streamed.first_stage_model  # nobody knows how to load it again
     for no_help in (lambda: None, lambda disable_dynamic: open("/nowhere")):

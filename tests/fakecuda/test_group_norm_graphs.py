@@ -29,7 +29,7 @@ def compiled(blocks, *shape, **how):
     given = (torch.zeros(size, dtype=torch.half, device="cuda") for size in (shape, (shape[0], 48)))
     spec = tree_spec.flatten((tuple(given), {}), inputs)
     before = {module.__file__ for module in generated_code.all_modules()}
-    weights = [weight_slots(block, kind.weights).read() for block in blocks]
+    weights = [weight_slots(block, kind.weights).take() for block in blocks]
     with torch.inference_mode():
         graph = block_compiler.compile_block(template_of(blocks[0]), kind, weights[0], spec, inputs, **how)
     files = {module.__file__ for module in generated_code.all_modules()} - before

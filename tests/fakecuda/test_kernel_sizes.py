@@ -45,7 +45,7 @@ def compiled(block, *shapes, dtype=torch.half):
     inputs: list[torch.Tensor] = []
     given = tuple(torch.empty(shape, dtype=dtype, device="cuda") for shape in shapes)
     spec = tree_spec.flatten((given, {}), inputs)
-    weights = weight_slots(block, kind.weights).read()
+    weights = weight_slots(block, kind.weights).take()
     before = {module.__file__ for module in generated_code.all_modules()}
     with torch.inference_mode():
         graph = block_compiler.compile_block(template_of(block), kind, weights, spec, inputs, savable=False)

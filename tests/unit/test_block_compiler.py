@@ -50,7 +50,7 @@ def compiled(block, inputs, kind=None, **options):
     tensors = []
     spec = tree_spec.flatten((tuple(inputs), {}), tensors)
     weights = weight_slots(block, kind.weights)
-    graph = compile_block(template_of(block), kind, weights.read(), spec, tensors, **options)
+    graph = compile_block(template_of(block), kind, weights.take(), spec, tensors, **options)
     return graph, weights
 
 
@@ -64,7 +64,7 @@ def test_one_graph_serves_every_batch_and_size(first):
     graph, weights = compiled(block, conv_inputs(*first))
     for size in [(1, 8, 8), (1, 5, 9), (2, 7, 3), (3, 8, 8), (16, 2, 2), (33, 3, 4)]:
         inputs = conv_inputs(*size)
-        tensors = (*weights.read(), *inputs)
+        tensors = (*weights.take(), *inputs)
         assert graph.accepts(tensors), size
         assert torch.equal(graph.run(tensors), block(*inputs)), size
 
@@ -75,7 +75,7 @@ def test_one_graph_serves_blocks_that_differ_in_channels():
     graph, _ = compiled(small, conv_inputs(2, 8, 8), kind)
     for size in ((3, 5, 6), (2, 1, 1)):
         inputs = conv_inputs(*size, channels=64)
-        tensors = (*weight_slots(large, kind.weights).read(), *inputs)
+        tensors = (*weight_slots(large, kind.weights).take(), *inputs)
         assert graph.accepts(tensors), size
         assert torch.equal(graph.run(tensors), large(*inputs))
 
@@ -86,14 +86,14 @@ def test_new_weights_are_seen_at_the_next_call():
     graph, weights = compiled(block, inputs)
     block.conv.weight.mul_(0.5)
     block.skip.weight = nn.Parameter(torch.randn_like(block.skip.weight), requires_grad=False)
-    assert torch.equal(graph.run((*weights.read(), *inputs)), block(*inputs))
+    assert torch.equal(graph.run((*weights.take(), *inputs)), block(*inputs))
 
 
 def test_channels_last_is_kept():
     block = ConvBlock().eval().requires_grad_(False).to(memory_format=torch.channels_last)
     inputs = [x.to(memory_format=torch.channels_last) if x.ndim == 4 else x for x in conv_inputs(2, 6, 5)]
     graph, weights = compiled(block, inputs)
-    out, expected = graph.run((*weights.read(), *inputs)), block(*inputs)
+    out, expected = graph.run((*weights.take(), *inputs)), block(*inputs)
     assert torch.equal(out, expected)
     assert out.stride() == expected.stride()
 
@@ -111,15 +111,15 @@ def test_size_that_was_one_is_not_taken_for_granted():
     block = Broadcasts().eval().requires_grad_(False)
     inputs = torch.randn(3, 5, 4), torch.randn(3, 1, 4)
     graph, weights = compiled(block, inputs)
-    assert graph.accepts((*weights.read(), torch.randn(2, 7, 4), torch.randn(2, 1, 4)))
-    assert not graph.accepts((*weights.read(), torch.randn(2, 7, 4), torch.randn(2, 7, 4)))
+    assert graph.accepts((*weights.take(), torch.randn(2, 7, 4), torch.randn(2, 1, 4)))
+    assert not graph.accepts((*weights.take(), torch.randn(2, 7, 4), torch.randn(2, 7, 4)))
 
 
 def test_exact_size_matches_eager():
     block = Broadcasts().eval().requires_grad_(False)
     inputs = torch.randn(3, 5, 4), torch.randn(3, 1, 4)
     graph, weights = compiled(block, inputs, dynamic=False)
-    assert torch.equal(graph.run((*weights.read(), *inputs)), block(*inputs))
+    assert torch.equal(graph.run((*weights.take(), *inputs)), block(*inputs))
 
 
 def test_broken_compiler_gives_one_line():
@@ -258,7 +258,7 @@ def test_object_with_slots_is_made_inside_of_the_graph():
     graph, weights = compiled(block, (torch.randn(6, 4), Steps(torch.randn(3, 4), 3)))
     for frames in (3, 5):
         x, steps = torch.randn(2 * frames, 4), Steps(torch.randn(frames, 4), frames)
-        tensors = (*weights.read(), x, steps.data, torch.empty(frames, 0))
+        tensors = (*weights.take(), x, steps.data, torch.empty(frames, 0))
         assert graph.accepts(tensors)
         torch.testing.assert_close(graph.run(tensors), block(x, steps))
     with pytest.raises(CompileFailed, match="changes a list"):
@@ -288,7 +288,7 @@ def test_graph_for_two_rows_an_image_serves_a_batch_of_one_and_larger_ones():
     assert graph.facts.grown == ((3, 0, 2),)
     for batch in (1, 3):
         x, times, own = call(batch)
-        tensors = (*weights.read(), x, times, torch.empty(own, 0))
+        tensors = (*weights.take(), x, times, torch.empty(own, 0))
         assert graph.accepts(tensors)
         assert torch.equal(graph.run(tensors), block(x, times, own))
 
@@ -302,7 +302,7 @@ def test_block_that_changes_a_list_it_is_given_is_not_compiled(carry):
 def test_block_that_reads_a_list_is_compiled():
     block, inputs = Carries(None).eval(), (torch.randn(2, 4), [torch.randn(2, 4)])
     graph, weights = compiled(block, inputs)
-    torch.testing.assert_close(graph.run((*weights.read(), inputs[0], *inputs[1])), block(*inputs))
+    torch.testing.assert_close(graph.run((*weights.take(), inputs[0], *inputs[1])), block(*inputs))
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -330,8 +330,8 @@ def test_torch_before_ahead_of_time_compiles_once_by_running(hide):
     for one in graphs:
         for size in ((2, 3), (1, 7), (5, 2)):
             inputs = tuple(torch.randn(*size, *tensor.shape[2:]) for tensor in INPUTS)
-            assert one.accepts((*weights.read(), *inputs)), size
-            torch.testing.assert_close(one.run((*weights.read(), *inputs)), block(*inputs))
+            assert one.accepts((*weights.take(), *inputs)), size
+            torch.testing.assert_close(one.run((*weights.take(), *inputs)), block(*inputs))
     assert counters["stats"]["unique_graphs"] == before
 
 
@@ -415,7 +415,7 @@ def test_dropped_graph_leaves_nothing_in_inductor_whether_compiled_or_loaded(sco
     assert kept() == before
     assert not any(value is not None for scope in scopes for value in scope.values())
     loaded = load_block(template_of(block), kind_of(block), tree_spec.flatten((INPUTS, {}), []), data, facts)
-    torch.testing.assert_close(loaded.run((*weights.read(), *INPUTS)), block(*INPUTS))
+    torch.testing.assert_close(loaded.run((*weights.take(), *INPUTS)), block(*INPUTS))
     assert kept() != before
     del loaded
     gc.collect()
@@ -444,7 +444,7 @@ def test_prepared_file_in_torchs_cache_is_not_run_in_place_of_what_was_saved(tmp
         file.unlink(missing_ok=True)
         prepare()
         loaded = load_block(template_of(block), kind_of(block), tree_spec.flatten(((x,), {}), []), data, facts)
-        assert torch.equal(loaded.run((*weights.read(), x)), graph.run((*weights.read(), x)))
+        assert torch.equal(loaded.run((*weights.take(), x)), graph.run((*weights.take(), x)))
         assert file.is_file() and not mark.exists()
     written = file.read_bytes()
     file.write_bytes(on_windows := written.replace(b"\n", b"\r\n"))
@@ -513,10 +513,10 @@ def test_graph_that_asks_torchs_shared_cache_tells_what_it_serves_and_never_comp
     assert graph.save is None
     for batch, tokens in [(1, 5), (2, 7), (5, 1)]:
         inputs = torch.randn(batch, tokens, 4), torch.randn(batch, 1, 4)
-        tensors = (*weights.read(), *inputs)
+        tensors = (*weights.take(), *inputs)
         assert graph.accepts(tensors)
         torch.testing.assert_close(graph.run(tensors), block(*inputs))
-    assert not graph.accepts((*weights.read(), torch.randn(2, 7, 4), torch.randn(2, 7, 4)))
+    assert not graph.accepts((*weights.take(), torch.randn(2, 7, 4), torch.randn(2, 7, 4)))
     assert counters["stats"]["unique_graphs"] == before + 1
 
 
@@ -545,7 +545,7 @@ def test_registered_backend_compiles_blocks(monkeypatch):
     assert toy.compiled == 1 and graph.save is None
     for size in [(1, 8, 8), (3, 5, 9)]:
         inputs = conv_inputs(*size)
-        tensors = (*weights.read(), *inputs)
+        tensors = (*weights.take(), *inputs)
         assert graph.accepts(tensors)
         assert torch.equal(graph.run(tensors), block(*inputs))
 
@@ -574,7 +574,7 @@ kind = kinds_of([describe(block)])[0]
 def work():
     tensors = []
     spec = tree_spec.flatten(((torch.randn(3, 4),), {{}}), tensors)
-    compile_block(template_of(block), kind, weight_slots(block, kind.weights).read(), spec, tensors, "eager")
+    compile_block(template_of(block), kind, weight_slots(block, kind.weights).take(), spec, tensors, "eager")
     print("compiled")
 
 for _ in range(2):
@@ -602,7 +602,7 @@ def test_threads_may_run_one_graph_at_once(backend):
     together = Barrier(threads)
 
     def calls(index):
-        weights = weight_slots(others[index], kind_of(block).weights).read()
+        weights = weight_slots(others[index], kind_of(block).weights).take()
         inputs = [conv_inputs(2 + index, 4 + 3 * index + size, 9) for size in range(3)]
         with torch.inference_mode():
             alone = [graph.run((*weights, *given)) for given in inputs]

@@ -118,7 +118,7 @@ def test_slots_see_replaced_and_changed_weights():
     slots = weight_slots(block, describe(block).weights)
     block.up.weight = nn.Parameter(torch.zeros_like(block.up.weight))
     names = describe(block).weights
-    assert slots.read()[names.index("up.weight")] is block.up.weight
+    assert slots.take()[names.index("up.weight")] is block.up.weight
 
 
 class Processor:
@@ -250,14 +250,14 @@ def test_weights_of_a_class_of_their_own_are_read_as_the_tensors_in_them():
     block = holding(Scaled(inner, scale))
     kind = kinds_of([describe(block)])[0]
     slots = weight_slots(block, kind.weights, None, kind.forms)
-    assert {name: tensor for name, tensor in zip(kind.tensors, slots.read(), strict=True)} == {
+    assert {name: tensor for name, tensor in zip(kind.tensors, slots.take(), strict=True)} == {
         **{name: tensor for name, tensor in block.named_parameters()},
         "up.weight.inner": inner,
         "up.weight.scale": scale,
     }
     block.up.weight = Tagged(inner, "")
     with pytest.raises(RunEagerly, match="stored as another Tagged"):
-        slots.read()
+        slots.take()
 
 
 def test_weights_of_which_nothing_can_be_told_are_not_described():

@@ -14,7 +14,7 @@ from comfy_accel.accel.signature.tensors import TensorSpec
 
 
 def test_what_is_written_is_read_again(tmp_path):
-    wanted = Settings(max_mb=64, max_entries=7, store_mb=9, verbosity="quiet")
+    wanted = Settings(max_mb=64, max_entries=7, store_mb=9, verbosity="quiet", weights_in_place=True)
     settings.write(tmp_path / "home", wanted)
     assert settings.read(tmp_path / "home") == wanted
 
@@ -93,6 +93,7 @@ def test_folder_that_was_a_setting_is_not_passed_over_in_silence(tmp_path):
         ({"store_mb": LARGEST_MB + 1}, f"0 to {LARGEST_MB}"),
         ({"verbosity": "loud"}, "quiet, normal, debug"),
         ({"verbosity": []}, "quiet, normal, debug"),
+        ({"weights_in_place": 1}, "true or false"),
     ],
 )
 def test_wrong_values_are_refused_with_the_range(wrong, said):

@@ -10,7 +10,7 @@ import gc
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -74,14 +74,62 @@ def latent_scale(latent_format: Any) -> int:
     return int(given or _LATENT_SCALES.get(type(latent_format).__name__, 8))
 
 
-def clone_for_compiling(model: Any) -> Any:
-    """A clone of a ModelPatcher whose weights stay in place between calls, as compiled blocks need them.
+def clone_in_place(model: Any) -> Any:
+    """A clone of a ModelPatcher whose weights stay in place between calls, although core streams them (from 0.15.1 on).
 
-    From 0.15.1 on, core may stream weights ("dynamic VRAM").
+    Raises Exception: the model cannot be loaded once more: it is not from a file, or its loader cannot do it.
     """
-    if "disable_dynamic" in inspect.signature(model.clone).parameters:
-        return model.clone(disable_dynamic=True)
-    return model.clone()
+    return model.clone(disable_dynamic=True)
+
+
+def takes_streamed_weights() -> bool:
+    """Whether core has what brings the streamed weights of several layers at once (from about 0.22 on)."""
+    needed = {
+        "cast_modules_with_vbar": "comfy_modules dtype device bias_dtype non_blocking",
+        "resolve_cast_module_with_vbar": "s dtype device bias_dtype compute_dtype want_requant",
+    }
+    for name, parameters in needed.items():
+        function = getattr(sys.modules.get("comfy.ops"), name, None)
+        if function is None:
+            return False
+        names = list(inspect.signature(function).parameters)
+        if names[: len(parameters.split())] != parameters.split():
+            return False
+    return hasattr(sys.modules.get("comfy.memory_management"), "tensors_to_geometries")
+
+
+def stored_forms(weights: Sequence[torch.Tensor | None]) -> list[Any]:
+    """In what form core brings these streamed weights to the device: each has `shape` and `dtype`; None for None.
+
+    A quantised weight is its own form. Only for cores of `takes_streamed_weights`.
+    """
+    from comfy.memory_management import tensors_to_geometries
+
+    return tensors_to_geometries(weights)
+
+
+@contextmanager
+def casts_traceable() -> Iterator[None]:
+    """While it lasts, core's casting functions are core's own.
+
+    KJNodes hides them from torch's compiler (`patch_aimdo_for_compile`), for the whole process and for good; a block
+    could then not be traced in one piece.
+    """
+    import comfy.ops
+
+    names = ("cast_bias_weight", "uncast_bias_weight", "cast_modules_with_vbar", "resolve_cast_module_with_vbar")
+    hidden = {
+        name: function
+        for name, function in ((name, vars(comfy.ops).get(name)) for name in names)
+        if hasattr(function, "_torchdynamo_orig_callable")
+    }
+    try:
+        for name, function in hidden.items():
+            setattr(comfy.ops, name, function._torchdynamo_orig_callable)
+        yield
+    finally:
+        for name, function in hidden.items():
+            setattr(comfy.ops, name, function)
 
 
 def is_dynamic(model: Any) -> bool:

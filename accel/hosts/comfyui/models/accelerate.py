@@ -23,7 +23,8 @@ from .. import preferences
 from ..home import running_home
 from ..progress import CompileProgress
 from ..sizes.shape_errors import size_remembered, sizes_explained
-from ..versions import NO_RESULT_DEPENDS_ON, clone_for_compiling, recording_nothing, unrecorded_context
+from ..versions import NO_RESULT_DEPENDS_ON, casts_traceable, recording_nothing, unrecorded_context
+from . import streamed
 from .options import INTERRUPTS, simplifier, without_hooks
 from .run_events import run_events, uses
 
@@ -34,7 +35,15 @@ KEY = "accel.compile"
 """The key of our wrappers on a patcher, and of the run's state in its transformer_options."""
 
 HOST = Host(
-    NO_RESULT_DEPENDS_ON, INTERRUPTS, simplifier, without_hooks, apart=unrecorded_context, dry=recording_nothing
+    NO_RESULT_DEPENDS_ON,
+    INTERRUPTS,
+    simplifier,
+    without_hooks,
+    plain=streamed.plain,
+    weights=streamed.weights_of,
+    traceable=casts_traceable,
+    apart=unrecorded_context,
+    dry=recording_nothing,
 )
 
 
@@ -155,7 +164,7 @@ def accelerate(
     the device and the call allow it.
     """
     attach(cache, running_home)
-    patched = clone_for_compiling(model)
+    patched = streamed.clone_for_compiling(model, cache)
     if graphs:
         from . import capture
 

@@ -24,7 +24,7 @@ from ....modules.substitution import Layer, Order, substituted
 from ....store.graph_store import attach
 from ..home import running_home
 from ..progress import CompileProgress
-from ..versions import is_dynamic
+from ..versions import is_dynamic, takes_streamed_weights
 from .accelerate import block_layers, count_kinds
 
 _NETWORKS = ("control_model", "t2i_model")
@@ -53,7 +53,7 @@ def accelerate_control(
     if copied is control:
         log.warning("%s runs uncompiled: its copy is the object itself", name)
         return control
-    if is_dynamic(getattr(copied, "control_model_wrapped", None)):
+    if is_dynamic(getattr(copied, "control_model_wrapped", None)) and not takes_streamed_weights():
         log.warning("This %s's weights are streamed (dynamic VRAM), so its blocks may run uncompiled", name)
     _Calls(copied, settings, cache, node_id)
     return copied

@@ -23,8 +23,8 @@ from ....sizing.vae import AUTO, SKIP, Repeats, VaePolicy, gives_back, has_room,
 from ....store.graph_store import attach
 from ..home import running_home
 from ..progress import CompileProgress
-from ..versions import clone_for_compiling, is_dynamic
 from .accelerate import block_layers, count_kinds
+from .streamed import clone_for_compiling, stays_in_place
 
 _CALLS = ("decode", "encode")
 """Prefixes of the methods that run a VAE (such as decode_tiled_1d)."""
@@ -47,7 +47,10 @@ def vae_view(
     view.__class__ = _view_class(base)
     if policy.compiled != SKIP:
         attach(cache, running_home)
-        _keep_weights_in_place(view)
+        if stays_in_place(view, cache):
+            # The view uses its patcher's model, as core's own node for another device does.
+            view.patcher = clone_for_compiling(view.patcher, cache)
+            view.first_stage_model = view.patcher.model
     view._accel = _Around(policy, settings or CompileSettings(), cache, node_id)
     return view
 
@@ -168,21 +171,6 @@ class _Around:
         reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         if gives_back(before, shape, reserved, allocated, _memory_used(vae, name, shape)):
             comfy.model_management.soft_empty_cache()
-
-
-def _keep_weights_in_place(view: Any) -> None:
-    """If core streams the VAE's weights, give the view a model of its own that stays loaded.
-
-    The view uses its patcher's model, as core's own node for another device does.
-    """
-    if not is_dynamic(view):
-        return
-    try:
-        view.patcher = clone_for_compiling(view.patcher)
-    except Exception as reason:  # not loaded from a file, the file is gone, or its loader cannot do it
-        log.warning("This VAE's weights are streamed, so its blocks may run uncompiled: %s", reason)
-        return
-    view.first_stage_model = view.patcher.model
 
 
 def _nothing_compiled() -> AbstractContextManager:

@@ -331,8 +331,8 @@ def weights_are_streamed(facts: Facts) -> str | None:
     if not facts.streams_weights or not facts.compiling:
         return None
     return (
-        "ComfyUI streams weights here (dynamic VRAM). Accelerate Model loads a copy of the model that stays in place; "
-        "where it does not fit, its blocks run uncompiled."
+        "ComfyUI streams weights here (dynamic VRAM): what does not fit into the GPU's memory is copied to it in each "
+        "step, and compiling makes no copy faster. A smaller model, or one of fewer bits, does."
     )
 
 

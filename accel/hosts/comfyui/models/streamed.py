@@ -1,0 +1,288 @@
+"""The weights of blocks that core streams ("DynamicVRAM"): taken for a call of a block's graph, and released after it.
+
+A layer whose weights core streams has a place for them in the device's virtual memory (`_v`). A fault pins its pages
+and says what they hold: where its signature is the one of core's last use, the weights are there (`_v_weight`).
+Otherwise core's own functions bring them, into that place or into a buffer that a stream's next use overwrites. So all
+of a block's are brought at once: one layer at a time, the first would be overwritten before the graph reads them.
+They are taken in the form in which they are stored, with LoRA in it: one graph serves all, resident or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import comfy.model_management
+import comfy.ops
+import torch
+
+from ....cache.graph_cache import GraphCache, shared
+from ....core.errors import one_line
+from ....core.events import log
+from ....core.reasons import Reason, RunEagerly
+from ....fingerprint.kinds import weight_slots
+from ....fingerprint.plain_values import Indescribable
+from ....fingerprint.survey import Region
+from ....modules import stored_form
+from ....modules.stored_form import Forms
+from .. import preferences
+from ..versions import clone_in_place, is_dynamic, stored_forms, takes_streamed_weights
+from .options import INTERRUPTS
+
+LARGEST_SHARE = 0.15
+"""Of the device's memory: the weights of two blocks that are not resident are in the streams' buffers at once, beside
+all that core has put there."""
+
+_OURS = frozenset(
+    "_v _v_weight _v_bias _v_signature _v_block _v_block_faulted _pin_state _pins _prefetch seed_key "
+    "weight_lowvram_function bias_lowvram_function _comfy_graph".split()
+)
+"""What core keeps on modules whose weights it streams; nothing of it decides what they compute. A copy of `_v` would
+free its memory a second time."""
+
+
+def stays_in_place(model: Any, cache: GraphCache) -> bool:
+    """Whether the weights of a ModelPatcher or a VAE are to stay in place although core would stream them.
+
+    A person has set it, or core cannot bring the weights of a whole block.
+    """
+    if not is_dynamic(model):
+        return False
+    return not takes_streamed_weights() or (cache is shared and preferences.current().weights_in_place)
+
+
+def clone_for_compiling(model: Any, cache: GraphCache) -> Any:
+    """A clone of a ModelPatcher whose blocks can be compiled, and whose graphs are in the cache.
+
+    Where core cannot load a model again whose weights are to stay in place, they are streamed, and the log says so.
+    """
+    if stays_in_place(model, cache):
+        try:
+            return clone_in_place(model)
+        except Exception as reason:  # not loaded from a file, the file is gone, or its loader cannot do it
+            effect = "" if takes_streamed_weights() else ", and its blocks may run uncompiled"
+            log.warning("The weights of this %s stay streamed%s: %s", type(model.model).__name__, effect, reason)
+    return model.clone()
+
+
+def plain(module: torch.nn.Module, device: torch.device | None = None) -> torch.nn.Module:
+    """The module as it is with its weights in place (`streamed_weights.Plain`)."""
+    parts = list(module.modules())
+    if not any(map(_is_prepared, parts)):
+        return module
+    if not takes_streamed_weights() and any("_v" in vars(part) for part in parts):
+        raise Indescribable("weights that are streamed one by one")
+    try:
+        return _Plain(device).of(module)
+    except Exception as error:
+        raise Indescribable(f"weights that are streamed in an unknown way ({one_line(error)})") from error
+
+
+class _Plain:
+    """Makes copies of modules that share all but what core keeps there for streaming."""
+
+    def __init__(self, device: torch.device | None):
+        self._device = device
+        self._made: dict[torch.nn.Module, torch.nn.Module] = {}
+
+    def of(self, module: torch.nn.Module) -> torch.nn.Module:
+        if module not in self._made:
+            made = self._made[module] = object.__new__(type(module))
+            kept = {name: value for name, value in vars(module).items() if name not in _OURS}
+            if _is_prepared(module):
+                kept.pop("comfy_cast_weights", None)  # the class's own again, as for weights in place
+            kept["_modules"] = {name: child and self.of(child) for name, child in module._modules.items()}
+            kept["_parameters"] = {name: self._form(module, name, value) for name, value in module._parameters.items()}
+            made.__dict__.update(kept)
+        return self._made[module]
+
+    def _form(self, module: torch.nn.Module, name: str, weight: torch.Tensor | None) -> torch.Tensor | None:
+        if weight is None or "_v" not in vars(module) or name not in ("weight", "bias"):
+            return weight
+        (form,) = stored_forms([weight])
+        if isinstance(form, torch.Tensor):  # quantised: as it is
+            return weight
+        return torch.nn.Parameter(torch.empty(form.shape, dtype=form.dtype, device=self._device or "meta"), False)
+
+
+def weights_of(region: Region) -> StreamedWeights | None:
+    """The source of a block's weights; None where all are in place."""
+    if not any("_v" in vars(part) for part in region.block.modules()):
+        return None
+    return StreamedWeights(region.block, region.kind.weights, region.kind.forms)
+
+
+class StreamedWeights:
+    """One block's weights: those that core streams, and those in place (small ones, buffers).
+
+    names: of the block's weights, in the order in which its graphs take them. forms: how they are stored.
+    """
+
+    def __init__(self, block: torch.nn.Module, names: tuple[str, ...], forms: Forms = ()):
+        self._forms = forms
+        index = {name: at for at, name in enumerate(names)}
+        self._slots = weight_slots(block, names)
+        self._parts = [
+            (part, index.get(f"{path}weight"), index.get(f"{path}bias"))
+            for path, part in ((f"{path}." if path else "", part) for path, part in block.named_modules())
+            if "_v" in vars(part)
+        ]
+        # What these do to a weight belongs to each use of it, and core applies them where it brings one.
+        self._is_patched = any(part.weight_function or part.bias_function for part, _, _ in self._parts)
+        self._taken: Sequence[torch.Tensor] | None = None
+        self._refusal: Reason | None = None
+        self._pinned: list[tuple] = []
+        self._brought: list[Any] = []
+        self._stream: Any = None
+        self._device: torch.device | None = None
+
+    def take(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if self._taken is None:
+            if self._refusal is None:
+                self._refusal = self._try(inputs)
+            if self._refusal is not None:
+                raise RunEagerly(self._refusal)
+        return self._taken
+
+    def release(self) -> None:
+        self._taken = self._refusal = None
+        while self._brought:
+            part = self._brought.pop()
+            for function in map(vars(part).get, ("weight_lowvram_function", "bias_lowvram_function")):
+                if function is not None:
+                    function.clear_prepared()
+            vars(part).pop("_prefetch", None)
+        while self._pinned:
+            vbar, address, size = self._pinned.pop()
+            vbar.unpin(address, size)
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.wait_stream(comfy.model_management.current_stream(self._device))
+
+    def _try(self, inputs: Sequence[torch.Tensor]) -> Reason | None:
+        """Take the weights; why not, if that fails."""
+        try:
+            self._taken = self._all(inputs)
+        except INTERRUPTS:
+            raise
+        except RunEagerly as refusal:
+            reason = refusal.reason
+        except Exception as error:
+            reason = Reason("weights_not_taken", error=one_line(error))
+        else:
+            return None
+        self.release()
+        return reason
+
+    def _all(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if self._is_patched:
+            raise RunEagerly(Reason("weights_patched"))
+        made = self._slots.take()
+        missing = []
+        for part, weight, bias in self._parts:
+            state = vars(part)
+            place = state.get("_v")
+            if place is None:  # a LoRA of another size: core has put its weights in place
+                continue
+            signature = None
+            if "_prefetch" not in state:
+                vbar, address, size = place
+                signature = vbar.fault(address, size)
+                if signature is not None:
+                    self._pinned.append(place)
+                    known = state["_v_signature"]
+                    if known is not None and bytes(signature) == bytes(known):
+                        _put(made, (weight, state["_v_weight"]), (bias, state["_v_bias"]))
+                        continue
+            missing.append((part, weight, bias, signature))
+        if missing:
+            self._bring(missing, inputs, made)
+        return stored_form.plain(made, self._forms)
+
+    def _bring(self, missing: list[tuple], inputs: Sequence[torch.Tensor], made: list[torch.Tensor]) -> None:
+        """Have core bring the weights of these parts, all at once; those that it has prefetched are there."""
+        device, dtypes = _place_of(inputs)
+        fresh = [(part, signature) for part, _, _, signature in missing if "_prefetch" not in vars(part)]
+        buffered = sum(part._v[2] for part, signature in fresh if signature is None)
+        if 2 * buffered > LARGEST_SHARE * comfy.model_management.get_total_memory(device):
+            raise RunEagerly(Reason("weights_too_large", megabytes=buffered >> 20))
+        if fresh:
+            parts = [part for part, _ in fresh]
+            self._brought.extend(parts)
+            self._device = device
+            with _faulted(fresh):
+                self._stream = comfy.ops.cast_modules_with_vbar(parts, None, device, None, True)
+            comfy.model_management.sync_stream(device, self._stream)
+        for part, weight, bias, _ in missing:
+            forms = stored_forms([part.weight, part.bias])
+            stored, of_bias = (None if form is None else form.dtype for form in forms)
+            computed = stored if stored in dtypes else next(iter(dtypes), stored)
+            with _kept(part):
+                found = comfy.ops.resolve_cast_module_with_vbar(part, stored, device, of_bias, computed, True)
+            _put(made, (weight, found[0]), (bias, found[1]))
+
+
+def _is_prepared(module: torch.nn.Module) -> bool:
+    """Whether core has loaded the module's weights for streaming, if only to keep them in place."""
+    return "seed_key" in vars(module)
+
+
+def _put(made: list[torch.Tensor], *found: tuple[int | None, torch.Tensor]) -> None:
+    for at, tensor in found:
+        if at is not None:
+            made[at] = tensor
+
+
+def _place_of(inputs: Sequence[torch.Tensor]) -> tuple[torch.device, list[torch.dtype]]:
+    """The device that a call runs on, and the types that it computes in."""
+    filled = [tensor for tensor in inputs if tensor.numel()]
+    if not filled:
+        raise RunEagerly(Reason("no_tensors"))
+    device = next((tensor.device for tensor in filled if tensor.device.type != "cpu"), filled[0].device)
+    return device, [tensor.dtype for tensor in filled if tensor.is_floating_point() and tensor.element_size() > 1]
+
+
+class _Faulted:
+    """The memory of a layer whose pages are pinned already, so that core does not pin them once more."""
+
+    def __init__(self, vbar: Any, signature: Any):
+        self._vbar, self._signature = vbar, signature
+
+    def fault(self, address: int, size: int) -> Any:
+        return self._signature
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._vbar, name)
+
+
+@contextmanager
+def _faulted(parts: Sequence[tuple[torch.nn.Module, Any]]) -> Iterator[None]:
+    """For core's use of parts with their signatures. Where it failed midway, nobody could tell what it had pinned."""
+    places = [(part, part._v) for part, _ in parts]
+    try:
+        for part, signature in parts:
+            vbar, address, size = part._v
+            part._v = _Faulted(vbar, signature), address, size
+        yield
+    finally:
+        for part, place in places:
+            part._v = place
+
+
+@contextmanager
+def _kept(part: torch.nn.Module) -> Iterator[None]:
+    """Keep weights that core has prefetched as they came, while LoRA is added: the block may yet run eagerly."""
+    prefetch = part._prefetch
+    is_changed = prefetch["signature"] is None and any(
+        getattr(part, f"{name}_lowvram_function", None) is not None for name in ("weight", "bias")
+    )
+    if not is_changed:
+        yield
+        return
+    came = prefetch["xfer_dest"]
+    prefetch["xfer_dest"] = came.clone()
+    try:
+        yield
+    finally:
+        prefetch["xfer_dest"] = came

@@ -1,0 +1,40 @@
+"""Weights that are on the device during a block's call only: a host streams them from the CPU's memory.
+
+The engine knows of it no more than this: the block is surveyed and copied as it would be with its weights in place
+(`Plain`), so its kind and its graphs are the same; and each call of its graph takes the weights first (`WeightSource`)
+and releases them at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+Plain = Callable[[torch.nn.Module, torch.device | None], torch.nn.Module]
+"""From a module to what it would be with its weights in place: itself, or a copy without what the host keeps on it for
+streaming. The copy shares everything else; streamed weights are tensors without values on the device, by default on
+"meta".
+
+Raises fingerprint.plain_values.Indescribable: the host streams them in a way that it does not know how to follow."""
+
+
+class WeightSource(Protocol):
+    """Where one block's weights come from at each call."""
+
+    def take(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The weights, in the order in which the block's graphs take them; valid until `release`.
+
+        inputs: tensors of the call, on the device where the weights are needed. Taken already, they are the same.
+
+        Raises RunEagerly: they cannot be taken now, and nothing is held.
+        """
+
+    def release(self) -> None:
+        """Give the weights back; without effect where none are taken. The device may still be reading them."""
+
+
+def in_place(module: torch.nn.Module, device: torch.device | None = None) -> torch.nn.Module:
+    """The `Plain` of a host that streams nothing."""
+    return module
