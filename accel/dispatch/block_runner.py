@@ -181,8 +181,12 @@ class BlockRunner:
 
         try:
             return run(tensors) if is_compared else compared(tensors)
+        except RunEagerly as refusal:  # streamed weights that could not be taken once more, which says nothing of it
+            failure = refusal.reason
         except Exception as error:
             failure = self._failure_of(error)
+        if isinstance(failure, Reason):
+            return self._eagerly(inner, args, kwargs, failure, is_trouble=False)
         return self._recover(failure, resolved, inner, args, kwargs)
 
     def _failure_of(self, error: Exception) -> Failure:

@@ -13,6 +13,8 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core import events
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.reasons import Reason, RunEagerly
+from comfy_accel.accel.dispatch.block_runner import StreamedBlockRunner
 from comfy_accel.accel.hosts.comfyui.models import streamed
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
@@ -245,6 +247,22 @@ def test_graph_is_compared_with_its_block_while_weights_come_and_go(card):
         assert torch.equal(sample(compiled(model, cache, measured=True)), expected)
         assert card.pins == 0
     assert set(reasons()) <= {"slower"}
+
+
+def test_memory_that_runs_out_while_a_graph_is_compared_is_not_held_against_it(card, monkeypatch):
+    model, cache = card.streamed(FLUX.load()), GraphCache()
+    expected = sample(model)
+
+    def short(self, tensors, inputs):
+        raise RunEagerly(Reason("weights_not_taken", error="no memory is left"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StreamedBlockRunner, "_again", short)
+        assert torch.equal(sample(compiled(model, cache, measured=True)), expected)
+    assert reasons() == ["weights_not_taken"] * len(reasons()) and reasons() and card.pins == 0
+    fallbacks.clear()
+    with all_compiled():
+        assert torch.equal(sample(compiled(model, cache)), expected)
 
 
 @pytest.mark.parametrize("kind", ["fault", "buffer"])
