@@ -256,11 +256,13 @@ def _lifted(inputs: Sequence[torch.Tensor], larger: Sequence[Sequence[int]] | No
 
 
 def _grown(inputs: Sequence[torch.Tensor], lifted: Sequence[torch.Tensor] | None) -> Iterator[tuple[int, int, int]]:
-    """(input, dimension, size) of the sizes above 1 that are twice as large in the lifted inputs."""
+    """(input, dimension, size) of the numbers of rows above 1 that are twice as large in the lifted inputs.
+
+    Other dimensions may be larger there because a small latent is.
+    """
     for index, (tensor, larger) in enumerate(zip(inputs, lifted or inputs, strict=True)):
-        for dimension, size in enumerate(tensor.shape):
-            if size > 1 and larger.shape[dimension] == 2 * size:
-                yield index, dimension, size
+        if tensor.ndim and tensor.shape[0] > 1 and larger.shape[0] == 2 * tensor.shape[0]:
+            yield index, 0, tensor.shape[0]
 
 
 def _examples(inputs: Sequence[torch.Tensor], dynamic: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:

@@ -284,7 +284,8 @@ def test_graph_for_two_rows_an_image_serves_a_batch_of_one_and_larger_ones():
     def call(batch):
         return torch.randn(batch, 7, 4), torch.randn(2 * batch, 4), 5
 
-    graph, weights = compiled(block, call(1), larger=[(2, 7, 4), (4, 4), (5, 0)])
+    # The latent was small too, so that the larger call has more tokens.
+    graph, weights = compiled(block, call(1), larger=[(2, 14, 4), (4, 4), (5, 0)])
     assert graph.facts.grown == ((3, 0, 2),)
     for batch in (1, 3):
         x, times, own = call(batch)
