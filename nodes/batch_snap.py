@@ -17,8 +17,8 @@ class AccelBatchSnap(io.ComfyNode):
             display_name="Accel: Snap Batch",
             category="accel/size",
             description=(
-                'For Accelerate Model with shapes on "exact size", which compiles anew for each batch: fills a batch up'
-                " to the next of a few sizes, so that these are all there is to compile. Off until you turn it on,"
+                'For Accelerate Model with shapes on "exact size", which compiles again for each batch: fills a batch'
+                " up to the next of a few sizes, so that these are all there is to compile. Off until you turn it on,"
                 ' since with "any size" every batch shares what is compiled, and the images added cost their time.'
             ),
             search_aliases=["batch size", "pad batch", "exact size"],

@@ -61,7 +61,7 @@ _A_MODEL = {
 }
 
 _ADDED_WEIGHTS = {
-    "layer_replaced": "its {layer} is another than the one it was surveyed with",
+    "layer_replaced": "its {layer} was replaced after it was surveyed",
     "layer_wrapped_twice": "its {layer} is wrapped in two ways",
     "wrapped_layer_read": "its {layer} is wrapped, and {reader} reads weights of its parts",
     "wrapped_weight_shared": "a {layer} in it is wrapped, and its weight is used elsewhere too",
@@ -97,7 +97,7 @@ _CAPTURING = {
     "memory_planned": "{by} plans the memory of its calls, and moves it from call to call",
     "hooks_on_weights": "hooks change its weights during the run",
     "code_injected": "an extension puts its own code into the model for each run",
-    "weights_patched": "its weights are patched anew in each call",
+    "weights_patched": "its weights are patched again in each call",
     "compiled_whole": "it is compiled as a whole already",
     "weights_type": "its weights are of the type {type}",
     "weights_on_devices": "its weights are on {devices}",

@@ -122,7 +122,7 @@ CACHE_FOLDER = Internal(
 TENSOR_ADDRESS = Internal(
     "torch._C._dynamo.guards", "_torchinductor_pyobject_tensor_data_ptr", "2.7", "saved C++ kernels are built again"
 )
-CODE_PATH = Internal("torch._inductor.codecache", "get_path", "2.7", "saved graphs are compiled anew")
+CODE_PATH = Internal("torch._inductor.codecache", "get_path", "2.7", "saved graphs are compiled again")
 
 _WIDE = "kernels divide by sizes of 64 bits, slower"
 KERNEL_SIGNATURE = Internal("torch._inductor.codegen.triton", "signature_to_meta", "2.7", _WIDE)

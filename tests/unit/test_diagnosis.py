@@ -72,7 +72,7 @@ SAID = [
         facts({**compiling(shapes="exact size"), "compilations": 9, "compile_seconds": 8.0}),
         "choose any size",
     ),
-    (diagnosis.exact_size, facts(compiling(shapes="exact size")), "any size never is"),
+    (diagnosis.exact_size, facts(compiling(shapes="exact size")), "any size never does"),
     (diagnosis.loading_took_long, facts({"loaded": 9, "load_seconds": 2.0}), "once after a restart"),
     (
         diagnosis.blocks_fell_back,

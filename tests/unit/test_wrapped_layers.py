@@ -136,7 +136,7 @@ def test_one_graph_serves_the_block_whatever_is_around_its_layers():
 
 def replace(block):
     block.conv = nn.Conv2d(4, 4, 3, padding=1)
-    return "conv is another than"
+    return "conv was replaced after"
 
 
 def refuse(block):

@@ -169,7 +169,7 @@ def sizes_were_cold(facts: Facts) -> str | None:
 def exact_size(facts: Facts) -> str | None:
     if facts.compiling.get("shapes") != "exact size" or sizes_were_cold(facts):
         return None
-    return "shapes is exact size: each new size, batch and prompt length will be compiled anew. any size never is."
+    return "shapes is exact size: each new size, batch and prompt length compiles again. any size never does."
 
 
 def loading_took_long(facts: Facts) -> str | None:
