@@ -1,0 +1,56 @@
+"""The first minutes: from an empty graph to an accelerated image, and the line that stays on the node."""
+
+import json
+
+import pytest
+from editor_page import EVERY_SETUP, screenshot
+from panel_page import answering, idle
+
+pytestmark = pytest.mark.browser
+in_all = pytest.mark.parametrize("setup", EVERY_SETUP, indirect=True)
+
+SMALL = """
+() => {
+    const changes = { EmptyLatentImage: { width: 64, height: 96 }, KSampler: { steps: 2 } };
+    for (const node of window.app.graph.nodes)
+        for (const [name, value] of Object.entries(changes[node.type] ?? {}))
+            node.widgets.find(widget => widget.name === name).value = value;
+}
+"""
+ENDED = """
+() => {
+    window.accelEnded = null;
+    const listen = end => window.app.api.addEventListener(end, ({ detail }) => {
+        window.accelEnded = [end, detail.exception_message ?? null];
+    });
+    for (const end of ['execution_success', 'execution_error', 'execution_interrupted']) listen(end);
+}
+"""
+TEXT = "document.querySelector('.accel-node-text')?.textContent ?? ''"
+SHOWN = """
+() => window.app.graph.nodes.filter(({ type }) => type.startsWith('Accel'))
+    .flatMap(node => node.widgets.filter(widget => !widget.hidden && !widget.options?.advanced).map(({ name }) => name))
+"""
+
+
+@in_all
+def test_three_clicks_lead_to_an_accelerated_image_whose_gain_stays_on_the_node(page):
+    with answering(page, idle()):
+        page.get_by_role("button", name="Accel", exact=True).click()
+        page.get_by_role("button", name="Open the starter workflow").click()
+        page.wait_for_function("window.app.graph.nodes.some(({ type }) => type === 'AccelSpeedUp')")
+        page.get_by_role("button", name="Accel", exact=True).click()
+    assert page.evaluate(SHOWN) == ["quality"]
+    page.evaluate(SMALL)
+    page.evaluate(ENDED)
+    page.locator("button[data-testid=queue-button], [data-testid=queue-button] button").first.click()
+    page.wait_for_function("window.accelEnded", timeout=300_000)
+    assert page.evaluate("window.accelEnded") == ["execution_success", None]
+    page.wait_for_function(f"({TEXT}).includes('compiled once in') || ({TEXT}).includes('loaded from disk')")
+    said = page.evaluate(TEXT)
+    screenshot(page, "start-here-done")
+    saved = page.evaluate("JSON.stringify(window.app.graph.serialize())")
+    node = next(node for node in json.loads(saved)["nodes"] if node["type"] == "AccelSpeedUp")
+    assert node["widgets_values"] == ["Exact"]
+    page.evaluate("text => window.app.loadGraphData(JSON.parse(text))", saved)
+    page.wait_for_function(f"said => ({TEXT}) === said", arg=said)
