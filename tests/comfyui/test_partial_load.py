@@ -1,18 +1,27 @@
-"""A model of which more or less is on the device: what is compiled again, counted.
+"""A model of which more or less is on the device: one graph serves a block however it is split.
 
-On the CPU the parts that are loaded and those that are not share a device, so a block of both is compiled, once for
-each way it can be split; where devices differ, it runs eagerly.
+On the CPU the parts that are loaded and those that are not share a device, so what is moved is not seen here; what is
+compiled, taken and patched is.
 """
 
+import comfy.model_management
+import comfy.sd
 import pytest
 import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.reasons import RunEagerly
 from comfy_accel.accel.fingerprint.survey import survey
+from comfy_accel.accel.hosts.comfyui.models import streamed
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from torch._dynamo.utils import counters
+
+from bench.tiny_models import lora as lora_file
+
+SHARES = (1, 0.995, 0.2)
+"""All; all but a part of one block; the largest parts alone."""
 
 
 @pytest.fixture
@@ -26,37 +35,85 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def test_partial_load_compiles_once_for_each_path_and_leaves_whole_blocks_as_they_were(model):
-    cache = GraphCache()
-    network = model.model.diffusion_model
-    whole = {region.path: region.kind for region in survey(network).regions}
+def load(model, share: float) -> int:
+    """Load this share of the weights; how many blocks are not loaded whole."""
+    model.detach()
+    model.load(torch.device("cpu"), lowvram_model_memory=int(model.model_size() * share), full_load=share == 1)
+    blocks = [region.block for region in survey(model.model.diffusion_model).regions]
+    return sum(any(hasattr(part, "prev_comfy_cast_weights") for part in block.modules()) for block in blocks)
+
+
+def run(model, cache) -> bool:
+    """Whether a call of the accelerated model is as the plain one, bit for bit."""
     x, t, context = torch.randn(2, 4, 12, 15), torch.tensor([5.0, 5.0]), torch.randn(2, 77, tiny_models.CONTEXT_DIM)
+    with torch.inference_mode():
+        plain = model.model.apply_model(x, t, c_crossattn=context, transformer_options={})
+        options = {"wrappers": accelerate(model, CompileSettings(backend="eager"), cache).wrappers}
+        return torch.equal(model.model.apply_model(x, t, c_crossattn=context, transformer_options=options), plain)
 
-    def load(share: float) -> set:
-        """Load this share of the weights and run; the kinds of what is not loaded whole."""
-        model.detach()
-        limit = int(model.model_size() * share)
-        model.load(torch.device("cpu"), lowvram_model_memory=limit, full_load=share == 1)
-        parted = set()
-        for region in survey(network).regions:
-            if any(hasattr(part, "prev_comfy_cast_weights") for part in region.block.modules()):
-                parted.add(region.kind)
-            else:
-                assert region.kind == whole[region.path]
-        with torch.inference_mode():
-            plain = model.model.apply_model(x, t, c_crossattn=context, transformer_options={})
-            options = {"wrappers": accelerate(model, CompileSettings(backend="eager"), cache).wrappers}
-            assert torch.equal(model.model.apply_model(x, t, c_crossattn=context, transformer_options=options), plain)
-        return parted
 
+def test_one_graph_serves_a_block_however_it_is_split(model):
+    cache = GraphCache()
     try:
-        paths = set(whole.values())
-        for share in (1, 0.995, 0.2):  # all; all but a part of one block; the largest parts alone
-            paths |= load(share)
-        assert 0 < graphs() <= len(paths)
-        before = graphs()
-        for share in (0.2, 1, 0.995):
-            load(share)
-        assert graphs() == before and fallbacks.rows() == []
+        assert load(model, 1) == 0 and run(model, cache)
+        whole = graphs()
+        assert [load(model, share) > 0 and run(model, cache) for share in SHARES[1:]] == [True, True]
+        assert load(model, 1) == 0 and run(model, cache)
+        assert graphs() == whole > 0 and fallbacks.rows() == []
+    finally:
+        model.detach()
+
+
+def test_lora_is_added_to_weights_that_wait_as_core_adds_it(model):
+    cache = GraphCache()
+    for strength in (0.0, 1.0, 0.5):
+        patched = comfy.sd.load_lora_for_models(model, None, lora_file(model, 1), strength, 0)[0] if strength else model
+        try:
+            assert load(patched, 0.2) and run(patched, cache)
+        finally:
+            patched.detach()
+    assert graphs() == cache.statistics()["graphs"] > 0 and fallbacks.rows() == []
+
+
+def test_weights_that_cannot_be_taken_leave_the_block_as_it_is(model, monkeypatch):
+    def failing(self, inputs):
+        raise RuntimeError("no room")
+
+    cache = GraphCache()
+    try:
+        load(model, 0.2)
+        with monkeypatch.context() as patched:
+            patched.setattr(streamed.WaitingWeights, "_all", failing)
+            assert run(model, cache)
+        assert any("no room" in row["reason"] for row in fallbacks.rows())
+        fallbacks.clear()
+        assert run(model, cache) and fallbacks.rows() == []
+    finally:
+        model.detach()
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_weights_elsewhere_are_brought_unless_they_are_too_many(model, monkeypatch, share):
+    """Where devices differ; here "meta" has the weights' places, and the copy to it is what is looked at."""
+    monkeypatch.setattr(streamed, "LARGEST_SHARE", share)
+    monkeypatch.setattr(comfy.model_management, "get_total_memory", lambda device: 1 << 30)
+    try:
+        load(model, 0.2)
+        region = next(region for region in survey(model.model.diffusion_model).regions if streamed.weights_of(region))
+        source = streamed.weights_of(region)
+        if not share:
+            with pytest.raises(RunEagerly, match="too much for the device"):
+                source.take([torch.empty(2, 2, device="meta")])
+            return
+        taken = source.take([torch.empty(2, 2, device="meta")])
+        assert source.take([]) is taken
+        waiting = {
+            id(w) for m in region.block.modules() if hasattr(m, "prev_comfy_cast_weights") for w in m.parameters()
+        }
+        own = dict(region.block.named_parameters())
+        moved = [tensor.device.type == "meta" for tensor in taken]
+        assert moved == [id(own[name]) in waiting for name in region.kind.weights] and any(moved)
+        source.release()
+        assert source.take([torch.empty(2, 2)])[0] is next(iter(own.values()))
     finally:
         model.detach()

@@ -5,15 +5,19 @@ and says what they hold: where its signature is the one of core's last use, the 
 Otherwise core's own functions bring them, into that place or into a buffer that a stream's next use overwrites. So all
 of a block's are brought at once: one layer at a time, the first would be overwritten before the graph reads them.
 They are taken in the form in which they are stored, with LoRA in it: one graph serves all, resident or not.
+
+Where core does not stream, it may load a model in part ("lowvram"): the other layers' weights stay on the CPU, and each
+use of such a layer takes them to the device and adds its LoRA there. A graph has them taken in the same way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import comfy.model_management
+import comfy.model_patcher
 import comfy.ops
 import torch
 
@@ -26,6 +30,7 @@ from ....fingerprint.plain_values import Indescribable
 from ....fingerprint.survey import Region
 from ....modules import stored_form
 from ....modules.stored_form import Forms
+from ....signature.tensors import PLAIN_TENSORS
 from .. import preferences
 from ..versions import clone_in_place, is_dynamic, stored_forms, takes_streamed_weights
 from .options import INTERRUPTS
@@ -91,13 +96,19 @@ class _Plain:
             made = self._made[module] = object.__new__(type(module))
             kept = {name: value for name, value in vars(module).items() if name not in _OURS}
             if _is_prepared(module):
-                kept.pop("comfy_cast_weights", None)  # the class's own again, as for weights in place
+                for name in ("comfy_cast_weights", "prev_comfy_cast_weights"):
+                    kept.pop(name, None)  # the class's own again, as for weights in place
+                for name in ("weight_function", "bias_function"):
+                    if all(map(_is_lowvram_patch, kept.get(name, ()))):
+                        kept.pop(name, None)
             kept["_modules"] = {name: child and self.of(child) for name, child in module._modules.items()}
             kept["_parameters"] = {name: self._form(module, name, value) for name, value in module._parameters.items()}
             made.__dict__.update(kept)
         return self._made[module]
 
     def _form(self, module: torch.nn.Module, name: str, weight: torch.Tensor | None) -> torch.Tensor | None:
+        if weight is not None and _waits(module) and self._device not in (None, weight.device):
+            return torch.nn.Parameter(torch.empty_like(weight, device=self._device), False)
         if weight is None or "_v" not in vars(module) or name not in ("weight", "bias"):
             return weight
         (form,) = stored_forms([weight])
@@ -108,9 +119,10 @@ class _Plain:
 
 def weights_of(region: Region) -> StreamedWeights | None:
     """The source of a block's weights; None where all are in place."""
-    if not any("_v" in vars(part) for part in region.block.modules()):
-        return None
-    return StreamedWeights(region.block, region.kind.weights, region.kind.forms)
+    parts, how = list(region.block.modules()), (region.block, region.kind.weights, region.kind.forms)
+    if any("_v" in vars(part) for part in parts):
+        return StreamedWeights(*how)
+    return WaitingWeights(*how) if any(map(_waits, parts)) else None
 
 
 class StreamedWeights:
@@ -121,12 +133,12 @@ class StreamedWeights:
 
     def __init__(self, block: torch.nn.Module, names: tuple[str, ...], forms: Forms = ()):
         self._forms = forms
-        index = {name: at for at, name in enumerate(names)}
         self._slots = weight_slots(block, names)
+        index = {name: at for at, name in enumerate(names)}
         self._parts = [
             (part, index.get(f"{path}weight"), index.get(f"{path}bias"))
             for path, part in ((f"{path}." if path else "", part) for path, part in block.named_modules())
-            if "_v" in vars(part)
+            if "_v" in vars(part) or _waits(part)
         ]
         # What these do to a weight belongs to each use of it, and core applies them where it brings one.
         self._is_patched = any(part.weight_function or part.bias_function for part, _, _ in self._parts)
@@ -223,9 +235,57 @@ class StreamedWeights:
             _put(made, (weight, found[0]), (bias, found[1]))
 
 
+class WaitingWeights(StreamedWeights):
+    """The weights of a block of a model that core has loaded in part, however the block is split."""
+
+    def _all(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        device, dtypes = _place_of(inputs)
+        made = self._slots.take()
+        waiting = [
+            (at, functions)
+            for part, weight, bias in self._parts
+            for at, functions in ((weight, part.weight_function), (bias, part.bias_function))
+            if at is not None and (functions or made[at].device != device)
+        ]
+        away = sum(made[at].nbytes for at, _ in waiting if made[at].device != device)
+        if away > LARGEST_SHARE * comfy.model_management.get_total_memory(device):
+            raise RunEagerly(Reason("weights_too_large", megabytes=away >> 20))
+        if away:
+            self._device, self._stream = device, comfy.model_management.get_offload_stream(device)
+        quickly = comfy.model_management.device_supports_non_blocking(device)
+        with _on(self._stream):  # while the device still works on the block before
+            for at, functions in waiting:
+                # Core adds LoRA in the type in which the layer computes, which is unknown where there are several.
+                is_known = type(made[at]) in PLAIN_TENSORS and all(dtype == made[at].dtype for dtype in dtypes)
+                if functions and not (is_known and all(map(_is_lowvram_patch, functions))):
+                    raise RunEagerly(Reason("weights_patched"))
+                made[at] = comfy.model_management.cast_to(made[at], None, device, quickly, bool(functions))
+                for function in functions:
+                    made[at] = function(made[at])
+        comfy.model_management.sync_stream(device, self._stream)
+        return stored_form.plain(made, self._forms)
+
+
+def _on(stream: Any) -> AbstractContextManager:
+    """The context of work on a stream of core's, as core makes it; None is the stream that is current."""
+    if stream is None:
+        return nullcontext()
+    return stream.as_context(stream) if hasattr(stream, "as_context") else stream
+
+
 def _is_prepared(module: torch.nn.Module) -> bool:
-    """Whether core has loaded the module's weights for streaming, if only to keep them in place."""
-    return "seed_key" in vars(module)
+    """Whether core has loaded the module's weights for streaming, if only to keep them in place, or not at all yet."""
+    return "seed_key" in vars(module) or _waits(module)
+
+
+def _waits(module: torch.nn.Module) -> bool:
+    """Whether the module's weights are taken to the device at each use, in a model that is loaded in part."""
+    return "prev_comfy_cast_weights" in vars(module)
+
+
+def _is_lowvram_patch(function: Any) -> bool:
+    """Whether core adds LoRA by it at each use of a weight."""
+    return isinstance(function, comfy.model_patcher.LowVramPatch)
 
 
 def _put(made: list[torch.Tensor], *found: tuple[int | None, torch.Tensor]) -> None:
