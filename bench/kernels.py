@@ -35,10 +35,10 @@ COLUMNS = (
 LEGEND = """\
 elements: of the largest tensor that the block is given. launches: of Triton kernels, and externs, what is left to
 libraries. instructions_per_element: SASS instructions that all threads of all Triton kernels issue, loops counted by
-their trips, for each of these elements. vector_share: of the loads and stores in the code, those of 128 bits.
-software_divisions: of whole numbers by sizes known at run time alone. int64_arguments: sizes of 64 bits, and inverses
-of sizes, by which a division is a product. bytes: of the tensors that Triton kernels are given. seconds: of
-compiling."""
+their trips, for each of these elements. vector_share: of the loads and stores in the code, those of 128 bits; one of a
+single number for many elements counts like others. software_divisions: of whole numbers by sizes known at run time
+alone. int64_arguments: sizes of 64 bits, and inverses of sizes, by which a division is a product. bytes: of the tensors
+that Triton kernels are given. seconds: of compiling."""
 
 
 def main(arguments: list[str] | None = None) -> int | None:

@@ -3,6 +3,7 @@
 No GPU is here, and no time is measured.
 """
 
+import ast
 import os
 import subprocess
 import sys
@@ -55,6 +56,18 @@ def test_captures_and_all_tests_that_need_a_card_pass_but_for_values(device):
     assert NEED_A_CARD == ("tests/unit/test_capture_cuda.py",)
     # The last leaves failed captures.
     passes(device, *CAPTURES, "tests/fakecuda/test_benchmark.py", "tests/fakecuda/test_device.py")
+
+
+def test_contributors_are_told_which_tests_need_a_card():
+    marked = [
+        node.name
+        for file in NEED_A_CARD
+        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and "pytest.mark.gpu" in map(ast.unparse, node.decorator_list)
+    ]
+    told = "".join(f"- `{name}`\n" for name in marked)
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert f"\nMarked `gpu`, and passing on the made-up device but for values:\n\n{told}\n" in text
 
 
 def test_captures_fit_segments_that_grow(device):
