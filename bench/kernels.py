@@ -38,7 +38,7 @@ libraries. instructions_per_element: SASS instructions that all threads of all T
 their trips, for each of these elements. vector_share: of the loads and stores in the code, those of 128 bits; one of a
 single number for many elements counts like others. software_divisions: of whole numbers by sizes known at run time
 alone. int64_arguments: sizes of 64 bits, and inverses of sizes, by which a division is a product. bytes: of the tensors
-that Triton kernels are given. seconds: of compiling."""
+that Triton kernels are given. seconds: of compiling, by the clock, beside whatever else the machine did."""
 
 
 def main(arguments: list[str] | None = None) -> int | None:
