@@ -15,6 +15,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.dispatch.block_runner import StreamedBlockRunner
+from comfy_accel.accel.fingerprint.kinds import describe
 from comfy_accel.accel.hosts.comfyui.models import streamed
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
@@ -362,3 +363,29 @@ def test_blocks_compile_where_an_extension_hides_core_s_casting_from_torch(card,
     expected, cache = tiny_models.sample(plain, steps=1), GraphCache()
     with all_compiled():
         assert torch.equal(tiny_models.sample(compiled(card.streamed(plain), cache), steps=1), expected)
+
+
+@torch.inference_mode()
+def test_weights_that_core_has_prefetched_are_used_and_stay_core_s(card):
+    """LoRA is added once for each use: core adds it in place to weights that have no place of their own."""
+    import comfy.model_prefetch
+
+    model = with_lora(card.streamed(FLUX.load()), 1.0)
+    sample(model)
+    block = model.model.diffusion_model.double_blocks[0]
+    source = streamed.StreamedWeights(block, describe(streamed.plain(block)).weights)
+    inputs, parts = [torch.zeros(1)], [part for part in block.modules() if hasattr(part, "_v")]
+    expected = [tensor.clone() for tensor in source.take(inputs)]
+    source.release()
+    for capacity in (0, 1 << 40):
+        card.capacity = capacity
+        card.vbars[0].free_memory(card.size)
+        card.vbars[0].prioritize()
+        comfy.ops.cast_modules_with_vbar(parts, None, torch.device("cpu"), None, True)
+        pins = card.pins
+        for _ in range(2):
+            assert all(map(torch.equal, source.take(inputs), expected))
+            source.release()
+        assert all(hasattr(part, "_prefetch") for part in parts) and card.pins == pins
+        comfy.model_prefetch.cleanup_prefetched_modules(block, parts)
+        assert card.pins == 0

@@ -205,7 +205,10 @@ class StreamedWeights:
                     self._pinned.append(place)
                     known = state["_v_signature"]
                     if known is not None and bytes(signature) == bytes(known):
-                        _put(made, (weight, state["_v_weight"]), (bias, state["_v_bias"]))
+                        if weight is not None:
+                            made[weight] = state["_v_weight"]
+                        if bias is not None:
+                            made[bias] = state["_v_bias"]
                         continue
             missing.append((part, weight, bias, signature))
         if missing:
@@ -232,7 +235,10 @@ class StreamedWeights:
             computed = stored if stored in dtypes else next(iter(dtypes), stored)
             with _kept(part):
                 found = comfy.ops.resolve_cast_module_with_vbar(part, stored, device, of_bias, computed, True)
-            _put(made, (weight, found[0]), (bias, found[1]))
+            if weight is not None:
+                made[weight] = found[0]
+            if bias is not None:
+                made[bias] = found[1]
 
 
 class WaitingWeights(StreamedWeights):
@@ -286,12 +292,6 @@ def _waits(module: torch.nn.Module) -> bool:
 def _is_lowvram_patch(function: Any) -> bool:
     """Whether core adds LoRA by it at each use of a weight."""
     return isinstance(function, comfy.model_patcher.LowVramPatch)
-
-
-def _put(made: list[torch.Tensor], *found: tuple[int | None, torch.Tensor]) -> None:
-    for at, tensor in found:
-        if at is not None:
-            made[at] = tensor
 
 
 def _place_of(inputs: Sequence[torch.Tensor]) -> tuple[torch.device, list[torch.dtype]]:
