@@ -24,8 +24,8 @@ export const SETTINGS = [
     category: ["Accel", "Models", "WeightsInPlace"],
     name: "Keep weights in place",
     tooltip:
-      "Where ComfyUI streams weights (DynamicVRAM): load each accelerated model once more, whole and without it. " +
-      "For models that fit into the GPU's memory; for the nodes that run next.",
+      "Where ComfyUI streams weights (DynamicVRAM): load each accelerated model once more, whole, so that its weights " +
+      "stay on the GPU. For models that fit into its memory; takes effect when a node runs next.",
     type: "boolean",
     defaultValue: false,
   },
