@@ -20,6 +20,10 @@ TOGETHER = ("tests/browser/",), ("/test_routes.py", "/test_server.py")
 """Parts of the paths of files whose tests share a server."""
 
 
+def pytest_addoption(parser):
+    parser.addoption("--write-models", action="store_true", help="write docs/models.json and its page anew")
+
+
 @pytest.fixture(scope="module")
 def own_garbage():
     """Collections look at what the file makes alone: at all that other files have left, each takes seconds."""

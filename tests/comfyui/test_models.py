@@ -1,0 +1,216 @@
+"""The models that people run, as core loads and samples them: what works of each. docs/models.md has what was seen.
+
+`dev.py test --all tests/comfyui/test_models.py --write-models` runs all of it and writes the page, for this ComfyUI.
+"""
+
+import dataclasses
+import json
+import random
+
+import comfy.sd
+import pytest
+import streamed_weights_kit as kit
+import torch
+from capture_kit import capturing_cache
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.report.run_record import records
+from comfy_accel.accel.step_cache.split_points import why_no_split
+from models_page import COLUMNS, CORE, JSON, PAGE, page
+from thorough import thorough_except
+from tiny_controlnets import CONTROLS
+from tiny_families import FAMILIES
+from torch._dynamo.utils import counters
+from uniform_hold import uniform_hold
+
+from bench.tiny_models import lora
+
+pytestmark = pytest.mark.usefixtures("own_garbage")
+
+SETTINGS = CompileSettings(backend="eager")
+EAGER_BLOCKS = CompileSettings(backend="eager", min_repetitions=100)
+
+TOLERANCE = 2e-6
+"""Of the largest value, where a copy made contiguous is summed in another order; else calls are equal bit for bit."""
+
+ROUNDS = {"ACE-Step 1.5"}
+"""Families where one is."""
+
+CONTROLLED_BY = {
+    "SD1.5": "ControlNet of three levels",
+    "Flux": "Flux XLabs",
+    "SD3": "SD3",
+    "Qwen-Image": "Qwen-Image",
+}
+
+FURTHER = {"LTX 2": 1, "LTX 2 i2v": 1, "MiniMax H3": 1, "HiDream": 1}
+"""Graphs beyond one a kind. HiDream's two sorts of blocks call one kind of attention with text and without.
+LTX 2's time steps say whether the batch is 1; MiniMax H3's first step has one time for
+sound and picture, the others two."""
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    torch._dynamo.reset()
+    counters.clear()
+    fallbacks.clear()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def assert_same(name, actual, expected):
+    for one, other in zip(actual, expected, strict=True):
+        assert other.isfinite().all() and other.std() > 0
+        if name in ROUNDS:
+            assert (one - other).abs().max() <= TOLERANCE * other.abs().max()
+        else:
+            assert torch.equal(one, other)
+
+
+def outcome(good: str) -> str:
+    """`good`, or why blocks ran uncompiled."""
+    rows = fallbacks.rows()
+    return f"no: {rows[0]['reason']}" if rows else good
+
+
+def with_lora(model, strength):
+    return comfy.sd.load_lora_for_models(model, None, lora(model, 5), strength, 0)[0]
+
+
+def compiled(name, case):
+    """Batch 1 first; then another size, a longer prompt, batches and a LoRA compile nothing more."""
+    model, cache = case.load(), GraphCache()
+    fast = accelerate(model, SETTINGS, cache)
+    single = dataclasses.replace(case, cfg=1.0)
+    runs = [(single, {}), (case, {}), (case, {"size": 1}), (case, {"tokens": 1})]
+    runs += [(case, {"size": 1, "batch": 3})] if case.batches else []
+    made = []
+    for run, given in runs:
+        assert_same(name, run.sample(fast, **given), run.sample(model, **given))
+        made.append(graphs())
+    assert_same(name, case.sample(with_lora(fast, 0.5), size=1), case.sample(with_lora(model, 0.5), size=1))
+    assert graphs() == made[1] == made[-1], made
+    kinds = len({key.kind for key in cache._entries})
+    assert graphs() <= kinds + FURTHER.get(name, 0), cache.statistics()
+    return outcome(f"{_counted(kinds, 'kind')}, {_counted(graphs(), 'graph')}")
+
+
+def _counted(number, noun):
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def cached(name, case):
+    """Full and skipped steps, or why none is skipped."""
+    model = case.load()
+    records.clear()
+    plain = case.sample(model, steps=4)
+    assert_same(name, case.sample(apply_deep_cache(model, uniform_hold(1)), steps=4), plain)
+    deep = case.sample(apply_deep_cache(model, uniform_hold(2)), steps=4)
+    assert_same(name, case.sample(model, steps=4), plain)
+    if last_run() is None:
+        return f"no: {why_no_split(model.model.diffusion_model)}"
+    if last_run()["skipped_steps"]:
+        assert not torch.equal(deep[0], plain[0])
+        return f"{last_run()['skipped_steps']} of 4 steps skipped"
+    assert_same(name, deep, plain)
+    return f"no: {records.deep_cache()['why_full']}"
+
+
+def controlled(name, case):
+    if name not in CONTROLLED_BY:
+        return "–"
+    tiny = CONTROLS[CONTROLLED_BY[name]]
+    net, model, cache = tiny.build(), case.load(), GraphCache()
+    hint = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(4))
+    fast = accelerate_control(net, SETTINGS, cache)
+    for batch in (1, 3):  # some take no odd sizes
+        expected, out = (
+            case.sample(model, batch=batch, control=tiny.hinted(one, hint), control_apply_to_uncond=True)
+            for one in (net, fast)
+        )
+        assert_same(name, out, expected)
+        assert not torch.equal(expected[0], case.sample(model, batch=batch)[0])
+    assert graphs() == tiny.kinds
+    return outcome("compiled")
+
+
+def quantised(name, case):
+    """Weights stored in fp8, which core casts in each call, also with a LoRA."""
+    model, cache = case.load(stored=torch.float8_e4m3fn), GraphCache()
+    assert any(weight.dtype == torch.float8_e4m3fn for weight in model.model.parameters())
+    fast = accelerate(model, SETTINGS, cache)
+    assert_same(name, case.sample(fast), case.sample(model))
+    made = graphs()
+    assert_same(name, case.sample(with_lora(fast, 0.5), size=1), case.sample(with_lora(model, 0.5), size=1))
+    assert graphs() == made
+    return outcome("fp8")
+
+
+def streamed(name, case):
+    """Weights that come and go at random; LoRAs, and the other model in between."""
+    if kit.why_not() is not None:
+        return "–"
+    plain, rng = case.load(), random.Random(1)
+    expected = {
+        (size, strength): case.sample(with_lora(plain, strength) if strength else plain, size)
+        for size, strength in ((0, 0), (1, 0.5))
+    }
+    with kit.streaming() as card:
+        fast = accelerate(card.streamed(case.load()), SETTINGS, GraphCache())
+        assert fast.is_dynamic()
+        made = []
+        for size, strength in ((0, 0), (1, 0.5), (0, 0), (1, 0.5)):
+            out = case.sample(with_lora(fast, strength) if strength else fast, size)
+            assert_same(name, out, expected[size, strength])
+            assert card.pins == 0
+            made.append(graphs())
+            card.shake(rng)
+        assert card.misses and made[0] == made[-1], made
+    return outcome("compiled")
+
+
+def captured(name, case):
+    """Whole model calls, captured and replayed on a stand-in for CUDA graphs."""
+    model = case.load()
+    cache, capturer = capturing_cache()
+    fast = accelerate(model, EAGER_BLOCKS, cache, graphs=True)
+    expected = case.sample(model, steps=6)
+    for _ in range(2):
+        assert_same(name, case.sample(fast, steps=6), expected)
+    rows = [row["reason"] for row in fallbacks.rows() if "fewer than" not in row["reason"]]
+    return "replayed" if capturer.replays else f"no: {rows[0] if rows else '?'}"
+
+
+CHECKS = dict(zip(COLUMNS, (compiled, cached, controlled, quantised, streamed, captured), strict=True))
+
+QUICK = ["Wan 2.2 5B ti2v"]
+"""A time step for each frame; the other families' blocks are in test_model_table.py."""
+
+
+@pytest.mark.parametrize("column", CHECKS)
+@pytest.mark.parametrize("name", thorough_except(FAMILIES, *QUICK))
+def test_model_does_what_the_page_says(name, column, request):
+    case = FAMILIES[name]
+    if not case.is_known:
+        pytest.skip(f"core {CORE} has no {name}")
+    seen = CHECKS[column](name, case)
+    known = json.loads(JSON.read_text(encoding="utf-8")) if JSON.is_file() else {}
+    if request.config.getoption("--write-models"):
+        known.setdefault(name, {}).setdefault(CORE, {})[column] = seen
+        JSON.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        PAGE.write_text(page(known), encoding="utf-8")
+    elif column in known.get(name, {}).get(CORE, {}):
+        assert seen == known[name][CORE][column]
+
+
+def test_page_is_what_was_seen():
+    known = json.loads(JSON.read_text(encoding="utf-8"))
+    assert sorted(known) == sorted(FAMILIES)
+    assert all(row.keys() <= CHECKS.keys() for rows in known.values() for row in rows.values())
+    assert PAGE.read_text(encoding="utf-8") == page(known)
