@@ -109,7 +109,8 @@ class WeightSlots:
 
         Raises RunEagerly: a weight is stored in another form than it was.
         """
-        return stored_form.plain(list(map(operator.getitem, self.holders, self.names)), self.forms)
+        weights = list(map(operator.getitem, self.holders, self.names))
+        return stored_form.plain(weights, self.forms) if self.forms else weights
 
     def release(self) -> None:
         pass
