@@ -47,7 +47,10 @@ class AccelModel(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, shapes, backend, on_trouble, check_gain=True, graphs=GRAPHS[0]) -> io.NodeOutput:
+    def execute(
+        cls, model, shapes, backend, on_trouble, check_gain=True, graphs=GRAPHS[0], **_of_earlier_versions
+    ) -> io.NodeOutput:
+        # ComfyUI hands on links into inputs that are no more (min_repetitions, cache_mb of version 0.1).
         compiling = settings(shapes, backend, on_trouble, check_gain)
         node_id = cls.hidden.unique_id if cls.hidden else None
         return io.NodeOutput(accelerate(model, compiling, node_id=node_id, graphs=graphs != GRAPHS[0]))

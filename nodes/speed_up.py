@@ -1,6 +1,7 @@
 """The Speed Up node: everything that this pack does for a model, by one choice."""
 
 from comfy_api.latest import io
+from comfy_execution.graph_utils import ExecutionBlocker
 
 from ..accel.core.compile_settings import CompileSettings
 from ..accel.hosts.comfyui.models.accelerate import accelerate
@@ -63,5 +64,7 @@ class AccelSpeedUp(io.ComfyNode):
         caching = QUALITIES[quality]
         if caching is not None:
             faster = apply_deep_cache(faster, caching, node_id=node_id)
-        view = None if vae is None else vae_view(vae, VaePolicy(AUTO), CompileSettings(measured=True), node_id=node_id)
+        view = ExecutionBlocker("Connect a VAE to Speed Up to use its VAE output.")
+        if vae is not None:
+            view = vae_view(vae, VaePolicy(AUTO), CompileSettings(measured=True), node_id=node_id)
         return io.NodeOutput(faster, view)

@@ -3,7 +3,7 @@
 import { app } from "../../scripts/app.js";
 import { COMMANDS, TAB } from "./commands.js";
 import { feed } from "./feed.js";
-import { onConfigured, onExecuted, startNodeTexts } from "./node_text.js";
+import { onConfigured, onExecuted, showWaitingLines, startNodeTexts } from "./node_text.js";
 import { bringUpToDate } from "./old_workflows.js";
 import { destroy, render } from "./panel.js";
 import { SETTINGS, startSettings } from "./settings.js";
@@ -25,11 +25,16 @@ app.registerExtension({
   },
   beforeRegisterNodeDef(nodeType, { name }) {
     if (!name.startsWith("Accel")) return;
+    const { configure } = nodeType.prototype;
+    nodeType.prototype.configure = function (saved) {
+      bringUpToDate(saved);
+      return configure.call(this, saved);
+    };
     after(nodeType.prototype, "onExecuted", onExecuted);
     after(nodeType.prototype, "onConfigure", onConfigured);
   },
-  beforeConfigureGraph(graph) {
-    for (const node of savedNodes(graph)) bringUpToDate(node);
+  afterConfigureGraph() {
+    showWaitingLines();
   },
 });
 
@@ -41,11 +46,6 @@ function after(prototype, name, act) {
     act(this, ...args);
     return result;
   };
-}
-
-function savedNodes(graph) {
-  const inside = graph?.definitions?.subgraphs ?? [];
-  return [graph, ...inside].flatMap((part) => part?.nodes ?? []);
 }
 
 /** How many kinds are still to compile, on the tab's icon. */

@@ -15,23 +15,38 @@ const SEPARATOR = " · ";
 const LINE = 18; // pixels
 const PADDING = 12;
 
+const waiting = new Map(); // workflow → node → line, of workflows that are not open
+
+const rootGraph = () => app.graph?.rootGraph ?? app.graph;
+
 /** Hear what our nodes have to say; once, when the page is set up. */
 export function startNodeTexts() {
   document.head.append(h("link", { rel: "stylesheet", href: new URL("node_text.css", import.meta.url).href }));
   loadTexts().then(redraw);
   onLanguage(() => setTimeout(redraw));
   feed.onMessage((message) => {
-    for (const [id, line] of Object.entries(message.lines ?? {})) {
-      const node = findNode(id);
-      if (!isOurs(node)) continue;
-      node.properties[LINES] = line;
-      setNodeText(node, textOf(line));
+    if (message.lines && message.workflow) {
+      waiting.set(message.workflow, { ...waiting.get(message.workflow), ...message.lines });
+      showWaitingLines();
     }
-    if (message.event === "compiling") {
+    if (message.event === "compiling" && message.workflow === rootGraph()?.id) {
       const node = findNode(message.node);
       if (isOurs(node)) drawText(node, t("compilingOnNode", message));
     }
   });
+}
+
+/** Show what runs of the workflow that is open said, also while another one was open. */
+export function showWaitingLines() {
+  const id = rootGraph()?.id;
+  const lines = waiting.get(id) ?? {};
+  waiting.delete(id);
+  for (const [place, line] of Object.entries(lines)) {
+    const node = findNode(place);
+    if (!isOurs(node)) continue;
+    node.properties[LINES] = line;
+    setNodeText(node, textOf(line));
+  }
 }
 
 /** A node of ours: text that it gave when it ran. */
@@ -42,7 +57,8 @@ export function onExecuted(node, output) {
 
 /** After a node was made from a workflow: what it said last. */
 export function onConfigured(node) {
-  const text = node.properties?.[LINES] ? textOf(node.properties[LINES]) : node.properties?.[PROPERTY];
+  const line = node.properties?.[LINES];
+  const text = Array.isArray(line) ? textOf(line) : node.properties?.[PROPERTY];
   if (typeof text === "string" && text) drawText(node, text);
 }
 
@@ -52,7 +68,7 @@ const isOurs = (node) => Boolean(node?.comfyClass?.startsWith("Accel"));
 
 /** id: as the server names a node, "7", or "5:7" inside of a subgraph */
 function findNode(id) {
-  let graph = app.graph?.rootGraph ?? app.graph;
+  let graph = rootGraph();
   let node = null;
   for (const part of String(id ?? "").split(":")) {
     node = graph?.getNodeById?.(Number(part)) ?? graph?.getNodeById?.(part) ?? null;
@@ -85,7 +101,8 @@ function addWidget(node) {
 /** Of the text, wrapped in the node's width; counted in characters, since a node off the screen has no layout. */
 function heightOf(node, element) {
   const perLine = Math.max(10, Math.floor((node.size[0] - 2 * PADDING) / 6.5));
-  const lines = element.textContent.split("\n").map((line) => Math.max(1, Math.ceil(line.length / perLine)));
+  const wide = (line) => line.length + (line.match(/[\u2e80-\uffef]/g)?.length ?? 0) * 0.7;
+  const lines = element.textContent.split("\n").map((line) => Math.max(1, Math.ceil(wide(line) / perLine)));
   return lines.reduce((sum, count) => sum + count, 0) * LINE + PADDING;
 }
 
@@ -97,7 +114,7 @@ function grow(node) {
 }
 
 function redraw() {
-  for (const node of allNodes(app.graph?.rootGraph ?? app.graph)) if (isOurs(node)) onConfigured(node);
+  for (const node of allNodes(rootGraph())) if (isOurs(node)) onConfigured(node);
 }
 
 function* allNodes(graph) {

@@ -6,6 +6,7 @@ import { reasonList } from "./reason_list.js";
 import { reasonText, t } from "./texts.js";
 
 const MOST_CELLS = 400;
+const LEAST_SAVED = 0.05; // seconds; the engine has the same
 
 export function runSection() {
   const gain = h("p", { class: "accel-gain", title: t("gainTip") });
@@ -57,7 +58,8 @@ function fact(key, value) {
 /** "1.31× · 2.1 s saved"; empty where nothing is known. */
 function gainText(run, cached) {
   const saved = (run ?? cached)?.saved_seconds;
-  if (typeof saved !== "number") return "";
+  if (typeof saved !== "number" || run?.failed) return "";
+  if (Math.abs(saved) < LEAST_SAVED) return t("asFast");
   const parts = typeof run?.times === "number" && saved > 0 ? [times(run.times)] : [];
   parts.push(t(saved < 0 ? "slowerBy" : "savedOf", { seconds: seconds(Math.abs(saved)) }));
   return parts.join(" · ");
@@ -66,8 +68,8 @@ function gainText(run, cached) {
 function rows(run, cached) {
   const found = [];
   if (run) {
-    if (run.steps > 0 && run.working_seconds > 0) found.push(["speed", rate(run.steps / run.working_seconds)]);
-    if (run.pays_back_after > 0) found.push(["paysBack", t("images", { number: count(run.pays_back_after) })]);
+    if (!run.failed && run.steps > 0 && run.working_seconds > 0) found.push(["speed", rate(run.steps / run.working_seconds)]);
+    if (!run.failed && run.pays_back_after > 0) found.push(["paysBack", count(run.pays_back_after)]);
     if (run.model) found.push(["model", run.model]);
     const batch = { size: size(run.pixels), batch: count(run.latent?.[0]) };
     if (run.pixels) found.push(["imageSize", run.latent?.[0] > 1 ? t("sizeAndBatch", batch) : batch.size]);

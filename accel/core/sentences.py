@@ -157,7 +157,9 @@ _LINE = {
     "line_loaded": "compiled graphs loaded from disk",
     "line_not_compiled": "not compiled: {why}",
     "line_skipped": "{skipped} of {steps} steps skipped",
-    "line_few_steps": "{steps} steps are too few to skip any",
+    "line_paid_back_at_once": "paid back at once",
+    "line_all_full": "no step skipped: {why}",
+    "line_few_steps": "too few steps to skip any",
     "line_none_skipped": "no step skipped: too much changes between them",
 }
 """Parts of the line on a node."""

@@ -16,19 +16,24 @@ SEPARATOR = " · "
 def headlines(run: Run, uncompiled: Sequence[Reason] = ()) -> dict[str, list[Reason]]:
     """The line of each node that took part in a run that is over: id → its parts, to be joined by `SEPARATOR`.
 
+    A run that failed has none, nor has a node with nothing new to say: the line of the run before stays.
+
     A node that compiles tells of compiling, one that skips steps of that, and one that does both of both.
 
     uncompiled: why blocks ran uncompiled, the most frequent reason first.
     """
     compiles, skips = (settings.get("node") if settings else None for settings in (run.compiling, run.caching))
     lines = {}
+    if run.failed:
+        return lines
     for node in dict.fromkeys(node for node in (compiles, skips) if node is not None):
         own = [run.by_compiling] if node == compiles else []
         own += [run.by_skipping] if node == skips else []
         parts = [*_gain(run, own)]
         parts += _compiled(run, uncompiled) if node == compiles else []
         parts += _skipped(run) if node == skips else []
-        lines[node] = parts
+        if parts:
+            lines[node] = parts
     return lines
 
 
@@ -59,7 +64,9 @@ def _compiled(run: Run, uncompiled: Sequence[Reason]) -> list[Reason]:
     if run.by_compiling.seconds is None:
         return [*parts, Reason("line_unmeasured")] if run.compilations else parts
     images = run.pays_back_after
-    return parts if images is None else [*parts, Reason("line_paid_back", images=images)]
+    if images is None:
+        return parts
+    return [*parts, Reason("line_paid_back", images=images) if images > 1 else Reason("line_paid_back_at_once")]
 
 
 def _skipped(run: Run) -> list[Reason]:
@@ -68,7 +75,9 @@ def _skipped(run: Run) -> list[Reason]:
         return []
     if skipped:
         return [Reason("line_skipped", skipped=skipped, steps=steps)]
-    return [Reason("line_few_steps", steps=steps) if steps < FEW_STEPS else Reason("line_none_skipped")]
+    if run.why_full is not None:
+        return [Reason("line_all_full", why=run.why_full)]
+    return [Reason("line_few_steps") if steps < FEW_STEPS else Reason("line_none_skipped")]
 
 
 def _number(seconds: float) -> str:

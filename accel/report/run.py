@@ -91,7 +91,7 @@ class Run:
         saved = self.by_compiling.seconds
         if not self.compiled_total or saved is None or saved < LEAST_SAVED:
             return None
-        return math.ceil(self.compiled_total / saved)
+        return math.ceil(self.compiled_total / saved * (self.latent[0] if self.latent else 1))
 
     def times_by(self, *savings: Saving) -> float | None:
         """`times` by these savings alone."""

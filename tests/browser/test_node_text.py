@@ -22,6 +22,7 @@ type => {
 }
 """
 TEXTS = "() => [...document.querySelectorAll('.accel-node-text')].map(element => element.textContent)"
+WORKFLOW = "() => (window.app.graph.rootGraph ?? window.app.graph).id"
 SAVED = "() => JSON.stringify(window.app.graph.serialize())"
 PROMPT = "async () => JSON.stringify((await window.app.graphToPrompt()).output)"
 LOAD = "async text => { await window.app.loadGraphData(JSON.parse(text)); }"
@@ -46,9 +47,14 @@ def test_the_line_of_a_run_stays_on_its_node_and_in_the_saved_workflow(page):
     node = page.evaluate(ADD, "AccelSpeedUp")
     page.evaluate(ADD, "KSampler")
     before = page.evaluate(PROMPT)
-    page.evaluate(SAY, {"event": "compiling", "node": node, "name": "ResBlock", "number": 2, "of": 5, "seconds": 1.0})
+    workflow = page.evaluate(WORKFLOW)
+    compiling = {"event": "compiling", "node": node, "name": "ResBlock", "number": 2, "of": 5, "seconds": 1.0}
+    page.evaluate(SAY, {**compiling, "workflow": "another"})
+    assert page.evaluate(TEXTS) == []
+    page.evaluate(SAY, {**compiling, "workflow": workflow})
     until_shown(page, "Compiling ResBlock, 2 of 5")
-    page.evaluate(SAY, {"event": "run_end", "lines": {node: LINE, "2": LINE, "99": LINE}})
+    lines = {node: LINE, "2": LINE, "99": LINE}
+    page.evaluate(SAY, {"event": "run_end", "workflow": workflow, "lines": lines})
     until_shown(page, SAID)  # and not on the sampler, which is not ours
     page.wait_for_timeout(300)
     screenshot(page, "node-text")
@@ -61,6 +67,20 @@ def test_the_line_of_a_run_stays_on_its_node_and_in_the_saved_workflow(page):
     page.evaluate(LOAD, saved)
     until_shown(page, SAID)
     assert page.evaluate(PROMPT) == before
+
+
+@in_all
+def test_a_run_of_a_workflow_that_is_not_open_is_told_when_it_is(page):
+    page.evaluate(ADD, "AccelSpeedUp")
+    saved = page.evaluate(SAVED)
+    workflow = page.evaluate(WORKFLOW)
+    page.evaluate("() => window.app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
+    node = page.evaluate(ADD, "AccelSpeedUp")
+    page.evaluate(SAY, {"event": "run_end", "workflow": workflow, "lines": {node: LINE}})
+    page.wait_for_timeout(300)
+    assert page.evaluate(TEXTS) == [], "a node of the same id in another workflow"
+    page.evaluate(LOAD, saved)
+    until_shown(page, SAID)
 
 
 @in_all

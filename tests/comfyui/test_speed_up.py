@@ -46,7 +46,7 @@ def test_few_steps_are_said_to_be_too_few():
     model = tiny_models.small_unet()
     plain = sample(model, 64, 64, steps=4)
     assert torch.equal(sample(sped_up(model, "Fast"), 64, 64, steps=4), plain)
-    assert said().endswith("4 steps are too few to skip any")
+    assert said().endswith("too few steps to skip any")
 
 
 def test_a_vae_goes_through_and_none_is_needed():
@@ -54,4 +54,4 @@ def test_a_vae_goes_through_and_none_is_needed():
     model, view = AccelSpeedUp.execute(tiny_models.small_unet(), "Exact", vae).args
     latent = torch.randn(1, 4, 8, 8)
     assert torch.equal(view.decode(latent), vae.decode(latent))
-    assert AccelSpeedUp.execute(model, "Exact").args[1] is None
+    assert "Connect a VAE" in AccelSpeedUp.execute(model, "Exact").args[1].message

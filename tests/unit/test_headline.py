@@ -29,7 +29,11 @@ SAID = [
     ({"compiled_calls": 0, "uncompiled": [Reason("autocast")]}, "not compiled: autocast is on"),
     ({"compiled_calls": 0, "left_eager": {Reason("no_blocks"): 3, Reason("training"): 9}}, "not compiled: it is being"),
     ({"compiled_calls": 0}, "not compiled: No compiled block ran."),
-    ({"failed": True, "by_compiling": saved(2.1)}, "compiled once in 14 s"),
+    ({"by_compiling": saved(20.0)}, "3.94× · 20 s saved · compiled once in 14 s · paid back at once"),
+    (
+        {"by_compiling": saved(4.0), "latent": (8, 4, 64, 64)},
+        "1.59× · 4.0 s saved · compiled once in 14 s · paid back after 28",
+    ),
 ]
 
 
@@ -42,7 +46,7 @@ def test_compiling_says_what_it_gained_or_what_stands_in_the_way(facts, said):
     ("steps", "said"),
     [
         ("FFFSSFSSFSSF", "6 of 12 steps skipped"),
-        ("FFFF", "4 steps are too few to skip any"),
+        ("FFFF", "too few steps to skip any"),
         ("F" * 20, "no step skipped: too much changes between them"),
     ],
 )
@@ -72,3 +76,18 @@ def test_seconds_of_compiling_are_those_of_all_runs_of_the_model():
 def test_run_without_a_node_has_no_line():
     emit("run_over", run=Run())  # a listener may be there, and must take it
     assert headlines(Run(compiling={"node": None})) == {}
+
+
+def test_failed_runs_and_nodes_with_nothing_new_leave_the_line_before():
+    assert headlines(Run(compiling=COMPILING, failed=True, by_compiling=saved(2.1), compiled_calls=9)) == {}
+    assert headlines(Run(compiling=COMPILING, compiled_calls=9)) == {}
+
+
+def test_what_keeps_every_step_full_is_said():
+    run = {
+        "compiling": None,
+        "caching": CACHING,
+        "steps_taken": "F" * 20,
+        "why_full": "the noise levels go up and down",
+    }
+    assert line("4", **run) == "no step skipped: the noise levels go up and down"

@@ -63,7 +63,10 @@ def test_of_many_at_once_the_latest_of_a_sort_is_sent_spaced(page):
     emit("run_over", run=Run(lines={"7": [Reason("line_loaded")]}))
     assert page.wait() == 0.0
     assert page.wait() == SPACING
-    assert page.got == [{"event": "loaded", "name": "Block999", "seconds": 0.5}, {"event": "run_end", "lines": LINES}]
+    assert page.got == [
+        {"event": "loaded", "name": "Block999", "seconds": 0.5},
+        {"event": "run_end", "lines": LINES, "workflow": None},
+    ]
     assert page.due == []
     emit("cache_changed")
     assert 0 < page.wait() <= SPACING
@@ -85,3 +88,11 @@ def test_fallbacks_are_told_once_for_each_reason_and_bounded(page):
     for number in range(500):
         emit("fallback", block="Block", reason=Reason("compile_failed", error=f"reason {number}"))
     assert len(page.events()) == _MOST_WAITING
+
+
+def test_lines_of_two_runs_that_wait_are_sent_together(page):
+    emit("cache_changed")
+    for node in ("7", "8"):
+        emit("run_over", run=Run(lines={node: [Reason("line_loaded")]}))
+    page.events()
+    assert set(page.got[-1]["lines"]) == {"7", "8"}

@@ -292,6 +292,18 @@ def _progress_of(node_id: str) -> Any:
     return registry if has_node is not None and has_node(node_id) else None
 
 
+def running_workflow(server: Any) -> str | None:
+    """The id of the workflow that is being run, as the page that queued it gave it; None where none did.
+
+    Core has no name for it: it is in the queue's entry, (number, prompt id, prompt, extra data, ...).
+    """
+    try:
+        running = next(iter(server.prompt_queue.currently_running.values()))
+        return str(running[3]["extra_pnginfo"]["workflow"]["id"])
+    except (AttributeError, KeyError, IndexError, TypeError, StopIteration):
+        return None
+
+
 async def queue_prompt(
     server: Any, graph: dict, client_id: str | None, last_check: Callable[[], None] = lambda: None
 ) -> tuple[str, str | None]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ....core.events import subscribe
 from ....report.run_record import records
+from ..versions import running_workflow
 
 TYPE = "accel"
 """The type of our messages on ComfyUI's WebSocket."""
@@ -24,7 +25,8 @@ class PanelMessages:
     """Sends the events that it hears, in order and at least `SPACING` apart.
 
     send: takes a message; called on the thread of `later`. later: has a function called after seconds, from any
-    thread. is_heard: whether there is anybody to send to.
+    thread. is_heard: whether there is anybody to send to. workflow: the id of the workflow that runs, for messages
+        that are for one of its nodes.
     """
 
     def __init__(
@@ -32,10 +34,12 @@ class PanelMessages:
         send: Callable[[dict[str, Any]], None],
         later: Callable[[float, Callable[[], None]], None],
         is_heard: Callable[[], bool],
+        workflow: Callable[[], str | None] = lambda: None,
     ):
         self._send = send
         self._later = later
         self._is_heard = is_heard
+        self._workflow = workflow
         self._lock = threading.Lock()
         self._waiting: dict[tuple, dict[str, Any]] = {}
         self._is_due = False
@@ -46,9 +50,14 @@ class PanelMessages:
         if name not in _MESSAGES or not self._is_heard():
             return
         message = _MESSAGES[name](data)
+        if "lines" in message or "node" in message:
+            message["workflow"] = self._workflow()
         slot = (name, message["block"], message["reason"]) if name == "fallback" else (message["event"],)
+        slot += (message.get("workflow"),)
         with self._lock:
-            self._waiting.pop(slot, None)
+            earlier = self._waiting.pop(slot, {})
+            if "lines" in message:  # of another run of this prompt
+                message["lines"] = {**earlier.get("lines", {}), **message["lines"]}
             self._waiting[slot] = message
             if len(self._waiting) > _MOST_WAITING:
                 del self._waiting[next(iter(self._waiting))]
@@ -93,6 +102,9 @@ def start(server: Any) -> None:
         server.loop.call_soon_threadsafe(server.loop.call_later, seconds, act)
 
     messages = PanelMessages(
-        lambda message: server.send_sync(TYPE, message), later, lambda: bool(getattr(server, "sockets", None))
+        lambda message: server.send_sync(TYPE, message),
+        later,
+        lambda: bool(getattr(server, "sockets", None)),
+        lambda: running_workflow(server),
     )
     subscribe(messages.hear)
