@@ -90,4 +90,4 @@ def test_what_keeps_every_step_full_is_said():
         "steps_taken": "F" * 20,
         "why_full": "the noise levels go up and down",
     }
-    assert line("4", **run) == "no step skipped: a mask"
+    assert line("4", **run) == "no step skipped: the noise levels go up and down"
