@@ -1,4 +1,4 @@
-"""The GPU code of each kind of block, counted in instructions: as we compile it, and compiled for one size.
+"""The GPU code of each kind of block, counted in instructions: as we compile it, compiled for one size, and core's.
 
 Full-size models, one step at 1024 x 1024 on the made-up device: it is their code that is looked at, and nothing but
 the compiler is timed.
@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,11 +29,15 @@ from . import WORK, Problem, command, made_up_device, pack, report
 from .inprocess import boot
 
 MODELS = ("SD1.5", "SDXL", "Flux", "Z-Image", "Qwen-Image", "Wan")
-OURS, STATIC = "ours", "static"
-VARIANTS = (OURS, STATIC)
+OURS, STATIC, CORE = "ours", "static", "core"
+VARIANTS = (OURS, STATIC, CORE)
+WHOLE = "whole model"
+LAYERS = (1, 2)
+"""Of each kind, in whole models. What the second has more is layers alone, without what is before and after these."""
 COLUMNS = (
     *("model", "block", "variant", "elements", "kernels", "launches", "instructions_per_element", "vector_share"),
     *("software_divisions", "int64_arguments", "externs", "bytes", "seconds"),
+    "mark",
 )
 LEGEND = """\
 elements: of the largest tensor that the block is given. launches: of Triton kernels, and externs, what is left to
@@ -39,6 +46,14 @@ their trips, for each of these elements. vector_share: of the loads and stores i
 single number for many elements counts like others. software_divisions: of whole numbers by sizes known at run time
 alone. int64_arguments: sizes of 64 bits, and inverses of sizes, by which a division is a product. bytes: of the tensors
 that Triton kernels are given. seconds: of compiling, by the clock, beside whatever else the machine did."""
+LEGEND_OF_WHOLE = """\
+Whole models are at full width, with one layer and with two of each kind (UNets: the two upper of their
+levels, so many ResBlocks in each, a transformer block behind each as the checkpoint has them). "core" is core's
+TorchCompileModel at its second size: 768 x 768 comes first, and is traced but not compiled; at 1024 x 1024 torch takes
+the sizes that changed for dynamic, and this graph is counted. "ours" is the same model with our node, of which what is
+around the blocks runs uncompiled and counts nothing. core / ours: the instructions that one more layer of each kind
+adds to core's, by those that it adds to ours; so what is around the layers has no part in it. elements: of the latent,
+cond and uncond. seconds: of the first call at the size counted. mark: why there are no figures, or graph breaks."""
 
 
 def main(arguments: list[str] | None = None) -> int | None:
@@ -51,37 +66,47 @@ def main(arguments: list[str] | None = None) -> int | None:
     made_up_device.sample_without_values()
     rows = []
     for name in options.models or MODELS:
-        rows += measure(name, options.variants, options.block, options.details)
+        if blocks := [variant for variant in options.variants if variant != CORE]:
+            rows += measure(name, blocks, options.block, options.details)
+        if CORE in options.variants:
+            rows += whole(name, options.limit)
         if options.json:
             report.write(options.json, _merged(options.json, rows), comfyui)
-    print(f"\n{report.table(rows, COLUMNS)}\n\n{report.table(totals(rows))}\n\n{LEGEND}")
+    print(f"\n{report.table(rows, COLUMNS)}\n\n{report.table(totals(rows))}\n\n{LEGEND}\n\n{LEGEND_OF_WHOLE}")
     if options.page:
         options.page.write_text(page(_merged(options.json, rows)), encoding="utf-8")
 
 
 def _merged(file: Path | None, rows: Sequence[report.Row]) -> list[report.Row]:
-    """The rows, and those in the file of models that were not measured again."""
+    """The rows, and those in the file of models, or of their blocks, that were not measured again."""
     kept = json.loads(file.read_text(encoding="utf-8"))["rows"] if file and file.is_file() else []
-    again = {row["model"] for row in rows}
-    found = [row for row in kept if row["model"] not in again] + list(rows)
-    return sorted(found, key=lambda row: MODELS.index(row["model"]))
+    again = {_part(row) for row in rows}
+    return sorted([row for row in kept if _part(row) not in again] + list(rows), key=_part)
+
+
+def _part(row: report.Row) -> tuple[int, bool]:
+    """Which model a row is of, and whether of the whole of it."""
+    return MODELS.index(row["model"]), row["block"].startswith(WHOLE)
 
 
 def page(rows: Sequence[report.Row]) -> str:
     """docs/kernels.md."""
-    of_models, rounded = totals(rows), [{**row, "seconds": round(row["seconds"])} for row in rows]
+    of_models = totals(rows)
+    rounded = [{**row, "seconds": row["seconds"] and round(row["seconds"])} for row in rows]
     return f"""# GPU code, counted without a GPU
 
 Made by `python3 dev.py bench kernels --json docs/kernels.json --page docs/kernels.md`: what torch's compiler makes of
 each kind of block of full-size models at 1024 x 1024, cond and uncond in one batch, for compute capability 9.0. "ours"
-serves every size; "static" is the same block compiled for this size alone. Nothing ran on a GPU, and nothing here is a
-speed.
+serves every size; "static" is the same block compiled for this size alone; "core" is core's TorchCompileModel. Nothing
+ran on a GPU, and nothing here is a speed.
 
 {report.markdown(of_models, list(of_models[0]))}
 
+{" ".join(LEGEND_OF_WHOLE.split())}
+
 The columns of the next table: {LEGEND[:1].lower()}{" ".join(LEGEND[1:].split())}
 
-{report.markdown(rounded, COLUMNS, ("model", "block", "variant", "externs"))}
+{report.markdown(rounded, COLUMNS, ("model", "block", "variant", "externs", "mark"))}
 """
 
 
@@ -97,7 +122,9 @@ def _on_the_device(arguments: list[str] | None) -> int:
     return subprocess.run(command_line, env=environment).returncode
 
 
-def measure(name: str, variants: Sequence[str] = VARIANTS, block: str = "", details: bool = False) -> list[report.Row]:
+def measure(
+    name: str, variants: Sequence[str] = (OURS, STATIC), block: str = "", details: bool = False
+) -> list[report.Row]:
     """The rows of one model: each graph that one step of it compiles, and the same call compiled for its size alone.
 
     block: what the names of the blocks begin with. details: print each kernel.
@@ -154,6 +181,123 @@ def measure(name: str, variants: Sequence[str] = VARIANTS, block: str = "", deta
     return rows
 
 
+def whole(name: str, limit: int) -> list[report.Row]:
+    """The rows of whole models with few layers: ours, and core's at its second size. limit: seconds for each."""
+    from . import gpu_models
+    from .gpu_cases import Case
+
+    rows: list[report.Row] = []
+    for variant, layers in itertools.product((OURS, CORE), LAYERS):
+        subject = gpu_models.FULL[name]
+        config = {**subject.family.config, **_shallow(name, layers)}
+        label, elements = _label(layers), 2 * subject.latent(Case(1024, 1024, 1)).numel()
+        found = {**dict.fromkeys(COLUMNS), "model": name, "block": label, "variant": variant}
+        subject = dataclasses.replace(subject, family=dataclasses.replace(subject.family, config=config))
+        started = time.perf_counter()
+        try:
+            with _fresh_kernels(), _at_most(limit):
+                launches, seconds, breaks = _of_whole(subject, variant)
+            found = row(name, label, variant, elements, launches, seconds)
+            found["mark"] = f"{breaks} graph breaks" if breaks else None
+        except (Exception, OutOfTime) as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+            found |= {"seconds": round(time.perf_counter() - started, 1), "mark": text}
+        rows.append(found)
+        print(report.table(rows[-1:], COLUMNS).splitlines()[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def _label(layers: int) -> str:
+    return f"{WHOLE}, {layers} of each layer"
+
+
+def _shallow(name: str, layers: int) -> dict[str, Any]:
+    """Of the model's config, what makes it have so many layers of each kind."""
+    if name in ("SD1.5", "SDXL"):
+        upper = int(name == "SD1.5")  # transformer blocks at the upper level
+        return {
+            **{"channel_mult": [1, 2], "num_res_blocks": [layers] * 2, "transformer_depth_middle": 1},
+            "transformer_depth": [upper] * layers + [1] * layers,
+            "transformer_depth_output": [upper] * (layers + 1) + [1] * (layers + 1),
+        }
+    depths = {"Flux": ("depth", "depth_single_blocks"), "Z-Image": ("n_layers", "n_refiner_layers")}
+    return dict.fromkeys(depths.get(name, ("num_layers",)), layers)
+
+
+def _of_whole(subject: Any, variant: str) -> tuple[Launches, float, int]:
+    """One call of the model at 1024 x 1024, compiled as the variant's node does: with seconds, and graph breaks."""
+    import torch
+    from comfy_accel.accel.cache.graph_cache import GraphCache
+    from comfy_accel.accel.core.compile_settings import CompileSettings
+    from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+
+    from . import session
+    from .gpu_cases import Case
+    from .gpu_runs import Runs
+
+    runs = Runs(subject)
+    if variant == OURS:
+        model = accelerate(runs.model, CompileSettings(), GraphCache(max_bytes=24 << 30), graphs=False)
+    else:
+        model = session.node("core", "inductor")(runs.model)
+    traced = (768,) if variant == CORE else ()
+    with torch.inference_mode():
+        return last_size(lambda side: runs.run(model, Case(side, side, 1), 1), (*traced, 1024))
+
+
+def last_size(call: Callable[[int], Any], sizes: Sequence[int]) -> tuple[Launches, float, int]:
+    """What a call at the last size launches, its compiling in seconds, its graph breaks; others are traced alone.
+
+    Raises:
+        Problem: it launches no kernel that was compiled.
+    """
+    from torch._dynamo.utils import counters
+    from torch._inductor import compile_fx, output_code
+
+    compiled, run = compile_fx.compile_fx, output_code.CompiledFxGraph.__call__
+    compile_fx.compile_fx = lambda traced, *_, **__: traced.forward
+    try:
+        for size in sizes[:-1]:
+            call(size)
+    finally:
+        compile_fx.compile_fx = compiled
+    counters["graph_break"].clear()
+    started = time.perf_counter()
+    call(sizes[-1])
+    seconds, breaks = time.perf_counter() - started, sum(counters["graph_break"].values())
+    with _recording() as (launched, externs):
+
+        def counted(self: Any, inputs: Any) -> Any:
+            with externs:
+                return run(self, inputs)
+
+        output_code.CompiledFxGraph.__call__ = counted
+        try:
+            call(sizes[-1])
+        finally:
+            output_code.CompiledFxGraph.__call__ = run
+    if not launched:
+        raise Problem("Nothing that was compiled ran.")
+    return Launches([_kernel(*launch) for launch in launched], externs.counts), seconds, breaks
+
+
+class OutOfTime(BaseException):
+    """Not an Exception, which a compiler might take for its own."""
+
+
+@contextmanager
+def _at_most(seconds: int) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise OutOfTime(f"not compiled within {seconds} seconds")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """One launch of a Triton kernel, by the configuration of fewest instructions that the autotuner may choose."""
@@ -195,10 +339,11 @@ def row(model: str, block: str, variant: str, elements: int, launches: Launches,
 
 
 def totals(rows: Sequence[report.Row]) -> list[report.Row]:
-    """For each model: ours over static, weighted by elements."""
+    """For each model: ours over static, weighted by elements, and core over ours."""
     answer = []
     for model in dict.fromkeys(row["model"] for row in rows):
-        of = {v: [row for row in rows if row["model"] == model and row["variant"] == v] for v in (OURS, STATIC)}
+        blocks = [row for row in rows if _part(row) == (MODELS.index(model), False)]
+        of = {v: [row for row in blocks if row["variant"] == v] for v in (OURS, STATIC)}
         spent = {v: sum(row["instructions_per_element"] * row["elements"] for row in of[v]) for v in of}
         answer.append(
             {
@@ -206,6 +351,7 @@ def totals(rows: Sequence[report.Row]) -> list[report.Row]:
                     "model": model,
                     "graphs": len(of[OURS]),
                     "ours / static": spent[OURS] / spent[STATIC] if spent[STATIC] else None,
+                    "core / ours": _core_over_ours([row for row in rows if _part(row) == (MODELS.index(model), True)]),
                 },
                 "software divisions": sum(row["software_divisions"] for row in of[OURS]),
                 "launches, ours": sum(row["launches"] for row in of[OURS]),
@@ -216,18 +362,43 @@ def totals(rows: Sequence[report.Row]) -> list[report.Row]:
     return answer
 
 
+def _core_over_ours(rows: Sequence[report.Row]) -> float | str:
+    """Instructions of one more layer of each kind; or a word why there is no such number."""
+    if not rows:
+        return "not measured"
+    if any(row["elements"] is None for row in rows):
+        return "failed"
+    fewer, more = (
+        {row["variant"]: row["instructions_per_element"] for row in rows if row["block"] == _label(layers)}
+        for layers in LAYERS
+    )
+    return (more[CORE] - fewer[CORE]) / (more[OURS] - fewer[OURS])
+
+
 def _launches(graph: Any, tensors: Sequence[Any]) -> Launches:
     """What the graph launches with these tensors."""
     import torch
+
+    with _recording() as (launched, externs), torch.inference_mode():
+        graph.run(list(tensors))  # it chooses each kernel's configuration
+        launched.clear()
+        with externs:
+            graph.run(list(tensors))
+    return Launches([_kernel(autotuner, args) for autotuner, args in launched], externs.counts)
+
+
+@contextmanager
+def _recording() -> Iterator[tuple[list[tuple[Any, tuple]], Any]]:
+    """While it lasts: the Triton kernels launched, with their arguments, and a mode that counts other operations."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    externs: Counter = Counter()
-
     class Externs(TorchDispatchMode):
+        counts: Counter = Counter()
+
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if not function.is_view and not function.name().startswith("aten::empty"):
-                externs[function.overloadpacket.__name__] += 1
+                self.counts[function.overloadpacket.__name__] += 1
             return function(*args, **(kwargs or {}))
 
     launched: list[tuple[Any, tuple]] = []
@@ -239,14 +410,9 @@ def _launches(graph: Any, tensors: Sequence[Any]) -> Launches:
 
     CachingAutotuner.run = recorded
     try:
-        with torch.inference_mode():
-            graph.run(list(tensors))  # it chooses each kernel's configuration
-            launched.clear()
-            with Externs():
-                graph.run(list(tensors))
+        yield launched, Externs()
     finally:
         CachingAutotuner.run = run
-    return Launches([_kernel(autotuner, args) for autotuner, args in launched], externs)
 
 
 def _kernel(autotuner: Any, args: Sequence[Any]) -> Kernel:
@@ -311,6 +477,7 @@ class Sass:
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ )?([A-Z][\w.]*)(.*)", re.MULTILINE)
 
 
+@functools.cache
 def sass(cubin: bytes) -> Sass:
     """The code of a kernel, as the disassembler in Triton's wheel reads it."""
     import triton
@@ -373,6 +540,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all if none is given")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="default: all")
     parser.add_argument("--block", default="", metavar="NAME", help="only blocks whose class begins so")
+    parser.add_argument("--limit", type=int, default=900, metavar="SECONDS", help="for each whole model; default: 900")
     parser.add_argument("--details", action="store_true", help="also print each kernel")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the rows there too, beside those of other models in it"

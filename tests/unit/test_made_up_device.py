@@ -79,8 +79,8 @@ def test_other_allocator_is_refused_by_the_name_of_its_flag(device):
     passes({**device, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "tests/fakecuda/other_allocator.py")
 
 
-def test_kernels_take_sizes_of_32_bits_where_they_fit(device):
-    passes(device, "tests/fakecuda/test_kernel_sizes.py")
+def test_kernels_take_sizes_of_32_bits_where_they_fit_and_those_of_core_are_counted(device):
+    passes(device, "tests/fakecuda/test_kernel_sizes.py", "tests/fakecuda/test_bench_kernels.py")
 
 
 def with_comfyui(environment: dict[str, str], **more: str) -> dict[str, str]:
