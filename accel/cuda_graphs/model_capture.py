@@ -96,6 +96,7 @@ class ModelCapture:
         reason = self._off or self._why_not()
         if reason is None:
             reason, variant, inputs = self._variant_of(args, kwargs)
+        self._observer.may_capture = reason is None and (proxy is None or proxy.is_capturable)
         if reason is not None:
             if reason != self._off:
                 self._note(reason)

@@ -16,6 +16,7 @@ class BlockObserver:
     """Shared by the stand-ins of one model's blocks (`block_runner`), for one model call at a time.
 
     runs_eagerly: blocks run without their graphs.
+    may_capture: the call is one of those that will be captured; what it takes on the host then counts for nothing.
     capturing: a block raises if it has no graph at hand or if its graph fails, and the graph is not marked failed: what
         cannot be captured may well run.
     is_stable: no block was compiled in this call, or compared with its graph.
@@ -24,6 +25,7 @@ class BlockObserver:
     """
 
     runs_eagerly: bool = False
+    may_capture: bool = True
     capturing: bool = False
     is_stable: bool = True
     used: list[tuple[Entry, CompiledGraph, Entry | Benchmark]] = field(default_factory=list)

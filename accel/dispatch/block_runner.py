@@ -228,13 +228,14 @@ class BlockRunner:
             args, kwargs = tree_spec.rebuild(spec, copies)
             return inner(*args, **kwargs), [copies[index] for index in graph.facts.changed]
 
-        out, changed = benchmark.call(compiled, eager, device, captured=self.observer is not None)
+        may_capture = self.observer is not None and self.observer.may_capture
+        out, changed = benchmark.call(compiled, eager, device, captured=may_capture)
         for index, tensor in zip(graph.facts.changed, changed, strict=True):
             if tensor is not given[index]:
                 given[index].copy_(tensor)
                 out = _replaced(out, tensor, given[index])
         # A capture waits for the verdict, and with one round a call the few steps of a distilled model would pass.
-        while self.observer is not None and not benchmark.done and not graph.facts.changed:
+        while may_capture and not benchmark.done and not graph.facts.changed:
             benchmark.call(compiled, eager, device, captured=True)
         if benchmark.verdict is not None:
             fallbacks.note(self._region.kind.name, benchmark.verdict)

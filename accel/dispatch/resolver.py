@@ -142,10 +142,10 @@ class GraphResolver:
 
         try:
             entry, graph = self.cache.find(key, name, fits, compile_graph, self.lease, load_graph)
-            is_compared = settings.measured or torch_internals.is_untried()
-            return ResolvedGraph(
-                entry, graph, entry.benchmark(graph, inputs, observer is not None) if is_compared else None
-            )
+            if not settings.measured and not torch_internals.is_untried():
+                return ResolvedGraph(entry, graph, None)
+            may_capture = observer is not None and observer.may_capture
+            return ResolvedGraph(entry, graph, entry.benchmark(graph, inputs, may_capture))
         except torch.OutOfMemoryError as error:
             reason = Reason("compile_out_of_memory", error=one_line(error))
         raise NoGraph(key, reason)  # outside of the handler, whose exception would keep the compiler's tensors

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
 from typing import Any
 
@@ -104,6 +104,7 @@ def set_apart(layer: Layer, apart: Apart) -> Layer:
         def outside(*args: Any, **kwargs: Any) -> Any:
             nonlocal context
             context.__exit__(None, None, None)
+            context = nullcontext()  # there may be none to come back to
             try:
                 return inner(*args, **kwargs)
             finally:

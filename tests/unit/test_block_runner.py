@@ -250,6 +250,17 @@ def test_where_calls_are_captured_the_first_call_of_a_graph_takes_all_comparison
     assert stand_in.observer.is_stable
 
 
+def test_where_calls_cannot_be_captured_comparisons_are_one_round_a_call():
+    """All at once would bring streamed weights to the device again and again within one call."""
+    block, cache = Block(), GraphCache()
+    stand_in = runner([block], cache, measured=True)
+    stand_in.observer = BlockObserver(may_capture=False)
+    call_often(stand_in, block, rows=4, times=1)
+    stand_in.observer.reset()
+    call_often(stand_in, block, rows=4, times=1)
+    assert not stand_in.observer.is_stable  # still compared
+
+
 def test_second_graph_of_a_kind_is_compared_too():
     made = []
 

@@ -137,3 +137,23 @@ def test_layer_that_cannot_be_apart_lets_the_call_pass():
         raise RunEagerly(Reason("captured_around"))
 
     assert set_apart(times_ten, nowhere)(lambda x: x, 3) == 3
+
+
+def test_place_apart_that_is_gone_after_the_call_is_not_left_twice():
+    left = []
+
+    @contextmanager
+    def once():
+        if left:
+            raise RunEagerly(Reason("captured_around"))
+        yield
+        left.append(1)
+
+    def apart():
+        if left:
+            raise RunEagerly(Reason("captured_around"))
+        return once()
+
+    with pytest.raises(RunEagerly):
+        set_apart(lambda inner, x: inner(x), apart)(lambda x: x, 3)
+    assert left == [1]
