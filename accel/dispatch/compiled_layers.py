@@ -12,7 +12,10 @@ import torch
 from ..cache.entry import Lease
 from ..cache.graph_cache import GraphCache, shared
 from ..core.compile_settings import CompileSettings
+from ..core.errors import one_line
 from ..core.events import emit, log
+from ..core.fallbacks import fallbacks
+from ..core.reasons import Reason
 from ..fingerprint.survey import Region, Survey, Traceable, survey
 from ..modules.streamed_weights import Plain, WeightSource, in_place
 from ..modules.substitution import Apart, Layer
@@ -84,7 +87,13 @@ def compiled_layers(
     apart = host.apart()
     layers: dict[torch.nn.Module, Layer] = {model: dry_run}
     for region in found.regions:
-        source = host.weights(region)
+        try:
+            source = host.weights(region)
+        except host.interrupts:
+            raise
+        except Exception as error:  # layers of extensions may lack what the host's own have
+            fallbacks.note(region.kind.name, Reason("weights_not_taken", error=one_line(error)))
+            continue
         if apart is None:
             make = BlockRunner if source is None else StreamedBlockRunner
         else:

@@ -1,9 +1,10 @@
 """Models whose weights core streams, on the stand-in for comfy-aimdo: compiled blocks are right and stay compiled."""
 
 import random
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import comfy.model_management
+import comfy.model_patcher
 import comfy.ops
 import pytest
 import streamed_weights_kit as kit
@@ -94,6 +95,24 @@ def with_lora(model, strength, dtype=torch.float32):
     }
     assert len(clone.add_patches(patches, strength)) == len(patches) > 4
     return clone
+
+
+@contextmanager
+def failing_patches(after=0, midway=False):
+    """Inside, memory runs out when LoRA is added, but for the first times; before anything is added, or after."""
+    call, left = comfy.model_patcher.LowVramPatch.__call__, [after]
+
+    def failing(self, weight):
+        left[0] -= 1
+        if left[0] >= 0 or midway:
+            weight = call(self, weight)
+        if left[0] < 0:
+            raise torch.OutOfMemoryError("no memory is left")
+        return weight
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(comfy.model_patcher.LowVramPatch, "__call__", failing)
+        yield
 
 
 def sample(model, **how):
@@ -191,11 +210,12 @@ def test_other_models_and_freed_memory_in_between_change_nothing(card):
     assert graphs() == before and card.pins == 0
 
 
-@pytest.mark.parametrize("kind", ["fault", "buffer"])
-@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize(
+    ("kind", "after"), [("fault", 0), ("fault", 3), ("buffer", 0), ("buffer", 3), ("patch", 0), ("patch", 1)]
+)
 def test_memory_that_runs_out_while_weights_are_taken_makes_the_block_run_eagerly(card, monkeypatch, kind, after):
-    model, plain = card.streamed(FLUX.load()), sample(FLUX.load())
-    made = compiled(with_lora(model, 0.0))
+    model = with_lora(card.streamed(FLUX.load()), 1.0)
+    expected, made = sample(model), compiled(model)
     sample(made)
     take, left = streamed.StreamedWeights._try, [after]
 
@@ -207,25 +227,29 @@ def test_memory_that_runs_out_while_weights_are_taken_makes_the_block_run_eagerl
     def failing(self, inputs):
         left[0], card.fail = after, fail
         try:
-            return take(self, inputs)
+            with failing_patches(after) if kind == "patch" else nullcontext():
+                return take(self, inputs)
         finally:
             card.fail = lambda kind: None
 
     monkeypatch.setattr(streamed.StreamedWeights, "_try", failing)
     card.capacity = 0 if kind == "buffer" else 1 << 40
     card.vbars[0].free_memory(card.size)
-    assert torch.equal(sample(made), plain)
+    if kind == "patch":
+        card.vbars[0].prioritize()
+    assert torch.equal(sample(made), expected)
     assert set(reasons()) == {"weights_not_taken"} and card.pins == 0
     monkeypatch.undo()
     fallbacks.clear()
     with all_compiled():
-        assert torch.equal(sample(made), plain)
+        assert torch.equal(sample(made), expected)
+    assert torch.equal(sample(model), expected)
 
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_graph_that_runs_out_of_memory_holds_no_weights(card, monkeypatch, measured):
-    model, plain = card.streamed(FLUX.load()), sample(FLUX.load())
-    made = compiled(with_lora(model, 0.0), warm, measured=measured)
+    model = with_lora(card.streamed(FLUX.load()), 1.0)
+    expected, made = sample(model), compiled(model, warm, measured=measured)
     card.capacity = card.size // 2
 
     def run(tensors):
@@ -236,7 +260,7 @@ def test_graph_that_runs_out_of_memory_holds_no_weights(card, monkeypatch, measu
     assert found
     for graph in found:
         monkeypatch.setattr(graph, "run", run)
-    assert torch.equal(sample(made), plain)
+    assert torch.equal(sample(made), expected)
     assert set(reasons()) == {"graph_failed"} and card.pins == 0
 
 
@@ -365,9 +389,48 @@ def test_blocks_compile_where_an_extension_hides_core_s_casting_from_torch(card,
         assert torch.equal(tiny_models.sample(compiled(card.streamed(plain), cache), steps=1), expected)
 
 
+class _LayerOfAnExtension(torch.nn.Linear):
+    """Without what core's own layers have: a bias, and the lists of functions."""
+
+    comfy_cast_weights = False
+
+    def forward(self, x):
+        if not self.comfy_cast_weights:
+            return super().forward(x)
+        weight, bias, stream = comfy.ops.cast_bias_weight(self, x, offloadable=True)
+        out = torch.nn.functional.linear(x, weight, bias)
+        comfy.ops.uncast_bias_weight(self, weight, bias, stream)
+        return out
+
+
+def with_layers_of_an_extension():
+    model = FLUX.load()
+    for block in model.model.diffusion_model.single_blocks:
+        block.linear2.__class__, block.linear2.bias = _LayerOfAnExtension, None
+    return model
+
+
+def test_layers_that_lack_what_core_s_have_run_compiled(card):
+    expected, model = sample(with_layers_of_an_extension()), card.streamed(with_layers_of_an_extension())
+    card.capacity = card.size // 3
+    with all_compiled():
+        assert torch.equal(sample(compiled(model)), expected)
+
+
+def test_block_whose_weights_nobody_knows_how_to_take_runs_eagerly(card, monkeypatch):
+    expected, model = sample(FLUX.load()), card.streamed(FLUX.load())
+
+    def failing(module, name):
+        raise AttributeError("an extension's layer")
+
+    monkeypatch.setattr(streamed, "_functions", failing)
+    assert torch.equal(sample(compiled(model)), expected)
+    assert set(reasons()) == {"weights_not_taken"} and graphs() == 0 and card.pins == 0
+
+
 @torch.inference_mode()
 def test_weights_that_core_has_prefetched_are_used_and_stay_core_s(card):
-    """LoRA is added once for each use: core adds it in place to weights that have no place of their own."""
+    """LoRA is added once for each use, also after a failure: core adds it in place."""
     import comfy.model_prefetch
 
     model = with_lora(card.streamed(FLUX.load()), 1.0)
@@ -383,9 +446,14 @@ def test_weights_that_core_has_prefetched_are_used_and_stay_core_s(card):
         card.vbars[0].prioritize()
         comfy.ops.cast_modules_with_vbar(parts, None, torch.device("cpu"), None, True)
         pins = card.pins
+        with failing_patches(midway=True), pytest.raises(RunEagerly, match="no memory is left"):
+            source.take(inputs)
+        source.release()
         for _ in range(2):
             assert all(map(torch.equal, source.take(inputs), expected))
             source.release()
         assert all(hasattr(part, "_prefetch") for part in parts) and card.pins == pins
         comfy.model_prefetch.cleanup_prefetched_modules(block, parts)
         assert card.pins == 0
+        assert all(map(torch.equal, source.take(inputs), expected))
+        source.release()

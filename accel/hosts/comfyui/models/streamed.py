@@ -141,7 +141,7 @@ class StreamedWeights:
             if "_v" in vars(part) or _waits(part)
         ]
         # What these do to a weight belongs to each use of it, and core applies them where it brings one.
-        self._is_patched = any(part.weight_function or part.bias_function for part, _, _ in self._parts)
+        self._is_patched = any(_functions(part, "weight") or _functions(part, "bias") for part, _, _ in self._parts)
         self._taken: Sequence[torch.Tensor] | None = None
         self._refusal: Reason | None = None
         self._pinned: list[tuple] = []
@@ -219,6 +219,7 @@ class StreamedWeights:
         """Have core bring the weights of these parts, all at once; those that it has prefetched are there."""
         device, dtypes = _place_of(inputs)
         fresh = [(part, signature) for part, _, _, signature in missing if "_prefetch" not in vars(part)]
+        prefetched = {part for part, _, _, _ in missing if "_prefetch" in vars(part)}
         buffered = sum(part._v[2] for part, signature in fresh if signature is None)
         if 2 * buffered > LARGEST_SHARE * comfy.model_management.get_total_memory(device):
             raise RunEagerly(Reason("weights_too_large", megabytes=buffered >> 20))
@@ -233,7 +234,7 @@ class StreamedWeights:
             forms = stored_forms([part.weight, part.bias])
             stored, of_bias = (None if form is None else form.dtype for form in forms)
             computed = stored if stored in dtypes else next(iter(dtypes), stored)
-            with _kept(part):
+            with _distrusted(part), _kept(part) if part in prefetched else nullcontext():
                 found = comfy.ops.resolve_cast_module_with_vbar(part, stored, device, of_bias, computed, True)
             if weight is not None:
                 made[weight] = found[0]
@@ -250,7 +251,7 @@ class WaitingWeights(StreamedWeights):
         waiting = [
             (at, functions)
             for part, weight, bias in self._parts
-            for at, functions in ((weight, part.weight_function), (bias, part.bias_function))
+            for at, functions in ((weight, _functions(part, "weight")), (bias, _functions(part, "bias")))
             if at is not None and (functions or made[at].device != device)
         ]
         away = sum(made[at].nbytes for at, _ in waiting if made[at].device != device)
@@ -287,6 +288,11 @@ def _is_prepared(module: torch.nn.Module) -> bool:
 def _waits(module: torch.nn.Module) -> bool:
     """Whether the module's weights are taken to the device at each use, in a model that is loaded in part."""
     return "prev_comfy_cast_weights" in vars(module)
+
+
+def _functions(module: torch.nn.Module, name: str) -> Sequence[Any]:
+    """What is done to the weight or bias at each use. An extension's layer without a bias may lack the attribute."""
+    return getattr(module, f"{name}_function", None) or ()
 
 
 def _is_lowvram_patch(function: Any) -> bool:
@@ -331,18 +337,37 @@ def _faulted(parts: Sequence[tuple[torch.nn.Module, Any]]) -> Iterator[None]:
 
 
 @contextmanager
+def _distrusted(part: torch.nn.Module) -> Iterator[None]:
+    """Have core bring the weights again where adding LoRA to them fails: it takes them for patched before they are."""
+    try:
+        yield
+    except BaseException:
+        part._v_signature = None
+        raise
+
+
+@contextmanager
 def _kept(part: torch.nn.Module) -> Iterator[None]:
-    """Keep weights that core has prefetched as they came, while LoRA is added: the block may yet run eagerly."""
+    """Keep weights that core has prefetched as they came, while LoRA is added: the block may yet run eagerly on them.
+
+    Where they have a place of their own, what they are with LoRA stays there, unless adding it failed midway.
+    """
     prefetch = part._prefetch
-    is_changed = prefetch["signature"] is None and any(
+    is_changed = not prefetch["resident"] and any(
         getattr(part, f"{name}_lowvram_function", None) is not None for name in ("weight", "bias")
     )
     if not is_changed:
         yield
         return
     came = prefetch["xfer_dest"]
-    prefetch["xfer_dest"] = came.clone()
+    copy = came.clone()
+    if prefetch["signature"] is None:
+        prefetch["xfer_dest"] = copy
     try:
         yield
+    except BaseException:
+        if prefetch["signature"] is not None:
+            came.copy_(copy)
+        raise
     finally:
         prefetch["xfer_dest"] = came
