@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,18 @@ def load(page, url: str) -> None:
     """Load the page, or load it again, and wait until it can be used."""
     page.goto(url)
     page.wait_for_function(READY, timeout=120_000)
+
+
+def until(page, condition: str, act) -> None:
+    """Do `act`, such as a click, again and again until the condition holds: what comes too soon the page loses."""
+    from playwright.sync_api import TimeoutError
+
+    for _ in range(20):
+        act()
+        with suppress(TimeoutError):
+            page.wait_for_function(condition, timeout=1000)
+            return
+    raise AssertionError(f"not so: {condition}")
 
 
 def set_setting(server, name: str, value: Any) -> None:
