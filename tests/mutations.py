@@ -48,8 +48,8 @@ MUTATIONS = [
     ),
     Mutation(
         "stale weight used by a graph",
-        "stored_form.plain(list(map(operator.getitem, self.holders, self.names)), self.forms)",
-        'self.__dict__.setdefault("kept", list(map(operator.getitem, self.holders, self.names)))',
+        "weights = list(map(operator.getitem, self.holders, self.names))",
+        'weights = self.__dict__.setdefault("kept", list(map(operator.getitem, self.holders, self.names)))',
         "unit/test_block_compiler.py::test_new_weights_are_seen_at_the_next_call",
     ),
     Mutation(
@@ -84,8 +84,8 @@ MUTATIONS = [
     ),
     Mutation(
         "wrong locale key",
-        '"noMatch": "Nothing in the cache',
-        '"noMatches": "Nothing in the cache',
+        '"noMatch": "No block type',
+        '"noMatches": "No block type',
         "browser/test_texts.py::test_both_languages_have_the_same_texts_with_the_same_blanks",
     ),
     Mutation(

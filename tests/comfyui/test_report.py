@@ -150,7 +150,7 @@ def test_node_gives_text_and_a_picture_and_shows_both(unet):
     picture = torch.rand(2, 16, 24, 3)
     out = AccelReport.execute("anything", picture, picture.clone())
     text, chart = out.args
-    assert "Last image: SD15, latent 9x8, batch 1" in text and "reference: equal" in text
+    assert "Last image: SD15, 64x72, batch 1" in text and "reference: equal" in text
     assert chart.ndim == 4 and chart.shape[0] == 1 and chart.shape[3] == 3 and chart.shape[2] == 512
     assert 0 <= float(chart.min()) < float(chart.max()) <= 1
     assert out.ui["text"] == (text,) and len(out.ui["images"]) == 1

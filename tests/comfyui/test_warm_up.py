@@ -156,7 +156,7 @@ def test_kind_that_is_slower_goes_back_to_eager_at_that_size(small, sample):
     cache = GraphCache()
     fast = accelerate(small, CompileSettings(backend=slow_at_8_by_8, measured=True, stop_on_trouble=True), cache)
     assert torch.equal(sample(fast, 64, 64, steps=8), sample(small, 64, 64, steps=8))
-    assert any("ms a call and eagerly" in row["reason"] for row in fallbacks.rows())
+    assert any("kept normal" in row["reason"] for row in fallbacks.rows())
     compiled, hits = (cache.statistics()[name] for name in ("compilations", "hits"))
     assert torch.equal(sample(fast, 256, 256, steps=1), sample(small, 256, 256, steps=1))
     assert cache.statistics()["hits"] > hits

@@ -9,7 +9,7 @@ def test_reasons_that_differ_in_numbers_alone_are_one(caplog):
     for milliseconds in (3.04, 17.5):
         said.note("Block", Reason("slower", compiled=f"{milliseconds:.2f}", eager="1.2e-03"))
     fields = {"compiled": "3.04", "eager": "1.2e-03"}
-    reason = "at this size it takes 3.04 ms a call and eagerly 1.2e-03 ms"
+    reason = "compiled 3.04 ms, normal 1.2e-03 ms a call at this size: kept normal"
     assert said.rows() == [{"block": "Block", "code": "slower", "fields": fields, "reason": reason, "calls": 2}]
     assert len([record for record in caplog.records if "runs uncompiled" in record.message]) == 1
 

@@ -63,7 +63,7 @@ def test_contributors_are_told_which_tests_need_a_card():
         node.name
         for file in NEED_A_CARD
         for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef) and "pytest.mark.gpu" in map(ast.unparse, node.decorator_list)
+        if isinstance(node, ast.FunctionDef) and "pytest.mark." + "gpu" in map(ast.unparse, node.decorator_list)
     ]
     told = "".join(f"- `{name}`\n" for name in marked)
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -36,6 +36,7 @@ OUTSIDE = {
     "torch._functorch.config",
     # What torch's documentation and other libraries use; the pack does not start without these.
     "torch._check",
+    "torch._dynamo.config",
     "torch._dynamo.config.patch",
     "torch._foreach_copy_",
     "torch._ops.OpOverload",
