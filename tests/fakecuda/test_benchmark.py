@@ -40,8 +40,8 @@ def verdict(compiled, eager, captured):
     return "slower" if benchmark.verdict else "kept", benchmark.gain
 
 
-@pytest.mark.parametrize("captured", [True, False])
-@pytest.mark.parametrize("unit", [100, 1000])
+# Uncaptured, the host's time counts too, which on a busy machine is more than that of little work.
+@pytest.mark.parametrize(("unit", "captured"), [(100, True), (1000, True), (1000, False)])
 def test_graph_of_less_work_for_the_device_is_kept_and_one_of_more_is_not(unit, captured):
     fast, slow = block(3, unit), block(6, unit)
     assert verdict(fast, slow, captured)[0] == "kept"
