@@ -1,0 +1,205 @@
+"""One headless ComfyUI of this machine, in a process that ends when ours does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+_ENDS_WITH_US = """
+import os, runpy, sys, threading
+
+def wait():
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+threading.Thread(target=wait, daemon=True).start()
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script until its standard input is closed, which also a killed process does."""
+
+_ANSWER = aiohttp.ClientTimeout(total=60)
+_SILENCE = 10.0
+"""Seconds without a message after which we ask whether the prompt is done."""
+
+
+class Gone(Exception):
+    """ComfyUI ended, or does not answer; the message says what is known."""
+
+
+class ComfyUI:
+    """A ComfyUI over its folder `tree`, with a folder `work` of its own for what it writes.
+
+    flags: further arguments of main.py. environment: variables to add to this process's own.
+    """
+
+    def __init__(
+        self,
+        tree: Path,
+        work: Path,
+        flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ):
+        self.tree, self.work, self.flags = tree, work, flags
+        self.made = {"output": work / "output", "temp": work / "temp"}
+        """Where files of each type are written."""
+        self._environment = {**os.environ, **(environment or {})}
+        self._process: subprocess.Popen | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._url = ""
+
+    async def start(self, timeout: float) -> None:
+        """Start it, and wait until it answers. Raises Gone: it ended, or did not answer within `timeout` seconds."""
+        self.work.mkdir(parents=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}"
+        arguments = [
+            *("--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch"),
+            # It adds "temp" to the folder that it is given for temporary files.
+            *("--output-directory", str(self.made["output"]), "--temp-directory", str(self.work)),
+            *("--database-url", f"sqlite:///{(self.work / 'comfyui.db').as_posix()}"),
+        ]
+        command = [sys.executable, "-c", _ENDS_WITH_US, str(self.tree / "main.py"), *arguments, *self.flags]
+        with (self.work / "comfyui.log").open("wb") as log:
+            self._process = subprocess.Popen(
+                command, cwd=self.tree, env=self._environment, stdin=subprocess.PIPE, stdout=log, stderr=log
+            )
+        self._session = aiohttp.ClientSession()
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                await self.ask("GET", "/system_stats")
+                return
+            except Gone:
+                if self._process.poll() is not None or time.monotonic() > end:
+                    raise Gone(f"ComfyUI did not start:\n{self.read_log()[-2000:]}") from None
+                await asyncio.sleep(0.3)
+
+    @property
+    def ended(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
+    def read_log(self) -> str:
+        return (self.work / "comfyui.log").read_text(encoding="utf-8", errors="replace")
+
+    async def ask(
+        self, method: str, path: str, body: Any = None, raw: bytes | None = None, kind: str | None = None
+    ) -> tuple[int, bytes, str]:
+        """(status, body, content type) of its answer. body: sent as JSON; raw, kind: sent as they are. Raises Gone."""
+        headers = {"Content-Type": kind} if kind else None
+        try:
+            async with self._session.request(
+                method, self._url + path, json=body, data=raw, headers=headers, timeout=_ANSWER
+            ) as answer:
+                return answer.status, await answer.read(), answer.content_type
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise Gone(f"ComfyUI does not answer: {type(error).__name__} {error}") from error
+
+    async def state(self) -> dict[str, Any]:
+        """What this pack says of itself in `GET /accel/state`, without the table. Raises Gone, without the pack too."""
+        status, text, _ = await self.ask("GET", "/accel/state?rows=0")
+        if status != 200:
+            raise Gone(f"GET /accel/state answers {status}: this pack is not among ComfyUI's custom nodes")
+        return json.loads(text)
+
+    async def run(self, prompt_id: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, Any]]:
+        """Run a prompt, and give what is heard of it, in order.
+
+        ("refused", (status, answer)), which ends it; or ("accepted", answer), then ("message", text or bytes) for each
+        message of ComfyUI's WebSocket about it, and at the end ("history", its entry).
+
+        prompt_id: the prompt's, and the WebSocket's: of prompts that wait in one queue, each hears its own messages.
+        body: of POST /prompt.
+
+        Raises Gone. A prompt that is not followed to its end is taken back.
+        """
+        ended = False
+        try:
+            async with self._session.ws_connect(
+                f"{self._url}/ws?clientId={prompt_id}", max_msg_size=0, heartbeat=None
+            ) as messages:
+                status, text, _ = await self.ask(
+                    "POST", "/prompt", {**body, "prompt_id": prompt_id, "client_id": prompt_id}
+                )
+                if status != 200:
+                    ended = True
+                    yield "refused", (status, json.loads(text))
+                    return
+                yield "accepted", json.loads(text)
+                async for message in self._messages(prompt_id, messages):
+                    yield "message", message
+            entry = await self.history(prompt_id)
+            if entry is None:
+                raise Gone("ComfyUI knows nothing of a prompt that it has run")
+            ended = True
+            yield "history", entry
+        except (aiohttp.ClientError, OSError) as error:
+            raise Gone(f"ComfyUI went away: {type(error).__name__} {error}") from error
+        finally:
+            if not ended and not self.ended:
+                await self._take_back(prompt_id)
+
+    async def _messages(self, prompt_id: str, socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[str | bytes]:
+        """Messages about the prompt from its start to its end."""
+        started = False
+        while True:
+            try:
+                message = await socket.receive(timeout=_SILENCE)
+            except asyncio.TimeoutError:
+                if await self.history(prompt_id) is not None:
+                    return
+                continue
+            if message.type is aiohttp.WSMsgType.BINARY:
+                if started:
+                    yield message.data
+            elif message.type is aiohttp.WSMsgType.TEXT:
+                event = json.loads(message.data)
+                data = event.get("data") or {}
+                if data.get("prompt_id") == prompt_id:
+                    started = True
+                    if event["type"] == "executing" and data.get("node") is None:
+                        return
+                    yield message.data
+                elif started and event["type"] == "accel":  # sent to all, about what runs now
+                    yield message.data
+            else:
+                raise Gone("ComfyUI closed the connection")
+
+    async def history(self, prompt_id: str) -> dict[str, Any] | None:
+        """The entry of a prompt that has ended; None for any other. Raises Gone."""
+        _, text, _ = await self.ask("GET", f"/history/{prompt_id}")
+        return json.loads(text).get(prompt_id)
+
+    async def _take_back(self, prompt_id: str) -> None:
+        try:
+            await self.ask("POST", "/queue", {"delete": [prompt_id]})
+            await self.ask("POST", "/interrupt", {"prompt_id": prompt_id})
+        except Gone:
+            pass
+
+    async def stop(self) -> None:
+        """End it, and remove its folder."""
+        if self._session is not None:
+            await self._session.close()
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                await asyncio.to_thread(self._process.wait, 10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                await asyncio.to_thread(self._process.wait)
+        shutil.rmtree(self.work, ignore_errors=True)

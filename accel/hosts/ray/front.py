@@ -1,0 +1,397 @@
+"""The front: ComfyUI's API for clients, over replicas that Ray Serve keeps. Holds no image; knows the prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import json
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from .results import PROMPT_ID, Results, failed, inside, published
+from .routing_key import routing_key
+from .settings import Settings
+
+log = logging.getLogger("ray.serve")
+
+_RUNS = 2
+"""How often a prompt is run at most: once more where the replica ended under it."""
+
+_VALIDATED_WITHIN = 2.0
+"""Seconds in which a free replica says whether a prompt is valid; later it is answered as accepted."""
+
+_MOST_HISTORY = 200
+
+_OF_ANY_REPLICA = {
+    "GET": ("object_info", "object_info/{rest:path}", "system_stats", "features", "embeddings", "models")
+    + ("models/{rest:path}", "view_metadata/{rest:path}"),
+    "POST": ("upload/image", "upload/mask"),
+}
+"""ComfyUI's routes that are the same in every replica."""
+
+_HELD = ("executed", "execution_success", "execution_error", "execution_interrupted")
+"""Messages after which clients fetch what was made, so it must be published."""
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt that was not answered yet.
+
+    runs: how often it was sent to a replica. accepted: ComfyUI's answer to it, or the refusal (status, answer).
+    """
+
+    number: float
+    prompt_id: str
+    body: dict[str, Any]
+    client_id: str | None
+    key: str
+    accepted: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    running: bool = False
+    runs: int = 0
+    stopped: bool = False
+    told: bool = False
+    response: DeploymentResponseGenerator | None = None
+    task: asyncio.Task | None = None
+
+    def queued(self) -> list:
+        """As an item of ComfyUI's queue."""
+        extra = dict(self.body.get("extra_data") or {})
+        if self.client_id is not None:
+            extra["client_id"] = self.client_id
+        return [self.number, self.prompt_id, self.body["prompt"], extra, []]
+
+
+@serve.ingress()
+class Front:
+    """Answers clients; there is one, since a client's WebSocket and its prompts have to meet."""
+
+    def __init__(self, replicas: DeploymentHandle, given: dict[str, Any]):
+        settings = Settings(**given)
+        self._replicas = replicas
+        self._by_graph = settings.route == "graph"
+        self._results = Results(Path(settings.results))
+        self._input = Path(settings.input) if settings.input else None
+        self._prompts: dict[str, Prompt] = {}
+        self._sockets: dict[str, WebSocket] = {}
+        self._numbers = itertools.count(1)
+        self._counts: Counter[str] = Counter()
+        self._states: dict[str, dict[str, Any]] = {}
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        def answering(answer: Callable) -> Callable:
+            async def endpoint(request: Request) -> Response:
+                refuse = refuse_foreign_origin(request.headers)
+                return refuse or await answer(request)
+
+            return endpoint
+
+        routes: list = []
+        for path, method, answer in (
+            ("prompt", "POST", self._post_prompt),
+            ("prompt", "GET", self._get_prompt),
+            ("queue", "GET", self._get_queue),
+            ("queue", "POST", self._post_queue),
+            ("interrupt", "POST", self._post_interrupt),
+            ("history", "GET", self._get_history),
+            ("history", "POST", self._post_history),
+            ("history/{prompt_id}", "GET", self._get_history_of),
+            ("view", "GET", self._view),
+            ("accel/state", "GET", self._get_state),
+            *((path, method, self._ask_any) for method, paths in _OF_ANY_REPLICA.items() for path in paths),
+        ):
+            for prefix in ("/", "/api/"):
+                routes.append(Route(prefix + path, answering(answer), methods=[method]))
+        routes += [WebSocketRoute(path, self._listen) for path in ("/ws", "/api/ws")]
+        return Starlette(routes=routes)
+
+    async def __del__(self) -> None:
+        """Let what runs be finished and published; what waits is lost, as in a ComfyUI that ends."""
+        for prompt in self._prompts.values():
+            if not prompt.running:
+                prompt.task.cancel()
+        running = [prompt.task for prompt in self._prompts.values() if prompt.running]
+        if running:
+            await asyncio.wait(running)
+
+    async def _post_prompt(self, request: Request) -> Response:
+        body = await read_json(request)
+        if not isinstance(body, dict) or not isinstance(body.get("prompt"), dict):
+            error = {"type": "no_prompt", "message": "No prompt provided", "details": "No prompt provided"}
+            return JSONResponse({"error": {**error, "extra_info": {}}, "node_errors": {}}, 400)
+        prompt_id = str(body.get("prompt_id") or uuid.uuid4())
+        if not PROMPT_ID.fullmatch(prompt_id):
+            return refusal("prompt_id must be 1 to 64 letters, digits, - or _.")
+        if prompt_id in self._prompts or self._results.entry(prompt_id) is not None:
+            return refusal(f"There is a prompt {prompt_id} already.", 409)
+        client_id = body.get("client_id")
+        prompt = Prompt(
+            next(self._numbers),
+            prompt_id,
+            {name: body[name] for name in ("prompt", "extra_data", "partial_execution_targets") if name in body},
+            client_id if isinstance(client_id, str) else None,
+            routing_key(body["prompt"]),
+        )
+        nobody_waits = all(other.running for other in self._prompts.values())
+        self._prompts[prompt_id] = prompt
+        # In a context of its own: a request that is given up takes back the calls that were made for it.
+        prompt.task = contextvars.Context().run(asyncio.create_task, self._follow(prompt))
+        await self._tell_status()
+        if nobody_waits:
+            await asyncio.wait({prompt.accepted}, timeout=_VALIDATED_WITHIN)
+        prompt.told = True
+        if not prompt.accepted.done():
+            return JSONResponse({"prompt_id": prompt_id, "number": prompt.number, "node_errors": {}})
+        status, answer = prompt.accepted.result()
+        if status != 200:
+            return JSONResponse(answer, status)
+        return JSONResponse({"node_errors": {}, **answer, "prompt_id": prompt_id, "number": prompt.number})
+
+    async def _follow(self, prompt: Prompt) -> None:
+        """Have the prompt run, and run again where its replica ended; tell its client, and answer it either way."""
+        reason = "The prompt was taken back."
+        try:
+            while prompt.runs < _RUNS and not prompt.stopped:
+                prompt.runs += 1
+                self._counts["runs"] += 1
+                try:
+                    if await self._run(prompt):
+                        return
+                    reason = "No replica finished the prompt."
+                except Exception as error:
+                    # Serve and Ray have a dozen exceptions for a replica that ended; all mean that it did not answer.
+                    log.warning("prompt %s, run %d: %s: %s", prompt.prompt_id, prompt.runs, type(error).__name__, error)
+                    reason = f"{prompt.runs} replicas ended while they ran the prompt, the last one with: {error}"
+                prompt.running = False
+            self._counts["failed"] += 1
+            await self._fail(prompt, reason)
+        except asyncio.CancelledError:
+            prompt.response.cancel()
+            self._counts["taken_back"] += 1
+        finally:
+            if not prompt.accepted.done():
+                prompt.accepted.set_result((200, {}))
+            await self._end(prompt)
+
+    async def _run(self, prompt: Prompt) -> bool:
+        """One run; whether the prompt is answered. Raises whatever says that the replica ended."""
+        handle = self._replicas.options(stream=True, multiplexed_model_id=prompt.key if self._by_graph else "")
+        prompt.response = handle.run.remote(prompt.prompt_id, prompt.key, prompt.body)
+        held: list[str] = []
+        async for kind, value in prompt.response:
+            if kind == "refused":
+                await self._refuse(prompt, *value)
+                return True
+            if kind == "accepted":
+                prompt.running = True
+                if not prompt.accepted.done():
+                    prompt.accepted.set_result((200, value))
+                await self._tell_status()
+            elif kind == "message":
+                message = to_hold(value, prompt.prompt_id) if isinstance(value, str) else None
+                if message is not None:
+                    held.append(message)
+                else:
+                    await self._tell(prompt.client_id, value)
+            else:
+                self._count(value)
+                await self._end(prompt, *held)
+                return True
+        return False
+
+    async def _refuse(self, prompt: Prompt, status: int, answer: dict[str, Any]) -> None:
+        """Hand ComfyUI's refusal on; where the client was told that the prompt waits, its history says so."""
+        self._counts["refused"] += 1
+        if not prompt.told:
+            prompt.accepted.set_result((status, answer))
+            return
+        error = answer.get("error") or {}
+        await self._fail(prompt, str(error.get("message", error)), node_errors=answer.get("node_errors", {}))
+
+    async def _fail(self, prompt: Prompt, reason: str, **details: Any) -> None:
+        kind = "execution_interrupted" if prompt.stopped else "execution_error"
+        entry = failed(kind, prompt.queued(), exception_message=reason, exception_type="Fleet", traceback=[], **details)
+        entry = await asyncio.to_thread(self._results.publish, prompt.prompt_id, entry, {})
+        name, data = entry["status"]["messages"][-1]
+        await self._end(prompt, json.dumps({"type": name, "data": data}))
+
+    async def _end(self, prompt: Prompt, *messages: str) -> None:
+        """Forget a prompt whose result is published, and tell its client: it asks for the history then. Once."""
+        if self._prompts.pop(prompt.prompt_id, None) is None:
+            return
+        last = {"type": "executing", "data": {"node": None, "display_node": None, "prompt_id": prompt.prompt_id}}
+        for message in [*messages, json.dumps(last)]:
+            await self._tell(prompt.client_id, message)
+        await self._tell_status()
+
+    def _count(self, done: dict[str, Any]) -> None:
+        self._counts["answered"] += 1
+        self._counts[{True: "met", False: "not_met", None: "without_key"}[done["met"]]] += 1
+        if "state" in done:
+            self._states[done["replica"]] = done["state"]
+
+    async def _get_prompt(self, request: Request) -> Response:
+        return JSONResponse(self._exec_info())
+
+    async def _get_queue(self, request: Request) -> Response:
+        lists: dict[bool, list] = {True: [], False: []}
+        for prompt in self._prompts.values():
+            lists[prompt.running].append(prompt.queued())
+        return JSONResponse({"queue_running": lists[True], "queue_pending": lists[False]})
+
+    async def _post_queue(self, request: Request) -> Response:
+        body = await read_json(request)
+        if not isinstance(body, dict):
+            return refusal('Send {"clear": true}, or {"delete": [prompt ids]}.')
+        for prompt in list(self._prompts.values()):
+            if not prompt.running and (body.get("clear") or prompt.prompt_id in body.get("delete", ())):
+                prompt.task.cancel()
+        return Response()
+
+    async def _post_interrupt(self, request: Request) -> Response:
+        body = await read_json(request)
+        prompt_id = body.get("prompt_id") if isinstance(body, dict) else None
+        if prompt_id is None:
+            return refusal("Name the prompt_id: others have prompts running here too.")
+        prompt = self._prompts.get(prompt_id)
+        if prompt is not None and prompt.running:
+            prompt.stopped = True
+            prompt.response.cancel()
+        return Response()
+
+    async def _get_history(self, request: Request) -> Response:
+        given = request.query_params.get("max_items", "")
+        count = min(int(given), _MOST_HISTORY) if given.isdecimal() else _MOST_HISTORY
+
+        def read() -> dict[str, Any]:
+            entries = {prompt_id: self._results.entry(prompt_id) for prompt_id in self._results.latest(count)}
+            return {prompt_id: entry for prompt_id, entry in entries.items() if entry is not None}
+
+        return JSONResponse(await asyncio.to_thread(read))
+
+    async def _get_history_of(self, request: Request) -> Response:
+        prompt_id = request.path_params["prompt_id"]
+        # Of one that is not answered yet nothing is known, as in ComfyUI, though its files may be there.
+        entry = None if prompt_id in self._prompts else self._results.entry(prompt_id)
+        return JSONResponse({} if entry is None else {prompt_id: entry})
+
+    async def _post_history(self, request: Request) -> Response:
+        body = await read_json(request)
+        if not isinstance(body, dict) or body.get("clear"):
+            return refusal('Send {"delete": [prompt ids]}: the history of all is not cleared at once.')
+        for prompt_id in body.get("delete", ()):
+            await asyncio.to_thread(self._results.remove, str(prompt_id))
+        return Response()
+
+    async def _view(self, request: Request) -> Response:
+        asked = request.query_params
+        kind, names = asked.get("type", "output"), (asked.get("subfolder", ""), asked.get("filename", ""))
+        if kind == "input" and self._input is not None:
+            path = inside(self._input, *names)
+        else:
+            path = self._results.file(kind, *names)
+        if path is None:
+            return Response(status_code=404)
+        # As ComfyUI does: a page that somebody made must not run in the visitor's browser.
+        page = path.suffix.lower() in (".html", ".htm", ".js", ".css", ".svg", ".xml", ".xhtml")
+        return FileResponse(path, media_type="application/octet-stream" if page else None, filename=path.name)
+
+    async def _get_state(self, request: Request) -> Response:
+        """What was counted here, and what each replica said with its last prompt."""
+        waiting = sum(not prompt.running for prompt in self._prompts.values())
+        counts = {**self._counts, "waiting": waiting, "running": len(self._prompts) - waiting}
+        return JSONResponse({"prompts": counts, "replicas": self._states})
+
+    async def _ask_any(self, request: Request) -> Response:
+        path = request.url.path.removeprefix("/api") + (f"?{request.url.query}" if request.url.query else "")
+        raw = await request.body() if request.method == "POST" else None
+        status, text, kind = await self._replicas.ask.remote(
+            request.method, path, raw, request.headers.get("content-type")
+        )
+        return Response(text, status, media_type=kind)
+
+    async def _listen(self, socket: WebSocket) -> None:
+        if refuse_foreign_origin(socket.headers):
+            await socket.close()
+            return
+        await socket.accept()
+        client_id = socket.query_params.get("clientId") or uuid.uuid4().hex
+        self._sockets[client_id] = socket
+        try:
+            await self._tell(client_id, json.dumps(self._status(client_id)))
+            while True:
+                await socket.receive_text()
+        except (WebSocketDisconnect, RuntimeError, KeyError):
+            pass
+        finally:
+            if self._sockets.get(client_id) is socket:
+                del self._sockets[client_id]
+
+    async def _tell(self, client_id: str | None, message: str | bytes) -> None:
+        socket = self._sockets.get(client_id)
+        if socket is None:
+            return
+        try:
+            await (socket.send_bytes(message) if isinstance(message, bytes) else socket.send_text(message))
+        except Exception:  # whatever the server raises for a client that has left: the prompt goes on without it
+            self._sockets.pop(client_id, None)
+
+    async def _tell_status(self) -> None:
+        for client_id in list(self._sockets):
+            await self._tell(client_id, json.dumps(self._status()))
+
+    def _status(self, client_id: str | None = None) -> dict[str, Any]:
+        data: dict[str, Any] = {"status": self._exec_info()}
+        if client_id is not None:
+            data["sid"] = client_id
+        return {"type": "status", "data": data}
+
+    def _exec_info(self) -> dict[str, Any]:
+        return {"exec_info": {"queue_remaining": len(self._prompts)}}
+
+
+def to_hold(message: str, prompt_id: str) -> str | None:
+    """The message, its files where they will be published, if it must wait for that; None for any other."""
+    event = json.loads(message)
+    kind, data = event["type"], event["data"]
+    if kind not in _HELD:
+        return None
+    if kind == "executed":
+        return json.dumps({**event, "data": {**data, "output": published(data.get("output"), prompt_id)}})
+    return message
+
+
+async def read_json(request: Request) -> Any:
+    """The body, of whatever type it says to be: clients of ComfyUI name none, or any. None where it is no JSON."""
+    try:
+        return json.loads(await request.body())
+    except (ValueError, RecursionError):
+        return None
+
+
+def refusal(sentence: str, status: int = 400) -> Response:
+    error = {"type": "refused", "message": sentence, "details": sentence, "extra_info": {}}
+    return JSONResponse({"error": error, "node_errors": {}}, status)
+
+
+def refuse_foreign_origin(headers: Any) -> Response | None:
+    """A refusal for a request from another site's page in the visitor's browser."""
+    origin = headers.get("origin")
+    if origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower():
+        return None
+    return refusal("Pages of another site may not ask this.", 403)

@@ -1,0 +1,167 @@
+"""A replica: one ComfyUI, and what Ray Serve asks of it: prompts, health, the keys that it has run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+
+from .comfyui_process import ComfyUI, Gone
+from .results import Results
+from .settings import Settings
+
+log = logging.getLogger("ray.serve")
+
+_WATCH = 1.0
+"""Seconds between two looks at whether ComfyUI still runs."""
+
+_ENOUGH = 256
+"""Keys of a replica where nothing is captured: a compiled graph serves every size."""
+
+
+class Replica:
+    """One ComfyUI, ready once its warm-up is done.
+
+    Where ComfyUI ends, the replica ends: Serve then starts another, and the front has its prompts run again.
+    """
+
+    async def __init__(self, given: dict[str, Any]):
+        settings = Settings(**given)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._results = Results(Path(settings.results))
+        self._comfyui = ComfyUI(settings.tree(), _own_folder(), settings.all_flags(), settings.environment)
+        self._prompts = 0
+        try:
+            await self._comfyui.start(settings.start_s)
+            await self._comfyui.state()
+            for prompt in settings.warm_up:
+                await self._warm_up(prompt)
+            self._key = serve.multiplexed(_Key.new, max_num_models_per_replica=await self._most_keys())
+        except BaseException:
+            await self._comfyui.stop()
+            raise
+        self._watching = asyncio.create_task(self._watch())
+
+    async def run(self, prompt_id: str, key: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, Any]]:
+        """Run a prompt and publish what it made: as `ComfyUI.run`, but "done" at the end, with {"entry", "replica"}.
+
+        key: of the prompt (`routing_key`), "" for none.
+        """
+        done = {"replica": self._name, "met": None}
+        entry = self._results.entry(prompt_id)
+        if entry is not None:  # by a replica that ended before it could say so
+            yield "accepted", {}
+            yield "done", {**done, "entry": entry}
+            return
+        if key:
+            done["met"] = (await self._key(key)).use()
+        async with contextlib.aclosing(self._comfyui.run(prompt_id, body)) as events:
+            async for kind, value in events:
+                if kind != "history":
+                    yield kind, value
+                    continue
+                self._prompts += 1
+                entry = await asyncio.to_thread(self._results.publish, prompt_id, value, self._comfyui.made)
+                yield "done", {**done, "entry": entry, "state": await self.state()}
+
+    async def ask(self, method: str, path: str, raw: bytes | None, kind: str | None) -> tuple[int, bytes, str]:
+        """ComfyUI's own answer, of a route that is the same in every replica."""
+        return await self._comfyui.ask(method, path, raw=raw, kind=kind)
+
+    async def state(self) -> dict[str, Any]:
+        """Counts of this replica since its start."""
+        state = await self._comfyui.state()
+        store = state["graph_store"] or {}
+        counted = {name: state["graph_cache"][name] for name in ("compilations", "loaded", "captures", "bytes")}
+        counted["store"] = {name: store.get(name) for name in ("loaded", "saved", "leases")}
+        return {"replica": self._name, "pid": os.getpid(), "prompts": self._prompts, **counted}
+
+    async def check_health(self) -> None:
+        await self._comfyui.state()
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_watching"):  # a start that failed has cleaned up
+            self._watching.cancel()
+            await self._comfyui.stop()
+
+    async def _warm_up(self, asked: dict[str, Any]) -> None:
+        """Run a warm-up to its end: the body of `POST /accel/warm_up`, or a prompt in API format.
+
+        Raises Gone: it was refused, or failed; the message says why.
+        """
+        if isinstance(asked.get("checkpoint"), str):
+            status, text, _ = await self._comfyui.ask("POST", "/accel/warm_up", asked)
+            if status != 200:
+                raise Gone(f"The warm-up was refused: {text.decode(errors='replace')}")
+            prompt_id, entry = json.loads(text)["prompt_id"], None
+            while entry is None:
+                await asyncio.sleep(0.2)
+                entry = await self._comfyui.history(prompt_id)
+        else:
+            async for kind, value in self._comfyui.run(uuid.uuid4().hex, {"prompt": asked}):
+                if kind == "refused":
+                    raise Gone(f"The warm-up was refused: {value[1]}")
+                entry = value
+        if entry["status"]["status_str"] != "success":
+            raise Gone(f"The warm-up failed: {entry['status']['messages'][-1]}")
+
+    async def _most_keys(self) -> int:
+        """How many keys' captured calls the graph cache holds, judged by the largest that the warm-up has captured."""
+        _, text, _ = await self._comfyui.ask("GET", "/accel/state?rows=5000")
+        cache = json.loads(text)["graph_cache"]
+        captured = [row["bytes"] for row in cache["table"] if row["source"] == "captured" and row["bytes"]]
+        return max(1, min(_ENOUGH, cache["max_bytes"] // max(captured))) if captured else _ENOUGH
+
+    async def _watch(self) -> None:
+        while not self._comfyui.ended:
+            await asyncio.sleep(_WATCH)
+        log.error("ComfyUI ended, and this replica with it:\n%s", self._comfyui.read_log()[-2000:])
+        shutil.rmtree(self._comfyui.work, ignore_errors=True)
+        os._exit(1)
+
+
+class _Key:
+    """One key of those that this replica has run lately; Serve keeps them, the least recently used go first."""
+
+    def __init__(self) -> None:
+        self._used = False
+
+    @staticmethod
+    async def new(key: str) -> _Key:
+        return _Key()
+
+    def use(self) -> bool:
+        """Whether it was used before."""
+        used, self._used = self._used, True
+        return used
+
+
+def _own_folder() -> Path:
+    """A new folder for this process; those of processes that were killed are removed."""
+    parent = Path(tempfile.gettempdir()) / f"comfy-accel-ray-{os.getuid() if hasattr(os, 'getuid') else 'all'}"
+    parent.mkdir(mode=0o700, exist_ok=True)
+    for folder in parent.iterdir():
+        pid = folder.name.partition("-")[0]
+        if pid.isdecimal() and not _runs(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+    return parent / f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -1,0 +1,139 @@
+"""Finished prompts, each published once, in a folder that all replicas and the front share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+PROMPT_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
+"""Ids are names of folders, and clients may bring their own."""
+
+KINDS = ("output", "temp")
+"""ComfyUI's types of files that a prompt makes."""
+
+_HISTORY = "history.json"
+_UNFINISHED = ".unfinished-"
+
+Entry = dict[str, Any]
+"""What ComfyUI's /history says of one prompt: {"prompt", "outputs", "status", "meta"}."""
+
+
+def published(outputs: Any, prompt_id: str, seen: Callable[[dict], None] = lambda file: None) -> Any:
+    """The outputs of nodes, with each file where `Results.publish` puts it.
+
+    seen: called with each file as ComfyUI named it: {"filename", "subfolder", "type"}.
+    """
+    if isinstance(outputs, list):
+        return [published(item, prompt_id, seen) for item in outputs]
+    if not isinstance(outputs, dict):
+        return outputs
+    if isinstance(outputs.get("filename"), str) and outputs.get("type") in KINDS:
+        seen(outputs)
+        below = outputs.get("subfolder") or ""
+        return {**outputs, "subfolder": f"{prompt_id}/{below}" if below else prompt_id}
+    return {name: published(value, prompt_id, seen) for name, value in outputs.items()}
+
+
+class Results:
+    """A prompt's files are in FOLDER/ID/output and /temp, its history in FOLDER/ID/history.json.
+
+    The folder gets its name when all is in it: a prompt that ran twice, as after a replica's death, is published by
+    whichever run came first, and no file of the other is kept.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def publish(self, prompt_id: str, entry: Entry, made: Mapping[str, Path]) -> Entry:
+        """Publish a prompt's files and its history; the entry as it is published, of the earlier run if there was one.
+
+        made: where ComfyUI has put files of each of `KINDS`. Raises OSError.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        unfinished = self._folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
+        unfinished.mkdir()
+        try:
+            files: list[dict] = []
+            entry = {**entry, "outputs": published(entry["outputs"], prompt_id, files.append)}
+            for file in files:
+                relative = Path(file.get("subfolder") or "", file["filename"])
+                if file["type"] in made:
+                    _link(made[file["type"]] / relative, unfinished / file["type"] / relative)
+            (unfinished / _HISTORY).write_text(json.dumps(entry), encoding="utf-8")
+            try:
+                os.rename(unfinished, self._folder / prompt_id)  # never replaces a folder that has something in it
+            except OSError:
+                earlier = self.entry(prompt_id)
+                if earlier is None:
+                    raise
+                return earlier
+            return entry
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def entry(self, prompt_id: str) -> Entry | None:
+        """The history of a published prompt; None for any other."""
+        if PROMPT_ID.fullmatch(prompt_id):
+            with contextlib.suppress(OSError, ValueError):
+                return json.loads((self._folder / prompt_id / _HISTORY).read_text(encoding="utf-8"))
+        return None
+
+    def latest(self, count: int) -> list[str]:
+        """The ids of the prompts that were published last, the latest at the end."""
+        found = []
+        with contextlib.suppress(OSError), os.scandir(self._folder) as items:
+            for item in items:
+                if PROMPT_ID.fullmatch(item.name):
+                    with contextlib.suppress(OSError):  # removed meanwhile
+                        found.append((item.stat().st_mtime, item.name))
+        found.sort()
+        return [name for _, name in found[max(len(found) - count, 0) :]]
+
+    def file(self, kind: str, subfolder: str, filename: str) -> Path | None:
+        """A published file by the names that the history gives it; None for anything else, wherever that is."""
+        prompt_id, _, below = subfolder.partition("/")
+        if kind not in KINDS or not PROMPT_ID.fullmatch(prompt_id):
+            return None
+        return inside(self._folder / prompt_id / kind, below, filename)
+
+    def remove(self, prompt_id: str) -> None:
+        """Delete a prompt's files and history, if there are any."""
+        if PROMPT_ID.fullmatch(prompt_id):
+            shutil.rmtree(self._folder / prompt_id, ignore_errors=True)
+
+
+def inside(folder: Path, subfolder: str, filename: str) -> Path | None:
+    """A file in the folder; None where there is none, or where the names lead out of it."""
+    with contextlib.suppress(OSError, ValueError):
+        path = (folder / subfolder / filename).resolve()
+        if path.is_relative_to(folder.resolve()) and path.is_file():
+            return path
+    return None
+
+
+def failed(kind: str, prompt: list, **details: Any) -> Entry:
+    """The history of a prompt that no replica finished.
+
+    kind: of ComfyUI's message, execution_error or execution_interrupted. prompt: as in ComfyUI's queue.
+    """
+    message = {"prompt_id": prompt[1], "node_id": None, "node_type": "", "executed": [], **details}
+    status = {"status_str": "error", "completed": False, "messages": [[kind, message]]}
+    return {"prompt": prompt, "outputs": {}, "status": status, "meta": {}}
+
+
+def _link(source: Path, place: Path) -> None:
+    """Give a file a second name, or copy it where the file system cannot: the prompt may run again and name it."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.exists():
+        return
+    try:
+        os.link(source, place)
+    except OSError:
+        shutil.copy2(source, place)
