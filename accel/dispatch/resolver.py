@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -107,7 +107,7 @@ class GraphResolver:
             def could_fit(facts: Facts) -> bool:
                 return facts.values == values and facts.allow(tensors)
 
-            return store and store.load(key, name, devices, build, fits, values, self.interrupts, could_fit)
+            return store and store.load(key, name, devices, build, fits, values, self.interrupts, could_fit, ending)
 
         def compile_for(larger: Sequence[torch.Size] | None) -> CompiledGraph:
             try:
@@ -141,7 +141,8 @@ class GraphResolver:
             return graph
 
         try:
-            entry, graph = self.cache.find(key, name, fits, compile_graph, self.lease, load_graph)
+            with ExitStack() as ending:
+                entry, graph = self.cache.find(key, name, fits, compile_graph, self.lease, load_graph)
             if not settings.measured and not torch_internals.is_untried():
                 return ResolvedGraph(entry, graph, None)
             may_capture = observer is not None and observer.may_capture

@@ -7,10 +7,11 @@ import re
 
 from . import manifest
 from .folder import File, Folder
+from .lease import LEASE_NAME
 from .manifest import DATA, MANIFEST
 
 LEFTOVER = 3600.0
-"""Seconds after which an unfinished file, or half an entry, counts as abandoned."""
+"""Seconds after which an unfinished file, half an entry or a lease that nobody renews counts as abandoned."""
 
 _ENTRY = re.compile(f"([0-9a-f]+-[0-9a-f]+)({re.escape(MANIFEST)}|{re.escape(DATA)})")
 """The names of an entry's files. A folder named by mistake may contain JSON of other programs."""
@@ -23,9 +24,11 @@ def prune(folder: Folder, max_bytes: int) -> int:
 
     Raises OSError: the folder cannot be read.
     """
-    files = {file.name: file for file in folder.files() if _ENTRY.fullmatch(file.name)}
+    found = list(folder.files())
+    files = {file.name: file for file in found if _ENTRY.fullmatch(file.name)}
     halves = [file for name, file in files.items() if _other_half(name) not in files]
-    _sweep(folder, [*folder.unfinished(), *halves])
+    leases = [file for file in found if LEASE_NAME.fullmatch(file.name)]
+    _sweep(folder, [*folder.unfinished(), *halves, *leases])
     entries: list[tuple[File, int]] = []
     for name, file in files.items():
         if name.endswith(MANIFEST) and (data := files.get(_other_half(name))):
