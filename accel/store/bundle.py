@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -47,8 +47,8 @@ def verify(folder: Folder, seals: Seals) -> Iterator[Outcome]:
         yield Outcome(manifest or entry, reason)
 
 
-def export(folder: Folder, seals: Seals, file: Path, kinds: Container[str] | None = None) -> list[Outcome]:
-    """Write all sound entries, or those of the given kinds, to a new file; the outcomes name the others too.
+def export(folder: Folder, seals: Seals, file: Path, wanted: Callable[[Manifest], bool] | None = None) -> list[Outcome]:
+    """Write all sound entries, or those that are wanted, to a new file; the outcomes name the others too.
 
     The file gets its name only once it is complete.
 
@@ -60,7 +60,7 @@ def export(folder: Folder, seals: Seals, file: Path, kinds: Container[str] | Non
     with new_file(file.absolute().parent) as (unfinished, path):
         with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED) as bundle:
             for entry, manifest, reason, data in _entries(folder, seals):
-                if kinds is not None and (manifest is None or manifest.name not in kinds):
+                if wanted is not None and (manifest is None or not wanted(manifest)):
                     continue
                 if reason is None:
                     bundle.writestr(manifest.stem + MANIFEST, manifest.canonical())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import platform
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable
@@ -27,6 +28,8 @@ _PASSES = ("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_p
     *("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "_pre_fusion_custom_pass", "_post_fusion_custom_pass"),
 )
 """Settings of inductor that take custom code."""
+
+_THREADS = re.compile(r" \d+ threads")
 
 _ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")
 
@@ -82,6 +85,28 @@ def difference(here: dict[str, str], there: object) -> str | None:
     for name in sorted({*here, *there}, key=lambda name: (name != "torch", name)):
         if here.get(name) != there.get(name):
             return f"saved with another {name} ({there.get(name)}; here it is {here.get(name)})"
+    return None
+
+
+def misfit(environment: dict[str, str]) -> str | None:
+    """Why graphs for an environment are of no use to a program on this machine, in words; None where they may be.
+
+    They may turn out to be none: torch's settings and threads are those of the program that loads them.
+
+    Raises NotPortable.
+    """
+    here = _software()
+    reason = difference(here, {name: environment.get(name) for name in here})
+    if reason is not None:
+        return reason
+    devices = [_device("cpu", None)]
+    if torch.cuda.is_available():
+        devices += [_device("cuda", index) for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append(_device("mps", 0))
+    of_two = [", ".join(sorted((devices[0], other))) for other in devices[1:]]
+    if _THREADS.sub("", environment.get("device", "")) not in {_THREADS.sub("", one) for one in [*devices, *of_two]}:
+        return f"saved for another device ({environment.get('device')}; here there is {', '.join(devices)})"
     return None
 
 

@@ -1,4 +1,4 @@
-"""The command `store`: lists, checks, exports, imports and deletes saved graphs, for a person at this machine."""
+"""The command `store`: shows, checks, exchanges, publishes and deletes saved graphs, for a person at this machine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...core import settings
-from ...store import bundle, location, manifest
+from ...store import bundle, location, manifest, publishing
 from ...store.bundle import BadBundle, Outcome
 from ...store.folder import Folder
 from ...store.manifest import MANIFEST, BadEntry, Manifest, printable
 from ...store.prune import prune
+from ...store.publishing import CannotPublish
 from ...store.signing import NoSecret, Seals, seals
 from .home import Home, find
 
@@ -39,6 +40,13 @@ class Store(NamedTuple):
     @property
     def path(self) -> Path | None:
         return None if self.home is None else self.home.path
+
+    @property
+    def publishers(self) -> Path:
+        """The file with those who are trusted. Raises Refused: no installation is known."""
+        if self.path is None:
+            raise Refused(NO_HOME)
+        return self.path / "publishers.json"
 
     def seals(self, make: bool = False) -> Seals:
         """Seals with the secret that ComfyUI checks with. make: a new secret where there is none."""
@@ -68,7 +76,7 @@ def main(arguments: Sequence[str], command: str = "comfy-accel store") -> int:
         sentence = str(refused)
     except BadBundle as bad:
         sentence = f"{printable(str(options.file))}: {bad}."
-    except (NoSecret, BadEntry, OSError) as error:
+    except (NoSecret, BadEntry, CannotPublish, OSError) as error:
         sentence = f"{printable(str(error))}."
     print(sentence, file=sys.stderr)
     return 1
@@ -95,8 +103,8 @@ def _verify(options: argparse.Namespace, store: Store) -> int:
 
 
 def _export(options: argparse.Namespace, store: Store) -> int:
-    kinds = frozenset(options.kind) if options.kind else None
-    return _report(bundle.export(store.folder, store.seals(), options.file, kinds), f"exported to {options.file}")
+    wanted = (lambda entry: entry.name in options.kind) if options.kind else None
+    return _report(bundle.export(store.folder, store.seals(), options.file, wanted), f"exported to {options.file}")
 
 
 def _import(options: argparse.Namespace, store: Store) -> int:
@@ -111,6 +119,54 @@ def _import(options: argparse.Namespace, store: Store) -> int:
     if limit is not None:
         prune(store.folder, limit)
     return _report(outcomes, f"imported to {store.folder}")
+
+
+def _key(options: argparse.Namespace, store: Store) -> int:
+    print(f"The private key is in {options.file}: keep it to yourself. The public one, to be trusted by others:")
+    print(publishing.new_key(options.file))
+    return 0
+
+
+def _trust(options: argparse.Namespace, store: Store) -> int:
+    if options.name is not None:
+        publishing.trust(store.publishers, options.name, options.key or "")
+    trusted = publishing.read_trusted(store.publishers)
+    for name, key in sorted(trusted.items()):
+        print(f"{key}  {printable(name)}")
+    print(f"{len(trusted)} publishers are trusted in {store.publishers}: their graphs may run here.")
+    return 0
+
+
+def _push(options: argparse.Namespace, store: Store) -> int:
+    target = location.at(options.url)
+    return _report(publishing.push(store.folder, store.seals(), target, options.key), f"pushed to {target}")
+
+
+def _pull(options: argparse.Namespace, store: Store) -> int:
+    try:
+        from ...store.key import NotPortable, misfit
+    except ImportError as error:
+        raise Refused(f"What fits this machine is not known without torch: {error}.") from None
+    trusted = publishing.read_trusted(store.publishers)
+    limit = location.max_bytes(store.path) or None
+    seals = store.seals(make=store.home is not None and store.home.given)
+    count = refused = 0
+    try:
+        for pulled in publishing.pull(location.at(options.url), trusted, misfit, store.folder, seals, limit):
+            count += pulled.graphs
+            refused += pulled.reason is not None
+            made = pulled.label.environment if pulled.label else {}
+            where = "  ".join(printable(made.get(name, "?")) for name in ("torch", "system", "device"))
+            if pulled.reason is not None:
+                print(f"{printable(pulled.file)}: {printable(pulled.reason)}.", file=sys.stderr)
+            else:
+                print(f"{pulled.graphs} graphs by {printable(pulled.publisher)}: {where}")
+    except NotPortable as error:
+        raise Refused(f"{error}.") from None
+    if limit is not None:
+        prune(store.folder, limit)
+    print(f"{count} graphs pulled to {store.folder}, sealed with {seals.source}; {refused} bundles refused.")
+    return 1 if refused and not count else 0
 
 
 def _prune(options: argparse.Namespace, store: Store) -> int:
@@ -182,6 +238,16 @@ def _parser(command: str) -> argparse.ArgumentParser:
     bring = add("import", _import, "Take the graphs of a bundle over; without --trust only show them.")
     bring.add_argument("file", type=Path)
     bring.add_argument("--trust", action="store_true", help="the bundle's code may run here")
+    key = add("key", _key, "Make a key to sign graphs with; print its public half.")
+    key.add_argument("file", type=Path, help="for the private half, which is new")
+    trust = add("trust", _trust, "Show the publishers whose graphs may run here, or trust another.")
+    trust.add_argument("name", nargs="?", help="what to call the publisher")
+    trust.add_argument("key", nargs="?", help="the public key, as the publisher says it elsewhere than in the bundle")
+    push = add("push", _push, "Publish what is saved, signed, in a folder or an object store.")
+    push.add_argument("url", help="such as s3://bucket/graphs, or a folder")
+    push.add_argument("--key", type=Path, required=True, metavar="FILE", help="made by the command key")
+    pull = add("pull", _pull, "Take over what trusted publishers have signed and this machine can run.")
+    pull.add_argument("url", help="where it was pushed to")
     pruning = add("prune", _prune, "Delete what was used longest ago.")
     pruning.add_argument("--max-mb", type=_whole, metavar="N", help="what may stay, in MB (default: the store's own)")
     limit = add("limit", _limit, "Set what the store may hold; what was used longest ago goes first.")

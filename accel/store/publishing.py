@@ -1,0 +1,244 @@
+"""Graphs for other people's machines: bundles in a folder or an object store, each signed by who made it.
+
+Beside a bundle lies a label in JSON that says what it is, where it is valid and what its bytes are, with an Ed25519
+signature of that. What is signed by nobody who is trusted here by name, or does not fit this machine, is not opened.
+Signatures are made and checked by the package cryptography.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..core.atomic_file import opened, write_secret, write_whole
+from . import bundle
+from .bundle import BadBundle, Outcome
+from .folder import Folder
+from .manifest import BadEntry, printable
+from .signing import Seals
+
+PREFIX, LABEL, BUNDLE = "graphs-", ".json", ".bundle"
+LARGEST_LABEL = 1 << 16
+LARGEST_BUNDLE = 1 << 30
+MOST_LABELS = 1000
+
+_SIGNED = b"comfy-accel graphs, format 1\n"
+"""Before what is signed, so that no signature of this key for another purpose is one of ours."""
+
+_HEX = re.compile("[0-9a-f]{64}")
+_NAME = re.compile(r"[\w.@ -]{1,64}")
+
+
+class CannotPublish(Exception):
+    """The message says why, as part of a sentence."""
+
+
+class Label(NamedTuple):
+    """environment: where the graphs are valid (`key.environment`). bundle: the file. kinds: names, for people."""
+
+    environment: dict[str, str]
+    bundle: str
+    sha256: str
+    size: int
+    kinds: list[str]
+
+    def canonical(self) -> bytes:
+        """What is signed: the same bytes for equal labels."""
+        return _SIGNED + json.dumps(self._asdict(), sort_keys=True, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What became of one bundle: the graphs taken over, or why none was. label: None where that cannot be believed."""
+
+    file: str
+    label: Label | None = None
+    publisher: str | None = None
+    graphs: int = 0
+    reason: str | None = None
+
+
+def new_key(file: Path) -> str:
+    """Write a new private key to a file for its owner alone; the public one, in hexadecimal.
+
+    Raises FileExistsError, OSError, CannotPublish.
+    """
+    key = _ed25519().Ed25519PrivateKey.generate()
+    write_secret(file, key.private_bytes_raw().hex().encode())
+    return key.public_key().public_bytes_raw().hex()
+
+
+def push(folder: Folder, seals: Seals, target: Folder, key: Path) -> list[Outcome]:
+    """Publish all sound graphs of a store, a bundle for each environment, in place of those published of it before.
+
+    Raises OSError, BadEntry; CannotPublish: the key cannot be used.
+    """
+    signer = _private(key)
+    outcomes = list(bundle.verify(folder, seals))
+    sound = [item.entry for item in outcomes if item.reason is None]
+    environments = {json.dumps(entry.environment, sort_keys=True): entry.environment for entry in sound}
+    for text, environment in environments.items():
+        stem = PREFIX + hashlib.sha256(text.encode()).hexdigest()[:16]
+        with tempfile.TemporaryDirectory() as work:
+            file = Path(work) / "bundle"
+            bundle.export(folder, seals, file, lambda entry, here=environment: entry.environment == here)
+            data = file.read_bytes()
+        digest = hashlib.sha256(data).hexdigest()
+        kinds = sorted({entry.name for entry in sound if entry.environment == environment})
+        label = Label(environment, f"{stem}-{digest[:12]}{BUNDLE}", digest, len(data), kinds)
+        signed = {
+            "label": label._asdict(),
+            "key": signer.public_key().public_bytes_raw().hex(),
+            "signature": signer.sign(label.canonical()).hex(),
+        }
+        earlier = [item.name for item in target.files(stem) if item.name.endswith(BUNDLE)]
+        target.write(label.bundle, data)
+        target.write(stem + LABEL, json.dumps(signed, indent=1).encode())
+        for name in earlier:
+            if name != label.bundle:
+                target.remove(name)
+    return outcomes
+
+
+def pull(
+    source: Folder,
+    trusted: dict[str, str],
+    misfit: Callable[[dict[str, str]], str | None],
+    folder: Folder,
+    seals: Seals,
+    largest: int | None = None,
+) -> Iterator[Pulled]:
+    """Take over each published bundle that somebody trusted has signed and that fits, sealed with our own secret.
+
+    trusted: public keys in hexadecimal, by name. misfit: why graphs for an environment are of no use here; None if
+    they are. largest: bytes of one bundle.
+
+    Raises OSError: the source cannot be read, or the folder not written; CannotPublish: there is no cryptography.
+    """
+    names = sorted(file.name for file in source.files(PREFIX))
+    labels = [name for name in names if name.endswith(LABEL)][:MOST_LABELS]
+    labelled = set()
+    for name in labels:
+        label = publisher = None
+        try:
+            label, publisher = _believed(source.read(name, LARGEST_LABEL), trusted)
+            labelled.add(label.bundle)
+            reason = misfit(label.environment)
+            if reason is not None:
+                raise BadEntry(reason)
+            data = source.read(label.bundle, min(label.size, largest or LARGEST_BUNDLE, LARGEST_BUNDLE))
+            if hashlib.sha256(data).hexdigest() != label.sha256:
+                raise BadEntry("its bundle is not the one that was signed")
+            yield Pulled(name, label, publisher, _take(data, label, folder, seals))
+        except (BadEntry, BadBundle) as bad:
+            yield Pulled(name, label, publisher, reason=str(bad))
+    for name in names:
+        if name.endswith(BUNDLE) and name not in labelled and not any(name.startswith(one[:-5]) for one in labels):
+            yield Pulled(printable(name), reason="nobody signed it")
+
+
+def read_trusted(file: Path) -> dict[str, str]:
+    """The publishers that are trusted here: public keys in hexadecimal, by name. Raises OSError: no file to believe."""
+    try:
+        with opened(file, links=True) as (plain, _):
+            found = json.loads(plain.read(LARGEST_LABEL))
+        if isinstance(found, dict) and all(isinstance(key, str) and _HEX.fullmatch(key) for key in found.values()):
+            return found
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        pass
+    raise OSError(f"{file} is no list of publishers: mend or delete it")
+
+
+def trust(file: Path, name: str, key: str) -> None:
+    """Trust a publisher's public key from now on, under a name.
+
+    Raises CannotPublish: the name or the key is none, or the name stands for another key. OSError.
+    """
+    key = key.strip().lower()
+    if not _NAME.fullmatch(name) or name != name.strip():
+        raise CannotPublish(f"{printable(repr(name))} is no name: take 1 to 64 letters, digits, . @ - _ or spaces")
+    if not _HEX.fullmatch(key):
+        raise CannotPublish("a publisher's public key has 64 hexadecimal digits")
+    known = read_trusted(file)
+    if known.get(name, key) != key:
+        raise CannotPublish(f"{name} is trusted here with another key, {known[name]}: take that out of {file} first")
+    write_whole(file, json.dumps({**known, name: key}, indent=1).encode())
+
+
+def _believed(text: bytes, trusted: dict[str, str]) -> tuple[Label, str]:
+    """A label and who signed it. Raises BadEntry: it is none, or not signed by anybody who is trusted."""
+    try:
+        signed = json.loads(text)
+        label = Label(**signed["label"])
+        if not _is_label(label):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise BadEntry("its label is damaged") from None
+    key, signature = signed.get("key"), signed.get("signature")
+    if not isinstance(key, str) or not isinstance(signature, str) or not _HEX.fullmatch(key):
+        raise BadEntry("nobody signed it")
+    publisher = next((name for name, known in trusted.items() if known == key), None)
+    if publisher is None:
+        raise BadEntry(f"it is signed with the key {key}, which nobody here trusts: see the command trust")
+    ed25519 = _ed25519()
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)).verify(
+            bytes.fromhex(signature), label.canonical()
+        )
+    except (InvalidSignature, ValueError):
+        raise BadEntry(f"its signature is not {publisher}'s: somebody changed it") from None
+    return label, publisher
+
+
+def _is_label(label: Label) -> bool:
+    return (
+        isinstance(label.environment, dict)
+        and all(isinstance(text, str) for text in (*label.environment, *label.environment.values()))
+        and isinstance(label.bundle, str)
+        and re.fullmatch(r"graphs-[0-9a-f]{16}-[0-9a-f]{12}\.bundle", label.bundle) is not None
+        and isinstance(label.sha256, str)
+        and type(label.size) is int
+        and 0 <= label.size <= LARGEST_BUNDLE
+        and isinstance(label.kinds, list)
+        and all(isinstance(kind, str) for kind in label.kinds)
+    )
+
+
+def _take(data: bytes, label: Label, folder: Folder, seals: Seals) -> int:
+    """Import a bundle whose bytes are those that were signed; all of it, or nothing."""
+    with tempfile.TemporaryDirectory() as work:
+        file = Path(work) / "bundle"
+        file.write_bytes(data)
+        for item in bundle.read(file):
+            if isinstance(item, Outcome):
+                raise BadEntry(f"{item.entry}: {item.reason}")
+            if item[0].environment != label.environment:
+                raise BadEntry(f"{printable(item[0].name)} was made elsewhere than its label says")
+        return len(bundle.import_trusted(file, folder, seals))
+
+
+def _private(file: Path) -> Any:
+    with opened(file, links=True) as (plain, _):
+        text = plain.read(1024).strip()
+    try:
+        return _ed25519().Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text.decode("ascii")))
+    except ValueError:
+        raise CannotPublish(f"{file} holds no private key of ours: see the command key") from None
+
+
+def _ed25519() -> Any:
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError:
+        raise CannotPublish("signatures need a package: pip install cryptography") from None
+    return ed25519

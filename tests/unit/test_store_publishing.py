@@ -1,0 +1,222 @@
+"""Graphs that somebody published: signed, believed by name, and taken over where they fit."""
+
+import json
+import os
+import sys
+
+import pytest
+from comfy_accel.accel.store import key as store_key
+from comfy_accel.accel.store import publishing
+from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.store.publishing import CannotPublish, Label, read_trusted, trust
+from store_kit import load, run_command, save, store
+
+ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519", reason="an optional package")
+
+
+@pytest.fixture
+def publisher(tmp_path):
+    """Folder of a publisher's installation, which has two graphs and has pushed them; its public key."""
+    home = tmp_path / "publisher"
+    for name in "ab":
+        save(store(home), name, data=name.encode())
+    public = publishing.new_key(home / "private")
+    assert run_command(home, "push", tmp_path / "shelf", "--key", home / "private") == 0
+    return home, public
+
+
+@pytest.fixture
+def shelf(tmp_path, publisher):
+    return tmp_path / "shelf"
+
+
+@pytest.fixture
+def reader(tmp_path, publisher):
+    """Folder of another installation, which trusts the publisher."""
+    home = tmp_path / "reader"
+    trust(home / "publishers.json", "Ada", publisher[1])
+    return home
+
+
+def label_file(shelf):
+    (file,) = shelf.glob("*.json")
+    return file
+
+
+def relabel(shelf, change, private=None):
+    """Change the label's JSON; sign it again where a private key's file is given."""
+    file = label_file(shelf)
+    signed = json.loads(file.read_text())
+    change(signed)
+    if private is not None:
+        signer = ed25519.Ed25519PrivateKey.from_private_bytes(bytes.fromhex(private.read_text()))
+        signed["signature"] = signer.sign(Label(**signed["label"]).canonical()).hex()
+        signed["key"] = signer.public_key().public_bytes_raw().hex()
+    file.write_text(json.dumps(signed))
+
+
+def refused(home, shelf, capsys, match):
+    """Whether pulling says one sentence that matches, and leaves the store without a graph."""
+    capsys.readouterr()
+    assert run_command(home, "pull", shelf) == 1
+    told = capsys.readouterr()
+    (sentence,) = told.err.strip().splitlines()
+    assert match in sentence and sentence.endswith(".")
+    assert "0 graphs pulled" in told.out
+    assert load(store(home)) is None and not list((home / "graphs").glob("*"))
+
+
+def test_graphs_of_a_trusted_publisher_are_loaded_with_a_secret_of_our_own(reader, shelf, capsys):
+    assert run_command(reader, "pull", shelf) == 0
+    assert "2 graphs by Ada" in capsys.readouterr().out
+    here = store(reader)
+    assert load(here, "a")[0] == b"a" and load(here, "b")[0] == b"b"
+    assert run_command(reader, "verify") == 0
+
+
+def test_label_names_what_the_graphs_need(shelf):
+    label = json.loads(label_file(shelf).read_text())["label"]
+    assert {"torch", "system", "device", "python", "engine"} <= set(label["environment"])
+    assert label["kinds"] == ["Block"]
+
+
+def test_publisher_who_is_not_trusted_is_refused_by_key(tmp_path, publisher, shelf, capsys):
+    refused(tmp_path / "nobody", shelf, capsys, f"the key {publisher[1]}, which nobody here trusts")
+
+
+def test_bundle_without_a_signature_is_refused(reader, shelf, capsys):
+    relabel(shelf, lambda signed: signed.pop("signature"))
+    refused(reader, shelf, capsys, "nobody signed it")
+    label_file(shelf).unlink()
+    refused(reader, shelf, capsys, "nobody signed it")
+
+
+def test_signature_of_another_is_refused(tmp_path, reader, publisher, shelf, capsys):
+    """Both as who it is, and under the trusted publisher's key."""
+    publishing.new_key(tmp_path / "mallory")
+    relabel(shelf, lambda signed: None, tmp_path / "mallory")
+    refused(reader, shelf, capsys, "which nobody here trusts")
+    relabel(shelf, lambda signed: signed.update(key=publisher[1]))
+    refused(reader, shelf, capsys, "its signature is not Ada's: somebody changed it")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda signed: signed["label"]["environment"].update(torch="0.1"),
+        lambda signed: signed["label"].update(sha256="0" * 64),
+        lambda signed: signed["label"].update(size=1),
+        lambda signed: signed["label"].update(kinds=["Other"]),
+        lambda signed: signed.update(signature="00" * 64),
+        lambda signed: signed.update(signature="no hex"),
+    ],
+)
+def test_label_that_was_changed_is_refused(reader, shelf, capsys, change):
+    relabel(shelf, change)
+    refused(reader, shelf, capsys, "its signature is not Ada's")
+
+
+@pytest.mark.parametrize("place", [0, 200, -1])
+def test_bundle_that_was_changed_is_refused(reader, shelf, capsys, place):
+    (file,) = shelf.glob("*.bundle")
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    refused(reader, shelf, capsys, "its bundle is not the one that was signed")
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "says"),
+    [
+        ("system", "linux riscv64 glibc-2.39", "saved with another system (linux riscv64"),
+        ("torch", "2.0.0 abc", "saved with another torch (2.0.0"),
+        ("device", "cuda:0 NVIDIA H200 (9, 0) toolkit 12.8 triton 3.6.0", "another device (cuda:0 NVIDIA H200 (9, 0)"),
+        ("device", "cpu AVX2 000000000000 8 threads", "another device (cpu AVX2"),
+    ],
+)
+def test_bundle_for_another_machine_is_refused(reader, publisher, shelf, capsys, name, other, says):
+    relabel(shelf, lambda signed: signed["label"]["environment"].update({name: other}), publisher[0] / "private")
+    refused(reader, shelf, capsys, says)
+
+
+def test_graph_of_another_machine_under_a_label_that_fits_is_refused(reader, publisher, shelf, capsys):
+    """A publisher's mistake, or worse: what the label does not speak of is not taken over with it."""
+    relabel(shelf, lambda signed: signed["label"]["environment"].update(options="other"), publisher[0] / "private")
+    refused(reader, shelf, capsys, "was made elsewhere than its label says")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "{",
+        "[]",
+        '{"label": 5}',
+        '{"label": {"environment": {}, "bundle": "../x", "sha256": "", "size": 0, "kinds": []}}',
+        "[" * 60_000,
+    ],
+)
+def test_label_that_is_damaged_is_refused(reader, shelf, capsys, damage):
+    label_file(shelf).write_text(damage)
+    refused(reader, shelf, capsys, "its label is damaged")
+
+
+def test_number_of_threads_does_not_keep_a_bundle_away(publisher, shelf, reader):
+    """They are those of ComfyUI, which the command does not know; the store asks again before it loads."""
+    environment = json.loads(label_file(shelf).read_text())["label"]["environment"]
+    assert store_key.misfit(environment) is None
+    more = environment["device"].replace(" threads", "9 threads")
+    assert more != environment["device"] and store_key.misfit({**environment, "device": more}) is None
+
+
+def test_pushing_again_replaces_what_was_there_of_the_same_environment(publisher, shelf, reader):
+    home, _ = publisher
+    save(store(home), "c", data=b"c")
+    assert run_command(home, "push", shelf, "--key", home / "private") == 0
+    assert len(list(shelf.iterdir())) == 2
+    assert run_command(reader, "pull", shelf) == 0 and load(store(reader), "c")[0] == b"c"
+
+
+def test_name_stands_for_one_key(reader, publisher, capsys):
+    with pytest.raises(CannotPublish, match="Ada is trusted here with another key"):
+        trust(reader / "publishers.json", "Ada", "0" * 64)
+    trust(reader / "publishers.json", "Ada", publisher[1].upper())
+    assert read_trusted(reader / "publishers.json") == {"Ada": publisher[1]}
+    for name, key in (("", "0" * 64), ("a\nb", "0" * 64), ("Bob", "0" * 63), ("Bob", "")):
+        with pytest.raises(CannotPublish):
+            trust(reader / "publishers.json", name, key)
+    assert run_command(reader, "trust") == 0
+    assert f"{publisher[1]}  Ada" in capsys.readouterr().out
+    assert run_command(reader, "trust", "Bob") == 1
+    (reader / "publishers.json").write_text("[]")
+    assert run_command(reader, "trust") == 1
+
+
+def test_private_key_is_its_owners_alone_and_is_never_replaced(publisher, capsys):
+    home, public = publisher
+    if os.name == "posix":
+        assert (home / "private").stat().st_mode & 0o777 == 0o600
+    assert run_command(home, "key", home / "private") == 1
+    capsys.readouterr()
+    assert run_command(home, "key", home / "other") == 0
+    assert capsys.readouterr().out.splitlines()[-1] != public
+    (home / "wrong").write_text("no key")
+    assert run_command(home, "push", home / "shelf", "--key", home / "wrong") == 1
+    assert "holds no private key of ours" in capsys.readouterr().err
+    assert not (home / "shelf").exists()
+
+
+def test_without_the_package_one_sentence_says_what_to_install(reader, shelf, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
+    assert run_command(reader, "pull", shelf) == 1
+    assert "pip install cryptography" in capsys.readouterr().err
+    assert load(store(reader)) is None
+
+
+def test_shelf_may_be_an_object_store(tmp_path, publisher, reader):
+    pytest.importorskip("fsspec", reason="an optional package")
+    home, _ = publisher
+    address = f"memory://{tmp_path.name}"
+    assert run_command(home, "push", address, "--key", home / "private") == 0
+    assert run_command(reader, "pull", address) == 0
+    assert load(store(reader), "a")[0] == b"a"
+    assert not list(LocalFolder(tmp_path / "shelf").unfinished())
