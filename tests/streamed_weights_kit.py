@@ -68,6 +68,7 @@ class Card:
 
     capacity: bytes for resident pages. peak: most bytes at once, of resident pages and cast buffers.
     fail: called with the kind of request ("fault", "buffer") before each; what it raises reaches core.
+    races: what a device would have read too early; `streaming` ends with an error if there is any.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,8 @@ class Card:
         self.faults = self.misses = self.casts = 0
         self.fail = lambda kind: None
         self.vbars: list[ModelVBAR] = []
-        self.streams = [_Stream(self), _Stream(self)]
+        self.races: list[str] = []
+        self.streams = [Stream(self.races), Stream(self.races)]
 
     def streamed(self, patcher: Any) -> Any:
         """A ModelPatcherDynamic over the model of a ModelPatcher, with its patches; loaded by core as any other."""
@@ -112,6 +114,15 @@ class Card:
             vbar.free_memory(rng.randrange(vbar.loaded_size() + 1))
             if rng.random() < 0.5:
                 vbar.prioritize()
+
+    def ask(self, kind: str) -> None:
+        """Call `fail`; what it stops is not read any more."""
+        try:
+            self.fail(kind)
+        except BaseException:
+            for stream in self.streams:
+                stream.stop()
+            raise
 
     def has_room(self) -> bool:
         """Make room for one page, from the model that was used least recently; False where all are pinned."""
@@ -165,7 +176,7 @@ class ModelVBAR:
     def fault(self, address: int, size: int) -> Any:
         """Pin the pages and return their signature; None where they are not all to be resident."""
         card, pages = self._card, self._pages(address, size)
-        card.fail("fault")
+        card.ask("fault")
         card.faults += 1
         for page in pages if pages.stop <= self.watermark else ():
             if not self.live[page]:
@@ -227,7 +238,7 @@ class VRAMBuffer:
         return self._used
 
     def get(self, size: int, offset: int = 0) -> tuple[VRAMBuffer, int, int]:
-        self._card.fail("buffer")
+        self._card.ask("buffer")
         self._card.casts += 1
         self._used = max(self._used, int(offset) + int(size))
         assert self._used <= BUFFER
@@ -241,27 +252,40 @@ class VRAMBuffer:
         return self._memory.tensor(address, size)
 
 
-class _Stream:
-    """An offload stream. Work is done at once here, so what counts is whose buffer may be overwritten."""
+class Stream:
+    """An offload stream. Work is done at once here, so what counts is whose buffer may be overwritten, and who waits.
 
-    def __init__(self, card: Card):
-        self._card = card
+    What is copied on it may be read once the current stream waits for it (`sync`), and overwritten once it has waited
+    for the current one. races: where it says what was not waited for.
+    """
+
+    def __init__(self, races: list[str]):
+        self._races = races
         self.buffer: VRAMBuffer | None = None
-        self.waits = 0
+        self.is_used = self.is_read = False
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> Stream:
+        self.is_used, self.is_read = True, False
         return self
 
     def __exit__(self, *_: Any) -> None:
         pass
 
+    def sync(self) -> None:
+        self.is_read = True
+
     def wait_stream(self, _: Any) -> None:
-        self.waits += 1
+        if self.is_used and not self.is_read:
+            self._races.append("weights were released that nobody had waited for")
+        self.stop()
+
+    def stop(self) -> None:
+        self.is_used = self.is_read = False
 
     def synchronize(self) -> None:
         pass
 
-    def begin(self) -> _Stream:
+    def begin(self) -> Stream:
         """Its next use, from which on nothing that was cast there before may be read."""
         if self.buffer is not None:
             self.buffer.spoil()
@@ -294,13 +318,14 @@ def streaming(streams: int = 2) -> Iterator[Card]:
     card, current, turn = Card(), object(), [0]
     management, own_cast = comfy.model_management, comfy.ops.cast_bias_weight
 
-    def get_offload_stream(device: torch.device) -> _Stream | None:
+    def get_offload_stream(device: torch.device) -> Stream | None:
         if not streams or torch.compiler.is_compiling():
             return None
+        card.streams[turn[0]].wait_stream(current)  # as core does, whose layers release streamed weights without
         turn[0] = (turn[0] + 1) % streams
         return card.streams[turn[0]].begin()
 
-    def get_cast_buffer(stream: _Stream, device: torch.device) -> VRAMBuffer:
+    def get_cast_buffer(stream: Stream, device: torch.device) -> VRAMBuffer:
         if stream.buffer is None:
             stream.buffer = VRAMBuffer(card, BUFFER, device.index)
         return stream.buffer
@@ -323,12 +348,13 @@ def streaming(streams: int = 2) -> Iterator[Card]:
             (management, "get_offload_stream", get_offload_stream),
             (management, "get_aimdo_cast_buffer", get_cast_buffer),
             (management, "current_stream", lambda device: current),
-            (management, "sync_stream", lambda device, stream: None),
+            (management, "sync_stream", lambda device, stream: stream and stream.sync()),
             (comfy.ops, "cast_bias_weight", cast_bias_weight),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         try:
             yield card
+            assert not card.races, sorted(set(card.races))
         finally:
             management.unload_all_models()
             management.current_loaded_models.clear()

@@ -7,6 +7,7 @@ compiled, taken and patched is.
 import comfy.model_management
 import comfy.sd
 import pytest
+import streamed_weights_kit as kit
 import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -64,6 +65,16 @@ def test_one_graph_serves_a_block_however_it_is_split(model):
         model.detach()
 
 
+def test_module_that_counts_as_false_is_copied_without_what_core_keeps_on_it():
+    class Empty(torch.nn.Module):
+        def __len__(self):
+            return 0
+
+    block = torch.nn.Sequential(Empty())
+    block[0].seed_key = "0"
+    assert not hasattr(streamed.plain(block)[0], "seed_key") and hasattr(block[0], "seed_key")
+
+
 def test_lora_is_added_to_weights_that_wait_as_core_adds_it(model):
     cache = GraphCache()
     for strength in (0.0, 1.0, 0.5):
@@ -105,7 +116,12 @@ def test_weights_elsewhere_are_brought_unless_they_are_too_many(model, monkeypat
             with pytest.raises(RunEagerly, match="too much for the device"):
                 source.take([torch.empty(2, 2, device="meta")])
             return
+        races: list[str] = []
+        stream = kit.Stream(races)
+        monkeypatch.setattr(comfy.model_management, "get_offload_stream", lambda device: stream.begin())
+        monkeypatch.setattr(comfy.model_management, "sync_stream", lambda device, stream: stream and stream.sync())
         taken = source.take([torch.empty(2, 2, device="meta")])
+        assert stream.is_used and stream.is_read
         assert source.take([]) is taken
         waiting = {
             id(w) for m in region.block.modules() if hasattr(m, "prev_comfy_cast_weights") for w in m.parameters()
@@ -114,6 +130,7 @@ def test_weights_elsewhere_are_brought_unless_they_are_too_many(model, monkeypat
         moved = [tensor.device.type == "meta" for tensor in taken]
         assert moved == [id(own[name]) in waiting for name in region.kind.weights] and any(moved)
         source.release()
+        assert not stream.is_used and races == []
         assert source.take([torch.empty(2, 2)])[0] is next(iter(own.values()))
     finally:
         model.detach()

@@ -2,6 +2,7 @@
 
 import inspect
 
+import comfy.ops
 import comfy.sd
 import comfy.utils
 import pytest
@@ -12,6 +13,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.versions import casts_traceable
 from thorough import thorough_except
 from tiny_models import conditioning, sample
 from torch._dynamo.utils import counters
@@ -281,3 +283,18 @@ def test_fp8_weights_with_manual_cast_match_eager():
     assert compiled > 0 and fallbacks.rows() == []
     assert_same_image(model, width=136, batch=2)
     assert graphs() == compiled
+
+
+def test_core_s_casting_stays_traceable_until_the_last_thread_is_done(monkeypatch):
+    """An extension hides it from torch for the whole process, and models on two devices may be traced at once."""
+    own = comfy.ops.cast_bias_weight
+    hidden = torch._dynamo.disable(own)
+    monkeypatch.setattr(comfy.ops, "cast_bias_weight", hidden)
+    one, other = casts_traceable(), casts_traceable()
+    for entered in (one, other):
+        entered.__enter__()
+        assert comfy.ops.cast_bias_weight is own
+    one.__exit__(None, None, None)
+    assert comfy.ops.cast_bias_weight is own
+    other.__exit__(None, None, None)
+    assert comfy.ops.cast_bias_weight is hidden

@@ -162,6 +162,13 @@ def test_weights_brought_one_by_one_before_the_graph_are_wrong(card, monkeypatch
     assert not torch.equal(sample(compiled(card.streamed(FLUX.load()))), sample(FLUX.load()))
 
 
+def test_wait_that_is_left_out_is_noticed(monkeypatch):
+    """The control of the stand-in: a device would read weights before they are there."""
+    with pytest.raises(AssertionError, match="waited for"), kit.streaming() as card:
+        monkeypatch.setattr(comfy.model_management, "sync_stream", lambda device, stream: None)
+        sample(card.streamed(FLUX.load()))
+
+
 def test_lora_changes_in_mid_session_without_a_new_graph(card):
     rng, model = random.Random(2), card.streamed(FLUX.load())
     sample(compiled(model))
@@ -438,13 +445,18 @@ def test_weights_that_core_has_prefetched_are_used_and_stay_core_s(card):
     block = model.model.diffusion_model.double_blocks[0]
     source = streamed.StreamedWeights(block, describe(streamed.plain(block)).weights)
     inputs, parts = [torch.zeros(1)], [part for part in block.modules() if hasattr(part, "_v")]
+    card.capacity = 0
+    card.vbars[0].free_memory(card.size)
     expected = [tensor.clone() for tensor in source.take(inputs)]
+    assert [stream.is_used and stream.is_read for stream in card.streams].count(True) == 1
     source.release()
+    assert not any(stream.is_used for stream in card.streams)
     for capacity in (0, 1 << 40):
         card.capacity = capacity
         card.vbars[0].free_memory(card.size)
         card.vbars[0].prioritize()
-        comfy.ops.cast_modules_with_vbar(parts, None, torch.device("cpu"), None, True)
+        stream = comfy.ops.cast_modules_with_vbar(parts, None, torch.device("cpu"), None, True)
+        comfy.model_management.sync_stream(torch.device("cpu"), stream)
         pins = card.pins
         with failing_patches(midway=True), pytest.raises(RunEagerly, match="no memory is left"):
             source.take(inputs)

@@ -108,28 +108,36 @@ def stored_forms(weights: Sequence[torch.Tensor | None]) -> list[Any]:
     return tensors_to_geometries(weights)
 
 
+_CASTS = ("cast_bias_weight", "uncast_bias_weight", "cast_modules_with_vbar", "resolve_cast_module_with_vbar")
+_hidden_casts: dict[str, Callable] = {}
+_threads_tracing = 0
+_tracing_lock = threading.Lock()
+
+
 @contextmanager
 def casts_traceable() -> Iterator[None]:
-    """While it lasts, core's casting functions are core's own.
+    """While it lasts, in whatever thread, core's casting functions are core's own.
 
     KJNodes hides them from torch's compiler (`patch_aimdo_for_compile`), for the whole process and for good; a block
     could then not be traced in one piece.
     """
     import comfy.ops
 
-    names = ("cast_bias_weight", "uncast_bias_weight", "cast_modules_with_vbar", "resolve_cast_module_with_vbar")
-    hidden = {
-        name: function
-        for name, function in ((name, vars(comfy.ops).get(name)) for name in names)
-        if hasattr(function, "_torchdynamo_orig_callable")
-    }
+    global _threads_tracing
+    with _tracing_lock:
+        _threads_tracing += 1
+        for name in _CASTS:
+            function = vars(comfy.ops).get(name)
+            if hasattr(function, "_torchdynamo_orig_callable"):
+                _hidden_casts[name] = function
+                setattr(comfy.ops, name, function._torchdynamo_orig_callable)
     try:
-        for name, function in hidden.items():
-            setattr(comfy.ops, name, function._torchdynamo_orig_callable)
         yield
     finally:
-        for name, function in hidden.items():
-            setattr(comfy.ops, name, function)
+        with _tracing_lock:
+            _threads_tracing -= 1
+            while _hidden_casts and not _threads_tracing:  # another device's thread may be tracing still
+                setattr(comfy.ops, *_hidden_casts.popitem())
 
 
 def is_dynamic(model: Any) -> bool:

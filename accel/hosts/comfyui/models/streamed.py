@@ -101,7 +101,9 @@ class _Plain:
                 for name in ("weight_function", "bias_function"):
                     if all(map(_is_lowvram_patch, kept.get(name, ()))):
                         kept.pop(name, None)
-            kept["_modules"] = {name: child and self.of(child) for name, child in module._modules.items()}
+            kept["_modules"] = {
+                name: None if child is None else self.of(child) for name, child in module._modules.items()
+            }
             kept["_parameters"] = {name: self._form(module, name, value) for name, value in module._parameters.items()}
             made.__dict__.update(kept)
         return self._made[module]
