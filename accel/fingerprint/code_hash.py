@@ -239,6 +239,8 @@ class _Function:
         if not is_library and "__name__" in scope:
             references.add_source(scope)
         for name in sorted(self.facts.names.intersection(scope)):
+            if (scope.get("__name__"), name) in self._reader.ignored:
+                continue
             value, inner = scope[name], f"{path}{name}"
             called = list(_functions_in(value))
             if isinstance(value, types.MethodType) and not isinstance(value.__self__, type) and not is_library:
@@ -250,8 +252,6 @@ class _Function:
                 self._names.append((inner, found.describe(value)))
             elif isinstance(value, (types.ModuleType, type)):
                 self._follow_namespace(inner, value, is_library)
-            elif (scope.get("__name__"), name) in self._reader.ignored:
-                continue
             elif not is_library and not name.startswith("__") and not (path and name in self.facts.assigned):
                 found = _References(self._reader)
                 self.values.extend((id(scope), name, repr((inner, item))) for item in self._settings(value, found))

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 import weakref
 from pathlib import Path
 
@@ -246,6 +247,12 @@ def test_kinds_are_the_same_on_machines_with_other_memory_and_while_core_uses_it
         management = {"MAX_PINNED_MEMORY": pinned, "TOTAL_PINNED_MEMORY": pinned // 2, **used}
         for name, value in management.items():
             monkeypatch.setattr(comfy.model_management, name, value, raising=False)
+        if "comfy.memory_management" in sys.modules:  # what core sets for the time of a prompt
+            cache = types.SimpleNamespace(ram=pinned) if used else None
+            release = types.MethodType(lambda self, target, free_active=False: self.ram, cache) if used else None
+            memory = sys.modules["comfy.memory_management"]
+            monkeypatch.setattr(memory, "RAM_CACHE_HEADROOM", pinned // 3, raising=False)
+            monkeypatch.setattr(memory, "extra_ram_release_callback", release, raising=False)
         for name in [name for name in sys.modules if name.startswith("comfy_aimdo.")]:
             if hasattr(sys.modules[name], "lib"):
                 monkeypatch.setattr(sys.modules[name], "lib", ctypes.CDLL(library))

@@ -19,9 +19,15 @@ from comfy_api.latest import io
 
 from ...core.reasons import Reason, RunEagerly
 
-NO_RESULT_DEPENDS_ON = frozenset({("comfy.model_management", "MAX_PINNED_MEMORY")})
-"""Globals that blocks' code reads in some versions (0.33.0) and that differ between machines without affecting results:
-the limit of pinned memory depends on the installed memory."""
+NO_RESULT_DEPENDS_ON = frozenset(
+    {
+        ("comfy.model_management", "MAX_PINNED_MEMORY"),
+        ("comfy.memory_management", "RAM_CACHE_HEADROOM"),
+        ("comfy.memory_management", "extra_ram_release_callback"),
+    }
+)
+"""Globals that blocks' code reads in some versions (0.33.0) and that no result depends on: limits that follow from the
+installed memory, and what core calls during a prompt to have its cache of outputs give memory back."""
 
 
 _LATENT_SCALES = {
