@@ -79,6 +79,7 @@ class Card:
         self.vbars: list[ModelVBAR] = []
         self.races: list[str] = []
         self.streams = [Stream(self.races), Stream(self.races)]
+        self.turn = 0
 
     def streamed(self, patcher: Any) -> Any:
         """A ModelPatcherDynamic over the model of a ModelPatcher, with its patches; loaded by core as any other."""
@@ -315,15 +316,16 @@ def streaming(streams: int = 2) -> Iterator[Card]:
     import comfy_aimdo.torch
     import comfy_aimdo.vram_buffer
 
-    card, current, turn = Card(), object(), [0]
+    card, current = Card(), object()
     management, own_cast = comfy.model_management, comfy.ops.cast_bias_weight
 
     def get_offload_stream(device: torch.device) -> Stream | None:
         if not streams or torch.compiler.is_compiling():
             return None
-        card.streams[turn[0]].wait_stream(current)  # as core does, whose layers release streamed weights without
-        turn[0] = (turn[0] + 1) % streams
-        return card.streams[turn[0]].begin()
+        card.streams[card.turn].wait_stream(current)  # as core does, whose layers release streamed weights without
+        # In a cell of this function, which core's layers call, it would be a part of their blocks' code.
+        card.turn = (card.turn + 1) % streams
+        return card.streams[card.turn].begin()
 
     def get_cast_buffer(stream: Stream, device: torch.device) -> VRAMBuffer:
         if stream.buffer is None:
