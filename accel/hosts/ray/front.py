@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ray import serve
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
-
-from ray import serve
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from .results import PROMPT_ID, Results, failed, inside, published
 from .routing_key import routing_key
