@@ -136,11 +136,14 @@ def video(card: Card) -> None:
     card.write(384, 488, "any size, any length", 34, WARM)
 
 
-def image_to_image(card: Card) -> None:
-    card.scene((24, 60, 344, 380), "night")
-    card.arrow(354, 220)
-    card.scene((424, 60, 744, 380), "candy")
-    card.write(384, 452, "a picture in, a new one out", 44)
+def into(before: str, after: str, note: str) -> Callable[[Card], None]:
+    def draw(card: Card) -> None:
+        card.scene((24, 60, 344, 380), before)
+        card.arrow(354, 220)
+        card.scene((424, 60, 744, 380), after)
+        card.write(384, 452, note, 44)
+
+    return draw
 
 
 def same_size(card: Card) -> None:
@@ -161,13 +164,6 @@ def hires(card: Card) -> None:
     card.write(690, 235, "x", 40, QUIET)
     card.write(690, 285, "1180", 48)
     card.write(384, 482, "type any size", 44, WARM)
-
-
-def control(card: Card) -> None:
-    card.scene((24, 60, 344, 380), "lines")
-    card.arrow(354, 220)
-    card.scene((424, 60, 744, 380), "dawn")
-    card.write(384, 452, "ControlNet, compiled too", 44)
 
 
 def lora(card: Card) -> None:
@@ -201,10 +197,10 @@ PICTURES: dict[str, Callable[[Card], None]] = {
     "04 Z-Image Turbo": model("Z-Image Turbo", "Speed Up: Exact", "candy"),
     "05 Qwen-Image": model("Qwen-Image", "Speed Up: Balanced", "night"),
     "06 Wan 2.2 video": video,
-    "07 Image to image": image_to_image,
+    "07 Image to image": into("night", "candy", "a picture in, a new one out"),
     "08 Image to image, any size": same_size,
     "09 Hires fix, any size": hires,
-    "10 ControlNet": control,
+    "10 ControlNet": into("lines", "dawn", "ControlNet, compiled too"),
     "11 LoRA sweep": lora,
     "12 DeepCache quality": quality,
     "13 Warm up sizes": warm_up,

@@ -5,6 +5,7 @@ from comfy_api.latest import io
 from ..accel.hosts.comfyui.models.accelerate import accelerate
 from ..accel.hosts.comfyui.versions import make_input, schema
 from .compile_inputs import check_gain_input, how_to_compile, settings
+from .hidden import node_id
 
 GRAPHS = ("off", "auto")
 
@@ -52,5 +53,4 @@ class AccelModel(io.ComfyNode):
     ) -> io.NodeOutput:
         # ComfyUI hands on links into inputs that are no more (min_repetitions, cache_mb of version 0.1).
         compiling = settings(shapes, backend, on_trouble, check_gain)
-        node_id = cls.hidden.unique_id if cls.hidden else None
-        return io.NodeOutput(accelerate(model, compiling, node_id=node_id, graphs=graphs != GRAPHS[0]))
+        return io.NodeOutput(accelerate(model, compiling, node_id=node_id(cls), graphs=graphs != GRAPHS[0]))

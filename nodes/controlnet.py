@@ -5,6 +5,7 @@ from comfy_api.latest import io
 from ..accel.hosts.comfyui.models.controlnet import accelerate_control
 from ..accel.hosts.comfyui.versions import make_input, schema
 from .compile_inputs import check_gain_input, how_to_compile, settings
+from .hidden import node_id
 
 
 class AccelControlNet(io.ComfyNode):
@@ -41,5 +42,4 @@ class AccelControlNet(io.ComfyNode):
     @classmethod
     def execute(cls, control_net, shapes, backend, on_trouble, check_gain=True) -> io.NodeOutput:
         compiling = settings(shapes, backend, on_trouble, check_gain)
-        node_id = cls.hidden.unique_id if cls.hidden else None
-        return io.NodeOutput(accelerate_control(control_net, compiling, node_id=node_id))
+        return io.NodeOutput(accelerate_control(control_net, compiling, node_id=node_id(cls)))

@@ -6,6 +6,7 @@ from typing_extensions import override
 from ..accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from ..accel.hosts.comfyui.versions import make_input, schema
 from ..accel.step_cache.config import BETWEEN, POLICIES, DeepCacheSettings
+from .hidden import node_id
 
 DEFAULTS = DeepCacheSettings()
 
@@ -148,4 +149,4 @@ class AccelDeepCache(io.ComfyNode):
         between: str = DEFAULTS.between,
     ) -> io.NodeOutput:
         settings = DeepCacheSettings(interval, depth, start_percent, end_percent, schedule, threshold, between)
-        return io.NodeOutput(apply_deep_cache(model, settings, cls.hidden.unique_id if cls.hidden else None))
+        return io.NodeOutput(apply_deep_cache(model, settings, node_id(cls)))

@@ -10,6 +10,7 @@ from ..accel.hosts.comfyui.models.vae import vae_view
 from ..accel.hosts.comfyui.versions import make_input, schema
 from ..accel.sizing.vae import AUTO, VaePolicy
 from ..accel.step_cache.config import QUALITIES
+from .hidden import node_id
 
 
 class AccelSpeedUp(io.ComfyNode):
@@ -59,12 +60,12 @@ class AccelSpeedUp(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, quality, vae=None) -> io.NodeOutput:
-        node_id = cls.hidden.unique_id if cls.hidden else None
-        faster = accelerate(model, CompileSettings(measured=True), node_id=node_id, graphs=True)
+        node = node_id(cls)
+        faster = accelerate(model, CompileSettings(measured=True), node_id=node, graphs=True)
         caching = QUALITIES[quality]
         if caching is not None:
-            faster = apply_deep_cache(faster, caching, node_id=node_id)
+            faster = apply_deep_cache(faster, caching, node_id=node)
         view = ExecutionBlocker("Connect a VAE to Speed Up to use its VAE output.")
         if vae is not None:
-            view = vae_view(vae, VaePolicy(AUTO), CompileSettings(measured=True), node_id=node_id)
+            view = vae_view(vae, VaePolicy(AUTO), CompileSettings(measured=True), node_id=node)
         return io.NodeOutput(faster, view)

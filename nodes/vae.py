@@ -6,6 +6,7 @@ from ..accel.core.compile_settings import CompileSettings
 from ..accel.hosts.comfyui.models.vae import vae_view
 from ..accel.hosts.comfyui.versions import make_input, schema
 from ..accel.sizing.vae import AUTO, DEFAULT_AFTER, POLICIES, SKIP, VaePolicy
+from .hidden import node_id
 
 
 class AccelVAESkipCompile(io.ComfyNode):
@@ -65,6 +66,5 @@ class AccelVAESkipCompile(io.ComfyNode):
     @classmethod
     def execute(cls, vae, policy, after=DEFAULT_AFTER, free_memory_on_new_size=False) -> io.NodeOutput:
         settings = CompileSettings(measured=policy == AUTO)
-        node_id = cls.hidden.unique_id if cls.hidden else None
         rules = VaePolicy(policy, after, free_memory_on_new_size)
-        return io.NodeOutput(vae_view(vae, rules, settings, node_id=node_id))
+        return io.NodeOutput(vae_view(vae, rules, settings, node_id=node_id(cls)))

@@ -67,21 +67,6 @@ class Snapped:
     text: str
 
 
-def range_error(**sides: int | None) -> str | None:
-    """A sentence on the first side that is out of range, and the nearest valid size; None if all are valid.
-
-    None stands for a linked side, which has no value yet.
-    """
-    for name, value in sides.items():
-        if value is not None and not SMALLEST <= value <= LARGEST:
-            nearest = "×".join("…" if s is None else str(min(max(s, SMALLEST), LARGEST)) for s in sides.values())
-            return (
-                f"{name} is {value}; it must be from {SMALLEST} to {LARGEST} pixels. The nearest valid size is"
-                f" {nearest}."
-            )
-    return None
-
-
 def snap_inputs(
     asked: Size,
     rule: Rule,
@@ -112,9 +97,7 @@ def snap_inputs(
         asked, shape = latent_size(latent, unit), latent["samples"].shape
         batch, frames = shape[0], math.prod(shape[2:-2])
     else:
-        error = range_error(width=asked.width, height=asked.height)  # a linked side is only known now
-        if error:
-            raise ValueError(error)
+        _check_range(asked)  # a linked side is only known now
     chosen = choose(asked, rule, model, layout, batch, frames=frames)
     plan = fit(asked, chosen.size, how, anchor, unit, chosen.multiple)
     return Snapped(
@@ -237,6 +220,16 @@ def _multiple(chosen: str, model: Any, layout: LatentLayout) -> int:
     if chosen.isdecimal():
         return math.lcm(int(chosen), layout.scale)
     return math.lcm(SAFE_FOR_ANY_UNET, layout.scale) if model is None else model_multiple(model)
+
+
+def _check_range(asked: Size) -> None:
+    for name, value in zip(("width", "height"), _sides(asked), strict=True):
+        if not SMALLEST <= value <= LARGEST:
+            nearest = "×".join(str(min(max(side, SMALLEST), LARGEST)) for side in _sides(asked))
+            raise ValueError(
+                f"{name} is {value}; it must be from {SMALLEST} to {LARGEST} pixels. The nearest valid size is"
+                f" {nearest}."
+            )
 
 
 def _whole(sizes: Iterable[Size], layout: LatentLayout) -> list[Size]:
