@@ -66,7 +66,8 @@ def save(path: Path, rows: Sequence[dict[str, Any]]) -> None:
                 colour = WAITS if row["compilations"] else GAVE_UP if row["gave_up"] else READY
                 box(LEFT + index * CELL, y, colour)
             waiting = sum(row["compilations"] > 0 for row in own)
-            said = f"{waiting} of {len(own)} images wait" + (", then gives up" if own[-1]["gave_up"] else "")
+            said = f"{waiting} of {len(own)} images wait{'s' * (waiting == 1)}"
+            said += ", then it gives up" if own[-1]["gave_up"] else ""
             write(LEFT + len(own) * CELL + 14, y + CELL / 2, said, fill="black")
             y += ROW - 8
         y += 28
