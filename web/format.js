@@ -53,12 +53,6 @@ export function bytes(value) {
   return quantity(value / size, unit, value / size < 10 ? 1 : 0);
 }
 
-/** How many times as fast: 1.31× */
-export function times(value) {
-  const digits = { minimumFractionDigits: 2, maximumFractionDigits: 2 };
-  return isNumber(value) ? `${format(Intl.NumberFormat, digits).format(value)}×` : NOTHING;
-}
-
 /** Steps a second, as samplers count them: 3.2 it/s, or 4.1 s/it where a step takes longer than a second. */
 export function rate(value) {
   if (!isNumber(value) || value <= 0) return NOTHING;

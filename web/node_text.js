@@ -6,12 +6,9 @@
 import { app } from "../../scripts/app.js";
 import { h, setText } from "./dom.js";
 import { feed } from "./feed.js";
-import { loadTexts, onLanguage, reasonText, t } from "./texts.js";
+import { lineText, loadTexts, onLanguage, t } from "./texts.js";
 
-const WIDGET = "accel_text";
-const PROPERTY = "accel_text";
-const LINES = "accel_lines"; // reasons, so that another language can be shown
-const SEPARATOR = " · ";
+const NAME = "accel_text"; // of the widget, and of the property: a text, or reasons, which any language can show
 const LINE = 18; // pixels
 const PADDING = 12;
 
@@ -44,25 +41,22 @@ export function showWaitingLines() {
   for (const [place, line] of Object.entries(lines)) {
     const node = findNode(place);
     if (!isOurs(node)) continue;
-    node.properties[LINES] = line;
-    setNodeText(node, textOf(line));
+    keep(node, line);
   }
 }
 
 /** A node of ours: text that it gave when it ran. */
 export function onExecuted(node, output) {
   const text = output?.text?.[0];
-  if (typeof text === "string") setNodeText(node, text);
+  if (typeof text === "string") keep(node, text);
 }
 
 /** After a node was made from a workflow: what it said last. */
 export function onConfigured(node) {
-  const line = node.properties?.[LINES];
-  const text = Array.isArray(line) ? textOf(line) : node.properties?.[PROPERTY];
+  const said = node.properties?.[NAME];
+  const text = Array.isArray(said) ? lineText(said) : said;
   if (typeof text === "string" && text) drawText(node, text);
 }
-
-const textOf = (line) => line.map(reasonText).join(SEPARATOR);
 
 const isOurs = (node) => Boolean(node?.comfyClass?.startsWith("Accel"));
 
@@ -77,13 +71,13 @@ function findNode(id) {
   return node;
 }
 
-function setNodeText(node, text) {
-  node.properties[PROPERTY] = text;
-  drawText(node, text);
+function keep(node, said) {
+  node.properties[NAME] = said;
+  onConfigured(node);
 }
 
 function drawText(node, text) {
-  const widget = node.widgets?.find(({ name }) => name === WIDGET) ?? addWidget(node);
+  const widget = node.widgets?.find(({ name }) => name === NAME) ?? addWidget(node);
   setText(widget.element, text);
   widget.element.title = text;
   grow(node);
@@ -92,7 +86,7 @@ function drawText(node, text) {
 function addWidget(node) {
   const element = h("div", { class: "accel-node-text", role: "status" });
   const options = { serialize: false, hideOnZoom: false, getValue: () => element.textContent, setValue: () => {} };
-  const widget = node.addDOMWidget(WIDGET, "accel_text", element, options);
+  const widget = node.addDOMWidget(NAME, "accel_text", element, options);
   widget.serialize = false;
   widget.computeLayoutSize = () => ({ minHeight: heightOf(node, element), minWidth: 0 });
   return widget;

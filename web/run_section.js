@@ -1,12 +1,11 @@
 /** The last run: what it gained first, then how long it took, how much ran compiled and what DeepCache skipped. */
 
 import { h, setText, show } from "./dom.js";
-import { count, percent, rate, seconds, size, times } from "./format.js";
+import { count, percent, rate, seconds, size } from "./format.js";
 import { reasonList } from "./reason_list.js";
-import { reasonText, t } from "./texts.js";
+import { lineText, reasonText, t } from "./texts.js";
 
 const MOST_CELLS = 400;
-const LEAST_SAVED = 0.05; // seconds; the engine has the same
 
 export function runSection() {
   const gain = h("p", { class: "accel-gain", title: t("gainTip") });
@@ -33,7 +32,7 @@ export function runSection() {
     const cached = state?.deep_cache?.last_run ?? null;
     show(element, Boolean(run || cached));
     if (element.hidden) return;
-    const said = gainText(run, cached);
+    const said = lineText(run?.gain ?? []); // "1.31× · 2.1 s saved"
     show(gain, said !== "");
     setText(gain, said);
     facts.replaceChildren(...rows(run, cached).flatMap(([key, value]) => fact(key, value)));
@@ -53,16 +52,6 @@ export function runSection() {
 function fact(key, value) {
   const tip = t(`${key}Tip`);
   return [h("dt", { text: t(key), title: tip }), h("dd", { class: `accel-${key}`, text: value, title: tip })];
-}
-
-/** "1.31× · 2.1 s saved"; empty where nothing is known. */
-function gainText(run, cached) {
-  const saved = (run ?? cached)?.saved_seconds;
-  if (typeof saved !== "number" || run?.failed) return "";
-  if (Math.abs(saved) < LEAST_SAVED) return t("asFast");
-  const parts = typeof run?.times === "number" && saved > 0 ? [times(run.times)] : [];
-  parts.push(t(saved < 0 ? "slowerBy" : "savedOf", { seconds: seconds(Math.abs(saved)) }));
-  return parts.join(" · ");
 }
 
 function rows(run, cached) {

@@ -54,6 +54,9 @@ export function reasonText({ code, fields, reason } = {}) {
   return filled(found, Object.fromEntries(texts));
 }
 
+/** Reasons in a row: the line of a node, or what a run gained. */
+export const lineText = (reasons) => reasons.map(reasonText).join(" · ");
+
 function sentence(part, key) {
   const wanted = language();
   const tried = [wanted, wanted.split("-")[0], FALLBACK];

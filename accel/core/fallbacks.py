@@ -17,6 +17,11 @@ _MOST = 500
 _NUMBER = re.compile(r"\b\d[\w.+-]*")
 
 
+def rows_of(counts: Mapping[tuple[str, Reason], int]) -> list[dict[str, Any]]:
+    """Calls by (block, reason) for pages: {"block", "code", "fields", "reason", "calls"} each."""
+    return [{"block": block, **why.as_json(), "calls": calls} for (block, why), calls in counts.items()]
+
+
 class Fallbacks:
     """Counts calls by (block, reason); reasons that differ only in numbers count as the first of them."""
 
@@ -50,19 +55,14 @@ class Fallbacks:
         with self._lock:
             return {(block, reason): calls for (block, _), (reason, calls) in self._calls.items()}
 
-    def rows(self, since: Mapping[tuple[str, Reason], int] | None = None) -> list[dict[str, Any]]:
-        """{"block", "code", "fields", "reason", "calls"} for each of `counts`; since: of an earlier `counts`."""
-        return [{"block": block, **why.as_json(), "calls": calls} for (block, why), calls in self._since(since).items()]
-
-    def reasons(self, since: Mapping[tuple[str, Reason], int] | None = None) -> list[Reason]:
-        """The reasons of `rows`, the most frequent first."""
-        more = self._since(since)
-        return [why for _, why in sorted(more, key=more.__getitem__, reverse=True)]
-
-    def _since(self, since: Mapping[tuple[str, Reason], int] | None) -> dict[tuple[str, Reason], int]:
-        before = since or {}
+    def since(self, before: Mapping[tuple[str, Reason], int]) -> dict[tuple[str, Reason], int]:
+        """`counts` without those of an earlier `counts`."""
         more = {key: calls - before.get(key, 0) for key, calls in self.counts().items()}
         return {key: calls for key, calls in more.items() if calls > 0}
+
+    def rows(self, since: Mapping[tuple[str, Reason], int] | None = None) -> list[dict[str, Any]]:
+        """`rows_of` what was counted, since an earlier `counts` if there is one."""
+        return rows_of(self.since(since or {}))
 
     def clear(self) -> None:
         """Forget all; the next of each reason is logged again."""

@@ -139,6 +139,7 @@ _SAVED = {
     "compiling_saved_in_part": "Compiling: the median time of a block's call, uncompiled less compiled, times its "
     "calls ({covered} of {calls} calls; the others are not counted); both were measured on this machine. The time to "
     "compile is not taken off.",
+    "both_samplings": "{first} {second}",
     "skipping_unused": "DeepCache skipped no step.",
     "skipping_untimed": "What DeepCache saved is not known: the steps of this run were not timed.",
     "skipping_unsure": "What DeepCache saved is not known: too few steps of this run could be compared.",
@@ -169,3 +170,6 @@ SENTENCES = {**_A_CALL, **_A_MACHINE, **_A_GRAPH, **_A_MODEL, **_ADDED_WEIGHTS, 
 
 OF_THE_MACHINE = frozenset(_A_MACHINE)
 """Codes of what is missing for every block alike."""
+
+OF_CUDA_GRAPHS = frozenset({"not_captured"})
+"""Codes of what keeps a call of the model from being captured; its blocks run compiled all the same."""

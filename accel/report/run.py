@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ..core.fallbacks import rows_of
 from ..core.reasons import Reason
+from ..core.sentences import OF_CUDA_GRAPHS
 
 LEAST_SAVED = 0.05
 """Seconds: less than this is within what two equal runs differ by."""
@@ -24,20 +27,30 @@ class Saving(NamedTuple):
         """{"seconds", "how"}, the latter as text."""
         return {"seconds": self.seconds, "how": "" if self.how is None else str(self.how)}
 
+    def with_next(self, other: Saving) -> Saving:
+        """The sum of what is known of two samplings of one prompt."""
+        known = [saving for saving in (self, other) if saving.seconds is not None]
+        if len(known) < 2:
+            return known[0] if known else self if other.how is None else other
+        how = self.how if self.how == other.how else Reason("both_samplings", first=self.how, second=other.how)
+        return Saving(self.seconds + other.seconds, how)
+
 
 @dataclass
 class Run:
-    """One sampling run.
+    """One sampling run, or all `samplings` of one prompt together.
 
-    latent: shape of the noise, such as [B, C, H, W]. contexts: prompt lengths, tokens.
+    prompt: the id of the prompt; None for a run of none.
+    latent: shape of the noise, such as [B, C, H, W]; of the last sampling. contexts: prompt lengths, tokens.
     compiling, caching: settings of the compiler and of DeepCache; None where the run did without.
     eager_calls: calls of blocks that could have run compiled. left_eager: by reason, how many blocks nobody tried to
-        compile. fallbacks: `Fallbacks.rows` of this run.
+        compile. fallbacks: calls that ran uncompiled or were not captured, by (block, reason).
     steps_taken: DeepCache's steps, such as "FSSF"; why_full: what of the model or the sampler made all of them full.
     model_calls: calls of the whole model, where capturing is on; replays: those of them that replayed a CUDA graph.
     captures: calls captured in this run, in capture_seconds.
-    pixels: width and height of the image; None where the latent is none of an image. working_seconds: without what was
-        compiled, loaded and captured in it. compiled_total: seconds that compiling this model took since the start.
+    pixels: width and height of the image; None where the latent is none of an image. prepare_seconds: before the
+        sampler's first call, most of it for loading the model. working_seconds: without these, and without what was
+        compiled, loaded and captured. compiled_seconds: by model, what compiling it took since the start.
     times: how many times as long the same image would have taken; None where unknown. pays_back_after: images until
         compiling has saved what it took; None where unknown, or where nothing was compiled.
     lines: by node id, what it gained, in parts (`headline.headlines`).
@@ -45,6 +58,8 @@ class Run:
     """
 
     model: str = ""
+    prompt: str | None = None
+    samplings: int = 1
     latent: tuple[int, ...] = ()
     steps: int | None = None
     sampler: str | None = None
@@ -69,18 +84,23 @@ class Run:
     captures: int = 0
     capture_seconds: float = 0.0
     evicted: int = 0
-    fallbacks: list[dict[str, Any]] = field(default_factory=list)
+    fallbacks: dict[tuple[str, Reason], int] = field(default_factory=dict)
     steps_taken: str = ""
     why_full: str | None = None
     by_compiling: Saving = Saving()
     by_skipping: Saving = Saving()
     pixels: tuple[int, int] | None = None
-    compiled_total: float = 0.0
+    prepare_seconds: float = 0.0
+    compiled_seconds: dict[str, float] = field(default_factory=dict)
     lines: dict[str, list[Reason]] = field(default_factory=dict)
 
     @property
     def working_seconds(self) -> float:
-        return self.seconds - self.compile_seconds - self.load_seconds - self.capture_seconds
+        return self.seconds - self.prepare_seconds - self.compile_seconds - self.load_seconds - self.capture_seconds
+
+    @property
+    def compiled_total(self) -> float:
+        return sum(self.compiled_seconds.values())
 
     @property
     def times(self) -> float | None:
@@ -99,16 +119,66 @@ class Run:
         working = self.working_seconds
         return (working + sum(known)) / working if known and working > 0 and not self.failed else None
 
+    def gain_by(self, *savings: Saving) -> list[Reason]:
+        """What these savings come to, in parts for people; empty where it is unknown."""
+        times = self.times_by(*savings)
+        if times is None:
+            return []
+        saved = (times - 1) * self.working_seconds
+        if abs(saved) < LEAST_SAVED:
+            return [Reason("line_equal")]
+        if saved < 0:
+            return [Reason("line_slower", seconds=rounded(-saved))]
+        return [Reason("line_times", times=f"{times:.2f}"), Reason("line_saved", seconds=rounded(saved))]
+
+    def uncompiled(self) -> list[Reason]:
+        """Why blocks ran uncompiled, the most frequent reason first."""
+        reasons = [key for key in self.fallbacks if key[1].code not in OF_CUDA_GRAPHS]
+        return [why for _, why in sorted(reasons, key=self.fallbacks.__getitem__, reverse=True)]
+
+    def with_next(self, other: Run) -> Run:
+        """This and the next sampling of the same prompt, as one: a hires fix, say, or a base model and a refiner."""
+        both = (self, other)
+        models = dict.fromkeys((*self.model.split(" + "), other.model))
+        samplers = dict.fromkeys(run.sampler for run in both if run.sampler)
+        steps = [run.steps for run in both if run.steps is not None]
+        shares = [run.loaded_share for run in both if run.loaded_share is not None]
+        return replace(
+            other,
+            model=" + ".join(filter(None, models)),
+            steps=sum(steps) if steps else None,
+            sampler=" + ".join(samplers) or None,
+            compiling=other.compiling or self.compiling,
+            caching=other.caching or self.caching,
+            contexts=tuple(sorted({*self.contexts, *other.contexts})),
+            failed=self.failed or other.failed,
+            loaded_share=min(shares, default=None),
+            blocks=max(self.blocks, other.blocks),
+            kinds=max(self.kinds, other.kinds),
+            left_eager=dict(Counter(self.left_eager) | Counter(other.left_eager)),
+            fallbacks=dict(Counter(self.fallbacks) + Counter(other.fallbacks)),
+            steps_taken=self.steps_taken + other.steps_taken,
+            why_full=self.why_full or other.why_full,
+            by_compiling=self.by_compiling.with_next(other.by_compiling),
+            by_skipping=self.by_skipping.with_next(other.by_skipping),
+            compiled_seconds={**self.compiled_seconds, **other.compiled_seconds},
+            lines={**self.lines, **other.lines},
+            **{name: getattr(self, name) + getattr(other, name) for name in _ADDED},
+        )
+
     def as_json(self) -> dict[str, Any]:
         """For the panel and the report."""
         values = {**vars(self), "latent": list(self.latent), "contexts": list(self.contexts)}
         return {
             **values,
+            "fallbacks": rows_of(self.fallbacks),
+            "compiled_total": self.compiled_total,
             "left_eager": {str(reason): blocks for reason, blocks in self.left_eager.items()},
             "left_eager_reasons": [{**why.as_json(), "blocks": blocks} for why, blocks in self.left_eager.items()],
             "lines": self.lines_as_json(),
             "working_seconds": self.working_seconds,
             "times": self.times,
+            "gain": [part.as_json() for part in self.gain_by(self.by_compiling, self.by_skipping)],
             "pays_back_after": self.pays_back_after,
             "by_compiling": self.by_compiling.as_json(),
             "by_skipping": self.by_skipping.as_json(),
@@ -118,6 +188,16 @@ class Run:
     def lines_as_json(self) -> dict[str, list[dict[str, Any]]]:
         """`lines` with reasons as JSON."""
         return {node: [part.as_json() for part in line] for node, line in self.lines.items()}
+
+
+_ADDED = ("samplings", "seconds", "prepare_seconds", "compiled_calls", "eager_calls", "compilations", "compile_seconds")
+_ADDED += ("loaded", "load_seconds", "model_calls", "replays", "captures", "capture_seconds", "evicted")
+"""What two samplings have together."""
+
+
+def rounded(seconds: float) -> str:
+    """Seconds as people say them, such as "2.1" and "14"."""
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}"
 
 
 def together(parts: Sequence[Saving]) -> dict[str, Any]:

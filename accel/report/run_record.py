@@ -19,7 +19,7 @@ from ..core.events import emit, subscribe
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason
 from ..step_cache.run import FULL, SKIPPED
-from .headline import headlines
+from .headline import headline, nodes_of
 from .run import Run, Saving, together
 
 _MOST_RUNS = 64
@@ -56,12 +56,15 @@ class _Compiling:
 class RunRecords:
     """The latest 64 runs, DeepCache's last one, and what is being compiled now.
 
+    All samplings of one prompt are one run, as long as no other prompt is sampled between them.
+
     A run belongs to the thread that emits its `run_start`, and so does every event of that thread up to its `run_end`.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._runs: deque[Run] = deque(maxlen=_MOST_RUNS)
+        self._by_node: dict[str, Run] = {}  # of the last one, what each of its nodes took part in
         self._open: dict[int, list[_Open]] = {}
         self._compiling: dict[int, _Compiling] = {}
         self._deep_cache: dict[str, Any] | None = None
@@ -97,6 +100,7 @@ class RunRecords:
     def clear(self) -> None:
         with self._lock:
             self._runs.clear()
+            self._by_node.clear()
             self._open.clear()
             self._compiling.clear()
             self._deep_cache = None
@@ -138,12 +142,25 @@ class RunRecords:
             del self._open[thread]
         run = now.run
         run.seconds, run.finished = time.perf_counter() - now.began, time.time()
-        run.fallbacks = fallbacks.rows(since=now.fallbacks_before)[:_MOST_REASONS]
+        run.fallbacks = dict(list(fallbacks.since(now.fallbacks_before).items())[:_MOST_REASONS])
         self._compile_seconds[run.model] += run.compile_seconds
-        run.compiled_total = self._compile_seconds[run.model]
-        run.lines = headlines(run, fallbacks.reasons(since=now.fallbacks_before))
-        self._runs.append(run)
+        run.compiled_seconds = {run.model: self._compile_seconds[run.model]}
+        self._keep(run)
         return run
+
+    def _keep(self, run: Run) -> None:
+        is_next = run.prompt is not None and bool(self._runs) and self._runs[-1].prompt == run.prompt
+        before = self._by_node if is_next else {}
+        now = {node: before[node].with_next(run) if node in before else run for node in nodes_of(run)}
+        self._by_node = {**before, **now}
+        run.lines = {node: line for node, whole in now.items() if (line := headline(whole, node))}
+        self._runs.append(self._runs.pop().with_next(run) if is_next else run)
+        whole = self._runs[-1]
+        if is_next and whole.steps_taken:
+            steps = whole.steps_taken
+            self._deep_cache = _skipping(
+                steps.count(FULL), steps.count(SKIPPED), steps, whole.why_full, whole.by_skipping
+            )
 
     def _on_run_calls(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         if now is None:
@@ -161,11 +178,20 @@ class RunRecords:
             saved = by_skipping(steps, began, now.disturbed if now is not None else ())
         else:
             saved = Saving(None, Reason("skipping_untimed"))
-        counts = {name: data[name] for name in ("full_steps", "skipped_steps")}
         why_full = data.get("why_full")
-        self._deep_cache = {**counts, "steps": steps, "why_full": why_full, **together([saved])}
+        self._deep_cache = _skipping(data["full_steps"], data["skipped_steps"], steps, why_full, saved)
         if now is not None:
             now.run.steps_taken, now.run.by_skipping, now.run.why_full = steps, saved, why_full
+
+    def _on_sampling(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+        if now is not None and not now.run.prepare_seconds:
+            run = now.run
+            busy = run.compile_seconds + run.load_seconds + run.capture_seconds
+            run.prepare_seconds = max(0.0, time.perf_counter() - now.began - busy)
+
+    def _on_warmed_up(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
+        if self._runs:
+            self._runs[-1].prompt = None  # the image that follows in this prompt is a run of its own
 
     def _on_survey(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         if now is not None:
@@ -199,6 +225,12 @@ class RunRecords:
 
     def _on_compile_failed(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         self._compiling.pop(thread, None)
+
+
+def _skipping(full: int, skipped: int, steps: str, why_full: str | None, saved: Saving) -> dict[str, Any]:
+    """What `RunRecords.deep_cache` tells."""
+    counts = {"full_steps": full, "skipped_steps": skipped}
+    return {**counts, "steps": steps, "why_full": why_full, **together([saved])}
 
 
 def by_compiling(calls: int, measured: Mapping[Benchmark, int], is_measured: bool = True) -> Saving:

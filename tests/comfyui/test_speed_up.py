@@ -1,10 +1,11 @@
 """The Speed Up node: what each quality does to a model, and the line that its run leaves on it."""
 
 import pytest
+import real_prompts
 import tiny_models
 import torch
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.report.headline import as_text
+from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.nodes import speed_up
 from comfy_accel.nodes.deep_cache import AccelDeepCache
@@ -19,6 +20,12 @@ def with_eager_graphs(monkeypatch):
     """Graphs that are traced and not compiled give the very same image, in a moment."""
     monkeypatch.setattr(speed_up, "CompileSettings", lambda **_: CompileSettings(backend="eager"))
     monkeypatch.setattr(AccelSpeedUp, "hidden", type("Hidden", (), {"unique_id": "7"}))
+    records.clear()
+
+
+@pytest.fixture
+def prompts(monkeypatch, tmp_path):
+    return real_prompts.prompts(monkeypatch, tmp_path)
 
 
 def sped_up(model, quality):
@@ -26,7 +33,7 @@ def sped_up(model, quality):
 
 
 def said():
-    return as_text(records.last().lines["7"])
+    return " · ".join(map(str, records.last().lines["7"]))
 
 
 def test_exact_is_the_same_image_and_says_what_compiling_took():
@@ -55,3 +62,49 @@ def test_a_vae_goes_through_and_none_is_needed():
     latent = torch.randn(1, 4, 8, 8)
     assert torch.equal(view.decode(latent), vae.decode(latent))
     assert "Connect a VAE" in AccelSpeedUp.execute(model, "Exact").args[1].message
+
+
+def sampler(latent, steps, model="7"):
+    settings = {"seed": 1, "steps": steps, "cfg": 2.0, "sampler_name": "euler", "scheduler": "normal", "denoise": 1.0}
+    links = {"model": [model, 0], "positive": ["2", 0], "negative": ["2", 0], "latent_image": latent}
+    return {"class_type": "KSampler", "inputs": {**settings, **links}}
+
+
+def test_two_samplers_of_a_prompt_are_told_of_together(prompts):
+    """A first pass and a hires fix, through core's executor."""
+    prompt = {
+        "1": {"class_type": "Give", "inputs": {"name": "model"}},
+        "2": {"class_type": "Give", "inputs": {"name": "conditioning"}},
+        "3": {"class_type": "Give", "inputs": {"name": "latent"}},
+        "7": {"class_type": "AccelSpeedUp", "inputs": {"model": ["1", 0], "quality": "Fast"}},
+        "4": sampler(["3", 0], 14),
+        "5": {
+            "class_type": "LatentUpscale",
+            "inputs": {
+                "samples": ["4", 0],
+                **{"upscale_method": "nearest-exact", "width": 96, "height": 64, "crop": "disabled"},
+            },
+        },
+        "6": sampler(["5", 0], 3),
+        "9": {"class_type": "Keep", "inputs": {"value": ["6", 0], "name": "latent"}},
+    }
+    things = {
+        "model": tiny_models.small_unet(),
+        "conditioning": tiny_models.conditioning(),
+        "latent": {"samples": torch.zeros(1, 4, 8, 8)},
+    }
+    told = []
+    stop = subscribe(lambda name, data: told.append(data["run"].lines) if name == "run_over" else None)
+    try:
+        prompts.run(prompt, **things)
+    finally:
+        stop()
+    (run,) = records.all()
+    assert (run.samplings, run.steps, len(run.steps_taken), run.pixels) == (2, 17, 17, (96, 64))
+    skipped = run.steps_taken.count("S")
+    assert skipped and said().endswith(f"{skipped} of 17 steps skipped")
+    assert [list(lines) for lines in told] == [["7"], ["7"]] and told[-1] == run.lines
+    assert records.deep_cache()["steps"] == run.steps_taken
+    assert 0 < run.prepare_seconds < run.seconds
+    prompts.run({**prompt, "4": sampler(["3", 0], 13)}, **things)
+    assert [run.steps for run in records.all()] == [17, 16], "the next prompt is a run of its own"

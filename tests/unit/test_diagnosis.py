@@ -45,7 +45,7 @@ def skipping(**run):
 
 
 def rows(*reasons, calls=10):
-    return [{"block": "Block", **reason.as_json(), "calls": calls} for reason in reasons]
+    return {("Block", reason): calls for reason in reasons}
 
 
 def test_where_all_is_well_nothing_is_said():

@@ -33,7 +33,7 @@ RUN = Run(
     compile_seconds=1.2,
     loaded=3,
     load_seconds=0.3,
-    fallbacks=[{"block": "BasicTransformerBlock", **Reason("patched", patch="attn2_patch").as_json(), "calls": 10}],
+    fallbacks={("BasicTransformerBlock", Reason("patched", patch="attn2_patch")): 10},
     model_calls=60,
     replays=54,
     captures=2,

@@ -49,7 +49,7 @@ def test_events_between_start_and_end_belong_to_the_run(records):
     assert (run.model, run.latent, run.steps) == ("SD15", (2, 4, 8, 8), 4)
     assert (run.compilations, run.compile_seconds, run.loaded, run.load_seconds) == (1, 1.5, 1, 0.25)
     assert run.left_eager == {odd: 2, strange: 1} and (run.blocks, run.kinds) == (5, 2)
-    assert [row["reason"] for row in run.fallbacks] == ["a patch (attn9) concerns it"]
+    assert [str(why) for _, why in run.fallbacks] == ["a patch (attn9) concerns it"]
     assert not run.failed and run.seconds >= 0 and abs(run.finished - time.time()) < 60
 
 
@@ -59,7 +59,7 @@ def test_fallbacks_of_earlier_runs_are_not_counted_again(records):
         for _ in range(calls):
             fallbacks.note("Block", Reason("no_blocks"))
         end()
-    assert [run.fallbacks[0]["calls"] for run in records.all()] == [3, 2]
+    assert [list(run.fallbacks.values()) for run in records.all()] == [[3], [2]]
 
 
 def test_two_wrappers_of_one_sampler_describe_one_run(records):
@@ -81,6 +81,51 @@ def test_a_sampler_within_a_sampler_is_a_run_of_its_own(records):
     end(owner=2)
     end(owner=1)
     assert [(run.model, run.compilations) for run in records.all()] == [("inner", 1), ("outer", 0)]
+
+
+def test_samplings_of_one_prompt_are_one_run(records):
+    settings = {"node": "3", "backend": "inductor"}
+    patched, hooked = Reason("patched", patch="attn9"), Reason("hooks_everywhere")
+    for prompt, model, reason in (
+        ("a", "SDXL", patched),
+        ("a", "SDXL", hooked),
+        ("a", "Flux", patched),
+        ("b", "", hooked),
+    ):
+        start(prompt=prompt, model=model, compiling={**settings, "node": "5"} if model == "Flux" else settings)
+        emit("sampling")
+        emit("compile_end", name="Block", key="x", seconds=1.0)
+        fallbacks.note("Block", reason)
+        end()
+    first, second = records.all()
+    assert (first.model, first.steps, first.samplings, first.compilations) == ("SDXL + Flux", 12, 3, 3)
+    assert first.compiled_total == 3.0 and first.fallbacks == {("Block", patched): 2, ("Block", hooked): 1}
+    assert {node: str(line[-1]) for node, line in first.lines.items()} == {
+        "3": "not compiled: a patch (attn9) concerns it",
+        "5": "not compiled: a patch (attn9) concerns it",
+    }
+    assert (second.samplings, second.compilations) == (1, 1)
+
+
+def test_a_warm_up_is_no_part_of_the_image_after_it(records):
+    for _ in range(2):
+        start(prompt="a", steps=1)
+        end()
+    emit("warmed_up")
+    start(prompt="a")
+    end()
+    assert [run.steps for run in records.all()] == [2, 4]
+
+
+def test_loading_the_model_is_not_work_of_the_sampler(records):
+    start()
+    time.sleep(0.05)
+    emit("sampling")
+    time.sleep(0.02)
+    emit("sampling")  # of another wrapper of the same sampler
+    end()
+    run = records.last()
+    assert 0.05 <= run.prepare_seconds < run.seconds and run.working_seconds == run.seconds - run.prepare_seconds
 
 
 def test_what_another_thread_does_belongs_to_its_own_run(records):

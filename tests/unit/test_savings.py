@@ -5,7 +5,8 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.benchmark import CLEAR_ROUNDS, Benchmark
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph
-from comfy_accel.accel.report.run import together
+from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.report.run import Saving, together
 from comfy_accel.accel.report.run_record import by_compiling, by_skipping
 
 
@@ -76,6 +77,16 @@ def test_sum_of_what_is_known():
     known, unknown = by_skipping("FSFSF", (0.0, 1.0, 2.0, 4.0, 5.0)), by_compiling(0, {})
     assert together([known, unknown])["saved_seconds"] == known.seconds == 2 * (2.0 - 1.0)
     assert together([unknown])["saved_seconds"] is None
+
+
+def test_savings_of_two_samplers_add_up_as_far_as_they_are_known():
+    compiled, unknown = Saving(2.0, Reason("compiling_saved")), Saving(None, Reason("compiling_unsure"))
+    partly = Saving(1.0, Reason("compiling_saved_in_part", covered=1, calls=2))
+    assert compiled.with_next(compiled) == Saving(4.0, compiled.how)
+    assert compiled.with_next(unknown) == unknown.with_next(compiled) == compiled
+    assert Saving().with_next(unknown) == unknown.with_next(Saving()) == unknown
+    both = compiled.with_next(partly)
+    assert both.seconds == 3.0 and str(both.how) == f"{compiled.how} {partly.how}"
 
 
 def test_benchmarks_count_the_calls_at_their_size_and_the_entry_all():

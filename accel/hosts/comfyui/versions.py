@@ -71,7 +71,10 @@ def make_input(kind: type, /, input_id: str, **options: Any) -> Any:
     """
     known = inspect.signature(kind.Input.__init__).parameters
     made = _ListedCombo if kind is io.Combo and "advanced" not in known else kind.Input
-    return made(input_id, **{name: value for name, value in options.items() if name in known})
+    declared = made(input_id, **{name: value for name, value in options.items() if name in known})
+    if kind is io.String:  # core checks these for every kind, and declares them for numbers alone
+        declared.extra_dict = {name: options[name] for name in ("min", "max") if name in options}
+    return declared
 
 
 def latent_scale(latent_format: Any) -> int:
@@ -304,6 +307,13 @@ def _progress_of(node_id: str) -> Any:
     registry = getattr(sys.modules.get("comfy_execution.progress"), "global_progress_registry", None)
     has_node = getattr(getattr(registry, "dynprompt", None), "has_node", None)
     return registry if has_node is not None and has_node(node_id) else None
+
+
+def running_prompt() -> str | None:
+    """The id of the prompt that this thread runs a node of; None outside of a prompt."""
+    asked = getattr(sys.modules.get("comfy_execution.utils"), "get_executing_context", None)
+    context = None if asked is None else asked()
+    return None if context is None else context.prompt_id
 
 
 def running_workflow(server: Any) -> str | None:

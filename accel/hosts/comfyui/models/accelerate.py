@@ -26,7 +26,7 @@ from ..sizes.shape_errors import size_remembered, sizes_explained
 from ..versions import NO_RESULT_DEPENDS_ON, casts_traceable, recording_nothing, unrecorded_context
 from . import streamed
 from .options import INTERRUPTS, simplifier, without_hooks
-from .run_events import run_events, uses
+from .run_events import run_events, sampling_begins, uses
 
 if TYPE_CHECKING:
     from ....cuda_graphs.model_capture import ModelCapture
@@ -169,9 +169,10 @@ def accelerate(
         from . import capture
 
         capture.attach(cache, patched)
-    for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.APPLY_MODEL):
+    for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.APPLY_MODEL):
         patched.remove_wrappers_with_key(wrapper, KEY)
     patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _outer_sample(settings, cache, node_id, graphs))
+    patched.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, sampling_begins)
     patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _apply_model(settings, cache))
     return patched
 

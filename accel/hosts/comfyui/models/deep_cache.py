@@ -25,7 +25,7 @@ from ..sizes.shape_errors import sizes_explained
 from ..versions import unrecorded_context
 from .noise_levels import NoiseLevels, reckons
 from .options import CAPTURE, INTERRUPTS, asks_wrappers
-from .run_events import run_events
+from .run_events import run_events, sampling_begins
 
 if TYPE_CHECKING:
     from ....cuda_graphs.model_capture import ModelCapture
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 KEY = "accel_deep_cache"
 """Key of our wrappers, and of the run in its transformer_options."""
 
-_WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
+_WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE)
+_WRAPPED += (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 
 _CORE_COMPILE = "torch.compile"
 """The key of the wrapper that core's TorchCompileModel adds."""
@@ -54,6 +55,7 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: s
         return clone
     if not settings.is_off:
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings, node_id))
+        clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, sampling_begins)
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, _begin_evaluation)
         if asks_wrappers(_uncompiled(model)):
             clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _call_model)

@@ -12,6 +12,7 @@ from ....cache.entry import Use
 from ....core.events import emit, log
 from .. import preferences
 from ..sizes.model_sizes import family_name, latent_layout
+from ..versions import running_prompt
 
 
 @contextmanager
@@ -31,6 +32,12 @@ def run_events(executor: Any, arguments: Sequence[Any], **facts: Any) -> Iterato
         failed = False
     finally:
         emit("run_end", owner=owner, failed=failed, loaded_share=_loaded_share(executor.class_obj))
+
+
+def sampling_begins(executor: Any, *args: Any, **kwargs: Any) -> Any:
+    """A SAMPLER_SAMPLE wrapper: emit "sampling", since the model is loaded now and its steps begin."""
+    emit("sampling")
+    return executor(*args, **kwargs)
 
 
 def uses(executor: Any, arguments: Sequence[Any], contexts: Iterable[int]) -> tuple[Use, ...]:
@@ -70,6 +77,7 @@ def _described(executor: Any, arguments: Sequence[Any]) -> dict[str, Any]:
     latent = tuple(noise.shape) if isinstance(noise, torch.Tensor) else ()
     return {
         "model": family_name(patcher),
+        "prompt": running_prompt(),
         "latent": latent,
         "pixels": _pixels(patcher, latent),
         "steps": sigmas.shape[-1] - 1 if isinstance(sigmas, torch.Tensor) and sigmas.ndim else None,

@@ -11,6 +11,7 @@ import comfy.samplers
 import comfy.utils
 import torch
 
+from ....core.events import emit
 from ....sizing.resolution import Size
 from ..sizes.model_sizes import latent_layout
 from ..sizes.size_text import parse_numbers, parse_sizes
@@ -89,6 +90,7 @@ def warm_up(
         sampler = comfy.samplers.KSampler(model, steps, model.load_device, sampler="euler", scheduler="normal")
         sampler.sample(torch.zeros_like(latent), prompt, prompt, cfg=2.0, latent_image=latent, disable_pbar=True)
         progress.update_absolute(number)
+    emit("warmed_up")
     return len(runs), time.perf_counter() - started
 
 

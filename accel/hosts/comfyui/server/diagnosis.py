@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ....core.sentences import OF_CUDA_GRAPHS
 from ....report.headline import FEW_STEPS
 
 OLDEST_COMFYUI = (0, 3, 75)
@@ -64,11 +65,11 @@ class Facts:
 
     def reasons(self) -> list[Mapping[str, Any]]:
         """Why blocks of the last run ran uncompiled: rows of `Fallbacks.rows`, the most frequent first."""
-        return [row for row in self._fallbacks() if row["code"] != "not_captured"]
+        return [row for row in self._fallbacks() if row["code"] not in OF_CUDA_GRAPHS]
 
     def reasons_not_captured(self) -> list[Mapping[str, Any]]:
         """Why calls of the whole model were not captured (`Reason.as_json`), the most frequent first."""
-        return [row["fields"]["why"] for row in self._fallbacks() if row["code"] == "not_captured"]
+        return [row["fields"]["why"] for row in self._fallbacks() if row["code"] in OF_CUDA_GRAPHS]
 
     def left_eager(self) -> list[Mapping[str, Any]]:
         """Why nobody tried to compile some blocks of the last run: {"code", "fields", "reason", "blocks"}."""
@@ -262,7 +263,7 @@ def deep_cache_skipped_nothing(facts: Facts) -> str | None:
     if run.get("why_full"):
         return f"DeepCache skipped nothing: {run['why_full']}."
     steps, sampler = run.get("steps") or len(run.get("steps_taken", "")), run.get("sampler") or "this sampler"
-    if steps < FEW_STEPS:
+    if steps / run.get("samplings", 1) < FEW_STEPS:
         return (
             f"DeepCache skipped none of {steps} steps, since at so few too much changes from one to the next: it pays "
             "from about 20 steps on."
