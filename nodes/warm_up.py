@@ -4,7 +4,8 @@ from comfy_api.latest import io
 from typing_extensions import override
 
 from ..accel.cache.graph_cache import shared
-from ..accel.hosts.comfyui.models.warm_up import parse_runs, warm_up
+from ..accel.hosts.comfyui.models.warm_up import LARGEST_BATCH, LONGEST_PROMPT, parse_runs, warm_up
+from ..accel.hosts.comfyui.sizes.size_text import Limit
 from ..accel.hosts.comfyui.versions import make_input, schema
 
 
@@ -42,14 +43,23 @@ class AccelWarmUpGraphs(io.ComfyNode):
                         "Sizes in pixels, width x height, with commas or line breaks between them: 1024x1024, 720x960."
                     ),
                 ),
-                make_input(io.String, "batches", default="1", tooltip="Batch sizes, with commas between them: 1, 4."),
+                make_input(
+                    io.String,
+                    "batches",
+                    default="1",
+                    min=Limit("1"),
+                    max=Limit(LARGEST_BATCH),
+                    tooltip="Batch sizes, with commas between them: 1, 4.",
+                ),
                 make_input(
                     io.String,
                     "prompt_lengths",
                     default="",
                     optional=True,
                     advanced=True,
-                    tooltip=("Prompt lengths in tokens, such as 77, 154; empty takes the length of the prompt given."),
+                    min=Limit("1"),
+                    max=Limit(LONGEST_PROMPT),
+                    tooltip="Prompt lengths in tokens: 77, 154. Empty takes the length of the prompt given.",
                 ),
             ],
             outputs=[
@@ -61,7 +71,7 @@ class AccelWarmUpGraphs(io.ComfyNode):
     @classmethod
     @override
     def validate_inputs(cls, sizes=None) -> bool | str:
-        # ComfyUI marks every input that this is given, so the others are read when the node runs.
+        # ComfyUI marks every input that this is given; of the others it compares the numbers itself.
         try:
             parse_runs(sizes or "", "1", "")
         except ValueError as error:

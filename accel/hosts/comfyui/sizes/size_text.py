@@ -34,5 +34,19 @@ def parse_numbers(text: str, name: str, largest: int) -> list[int]:
     return numbers
 
 
+class Limit(str):
+    """The least or largest number allowed in a text such as "1, 2, 4", as an input's `min` or `max`.
+
+    Core compares a value with these before the run and marks that input alone, where what `validate_inputs` refuses
+    marks all that it is given. A text with anything but numbers is below any limit.
+    """
+
+    def __gt__(self, text: str) -> bool:
+        return not all(part.isdecimal() and int(part) >= int(self) for part in _parts(text))
+
+    def __lt__(self, text: str) -> bool:
+        return any(part.isdecimal() and int(part) > int(self) for part in _parts(text))
+
+
 def _parts(text: str) -> list[str]:
     return [part.strip() for part in re.split(r"[,;\n]", text) if part.strip()]
