@@ -46,8 +46,8 @@ CAPTURED = {"name": "UNetModel call", "source": "captured", "sizes": [[2, 4, 64,
 """What differs in the row of a recorded model call."""
 
 UNFIT = {"code": "no_graph_fits", "fields": {"graphs": 4}, "reason": "none of its 4 graphs fits this call"}
-SKIPPED = {"code": "skipping_unsure", "fields": {}, "reason": "What DeepCache saved is not known."}
-PATCHED = {"code": "patched", "fields": {"patch": "attn2"}, "reason": "a patch (attn2) concerns it"}
+SKIPPED = {"code": "skipping_unsure", "fields": {}, "reason": "How much DeepCache saved is not known."}
+PATCHED = {"code": "patched", "fields": {"patch": "attn2"}, "reason": "another node patches it (attn2)"}
 """Reasons, as the server tells them."""
 
 

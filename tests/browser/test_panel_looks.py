@@ -143,7 +143,7 @@ def test_another_language_is_taken_at_once(page, shown):
         screenshot(page, "panel-zh")
         texts = page.evaluate("document.querySelector('.accel-panel').innerText")
         assert "Graph cache" not in texts and "上次运行" in texts
-        assert "有补丁（attn2）作用于它" in texts and "concerns it" not in texts
+        assert "有补丁（attn2）作用于它" in texts and "another node" not in texts
         assert [ratio for ratio, _ in page.evaluate(CONTRASTS) if ratio < 4.5] == []
     finally:
         page.evaluate(SET, ["Comfy.Locale", "en"])

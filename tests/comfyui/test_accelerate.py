@@ -147,7 +147,7 @@ def test_budget_smaller_than_the_model_compiles_what_fits_once(sample, entries, 
         assert torch.equal(sample(fast(model, cache), steps=4), sample(model, steps=4))
         assert graphs() == entries and cache.statistics()["evictions"] == 0
     assert {row["reason"] for row in fallbacks.rows()} == {
-        f"the graph cache may hold {entries} kinds, and as many are in use"
+        f"the graph cache is full: all of its {entries} block types are in use"
     }
 
 
@@ -172,7 +172,7 @@ def test_gradients_pass_through_an_accelerated_model(small_unet, sample):
         return torch.autograd.grad(loss, x)[0]
 
     assert torch.equal(gradient({"wrappers": fast_model.wrappers}), gradient({}))
-    assert {row["reason"] for row in fallbacks.rows()} == {"gradients are requested, and a graph gives none"}
+    assert {row["reason"] for row in fallbacks.rows()} == {"gradients are requested, and compiled graphs give none"}
 
 
 def test_attention_patch_runs_its_blocks_eagerly_and_the_rest_compiled(small_unet, sample):
@@ -189,7 +189,7 @@ def test_attention_replacement_concerns_only_the_block_it_names(small_unet, samp
     patched = small_unet.clone()
     patched.set_model_attn1_replace(lambda q, k, v, options: v, "output", 0)
     assert torch.equal(sample(fast(patched)), sample(patched))
-    assert {row["reason"] for row in fallbacks.rows()} == {"an attention replacement (attn1) concerns it"}
+    assert {row["reason"] for row in fallbacks.rows()} == {"another node replaces its attention (attn1)"}
     assert sum(row["calls"] for row in fallbacks.rows()) == 3  # of three blocks of its kind one, once a step
     fallbacks.clear()
     assert torch.equal(sample(fast(small_unet)), sample(small_unet))

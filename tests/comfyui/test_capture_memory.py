@@ -166,7 +166,7 @@ def test_memory_asked_for_in_mid_run_is_given_and_the_run_goes_on_without(cache,
 
     assert torch.equal(image(model_fast, steps=8, callback=callback), expected)
     assert left(capturer) == 0
-    assert reasons() == ["the memory of its captures is needed elsewhere during the run"]
+    assert reasons() == ["the memory of its captures is needed elsewhere during this run"]
     assert torch.equal(image(model_fast, steps=8), expected)
     assert left(capturer) == 1
 

@@ -140,7 +140,7 @@ def test_perturbed_attention_runs_eagerly_where_it_acts(model):
     from comfy_extras.nodes_pag import PerturbedAttentionGuidance
 
     assert_same_image(PerturbedAttentionGuidance.execute(model, 3.0).result[0], model)
-    assert {row["reason"] for row in fallbacks.rows()} == {"an attention replacement (attn1) concerns it"}
+    assert {row["reason"] for row in fallbacks.rows()} == {"another node replaces its attention (attn1)"}
     assert graphs() == 0
 
 

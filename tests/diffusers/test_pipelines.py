@@ -273,6 +273,6 @@ def test_model_that_changes_at_every_step_is_given_up_with_the_reason(sd):
             assert difference(out, plain) < TOLERANCE
     finally:
         del sd.unet.mid_block.attentions[0].transformer_blocks[0].note
-    assert ("UNet2DConditionModel", "its settings change at every call") in {
+    assert ("UNet2DConditionModel", "its settings change on every call") in {
         (row["block"], row["reason"]) for row in fallbacks.rows()
     }

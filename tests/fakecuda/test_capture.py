@@ -124,7 +124,7 @@ def test_capture_beyond_the_budget_is_refused_and_leaves_nothing():
     with replays(model, cache) as call:
         assert not any([call(*inputs(tokens=LONG)) for _ in range(5)])
     (reason,) = reasons()
-    assert "more than the 1 MB" in reason
+    assert "more than their limit of 1 MB" in reason
     assert free_bytes() >= free - (4 << 20)
 
 

@@ -34,7 +34,7 @@ def test_model_on_the_cpu_is_refused_in_one_sentence_and_left_alone():
     model, (cache, _) = Toy(), capturing_cache(CudaCapturer())
     with run(model, cache) as call:
         check_calls(model, call, 4)
-    assert reasons() == ["there are CUDA graphs for CUDA devices alone, and the model runs on cpu"]
+    assert reasons() == ["CUDA graphs need a CUDA device, and the model runs on cpu"]
 
 
 def test_other_allocator_is_refused_with_the_flag_that_helps(monkeypatch):
@@ -43,7 +43,7 @@ def test_other_allocator_is_refused_with_the_flag_that_helps(monkeypatch):
     assert "--disable-cuda-malloc" in str(CudaCapturer().why_not(torch.device("cuda", 0)))
 
 
-@pytest.mark.parametrize(("device", "said"), [("cuda:0", "not used on AMD's cards"), ("mps:0", "runs on mps:0")])
+@pytest.mark.parametrize(("device", "said"), [("cuda:0", "not used on AMD cards"), ("mps:0", "runs on mps:0")])
 def test_cards_of_others_are_refused_and_asked_nothing_that_they_may_not_know(monkeypatch, device, said):
     """Simulated: torch for ROCm calls its devices cuda."""
     monkeypatch.setattr(torch.version, "hip", "6.4")

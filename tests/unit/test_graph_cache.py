@@ -242,7 +242,7 @@ def test_what_a_run_uses_stays_and_the_rest_is_not_compiled(budget):
                 if key in "ab":
                     find(cache, key, make, lease=lease)
                 else:
-                    with pytest.raises(NoGraph, match="kinds, and as many are in use|need more than"):
+                    with pytest.raises(NoGraph, match="block types are in use|need more than"):
                         find(cache, key, make, lease=lease)
         assert keys(cache) == ["a", "b"]
         # In bytes, what a graph weighs is known only once it is there; that is found out once for each.
@@ -278,7 +278,7 @@ def test_two_runs_at_once_do_not_take_each_others_graphs():
 
 def test_larger_budget_lets_in_what_did_not_fit():
     cache = GraphCache(max_bytes=10)
-    with cache.lease() as lease, pytest.raises(NoGraph, match="more than the .* MB that they may keep"):
+    with cache.lease() as lease, pytest.raises(NoGraph, match="more than the memory limit of .* MB"):
         find(cache, "a", lambda: graph(nbytes=40), lease=lease)
     assert cache.generation == 0
     cache.set_budget(max_bytes=100)

@@ -263,11 +263,11 @@ class MakesTensors(Toy):
     [
         (Draws, "random numbers"),
         (DrawsInPython, "random numbers"),
-        (Waits, "waits for a value"),
+        (Waits, "wait for a value"),
         (Remembers, "neither a weight nor an input"),
         (WritesInputs, "writes to its inputs"),
         (WritesItself, "writes to its inputs"),
-        (MakesTensors, "tensor of Python's values"),
+        (MakesTensors, "tensor from Python values"),
     ],
 )
 def test_what_a_capture_would_not_do_again_is_told_once_and_nothing_is_captured(cls, said):
@@ -292,7 +292,7 @@ def test_training_and_gradients_are_left_alone():
             call(x, times()).sum().backward()
         assert x.grad.abs().sum() > 0
     assert capturer.captures == capturer.warm_ups == 0
-    assert reasons() == ["it is being trained", "gradients are requested, and a graph gives none"]
+    assert reasons() == ["it is being trained", "gradients are requested, and compiled graphs give none"]
 
 
 def test_reasons_of_host_and_capturer_are_told_once():
@@ -311,8 +311,8 @@ def test_reasons_of_host_and_capturer_are_told_once():
             call(latent(), times(), control={"middle": []})
     assert capturer.warm_ups == 0
     assert reasons() == [
-        "CUDA graphs are not used on AMD's cards",
-        "the memory of its captures is needed elsewhere during the run",
+        "CUDA graphs are not used on AMD cards",
+        "the memory of its captures is needed elsewhere during this run",
         "a patch (attn1) runs its own code in each call",
     ]
 

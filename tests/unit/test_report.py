@@ -62,7 +62,7 @@ def test_text_says_what_was_compiled_loaded_skipped_saved_and_why_not():
         "about 2.0 s of the 10.0 s that it would have taken (20%)",
         "Compiling: measured. DeepCache: measured.",
         "34.2 dB",
-        "BasicTransformerBlock: a patch (attn2_patch) concerns it (10 times)",
+        "BasicTransformerBlock: another node patches it (attn2_patch) (10 times)",
         "2 blocks: another extension",
         "11 graphs, 7.0 MB of 2048 MB",
         "What to look at first:\n  Do this first.\nAnd then:\n  Then that.",

@@ -49,7 +49,7 @@ def test_events_between_start_and_end_belong_to_the_run(records):
     assert (run.model, run.latent, run.steps) == ("SD15", (2, 4, 8, 8), 4)
     assert (run.compilations, run.compile_seconds, run.loaded, run.load_seconds) == (1, 1.5, 1, 0.25)
     assert run.left_eager == {odd: 2, strange: 1} and (run.blocks, run.kinds) == (5, 2)
-    assert [str(why) for _, why in run.fallbacks] == ["a patch (attn9) concerns it"]
+    assert [str(why) for _, why in run.fallbacks] == ["another node patches it (attn9)"]
     assert not run.failed and run.seconds >= 0 and abs(run.finished - time.time()) < 60
 
 
@@ -101,8 +101,8 @@ def test_samplings_of_one_prompt_are_one_run(records):
     assert (first.model, first.steps, first.samplings, first.compilations) == ("SDXL + Flux", 12, 3, 3)
     assert first.compiled_total == 3.0 and first.fallbacks == {("Block", patched): 2, ("Block", hooked): 1}
     assert {node: str(line[-1]) for node, line in first.lines.items()} == {
-        "3": "not compiled: a patch (attn9) concerns it",
-        "5": "not compiled: a patch (attn9) concerns it",
+        "3": "not compiled: another node patches it (attn9)",
+        "5": "not compiled: another node patches it (attn9)",
     }
     assert (second.samplings, second.compilations) == (1, 1)
 

@@ -179,7 +179,7 @@ def test_every_event_of_a_graph_is_logged_with_its_key_and_reason(verbosity):
     text = out.getvalue()
     for said in ("hit", "miss, compiling: ", "compiled in 1.250 s", "not compiled in 0.500 s: no compiler"):
         assert said in text
-    for said in ("loaded in 0.125 s", "GraphKey(", "block Block, reason a patch (attn1) concerns it"):
+    for said in ("loaded in 0.125 s", "GraphKey(", "block Block, reason another node patches it (attn1)"):
         assert said in text
 
 

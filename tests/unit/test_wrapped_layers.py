@@ -141,7 +141,7 @@ def replace(block):
 
 def refuse(block):
     wrap(block).conv.refuses = True
-    return "a layer's LoRA is changed by somebody else"
+    return "another extension changes a layer's LoRA"
 
 
 def learn(block):
