@@ -108,7 +108,7 @@ def compare(client: Client, graph: Graph, case: Case) -> tuple[report.Row, list[
         "batch": case.batch,
         "plain_s": round(plain.seconds, 2),
         "accelerated_s": round(accelerated.seconds, 2),
-        "kinds_compiled": after["compilations"] - before["compilations"],
+        "graphs_compiled": after["compilations"] - before["compilations"],
         "cache_hits": after["hits"] - before["hits"],
         "steps_skipped": last_run.get("skipped_steps", 0),
         "max_abs_diff": max(map(_difference, *images)),

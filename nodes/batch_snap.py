@@ -17,9 +17,8 @@ class AccelBatchSnap(io.ComfyNode):
             display_name="Accel: Snap Batch",
             category="accel/size",
             description=(
-                'For Accelerate Model with shapes on "exact size", which compiles again for each batch: fills a batch'
-                " up to the next of a few sizes, so that these are all there is to compile. Off until you turn it on,"
-                ' since with "any size" every batch shares what is compiled, and the images added cost their time.'
+                'Pads a batch to 1, 2, 4 or 8, so that Accelerate Model with shapes on "exact size" compiles for these'
+                ' only. Off until you turn it on: with "any size" there is nothing to gain, and added images cost time.'
             ),
             search_aliases=["batch size", "pad batch", "exact size"],
             is_experimental=True,
@@ -30,7 +29,7 @@ class AccelBatchSnap(io.ComfyNode):
                     "enabled",
                     default=False,
                     tooltip=(
-                        'Off: nothing is changed. On: the batch is filled up; only worth it with "exact size" in'
+                        'Off: nothing is changed. On: the batch is padded; only worth it with "exact size" in'
                         " Accelerate Model."
                     ),
                 ),
@@ -38,7 +37,7 @@ class AccelBatchSnap(io.ComfyNode):
                     io.String,
                     "sizes",
                     default="1, 2, 4, 8",
-                    tooltip="The batches to fill up to, with commas between them. A larger batch stays as it is.",
+                    tooltip="The batch sizes to pad to, with commas between them. Larger batches stay as they are.",
                 ),
                 make_input(
                     RESTORE,
@@ -51,7 +50,7 @@ class AccelBatchSnap(io.ComfyNode):
             outputs=[
                 io.Latent.Output(display_name="LATENT", tooltip="The batch, for the sampler."),
                 RESTORE.Output(
-                    display_name="restore", tooltip="How many were asked for, for Restore Size after VAE Decode."
+                    display_name="restore", tooltip="How many images you asked for, for Restore Size after VAE Decode."
                 ),
             ],
         )

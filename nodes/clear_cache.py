@@ -18,8 +18,8 @@ class AccelClearGraphCache(io.ComfyNode):
             display_name="Accel: Clear Graph Cache",
             category="accel/tools",
             description=(
-                "Drops every compiled graph and gives its memory back. The next image loads or compiles them again. "
-                "Blocks that could not be compiled are tried again too. Runs each time the workflow does."
+                "Clears all compiled graphs from memory. The next image loads or compiles them again, and blocks that "
+                "could not be compiled are retried. Runs each time the workflow does."
             ),
             search_aliases=["free memory", "reset", "compile cache", "graphs"],
             is_output_node=True,

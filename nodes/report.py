@@ -18,9 +18,9 @@ class AccelReport(io.ComfyNode):
             display_name="Accel: Report",
             category="accel/tools",
             description=(
-                "Says what the last image gained: what was compiled, loaded and skipped, the time that it saved, and, "
-                "where it saved none, what to change first. Connect the image to have the report made after it. Runs "
-                "each time the workflow does."
+                "Says what your last image gained: what was compiled, loaded and skipped, how much time that saved, "
+                "and what to change first. Connect the image so that the report is made after it. Runs each time the "
+                "workflow does."
             ),
             search_aliases=["statistics", "benchmark", "speed", "PSNR", "why slow", "diagnose"],
             is_output_node=True,
@@ -30,10 +30,7 @@ class AccelReport(io.ComfyNode):
                     io.AnyType,
                     "anything",
                     optional=True,
-                    tooltip=(
-                        "Optional. The report is made after what is connected here: the image of VAE Decode, say, or "
-                        "the model that it was made with."
-                    ),
+                    tooltip=("Optional. The report is made after this: the image of VAE Decode, say, or the model."),
                 ),
                 make_input(
                     io.Image,
@@ -46,8 +43,8 @@ class AccelReport(io.ComfyNode):
                     "reference",
                     optional=True,
                     tooltip=(
-                        "Optional. The same image made without the nodes of this pack: the report says how close the "
-                        "two are (PSNR; above 40 dB is hard to see, 30 dB is visible side by side)."
+                        "Optional. The same image made without this pack's nodes: the report says how close the two "
+                        "are (PSNR; above 40 dB is hard to see, 30 dB is visible side by side)."
                     ),
                 ),
             ],

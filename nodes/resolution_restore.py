@@ -17,8 +17,8 @@ class AccelResolutionRestore(io.ComfyNode):
             display_name="Accel: Restore Size",
             category="accel/size",
             description=(
-                "Undoes Snap Size, Snap Image and Snap Batch: brings an image to exactly the size that was asked"
-                " for, by cropping the border or resizing, and drops images that only filled up the batch."
+                "Undoes Snap Size, Snap Image and Snap Batch: brings an image to exactly the size you asked for, by"
+                " cropping the border or resizing, and drops images that only padded the batch."
             ),
             search_aliases=["unpad", "uncrop", "original size", "exact size", "resize back"],
             inputs=[
@@ -30,7 +30,7 @@ class AccelResolutionRestore(io.ComfyNode):
                 ),
             ],
             hidden=[io.Hidden.unique_id],
-            outputs=[io.Image.Output(display_name="IMAGE", tooltip="The image at the size that was asked for.")],
+            outputs=[io.Image.Output(display_name="IMAGE", tooltip="The image at the size you asked for.")],
         )
 
     @classmethod

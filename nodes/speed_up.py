@@ -36,8 +36,8 @@ class AccelSpeedUp(io.ComfyNode):
                     options=list(QUALITIES),
                     default=next(iter(QUALITIES)),
                     tooltip=(
-                        "Exact: compile only; the image is the same but for rounding. Balanced: also skip work on "
-                        "steps that barely change, hard to see. Fast: skip more; small details change. Balanced and "
+                        "Exact: compile only; the image is the same, up to rounding. Balanced: also skip work on "
+                        "steps that barely change; hard to see. Fast: skip more; small details change. Balanced and "
                         "Fast gain little below about 10 steps (Turbo, Lightning, LCM)."
                     ),
                 ),
@@ -45,10 +45,7 @@ class AccelSpeedUp(io.ComfyNode):
                     io.Vae,
                     "vae",
                     optional=True,
-                    tooltip=(
-                        "Optional. Decoding is compiled too once several images of one size have come, if that is "
-                        "faster here."
-                    ),
+                    tooltip=("Optional. Compiles decoding too after 20 images of one size, if that is faster here."),
                 ),
             ],
             hidden=[io.Hidden.unique_id],

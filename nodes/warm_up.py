@@ -20,14 +20,15 @@ class AccelWarmUpGraphs(io.ComfyNode):
             display_name="Accel: Warm Up Graphs",
             category="accel/tools",
             description=(
-                "Samples one step at each of the sizes and throws it away, so that compiling is done before the first "
-                'real image. With "any size" in Accelerate Model one size compiles all there is; with "exact size" '
-                "list them all."
+                "Compiles ahead of time so your first image doesn't wait: samples one step at each size and throws it "
+                'away. With "any size" one size compiles everything; with "exact size" list all of them.'
             ),
             search_aliases=["warmup", "precompile", "compile", "graphs"],
             inputs=[
                 make_input(
-                    io.Model, "model", tooltip="The model to warm up, from Accelerate Model or a node after it."
+                    io.Model,
+                    "model",
+                    tooltip="The model to warm up, from Speed Up, Accelerate Model or a node after them.",
                 ),
                 make_input(
                     io.Conditioning,

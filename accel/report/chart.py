@@ -54,7 +54,7 @@ class _Sheet:
         run = state["last_run"]
         self._write("Accel Report", self._large)
         if run is None:
-            self._write("No image was sampled with these nodes yet.", colour=_GREY)
+            self._write("No image was made with these nodes yet.", colour=_GREY)
         else:
             self._write(f"{run['model']}, {size_of(run)}", colour=_GREY)
             self._time(run)

@@ -45,11 +45,12 @@ def size_of(run: Mapping[str, Any]) -> str:
 
 def _image(run: Mapping[str, Any] | None) -> list[str]:
     if run is None:
-        return ["No image was sampled with an accelerated model yet."]
+        return ["No image was made with an accelerated model yet."]
     steps = "" if run["steps"] is None else f", {run['steps']} steps"
     sampler = f" of {run['sampler']}" if run["sampler"] and steps else ""
     tokens = f", prompt of {' and '.join(map(str, run['contexts']))} tokens" if run["contexts"] else ""
-    return [f"Last image: {run['model']}, {size_of(run)}{tokens}{steps}{sampler}: {seconds(run['seconds'])}."]
+    samplers = f" in {run['samplings']} samplers" if run["samplings"] > 1 else ""
+    return [f"Last image: {run['model']}, {size_of(run)}{tokens}{steps}{sampler}{samplers}: {seconds(run['seconds'])}."]
 
 
 def _compiled(run: Mapping[str, Any] | None) -> list[str]:
@@ -60,19 +61,17 @@ def _compiled(run: Mapping[str, Any] | None) -> list[str]:
     share = f" ({run['compiled_calls'] / calls:.0%})" if calls else ""
     lines = [f"Compiling: {run['compiled_calls']} of {calls} block calls{share} ran {word}."]
     if run["blocks"]:
-        lines.append(f"  {run['blocks']} blocks of {run['kinds']} kinds can run {word}.")
+        lines.append(f"  {run['blocks']} blocks of {run['kinds']} types can run {word}.")
     if run["compilations"]:
-        lines.append(f"  {run['compilations']} graphs were {word} in this run, in {seconds(run['compile_seconds'])}.")
+        lines.append(f"  This run {word} {run['compilations']} graphs in {seconds(run['compile_seconds'])}.")
     if run["loaded"]:
-        lines.append(f"  {run['loaded']} graphs were loaded from the disk, in {seconds(run['load_seconds'])}.")
+        lines.append(f"  It loaded {run['loaded']} graphs from disk in {seconds(run['load_seconds'])}.")
     if run["model_calls"]:
-        lines.append(f"  {run['replays']} of {run['model_calls']} calls of the model were replays of CUDA graphs.")
+        lines.append(f"  {run['replays']} of {run['model_calls']} model calls replayed a CUDA graph.")
     if run["captures"]:
-        lines.append(
-            f"  {run['captures']} CUDA graphs were captured in this run, in {seconds(run['capture_seconds'])}."
-        )
+        lines.append(f"  It captured {run['captures']} CUDA graphs in {seconds(run['capture_seconds'])}.")
     if not run["compilations"] and not run["loaded"] and run["compiled_calls"]:
-        lines.append("  All graphs were there already: these sizes were warm.")
+        lines.append("  All graphs were there already.")
     return lines
 
 
@@ -105,7 +104,7 @@ def comparison(psnr: float) -> str:
     if psnr >= 100:
         return "Compared with the reference: equal."
     seen = "hard to see" if psnr >= ALIKE_DB else "visible side by side"
-    return f"Compared with the reference: {psnr:.1f} dB PSNR ({seen}; above {ALIKE_DB:.0f} dB is close)."
+    return f"Compared with the reference: {psnr:.1f} dB PSNR ({seen})."
 
 
 def _uncompiled(run: Mapping[str, Any] | None) -> list[str]:
@@ -133,10 +132,10 @@ def _cache(cache: Mapping[str, Any], store: Mapping[str, Any] | None) -> list[st
 
 def _advice(diagnosis: Sequence[str]) -> list[str]:
     if not diagnosis:
-        return ["Nothing stands in the way of a gain."]
+        return ["Nothing to change."]
     first, *others = diagnosis
-    lines = ["What to look at first:", f"  {first}"]
-    return [*lines, "And then:", *(f"  {sentence}" for sentence in others)] if others else lines
+    lines = ["Change first:", f"  {first}"]
+    return [*lines, "Then:", *(f"  {sentence}" for sentence in others)] if others else lines
 
 
 def seconds(value: float) -> str:

@@ -158,7 +158,7 @@ def test_node_gives_text_and_a_picture_and_shows_both(unet):
 
 def test_node_without_a_run_and_inputs_says_what_to_do():
     (text, chart) = AccelReport.execute().args
-    assert "No image was sampled" in text and "between the loaders and the sampler" in text
+    assert "No image was made" in text and "between the loaders and the sampler" in text
     assert chart.shape[0] == 1
 
 

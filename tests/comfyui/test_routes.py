@@ -272,7 +272,7 @@ def test_state_has_the_run_and_its_rows_are_bounded_and_filtered(server):
     state = filled(server)
     cache, client = state["graph_cache"], Client(server.url)
     assert state["last_run"]["model"] == "SD15" and state["last_run"]["compiled_calls"] > 0
-    assert state["last_run"]["steps"] == state["last_run"]["samplings"] == 1 and len(state["last_run"]["latent"]) == 4
+    assert state["last_run"]["steps"] == state["last_run"]["samplings"] == 2 and len(state["last_run"]["latent"]) == 4
     assert state["compiling"] is None and state["version"]
     assert cache["rows_total"] == cache["entries"] == len(cache["table"]) > 2
     assert [row["last_used"] for row in cache["table"]] == sorted(

@@ -72,7 +72,7 @@ SAID = [
         facts({**compiling(shapes="exact size"), "compilations": 9, "compile_seconds": 8.0}),
         "choose any size",
     ),
-    (diagnosis.exact_size, facts(compiling(shapes="exact size")), "any size never does"),
+    (diagnosis.exact_size, facts(compiling(shapes="exact size")), "With any size none does"),
     (diagnosis.loading_took_long, facts({"loaded": 9, "load_seconds": 2.0}), "once after a restart"),
     (
         diagnosis.blocks_fell_back,
@@ -84,11 +84,15 @@ SAID = [
         facts({"eager_calls": 1, "fallbacks": rows(Reason("slower", compiled="2", eager="1"))}),
         "run faster uncompiled",
     ),
-    (diagnosis.blocks_fell_back, facts({"eager_calls": 1, "fallbacks": rows(Reason("autocast"))}), "No graph is made"),
+    (
+        diagnosis.blocks_fell_back,
+        facts({"eager_calls": 1, "fallbacks": rows(Reason("autocast"))}),
+        "always run uncompiled",
+    ),
     (
         diagnosis.not_captured,
         facts({"model_calls": 30, "fallbacks": rows(Reason("not_captured", why=Reason("weights_streamed")))}),
-        "30 of 30 calls of the model were no replays of a CUDA graph, most of them because: its weights are streamed",
+        "30 of 30 model calls did not replay a CUDA graph, mostly because: its weights are streamed",
     ),
     (diagnosis.not_captured, facts({"model_calls": 4, "replays": 1}), "the next image of this size replays"),
     (
@@ -115,7 +119,7 @@ SAID = [
         facts(skipping(steps=4, why_full="the noise levels of this run go up and down")),
         "DeepCache skipped nothing: the noise levels",
     ),
-    (diagnosis.deep_cache_skipped_nothing, facts(skipping(steps=6)), "from about 20 steps on"),
+    (diagnosis.deep_cache_skipped_nothing, facts(skipping(steps=6)), "about 20 steps on"),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping(sampler="euler_ancestral")), "Use euler"),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping()), "higher threshold"),
     (diagnosis.no_gpu, facts(device="cpu"), "on the CPU"),

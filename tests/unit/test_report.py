@@ -53,10 +53,10 @@ def test_text_says_what_was_compiled_loaded_skipped_saved_and_why_not():
     for said in (
         "SDXL, latent 90x120, batch 1, prompt of 77 tokens, 30 steps of dpmpp_2m: 8.0 s",
         "90 of 100 block calls (90%) ran compiled",
-        "2 graphs were compiled in this run, in 1.2 s",
-        "3 graphs were loaded from the disk",
-        "54 of 60 calls of the model were replays of CUDA graphs",
-        "2 CUDA graphs were captured in this run, in 0.4 s",
+        "This run compiled 2 graphs in 1.2 s",
+        "loaded 3 graphs from disk",
+        "54 of 60 model calls replayed a CUDA graph",
+        "captured 2 CUDA graphs in 0.4 s",
         "5 of 10 steps skipped",
         "FFSFSSFSSF",
         "about 2.0 s of the 10.0 s that it would have taken (20%)",
@@ -65,7 +65,7 @@ def test_text_says_what_was_compiled_loaded_skipped_saved_and_why_not():
         "BasicTransformerBlock: another node patches it (attn2_patch) (10 times)",
         "2 blocks: another extension",
         "11 graphs, 7.0 MB of 2048 MB",
-        "What to look at first:\n  Do this first.\nAnd then:\n  Then that.",
+        "Change first:\n  Do this first.\nThen:\n  Then that.",
     ):
         assert said in text
     assert max(map(len, text.splitlines())) < 200
@@ -73,7 +73,7 @@ def test_text_says_what_was_compiled_loaded_skipped_saved_and_why_not():
 
 def test_text_of_nothing_says_so():
     text = report.text(state(None), [])
-    assert "No image was sampled" in text and "Nothing stands in the way" in text
+    assert "No image was made" in text and "Nothing to change" in text
 
 
 def test_unknown_saving_is_not_a_number():
@@ -89,7 +89,7 @@ def test_loss_is_called_one():
 def test_captured_blocks_are_not_called_compiled():
     run = Run(model="SD15", seconds=1.0, compiling={**RUN.compiling, "backend": "eager"}, compiled_calls=5)
     text = report.text(state(run), [])
-    assert "5 of 5 block calls (100%) ran captured" in text and "these sizes were warm" in text
+    assert "5 of 5 block calls (100%) ran captured" in text and "All graphs were there already" in text
 
 
 @pytest.mark.parametrize(("psnr", "said"), [(100.0, "equal"), (41.0, "hard to see"), (31.0, "visible side by side")])

@@ -97,19 +97,19 @@ def no_run(facts: Facts) -> str | None:
         return None
     if facts.has_compiling_node or facts.nodes.get("AccelDeepCache"):
         return (
-            "No image was sampled with these nodes yet: connect the image to `anything` of this node, so that the "
-            "report is made after it."
+            "No image was made with these nodes yet: connect the image to `anything` of this node, so that it reports "
+            "after the image."
         )
     return (
-        "No model ran with Speed Up, Accelerate Model or DeepCache since ComfyUI started: put Speed Up between the "
-        "loaders and the sampler."
+        "No image was made with Speed Up, Accelerate Model or DeepCache since ComfyUI started: put Speed Up between "
+        "the loaders and the sampler."
     )
 
 
 def run_failed(facts: Facts) -> str | None:
     if not facts.run.get("failed"):
         return None
-    return "The last run ended with an error or was stopped, so its figures are not those of a whole image."
+    return "The last run ended with an error or was stopped: its figures are not those of a whole image."
 
 
 def no_compiling_node(facts: Facts) -> str | None:
@@ -122,21 +122,21 @@ def whole_model_compiled_too(facts: Facts) -> str | None:
     if not facts.nodes.get("TorchCompileModel") or not (facts.has_compiling_node or facts.caching):
         return None
     return (
-        "TorchCompileModel is in this workflow too: it compiles the whole model again for new sizes and keeps "
-        "this pack's nodes from their work. Take it out."
+        "TorchCompileModel is in this workflow too: it recompiles the whole model for new sizes, and nothing of this "
+        "pack works inside it. Take it out."
     )
 
 
 def backend_compiles_nothing(facts: Facts) -> str | None:
     if facts.compiling.get("backend") != "eager":
         return None
-    return "The backend is eager, which traces blocks without compiling them and is no faster: choose inductor."
+    return "The backend is eager, which only traces blocks and is no faster: choose inductor."
 
 
 def cache_is_off(facts: Facts) -> str | None:
     if not facts.compiling or 0 not in (facts.cache.get("max_bytes"), facts.cache.get("max_entries")):
         return None
-    return "The graph cache may hold nothing, so nothing is compiled: raise its limits in the settings, under Accel."
+    return "The graph cache is set to 0, so nothing is compiled: raise its limits in the settings, under Accel."
 
 
 def cache_too_small(facts: Facts) -> str | None:
@@ -146,10 +146,10 @@ def cache_too_small(facts: Facts) -> str | None:
     evicted = facts.run.get("evicted", 0) if facts.run.get("compilations") else 0
     if not refused and not evicted:
         return None
-    what = "did not hold all graphs of this run" if refused else f"dropped {evicted} graphs to make room in this run"
+    what = "did not hold all graphs of this run" if refused else f"dropped {evicted} graphs in this run to make room"
     return (
         f"The graph cache ({facts.cache.get('max_bytes', 0) / (1 << 20):.0f} MB, {facts.cache.get('max_entries', 0)} "
-        f"kinds) {what}: raise its limits in the settings, under Accel."
+        f"block types) {what}: raise its limits in the settings, under Accel."
     )
 
 
@@ -159,18 +159,18 @@ def sizes_were_cold(facts: Facts) -> str | None:
     if not count:
         return None
     text = (
-        f"The graphs were not warm: {count} were compiled in this very run, which took {run['compile_seconds']:.1f} of "
-        f"its {run['seconds']:.1f} s."
+        f"This run compiled {_number(count, 'graph')}, which took {run['compile_seconds']:.1f} of its "
+        f"{run['seconds']:.1f} s."
     )
     if facts.compiling.get("shapes") == "exact size":
-        return f"{text} With exact size every new size, batch and prompt length compiles again: choose any size."
-    return f"{text} The next image pays nothing of this, whatever its size: judge by that one, or use Warm Up Graphs."
+        return f"{text} With exact size each new size, batch and prompt length compiles again: choose any size."
+    return f"{text} The next image compiles nothing, whatever its size: judge by that one, or use Warm Up Graphs."
 
 
 def exact_size(facts: Facts) -> str | None:
     if facts.compiling.get("shapes") != "exact size" or sizes_were_cold(facts):
         return None
-    return "shapes is exact size: each new size, batch and prompt length compiles again. any size never does."
+    return "shapes is exact size: each new size, batch and prompt length compiles again. With any size none does."
 
 
 def loading_took_long(facts: Facts) -> str | None:
@@ -179,7 +179,7 @@ def loading_took_long(facts: Facts) -> str | None:
     if not run.get("loaded") or seconds < 0.1 * run["seconds"]:
         return None
     return (
-        f"{run['loaded']} graphs were loaded from the disk in this run ({seconds:.1f} of its {run['seconds']:.1f} s), "
+        f"This run loaded {_number(run['loaded'], 'graph')} from disk ({seconds:.1f} of its {run['seconds']:.1f} s), "
         "once after a restart: the next image has them in memory."
     )
 
@@ -190,13 +190,13 @@ def blocks_fell_back(facts: Facts) -> str | None:
         return None
     code, reason = reasons[0]["code"], reasons[0]["reason"]
     total = eager + facts.run.get("compiled_calls", 0)
-    text = f"{eager} of {total} block calls ran uncompiled, most of them because: {reason.rstrip('.')}."
+    text = f"{eager} of {total} block calls ran uncompiled, mostly because: {reason.rstrip('.')}."
     if code in _PATCHES:
-        return f"{text} Another node patches these blocks (attention, IP-Adapter): without it they run compiled."
+        return f"{text} Without that patch (an IP-Adapter, say) they run compiled."
     if code == "slower":
         return f"{text} Expected: on this machine these blocks run faster uncompiled."
     if code in ("gradients", "autocast"):
-        return f"{text} No graph is made for that."
+        return f"{text} Such calls always run uncompiled."
     return text
 
 
@@ -204,13 +204,11 @@ def not_captured(facts: Facts) -> str | None:
     calls, replays = facts.run.get("model_calls", 0), facts.run.get("replays", 0)
     if 2 * replays >= calls:
         return None
-    text = f"{calls - replays} of {calls} calls of the model were no replays of a CUDA graph"
+    text = f"{calls - replays} of {calls} model calls did not replay a CUDA graph"
     reasons = facts.reasons_not_captured()
     if reasons:
-        return (
-            f"{text}, most of them because: {reasons[0]['reason'].rstrip('.')}. The blocks ran compiled all the same."
-        )
-    return f"{text}, since a size is captured at its third or a later call: the next image of this size replays."
+        return f"{text}, mostly because: {reasons[0]['reason'].rstrip('.')}. Their blocks ran compiled all the same."
+    return f"{text}, because a new size is captured at its third call or later: the next image of this size replays."
 
 
 def blocks_left_out(facts: Facts) -> str | None:
@@ -225,7 +223,7 @@ def blocks_left_out(facts: Facts) -> str | None:
 def nothing_measured(facts: Facts) -> str | None:
     if facts.compiling.get("backend") != "inductor" or facts.compiling.get("check_gain", True):
         return None
-    return "check_gain is off, so nobody knows what compiling gains here: turn it on to have it measured."
+    return "check_gain is off, so what compiling gains is not measured: turn it on."
 
 
 def gain_is_small(facts: Facts) -> str | None:
@@ -234,26 +232,26 @@ def gain_is_small(facts: Facts) -> str | None:
     if saved is None or sizes_were_cold(facts) or saved > 0.05 * run["seconds"]:
         return None
     return (
-        f"Compiled blocks saved {max(saved, 0):.2f} of {run['seconds'] + max(saved, 0):.2f} s: what takes the time "
-        "here is work that compiling cannot shorten, such as large matrix products."
+        f"Compiling saved only {max(saved, 0):.2f} of {run['seconds'] + max(saved, 0):.2f} s: most of the time goes "
+        "into work that it cannot shorten, such as large matrix products."
     )
 
 
 def deep_cache_is_off(facts: Facts) -> str | None:
     for inputs in facts.nodes.get("AccelDeepCache", ()):
         if inputs.get("interval") == 1:
-            return "DeepCache's interval is 1, which switches it off: 3 is the default."
+            return "DeepCache's interval is 1, which turns it off: 3 is the default."
         if inputs.get("start_percent", 0.0) == inputs.get("end_percent", 1.0):
-            return "DeepCache's start_percent and end_percent are equal, which leaves it no step to skip."
+            return "DeepCache's start_percent equals its end_percent, which leaves no step to skip."
         if inputs.get("schedule") == "adaptive" and inputs.get("threshold") == 0:
-            return "DeepCache's threshold is 0, with which it skips nothing: 0.05 is the default."
+            return "DeepCache's threshold is 0, so it skips nothing: 0.05 is the default."
     return None
 
 
 def deep_cache_found_no_place(facts: Facts) -> str | None:
     if not facts.nodes.get("AccelDeepCache") or facts.caching or not facts.run or deep_cache_is_off(facts):
         return None
-    return "DeepCache did not take part in the last run: the model is not one that it can cut, and the log says why."
+    return "DeepCache did nothing in the last run: it cannot split this model, and the log says why."
 
 
 def deep_cache_skipped_nothing(facts: Facts) -> str | None:
@@ -265,16 +263,16 @@ def deep_cache_skipped_nothing(facts: Facts) -> str | None:
     steps, sampler = run.get("steps") or len(run.get("steps_taken", "")), run.get("sampler") or "this sampler"
     if steps / run.get("samplings", 1) < FEW_STEPS:
         return (
-            f"DeepCache skipped none of {steps} steps, since at so few too much changes from one to the next: it pays "
-            "from about 20 steps on."
+            f"DeepCache skipped none of {steps} steps: with so few, each changes too much. It pays from about 20 steps "
+            "on."
         )
     if "ancestral" in sampler or "sde" in sampler or sampler == "lcm":
         return (
-            f"DeepCache skipped none of {steps} steps: {sampler} adds new noise in each, so that little stays alike. "
-            "Use euler or dpmpp_2m, or a higher threshold."
+            f"DeepCache skipped none of {steps} steps: {sampler} adds new noise in each. Use euler or dpmpp_2m, or a "
+            "higher threshold."
         )
     return (
-        f"DeepCache skipped none of {steps} steps with {sampler}: a higher threshold or the uniform schedule lets it."
+        f"DeepCache skipped none of {steps} steps with {sampler}: raise its threshold, or choose the uniform schedule."
     )
 
 
@@ -282,8 +280,8 @@ def torch_cannot_compile(facts: Facts) -> str | None:
     if facts.compiles or not (facts.compiling or facts.has_compiling_node):
         return None
     return (
-        f"PyTorch {facts.torch} cannot compile a block for every size, so all blocks run uncompiled: install 2.11 or "
-        "later (2.8 at least). DeepCache works with any."
+        f"PyTorch {facts.torch} cannot compile blocks for every size: install 2.11 or later (at least 2.7). DeepCache "
+        "works with any version."
     )
 
 
@@ -298,14 +296,14 @@ def comfyui_too_old(facts: Facts) -> str | None:
     if not parts or tuple(map(int, parts)) >= OLDEST_COMFYUI:
         return None
     oldest = ".".join(map(str, OLDEST_COMFYUI))
-    return f"ComfyUI {facts.comfyui} is older than {oldest}, the oldest that this pack is tested with: update it."
+    return f"ComfyUI {facts.comfyui} is older than {oldest}, the oldest tested with this pack: update it."
 
 
 def no_gpu(facts: Facts) -> str | None:
     if facts.device != "cpu":
         return None
     return (
-        "Models run on the CPU, where compiled blocks are hardly faster than plain ones; skipping steps pays anywhere."
+        "Models run on the CPU, where compiling gains little; skipping steps (Balanced, Fast, DeepCache) pays anywhere."
     )
 
 
@@ -314,9 +312,9 @@ def partly_loaded(facts: Facts) -> str | None:
     if share is None or share >= 0.98 or facts.device == "cpu":
         return None
     return (
-        f"Only {share:.0%} of the model's weights fit into the GPU's memory: the others are copied at every step, "
-        "which takes longer than compiling saves, and their blocks run uncompiled. A smaller or quantized model, a "
-        "smaller batch, or closing other programs helps most."
+        f"Only {share:.0%} of the model fits into the GPU's memory: the rest is copied at every step, which takes "
+        "longer than compiling saves. A smaller or quantized model, a smaller batch, or closing other programs helps "
+        "most."
     )
 
 
@@ -324,7 +322,7 @@ def saves_memory(facts: Facts) -> str | None:
     if facts.low_vram is None or partly_loaded(facts):
         return None
     return (
-        f"ComfyUI runs in its mode {facts.low_vram}, which moves weights at every step: without it images are faster."
+        f"ComfyUI runs in its mode {facts.low_vram}, which moves weights at every step: images are faster without it."
     )
 
 
@@ -332,8 +330,8 @@ def weights_are_streamed(facts: Facts) -> str | None:
     if not facts.streams_weights or not facts.compiling:
         return None
     return (
-        "ComfyUI streams weights here (dynamic VRAM): what does not fit into the GPU's memory is copied to it in each "
-        "step, and compiling makes no copy faster. A smaller model, or one of fewer bits, does."
+        "ComfyUI streams weights here (dynamic VRAM): what does not fit into the GPU's memory is copied in each step, "
+        "and compiling does not speed that up. A smaller or quantized model does."
     )
 
 
@@ -344,9 +342,13 @@ def gpu_is_shared(facts: Facts) -> str | None:
     if others < max(0.2 * facts.memory_total, 2 * _GIB):
         return None
     return (
-        f"Other programs hold {others / _GIB:.1f} of the GPU's {facts.memory_total / _GIB:.0f} GB, and perhaps its "
-        "time as well: close what is not needed."
+        f"Other programs hold {others / _GIB:.1f} of the GPU's {facts.memory_total / _GIB:.0f} GB and may slow it "
+        "down: close what you don't need."
     )
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 CAUSES: tuple[Callable[[Facts], str | None], ...] = (
