@@ -121,7 +121,7 @@ SAID = [
     ),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping(steps=6)), "about 20 steps on"),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping(sampler="euler_ancestral")), "Use euler"),
-    (diagnosis.deep_cache_skipped_nothing, facts(skipping()), "higher threshold"),
+    (diagnosis.deep_cache_skipped_nothing, facts(skipping()), "raise its threshold"),
     (diagnosis.no_gpu, facts(device="cpu"), "on the CPU"),
     (diagnosis.partly_loaded, facts({"loaded_share": 0.4}), "Only 40%"),
     (diagnosis.saves_memory, facts(low_vram="lowvram"), "mode lowvram"),
