@@ -27,6 +27,9 @@ _MOST_RUNS = 64
 _MOST_REASONS = 50
 """Kept of one run: for blocks that ran eagerly, and as many for those that nobody tried to compile."""
 
+QUALITY_FACTS = ("target_db", "estimated_db", "probes", "skipped_work")
+"""Of a DeepCache run with a quality target, as `DeepCacheRun.quality_facts` has them."""
+
 _DISTURBING = frozenset(
     ("compile_end", "compile_failed", "graph_loaded", "probe_end", "dry_run_end", "capture_end", "capture_failed")
 )
@@ -158,9 +161,8 @@ class RunRecords:
         whole = self._runs[-1]
         if is_next and whole.steps_taken:
             steps = whole.steps_taken
-            self._deep_cache = _skipping(
-                steps.count(FULL), steps.count(SKIPPED), steps, whole.why_full, whole.by_skipping
-            )
+            together = _skipping(steps.count(FULL), steps.count(SKIPPED), steps, whole.why_full, whole.by_skipping)
+            self._deep_cache = {**(self._deep_cache or {}), **together}  # a quality is that of the last sampler
 
     def _on_run_calls(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         if now is None:
@@ -179,7 +181,11 @@ class RunRecords:
         else:
             saved = Saving(None, Reason("skipping_untimed"))
         why_full = data.get("why_full")
-        self._deep_cache = _skipping(data["full_steps"], data["skipped_steps"], steps, why_full, saved)
+        quality = {name: data.get(name) for name in QUALITY_FACTS}
+        self._deep_cache = {
+            **_skipping(data["full_steps"], data["skipped_steps"], steps, why_full, saved),
+            **quality,
+        }
         if now is not None:
             now.run.steps_taken, now.run.by_skipping, now.run.why_full = steps, saved, why_full
 

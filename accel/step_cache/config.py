@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .policies.quality import QualityRefresh
 from .refresh import AdaptiveRefresh, RefreshPolicy, UniformRefresh
 
 POLICIES: dict[str, Callable[[int, float], RefreshPolicy]] = {"uniform": UniformRefresh, "adaptive": AdaptiveRefresh}
@@ -38,6 +39,9 @@ class DeepCacheSettings:
         exact.
     between: what a skipped step uses: "hold" the feature of the last full step, "forecast" an extrapolation from the
         last full steps.
+    quality: PSNR in dB of the final latent to the uncached run's, of the farthest sample of a batch, with the latent's
+        own range (max - min) as the peak. The run skips what that allows, by its own estimate: schedule and threshold
+        have no say, and `interval` bounds only above `policies.quality.LONGEST` steps. None leaves it to them.
 
     Raises ValueError, with the valid range, for anything else.
     """
@@ -49,6 +53,7 @@ class DeepCacheSettings:
     schedule: str = "adaptive"
     threshold: float = 0.05
     between: str = "forecast"
+    quality: float | None = None
 
     def __post_init__(self) -> None:
         if self.interval < 1:
@@ -69,6 +74,8 @@ class DeepCacheSettings:
             raise ValueError(f"DeepCache: threshold {self.threshold} is outside 0.0 and up (0 skips nothing).")
         if self.between not in BETWEEN:
             raise ValueError(f"DeepCache: between is {self.between!r}; it must be one of: {', '.join(BETWEEN)}.")
+        if self.quality is not None and not 0.0 < self.quality < math.inf:
+            raise ValueError(f"DeepCache: quality {self.quality} is outside 0.0 and up, in dB (None sets no target).")
         if self.depth == 0:
             object.__setattr__(self, "depth", None)
 
@@ -79,6 +86,8 @@ class DeepCacheSettings:
 
     def policy(self) -> RefreshPolicy:
         """A refresh policy for one run."""
+        if self.quality is not None:
+            return QualityRefresh(self.quality, self.interval)
         return POLICIES[self.schedule](self.interval, self.threshold)
 
 

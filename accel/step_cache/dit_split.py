@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..core.events import log
-from ..modules.blocks import BlockList, largest_depth_within, trunk_of
+from ..modules.blocks import BlockList, largest_depth_within, matrix_weights, trunk_of
 from ..modules.substitution import Forward, Layer
 from .config import checked_depth
 from .run import BranchKey, DeepCacheRun
@@ -92,6 +92,8 @@ class DiTSplit:
             if start < stop:
                 self.spans.append(Span(found, start, stop))
             before += len(found.blocks)
+        deep = sum(matrix_weights(block) for span in self.spans for block in span.blocks)
+        self.shallow_share = 1 - deep / max(sum(found.weight for found in self.lists), 1)
         self._tail = [block for found in self.lists for block in found.blocks][-self.depth :]
 
     @property

@@ -21,6 +21,7 @@ from ..core.events import log
 from .config import DeepCacheSettings
 from .drift import Drift
 from .forecast import ORDER, History
+from .policies.quality import QualityRefresh
 from .refresh import Step
 from .step_schedule import angle, in_window, is_in_order, step_of
 
@@ -68,6 +69,14 @@ class DeepCacheRun:
     def __init__(self, settings: DeepCacheSettings):
         self.settings = settings
         self.policy = settings.policy()
+        self.target = self.policy if isinstance(self.policy, QualityRefresh) else None
+        """The quality target, where there is one."""
+        self.carries: tuple[float, float] = (1.0, 1.0)
+        """The sampler's `kept` and `factor`, as `policies.quality.Carried` has them; set by the host."""
+        self.is_probing = False
+        """Whether the current step, which is full, is being run by the skipped path for comparison."""
+        self._is_probe_whole = True
+        """Whether all calls of the probe were skipped."""
         self.split: Any = None
         """The split of the run's model; set by the host, dropped at the end."""
         self.levels: Any = None
@@ -118,6 +127,7 @@ class DeepCacheRun:
                 made = self._siblings[model] = DeepCacheRun(self.settings)
                 for name in ("schedule", "window", "is_flow", "_step", "_angle", "_refresh", "_full"):
                     setattr(made, name, getattr(self, name))
+                made.target = None  # this run decides, by its own features
                 made.split = find(model)
             made = self._siblings[model]
             return None if made.split is None else made
@@ -127,6 +137,8 @@ class DeepCacheRun:
         self.schedule = tuple(levels)
         if not is_in_order(self.schedule):
             self.run_in_full("the noise levels of this run go up and down")
+        elif self.target is not None:
+            self.target.begin([angle(level, self.is_flow) for level in self.schedule], *self.carries)
 
     def run_in_full(self, reason: str) -> None:
         """Skip nothing from now on; the first reason is logged."""
@@ -153,10 +165,42 @@ class DeepCacheRun:
                 self._forget()  # a restarting sampler went back up: the features are from the future
             if step not in self._full:
                 self._full[step] = self._must_refresh(step)
-            if self._full[step]:
+                self.is_probing = self._full[step] and self._probes(step)
+            if self.is_probing:
+                self._full[step] = False
+            elif self._full[step]:
                 self._start_cycle(step)
+                if self.target is not None:
+                    self.target.note_full(step)
+            elif self.target is not None:
+                self.target.note_skipped(step)
         for sibling in self._siblings.values():
             sibling.begin_evaluation(sigma)
+
+    def _probes(self, step: int) -> bool:
+        return self.target is not None and not self.failed and self.target.wants_probe(step)
+
+    def probed(self, call: Callable[[], Any]) -> Any:
+        """What `call`, the whole evaluation that was begun, returns; where a probe is wanted, it is first made with the
+        current step skipped, and the two are compared.
+
+        The second call is the one that counts: what keeps the last call's results keeps those of the full step.
+        """
+        if not self.is_probing:
+            return call()
+        step, self._is_probe_whole = self._step, True
+        try:
+            forecast = call()
+        finally:
+            self.is_probing, self._full[step] = False, True
+            self._occurrences.clear()
+            for run in (self, *self._siblings.values()):
+                run._start_cycle(step)
+        truth = call()
+        if self._is_probe_whole and not self.failed and _is_alike(forecast, truth):
+            self.target.compare(step, forecast, truth)
+        self.target.note_full(step)
+        return truth
 
     def _must_refresh(self, step: int) -> bool:
         if self.settings.is_off or self._refresh is None or not in_window(self.schedule[step], self.window):
@@ -179,6 +223,8 @@ class DeepCacheRun:
         self._drift.forget()
         self._full.clear()
         self._refresh = None
+        if self.target is not None:
+            self.target.restart()
 
     def branches(
         self, x: torch.Tensor, uuids: Sequence[Hashable], cond_indices: Sequence[int], variant: Hashable
@@ -262,8 +308,10 @@ class DeepCacheRun:
         return self._step is not None and self._full[self._step]
 
     def count(self, skipped: bool) -> None:
-        """Count a finished model call; a step with one skipped call is a skipped step."""
-        if self._step is not None:
+        """Count a finished model call, but none of a probe; a step with one skipped call is a skipped step."""
+        if self.is_probing:
+            self._is_probe_whole = self._is_probe_whole and skipped
+        elif self._step is not None:
             self._skipped[self._step] = self._skipped.get(self._step, False) or skipped
 
     @property
@@ -273,6 +321,22 @@ class DeepCacheRun:
     @property
     def skipped_steps(self) -> int:
         return sum(self._skipped.values())
+
+    def quality_facts(self) -> dict[str, Any]:
+        """What is told of a run with a quality target; before `close`."""
+        if self.target is None:
+            return {}
+        steps = len(self._skipped)
+        saved = self.skipped_steps * (1 - self._shallow_share()) - self.target.probes * self._shallow_share()
+        return {
+            "target_db": self.target.target,
+            "estimated_db": self.target.estimated_db(),
+            "probes": self.target.probes,
+            "skipped_work": saved / steps if steps else 0.0,
+        }
+
+    def _shallow_share(self) -> float:
+        return 0.0 if self.split is None else self.split.shallow_share
 
     @property
     def letters(self) -> str:
@@ -290,5 +354,12 @@ class DeepCacheRun:
             sibling.close()
         self._siblings.clear()
         self._forget()
+        if self.target is not None:
+            self.target.close()
         self._parts.clear()
         self._step = self.split = None
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    is_tensor = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return is_tensor and one.shape == other.shape and one.ndim > 1

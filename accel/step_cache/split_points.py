@@ -22,6 +22,8 @@ class Split(Protocol):
     """The features that a skipped call reads."""
     layout: Hashable
     """Tells this split from others of the model."""
+    shallow_share: float
+    """Of the model's work, what a skipped call costs, by estimate."""
     is_stable: bool
     """Whether calls of one phase do the same from now on."""
 

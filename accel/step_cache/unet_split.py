@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,7 @@ class UNetSplit:
         self.model = model
         self.count = len(model.input_blocks)
         self.depth = checked_depth(default_depth(model) if depth is None else depth, self.max_depth)
+        self.shallow_share = shallow_shares(model)[self.depth - 1]
         first_shallow = self.count - self.depth
         blocks = [*model.input_blocks[self.depth :], model.middle_block, *model.output_blocks[:first_shallow]]
         deep = [layer for block in blocks for layer in _layers_of(block)]
@@ -129,10 +131,16 @@ def has_unet_layout(model: Any) -> bool:
 
 
 def default_depth(model: torch.nn.Module) -> int:
-    """The largest depth at which a skipped step costs at most `DEFAULT_SHARE` of the work; at least 1.
+    """The largest depth at which a skipped step costs at most `DEFAULT_SHARE` of the work; at least 1."""
+    shares = shallow_shares(model)
+    return max((depth for depth, share in enumerate(shares[:-1], 1) if share <= DEFAULT_SHARE), default=1)
+
+
+def shallow_shares(model: torch.nn.Module) -> list[float]:
+    """The share of the work that a skipped step costs at depth 1, 2, ... by estimate.
 
     Work is estimated as matrix weights × positions, with a quarter of the positions after each layer of stride 2. The
-    quadratic part of attention is left out, so the choice is the same at every size.
+    quadratic part of attention is left out, so the shares are the same at every size.
     """
     positions, inputs, areas = 1.0, [], []
     for block in model.input_blocks:
@@ -145,11 +153,7 @@ def default_depth(model: torch.nn.Module) -> int:
     outputs = [matrix_weights(block) * area for block, area in zip(reversed(model.output_blocks), areas, strict=True)]
     middle = sum(matrix_weights(layer) for layer in _layers_of(model.middle_block)) * positions
     total = sum(inputs) + middle + sum(outputs)
-    depth, shallow = 1, inputs[0] + outputs[0]
-    while depth < len(inputs) - 1 and shallow + inputs[depth] + outputs[depth] <= DEFAULT_SHARE * total:
-        shallow += inputs[depth] + outputs[depth]
-        depth += 1
-    return depth
+    return [shallow / max(total, 1) for shallow in accumulate(map(sum, zip(inputs, outputs, strict=True)))]
 
 
 def _halves(layer: torch.nn.Module) -> bool:

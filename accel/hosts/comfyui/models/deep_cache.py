@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -64,10 +65,20 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: s
     return clone
 
 
-def last_run() -> dict[str, int] | None:
-    """`{"full_steps": n, "skipped_steps": n}` of the last DeepCache run of this process."""
+def last_run() -> dict[str, Any] | None:
+    """Of the last DeepCache run of this process: full_steps, skipped_steps; and of one with a quality target:
+
+    target_db: what was asked. estimated_db: what the run takes the farthest sample to have reached, infinite where
+    nothing was skipped; None where nothing could be compared. probes: extra passes of the shallow part, to compare.
+    skipped_work: share of the run's work that was saved, by the split's own estimate of what a skipped call costs.
+    """
     known = records.deep_cache()
-    return None if known is None else {name: known[name] for name in ("full_steps", "skipped_steps")}
+    if known is None:
+        return None
+    names = ["full_steps", "skipped_steps"]
+    if known.get("target_db") is not None:
+        names += ["target_db", "estimated_db", "probes", "skipped_work"]
+    return {name: known[name] for name in names}
 
 
 def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
@@ -85,6 +96,7 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         run.window = tuple(float(sampling.percent_to_sigma(p)) for p in (settings.start_percent, settings.end_percent))
         run.is_flow = isinstance(sampling, CONST)
         patcher = executor.class_obj.model_patcher
+        run.carries = _carried_by(args[2] if len(args) > 2 else None)
         run.levels = NoiseLevels(reckons(args[2] if len(args) > 2 else None, patcher.load_device))
         if get_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_COMPILE, options):
             log.warning("DeepCache: beside it TorchCompileModel compiles nothing; use Accelerate Model in its place.")
@@ -97,10 +109,19 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
                     options.pop(KEY, None)
                 else:
                     options[KEY] = before
-                run.close()
                 _report(run)
+                run.close()
 
     return sample_in_run
+
+
+def _carried_by(sampler: Any) -> tuple[float, float]:
+    """How a sampler carries errors on: `kept` and `factor` of `policies.quality.Carried`."""
+    name = getattr(getattr(sampler, "sampler_function", None), "__name__", "")
+    if name.startswith("sample_lcm"):
+        return math.inf, 1.0
+    multistep = any(part in name for part in ("_2m", "_3m", "multistep", "ipndm", "deis", "lms", "uni_pc"))
+    return 2.0 if "ancestral" in name or "sde" in name else 1.0, 1.5 if multistep else 1.0
 
 
 def _report(run: DeepCacheRun) -> None:
@@ -111,6 +132,7 @@ def _report(run: DeepCacheRun) -> None:
         steps=run.letters,
         began=run.began,
         why_full=run.why_full,
+        **run.quality_facts(),
     )
     if run.policy.uses_drift and not run.skipped_steps and not run.failed and run.full_steps < FEW_STEPS:
         log.info(
@@ -141,6 +163,7 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
         if not run.schedule and schedule is not None:
             run.set_schedule(schedule.tolist())
         run.begin_evaluation(run.levels.read(torch.as_tensor(timestep), run.schedule))
+        return run.probed(functools.partial(executor, x, timestep, model_options, seed))
     return executor(x, timestep, model_options, seed)
 
 

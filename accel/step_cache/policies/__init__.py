@@ -1,0 +1,1 @@
+"""What decides which steps are full, beside the schedules of `refresh.py`: the quality target and published methods."""

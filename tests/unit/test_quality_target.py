@@ -1,0 +1,79 @@
+"""The quality target without a host: what a skipped step may cost, how it reaches the final latent, when to compare."""
+
+import math
+
+import pytest
+import torch
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
+from comfy_accel.accel.step_cache.policies.quality import Carried
+from comfy_accel.accel.step_cache.refresh import Step
+from comfy_accel.accel.step_cache.step_schedule import angle
+
+LEVELS = (4.0, 2.0, 1.0, 0.5, 0.0)
+ANGLES = tuple(map(angle, LEVELS))
+
+
+def test_error_of_the_last_prediction_is_that_of_the_final_latent():
+    assert Carried(ANGLES).at_end(3) == pytest.approx(1)
+
+
+def test_step_injects_the_share_of_the_prediction_that_it_takes_and_later_ones_damp_it():
+    carried = Carried(ANGLES)
+    assert carried.share_kept(1) == pytest.approx(0.5)
+    assert carried.at_end(1) == pytest.approx(0.5 * carried.passed_on(2) * carried.passed_on(3))
+    assert all(0 < carried.passed_on(step) <= 1 for step in range(4))
+
+
+def test_sampler_that_begins_anew_from_each_prediction_passes_all_of_its_error_on():
+    assert [Carried(ANGLES, kept=math.inf).at_end(step) for step in range(4)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("quality", [0.0, -1.0, math.inf, math.nan])
+def test_quality_that_is_no_number_of_decibels_is_refused(quality):
+    with pytest.raises(ValueError, match="quality"):
+        DeepCacheSettings(quality=quality)
+
+
+def run_of(target, errors, levels):
+    """Which of the steps are full, where the forecast of a full step is off by `errors` of the latent's range."""
+    policy = DeepCacheSettings(quality=target).policy()
+    policy.begin(list(map(angle, levels)))
+    letters, last = "", None
+    for index in range(len(levels) - 1):
+        step = Step(index, index - last if last is not None else 0, *map(angle, levels[index : index + 2]))
+        if last is not None and not policy.should_refresh(step, None):
+            policy.note_skipped(index)
+            letters += "S"
+            continue
+        if policy.wants_probe(index):
+            truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
+            direction = torch.randn(truth.shape, generator=torch.Generator().manual_seed(index))
+            policy.compare(index, truth + errors * direction, truth)
+        policy.note_full(index)
+        last, letters = index, letters + "F"
+    return policy, letters
+
+
+EVEN = tuple(2.0 * 0.8**step for step in range(19)) + (0.0,)
+
+
+def test_lower_target_and_smaller_errors_skip_more():
+    skipped = [run_of(target, error, EVEN)[1].count("S") for target, error in ((50, 0.02), (40, 0.02), (40, 0.002))]
+    assert skipped[0] < skipped[1] < skipped[2]
+
+
+def test_estimate_keeps_to_the_target():
+    for target in (30, 40, 50):
+        policy, letters = run_of(target, 0.01, EVEN)
+        assert "S" in letters
+        assert policy.estimated_db() >= target
+
+
+def test_nothing_is_compared_where_nothing_could_be_skipped():
+    policy, letters = run_of(50, 10.0, EVEN)
+    assert letters == "F" * 19
+    assert policy.probes <= 3
+
+
+def test_error_that_is_not_a_number_skips_nothing():
+    assert run_of(30, math.nan, EVEN)[1] == "F" * 19
