@@ -16,7 +16,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from bench import BENCHES, PYTEST, ROOT, WITH_DIFFUSERS, WORK, Problem
+from bench import BENCHES, PYTEST, ROOT, WITH_DIFFUSERS, WITH_RAY, WORK, Problem
 from bench.command import run
 
 VENV = ROOT / ".venv"
@@ -25,6 +25,7 @@ RUNNING = ROOT / "bench" / "requirements.txt"
 COMFYUI = ROOT / "bench" / "requirements-comfyui.txt"
 TESTING = ROOT / "tests" / "requirements.txt"
 FRONTEND = ROOT / "tests" / "requirements-frontend.txt"
+RAY = ROOT / "bench" / "requirements-ray.txt"
 RELEASING = ROOT / "bench" / "requirements-release.txt"
 GIB_NEEDED = 8
 
@@ -42,6 +43,8 @@ def main():
     options, passed_on = parse(sys.argv[1:])
     tests = options.command == "test" or getattr(options, "name", None) in WITH_DIFFUSERS
     requirements = [RUNNING, TESTING] if tests else [RUNNING]
+    if getattr(options, "name", None) in WITH_RAY:
+        requirements.append(RAY)
     if options.python and options.torch:
         raise Problem("--python names an environment and --torch makes one: give one of them.")
     python = foreign_python(options.python) if options.python else own_python(requirements, options.torch)
@@ -169,7 +172,7 @@ def with_torch(requirements, version, folder):
     audio = min(version, "2.11.0", key=lambda text: [int(part) for part in re.findall(r"\d+", text)[:3]])
     asked = {"torch": f"torch=={version}", "torchvision": "torchvision", "torchaudio": f"torchaudio=={audio}"}
     lines = requirements.read_text(encoding="utf-8").splitlines()
-    copy = folder / f"requirements-{requirements.parent.name}.txt"
+    copy = folder / f"{requirements.parent.name}-{requirements.name}"
     copy.write_text("\n".join(asked.get(line.split("==")[0], line) for line in lines), encoding="utf-8")
     return copy
 

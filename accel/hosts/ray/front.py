@@ -52,7 +52,8 @@ _HELD = ("executed", "execution_success", "execution_error", "execution_interrup
 class Prompt:
     """A prompt that was not answered yet.
 
-    runs: how often it was sent to a replica. accepted: ComfyUI's answer to it, or the refusal (status, answer).
+    runs: how often it was sent to a replica. replica: the one that has it, or had it last. accepted: ComfyUI's answer
+    to it, or the refusal (status, answer). told: whether the client has an answer.
     """
 
     number: float
@@ -63,6 +64,7 @@ class Prompt:
     accepted: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     running: bool = False
     runs: int = 0
+    replica: str = ""
     stopped: bool = False
     told: bool = False
     response: DeploymentResponseGenerator | None = None
@@ -201,6 +203,9 @@ class Front:
                 if not prompt.accepted.done():
                     prompt.accepted.set_result((200, value))
                 await self._tell_status()
+            elif kind == "replica":
+                prompt.replica = value["replica"]
+                self._states[prompt.replica] = value
             elif kind == "message":
                 message = to_hold(value, prompt.prompt_id) if isinstance(value, str) else None
                 if message is not None:
@@ -241,8 +246,8 @@ class Front:
     def _count(self, done: dict[str, Any]) -> None:
         self._counts["answered"] += 1
         self._counts[{True: "met", False: "not_met", None: "without_key"}[done["met"]]] += 1
-        if "state" in done:
-            self._states[done["replica"]] = done["state"]
+        if "replica" in done:
+            self._states[done["replica"]["replica"]] = done["replica"]
 
     async def _get_prompt(self, request: Request) -> Response:
         return JSONResponse(self._exec_info())
@@ -311,10 +316,12 @@ class Front:
         return FileResponse(path, media_type="application/octet-stream" if page else None, filename=path.name)
 
     async def _get_state(self, request: Request) -> Response:
-        """What was counted here, and what each replica said with its last prompt."""
+        """What was counted here, and what each replica said with its last prompt, dead ones included."""
         waiting = sum(not prompt.running for prompt in self._prompts.values())
         counts = {**self._counts, "waiting": waiting, "running": len(self._prompts) - waiting}
-        return JSONResponse({"prompts": counts, "replicas": self._states})
+        running = Counter(prompt.replica for prompt in self._prompts.values() if prompt.running)
+        replicas = [{**state, "running": running[name]} for name, state in self._states.items()]
+        return JSONResponse({"prompts": counts, "replicas": replicas})
 
     async def _ask_any(self, request: Request) -> Response:
         path = request.url.path.removeprefix("/api") + (f"?{request.url.query}" if request.url.query else "")

@@ -53,16 +53,17 @@ class Replica:
         self._watching = asyncio.create_task(self._watch())
 
     async def run(self, prompt_id: str, key: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, Any]]:
-        """Run a prompt and publish what it made: as `ComfyUI.run`, but "done" at the end, with {"entry", "replica"}.
+        """Run a prompt and publish what it made: as `ComfyUI.run`, with "replica" before all, and "done" at the end.
 
-        key: of the prompt (`routing_key`), "" for none.
+        key: of the prompt (`routing_key`), "" for none. "replica": this one's `state`. "done": that, and whether the
+        key was run here before ("met").
         """
-        done = {"replica": self._name, "met": None}
-        entry = self._results.entry(prompt_id)
-        if entry is not None:  # by a replica that ended before it could say so
+        done: dict[str, Any] = {"met": None}
+        if self._results.entry(prompt_id) is not None:  # by a replica that ended before it could say so
             yield "accepted", {}
-            yield "done", {**done, "entry": entry}
+            yield "done", done
             return
+        yield "replica", await self.state()
         if key:
             done["met"] = (await self._key(key)).use()
         async with contextlib.aclosing(self._comfyui.run(prompt_id, body)) as events:
@@ -71,8 +72,8 @@ class Replica:
                     yield kind, value
                     continue
                 self._prompts += 1
-                entry = await asyncio.to_thread(self._results.publish, prompt_id, value, self._comfyui.made)
-                yield "done", {**done, "entry": entry, "state": await self.state()}
+                await asyncio.to_thread(self._results.publish, prompt_id, value, self._comfyui.made)
+                yield "done", {**done, "replica": await self.state()}
 
     async def ask(self, method: str, path: str, raw: bytes | None, kind: str | None) -> tuple[int, bytes, str]:
         """ComfyUI's own answer, of a route that is the same in every replica."""

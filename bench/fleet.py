@@ -1,0 +1,265 @@
+"""A fleet of real ComfyUIs under a real Ray on this machine: prompts of many sizes with a replica killed, cold starts.
+
+The model is the smallest that core's loader knows, and every replica shares the same processors: counts are results
+here, seconds are not. A prompt met its graph where its replica has run the same model and size before; on a GPU that
+is a captured call and a loaded model.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from . import ROOT, Problem, command, report
+from .comfyui import free_port, has_accelerator, tree
+from .fleet_base import graph
+
+SIZES = [(64 + 16 * number, 160 - 8 * (number % 5)) for number in range(12)]
+LOAD_COLUMNS = (
+    *("route", "prompts", "answered", "failed", "run_again", "images", "duplicates", "met_graph", "seconds"),
+)
+COLD_COLUMNS = ("store", "replicas", "compilations", "loaded", "waited_for", "ready_s")
+LEGEND = """\
+run_again: prompts that the killed replica had taken. images: files in all that was published. duplicates: of a prompt.
+met_graph: share of prompts whose replica had run their model and size before; the first of each size never can.
+compilations, loaded: graphs, in all replicas together. waited_for: graphs that another was compiling at that moment.
+ready_s: until every replica had done its warm-up."""
+ROUTES = ("graph", "any")
+STORES = ("shared", "none")
+KINDS = 2
+"""Of blocks that the model has."""
+
+LEASE_S = 300
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parse(arguments)
+    with tempfile.TemporaryDirectory(prefix="accel-fleet-", ignore_cleanup_errors=True) as work:
+        base = Path(work) / "base"
+        made = subprocess.run([sys.executable, "-m", "bench.fleet_base", str(base)], cwd=ROOT, capture_output=True)
+        if made.returncode:
+            raise Problem(f"The model could not be made: {made.stderr.decode(errors='replace')[-300:]}")
+        loads, colds = [], []
+        with _ray(options.replicas) as url:
+            for route in options.routes:
+                loads.append(_load(options, Path(work), base, url, route))
+                print(report.table(loads[-1:], LOAD_COLUMNS), file=sys.stderr, flush=True)
+            for store in options.stores:
+                colds.append(_cold(options, Path(work), base, store))
+                print(report.table(colds[-1:], COLD_COLUMNS), file=sys.stderr, flush=True)
+        left = _left(Path(work))
+    for rows, columns in ((loads, LOAD_COLUMNS), (colds, COLD_COLUMNS)):
+        if rows:
+            print(f"\n{report.table(rows, columns)}")
+    print(f"\n{LEGEND}\n{'No process was' if not left else f'{left} processes were'} left behind.")
+    if options.json:
+        report.write(options.json, [*loads, *colds], tree())
+        print(f"JSON: {options.json}")
+    sentence = failure(loads, colds, left)
+    if sentence:
+        raise Problem(sentence)
+
+
+def failure(loads: list[report.Row], colds: list[report.Row], left: int) -> str | None:
+    """What must not be: a prompt without an answer, an image twice, a graph compiled again beside a shared store."""
+    for row in loads:
+        route = f"route {row['route']}"
+        if row["answered"] != row["prompts"] or row["failed"]:
+            return f"{route}: {row['answered']} of {row['prompts']} prompts were answered, {row['failed']} failed."
+        if row["duplicates"] or row["images"] != row["prompts"]:
+            return f"{route}: {row['images']} images of {row['prompts']} prompts, {row['duplicates']} of them twice."
+        if not row["run_again"]:
+            return f"{route}: the killed replica had taken no prompt, so nothing was shown: run it again."
+    for row in colds:
+        if row["store"] == "shared" and row["compilations"] != KINDS:
+            return f"{row['compilations']} graphs were compiled beside a shared store, and there are {KINDS} kinds."
+    return f"{left} processes were left behind." if left else None
+
+
+@contextlib.contextmanager
+def _ray(replicas: int) -> Iterator[str]:
+    """A Ray of this machine alone, without a dashboard: the address that its applications answer at."""
+    try:
+        import ray
+        from ray import serve
+    except ImportError as error:
+        raise Problem(f"This needs the package ray[serve]: {error}.") from None
+    # Its workers import the application by this name.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    port = free_port()
+    ray.init(
+        num_cpus=2 * replicas + 2,  # as many as are asked for, however few there are
+        num_gpus=None if has_accelerator() else 0,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100_000_000,
+    )
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _fleet(options: argparse.Namespace, base: Path, results: Path, **settings: Any) -> Iterator[Any]:
+    """A running fleet, ready: Serve's handle of its replicas."""
+    from accel.hosts.ray.app import app
+    from accel.hosts.ray.settings import Settings
+    from ray import serve
+
+    asked = Settings(
+        comfyui=str(tree()),
+        results=str(results),
+        replicas=options.replicas,
+        gpus=1 if has_accelerator() else 0,
+        flags=["--base-directory", str(base), "--use-pytorch-cross-attention"],
+        start_s=600,
+        **settings,
+    )
+    serve.run(app(asked), name="fleet", route_prefix="/")
+    try:
+        yield serve.get_deployment_handle("ComfyUI", "fleet")
+    finally:
+        serve.delete("fleet")
+
+
+def _load(options: argparse.Namespace, work: Path, base: Path, url: str, route: str) -> report.Row:
+    """All prompts at once, in a mixed order; a third of them answered, a replica is killed."""
+    results = work / f"results-{route}"
+    graphs = [graph(*SIZES[number % len(SIZES)], seed=number, steps=6) for number in range(options.prompts)]
+    random.Random(0).shuffle(graphs)
+    warm_up = [graph(64, 64, seed=0)]
+    with _fleet(options, base, results, route=route, environment={"ACCEL_STORE": "off"}, warm_up=warm_up):
+        started = time.perf_counter()
+        entries = asyncio.run(_run_all(url, graphs, kill_after=len(graphs) // 3))
+        seconds = time.perf_counter() - started
+        counts = _get(f"{url}/accel/state")["prompts"]
+    files = [file for entry in entries for out in entry["outputs"].values() for file in out.get("images", ())]
+    images = list(results.glob("*/output/*.png"))
+    named = {results / file["subfolder"] / "output" / file["filename"] for file in files}
+    met, not_met = counts.get("met", 0), counts.get("not_met", 0)
+    return {
+        "route": route,
+        "prompts": len(graphs),
+        "answered": sum(entry["status"]["status_str"] == "success" for entry in entries),
+        "failed": counts.get("failed", 0),
+        "run_again": counts["runs"] - len(graphs),
+        "images": len(images),
+        "duplicates": len(images) - len(named & set(images)),
+        "met_graph": round(met / (met + not_met), 3),
+        "seconds": round(seconds, 1),
+        "replicas": options.replicas,
+    }
+
+
+async def _run_all(url: str, graphs: list, kill_after: int) -> list[dict[str, Any]]:
+    """The history of each prompt, as a client sees it that knows nothing of the fleet."""
+    async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/ws?clientId=bench") as messages:
+
+        async def post(asked: Any) -> str:
+            async with session.post(f"{url}/prompt", json={"prompt": asked, "client_id": "bench"}) as answer:
+                return (await answer.json())["prompt_id"]
+
+        posting = asyncio.gather(*(post(asked) for asked in graphs))
+        ended: set[str] = set()
+        killed = False
+        while len(ended) < len(graphs):
+            message = await messages.receive(timeout=600)
+            if message.type in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.ERROR):
+                raise Problem("The fleet closed the connection.")
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                continue
+            event = json.loads(message.data)
+            if event["type"] == "executing" and event["data"]["node"] is None:
+                ended.add(event["data"]["prompt_id"])
+            if len(ended) >= kill_after and not killed:
+                async with session.get(f"{url}/accel/state") as answer:
+                    busiest = max((await answer.json())["replicas"], key=lambda replica: replica["running"])
+                if busiest["running"]:
+                    os.kill(busiest["pid"], signal.SIGKILL)
+                    killed = True
+        entries = []
+        for prompt_id in await posting:
+            async with session.get(f"{url}/history/{prompt_id}") as answer:
+                entries.append((await answer.json())[prompt_id])
+        return entries
+
+
+def _cold(options: argparse.Namespace, work: Path, base: Path, store: str) -> report.Row:
+    """All replicas start at once and warm up; each with a store of its own, or with one that all share."""
+    torch_cache = work / f"torch-{store}"
+    environment = {
+        "ACCEL_STORE": str(work / "graphs") if store == "shared" else "off",
+        "ACCEL_STORE_LEASE": str(LEASE_S),
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # or each builds half a dozen programs to find out
+        "TORCHINDUCTOR_CACHE_DIR": str(torch_cache),
+    }
+    warm_up = [graph(64, 64, seed=0, backend="inductor")]
+    started = time.perf_counter()
+    with _fleet(options, base, work / "results-cold", environment=environment, warm_up=warm_up) as replicas:
+        seconds = time.perf_counter() - started
+        states: dict[str, dict[str, Any]] = {}
+        while len(states) < options.replicas:
+            state = replicas.state.remote().result()
+            states[state["replica"]] = state
+    leases = [state["store"]["leases"] or {} for state in states.values()]
+    return {
+        "store": store,
+        "replicas": options.replicas,
+        "compilations": sum(state["compilations"] for state in states.values()),
+        "loaded": sum(state["loaded"] for state in states.values()),
+        "waited_for": sum(lease.get("waited", 0) for lease in leases),
+        "ready_s": round(seconds, 1),
+    }
+
+
+def _get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return json.load(answer)
+
+
+def _left(work: Path) -> int:
+    """Processes of this measurement that still run, some seconds after its end."""
+    deadline = time.monotonic() + 20
+    while True:
+        ours = [process for process in psutil.Process().children(recursive=True) if process.is_running()]
+        for process in psutil.process_iter(["cmdline"]):
+            if any(str(work) in part for part in process.info["cmdline"] or ()):
+                ours.append(process)
+        if not ours or time.monotonic() > deadline:
+            return len(ours)
+        time.sleep(0.5)
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dev.py bench fleet", description=__doc__)
+    parser.add_argument("--replicas", type=int, default=2, help="default: 2")
+    parser.add_argument("--prompts", type=int, default=200, help="default: 200, of 12 sizes")
+    parser.add_argument("--routes", nargs="*", choices=ROUTES, default=ROUTES, help="default: both")
+    parser.add_argument(
+        "--stores", nargs="*", choices=STORES, default=(), help="cold starts to measure, with inductor: minutes each"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

@@ -1,0 +1,32 @@
+"""What the fleet's measurement takes for a failure."""
+
+import pytest
+
+from bench import fleet
+
+LOAD = dict(route="graph", prompts=200, answered=200, failed=0, run_again=2, images=200, duplicates=0, met_graph=0.9)
+COLD = dict(store="shared", replicas=3, compilations=fleet.KINDS, loaded=4, waited_for=4)
+
+
+@pytest.mark.parametrize(
+    ("load", "cold", "left", "sentence"),
+    [
+        ({}, {}, 0, None),
+        ({"answered": 199}, {}, 0, "199 of 200 prompts were answered"),
+        ({"failed": 1}, {}, 0, "1 failed"),
+        ({"images": 201}, {}, 0, "201 images of 200 prompts"),
+        ({"duplicates": 1}, {}, 0, "1 of them twice"),
+        ({"run_again": 0}, {}, 0, "nothing was shown"),
+        ({}, {"compilations": fleet.KINDS + 1}, 0, "beside a shared store"),
+        ({}, {"store": "none", "compilations": 3 * fleet.KINDS}, 0, None),
+        ({}, {}, 2, "2 processes were left behind"),
+    ],
+)
+def test_measurement_fails_where_something_was_lost_or_made_twice(load, cold, left, sentence):
+    said = fleet.failure([LOAD | load], [COLD | cold], left)
+    assert said is None if sentence is None else sentence in said
+
+
+def test_sizes_are_twelve_that_the_model_takes():
+    assert len(set(fleet.SIZES)) == 12
+    assert all(side % 8 == 0 and 64 <= side <= 384 for size in fleet.SIZES for side in size)

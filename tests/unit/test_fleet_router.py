@@ -1,0 +1,77 @@
+"""Where a fleet sends a prompt; with Ray's own classes around made-up replicas, and once with all of it."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("ray.serve.request_router", reason="an optional package of 200 MB")
+
+# ruff: noqa: E402
+from comfy_accel.accel.hosts.ray.graph_router import GraphRouter
+
+from bench import fleet
+
+
+@pytest.fixture
+def router():
+    made = GraphRouter.__new__(GraphRouter)  # its constructor belongs to a running Serve
+    made.initialize_state(patience=5)
+    made._replica_queue_len_cache = {}
+    return made
+
+
+def replicas(*names):
+    return [SimpleNamespace(replica_id=name, multiplexed_model_ids=set()) for name in names]
+
+
+def choose(router, candidates, key, waited=0.0):
+    asked = SimpleNamespace(
+        metadata=SimpleNamespace(multiplexed_model_id=key),
+        created_at=time.time() - waited,
+        routing_context=SimpleNamespace(should_backoff=False),
+    )
+    ranks = asyncio.run(router.choose_replicas(candidates, asked))
+    assert asked.routing_context.should_backoff
+    return [{replica.replica_id for replica in rank} for rank in ranks]
+
+
+def test_a_key_stays_where_it_was_sent_and_new_keys_are_spread(router):
+    candidates = replicas("a", "b", "c")
+    homes = {key: choose(router, candidates, key) for key in "123456"}
+    assert all(len(home) == 1 and len(home[0]) == 1 for home in homes.values())
+    assert {key: choose(router, candidates, key) for key in "654321"} == homes
+    assert sorted(min(home[0]) for home in homes.values()) == ["a", "a", "b", "b", "c", "c"]
+
+
+def test_replica_that_says_it_has_run_the_key_gets_it(router):
+    candidates = replicas("a", "b")
+    candidates[1].multiplexed_model_ids = {"key", "other"}
+    assert choose(router, candidates, "key") == [{"b"}]
+    assert choose(router, candidates, "new") == [{"a"}]  # which has fewer
+
+
+def test_key_of_a_replica_that_ended_goes_to_another(router):
+    candidates = replicas("a", "b")
+    (home,) = choose(router, candidates, "key")
+    left = [replica for replica in candidates if {replica.replica_id} != home]
+    assert choose(router, left, "key") == [{left[0].replica_id}]
+
+
+def test_prompt_that_waited_long_takes_an_idle_replica_but_none_that_is_busy(router):
+    candidates = replicas("a", "b", "c")
+    (home,) = choose(router, candidates, "key")
+    idle, busy = sorted({"a", "b", "c"} - home)
+    router._replica_queue_len_cache = {min(home): 2, idle: 0, busy: 1}
+    assert choose(router, candidates, "key", waited=4) == [home]
+    assert choose(router, candidates, "key", waited=6) == [home, {idle}]
+
+
+def test_prompt_without_a_key_may_go_anywhere(router):
+    assert choose(router, replicas("a", "b"), "") == [{"a", "b"}]
+
+
+@pytest.mark.thorough  # starts Ray and two ComfyUIs, and a third in place of the one that it kills
+def test_every_prompt_is_answered_once_though_a_replica_is_killed():
+    fleet.main(["--replicas", "2", "--prompts", "60", "--routes", "graph"])  # raises if not
