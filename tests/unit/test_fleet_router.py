@@ -66,6 +66,10 @@ def test_prompt_that_waited_long_takes_an_idle_replica_but_none_that_is_busy(rou
     router._replica_queue_len_cache = {min(home): 2, idle: 0, busy: 1}
     assert choose(router, candidates, "key", waited=4) == [home]
     assert choose(router, candidates, "key", waited=6) == [home, {idle}]
+    router.on_request_completed(idle, "request")  # a moment between two prompts of its own is not idleness
+    assert choose(router, candidates, "key", waited=6) == [home]
+    router._busy_at[idle] -= 6
+    assert choose(router, candidates, "key", waited=6) == [home, {idle}]
 
 
 def test_prompt_without_a_key_may_go_anywhere(router):

@@ -5,9 +5,11 @@ An extension of Ray Serve's request router: Serve keeps the queue, asks the repl
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import OrderedDict
+from typing import Any
 
 from ray.serve.request_router import MultiplexMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -15,13 +17,13 @@ _MOST_KEYS = 4096
 
 
 class GraphRouter(MultiplexMixin, RequestRouter):
-    """A key's prompts wait for the replica that has run the key, unless another stands idle and they waited long.
+    """A key's prompts wait for the replica that has run the key, unless they and another replica have waited long.
 
     A new key goes to the replica with the fewest. Serve's own choice for multiplexed models knows of a key only once
     the replica has told of it, spreads a burst of one key meanwhile, and never lets a prompt wait longer than two
     seconds for a replica that is busy.
 
-    patience: seconds that a prompt waits for its replica while another stands idle.
+    patience: seconds for which a replica has had nothing to do, and a prompt has waited, before it takes that prompt.
     """
 
     max_num_routing_tasks_cap = 1000
@@ -30,6 +32,8 @@ class GraphRouter(MultiplexMixin, RequestRouter):
         self._patience = patience
         self._given: OrderedDict[str, ReplicaID] = OrderedDict()
         """Where each key was first sent to; its replica tells of it later."""
+        self._busy_at: dict[ReplicaID, float] = {}
+        """When each replica last began or ended something, by the monotonic clock."""
 
     @property
     def max_num_routing_tasks(self) -> int:
@@ -56,8 +60,19 @@ class GraphRouter(MultiplexMixin, RequestRouter):
                 self._given.popitem(last=False)
         if time.time() - pending_request.created_at < self._patience:
             return [homes]
-        idle = [replica for replica in candidate_replicas if not self.replica_queue_len_cache.get(replica.replica_id)]
+        idle = [replica for replica in candidate_replicas if self._is_idle(replica.replica_id)]
         return [homes, idle] if idle else [homes]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        self._busy_at[replica_id] = time.monotonic()
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._busy_at[replica_id] = time.monotonic()
+
+    def _is_idle(self, replica_id: ReplicaID) -> bool:
+        if self.replica_queue_len_cache.get(replica_id):
+            return False
+        return time.monotonic() - self._busy_at.get(replica_id, -math.inf) >= self._patience
 
     def _keys_of(self, replica: RunningReplica) -> int:
         given = {key for key, home in self._given.items() if home == replica.replica_id}

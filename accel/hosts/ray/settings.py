@@ -18,8 +18,8 @@ class Settings(BaseModel):
     gpus, cpus: of one replica. flags: further arguments of main.py. environment: variables for ComfyUI, such as
         ACCEL_STORE; no secrets, since Ray shows these settings.
     warm_up: bodies of POST /accel/warm_up, or prompts in API format, run before a replica takes any.
-    route: by "graph", or to "any" replica. patience_s: how long a prompt waits for the replica that has its graph
-        while another stands idle.
+    route: by "graph", or to "any" replica. patience_s: how long a replica has nothing to do before it takes a
+        prompt whose graph another has.
     at_once: prompts that a replica has taken, of which it runs one.
     start_s: for a ComfyUI to start. drain_s: for what runs to be finished at shutdown.
     """
