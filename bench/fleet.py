@@ -121,9 +121,10 @@ def _ray(replicas: int) -> Iterator[str]:
 @contextlib.contextmanager
 def _fleet(options: argparse.Namespace, base: Path, results: Path, **settings: Any) -> Iterator[Any]:
     """A running fleet, ready: Serve's handle of its replicas."""
+    from ray import serve
+
     from accel.hosts.ray.app import app
     from accel.hosts.ray.settings import Settings
-    from ray import serve
 
     asked = Settings(
         comfyui=str(tree()),
