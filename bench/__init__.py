@@ -14,7 +14,8 @@ WORK = ROOT / ".work"
 BENCHES = {
     "demo": "plain and accelerated side by side at four sizes, one of them odd, in one process",
     "session": "what a session of sizes, batches, prompts, LoRAs, a ControlNet compiles and when, beside core's node",
-    "deepcache": "what DeepCache's skipped steps cost in quality, on a trained network, beside core's EasyCache",
+    "deepcache": "what skipping costs in quality, on two trained networks: targets, policies, EasyCache, fewer steps",
+    "quality": "on a checkpoint of yours, what each quality target costs and reaches, with a contact sheet",
     "restart": "the first image of a new process: with the saved graphs, with torch's own cache, with neither, eager",
     "vae": "a VAE at twenty sizes, twice: plain, skip, auto, compiled; seconds, graphs and memory of each decoding",
     "gpu": "on a GPU, every contender at every size: steps a second, first images, a session's stalls, memory",

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from .report import Row
 
 Point = tuple[float, float]
 """Share of FLOPs, PSNR in dB."""
 
-STEPS = 30
-SAMPLERS = ("euler", "dpmpp_2m")
+SAMPLERS = ("euler", "dpmpp_2m", "heun", "euler_ancestral", "lcm")
+STEPS = (4, 8, 20, 30, 50)
+IN_DETAIL = 30
+"""The number of steps at which every policy is compared; at the others the default, the targets and fewer steps."""
+TARGETS = (50.0, 40.0, 32.0)
 INTERVALS = (2, 3, 5)
 LONGEST = INTERVALS[-1]
-"""Interval of the adaptive curve: its bound, and at a high threshold its rhythm."""
-GOAL_DB = 3.0
-HOLD, FORECAST = "uniform, hold", "adaptive, forecast"
-EASY_CACHE = "EasyCache"
+"""Interval of the adaptive curves: their bound, and at a high threshold their rhythm."""
+FEWER = (0.75, 0.5, 0.34)
+"""Shares of the steps of the baseline that takes fewer."""
+GOAL_DB = 2.0
+SHORT, SHORT_DB, SHORT_GAIN = 8, 35.0, 1.25
+"""What few steps must gain: so many times fewer FLOPs at this PSNR."""
+BELOW, ABOVE = 1.0, 6.0
+"""How many dB below and above its target a sample may end."""
+
+DEEP_CACHE, TARGET, FEWER_STEPS, EASY_CACHE = "DeepCache", "quality target", "fewer steps", "EasyCache"
+DEFAULT = "today's default"
+SETTING = ("method", "interval", "schedule", "between", "threshold", "depth", "target_db", "fewer_steps", "on_curve")
+PLACE = ("network", "sampler", "steps")
+CASE = ("width", "height", "batch")
 
 
 @dataclass(frozen=True)
@@ -35,14 +48,15 @@ class Case:
         return self.batch * self.runs
 
 
-CASES = (Case(16, 16, batch=1, runs=8), Case(16, 16, batch=16), Case(15, 20, batch=24), Case(17, 15, batch=16))
-"""Square one by one, square, odd height, both odd: 64 samples a sampler."""
+CASES = (Case(16, 16, batch=1), Case(15, 20, batch=4))
+"""A square one by itself, and a batch of an odd height: five samples for each sampler and number of steps."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to skip. interval, schedule, between and depth are DeepCache's; threshold is that of the
-    adaptive schedule, or EasyCache's for reusing a step. depth None: the default of the model.
+    """One way to spend less. interval, schedule, between and depth are DeepCache's; threshold is that of its schedule,
+    or EasyCache's for reusing a step. depth None: the default of the model. target_db: the quality that DeepCache is
+    asked for, in place of a schedule. fewer_steps: the sampler's, without any caching.
 
     on_curve: whether it is a point of its method's curve; the others are rows of the table alone.
     """
@@ -53,6 +67,8 @@ class Contender:
     between: str | None = None
     threshold: float | None = None
     depth: int | None = None
+    target_db: float | None = None
+    fewer_steps: int | None = None
     on_curve: bool = True
 
     @property
@@ -60,50 +76,91 @@ class Contender:
         return self.method if self.schedule is None else f"{self.schedule}, {self.between}"
 
 
-def contenders(
-    thresholds: Sequence[float], easy_thresholds: Sequence[float], default_threshold: float, depth: int | None = None
+def of_targets(targets: Sequence[float], depth: int | None = None) -> list[Contender]:
+    """DeepCache, asked for a quality."""
+    return [Contender(TARGET, target_db=target, depth=depth) for target in targets]
+
+
+def of_fewer_steps(steps: int) -> list[Contender]:
+    """The same sampler with fewer steps, without caching."""
+    fewer = sorted({max(1, round(share * steps)) for share in FEWER} - {steps}, reverse=True)
+    return [Contender(FEWER_STEPS, fewer_steps=number) for number in fewer]
+
+
+def of_default(interval: int, schedule: str, between: str, threshold: float, depth: int | None = None) -> Contender:
+    """DeepCache as its node is when it is added."""
+    return Contender(DEEP_CACHE, interval, schedule, between, threshold, depth, on_curve=False)
+
+
+def of_policies(
+    thresholds: dict[str, Sequence[float]],
+    forecasts: Sequence[str],
+    easy_thresholds: Sequence[float],
+    depth: int | None = None,
 ) -> list[Contender]:
-    """All that is compared: interval 2, 3, 5 in all four kinds, the adaptive curves, and EasyCache."""
+    """Every policy with every forecast, and EasyCache. thresholds: of each schedule that has one."""
     found = []
-    for between in ("hold", "forecast"):
-        found += [Contender("DeepCache", interval, "uniform", between, depth=depth) for interval in INTERVALS]
+    for between in forecasts:
+        found += [Contender(DEEP_CACHE, interval, "uniform", between, depth=depth) for interval in INTERVALS]
         found += [
-            Contender("DeepCache", interval, "adaptive", between, default_threshold, depth, interval == LONGEST)
-            for interval in INTERVALS
+            Contender(DEEP_CACHE, LONGEST, schedule, between, value, depth)
+            for schedule, values in thresholds.items()
+            for value in values
         ]
-        others = [value for value in thresholds if value != default_threshold]
-        found += [Contender("DeepCache", LONGEST, "adaptive", between, value, depth) for value in others]
     return [*found, *(Contender(EASY_CACHE, threshold=value) for value in easy_thresholds)]
 
 
+def merged(known: Iterable[Row], new: Iterable[Row]) -> list[Row]:
+    """All rows, the new ones in place of known ones of the same measurement."""
+    names = (*PLACE, *SETTING, *CASE)
+    rows = {tuple(row.get(name) for name in names): row for row in (*known, *new)}
+    return sorted(rows.values(), key=lambda row: [_order(row.get(name)) for name in names])
+
+
+def _order(value: object) -> tuple:
+    return (value is not None, isinstance(value, str), value if value is not None else 0)
+
+
+def fields(contender: Contender) -> Row:
+    """The contender as fields of its rows."""
+    return asdict(contender)
+
+
 def summary(rows: Iterable[Row]) -> list[Row]:
-    """The rows of all cases of a sampler in one, means over its samples."""
+    """The rows of all cases of one network, sampler and number of steps in one, means over its samples."""
     groups: dict[tuple, list[Row]] = {}
-    names = ("method", "interval", "schedule", "between", "threshold", "depth", "on_curve", "sampler")
+    names = (*PLACE, *SETTING)
     for row in rows:
         groups.setdefault(tuple(row[name] for name in names), []).append(row)
-    table = []
-    for values, group in groups.items():
-        samples = sum(row["samples"] for row in group)
-        means = {
-            name: sum(row[name] * row["samples"] for row in group) / samples
-            for name in ("flops_share", "psnr_db", "ssim")
-        }
-        table.append({**dict(zip(names, values, strict=True)), "samples": samples, **means})
-    return table
+    return [{**dict(zip(names, values, strict=True)), **_means(group)} for values, group in groups.items()]
+
+
+def _means(rows: Sequence[Row]) -> Row:
+    samples = sum(row["samples"] for row in rows)
+    measured = [name for name in ("flops_share", "psnr_db", "ssim", "reached_db") if rows[0].get(name) is not None]
+    means = {name: sum(row[name] * row["samples"] for row in rows) / samples for name in measured}
+    counts = {name: sum(row[name] for row in rows) for name in ("reached", "above") if rows[0].get(name) is not None}
+    return {"samples": samples, **means, **counts}
 
 
 def curves(rows: Iterable[Row]) -> dict[str, list[Point]]:
-    """Name of the curve → its points, by share; several samplers' points of one contender in one."""
+    """Name of the curve → its points, by share; points of one contender, at several samplers, in one."""
     points: dict[str, dict[tuple, list[Row]]] = {}
     for row in summary(rows):
         if row["on_curve"]:
             name = Contender(row["method"], schedule=row["schedule"], between=row["between"]).curve
-            points.setdefault(name, {}).setdefault((row["interval"], row["threshold"]), []).append(row)
+            setting = tuple(row[name] for name in ("interval", "threshold", "target_db", "fewer_steps"))
+            points.setdefault(name, {}).setdefault(setting, []).append(row)
     return {
         name: sorted((_mean(group, "flops_share"), _mean(group, "psnr_db")) for group in by_setting.values())
         for name, by_setting in points.items()
     }
+
+
+def default_point(rows: Iterable[Row]) -> list[Point]:
+    """Share and PSNR of the default, in one point, or none."""
+    own = [row for row in summary(rows) if row["method"] == DEEP_CACHE and not row["on_curve"]]
+    return [(_mean(own, "flops_share"), _mean(own, "psnr_db"))] if own else []
 
 
 def at(curve: Sequence[Point], share: float) -> float | None:
@@ -118,6 +175,14 @@ def at(curve: Sequence[Point], share: float) -> float | None:
     return left + (value - left) * (share - left_share) / (right_share - left_share)
 
 
+def share_at(curve: Sequence[Point], psnr: float) -> float | None:
+    """The least share at which a curve, sorted by share, has that PSNR; None where it never has."""
+    for (left_share, left), (right_share, right) in zip(curve, curve[1:], strict=False):
+        if left < psnr <= right:
+            return left_share + (right_share - left_share) * (psnr - left) / (right - left)
+    return curve[0][0] if curve and curve[0][1] >= psnr else None
+
+
 def gains(better: Sequence[Point], base: Sequence[Point]) -> list[Point]:
     """At each share where either curve has a point and both reach: how many dB `better` is above `base`."""
     found = []
@@ -129,13 +194,65 @@ def gains(better: Sequence[Point], base: Sequence[Point]) -> list[Point]:
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """A sentence per question and sampler: how many dB at equal cost, and whether the goal is reached."""
+    """A sentence per network and question: whether targets are kept, and what is gained over what else there is."""
     sentences = []
-    for sampler in dict.fromkeys(row["sampler"] for row in rows):
-        of_sampler = curves(row for row in rows if row["sampler"] == sampler)
-        for base, goal in ((HOLD, GOAL_DB), (EASY_CACHE, 0.0)):
-            found = gains(of_sampler.get(FORECAST, []), of_sampler.get(base, []))
-            sentences.append(f"{sampler}: {FORECAST} over {base} at an equal share of FLOPs: {verdict(found, goal)}")
+    for network in dict.fromkeys(row["network"] for row in rows):
+        own = [row for row in rows if row["network"] == network]
+        sentences.append(f"{network}: {_of_kept_targets(own)}")
+        sentences += [f"{network}: {text}" for text in _of_gains(own)]
+        sentences += [f"{network}: {text}" for text in _of_few_steps(own)]
+    return sentences
+
+
+def _of_kept_targets(rows: Sequence[Row]) -> str:
+    asked = [row for row in rows if row["method"] == TARGET]
+    samples = sum(row["samples"] for row in asked)
+    if not samples:
+        return "no target was asked for."
+    reached = sum(row["reached"] for row in asked)
+    loose = [row for row in asked if more_was_possible(row, rows)]
+    above, of = sum(row["above"] for row in loose), sum(row["samples"] for row in loose)
+    return (
+        f"{reached} of {samples} samples ({reached / samples:.0%}) reached their target within {BELOW:g} dB "
+        f"(goal 95 %: {_word(reached / samples >= 0.95)}); of {of} where more could have been skipped, {above} "
+        f"({above / max(1, of):.0%}) ended more than {ABOVE:g} dB above it (goal none: {_word(not above)})."
+    )
+
+
+def more_was_possible(row: Row, rows: Iterable[Row]) -> bool:
+    """Whether another way in `rows` kept the target of `row` on the same samples with fewer FLOPs."""
+    same = (*PLACE, *CASE)
+    return any(
+        other["flops_share"] < row["flops_share"] - 0.03 and other["latent_db"] >= row["target_db"]
+        for other in rows
+        if all(other[name] == row[name] for name in same)
+    )
+
+
+def _of_gains(rows: Sequence[Row]) -> list[str]:
+    """Of the target's curve over the default and every other, mean over samplers, at each number of steps."""
+    sentences = []
+    for steps in sorted({row["steps"] for row in rows}):
+        own = [row for row in rows if row["steps"] == steps]
+        found = curves(own)
+        target = found.pop(TARGET, [])
+        for name, base in ((DEFAULT, default_point(own)), *found.items()):
+            if target and base:
+                goal = GOAL_DB if name == DEFAULT else 0.0
+                sentences.append(f"{steps} steps, {TARGET} over {name}: {verdict(gains(target, base), goal)}")
+    return sentences
+
+
+def _of_few_steps(rows: Sequence[Row]) -> list[str]:
+    sentences = []
+    own = [row for row in rows if row["steps"] == SHORT and row["method"] == TARGET]
+    for sampler in dict.fromkeys(row["sampler"] for row in own):
+        curve = curves(row for row in own if row["sampler"] == sampler)[TARGET]
+        share = share_at(curve, SHORT_DB)
+        gain = None if share is None else 1 / share
+        words = "never reached" if gain is None else f"{gain:.2f} times fewer FLOPs"
+        kept = gain is not None and gain >= SHORT_GAIN
+        sentences.append(f"{sampler}, {SHORT} steps at {SHORT_DB:g} dB: {words} (goal {SHORT_GAIN:g}: {_word(kept)}).")
     return sentences
 
 
@@ -144,7 +261,7 @@ def verdict(found: Sequence[Point], goal: float) -> str:
     if not found:
         return "the curves have no share in common, so nothing is shown."
     least, most = (choose(found, key=lambda point: point[1]) for choose in (min, max))
-    reached = "reached" if least[1] >= goal and least[1] > 0 else "missed"
+    reached = _word(least[1] >= goal and least[1] > 0)
     if reached == "missed" and most[1] >= max(goal, 1e-9):
         shares = [share for share, gain in found if gain >= goal]
         reached = f"reached at {len(shares)} of {len(found)} shares, so missed"
@@ -153,6 +270,10 @@ def verdict(found: Sequence[Point], goal: float) -> str:
         f"{least[1]:+.1f} dB (at {least[0]:.2f}) to {most[1]:+.1f} dB (at {most[0]:.2f}), "
         f"shares {found[0][0]:.2f} to {found[-1][0]:.2f}; goal {aim} everywhere: {reached}."
     )
+
+
+def _word(reached: bool) -> str:
+    return "reached" if reached else "missed"
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:

@@ -10,9 +10,19 @@ IDENTICAL = 100.0
 
 
 def psnr(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Decibels for each picture [B], of the range 0..1."""
+    """For each picture [B], in dB, at most IDENTICAL: of the mean squared error, to the range 0..1."""
+    return _decibels(actual, expected, torch.ones(len(expected), dtype=torch.float64))
+
+
+def latent_psnr(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The same of latents, to the range of values in each of the expected ones: what DeepCache's quality target is."""
+    values = expected.double().flatten(1)
+    return _decibels(actual, expected, values.amax(1) - values.amin(1))
+
+
+def _decibels(actual: torch.Tensor, expected: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
     error = (actual.double() - expected.double()).square().flatten(1).mean(1)
-    return (-10 * error.log10()).clamp(max=IDENTICAL)
+    return (10 * (peak**2 / error).log10()).clamp(max=IDENTICAL)
 
 
 def ssim(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

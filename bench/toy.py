@@ -1,31 +1,47 @@
-"""The trained test network: its layout, its prompts, its file. Import it after `inprocess.boot`.
+"""The trained test networks: their layouts, their prompts, their files. Import it after `inprocess.boot`.
 
-`train_toy` makes it; `data/toy_unet.md` says what it is.
+`train_toy` makes them; `data/toy_unet.md` and `data/toy_dit.md` say what they are.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import comfy.model_management
 import comfy.model_patcher
 import comfy.sample
-import comfy.supported_models
 import safetensors.torch
 import torch
+from comfy.model_sampling import CONST
 
 from . import ROOT, Problem, toy_data
-from .tiny_models import UNET
+from .tiny_models import FLUX, UNET, Family
 
-FILE = ROOT / "bench" / "data" / "toy_unet.safetensors"
 SIZES = ((16, 16), (12, 20), (20, 12), (15, 17), (17, 15), (15, 20), (20, 15))
-"""Height and width, in latent pixels, that it was trained at."""
+"""Height and width, in latent pixels, that they were trained at."""
 TOKENS = 4
 CONTEXT_DIM = 64
 CFG = 3.0
 NULL_CLASS = len(toy_data.CLASSES)
 """The class of no class: the negative prompt."""
-LAYOUT = {
+CHANNELS = len(toy_data.CHANNELS)
+
+
+@dataclass(frozen=True)
+class Network:
+    """family: how core builds it. begins_as_zero: endings of the modules that training starts from zero, so that every
+    block begins as the identity."""
+
+    family: Family
+    begins_as_zero: tuple[str, ...]
+
+    @property
+    def file(self) -> Path:
+        return ROOT / "bench" / "data" / f"toy_{self.family.name}.safetensors"
+
+
+_UNET_LAYOUT = {
     **UNET,
     "model_channels": 32,
     "num_res_blocks": [2, 2, 2],
@@ -37,11 +53,30 @@ LAYOUT = {
 }
 """SD1.5's class on three levels, with attention on the lower two."""
 
+_DIT_LAYOUT = {
+    **FLUX,
+    "in_channels": CHANNELS,
+    "out_channels": CHANNELS,
+    "vec_in_dim": CONTEXT_DIM,
+    "context_in_dim": CONTEXT_DIM,
+    "hidden_size": 112,
+    "depth": 2,
+    "depth_single_blocks": 8,
+    "axes_dim": [8, 10, 10],
+}
+"""Flux's class, ten blocks: a token is 2 by 2 latent pixels."""
 
-def new_model(dtype: torch.dtype = torch.float32):
-    """Core's BaseModel of SD1.5 around a UNet of the layout, its weights not yet set."""
-    config = comfy.supported_models.SD15({**LAYOUT, "dtype": dtype})
-    return config.get_model({}, device=torch.device("cpu"))
+NETWORKS = {
+    "unet": Network(
+        Family("unet", "SD15", _UNET_LAYOUT, CONTEXT_DIM),
+        begins_as_zero=(".out_layers.3", ".proj_out", "out.2"),
+    ),
+    "dit": Network(
+        Family("dit", "FluxSchnell", _DIT_LAYOUT, CONTEXT_DIM, pooled_dim=CONTEXT_DIM),
+        # As in DiT (Peebles and Xie, arXiv 2212.09748), "adaLN-Zero".
+        begins_as_zero=("_mod.lin", ".modulation.lin", ".adaLN_modulation.1", "final_layer.linear"),
+    ),
+}
 
 
 def class_tokens() -> torch.Tensor:
@@ -49,35 +84,49 @@ def class_tokens() -> torch.Tensor:
     return torch.randn(NULL_CLASS + 1, TOKENS, CONTEXT_DIM, generator=torch.Generator().manual_seed(1))
 
 
-def load(file: Path = FILE, dtype: torch.dtype = torch.float32):
-    """A ModelPatcher of the trained network.
+def pooled(tokens: torch.Tensor) -> torch.Tensor:
+    """The second text encoder's summary [B, CONTEXT_DIM] of `tokens` [B, TOKENS, CONTEXT_DIM]."""
+    return tokens.mean(1) * TOKENS**0.5
+
+
+def load(name: str = "unet", file: Path | None = None, dtype: torch.dtype = torch.float32):
+    """A ModelPatcher of the trained network of that name in NETWORKS. file: other weights than its own.
 
     Raises:
         Problem: the file is not there.
     """
+    network = NETWORKS[name]
+    file = file or network.file
     if not file.is_file():
-        raise Problem(f"{file} is missing: make it by `python -m bench.train_toy` or check the file out.")
-    model = new_model(dtype)
+        raise Problem(f"{file} is missing: make it by `python -m bench.train_toy --network {name}` or check it out.")
+    model = network.family.build(dtype)
     weights = safetensors.torch.load_file(file)
     model.diffusion_model.load_state_dict({name: value.to(dtype) for name, value in weights.items()})
     return comfy.model_patcher.ModelPatcher(
-        model.eval(),
+        model,
         load_device=comfy.model_management.get_torch_device(),
         offload_device=comfy.model_management.unet_offload_device(),
     )
 
 
+def is_flow(model_sampling) -> bool:
+    """Whether it is rectified flow: noise levels are shares of noise, and the velocity is predicted."""
+    return isinstance(model_sampling, CONST)
+
+
 def conditioning(classes: torch.Tensor) -> list:
     """Core's CONDITIONING for a batch of pictures of these classes [B]."""
-    return [[class_tokens()[classes], {}]]
+    tokens = class_tokens()[classes]
+    return [[tokens, {"pooled_output": pooled(tokens)}]]
 
 
 def sample(model, classes: torch.Tensor, height: int, width: int, steps: int, sampler: str, seed: int) -> torch.Tensor:
     """Latents [B, 4, height, width], one of each of the classes [B], by core's sampler from noise."""
-    empty = torch.zeros(len(classes), 4, height, width)
+    empty = torch.zeros(len(classes), CHANNELS, height, width)
     prompts = conditioning(classes), conditioning(torch.tensor([NULL_CLASS]))
     noise = comfy.sample.prepare_noise(empty, seed)
+    scheduler = "simple" if is_flow(model.model.model_sampling) else "normal"
     latent = comfy.sample.sample(
-        model, noise, steps, CFG, sampler, "normal", *prompts, empty, disable_pbar=True, seed=seed
+        model, noise, steps, CFG, sampler, scheduler, *prompts, empty, disable_pbar=True, seed=seed
     )
     return model.model.process_latent_in(latent)

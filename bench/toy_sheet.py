@@ -1,6 +1,6 @@
-"""Samples of the trained test network beside pictures of its data, by class.
+"""Samples of a trained test network beside pictures of its data, by class.
 
-.venv/bin/python -m bench.toy_sheet
+.venv/bin/python -m bench.toy_sheet --network dit
 """
 
 import argparse
@@ -12,8 +12,10 @@ from PIL import Image
 from . import ROOT, command, contact_sheet
 from .inprocess import boot
 
+SHEETS = {"unet": "toy_samples.jpg", "dit": "toy_dit_samples.jpg"}
 EACH = 5
 ZOOM = 4
+STEPS = 30
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -21,19 +23,20 @@ def main(arguments: list[str] | None = None) -> None:
     boot(cpu=True)
     import torch
 
-    from . import deepcache_plan, toy, toy_data
+    from . import toy, toy_data
 
     torch.set_num_threads(1)
     labels = torch.arange(len(toy_data.CLASSES)).repeat_interleave(EACH)
     data = toy_data.pictures(labels, 16, 16, torch.Generator().manual_seed(1_000_000))
     with torch.inference_mode():
-        made = toy.sample(toy.load(options.network or toy.FILE), labels, 16, 16, deepcache_plan.STEPS, "euler", seed=0)
+        made = toy.sample(toy.load(options.network, options.weights), labels, 16, 16, STEPS, "euler", seed=0)
     columns = []
     for index, name in enumerate(toy_data.CLASSES):
         own = slice(index * EACH, (index + 1) * EACH)
         columns.append([(name, _strip(toy_data.view(data[own]))), ("sampled", _strip(toy_data.view(made[own])))])
-    contact_sheet.save(options.out, columns)
-    print(options.out)
+    file = options.out or ROOT / "docs" / SHEETS[options.network]
+    contact_sheet.save(file, columns)
+    print(file)
 
 
 def _strip(views) -> Image.Image:
@@ -48,8 +51,9 @@ def _strip(views) -> Image.Image:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.toy_sheet", description=__doc__.splitlines()[0])
-    parser.add_argument("--network", type=Path, help="its weights (default: bench/data/toy_unet.safetensors)")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "toy_samples.jpg")
+    parser.add_argument("--network", choices=SHEETS, default="unet")
+    parser.add_argument("--weights", type=Path, help="(default: bench/data/toy_NETWORK.safetensors)")
+    parser.add_argument("--out", type=Path, help="(default: in docs)")
     return parser.parse_args(arguments)
 
 

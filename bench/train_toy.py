@@ -1,6 +1,6 @@
-"""Train the small test network: ComfyUI's own UNet class, SD1.5's noise schedule, the pictures of `toy_data`.
+"""Train a small test network: a class of ComfyUI's own, its noise schedule or flow, the pictures of `toy_data`.
 
-    .venv/bin/python -m bench.train_toy
+    .venv/bin/python -m bench.train_toy --network dit
 
 One thread, about an hour. The same seed on the same machine gives the same weights. Interrupted, it goes on from its
 last checkpoint.
@@ -19,19 +19,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from . import WORK, Problem, command
 from .inprocess import boot
 
-STEPS = 11000
+STEPS = {"unet": 11000, "dit": 3000}
 BATCH = 16
 SEED = 0
-PEAK_LEARNING_RATE = 1e-3
+PEAK_LEARNING_RATE = {"unet": 1e-3, "dit": 2e-3}
 WARM_UP = 300
-DESCENT = 0.5
+DESCENT = {"unet": 0.5, "dit": 0.4}
 """The last part of all steps: the learning rate falls, and high noise levels count more."""
 WEIGHT_DECAY = 0.01
 DROPPED_PROMPTS = 0.1
 EMA_DECAY = 0.998
 SNR_LIMIT = 5.0
 """Min-SNR weighting (Hang et al., arXiv 2303.09556): nearly noiseless steps count no more than at this SNR."""
-CHECKPOINT_EVERY = 500
+CHECKPOINT_EVERY = 250
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -42,8 +42,9 @@ def main(arguments: list[str] | None = None) -> None:
     from . import toy
 
     options.work.mkdir(parents=True, exist_ok=True)
-    training = Training(options.steps, options.batch, options.seed)
-    checkpoint = options.work / "checkpoint.pt"
+    network = toy.NETWORKS[options.network]
+    training = Training(network, options.steps or STEPS[options.network], options.batch, options.seed)
+    checkpoint = options.work / f"{options.network}.pt"
     if checkpoint.is_file():
         training.restore(torch.load(checkpoint, weights_only=True))
     while training.step < training.steps:
@@ -51,29 +52,37 @@ def main(arguments: list[str] | None = None) -> None:
         if training.step % CHECKPOINT_EVERY == 0 or training.step == training.steps:
             _replace(checkpoint, lambda path: torch.save(training.state(), path))
             print(json.dumps(training.report()), flush=True)
-    training.export(options.out or toy.FILE)
+    training.export(options.out or network.file)
 
 
 class Training:
     """AdamW with warm-up and descent, gradients clipped, and a moving average of the weights, which is the result."""
 
-    def __init__(self, steps: int, batch: int, seed: int):
+    def __init__(self, network, steps: int, batch: int, seed: int):
+        """network: one of `toy.NETWORKS`."""
         from . import toy
 
-        self.steps, self.batch, self.seed = steps, batch, seed
+        self.network, self.steps, self.batch, self.seed = network, steps, batch, seed
+        self.peak = PEAK_LEARNING_RATE[network.family.name]
+        self.descent = DESCENT[network.family.name]
         self.step = 0
         self.seconds = 0.0
-        model = toy.new_model()
+        model = network.family.build(torch.float32)
         self.net = model.diffusion_model
-        initialize(self.net, seed)
+        initialize(self.net, network.begins_as_zero, seed)
         self.net.requires_grad_(True).train()
+        for module in self.net.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                # Flux's blocks add to their input in place, which the gradient of its norm still needs.
+                module.register_forward_pre_hook(lambda _, args: (args[0].clone(), *args[1:]))
         self.average = {name: value.detach().clone() for name, value in self.net.named_parameters()}
-        self.sigmas = model.model_sampling.sigmas
+        self.sampling = model.model_sampling
+        self.is_flow = toy.is_flow(self.sampling)
         self.tokens = toy.class_tokens()
         self.sizes = toy.SIZES
         self.random = torch.Generator().manual_seed(seed)
         self.optimizer = torch.optim.AdamW(
-            self.net.parameters(), lr=PEAK_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY, foreach=True
+            self.net.parameters(), lr=self.peak, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY, foreach=True
         )
         self._losses: list[float] = []
 
@@ -81,7 +90,7 @@ class Training:
         """One step of the optimizer on one batch of one size."""
         started = time.perf_counter()
         for group in self.optimizer.param_groups:
-            group["lr"] = PEAK_LEARNING_RATE * learning_rate(self.step, self.steps)
+            group["lr"] = self.peak * learning_rate(self.step, self.steps, self.descent)
         loss = self._loss()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -112,8 +121,13 @@ class Training:
         }
 
     def restore(self, state: dict) -> None:
-        """Raises Problem for the state of a training with other settings, whose result this one would not repeat."""
-        if state["settings"] != self._settings():
+        """Raises Problem for the state of a training with other settings, whose result this one would not repeat.
+
+        The number of steps may be another while the learning rate is level: it makes no difference until then.
+        """
+        before, now = state["settings"], self._settings()
+        is_level = state["step"] <= min(self._descends_at(steps) for steps in (before["steps"], self.steps))
+        if before != now and not (is_level and before | {"steps": 0} == now | {"steps": 0}):
             raise Problem(f"The checkpoint is of {state['settings']}, not {self._settings()}: give another --work.")
         self.step, self.seconds = state["step"], state["seconds"]
         self.net.load_state_dict(state["net"])
@@ -128,54 +142,74 @@ class Training:
         weights = {name: value.half().contiguous() for name, value in self.average.items()}
         _replace(file, lambda path: safetensors.torch.save_file(weights, path))
 
-    def _settings(self) -> dict[str, int]:
-        return {"steps": self.steps, "batch": self.batch, "seed": self.seed}
+    def _settings(self) -> dict[str, int | str]:
+        return {
+            "network": self.network.family.name,
+            "steps": self.steps,
+            "batch": self.batch,
+            "seed": self.seed,
+        }
 
     def _loss(self) -> torch.Tensor:
-        """Of the predicted noise, as core's EPS models predict it."""
-        from . import toy_data
+        """Of the predicted noise, or of a flow's velocity from picture to noise."""
+        from . import toy, toy_data
 
         size = self.sizes[int(torch.randint(len(self.sizes), (), generator=self.random))]
         classes = torch.randint(len(toy_data.CLASSES), (self.batch,), generator=self.random)
         latent = toy_data.pictures(classes, *size, self.random)
         noise = torch.randn(latent.shape, generator=self.random)
-        # One timestep of each of `batch` equal spans: all noise levels in every batch.
+        # One noise level of each of `batch` equal spans of their distribution: all of them in every batch.
         spread = (torch.arange(self.batch) + torch.rand(self.batch, generator=self.random)) / self.batch
-        timesteps = (spread * len(self.sigmas)).long()
-        sigma = self.sigmas[timesteps][:, None, None, None]
+        sigma = self._noise_levels(spread)
         dropped = torch.rand(self.batch, generator=self.random) < DROPPED_PROMPTS
-        context = self.tokens[torch.where(dropped, len(toy_data.CLASSES), classes)]
-        scaled = (latent + sigma * noise) / (sigma**2 + 1).sqrt()
+        tokens = self.tokens[torch.where(dropped, len(toy_data.CLASSES), classes)]
+        scaled = self.sampling.calculate_input(sigma, self.sampling.noise_scaling(sigma, noise, latent))
+        more = {"y": toy.pooled(tokens)} if self.network.family.pooled_dim else {}
         # Attention written out is faster than the fused kind here, with 20 to 80 tokens and their gradients.
         with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
-            predicted = self.net(scaled, timesteps.float(), context)
+            predicted = self.net(scaled, self.sampling.timestep(sigma).float(), tokens, **more)
+        if self.is_flow:
+            return (predicted.float() - (noise - latent)).square().mean()
+        sigma = sigma[:, None, None, None]
         weight = (sigma**2 * SNR_LIMIT).clamp(max=1)
-        if self.step >= self.steps * (1 - DESCENT):
+        if self.step >= self._descends_at(self.steps):
             # A small error in the noise is a large one in the picture's light and hue there: they set the samples'.
             weight = weight * (1 + sigma**2 / 4).sqrt()
         return (weight * (predicted.float() - noise) ** 2).mean()
 
+    def _descends_at(self, steps: int) -> float:
+        """The step, of so many, at which the learning rate begins to fall."""
+        return steps * (1 - self.descent)
 
-def learning_rate(step: int, steps: int) -> float:
+    def _noise_levels(self, spread: torch.Tensor) -> torch.Tensor:
+        """Sigmas at these places, 0 to 1, of their distribution: each timestep alike; of a flow, logit-normal.
+
+        Logit-normal as in Esser et al., "Scaling rectified flow transformers", arXiv 2403.03206.
+        """
+        if self.is_flow:
+            return torch.sigmoid(torch.special.ndtri(spread))
+        return self.sampling.sigmas[(spread * len(self.sampling.sigmas)).long()]
+
+
+def learning_rate(step: int, steps: int, descent: float) -> float:
     """Share of the peak: a line up, level for the most part, then half a cosine down to a hundredth.
 
     Level, so that a checkpoint from before the descent is the same whatever number of steps is chosen in the end.
     """
     if step < WARM_UP:
         return (step + 1) / WARM_UP
-    descent = steps * DESCENT
-    done = max(0.0, (step - (steps - descent)) / descent)
+    done = max(0.0, 1 - (steps - step) / (steps * descent))
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def initialize(net: torch.nn.Module, seed: int) -> None:
+def initialize(net: torch.nn.Module, begins_as_zero: tuple[str, ...], seed: int) -> None:
     """As guided diffusion does: every block begins as the identity, the network's output as zero."""
     from .tiny_models import randomize
 
     randomize(net, seed)
     with torch.no_grad():
         for name, module in net.named_modules():
-            if name.endswith((".out_layers.3", ".proj_out")) or name == "out.2":
+            if name.endswith(begins_as_zero):
                 for parameter in module.parameters():
                     parameter.zero_()
 
@@ -189,12 +223,13 @@ def _replace(file: Path, save) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.train_toy", description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of the optimizer (default: {STEPS})")
+    parser.add_argument("--network", choices=STEPS, default="unet")
+    parser.add_argument("--steps", type=int, help=f"of the optimizer (default: {STEPS})")
     parser.add_argument("--batch", type=int, default=BATCH, help=f"pictures a step (default: {BATCH})")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--work", type=Path, default=WORK / "toy", help="folder of the checkpoint to go on from")
-    parser.add_argument("--out", type=Path, help="file of the weights (default: bench/data/toy_unet.safetensors)")
+    parser.add_argument("--out", type=Path, help="file of the weights (default: bench/data/toy_NETWORK.safetensors)")
     return parser.parse_args(arguments)
 
 

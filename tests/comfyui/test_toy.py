@@ -1,4 +1,4 @@
-"""The trained test network and the bench on it: it knows its data, training is repeatable, the bench runs."""
+"""The trained test networks and the benches on them: they know their data, training is repeatable, the benches run."""
 
 import json
 import os
@@ -10,30 +10,37 @@ import torch
 
 from bench import ROOT, Problem, toy_data
 
-MEASURED_LOSS = 0.05
-"""Of the predicted noise, at a noise level of 1; noise itself is 1."""
+NETWORKS = ("unet",)
+MEASURED_ERROR = {"unet": 0.05, "dit": 0.05}
+"""Mean squared, of the noise in a picture with as much noise as there is picture; knowing nothing is 1."""
 
 
-@pytest.fixture(scope="module")
-def network():
+@pytest.fixture(scope="module", params=NETWORKS)
+def network(request):
     from bench import toy
 
-    return toy.load()
+    return request.param, toy.load(request.param)
 
 
 def test_network_tells_noise_from_its_data_at_every_trained_size(network):
     from bench import toy
 
+    name, patcher = network
+    sampling, net = patcher.model.model_sampling, patcher.model.diffusion_model
     generator = torch.Generator().manual_seed(123)
     classes = torch.arange(len(toy_data.CLASSES))
+    tokens = toy.class_tokens()[classes]
+    more = {"y": toy.pooled(tokens)} if name == "dit" else {}
+    sigma = torch.full((len(classes),), 0.5 if name == "dit" else 1.0)
     with torch.inference_mode():
         for height, width in toy.SIZES:
             latent = toy_data.pictures(classes, height, width, generator)
             noise = torch.randn(latent.shape, generator=generator)
-            timestep = network.model.model_sampling.timestep(torch.ones(len(classes)))
-            scaled = (latent + noise) / 2**0.5
-            predicted = network.model.diffusion_model(scaled, timestep.float(), toy.class_tokens()[classes])
-            assert (predicted - noise).square().mean() < MEASURED_LOSS
+            noisy = sampling.noise_scaling(sigma, noise, latent)
+            out = net(sampling.calculate_input(sigma, noisy), sampling.timestep(sigma).float(), tokens, **more)
+            # With as much noise as picture, the error of both is the same.
+            error = (sampling.calculate_denoised(sigma, out, noisy) - latent).square().mean()
+            assert error < MEASURED_ERROR[name]
 
 
 def test_network_makes_what_its_prompt_names(network):
@@ -45,7 +52,7 @@ def test_network_makes_what_its_prompt_names(network):
     pictures = _described(toy_data.pictures(known, 16, 16, torch.Generator().manual_seed(7)))
     asked = torch.arange(len(toy_data.CLASSES)).repeat_interleave(each)
     with torch.inference_mode():
-        made = _described(toy.sample(network, asked, 16, 16, 20, "euler", seed=0))
+        made = _described(toy.sample(network[1], asked, 16, 16, 20, "euler", seed=0))
     right = {}
     for name, described in (("made", made), ("noise", torch.randn_like(made))):
         nearest = torch.cdist(described, pictures).topk(15, largest=False).indices
@@ -58,48 +65,87 @@ def _described(latents):
     return toy_data.view(latents).flatten(1)
 
 
-def test_file_is_small_enough_to_keep():
+@pytest.mark.parametrize("name", NETWORKS)
+def test_file_is_small_enough_to_keep(name):
     from bench import toy
 
-    assert toy.FILE.stat().st_size < 12e6
+    assert toy.NETWORKS[name].file.stat().st_size < 12e6
 
 
-def test_training_is_repeatable_and_goes_on_from_a_checkpoint():
+@pytest.mark.parametrize("name", NETWORKS)
+def test_training_is_repeatable_and_goes_on_from_a_checkpoint(name):
+    from bench import toy
     from bench.train_toy import Training
 
-    whole, halves = Training(2, 2, seed=5), Training(2, 2, seed=5)
+    def training(steps=6, seed=5):
+        return Training(toy.NETWORKS[name], steps, batch=2, seed=seed)
+
+    whole, halves = training(), training()
     whole.advance()
     halves.advance()
-    resumed = Training(2, 2, seed=5)
+    resumed = training()
     resumed.restore(halves.state())
     with pytest.raises(Problem, match="another --work"):
-        Training(2, 2, seed=6).restore(halves.state())
-    for training in (whole, resumed):
-        training.advance()
-    for name, value in whole.average.items():
-        assert torch.equal(value, resumed.average[name]), name
+        training(seed=6).restore(halves.state())
+    for each in (whole, resumed):
+        each.advance()
+    for key, value in whole.average.items():
+        assert torch.equal(value, resumed.average[key]), key
+
+
+def test_number_of_training_steps_may_change_until_the_learning_rate_falls():
+    from bench import toy
+    from bench.train_toy import Training
+
+    training = Training(toy.NETWORKS["dit"], 8, batch=1, seed=5)
+    training.step = 4
+    Training(toy.NETWORKS["dit"], 12, batch=1, seed=5).restore(training.state())
+    with pytest.raises(Problem, match="another --work"):
+        Training(toy.NETWORKS["dit"], 7, batch=1, seed=5).restore(training.state())
+
+
+def test_counted_flops_are_torchs_and_leave_out_what_is_skipped(network):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from bench import deepcache
+    from bench.deepcache_plan import Case, Contender
+    from bench.flops import Flops
+
+    name, patcher = network
+    case = Case(8, 12, batch=1)
+    bench = deepcache.Bench(name, patcher)
+    flops = Flops(patcher.model.diffusion_model)
+
+    def taken(model, steps):
+        bench._latent(model, "euler", steps, case, 0)
+        return flops.take()
+
+    with torch.inference_mode():
+        flops.learn(lambda: bench._latent(patcher, "euler", 1, case, 0))
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            full = taken(patcher, 2)
+        assert full == pytest.approx(counter.get_total_flops())
+        skipping = deepcache.apply(Contender("DeepCache", 2, "uniform", "hold"), patcher)
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            half = taken(skipping, 2)
+    assert half == pytest.approx(counter.get_total_flops())
+    assert half < 0.75 * full
 
 
 @pytest.mark.thorough  # a bench as a subprocess
 def test_bench_writes_rows_table_and_plot(tmp_path):
-    command = [sys.executable, "-m", "bench.deepcache", "--quick", "--steps", "4", "--out", str(tmp_path)]
+    parts = ["--samplers", "euler", "--steps", "8", "--targets", "32"]
+    command = [sys.executable, "-m", "bench.deepcache", "--quick", *parts, "--out", str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     rows = json.loads((tmp_path / "deepcache.json").read_text(encoding="utf-8"))["rows"]
-    wanted = {
-        "method",
-        "interval",
-        "schedule",
-        "between",
-        "sampler",
-        "width",
-        "height",
-        "flops_share",
-        "psnr_db",
-        "ssim",
+    assert {(row["network"], row["method"]) for row in rows} >= {
+        (network, method)
+        for network in NETWORKS
+        for method in ("DeepCache", "EasyCache", "fewer steps", "quality target")
     }
-    assert all(wanted <= row.keys() for row in rows)
-    assert {row["method"] for row in rows} == {"DeepCache", "EasyCache"}
-    assert all(0 < row["flops_share"] <= 1 for row in rows)
-    for name in ("deepcache.md", "deepcache.png"):
+    assert all(0 < row["flops_share"] <= 1.02 for row in rows)
+    assert all({"target_db", "reached_db", "flops_share"} <= row.keys() for row in rows if row["target_db"])
+    for name in ("deepcache.md", "deepcache.png", "deepcache_dit_targets.png"):
         assert (tmp_path / name).stat().st_size > 0

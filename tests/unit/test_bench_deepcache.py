@@ -1,37 +1,122 @@
-"""The DeepCache bench's arithmetic: curves, gains, similarity, the plot, and the test network's data."""
+"""The DeepCache bench's arithmetic: curves, gains, targets, merged rows, similarity, the plot, the networks' data."""
 
 import pytest
 import torch
 from PIL import Image
 
-from bench import line_plot, similarity, toy_data
-from bench.deepcache_plan import EASY_CACHE, FORECAST, HOLD, at, contenders, curves, gains, summary, verdict, verdicts
+from bench import deepcache_page, line_plot, similarity, toy_data
+from bench.deepcache_plan import (
+    EASY_CACHE,
+    FEWER_STEPS,
+    TARGET,
+    at,
+    curves,
+    gains,
+    merged,
+    more_was_possible,
+    of_fewer_steps,
+    of_policies,
+    share_at,
+    summary,
+    verdict,
+    verdicts,
+)
+
+HOLD, FORECAST = "uniform, hold", "adaptive, forecast"
 
 
 def row(curve=HOLD, share=0.5, psnr=30.0, **changes):
-    schedule, between = (None, None) if curve == EASY_CACHE else curve.split(", ")
-    method = EASY_CACHE if curve == EASY_CACHE else "DeepCache"
-    clean = {"interval": 3, "threshold": share, "depth": None, "on_curve": True, "sampler": "euler", "samples": 1}
-    measured = {"flops_share": share, "psnr_db": psnr, "ssim": 0.9}
-    return {"method": method, "schedule": schedule, "between": between, **clean, **measured, **changes}
+    schedule, between = curve.split(", ") if ", " in curve else (None, None)
+    place = {"network": "unet", "sampler": "euler", "steps": 30, "width": 16, "height": 16, "batch": 1, "samples": 1}
+    setting = {"interval": 3, "threshold": share, "depth": None, "target_db": None, "fewer_steps": None}
+    measured = {"flops_share": share, "psnr_db": psnr, "ssim": 0.9, "latent_db": psnr}
+    method = "DeepCache" if schedule else curve
+    own = {"method": method, "schedule": schedule, "between": between, "on_curve": True}
+    return {**place, **own, **setting, **measured, **changes}
 
 
-def test_all_kinds_are_compared_at_intervals_2_3_and_5():
-    found = contenders([0.1], [0.2], default_threshold=0.1)
-    kinds = {(one.schedule, one.between, one.interval) for one in found if one.interval in (2, 3, 5)}
-    assert len(kinds) == 2 * 2 * 3
-    assert {one.curve for one in found} == {HOLD, FORECAST, "uniform, forecast", "adaptive, hold", EASY_CACHE}
+def asked(target, share, psnr, reached=1, above=0, **changes):
+    return row(TARGET, share, psnr, target_db=target, reached_db=psnr, reached=reached, above=above, **changes)
 
 
-def test_summary_weighs_cases_by_their_samples():
-    (mean,) = summary([row(psnr=20.0, threshold=1, samples=1), row(psnr=32.0, threshold=1, samples=3)])
-    assert mean["psnr_db"] == 29.0
-    assert mean["samples"] == 4
+def test_every_policy_is_compared_with_every_forecast():
+    found = of_policies({"adaptive": [0.1], "magcache": [0.2]}, ["hold", "forecast"], easy_thresholds=[0.2])
+    kinds = {"uniform", "adaptive", "magcache"}
+    assert {one.curve for one in found} == {f"{kind}, {b}" for kind in kinds for b in ("hold", "forecast")} | {
+        EASY_CACHE
+    }
+    assert {one.interval for one in found if one.schedule == "uniform"} == {2, 3, 5}
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(4, [3, 2, 1]), (8, [6, 4, 3]), (30, [22, 15, 10])])
+def test_fewer_steps_are_fewer_and_never_none(steps, expected):
+    assert [one.fewer_steps for one in of_fewer_steps(steps)] == expected
+
+
+def test_summary_weighs_cases_by_their_samples_and_adds_up_what_reached():
+    cases = {"samples": 1, "batch": 1}, {"samples": 3, "batch": 3}
+    (mean,) = summary([asked(40.0, 0.5, 20.0, 0, **cases[0]), asked(40.0, 0.5, 32.0, 2, 1, **cases[1])])
+    assert mean["psnr_db"] == mean["reached_db"] == 29.0
+    assert (mean["samples"], mean["reached"], mean["above"]) == (4, 2, 1)
 
 
 def test_curves_are_sorted_and_leave_out_what_is_off_them():
     rows = [row(share=0.6), row(share=0.4, psnr=20.0), row(share=0.5, on_curve=False), row(EASY_CACHE, 0.3, 9.0)]
     assert curves(rows) == {HOLD: [(0.4, 20.0), (0.6, 30.0)], EASY_CACHE: [(0.3, 9.0)]}
+
+
+def test_merged_rows_replace_those_of_the_same_measurement_alone():
+    known = [row(psnr=1.0), row(psnr=2.0, steps=8), row(psnr=3.0, network="dit")]
+    found = merged(known, [row(psnr=4.0), row(psnr=5.0, batch=4)])
+    assert sorted(one["psnr_db"] for one in found) == [2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize(("psnr", "expected"), [(25.0, 0.45), (40.0, 0.6), (15.0, 0.4), (41.0, None)])
+def test_share_at_a_quality_is_the_least(psnr, expected):
+    assert share_at([(0.4, 20.0), (0.6, 40.0)], psnr) == (expected if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (row(share=0.4, psnr=41.0), True),
+        (row(share=0.4, psnr=39.0), False),
+        (row(share=0.5, psnr=60.0), False),
+        (row(share=0.4, psnr=41.0, sampler="heun"), False),
+    ],
+)
+def test_more_was_possible_where_another_way_kept_the_target_for_less(other, expected):
+    assert more_was_possible(asked(40.0, 0.5, 50.0), [other]) is expected
+
+
+def test_verdicts_count_what_reached_its_target_and_what_was_too_far_above():
+    rows = [asked(40.0, 0.5, 50.0, above=1), row(share=0.4, psnr=41.0), asked(32.0, 0.3, 20.0, reached=0)]
+    kept, *_ = verdicts(rows)
+    assert "1 of 2 samples (50%)" in kept and "of 1 where more could have been skipped, 1 (100%)" in kept
+
+
+def test_targets_are_judged_against_the_default_and_every_other_way():
+    rows = [asked(target, share, psnr) for target, share, psnr in ((40.0, 0.5, 40.0), (30.0, 0.3, 30.0))]
+    rows += [row(FORECAST, 0.4, 32.0, on_curve=False), *(row(FEWER_STEPS, share, 20.0) for share in (0.3, 0.5))]
+    kept, over_default, over_fewer = verdicts(rows)
+    assert "+3.0 dB" in over_default and "at least 2 dB everywhere: reached." in over_default
+    assert FEWER_STEPS in over_fewer and "+10.0 dB" in over_fewer
+
+
+@pytest.mark.parametrize(("share", "words"), [(0.5, "2.00 times"), (0.9, "goal 1.25: missed"), (None, "never reached")])
+def test_few_steps_are_judged_by_what_they_save_at_one_quality(share, words):
+    psnr = 30.0 if share is None else 35.0
+    assert words in verdicts([asked(35.0, share or 0.9, psnr, steps=8)])[-1]
+
+
+def test_page_begins_with_a_table_and_the_plots(tmp_path):
+    rows = [asked(target, share, target + 1) for target, share in ((40.0, 0.5), (32.0, 0.3))]
+    rows += [row(FORECAST, 0.4, 32.0, on_curve=False), row(HOLD, 0.4, 30.0), row(HOLD, 0.6, 35.0)]
+    deepcache_page.save(tmp_path, rows)
+    page = (tmp_path / "deepcache.md").read_text(encoding="utf-8")
+    assert "| unet | 30 | 0.40 → 32.0 dB | 0.50 → 41.0 dB, 100% kept | 0.30 → 33.0 dB, 100% kept |" in page
+    assert page.index("| unet") < page.index("deepcache.png") < page.index("What it shows")
+    assert (tmp_path / "deepcache.png").is_file() and (tmp_path / "deepcache_unet_targets.png").is_file()
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.4, 20.0), (0.45, 25.0), (0.6, 40.0), (0.39, None), (0.61, None)])
@@ -61,18 +146,18 @@ def test_equal_quality_does_not_beat():
     assert "missed" in verdict([(0.4, 0.0)], goal=0.0)
 
 
-def test_every_sampler_is_judged_against_both():
-    rows = [row(curve, share, psnr) for curve, psnr in ((HOLD, 20.0), (FORECAST, 25.0)) for share in (0.3, 0.5)]
-    against_hold, against_easy = verdicts(rows)
-    assert "+5.0 dB" in against_hold and "everywhere: reached." in against_hold
-    assert EASY_CACHE in against_easy and "no share in common" in against_easy
-
-
 def test_psnr_of_a_known_error():
     black = torch.zeros(2, 3, 16, 16)
     grey = black.clone()
     grey[1] += 0.1
     assert similarity.psnr(grey, black).tolist() == [similarity.IDENTICAL, pytest.approx(20.0)]
+
+
+def test_psnr_of_latents_is_to_their_own_range():
+    expected = torch.tensor([0.0, 4.0]).repeat(2, 8).reshape(2, 1, 4, 4)
+    actual = expected.clone()
+    actual[1] += 0.4
+    assert similarity.latent_psnr(actual, expected).tolist() == [similarity.IDENTICAL, pytest.approx(20.0)]
 
 
 def test_ssim_is_1_for_the_same_and_falls_with_noise():

@@ -1,0 +1,157 @@
+"""The page and the plots of `bench deepcache`, from its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import line_plot, report
+from .deepcache_plan import (
+    ABOVE,
+    BELOW,
+    EASY_CACHE,
+    FEWER_STEPS,
+    IN_DETAIL,
+    TARGET,
+    at,
+    curves,
+    default_point,
+    summary,
+    verdicts,
+)
+
+SHARES = (0.35, 0.45, 0.55, 0.65)
+"""Of FLOPs, at which the page compares policies."""
+FEW_CURVES = ("uniform, hold", "adaptive, forecast", EASY_CACHE, FEWER_STEPS, TARGET)
+"""Drawn beside the best of the others; all of them would hide each other."""
+
+LEGEND = f"""\
+**FLOPs** are the floating-point operations of convolutions, matrix products and attention that really ran, as a share
+of those of the uncached run: counted layer by layer, whatever was left out. **dB** is the PSNR to the uncached run,
+mean over samples, on the network's fixed linear RGB view in 0 to 1, one pixel a latent pixel (`psnr_db`); what a target
+is about, and what counts as reached, is the PSNR of the final latent to its own range of values (`latent_db`,
+`reached_db`). A sample counts as reached at {BELOW:g} dB below its target or better, and as above it at more than
+{ABOVE:g} dB. Rows of {FEWER_STEPS} are the same sampler with fewer steps and no caching, against the full run."""
+
+
+def save(folder: Path, rows: Sequence[report.Row]) -> str:
+    """Write page and plots to `folder`; return what to print."""
+    folder.mkdir(parents=True, exist_ok=True)
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    tables = {
+        "By number of steps, mean over samplers": report.markdown(*_by_steps(rows)),
+        "By sampler, mean over numbers of steps": report.markdown(*_by_sampler(rows)),
+        f"Policies at equal FLOPs, {IN_DETAIL} steps: dB, mean over samplers": report.markdown(*_by_policy(rows)),
+    }
+    conclusion = verdicts(rows)
+    pictures = [picture for network in networks for picture in _pictures(folder, network, rows)]
+    page = [
+        "# DeepCache: quality over cost",
+        "",
+        "Written by `dev.py bench deepcache --out docs` on the trained test networks: a UNet of SD1.5's kind "
+        "([toy_unet.md](../bench/data/toy_unet.md)) and a DiT of Flux's ([toy_dit.md](../bench/data/toy_dit.md)). "
+        "Every row by size, sampler and number of steps: `deepcache.json`.",
+        "",
+        *(line for title, table in list(tables.items())[:1] for line in (f"## {title}", "", table, "")),
+        *(line for name, words in pictures for line in (f"![{words}]({name})", "")),
+        *(line for title, table in list(tables.items())[1:] for line in (f"## {title}", "", table, "")),
+        "## What it shows",
+        "",
+        *(f"- {sentence}" for sentence in conclusion),
+        "",
+        "## How it was measured",
+        "",
+        LEGEND,
+        "",
+    ]
+    (folder / "deepcache.md").write_text("\n".join(page), encoding="utf-8")
+    return "\n\n".join([*tables.values(), "\n".join(conclusion)])
+
+
+def _by_steps(rows: Sequence[report.Row]) -> tuple[list[report.Row], list[str], tuple[str, ...]]:
+    return _summary_table(rows, ("network", "steps"))
+
+
+def _by_sampler(rows: Sequence[report.Row]) -> tuple[list[report.Row], list[str], tuple[str, ...]]:
+    return _summary_table(rows, ("network", "sampler"))
+
+
+def _summary_table(rows: Sequence[report.Row], by: tuple[str, ...]):
+    """What the default and each target cost and reach, and fewer steps at the cost of the default."""
+    table = []
+    targets = sorted({row["target_db"] for row in rows if row["target_db"] is not None}, reverse=True)
+    for key in dict.fromkeys(tuple(row[name] for name in by) for row in rows):
+        own = [row for row in rows if tuple(row[name] for name in by) == key]
+        line: report.Row = dict(zip(by, key, strict=True))
+        point = default_point(own)
+        line["default"] = _cell(*point[0]) if point else None
+        for target in targets:
+            asked = [row for row in summary(own) if row["target_db"] == target]
+            line[f"{target:g} dB asked"] = _reached(asked) if asked else None
+        # Where points of several numbers of steps make one curve, it means nothing.
+        fewer = curves(own).get(FEWER_STEPS, []) if "steps" in by else []
+        found = at(fewer, point[0][0]) if point else None
+        line[FEWER_STEPS] = None if found is None else _cell(point[0][0], found)
+        table.append(line)
+    names = [*by, "default", *(f"{target:g} dB asked" for target in targets), FEWER_STEPS]
+    names = [name for name in names if any(line.get(name) is not None for line in table)]
+    return table, names, (by[0], "sampler")
+
+
+def _reached(asked: Sequence[report.Row]) -> str:
+    share, reached = (sum(row[name] for row in asked) / len(asked) for name in ("flops_share", "reached_db"))
+    kept = sum(row["reached"] for row in asked) / sum(row["samples"] for row in asked)
+    return f"{_cell(share, reached)}, {kept:.0%} kept"
+
+
+def _cell(share: float, decibels: float) -> str:
+    return f"{share:.2f} → {decibels:.1f} dB"
+
+
+def _by_policy(rows: Sequence[report.Row]) -> tuple[list[report.Row], list[str], tuple[str, ...]]:
+    table = []
+    columns = [f"at {share:g}" for share in SHARES]
+    for network in dict.fromkeys(row["network"] for row in rows):
+        found = curves(row for row in rows if row["network"] == network and row["steps"] == IN_DETAIL)
+        for name, curve in found.items():
+            values = {column: at(curve, share) for column, share in zip(columns, SHARES, strict=True)}
+            reach = f"{curve[0][0]:.2f} to {curve[-1][0]:.2f}"
+            decibels = {column: None if value is None else f"{value:.1f}" for column, value in values.items()}
+            table.append({"network": network, "policy": name, "FLOPs": reach, **decibels})
+    return table, ["network", "policy", "FLOPs", *columns], ("network", "policy")
+
+
+def _pictures(folder: Path, network: str, rows: Sequence[report.Row]) -> list[tuple[str, str]]:
+    """File and words of each plot of a network."""
+    made = []
+    own = [row for row in rows if row["network"] == network]
+    detailed = [row for row in own if row["steps"] == IN_DETAIL] or own
+    found = curves(detailed)
+    others = [name for name in found if name not in FEW_CURVES]
+    best = sorted(others, key=lambda name: _mean_level(found[name]), reverse=True)[: len(line_plot.COLOURS) - 5]
+    drawn = {name: found[name] for name in (*FEW_CURVES, *best) if name in found}
+    if drawn:
+        name = "deepcache.png" if network == "unet" else f"deepcache_{network}.png"
+        samplers = ", ".join(dict.fromkeys(row["sampler"] for row in detailed))
+        words = f"Quality over cost, {network}: {detailed[0]['steps']} steps, mean of {samplers}"
+        axes = "FLOPs, as a share of the uncached run", "PSNR to the uncached run, dB"
+        line_plot.save(folder / name, words, *axes, drawn)
+        made.append((name, words))
+    asked = [row for row in summary(own) if row["method"] == TARGET]
+    if asked:
+        name = f"deepcache_{network}_targets.png"
+        words = f"Target against reached, {network}: mean of all samplers, by number of steps"
+        by_steps: dict[str, dict[float, list[float]]] = {}
+        for row in asked:
+            by_steps.setdefault(f"{row['steps']} steps", {}).setdefault(row["target_db"], []).append(row["reached_db"])
+        lines = {key: [(t, sum(v) / len(v)) for t, v in values.items()] for key, values in by_steps.items()}
+        ends = sorted({row["target_db"] for row in asked})
+        lines["as asked"] = [(target, target) for target in ends]
+        line_plot.save(folder / name, words, "PSNR asked for, dB", "PSNR of the final latent, dB", lines)
+        made.append((name, words))
+    return made
+
+
+def _mean_level(curve: Sequence[tuple[float, float]]) -> float:
+    """How high a curve is for its cost: its mean PSNR, less what the shares alone would give."""
+    return sum(decibels - 60 * share for share, decibels in curve) / len(curve)

@@ -1,0 +1,242 @@
+"""What each quality target costs and reaches on a checkpoint of yours: through ComfyUI's loader, samplers and VAE.
+
+    python3 dev.py bench quality --checkpoint FILE [--prompts FILE]
+
+Beside the uncached run: DeepCache at its defaults and at each target, and fewer steps. Writes rows, a table and a
+contact sheet with one column a prompt.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import WORK, Problem, command, contact_sheet, pack, report, similarity, synthetic
+from .comfyui import has_accelerator
+from .deepcache_plan import (
+    BELOW,
+    FEWER_STEPS,
+    TARGET,
+    TARGETS,
+    Contender,
+    fields,
+    of_default,
+    of_fewer_steps,
+    of_targets,
+)
+from .inprocess import boot
+
+PROMPTS = (
+    "a lighthouse on a cliff in a storm, oil painting",
+    "portrait of an old fisherman, photograph, window light",
+    "a bowl of lemons on a blue tablecloth",
+)
+COLUMNS = ("sampler", "steps", "way", "flops_share", "seconds", "psnr_db", "ssim", "reached_db", "estimated_db")
+LARGEST = 384
+"""Pixels of a picture's longer side on the sheet."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is sampled: prompts, size in pixels, and the sampler's other settings."""
+
+    prompts: Sequence[str]
+    negative: str
+    width: int
+    height: int
+    cfg: float
+    scheduler: str
+    seed: int
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parse(arguments)
+    prompts = _prompts(options.prompts)
+    comfyui = boot(cpu=not has_accelerator())
+    checkpoint = options.checkpoint or synthetic.checkpoint(comfyui=comfyui)
+    if not checkpoint.is_file():
+        raise Problem(f"No file {checkpoint}: name a checkpoint, or none to have a synthetic one made.")
+    pack.load()
+    import torch
+
+    from . import perceptual
+
+    scene = Scene(
+        prompts, options.negative, options.width, options.height, options.cfg, options.scheduler, options.seed
+    )
+    rows, columns = [], [[] for _ in prompts]
+    with torch.inference_mode():
+        bench = Bench(checkpoint, scene, perceptual.measures())
+        for sampler in options.samplers:
+            for steps in options.steps:
+                given = [_default(), *of_targets(options.targets), *of_fewer_steps(steps)]
+                found, pictures = bench.rows(sampler, steps, given)
+                rows += found
+                for column, of_prompt in zip(columns, pictures, strict=True):
+                    column += [(f"{sampler}, {steps}: {label}", image) for label, image in of_prompt]
+    table = report.table(_by_way(rows), [*COLUMNS, *bench.measures])
+    print(f"\n{table}\n")
+    print(_verdict(rows, len(prompts)))
+    if options.checkpoint is None:
+        print("The model is random: these figures say that the bench runs, not what a target looks like.")
+    options.out.mkdir(parents=True, exist_ok=True)
+    for file in filter(None, (options.out / "quality.json", options.json)):
+        report.write(file, rows, comfyui, checkpoint=checkpoint.name, prompts=list(prompts))
+    contact_sheet.save(options.out / "quality.png", columns)
+    print(f"Rows and contact sheet: {options.out}")
+
+
+class Bench:
+    """The checkpoint's model, text encoder and VAE, and its uncached pictures."""
+
+    def __init__(self, checkpoint: Path, scene: Scene, measures: dict):
+        import comfy.sd
+
+        from .flops import Flops
+
+        self.measures = measures
+        self._scene = scene
+        self._model, clip, self._vae = comfy.sd.load_checkpoint_guess_config(str(checkpoint))[:3]
+        if None in (self._model, clip, self._vae):
+            raise Problem(f"{checkpoint.name} lacks a text encoder or a VAE: name a full checkpoint.")
+        encode = [clip.encode_from_tokens_scheduled(clip.tokenize(text)) for text in (*scene.prompts, scene.negative)]
+        self._positive, self._negative = encode[:-1], encode[-1]
+        self._flops = Flops(self._model.model.diffusion_model)
+
+    def rows(self, sampler: str, steps: int, given: Sequence[Contender]):
+        """A row for each way and prompt, and for each prompt its labelled pictures."""
+        from .deepcache import apply, estimate
+
+        count = len(self._scene.prompts)
+        self._flops.learn(lambda: self._latent(self._model, 0, sampler, 1))
+        self._flops.take()
+        plain = [self._run(self._model, index, sampler, steps) for index in range(count)]
+        rows, columns = [], [[("uncached", _small(image))] for _, image, _, _ in plain]
+        for contender in given:
+            model = apply(contender, self._model)
+            for index, (expected, expected_image, work, seconds) in enumerate(plain):
+                latent, image, taken, spent = self._run(model, index, sampler, contender.fewer_steps or steps)
+                row = {
+                    "prompt": index,
+                    "sampler": sampler,
+                    "steps": steps,
+                    "way": _name(contender),
+                    **fields(contender),
+                    "flops_share": round(taken / work, 4),
+                    "seconds": round(spent, 3),
+                    "uncached_seconds": round(seconds, 3),
+                    "psnr_db": round(similarity.psnr(image[None], expected_image[None]).item(), 2),
+                    "ssim": round(similarity.ssim(image[None], expected_image[None]).item(), 4),
+                    "reached_db": round(similarity.latent_psnr(latent, expected).item(), 2),
+                    "estimated_db": estimate() if contender.method == TARGET else None,
+                }
+                prompt = self._scene.prompts[index]
+                row |= {name: round(of(image, expected_image, prompt), 4) for name, of in self.measures.items()}
+                rows.append(row)
+                words = f"{row['way']}: {row['flops_share']:.0%} of the work, {row['reached_db']:.1f} dB"
+                columns[index].append((words, _small(image)))
+        return rows, columns
+
+    def _run(self, model, index: int, sampler: str, steps: int):
+        """The latent [1, C, H, W], its picture [3, H, W] in 0..1, FLOPs and seconds of sampling."""
+        started = time.perf_counter()
+        latent = self._latent(model, index, sampler, steps).cpu()
+        seconds = time.perf_counter() - started
+        work = self._flops.take()
+        image = self._vae.decode(latent).float().cpu()
+        return latent, image.reshape(-1, *image.shape[-3:])[0].movedim(-1, 0).clamp(0, 1), work, seconds
+
+    def _latent(self, model, index: int, sampler: str, steps: int):
+        import comfy.sample
+        import torch
+
+        scene = self._scene
+        scale = self._vae.spacial_compression_encode()
+        empty = torch.zeros(1, 4, scene.height // scale, scene.width // scale)
+        empty = comfy.sample.fix_empty_latent_channels(model, empty)
+        prompts = self._positive[index], self._negative
+        noise = comfy.sample.prepare_noise(empty, scene.seed)
+        settings = (steps, scene.cfg, sampler, scene.scheduler, *prompts, empty)
+        return comfy.sample.sample(model, noise, *settings, disable_pbar=True, seed=scene.seed)
+
+
+def _default() -> Contender:
+    from comfy_accel.accel.step_cache.config import DeepCacheSettings
+
+    usual = DeepCacheSettings()
+    return of_default(usual.interval, usual.schedule, usual.between, usual.threshold)
+
+
+def _name(contender: Contender) -> str:
+    if contender.method == TARGET:
+        return f"{contender.target_db:g} dB asked"
+    return f"{contender.fewer_steps} steps" if contender.method == FEWER_STEPS else "DeepCache's defaults"
+
+
+def _by_way(rows: Sequence[report.Row]) -> list[report.Row]:
+    """One row for each sampler, number of steps and way, means over prompts."""
+    groups: dict[tuple, list[report.Row]] = {}
+    for row in rows:
+        groups.setdefault((row["sampler"], row["steps"], row["way"]), []).append(row)
+    table = []
+    for key, group in groups.items():
+        numbers = [name for name, value in group[0].items() if isinstance(value, float) and name != "target_db"]
+        means = {
+            name: sum(row[name] for row in group) / len(group)
+            for name in numbers
+            if all(row[name] is not None for row in group)
+        }
+        table.append({**dict(zip(("sampler", "steps", "way"), key, strict=True)), **means})
+    return table
+
+
+def _verdict(rows: Sequence[report.Row], prompts: int) -> str:
+    asked = [row for row in rows if row["method"] == TARGET]
+    kept = sum(row["reached_db"] >= row["target_db"] - BELOW for row in asked)
+    return (
+        f"{kept} of {len(asked)} runs reached their target within {BELOW:g} dB, {prompts} prompts. seconds: of "
+        "sampling alone, by this machine's clock."
+    )
+
+
+def _small(image):
+    from .perceptual import picture
+
+    made = picture(image)
+    made.thumbnail((LARGEST, LARGEST))
+    return made
+
+
+def _prompts(file: Path | None) -> Sequence[str]:
+    if file is None:
+        return PROMPTS
+    if not file.is_file():
+        raise Problem(f"No file {file}: --prompts takes a text file with one prompt a line.")
+    found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not found:
+        raise Problem(f"{file} has no prompt: write one a line.")
+    return found
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dev.py bench quality", description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", type=Path, help="with text encoder and VAE (default: a synthetic one is made)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one a line (default: three of ours)")
+    parser.add_argument("--negative", default="", help="the negative prompt")
+    parser.add_argument("--samplers", nargs="+", default=["euler"])
+    parser.add_argument("--scheduler", default="normal")
+    parser.add_argument("--steps", nargs="+", type=int, default=[30])
+    parser.add_argument("--cfg", type=float, default=5.0)
+    parser.add_argument("--width", type=int, default=512, help="in pixels")
+    parser.add_argument("--height", type=int, default=512, help="in pixels")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--targets", nargs="+", type=float, default=TARGETS, help="in dB")
+    parser.add_argument("--out", type=Path, default=WORK / "quality", help="folder of rows and contact sheet")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))
