@@ -101,7 +101,7 @@ def test_number_of_training_steps_may_change_until_the_learning_rate_falls():
     training.step = 4
     Training(toy.NETWORKS["dit"], 12, batch=1, seed=5).restore(training.state())
     with pytest.raises(Problem, match="another --work"):
-        Training(toy.NETWORKS["dit"], 7, batch=1, seed=5).restore(training.state())
+        Training(toy.NETWORKS["dit"], 6, batch=1, seed=5).restore(training.state())
 
 
 def test_counted_flops_are_torchs_and_leave_out_what_is_skipped(network):
