@@ -62,7 +62,7 @@ def attach(cache: GraphCache, find_home: Callable[[], Path | None]) -> None:
     try:
         folder = location.folder(home)
     except OSError as error:
-        log.warning("No compiled graph is kept: %s", error)
+        log.warning("Compiled graphs are not saved: %s", error)
         return
     if folder is not None:
         cache.store = GraphStore(folder, location.secret(home), lambda: location.max_bytes(home))

@@ -170,8 +170,8 @@ def test_turned_off_it_changes_nothing(prompts):
 @pytest.mark.parametrize(
     ("sizes", "reason"),
     [
-        ("1, two", "'two' is not among the batch sizes possible: write whole numbers from 1 to 4096."),
-        ("0", "'0' is not among the batch sizes possible"),
+        ("1, two", "'two' is not valid for batch sizes: write whole numbers from 1 to 4096"),
+        ("0", "'0' is not valid for batch sizes"),
         ("", "sizes is empty; write whole numbers from 1 to 4096"),
     ],
 )

@@ -45,7 +45,7 @@ def current() -> Settings:
             try:
                 _current = settings.read(running_home())
             except OSError as error:
-                log.warning("The settings of the graph cache are not read: %s", error)
+                log.warning("Could not read the settings of the graph cache: %s", error)
                 _current = Settings()
             _set_budget(_current)
             if _verbosity(_current) != settings.NORMAL:  # otherwise our logger keeps the level that others set
@@ -63,9 +63,9 @@ def change(requested: dict[str, Any]) -> None:
     global _current
     unknown = sorted(set(requested) - set(NAMES))
     if unknown:
-        raise ValueError(f"{unknown[0][:80]!r} is not known here: there are {', '.join(NAMES)}.")
+        raise ValueError(f"There is no setting {unknown[0][:80]!r}; there are {', '.join(NAMES)}.")
     if "store_mb" in requested and os.environ.get(location.LIMIT_VARIABLE, "").strip().isdecimal():
-        raise ValueError(f"store_mb is given by {location.LIMIT_VARIABLE}, and only that changes it.")
+        raise ValueError(f"store_mb is set by {location.LIMIT_VARIABLE}, so it cannot be changed here.")
     current()
     with _lock:
         _current = now = replace(_current, **requested)

@@ -99,7 +99,7 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         run.carries = _carried_by(args[2] if len(args) > 2 else None)
         run.levels = NoiseLevels(reckons(args[2] if len(args) > 2 else None, patcher.load_device))
         if get_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_COMPILE, options):
-            log.warning("DeepCache: beside it TorchCompileModel compiles nothing; use Accelerate Model in its place.")
+            log.warning("DeepCache: TorchCompileModel compiles nothing beside it; use Accelerate Model instead.")
         with run_events(executor, args, caching={**asdict(settings), "node": node_id}):
             try:
                 with sizes_explained(executor, args):
@@ -136,18 +136,18 @@ def _report(run: DeepCacheRun) -> None:
     )
     if run.policy.uses_drift and not run.skipped_steps and not run.failed and run.full_steps < FEW_STEPS:
         log.info(
-            "DeepCache: all %d steps were computed in full: at so few too much changes from one to the next. It pays "
-            "from about 20 steps on; Accelerate Model helps at any number.",
+            "DeepCache: all %d steps ran in full: with so few, each changes too much. It pays from about 20 steps on; "
+            "Accelerate Model helps at any number.",
             run.full_steps,
         )
     elif run.policy.uses_drift and not run.skipped_steps and not run.failed:
         log.info(
-            "DeepCache: too much changed from step to step, so all %d were computed in full; more steps, a higher "
-            "threshold or the uniform schedule let it skip.",
+            "DeepCache: all %d steps ran in full: too much changed between them. Raise the threshold, sample more "
+            "steps, or choose the uniform schedule.",
             run.full_steps,
         )
     else:
-        log.info("DeepCache: %d of %d steps were computed in full.", run.full_steps, run.full_steps + run.skipped_steps)
+        log.info("DeepCache: %d of %d steps ran in full.", run.full_steps, run.full_steps + run.skipped_steps)
 
 
 def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:

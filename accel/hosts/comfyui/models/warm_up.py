@@ -49,7 +49,7 @@ def check_amount(sizes: Sequence[Size], batches: Sequence[int], prompt_lengths: 
     """Raises ValueError, with the limit, if all combinations of these are too many or too large."""
     runs = len(sizes) * len(batches) * max(1, len(prompt_lengths))
     if runs > MOST:
-        raise ValueError(f"That makes {runs} runs: at most {MOST} are possible at once.")
+        raise ValueError(f"These are {runs} runs; at most {MOST} are possible at once.")
     pixels = [size.pixels * batch for size in sizes for batch in batches]
     if max(pixels, default=0) > LARGEST_RUN:
         raise ValueError(
@@ -79,7 +79,7 @@ def warm_up(
     check_amount(sizes, batches, prompt_lengths)
     runs = [(size, batch, length) for size in sizes for batch in batches for length in prompt_lengths or (None,)]
     if not runs:
-        raise ValueError("That makes no run: name at least one size and one batch.")
+        raise ValueError("Nothing to run: give at least one size and one batch.")
     layout = latent_layout(model)
     steps = _STEPS_TO_CAPTURE if is_captured(model) else 1
     progress = comfy.utils.ProgressBar(len(runs))

@@ -29,7 +29,7 @@ def parse_numbers(text: str, name: str, largest: int) -> list[int]:
     numbers = []
     for part in _parts(text):
         if not part.isdecimal() or not 1 <= int(part) <= largest:
-            raise ValueError(f"{part!r} is not among the {name} possible: write whole numbers from 1 to {largest}.")
+            raise ValueError(f"{part!r} is not valid for {name}: write whole numbers from 1 to {largest}, as in 1, 4.")
         numbers.append(int(part))
     return numbers
 

@@ -86,7 +86,7 @@ def snap_inputs(
     Raises ValueError for a size out of range, for both an image and a latent, and as `choose` does.
     """
     if image is not None and latent is not None:
-        raise ValueError("Both an image and a latent are connected; connect the one that is to be snapped.")
+        raise ValueError("Both an image and a latent are connected: connect only the one to snap.")
     layout = latent_layout(model) if model is not None else LatentLayout()
     batch, frames, unit = batch_size, 1, 1
     if image is not None:
@@ -167,7 +167,7 @@ def latent_size(latent: dict[str, Any], scale: int) -> Size:
     """
     samples = latent["samples"]
     if getattr(samples, "is_nested", False) or samples.ndim < 4:
-        raise ValueError("This latent has no height and width of its own (sound, or several in one); it cannot snap.")
+        raise ValueError("This latent has no height and width (sound, or several in one) and cannot be snapped.")
     return _pixels(samples.shape, scale)
 
 
