@@ -17,8 +17,12 @@ export function toast(severity, summary, detail) {
   app.extensionManager?.toast?.add?.({ severity, summary, detail, life: LIFE });
 }
 
-/** Show a toast for a fallback {block, code, fields, reason}, once a reason; many at once become one. */
+/**
+ * Show a toast for a fallback {block, code, fields, reason}, once a reason; many at once become one. None where only a
+ * CUDA graph is missing: most machines have none, and the model is compiled all the same.
+ */
 export function tellFallback(fallback) {
+  if (fallback.code === "not_captured") return;
   const key = String(fallback.reason ?? "").replace(/\d+/g, "#");
   if (shown.has(key) || shown.size >= MOST_KNOWN) return;
   shown.add(key);
