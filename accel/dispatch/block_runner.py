@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..signature.tensors import dense, share_memory
 from .batch_dry_run import BatchDryRun
 from .block_observer import BlockObserver
 from .inline_cache import InlineCache, call_key
-from .lora import AddedWeights, with_added
+from .lora import Added, AddedWeights, with_added
 from .resolver import GraphResolver, ResolvedGraph
 
 
@@ -99,6 +100,7 @@ class BlockRunner:
                         return resolved.graph.run(tensors)
                     except Exception as error:
                         failure = self._failure_of(error)
+                    del hit, tensors  # the block may bring its weights itself
                     return self._recover(failure, resolved, inner, args, kwargs)
         return self._call_unmatched(inner, args, kwargs)
 
@@ -124,17 +126,20 @@ class BlockRunner:
         if reason is not None:
             return self._eagerly(inner, args, kwargs, reason, is_trouble=False)
         given, inputs = inputs, [dense(tensor) for tensor in inputs]
+        device = next((tensor.device for tensor in (*weights, *inputs)), torch.device("cpu"))
         try:
             resolved, is_new = self._resolve(spec, weights, inputs)
         except NoGraph as why:
-            refusal = why
+            refusal = why.with_traceback(None)
+            del weights
         else:
+            del weights
             if resolved is None:
                 self._count_eager()
                 return inner(*args, **kwargs)
             if not is_new and resolved.is_stable:
                 self._inline.guard(args, kwargs, spec, given, resolved)
-            return self._run(resolved, inner, args, kwargs, spec, given, inputs, weights, added)
+            return self._run(resolved, inner, args, kwargs, spec, given, inputs, added, device)
         self._count_eager()
         try:
             out = inner(*args, **kwargs)
@@ -147,23 +152,13 @@ class BlockRunner:
         self._note(refusal.reason)
         return out
 
-    def _run(self, resolved, inner, args, kwargs, spec, given, inputs, weights, added):
+    def _run(self, resolved, inner, args, kwargs, spec, given, inputs, added, device):
         entry, graph, benchmark = resolved.entry, resolved.graph, resolved.benchmark
         if graph.facts.changed and share_memory(given, graph.facts.changed):
             return self._eagerly(inner, args, kwargs, Reason("changes_shared_memory"))
         if benchmark is not None and benchmark.verdict is not None:
             return self._eagerly(inner, args, kwargs, benchmark.verdict, is_trouble=False)
-        try:
-            tensors = (*with_added(weights, added), *inputs)
-        except RunEagerly as refusal:
-            return self._eagerly(inner, args, kwargs, refusal.reason, is_trouble=False)
         is_compared = benchmark is None or benchmark.done
-        counter = resolved.counter
-        counter.hits += 1
-        observer = self.observer
-        if observer is not None:
-            observer.used.append((entry, graph, counter))
-            observer.is_stable &= is_compared
 
         def run(tensors: Sequence[torch.Tensor]) -> Any:
             out = graph.run(tensors)
@@ -173,18 +168,26 @@ class BlockRunner:
                     out = _replaced(out, inputs[index], given[index])
             return out
 
-        def compared(tensors: Sequence[torch.Tensor]) -> Any:
-            device = tensors[0].device
-            return self._compare(
-                graph, benchmark, lambda: run(self._again(tensors, inputs)), inner, spec, given, inputs, device
-            )
+        try:
+            compiled = self._call_of(run, inputs, added, again=not is_compared)
+        except RunEagerly as refusal:
+            return self._eagerly(inner, args, kwargs, refusal.reason, is_trouble=False)
+        counter = resolved.counter
+        counter.hits += 1
+        observer = self.observer
+        if observer is not None:
+            observer.used.append((entry, graph, counter))
+            observer.is_stable &= is_compared
 
         try:
-            return run(tensors) if is_compared else compared(tensors)
+            if is_compared:
+                return compiled()
+            return self._compare(graph, benchmark, compiled, inner, spec, given, inputs, device)
         except RunEagerly as refusal:  # streamed weights that could not be taken once more, which says nothing of it
             failure = refusal.reason
         except Exception as error:
             failure = self._failure_of(error)
+        del compiled  # and the weights in it: the block may bring them itself
         if isinstance(failure, Reason):
             return self._eagerly(inner, args, kwargs, failure, is_trouble=False)
         return self._recover(failure, resolved, inner, args, kwargs)
@@ -217,12 +220,12 @@ class BlockRunner:
         else:
             entry.mark_failed(reason)
 
-    def _compare(self, graph, benchmark, run, inner, spec, given, inputs, device):
+    def _compare(self, graph, benchmark, call, inner, spec, given, inputs, device):
         """The call run both ways, the block on copies of its inputs; inputs that it changes are compared too."""
         copies = [tensor.clone() for tensor in inputs]
 
         def compiled():
-            return run(), [given[index] for index in graph.facts.changed]
+            return call(), [given[index] for index in graph.facts.changed]
 
         def eager():
             args, kwargs = tree_spec.rebuild(spec, copies)
@@ -243,9 +246,14 @@ class BlockRunner:
             emit("probe_end", name=self._region.kind.name, gain=benchmark.gain, reason=benchmark.verdict)
         return out
 
-    def _again(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What the graph takes, once the block may have run eagerly."""
-        return tensors
+    def _call_of(
+        self, run: Callable[[Sequence[torch.Tensor]], Any], inputs: Sequence[torch.Tensor], added: Added, again: bool
+    ) -> Callable[[], Any]:
+        """The call of a graph on the block's weights and these inputs. again: eager calls come in between.
+
+        Raises RunEagerly, and so does the call.
+        """
+        return functools.partial(run, (*with_added(self._weights.take(inputs), added), *inputs))
 
     def _resolve(self, spec, weights, inputs) -> tuple[ResolvedGraph | None, bool]:
         """The graph for the call, None where it runs eagerly; and whether it was resolved only now."""
@@ -325,12 +333,13 @@ class StreamedBlockRunner(BlockRunner):
         finally:
             self._weights.release()
 
-    def _compare(self, graph, benchmark, run, inner, spec, given, inputs, device):
-        self._weights.release()  # either way includes the cost of taking them
-        return super()._compare(graph, benchmark, run, inner, spec, given, inputs, device)
-
-    def _again(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return (*self._weights.take(inputs), *inputs)
+    def _call_of(
+        self, run: Callable[[Sequence[torch.Tensor]], Any], inputs: Sequence[torch.Tensor], added: Added, again: bool
+    ) -> Callable[[], Any]:
+        if not again:
+            return super()._call_of(run, inputs, added, again)
+        self._weights.release()  # either way includes the cost of taking them, and neither keeps the other's
+        return lambda: run((*self._weights.take(inputs), *inputs))
 
 
 class StreamedApartRunner(ApartRunner, StreamedBlockRunner):

@@ -4,7 +4,10 @@ On the CPU the parts that are loaded and those that are not share a device, so w
 compiled, taken and patched is.
 """
 
+import weakref
+
 import comfy.model_management
+import comfy.model_patcher
 import comfy.sd
 import pytest
 import streamed_weights_kit as kit
@@ -44,12 +47,12 @@ def load(model, share: float) -> int:
     return sum(any(hasattr(part, "prev_comfy_cast_weights") for part in block.modules()) for block in blocks)
 
 
-def run(model, cache) -> bool:
+def run(model, cache, **settings) -> bool:
     """Whether a call of the accelerated model is as the plain one, bit for bit."""
     x, t, context = torch.randn(2, 4, 12, 15), torch.tensor([5.0, 5.0]), torch.randn(2, 77, tiny_models.CONTEXT_DIM)
     with torch.inference_mode():
         plain = model.model.apply_model(x, t, c_crossattn=context, transformer_options={})
-        options = {"wrappers": accelerate(model, CompileSettings(backend="eager"), cache).wrappers}
+        options = {"wrappers": accelerate(model, CompileSettings(backend="eager", **settings), cache).wrappers}
         return torch.equal(model.model.apply_model(x, t, c_crossattn=context, transformer_options=options), plain)
 
 
@@ -134,3 +137,39 @@ def test_weights_elsewhere_are_brought_unless_they_are_too_many(model, monkeypat
         assert source.take([torch.empty(2, 2)])[0] is next(iter(own.values()))
     finally:
         model.detach()
+
+
+@pytest.mark.parametrize("settings", [{"measured": True}, {}], ids=["while it is compared", "after its graph failed"])
+def test_block_that_runs_eagerly_has_no_other_copy_of_its_weights_on_the_device(model, monkeypatch, settings):
+    patched = comfy.sd.load_lora_for_models(model, None, lora_file(model, 1), 1.0, 0)[0]
+    take, add = streamed.WaitingWeights._all, comfy.model_patcher.LowVramPatch.__call__
+    taken, left, is_taking = [], [], []
+
+    def taking(self, inputs):
+        is_taking.append(True)
+        try:
+            made = take(self, inputs)
+        finally:
+            is_taking.pop()
+        own = {id(weight) for weight in model.model.parameters()}
+        taken.extend(weakref.ref(tensor) for tensor in made if id(tensor) not in own)
+        return made
+
+    def adding(self, weight):
+        if not is_taking:  # a layer brings its own
+            left.append(sum(tensor() is not None for tensor in taken))
+        return add(self, weight)
+
+    cache = GraphCache()
+    try:
+        assert load(patched, 0.2) and run(patched, cache)
+        for entry in () if settings else cache._entries.values():
+            for graph in entry.graphs:
+                monkeypatch.setattr(graph, "run", lambda tensors: 1 / 0)
+        monkeypatch.setattr(streamed.WaitingWeights, "_all", taking)
+        monkeypatch.setattr(comfy.model_patcher.LowVramPatch, "__call__", adding)
+        with torch.inference_mode():
+            assert run(patched, cache, **settings)
+        assert taken and left and not any(left)
+    finally:
+        patched.detach()
