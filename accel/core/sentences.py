@@ -93,7 +93,7 @@ _CAPTURING = {
     "patch_runs": "a patch ({patch}) runs its own code in each call",
     "memory_needed": "the memory of its captures is needed elsewhere during this run",
     "loaded_in_part": "it is loaded in part, and its other weights come and go",
-    "weights_streamed": "its weights are streamed (dynamic VRAM), unless the setting Keep weights in place is on",
+    "weights_streamed": "its weights are streamed (dynamic VRAM), and not all on the device at once",
     "memory_planned": "{by} plans the memory of its calls, and moves it from call to call",
     "hooks_on_weights": "hooks change its weights during the run",
     "code_injected": "an extension adds its own code to the model for each run",

@@ -28,7 +28,7 @@ class CallCapture:
     """One call that may be captured.
 
     inner: makes the call. tensors: of its arguments, then those of `features`, which a skipped call takes.
-    proxy: of a call under DeepCache. weights: of the model. device: of all of it.
+    proxy: of a call under DeepCache. weights: of the model. held: as of `CaptureHost.hold`. device: of all of it.
     """
 
     key: CaptureKey
@@ -39,6 +39,7 @@ class CallCapture:
     pool: CapturePool
     observer: BlockObserver
     weights: WeightSnapshot
+    held: frozenset
     device: torch.device
 
     def dry_run(self) -> Reason | None:
@@ -69,20 +70,28 @@ class CallCapture:
         capturer = self.pool.capturer
         with capturer.lock:
             self.pool.begin()
-            buffers = Buffers(self.tensors)
+            buffers, loaded = Buffers(self.tensors), Buffers(self.weights.loaded())
             buffers.fill(self.tensors)
+            loaded.fill(self.weights.loaded())
+
+            def call() -> tuple[Any, CaptureIO | None]:
+                with self.weights.replaced(loaded.tensors):
+                    return self._call_on(buffers.tensors)
+
             self.observer.capturing = True
             try:
                 if self.observer.used:  # compiled blocks, which were not part of the dry run
-                    capturer.warm_up(self.device, lambda: self._call_on(buffers.tensors))
+                    capturer.warm_up(self.device, call)
                 self.observer.reset()
-                graph, (out, io) = capturer.capture(self.device, lambda: self._call_on(buffers.tensors))
+                graph, (out, io) = capturer.capture(self.device, call)
             finally:
                 self.observer.capturing = False
             self.pool.grow(graph, self.device)
             if not self.weights.is_current():
                 raise CaptureFailed(Reason("weights_moved"))
-            captured = CapturedCall(self.key, self.pool, graph, buffers, out, io, self.weights, self.observer)
+            captured = CapturedCall(
+                self.key, self.pool, graph, buffers, loaded, out, io, self.weights, self.held, self.observer
+            )
             out, _, handed = captured.run(self.tensors)
             made = [*tensors_of(out), *handed]
             is_even = len(made) == len(expected)

@@ -42,9 +42,14 @@ _HOW = "block by block"
 
 @dataclass
 class _Progress:
-    """How far the calls of one key are. refused: there is no captured call of it in this run."""
+    """How far the calls of one key are.
 
-    made: bool = False
+    made: the weights held before the last call, if no block was compiled in it; None otherwise. A call is captured
+        after one that found the same ones there, so that none of them is brought in its course.
+    refused: there is no captured call of it in this run.
+    """
+
+    made: frozenset | None = None
     dry_run: bool = False
     refused: bool = False
 
@@ -76,6 +81,7 @@ class ModelCapture:
         self._guard = ModelGuard(model, host)
         self._calls = CallCache(host.simplify)
         self._off: Reason | None = None
+        self._held: frozenset = frozenset()
         self._proxy: RunProxy | None = None
         self.eager_calls = 0
         """Block calls inside replays that ran without a compiled graph."""
@@ -91,7 +97,12 @@ class ModelCapture:
 
     def call(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `inner` returns for these arguments, by a replay where there is a captured call."""
-        inner = functools.partial(self.call_uncaptured, inner)
+        try:
+            return self._call(functools.partial(self.call_uncaptured, inner), args, kwargs)
+        finally:
+            self._host.release()  # the device may still be at work: what takes memory away waits for it
+
+    def _call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         proxy = self._proxy
         reason = self._off or self._why_not()
         if reason is None:
@@ -100,20 +111,26 @@ class ModelCapture:
         if reason is not None:
             if reason != self._off:
                 self._note(reason)
-            return inner(*args, **kwargs)
+            return self._alone(inner, args, kwargs)
         if proxy is not None and not proxy.is_capturable:
-            return inner(*args, **kwargs)
+            return self._alone(inner, args, kwargs)
         features = proxy.features() if proxy else {}
         tensors = [*inputs, *features.values()]
         key = variant.key(self._model, features, proxy.phase if proxy else None, self._host.facts)
         captured = self._find(key)
-        if captured is not None:
+        if captured is not None and captured.held <= self._held:
             if proxy is not None and captured.io is not None:
                 proxy.check(captured.io)
             done, out = self._replay(captured, tensors, proxy)
             del captured  # the eager call may need its memory
-            return out if done else inner(*args, **kwargs)
+            return out if done else self._alone(inner, args, kwargs)
+        del captured
         return self._warm_up(key, inner, args, kwargs, tensors, features, variant.device)
+
+    def _alone(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The call made, with streamed weights free to give way to what it computes."""
+        self._host.release()
+        return inner(*args, **kwargs)
 
     def call_uncaptured(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `inner` returns for these arguments."""
@@ -123,7 +140,7 @@ class ModelCapture:
     # Whether a call can be captured or replayed at all
 
     def _why_not(self) -> Reason | None:
-        reason = self._host.why_not()
+        reason = self._host.why_not() or self._hold()
         if reason is not None or self._guard.seems_current():
             return reason
         self._confirmed.clear()
@@ -132,6 +149,19 @@ class ModelCapture:
         if reason is not None:
             self._stop(reason)  # another snapshot at every call would cost more than it may give
         return reason
+
+    def _hold(self) -> Reason | None:
+        """Hold the model's weights where they are streamed; why not, if that fails."""
+        try:
+            held = self._host.hold()
+        except self._host.interrupts:
+            raise
+        except Exception as error:
+            return Reason("weights_not_taken", error=one_line(error))
+        if held is None:
+            return Reason("weights_streamed")
+        self._held = held
+        return None
 
     def _variant_of(
         self, args: tuple, kwargs: dict
@@ -192,9 +222,11 @@ class ModelCapture:
                 self._cache.evict(key)
                 progress = self._progress_of(key)
                 # It had its dry run before it was captured, and the code is part of the key.
-                progress.made = progress.dry_run = True
+                progress.made, progress.dry_run = self._held, True
                 return None
             captured.lease_kernels(self._cache, self._lease)
+            with self._pool.capturer.lock:
+                captured.refresh(self._guard.weights)
             self._confirmed.add(captured)
         entry.hits += 1
         return captured
@@ -234,16 +266,20 @@ class ModelCapture:
             self._note(entry.failure)
             progress.refused = True
         if progress.refused or self._pool.is_refused(key, self._cache.max_bytes):
-            return inner(*args, **kwargs)
-        proxy = self._proxy
+            return self._alone(inner, args, kwargs)
+        proxy, held = self._proxy, self._held
+        is_due = progress.made == held
         self._observer.reset()
-        with proxy.copied() if proxy is not None and progress.made else nullcontext(CaptureIO()) as handed:
-            out = inner(*args, **kwargs)
-        if not progress.made or not self._observer.is_stable:
-            progress.made = self._observer.is_stable
+        with proxy.copied() if proxy is not None and is_due else nullcontext(CaptureIO()) as handed:
+            out = self._alone(inner, args, kwargs)
+        progress.made = held if self._observer.is_stable else None
+        if not is_due or progress.made is None or self._hold() is not None or self._held != held:
             return out
+        if entry is not None and entry.graphs:  # captured with weights that this run does without
+            self._cache.evict(key)
+            progress.dry_run = True
         weights = self._guard.weights
-        call = CallCapture(key, inner, tensors, features, proxy, self._pool, self._observer, weights, device)
+        call = CallCapture(key, inner, tensors, features, proxy, self._pool, self._observer, weights, held, device)
         refusal = self._advance(progress, call, [*tensors_of(out), *handed.tensors])
         if refusal is not None:
             self._note(refusal)
@@ -263,6 +299,8 @@ class ModelCapture:
                     raise
                 except Exception as error:
                     raise CaptureFailed(Reason("capture_failed", error=one_line(error))) from error
+                if self._hold() is not None or self._held != call.held:
+                    raise NoRoom(Reason("weights_moved"))  # in this run
                 self._pool.admit(captured, self._cache, self._lease)
             self._confirmed.add(captured)
             return captured

@@ -23,7 +23,10 @@ class CaptureHost:
     facts: part of the key, beside what the call itself says. simplify: replaces a dict among the arguments; raises
         `RunEagerly` where something in it must run in each call. token: changes whenever the host moves or patches
         weights; cheap. why_not: why nothing can be captured or replayed now; cheap. of_module: why a module cannot be
-        captured. interrupts: exceptions that mean "stop the run".
+        captured. interrupts: exceptions that mean "stop the run". snapshot: of the model's weights.
+    hold: where the host streams weights, keep all on the device until `release`; which of them have the values that
+        they are to have, the others being brought by the calls that need them. None, and nothing is held: not all can
+        be there at once. Held already, they are asked about anew. cheap.
     """
 
     facts: Hashable = None
@@ -32,6 +35,9 @@ class CaptureHost:
     why_not: Callable[[], Reason | None] = lambda: None
     of_module: Callable[[torch.nn.Module], Reason | None] = lambda module: None
     interrupts: tuple[type[BaseException], ...] = ()
+    snapshot: Callable[[torch.nn.Module], WeightSnapshot] = WeightSnapshot
+    hold: Callable[[], frozenset | None] = frozenset
+    release: Callable[[], None] = lambda: None
 
 
 class ModelGuard:
@@ -73,7 +79,7 @@ class ModelGuard:
         if reason is not None:
             return reason
         try:
-            self.weights, self._token = WeightSnapshot(model), self._host.token()
+            self.weights, self._token = self._host.snapshot(model), self._host.token()
         except UnsupportedWeights as why:
             return why.reason
         return None

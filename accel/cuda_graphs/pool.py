@@ -52,14 +52,16 @@ class Buffers:
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy the inputs in."""
-        torch._foreach_copy_(self._targets, [tensors[index] for index in self._filled], non_blocking=True)
+        if self._targets:
+            torch._foreach_copy_(self._targets, [tensors[index] for index in self._filled], non_blocking=True)
 
 
 class CapturedCall:
     """A captured call of a model, an entry of the graph cache like a compiled graph.
 
-    buffers: of its inputs, including the features that a skipped call takes. out: what it returned. io: what it
-        handed to DeepCache, None without one. weights: of the model, as captured. observer: has the compiled graphs
+    buffers: of its inputs, including the features that a skipped call takes. loaded: of weights that the host loads
+        anew for each run. out: what it returned. io: what it handed to DeepCache, None without one. weights: of the
+        model, as captured. held: the streamed weights that must be held for a replay. observer: has the compiled graphs
         inside, which live as long as this does.
     """
 
@@ -71,12 +73,14 @@ class CapturedCall:
         pool: CapturePool,
         graph: CapturedGraph,
         buffers: Buffers,
+        loaded: Buffers,
         out: Any,
         io: CaptureIO | None,
         weights: WeightSnapshot,
+        held: frozenset,
         observer: BlockObserver,
     ):
-        self.key, self._pool, self._buffers = key, pool, buffers
+        self.key, self._pool, self._buffers, self._loaded, self.held = key, pool, buffers, loaded, held
         self._graph: CapturedGraph | None = graph
         self._returned: list[torch.Tensor] = []
         self._spec = tree_spec.flatten(out, self._returned)
@@ -93,18 +97,22 @@ class CapturedCall:
     @property
     def buffer_bytes(self) -> int:
         """Bytes outside the shared memory."""
-        return self._buffers.nbytes
+        return self._buffers.nbytes + self._loaded.nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of its buffers, and its part of the shared memory."""
-        return self._buffers.nbytes + self._pool.share(self.device) if self._graph is not None else 0
+        return self.buffer_bytes + self._pool.share(self.device) if self._graph is not None else 0
 
     def release(self) -> None:
         """Free all memory; the call cannot be replayed any more."""
         self._graph = self.io = None
-        self._buffers, self._returned = Buffers(()), []
+        self._buffers, self._loaded, self._returned = Buffers(()), Buffers(()), []
         self._pool.leave(self)
+
+    def refresh(self, weights: WeightSnapshot) -> None:
+        """Take the values of weights that have been loaded anew, of the same digest; with the capturer's lock held."""
+        self._loaded.fill(weights.loaded())
 
     def has_kernels(self) -> bool:
         """Whether the compiled graphs inside are still those that the blocks use."""
@@ -220,13 +228,15 @@ class CapturePool:
         for member in filter(matches, self.members):
             cache.evict(member.key)
 
-    def drop_outdated(self, cache: GraphCache) -> None:
+    def drop_outdated(
+        self, cache: GraphCache, snapshot: Callable[[torch.nn.Module], WeightSnapshot] = WeightSnapshot
+    ) -> None:
         """Evict those whose model is gone or whose weights have moved; some milliseconds for each model."""
         digests: dict[object, str | None] = {}
         for member in self.members:
             model = member.key.model()
             if model is not None and model not in digests:
-                digests[model] = _digest(model)
+                digests[model] = _digest(model, snapshot)
             if model is None or member.digest != digests[model] or not member.has_kernels():
                 cache.evict(member.key)
 
@@ -246,8 +256,8 @@ def _release(call: weakref.ref[CapturedCall]) -> None:
         released.release()
 
 
-def _digest(model: torch.nn.Module) -> str | None:
+def _digest(model: torch.nn.Module, snapshot: Callable[[torch.nn.Module], WeightSnapshot]) -> str | None:
     try:
-        return WeightSnapshot(model).digest
+        return snapshot(model).digest
     except UnsupportedWeights:
         return None

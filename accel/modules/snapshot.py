@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,22 +53,31 @@ class UnsupportedWeights(Refusal):
 class WeightSnapshot:
     """The address of every weight, buffer and other tensor that the model's modules hold, and of those in them.
 
+    streamed: for a model whose weights a host streams, the names of a module's parameters that are not read where they
+        are; the host keeps what is read on the module, at a fixed address. Its other parameters and buffers are new
+        tensors at each load: their addresses are no part of the digest, and a captured call has copies (`replaced`).
     digest: of the address, shape, strides and type of each, and of what else its class is told (`stored_form`).
     devices: where they are; one at most.
 
     Raises UnsupportedWeights: some have no plain address, or they are on several devices.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, streamed: Callable[[torch.nn.Module], Collection[str]] | None = None):
         modules = list(model.modules())
-        holders = [holder for m in modules for holder in (m._parameters, m._buffers, m.__dict__)]
         places, contexts = [], []
-        for holder in holders:
-            for name, value in list(holder.items()):  # copied: another thread may put a stand-in there
-                if isinstance(value, torch.Tensor):
+        self._loaded: list[tuple[dict[str, Any], str]] = []
+        for module in modules:
+            elsewhere = () if streamed is None else streamed(module)
+            for holder in (module._parameters, module._buffers, module.__dict__):
+                is_loaded = streamed is not None and holder is not module.__dict__
+                for name, value in list(holder.items()):  # copied: another thread may put a stand-in there
+                    if not isinstance(value, torch.Tensor) or (is_loaded and name in elsewhere):
+                        continue
                     form = _form_of(value)
                     if form is None:
                         places.append((holder, name))
+                        if is_loaded:
+                            self._loaded.append((holder, name))
                         continue
                     contexts.append(form.context)
                     parts = _Parts(holder, name)
@@ -85,12 +95,33 @@ class WeightSnapshot:
         count = min(len(places), _SAMPLED)
         sampled = [index * len(places) // count for index in range(count)]
         self._sample = tuple([of[index] for index in sampled] for of in (self._holders, self._names, self._addresses))
-        layout = [(t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype)) for t in tensors]
+        anew = {(id(holder), name) for holder, name in self._loaded}
+        layout = [
+            (None if (id(holder), name) in anew else t.data_ptr(), tuple(t.shape), t.stride(), str(t.dtype))
+            for (holder, name), t in zip(places, tensors, strict=True)
+        ]
         self.digest = hashlib.sha256(repr((layout, contexts)).encode()).hexdigest()
 
     def tensors(self) -> list[torch.Tensor]:
         """The weights, buffers and other tensors in these places now."""
         return list(map(operator.getitem, self._holders, self._names))
+
+    def loaded(self) -> list[torch.Tensor]:
+        """Those of the tensors that are new ones at each load."""
+        return [holder[name] for holder, name in self._loaded]
+
+    @contextmanager
+    def replaced(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, these tensors are where `loaded` ones are."""
+        kept = self.loaded()
+        try:
+            for (holder, name), own, other in zip(self._loaded, kept, tensors, strict=True):
+                is_parameter = isinstance(own, torch.nn.Parameter)
+                holder[name] = torch.nn.Parameter(other, requires_grad=False) if is_parameter else other
+            yield
+        finally:
+            for (holder, name), own in zip(self._loaded, kept, strict=True):
+                holder[name] = own
 
     def seems_current(self) -> bool:
         """Whether a sample of the weights is where it was; a few microseconds."""

@@ -6,10 +6,12 @@ from contextlib import contextmanager, nullcontext
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
+import cpu_capturer
 import pytest
 import streamed_weights_kit as kit
 import tiny_models
 import torch
+from capture_kit import capturing_cache
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core import events
 from comfy_accel.accel.core.compile_settings import CompileSettings
@@ -17,7 +19,7 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.dispatch.block_runner import StreamedBlockRunner
 from comfy_accel.accel.fingerprint.kinds import describe
-from comfy_accel.accel.hosts.comfyui.models import streamed
+from comfy_accel.accel.hosts.comfyui.models import capture, streamed
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
 from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
@@ -285,11 +287,15 @@ def test_memory_that_runs_out_while_a_graph_is_compared_is_not_held_against_it(c
     model, cache = card.streamed(FLUX.load()), GraphCache()
     expected = sample(model)
 
-    def short(self, tensors, inputs):
-        raise RunEagerly(Reason("weights_not_taken", error="no memory is left"))
+    def short(self, run, inputs, added, again):
+        def refused():
+            raise RunEagerly(Reason("weights_not_taken", error="no memory is left"))
+
+        self._weights.release()
+        return refused
 
     with monkeypatch.context() as patched:
-        patched.setattr(StreamedBlockRunner, "_again", short)
+        patched.setattr(StreamedBlockRunner, "_call_of", short)
         assert torch.equal(sample(compiled(model, cache, measured=True)), expected)
     assert reasons() == ["weights_not_taken"] * len(reasons()) and reasons() and card.pins == 0
     fallbacks.clear()
@@ -469,3 +475,92 @@ def test_weights_that_core_has_prefetched_are_used_and_stay_core_s(card):
         assert card.pins == 0
         assert all(map(torch.equal, source.take(inputs), expected))
         source.release()
+
+
+class Captured:
+    """Runs of streamed models whose calls are captured; the capturer counts captures and replays."""
+
+    def __init__(self, card, **settings):
+        self.card = card
+        self.cache, self.capturer = capturing_cache()
+        self._settings = CompileSettings(backend="eager", **settings)
+
+    def replays(self, model, expected) -> int:
+        """How many of the 6 calls of a run were replays; the image is as expected, and no weight stays held."""
+        made, before = accelerate(model, self._settings, self.cache, graphs=True), self.capturer.replays
+        assert torch.equal(FLUX.sample(made, steps=6), expected)
+        assert self.card.pins == 0
+        return self.capturer.replays - before
+
+
+@pytest.mark.parametrize("repetitions", [1, 100], ids=["over compiled blocks", "over eager blocks"])
+def test_calls_are_captured_once_and_replayed_whatever_happens_to_streamed_weights_in_between(card, repetitions):
+    """A LoRA, an eviction or another model changes what is at the addresses, and not the addresses."""
+    runs, model = Captured(card, min_repetitions=repetitions), card.streamed(FLUX.load())
+    models = [model, with_lora(model, 1.0), with_lora(model, 0.5), model.clone()]
+    expected = [FLUX.sample(model, steps=6)]
+    small = next(
+        name for name, part in model.model.named_modules() if name.endswith("query_norm") and not hasattr(part, "_v")
+    )
+    (weight,) = model.model.get_submodule(small).named_parameters()
+    assert models[3].add_patches({f"{small}.{weight[0]}": ("diff", (torch.ones_like(weight[1]),))}, 1.0)
+    expected += [FLUX.sample(one, steps=6) for one in models[1:]]
+    assert all(torch.equal(one, other) == (one is other) for one in expected for other in expected)
+    assert runs.replays(model, expected[0]) >= 2 and runs.capturer.captures == 1
+    assert runs.replays(model, expected[0]) == 6  # though core has copied the small weights to the device anew
+    for number in (1, 2, 3, 0):  # the first call has the LoRA added, or taken away
+        assert runs.replays(models[number], expected[number]) == 5
+    card.vbars[0].free_memory(card.size)
+    card.vbars[0].prioritize()
+    assert runs.replays(model, expected[0]) == 5
+    sample(card.streamed(FLUX.load(seed=1)))
+    assert runs.replays(model, expected[0]) == 6
+    assert runs.capturer.captures == 1 and reasons() == []
+    comfy.model_management.unload_all_models()
+    assert cpu_capturer.left(runs.capturer) == 0
+    assert runs.replays(model, expected[0]) >= 2 and reasons() == []
+
+
+def test_calls_are_not_captured_while_their_weights_do_not_all_fit(card):
+    runs, model = Captured(card, min_repetitions=100), card.streamed(FLUX.load())
+    expected = FLUX.sample(model, steps=6)
+    for has_room in (False, True, False):
+        fallbacks.clear()
+        card.capacity = 1 << 40 if has_room else card.size // 2
+        card.vbars[0].free_memory(card.size)
+        card.vbars[0].prioritize()
+        assert (runs.replays(model, expected) > 0) == has_room
+        assert [row["fields"]["why"]["code"] for row in fallbacks.rows()] == ["weights_streamed"] * (not has_room)
+    assert runs.capturer.captures == 1
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, comfy.model_management.InterruptProcessingException])
+@pytest.mark.parametrize("number", [1, 3, 6, 7], ids=["first call", "dry run", "capture", "replay"])
+def test_error_while_weights_are_held_for_captured_calls_leaves_none_held(card, monkeypatch, number, error):
+    runs, model = Captured(card, min_repetitions=100), card.streamed(FLUX.load())
+    expected, hold, asked = FLUX.sample(model, steps=6), capture._HeldWeights.hold, []
+
+    def failing(self):
+        asked.append(0)
+
+        def fail(kind):
+            asked[-1] += 1
+            if asked[-1] == 3 and len(asked) == number:
+                raise error("simulated")
+
+        card.fail = fail
+        try:
+            return hold(self)
+        finally:
+            card.fail = lambda kind: None
+
+    with monkeypatch.context() as patched:
+        patched.setattr(capture._HeldWeights, "hold", failing)
+        if error is torch.OutOfMemoryError:
+            runs.replays(model, expected)
+        else:
+            with pytest.raises(error):
+                runs.replays(model, expected)
+    assert len(asked) >= number and card.pins == 0
+    assert torch.equal(FLUX.sample(model, steps=6), expected)
+    assert runs.replays(model, expected) > 0

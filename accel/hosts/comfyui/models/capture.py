@@ -7,7 +7,7 @@ it unloads the model, when the model is freed, and at the next run of any model 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,9 +25,16 @@ from ....cuda_graphs.pool import CapturePool
 from ....dispatch.block_runner import BlockRunner
 from ....fingerprint.code_hash import CodeReader
 from ....fingerprint.plain_values import Indescribable
+from ....modules.snapshot import WeightSnapshot
 from ....modules.substitution import Layer, Order, substituted
 from .. import preferences
-from ..versions import NO_RESULT_DEPENDS_ON, is_dynamic, is_split_over_devices, records_memory
+from ..versions import (
+    NO_RESULT_DEPENDS_ON,
+    is_dynamic,
+    is_split_over_devices,
+    records_memory,
+    takes_streamed_weights,
+)
 from .capture_memory import memory_of, room_for_captures
 from .options import CAPTURE as KEY
 from .options import INTERRUPTS, asks_wrappers, call_simplifier
@@ -55,11 +62,12 @@ def begin(
     memory = memory_of(cache)
     if cache is shared:
         preferences.make_room_for_captures(room_for_captures(comfy.model_management.get_torch_device()))
-    cache.captures.drop_outdated(cache)
+    cache.captures.drop_outdated(cache, _snapshot)
     memory.leave_if_empty()
     asked = memory.asked
     model = base.diffusion_model
     blocks = {module: layer for module, layer in layers.items() if isinstance(layer, BlockRunner)}
+    held = _HeldWeights(model)
     strings, code, reason = frozenset(), None, None
     try:
         hashed = CodeReader(NO_RESULT_DEPENDS_ON).read(frozenset(map(type, model.modules())))
@@ -69,10 +77,13 @@ def begin(
     host = CaptureHost(
         facts=(code, settings, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
         simplify=call_simplifier(strings),
-        token=lambda: _weights_token(base),
+        token=lambda: (_weights_token(base), held.current),
         why_not=lambda: reason or _obstacle(base) or (Reason("memory_needed") if memory.asked > asked else None),
         of_module=_obstacle_in,
         interrupts=INTERRUPTS,
+        snapshot=_snapshot,
+        hold=held.hold,
+        release=held.release,
     )
     return ModelCapture(model, cache, cache.captures, lease, blocks, host)
 
@@ -127,7 +138,7 @@ def _obstacle(base: torch.nn.Module) -> Reason | None:
     patcher = base.current_patcher
     if patcher is None:
         return None
-    if is_dynamic(patcher):
+    if is_dynamic(patcher) and not takes_streamed_weights():
         return Reason("weights_streamed")
     if records_memory():
         return Reason("memory_planned", by="Comfy Compiler")
@@ -144,3 +155,51 @@ def _obstacle_in(module: torch.nn.Module) -> Reason | None:
     if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
         return Reason("compiled_whole")
     return None
+
+
+class _HeldWeights:
+    """The weights that core streams to a model, kept on the device for one call that is captured or replayed.
+
+    Their addresses are fixed. A fault says what is there: where its signature is the one that core has kept of the
+    layer's last use, they have their values, with LoRA. What core has to bring it marks as another, a new LoRA too.
+    current: which of them had, when they were asked for last.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self._parts = [vars(part) for part in model.modules() if "_v" in vars(part)]
+        self._pinned: list[tuple] = []
+        self.current: frozenset[int] | None = frozenset()
+
+    def hold(self) -> frozenset[int] | None:
+        """As of `CaptureHost`."""
+        self.release()
+        current = []
+        for number, state in enumerate(self._parts):
+            place, known = state.get("_v"), state.get("_v_signature")
+            if place is None:  # a LoRA of another size: core has put its weights in place
+                continue
+            vbar, address, size = place
+            signature = vbar.fault(address, size)
+            if signature is None:
+                self.release()
+                self.current = None
+                return None
+            self._pinned.append(place)
+            if known is not None and bytes(signature) == bytes(known):
+                current.append(number)
+        self.current = frozenset(current)
+        return self.current
+
+    def release(self) -> None:
+        while self._pinned:
+            vbar, address, size = self._pinned.pop()
+            vbar.unpin(address, size)
+
+
+def _streamed(module: torch.nn.Module) -> Collection[str]:
+    return ("weight", "bias") if "_v" in vars(module) else ()
+
+
+def _snapshot(model: torch.nn.Module) -> WeightSnapshot:
+    is_streamed = any("_v" in vars(part) for part in model.modules())
+    return WeightSnapshot(model, _streamed if is_streamed else None)
