@@ -1,0 +1,143 @@
+"""The process of a fleet's ComfyUI, around a stand-in for ComfyUI that speaks its API."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from comfy_accel.accel.hosts.ray import comfyui_process
+from comfy_accel.accel.hosts.ray.comfyui_process import ComfyUI, Gone
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def tree(tmp_path):
+    folder = tmp_path / "ComfyUI"
+    folder.mkdir()
+    shutil.copy(TESTS / "fake_comfyui.py", folder / "main.py")
+    return folder
+
+
+def with_comfyui(tree, scenario, **options):
+    """What `scenario`, given a running ComfyUI, comes to."""
+
+    async def run():
+        comfyui = ComfyUI(tree, tree.parent / "work", **options)
+        try:
+            await comfyui.start(timeout=60)
+            return await scenario(comfyui)
+        finally:
+            await comfyui.stop()
+
+    return asyncio.run(run())
+
+
+async def events(comfyui, what, prompt_id="id"):
+    return [event async for event in comfyui.run(prompt_id, {"prompt": {"do": what}})]
+
+
+def runs(pid):
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_prompts_own_messages_are_given_in_order_and_its_history_at_the_end(tree):
+    (kind, answer), *messages, (last, entry) = with_comfyui(tree, lambda comfyui: events(comfyui, "save"))
+    assert kind == "accepted" and answer["prompt_id"] == "id"
+    said = [value if isinstance(value, bytes) else json.loads(value)["type"] for _, value in messages]
+    assert said == ["execution_start", b"preview", "accel", "executed", "execution_success"]
+    assert last == "history" and entry["outputs"]["9"]["images"][0]["filename"] == "id.png"
+    assert not (tree.parent / "work").exists()
+
+
+def test_refusal_is_handed_on_and_nothing_is_taken_back(tree):
+    async def scenario(comfyui):
+        return await events(comfyui, "refuse"), await comfyui.state()
+
+    (((kind, (status, answer)),), state) = with_comfyui(tree, scenario)
+    assert kind == "refused" and status == 400 and answer["error"]["message"] == "invalid"
+    assert state["taken_back"] == []
+
+
+def test_prompt_that_ended_without_a_word_is_found_in_the_history(tree, monkeypatch):
+    monkeypatch.setattr(comfyui_process, "_SILENCE", 0.3)
+    assert with_comfyui(tree, lambda comfyui: events(comfyui, "silent"))[-1][0] == "history"
+
+
+def test_prompt_that_is_followed_no_more_is_taken_back(tree):
+    async def scenario(comfyui):
+        async with contextlib.aclosing(comfyui.run("id", {"prompt": {"do": "hang"}})) as running:
+            async for kind, _ in running:
+                if kind == "message":
+                    break
+        return await comfyui.state()
+
+    assert with_comfyui(tree, scenario)["taken_back"] == [{"delete": ["id"]}, {"prompt_id": "id"}]
+
+
+def test_comfyui_that_ends_under_a_prompt_is_gone(tree):
+    async def scenario(comfyui):
+        with pytest.raises(Gone):
+            await events(comfyui, "die")
+        for _ in range(100):
+            if comfyui.ended:
+                return True
+            await asyncio.sleep(0.05)
+
+    assert with_comfyui(tree, scenario)
+
+
+def test_comfyui_that_does_not_start_says_why(tree):
+    (tree / "main.py").write_text("raise SystemExit('no such model')")
+    with pytest.raises(Gone, match="no such model"):
+        with_comfyui(tree, lambda comfyui: events(comfyui, "save"))
+
+
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+sys.path.append(sys.argv[1])
+from bench import pack
+pack.load()
+from comfy_accel.accel.hosts.ray.comfyui_process import ComfyUI
+
+async def main():
+    comfyui = ComfyUI(Path(sys.argv[2]), Path(sys.argv[3]))
+    await comfyui.start(60)
+    print((await comfyui.state())["pid"], flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks there whether the process runs")
+def test_comfyui_ends_with_a_process_that_is_killed(tree, tmp_path):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(TESTS.parent), str(tree), str(tmp_path / "work")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        pid = int(parent.stdout.readline())
+        assert runs(pid)
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        deadline = time.monotonic() + 20
+        while runs(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not runs(pid)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
