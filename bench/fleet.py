@@ -44,6 +44,8 @@ KINDS = 2
 """Of blocks that the model has."""
 
 LEASE_S = 300
+STARTS = 4
+"""Of Ray, which gives its own processes half a minute to start: too little where others keep the processors busy."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -103,13 +105,20 @@ def _ray(replicas: int) -> Iterator[str]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     port = free_port()
-    ray.init(
-        num_cpus=2 * replicas + 2,  # as many as are asked for, however few there are
-        num_gpus=None if has_accelerator() else 0,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100_000_000,
-    )
+    for attempt in range(STARTS):
+        try:
+            ray.init(
+                num_cpus=2 * replicas + 2,  # as many as are asked for, however few there are
+                num_gpus=None if has_accelerator() else 0,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=100_000_000,
+            )
+            break
+        except Exception as error:  # of no class of its own
+            ray.shutdown()
+            if "timed out during startup" not in str(error) or attempt == STARTS - 1:
+                raise
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         yield f"http://127.0.0.1:{port}"
