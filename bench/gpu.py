@@ -22,6 +22,7 @@ from .compilations import STORE_KEY, RecompileLimit
 from .gpu_cases import (
     BATCHES,
     BOTH,
+    CHANNELS_LAST,
     COMPILING,
     CONTENDERS,
     EAGER,
@@ -169,12 +170,13 @@ def of_model(
     if missing:
         yield from (skipped(part, model, "everything", EAGER, missing) for part in options.parts)
         return
+    contenders = [name for name in options.contenders if name != CHANNELS_LAST or subject.has_convolutions]
     if options.quick:
         torch.set_num_threads(1)  # Layers this small gain nothing from more.
 
     def compiling(part: str) -> list[str]:
         wanted = QUICK_COMPILING[part] if options.quick else COMPILING
-        return [name for name in (EAGER, *wanted) if name in options.contenders]
+        return [name for name in (EAGER, *wanted) if name in contenders]
 
     matrix_flops = device["matrix_tflops"] * 1e12
     torch._dynamo.reset()
@@ -191,15 +193,15 @@ def of_model(
                 answer = work / "steps" / gpu_cold.ANSWER
                 answer.parent.mkdir()
                 steps = Steps(model, runs, lineup, subject, budget, matrix_flops, answer)
-                for names in turns(options.contenders):
+                for names in turns(contenders):
                     for case in cases(options.sizes, options.batches):
                         yield from steps.case(case, names)
                 begun = steps.begun
             elif part == "profile":
-                names = [name for name in options.contenders if not CONTENDERS[name].caches]
+                names = [name for name in contenders if not CONTENDERS[name].caches]
                 case = cases(options.sizes, options.batches)[0]
                 yield from gpu_profile.rows(model, runs, lineup, case, names, budget, subject.device)
-            elif part == "sizes40" and BOTH in options.contenders:
+            elif part == "sizes40" and BOTH in contenders:
                 yield from gpu_forty.rows(model, runs, lineup, budget)
             if part not in IN_PROCESS:
                 runs = lineup = steps = None

@@ -28,6 +28,9 @@ EAGER, CORE, BLOCKS, TIER_ONE, BOTH, EASY_CACHE = "eager", "core", "blocks", "ti
 SHIPPED = "shipped"
 """Accelerate Model with its inputs as they come: graphs are compared with their blocks first."""
 
+CHANNELS_LAST = "channels-last"
+"""Both tiers on a copy of the model whose convolutions have channels-last weights; of models with convolutions."""
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -46,6 +49,7 @@ CONTENDERS = {
     TIER_ONE: Contender("ours, tier one"),
     SHIPPED: Contender("ours, as shipped"),
     "deepcache-3": Contender("ours + DeepCache 3", has_graphs=True, interval=3, caches=True),
+    CHANNELS_LAST: Contender("ours, channels-last", has_graphs=True),
     CORE: Contender("core's TorchCompileModel"),
     "deepcache-2": Contender("ours + DeepCache 2", has_graphs=True, interval=2, caches=True),
     "deepcache-5": Contender("ours + DeepCache 5", has_graphs=True, interval=5, caches=True),

@@ -5,6 +5,7 @@ Import it after `inprocess.boot` and `pack.load`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from comfy_accel.nodes.compile_inputs import settings as compiling
 from . import deepcache, gpu_device, session
 from .compilations import RecompileLimit, compiling_into, counts
 from .deepcache_plan import Contender as Skipping
-from .gpu_cases import BLOCKS, BOTH, CONTENDERS, CORE, EAGER, EASY_CACHE, SHIPPED, TIER_ONE
+from .gpu_cases import BLOCKS, BOTH, CHANNELS_LAST, CONTENDERS, CORE, EAGER, EASY_CACHE, SHIPPED, TIER_ONE
 from .report import Row
 
 CACHE_BYTES = 24 << 30
@@ -92,6 +93,8 @@ class Lineup:
             return session.node(name, self._backend)(model)
         if name == BLOCKS:
             return by_blocks(model, self._backend)
+        if name == CHANNELS_LAST:
+            model = channels_last(model)
         settings = CompileSettings(backend=self._backend)
         if self._keeps:
             self._keeps = False
@@ -103,7 +106,7 @@ class Lineup:
             settings, graphs = as_shipped(self._backend)
             return accelerate(model, settings, self.tier_one_cache, graphs=graphs)
         model = accelerate(model, settings, self.cache, graphs=True)
-        if name == BOTH:
+        if name in (BOTH, CHANNELS_LAST):
             return model
         if name == EASY_CACHE:
             return deepcache.apply(Skipping(deepcache.EASY_CACHE, threshold=EASY_THRESHOLD), model)
@@ -188,6 +191,16 @@ def ran_as(name: str, replays: int, calls: int) -> str:
     if not replays:
         return "tier one"
     return "both tiers" if replays >= MOSTLY * calls else "both tiers in part"
+
+
+def channels_last(model: Any) -> Any:
+    """A ModelPatcher of a copy of the model, with weights of convolutions in memory as channels-last libraries want."""
+    patched = model.clone()
+    patched.model = copy.deepcopy(model.model, {id(model.model.current_patcher): None})
+    for module in patched.model.diffusion_model.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.to(memory_format=torch.channels_last)
+    return patched
 
 
 def by_blocks(model: Any, backend: str) -> Any:

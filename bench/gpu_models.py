@@ -39,6 +39,11 @@ class Subject:
         return self.family.model_class in ("SD15", "SDXL", "Flux")
 
     @property
+    def has_convolutions(self) -> bool:
+        """Whether its blocks have any."""
+        return self.family.model_class in ("SD15", "SDXL")
+
+    @property
     def device(self) -> torch.device:
         return comfy.model_management.get_torch_device()
 

@@ -42,7 +42,7 @@ PLANS = {
     ),
     2: (
         Stage(3.0, f"--models Flux --parts steps profile --sizes 1024x1024 --batches 1 {_OURS} core"),
-        Stage(2.5, f"--models SD1.5 --parts steps --sizes 512x512 --batches 1 {_OURS} core"),
+        Stage(2.5, f"--models SD1.5 --parts steps --sizes 512x512 --batches 1 {_OURS} channels-last core"),
         Stage(
             MINUTES,
             f"--models SDXL --parts steps sizes40 --sizes 720x960 768x768 1280x720 1024x1024 --batches 4 1 {_OURS}",

@@ -128,7 +128,8 @@ class GuardedCall:
         self._changed = resolved.graph.facts.changed
         # Computing them costs more than the rest of a match, and the guards have found the sizes to be these.
         self._extents = [extent(tensor) for tensor in inputs] if self._changed else []
-        self._is_plain = not (self._changed or self._strided or len(given) != len(inputs))
+        self._is_whole = not self._strided and len(given) == len(inputs)
+        self._is_plain = self._is_whole and not self._changed
 
     def match(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
         """What the graph takes in this call; None where the call may need another graph.
@@ -144,9 +145,11 @@ class GuardedCall:
             return None
         if self._is_plain:
             return tensors
-        inputs = self._arguments.with_numbers(given)
+        inputs = given if self._is_whole else self._arguments.with_numbers(given)
         if self._changed and share_memory(inputs, self._changed, self._extents):
             return None
+        if self._is_whole:
+            return tensors
         tensors = [*tensors[: self._weights], *inputs]
         for at in self._strided:
             if at - self._weights in self._changed:

@@ -42,15 +42,23 @@ class StandIn:
     Threads may call it while others add or remove layers: a call uses those that it found.
     """
 
-    __slots__ = ("_layers", "_only", "is_foreign", "own")
+    __slots__ = ("_first", "_first_only", "_layers", "_only", "is_foreign", "own")
 
-    def __init__(self, module: torch.nn.Module, order: int, layer: Layer, thread: int | None = None):
-        """thread: the only one whose calls go to the layer; None for all threads."""
-        self.own: Forward = module.forward
-        self.is_foreign = "forward" in module.__dict__
-        self._layers: tuple[tuple[int, int | None, Layer], ...] = ((order, thread, layer),)
-        self._only: Layer | None = layer if thread is None else None
+    def __init__(self, order: int, layer: Layer, thread: int | None = None):
+        """Its first layer. thread: the only one whose calls go to the layer; None for all threads."""
+        self._first: tuple[tuple[int, int | None, Layer], ...] = ((order, thread, layer),)
+        self._first_only = layer if thread is None else None
+        self._layers: tuple[tuple[int, int | None, Layer], ...] = ()
+        self._only: Layer | None = None
         """The layer, if there is exactly one and it is for all threads."""
+
+    def begin(self, own: Forward, is_foreign: bool) -> bool:
+        """Stand in for this forward, with the first layer alone; False if it stands for one already."""
+        if self._layers:
+            return False
+        self.own, self.is_foreign = own, is_foreign
+        self._layers, self._only = self._first, self._first_only
+        return True
 
     def add(self, order: int, layer: Layer, thread: int | None = None) -> None:
         """Add a layer."""
@@ -126,10 +134,49 @@ def has_foreign_forward(module: torch.nn.Module) -> bool:
     return forward.is_foreign if isinstance(forward, StandIn) else forward is not None
 
 
-@contextmanager
+class Substitution:
+    """`substituted` for the same layers at one call after another: what it needs is made once.
+
+    thread: as for `StandIn`.
+    """
+
+    def __init__(self, layers: Mapping[torch.nn.Module, Layer], order: Order, thread: int | None = None):
+        self._order, self._thread = order, thread
+        self._ready = [(module, layer, StandIn(order, layer, thread)) for module, layer in layers.items()]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The context. It may be entered again before it ends, by other threads too."""
+        placed = 0
+        try:
+            with _changing:
+                for placed, (module, layer, ready) in enumerate(self._ready, 1):  # noqa: B007
+                    attributes = module.__dict__
+                    stand_in = attributes.get("forward")
+                    if type(stand_in) is StandIn:
+                        stand_in.add(self._order, layer, self._thread)
+                        continue
+                    is_foreign = stand_in is not None
+                    if not ready.begin(module.forward, is_foreign):  # somebody has put another forward in its place
+                        ready = StandIn(self._order, layer, self._thread)
+                        ready.begin(module.forward, is_foreign)
+                    attributes["forward"] = ready
+            yield
+        finally:
+            with _changing:
+                for module, layer, _ in self._ready[:placed]:
+                    attributes = module.__dict__
+                    stand_in = attributes.get("forward")
+                    if type(stand_in) is StandIn and stand_in.remove(layer):
+                        if stand_in.is_foreign:
+                            attributes["forward"] = stand_in.own
+                        else:
+                            del attributes["forward"]
+
+
 def substituted(
     layers: Mapping[torch.nn.Module, Layer], order: Order, this_thread_only: bool = False
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """In this context, calling a module of `layers` calls its layer as `layer(inner, *args, **kwargs)`.
 
     `inner` is the next layer inwards and finally the module's own forward. However the context ends
@@ -137,28 +184,7 @@ def substituted(
 
     this_thread_only: calls of the same modules by other threads bypass the layers.
     """
-    thread = threading.get_ident() if this_thread_only else None
-    placed: list[tuple[dict[str, Any], Layer]] = []
-    try:
-        with _changing:
-            for module, layer in layers.items():
-                attributes = module.__dict__
-                stand_in = attributes.get("forward")
-                if type(stand_in) is StandIn:
-                    stand_in.add(order, layer, thread)
-                else:
-                    attributes["forward"] = StandIn(module, order, layer, thread)
-                placed.append((attributes, layer))
-        yield
-    finally:
-        with _changing:
-            for attributes, layer in reversed(placed):
-                stand_in = attributes.get("forward")
-                if type(stand_in) is StandIn and stand_in.remove(layer):
-                    if stand_in.is_foreign:
-                        attributes["forward"] = stand_in.own
-                    else:
-                        del attributes["forward"]
+    return Substitution(layers, order, threading.get_ident() if this_thread_only else None).in_place()
 
 
 _changing = threading.RLock()

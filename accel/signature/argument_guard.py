@@ -60,10 +60,9 @@ class ArgumentGuard:
             return None
         values = (*args, *kwargs.values())
         if self._fixed:
-            for now, known in zip(self._get_fixed(values), self._fixed, strict=True):
-                # Other constants that are equal may differ: True and 1, 0.0 and -0.0.
-                if now is not known and (type(now) is not int or type(known) is not int or now != known):
-                    return None
+            now = self._get_fixed(values)
+            if not all(map(operator.is_, now, self._fixed)) and not all(map(_are_equal, now, self._fixed)):
+                return None
         for at, known in self._replaced:
             now = values[at]
             if type(now) is not dict:
@@ -107,6 +106,11 @@ def _places(values: tuple, spec: Spec) -> tuple[list[int], list[tuple[int, Any]]
         else:
             return None
     return tensors, fixed, replaced
+
+
+def _are_equal(now: Any, known: Any) -> bool:
+    # Other constants that are equal may differ: True and 1, 0.0 and -0.0.
+    return now is known or (type(now) is int and type(known) is int and now == known)
 
 
 def _getter(places: list[int]) -> Callable[[tuple], tuple]:

@@ -88,7 +88,7 @@ def share_memory(tensors: Sequence[torch.Tensor], changed: Sequence[int], extent
     where they are known; computed otherwise.
     """
     extents = [extent(tensor) for tensor in tensors] if extents is None else extents
-    starts = [tensor.data_ptr() for tensor in tensors]
+    starts = list(map(torch.Tensor.data_ptr, tensors))
     for index in changed:
         start, end = starts[index], starts[index] + extents[index]
         for other, begin in enumerate(starts):

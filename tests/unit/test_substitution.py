@@ -5,7 +5,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
-from comfy_accel.accel.modules.substitution import Order, StandIn, has_foreign_forward, set_apart, substituted
+from comfy_accel.accel.modules.substitution import (
+    Order,
+    StandIn,
+    Substitution,
+    has_foreign_forward,
+    set_apart,
+    substituted,
+)
 
 
 class AddOne(torch.nn.Module):
@@ -96,6 +103,28 @@ def test_forward_that_was_put_on_during_the_context_is_left_alone():
     with substituted({module: times_ten}, Order.CACHED):
         module.__dict__["forward"] = late = lambda x: 7
     assert module.__dict__["forward"] is late
+
+
+def test_context_that_is_entered_again_calls_the_forward_of_then():
+    module = AddOne()
+    again = Substitution({module: times_ten}, Order.CACHED)
+    with again.in_place():
+        assert module(1) == 20
+    module.forward = foreign = lambda x: x + 100
+    with again.in_place():
+        assert module(1) == 1010
+    assert module.__dict__["forward"] is foreign
+
+
+def test_context_is_entered_where_somebody_has_put_a_forward_over_its_own():
+    module = AddOne()
+    again = Substitution({module: times_ten}, Order.CACHED)
+    with again.in_place():
+        under = module.forward
+        module.__dict__["forward"] = late = lambda x: under(x) + 1
+        with again.in_place():
+            assert module(1) == 210
+        assert module.__dict__["forward"] is late and module(1) == 21
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])

@@ -17,7 +17,7 @@ from ....core.compile_settings import CompileSettings
 from ....core.events import emit
 from ....dispatch.block_runner import BlockRunner
 from ....dispatch.compiled_layers import Host, compiled_layers, survey_model
-from ....modules.substitution import Layer, Order, substituted
+from ....modules.substitution import Layer, Order, Substitution
 from ....store.graph_store import attach
 from .. import preferences
 from ..home import running_home
@@ -49,9 +49,11 @@ HOST = Host(
 
 @dataclass
 class _ModelState:
-    """What one model has in one run: the layers of its blocks, how many kinds they are, and its capture."""
+    """What one model has in one run: the layers of its blocks, which stand in for them in each call, how many kinds
+    they are, and its capture."""
 
     layers: dict[torch.nn.Module, Layer]
+    substitution: Substitution
     kinds: int
     capture: ModelCapture | None = None
 
@@ -94,7 +96,7 @@ class Run:
             self._contexts.add(context.shape[1])
         with self._progress.during_call(state.kinds):
             if not self._graphs:
-                with substituted(state.layers, Order.COMPILED):
+                with state.substitution.in_place():
                     yield options
                 return
             from . import capture  # a slow import, which only captured runs should pay for
@@ -130,7 +132,9 @@ class Run:
             state = self._states.get(model)
             if state is None:
                 layers = block_layers(model, self._settings, self._cache, self._lease)
-                state = self._states[model] = _ModelState(layers, count_kinds(layers))
+                state = self._states[model] = _ModelState(
+                    layers, Substitution(layers, Order.COMPILED), count_kinds(layers)
+                )
             return state
 
 
