@@ -1,5 +1,6 @@
 """Blocks with a group norm on a GPU: which kernels one graph for every size has."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -49,6 +50,7 @@ def test_one_graph_of_our_kernels_serves_every_size_and_channels_and_is_saved():
     for ours, count in (("part_moments", 2), ("group_moments", 2), ("normalise", 2), ("add_planes", 1)):
         assert source.count(f"    {ours}") >= count and f"def {ours}" in source
     assert "_native_group_norm" not in source
+    assert f"cc={os.environ.get('FAKECUDA_CC', 90)}," in source
     loaded = block_compiler.load_block(template_of(blocks[0]), kind, spec, graph.save(), graph.facts)
     for each in (graph, loaded):
         assert call(each, narrow, 1, 64, 5, 7).shape == (1, 96, 5, 7)

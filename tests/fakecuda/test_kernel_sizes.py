@@ -1,5 +1,6 @@
 """Generated kernels take sizes of 32 bits where guards prove that these are enough, and of 64 bits elsewhere."""
 
+import os
 import re
 from pathlib import Path
 
@@ -69,6 +70,7 @@ SMALL, LARGE = (2, 64, 30, 40), (2, 64, 4096, 4100)
 def test_sizes_whose_products_fit_32_bits_have_them_and_others_another_graph():
     graph, weights, file = compiled(Scaled(), SMALL)
     assert types(file) == {"ks0": "i32", "ks1": "i64"}  # the inverse
+    assert f"cc={os.environ.get('FAKECUDA_CC', 90)}," in Path(file).read_text()
     assert accepts(graph, weights, 3, 64, 2000, 3000)
     assert not accepts(graph, weights, *LARGE)
     graph, weights, file = compiled(Scaled(), LARGE)

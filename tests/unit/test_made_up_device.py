@@ -80,7 +80,9 @@ def test_other_allocator_is_refused_by_the_name_of_its_flag(device):
 
 
 def test_kernels_take_sizes_of_32_bits_where_they_fit_and_those_of_core_are_counted(device):
-    passes(device, "tests/fakecuda/test_kernel_sizes.py", "tests/fakecuda/test_bench_kernels.py")
+    """On a card of capability 8.9."""
+    of_ada = {**device, "FAKECUDA_CC": "89"}
+    passes(of_ada, "tests/fakecuda/test_kernel_sizes.py", "tests/fakecuda/test_bench_kernels.py")
 
 
 def with_comfyui(environment: dict[str, str], **more: str) -> dict[str, str]:
@@ -99,4 +101,5 @@ def test_kinds_compile_and_are_captured_on_cards_of_each_capability(device, capa
 
 
 def test_group_norms_are_our_kernels(device):
-    passes(device, "tests/fakecuda/test_group_norm_graphs.py")
+    """On a card of capability 12.0."""
+    passes({**device, "FAKECUDA_CC": "120"}, "tests/fakecuda/test_group_norm_graphs.py")
