@@ -1,10 +1,17 @@
-"""`dev.py bench overhead` measures every part that it tells of."""
+"""`dev.py bench overhead` measures every part of a block's call that it tells of."""
 
-from bench import overhead, overhead_blocks, tiny_models
+import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
+
+from bench import overhead_blocks, tiny_models
 
 
 def test_every_part_is_measured(monkeypatch):
     monkeypatch.setattr(overhead_blocks, "REPETITIONS", 3)
-    rows = overhead.measure(tiny_models.FLUX_FAMILY)
-    assert {row["part"] for row in rows} >= {*overhead.TARGETS, "  weights", "  check", "PREDICT_NOISE, DeepCache's"}
-    assert all(row["us"] > 0 for row in rows if row["part"] in overhead.TARGETS)
+    family = tiny_models.FLUX_FAMILY
+    latent, prompts = torch.zeros(1, 16, 8, 8), (family.conditioning(7, seed=1), family.conditioning(7, seed=2))
+    with torch.inference_mode():
+        parts, count = overhead_blocks.of_blocks(
+            family.load(torch.float32), lambda model: tiny_models.sample(model, latent, *prompts, steps=1), GraphCache()
+        )
+    assert {"block", "  stand-in", "  arguments", "    options", "  weights", "  check"} < {*parts} and count > 1
