@@ -6,10 +6,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from .policies.published import FirstBlockRefresh, MagRefresh, TeaRefresh
 from .policies.quality import QualityRefresh
 from .refresh import AdaptiveRefresh, RefreshPolicy, UniformRefresh
 
-POLICIES: dict[str, Callable[[int, float], RefreshPolicy]] = {"uniform": UniformRefresh, "adaptive": AdaptiveRefresh}
+POLICIES: dict[str, Callable[[int, float], RefreshPolicy]] = {
+    "uniform": UniformRefresh,
+    "adaptive": AdaptiveRefresh,
+    "magcache": MagRefresh,
+    "teacache": TeaRefresh,
+    "first_block": FirstBlockRefresh,
+}
 """Values of `schedule`, each with what makes its policy from `interval` and `threshold`.
 
 A new caching method is a class in a file of its own and one entry here.
@@ -34,9 +41,10 @@ class DeepCacheSettings:
         Every step outside it is full; equal values switch caching off.
     schedule: a key of `POLICIES`. "uniform" refreshes every `interval` steps. "adaptive" refreshes after `interval`
         steps at the latest, and earlier when the drift of the shallow features that is expected for the coming step,
-        times its step weight, is above `threshold`.
-    threshold: relative L1 drift times `step_schedule.step_weight`; 0 makes every step full, more is faster and less
-        exact.
+        times its step weight, is above `threshold`. "magcache", "teacache" and "first_block" are other methods' rules
+        (`policies.published`), with `threshold` in units of their own.
+    threshold: for "adaptive", relative L1 drift times `step_schedule.step_weight`; 0 makes every step full, more is
+        faster and less exact.
     between: what a skipped step uses: "hold" the feature of the last full step, "forecast" an extrapolation from the
         last full steps.
     quality: PSNR in dB of the final latent to the uncached run's, of the farthest sample of a batch, with the latent's

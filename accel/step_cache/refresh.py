@@ -32,6 +32,10 @@ class RefreshPolicy(Protocol):
 
     uses_drift: bool
     """Whether the run measures the drift of its shallow features; that takes one copy of them for each CFG branch."""
+    uses_magnitudes: bool
+    """Whether it measures how large its deep features are."""
+    compares_neighbours: bool
+    """Whether drift is that from one step to the next, instead of that since the last full step."""
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         """Whether `step` is computed in full."""
@@ -45,6 +49,8 @@ class UniformRefresh:
     threshold: float
 
     uses_drift = False
+    uses_magnitudes = False
+    compares_neighbours = False
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         return step.since_refresh >= self.interval

@@ -288,6 +288,8 @@ class DeepCacheRun:
             if history is None:
                 history = self._histories[key, part] = History(ORDER + 1 if self.settings.between == "forecast" else 1)
             history.record(self._step, self._angle, chunks[index], owned)
+            if self.policy.uses_magnitudes and self._full[self._step]:
+                self._drift.note_magnitude((key, part), chunks[index], self._step)
         return torch.cat(chunks) if any(is_known) else feature
 
     def measure(self, keys: Sequence[BranchKey], shallow: torch.Tensor, owned: bool = False) -> None:
@@ -299,7 +301,7 @@ class DeepCacheRun:
         if not self.policy.uses_drift or not isinstance(shallow, torch.Tensor) or shallow.shape[0] % len(keys):
             return
         for key, chunk in zip(keys, shallow.chunk(len(keys)), strict=True):
-            renew = self._full[self._step] or not self._has_all(key)
+            renew = self._full[self._step] or not self._has_all(key) or self.policy.compares_neighbours
             self._drift.measure(key, chunk, self._step, renew, owned and self._full[self._step])
 
     @property
