@@ -10,6 +10,9 @@ from .hidden import node_id
 
 DEFAULTS = DeepCacheSettings()
 
+TARGETS = {"off": None, "50 dB (same picture)": 50.0, "40 dB (hard to see)": 40.0, "32 dB (small changes)": 32.0}
+"""Choices of `quality`, each with what it asks for."""
+
 
 class AccelDeepCache(io.ComfyNode):
     """MODEL in, MODEL out: the same model with its deep layers skipped on some steps."""
@@ -100,7 +103,8 @@ class AccelDeepCache(io.ComfyNode):
                     tooltip=(
                         "adaptive: run the full model as soon as more would change than threshold allows, and after "
                         "interval steps at the latest. uniform: every interval steps, whatever changes; always the "
-                        "same speed, riskier at few steps."
+                        "same speed, riskier at few steps. magcache, teacache, first_block: the rules of those "
+                        "methods, to compare."
                     ),
                 ),
                 make_input(
@@ -130,6 +134,18 @@ class AccelDeepCache(io.ComfyNode):
                         "results. hold: repeat its last result, which takes a little less memory."
                     ),
                 ),
+                make_input(
+                    io.Combo,
+                    "quality",
+                    options=list(TARGETS),
+                    default="off",
+                    optional=True,
+                    tooltip=(
+                        "How close to the image without this node (PSNR of the latent). The run measures what skipping "
+                        "costs and skips as much as this allows; schedule and threshold are then not used. off: skip "
+                        "by interval and schedule."
+                    ),
+                ),
             ],
             hidden=[io.Hidden.unique_id],
             outputs=[io.Model.Output(display_name="MODEL", tooltip="The model with DeepCache, for a sampler.")],
@@ -147,6 +163,9 @@ class AccelDeepCache(io.ComfyNode):
         schedule: str = DEFAULTS.schedule,
         threshold: float = DEFAULTS.threshold,
         between: str = DEFAULTS.between,
+        quality: str = "off",
     ) -> io.NodeOutput:
-        settings = DeepCacheSettings(interval, depth, start_percent, end_percent, schedule, threshold, between)
+        settings = DeepCacheSettings(
+            interval, depth, start_percent, end_percent, schedule, threshold, between, TARGETS[quality]
+        )
         return io.NodeOutput(apply_deep_cache(model, settings, node_id(cls)))

@@ -48,8 +48,13 @@ def _skipped(run: Run) -> list[Reason]:
     steps, skipped = len(run.steps_taken), run.steps_taken.count("S")
     if not steps:
         return []
+    if skipped and run.estimated_db is not None:
+        reached, share = f"{run.estimated_db:.0f}", f"{run.skipped_work:.0%}"
+        return [Reason("line_quality", asked=f"{run.target_db:g}", reached=reached, share=share)]
     if skipped:
         return [Reason("line_skipped", skipped=skipped, steps=steps)]
     if run.why_full is not None:
         return [Reason("line_all_full", why=run.why_full)]
+    if run.target_db is not None:
+        return [Reason("line_quality_full", asked=f"{run.target_db:g}")]
     return [Reason("line_few_steps") if steps / run.samplings < FEW_STEPS else Reason("line_none_skipped")]

@@ -45,6 +45,8 @@ class Run:
     compiling, caching: settings of the compiler and of DeepCache; None where the run did without.
     eager_calls: calls of blocks that could have run compiled. left_eager: by reason, how many blocks nobody tried to
         compile. fallbacks: calls that ran uncompiled or were not captured, by (block, reason).
+    target_db: the quality that DeepCache was asked for. estimated_db: what it takes to be reached, None where it
+        skipped nothing. skipped_work: the share of the work that it saved.
     steps_taken: DeepCache's steps, such as "FSSF"; why_full: what of the model or the sampler made all of them full.
     model_calls: calls of the whole model, where capturing is on; replays: those of them that replayed a CUDA graph.
     captures: calls captured in this run, in capture_seconds.
@@ -87,6 +89,9 @@ class Run:
     fallbacks: dict[tuple[str, Reason], int] = field(default_factory=dict)
     steps_taken: str = ""
     why_full: str | None = None
+    target_db: float | None = None
+    estimated_db: float | None = None
+    skipped_work: float | None = None
     by_compiling: Saving = Saving()
     by_skipping: Saving = Saving()
     pixels: tuple[int, int] | None = None
@@ -159,6 +164,9 @@ class Run:
             fallbacks=dict(Counter(self.fallbacks) + Counter(other.fallbacks)),
             steps_taken=self.steps_taken + other.steps_taken,
             why_full=self.why_full or other.why_full,
+            target_db=min((run.target_db for run in both if run.target_db is not None), default=None),
+            estimated_db=min((run.estimated_db for run in both if run.estimated_db is not None), default=None),
+            skipped_work=_mean_share(both),
             by_compiling=self.by_compiling.with_next(other.by_compiling),
             by_skipping=self.by_skipping.with_next(other.by_skipping),
             compiled_seconds={**self.compiled_seconds, **other.compiled_seconds},
@@ -209,3 +217,10 @@ def together(parts: Sequence[Saving]) -> dict[str, Any]:
         "saved_how": " ".join(map(str, reasons)),
         "saved_reasons": [reason.as_json() for reason in reasons],
     }
+
+
+def _mean_share(runs: Sequence[Run]) -> float | None:
+    """The share of the work that runs saved together, by their steps."""
+    known = [(run.skipped_work, len(run.steps_taken)) for run in runs if run.skipped_work is not None]
+    steps = sum(count for _, count in known)
+    return sum(share * count for share, count in known) / steps if steps else None

@@ -188,6 +188,8 @@ class RunRecords:
         }
         if now is not None:
             now.run.steps_taken, now.run.by_skipping, now.run.why_full = steps, saved, why_full
+            now.run.target_db, now.run.estimated_db = quality["target_db"], quality["estimated_db"]
+            now.run.skipped_work = quality["skipped_work"]
 
     def _on_sampling(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         if now is not None and not now.run.prepare_seconds:

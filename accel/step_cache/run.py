@@ -330,9 +330,10 @@ class DeepCacheRun:
             return {}
         steps = len(self._skipped)
         saved = self.skipped_steps * (1 - self._shallow_share()) - self.target.probes * self._shallow_share()
+        estimated = self.target.estimated_db() if self.skipped_steps else None
         return {
             "target_db": self.target.target,
-            "estimated_db": self.target.estimated_db(),
+            "estimated_db": estimated if estimated is not None and math.isfinite(estimated) else None,
             "probes": self.target.probes,
             "skipped_work": saved / steps if steps else 0.0,
         }

@@ -116,6 +116,11 @@ SAID = [
     (diagnosis.deep_cache_found_no_place, facts(nodes={"AccelDeepCache": [{"interval": 3}]}), "the log says why"),
     (
         diagnosis.deep_cache_skipped_nothing,
+        facts(skipping(steps=8, target_db=50.0)),
+        "more than the 50 dB asked",
+    ),
+    (
+        diagnosis.deep_cache_skipped_nothing,
         facts(skipping(steps=4, why_full="the noise levels of this run go up and down")),
         "DeepCache skipped nothing: the noise levels",
     ),

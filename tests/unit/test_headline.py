@@ -104,3 +104,12 @@ def test_what_keeps_every_step_full_is_said():
         "why_full": "the noise levels go up and down",
     }
     assert line("4", **facts) == "no step skipped: the noise levels go up and down"
+
+
+def test_a_quality_is_told_with_what_it_reached():
+    asked = {"compiling": None, "caching": CACHING, "target_db": 40.0}
+    reached = {**asked, "steps_taken": "FFSS", "estimated_db": 41.2, "skipped_work": 0.46}
+    assert line("4", **reached) == "40 dB asked, 41 reached by estimate, 46% of the work skipped"
+    assert line("4", **asked, steps_taken="FFFF", skipped_work=0.0) == (
+        "no step skipped: it would cost more than the 40 dB asked"
+    )

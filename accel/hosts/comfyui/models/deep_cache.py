@@ -68,8 +68,8 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: s
 def last_run() -> dict[str, Any] | None:
     """Of the last DeepCache run of this process: full_steps, skipped_steps; and of one with a quality target:
 
-    target_db: what was asked. estimated_db: what the run takes the farthest sample to have reached, infinite where
-    nothing was skipped; None where nothing could be compared. probes: extra passes of the shallow part, to compare.
+    target_db: what was asked. estimated_db: what the run takes the farthest sample to have reached; None where nothing
+    was skipped. probes: extra passes of the shallow part, to compare.
     skipped_work: share of the run's work that was saved, by the split's own estimate of what a skipped call costs.
     """
     known = records.deep_cache()
@@ -134,7 +134,24 @@ def _report(run: DeepCacheRun) -> None:
         why_full=run.why_full,
         **run.quality_facts(),
     )
-    if run.policy.uses_drift and not run.skipped_steps and not run.failed and run.full_steps < FEW_STEPS:
+    if run.target is not None and run.skipped_steps:
+        facts = run.quality_facts()
+        log.info(
+            "DeepCache: %g dB asked, about %.0f reached by estimate; %d of %d steps were computed in full, %.0f %% of "
+            "the work was skipped.",
+            facts["target_db"],
+            facts["estimated_db"] or math.inf,
+            run.full_steps,
+            run.full_steps + run.skipped_steps,
+            100 * facts["skipped_work"],
+        )
+    elif run.target is not None and not run.failed:
+        log.info(
+            "DeepCache: all %d steps were computed in full: skipping any would cost more than the %g dB asked.",
+            run.full_steps,
+            run.target.target,
+        )
+    elif run.policy.uses_drift and not run.skipped_steps and not run.failed and run.full_steps < FEW_STEPS:
         log.info(
             "DeepCache: all %d steps ran in full: with so few, each changes too much. It pays from about 20 steps on; "
             "Accelerate Model helps at any number.",

@@ -243,7 +243,8 @@ def deep_cache_is_off(facts: Facts) -> str | None:
             return "DeepCache's interval is 1, which turns it off: 3 is the default."
         if inputs.get("start_percent", 0.0) == inputs.get("end_percent", 1.0):
             return "DeepCache's start_percent equals its end_percent, which leaves no step to skip."
-        if inputs.get("schedule") == "adaptive" and inputs.get("threshold") == 0:
+        is_free = inputs.get("quality", "off") == "off"
+        if is_free and inputs.get("schedule") == "adaptive" and inputs.get("threshold") == 0:
             return "DeepCache's threshold is 0, so it skips nothing: 0.05 is the default."
     return None
 
@@ -261,6 +262,8 @@ def deep_cache_skipped_nothing(facts: Facts) -> str | None:
     if run.get("why_full"):
         return f"DeepCache skipped nothing: {run['why_full']}."
     steps, sampler = run.get("steps") or len(run.get("steps_taken", "")), run.get("sampler") or "this sampler"
+    if run.get("target_db") is not None:
+        return f"DeepCache skipped none of {steps} steps: one would cost more than the {run['target_db']:g} dB asked."
     if steps / run.get("samplings", 1) < FEW_STEPS:
         return (
             f"DeepCache skipped none of {steps} steps: with so few, each changes too much. It pays from about 20 steps "
