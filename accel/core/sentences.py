@@ -139,7 +139,9 @@ _SAVED = {
     "compiling_saved_in_part": "Compiling: the median time of a block's call, uncompiled minus compiled, times the "
     "number of calls ({covered} of {calls} calls; the others are not counted). Both were measured on this machine; "
     "compile time is not subtracted.",
-    "both_samplings": "{first} {second}",
+    "compiling_saved_each": "Compiling: the time that compiled blocks saved in each sampler, added up. It was measured "
+    "on this machine; compile time is not subtracted.",
+    "skipping_saved_each": "DeepCache: the time that skipped steps took less than full ones in each sampler, added up.",
     "skipping_unused": "DeepCache skipped no step.",
     "skipping_untimed": "How much DeepCache saved is not known: the steps of this run were not timed.",
     "skipping_unsure": "How much DeepCache saved is not known: this run had too few steps to compare.",

@@ -16,6 +16,10 @@ LEAST_SAVED = 0.05
 """Seconds: less than this is within what two equal runs differ by."""
 
 
+_EACH = {"compiling": Reason("compiling_saved_each"), "skipping": Reason("skipping_saved_each")}
+"""How the sum over samplers is known; one sentence, however many they are (an upscaler's tiles)."""
+
+
 class Saving(NamedTuple):
     """seconds: None where unknown; negative where the run was slower. how: how this is known;
     None where nothing was to be saved."""
@@ -32,7 +36,7 @@ class Saving(NamedTuple):
         known = [saving for saving in (self, other) if saving.seconds is not None]
         if len(known) < 2:
             return known[0] if known else self if other.how is None else other
-        how = self.how if self.how == other.how else Reason("both_samplings", first=self.how, second=other.how)
+        how = self.how if self.how == other.how else _EACH[self.how.code.partition("_")[0]]
         return Saving(self.seconds + other.seconds, how)
 
 
@@ -144,15 +148,13 @@ class Run:
     def with_next(self, other: Run) -> Run:
         """This and the next sampling of the same prompt, as one: a hires fix, say, or a base model and a refiner."""
         both = (self, other)
-        models = dict.fromkeys((*self.model.split(" + "), other.model))
-        samplers = dict.fromkeys(run.sampler for run in both if run.sampler)
         steps = [run.steps for run in both if run.steps is not None]
         shares = [run.loaded_share for run in both if run.loaded_share is not None]
         return replace(
             other,
-            model=" + ".join(filter(None, models)),
+            model=_listed(self.model, other.model),
             steps=sum(steps) if steps else None,
-            sampler=" + ".join(samplers) or None,
+            sampler=_listed(self.sampler or "", other.sampler or "") or None,
             compiling=other.compiling or self.compiling,
             caching=other.caching or self.caching,
             contexts=tuple(sorted({*self.contexts, *other.contexts})),
@@ -201,6 +203,11 @@ class Run:
 _ADDED = ("samplings", "seconds", "prepare_seconds", "compiled_calls", "eager_calls", "compilations", "compile_seconds")
 _ADDED += ("loaded", "load_seconds", "model_calls", "replays", "captures", "capture_seconds", "evicted")
 """What two samplings have together."""
+
+
+def _listed(names: str, name: str) -> str:
+    """The names, "SDXL + Flux", with another one unless it is among them."""
+    return " + ".join(dict.fromkeys(filter(None, (*names.split(" + "), name))))
 
 
 def rounded(seconds: float) -> str:

@@ -92,13 +92,20 @@ def test_samplings_of_one_prompt_are_one_run(records):
         ("a", "Flux", patched),
         ("b", "", hooked),
     ):
-        start(prompt=prompt, model=model, compiling={**settings, "node": "5"} if model == "Flux" else settings)
+        sampler = "euler" if reason is patched else "lcm"
+        start(
+            prompt=prompt,
+            model=model,
+            sampler=sampler,
+            compiling={**settings, "node": "5"} if model == "Flux" else settings,
+        )
         emit("sampling")
         emit("compile_end", name="Block", key="x", seconds=1.0)
         fallbacks.note("Block", reason)
         end()
     first, second = records.all()
     assert (first.model, first.steps, first.samplings, first.compilations) == ("SDXL + Flux", 12, 3, 3)
+    assert first.sampler == "euler + lcm"
     assert first.compiled_total == 3.0 and first.fallbacks == {("Block", patched): 2, ("Block", hooked): 1}
     assert {node: str(line[-1]) for node, line in first.lines.items()} == {
         "3": "not compiled: another node patches it (attn9)",

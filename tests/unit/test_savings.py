@@ -85,8 +85,10 @@ def test_savings_of_two_samplers_add_up_as_far_as_they_are_known():
     assert compiled.with_next(compiled) == Saving(4.0, compiled.how)
     assert compiled.with_next(unknown) == unknown.with_next(compiled) == compiled
     assert Saving().with_next(unknown) == unknown.with_next(Saving()) == unknown
-    both = compiled.with_next(partly)
-    assert both.seconds == 3.0 and str(both.how) == f"{compiled.how} {partly.how}"
+    both = compiled.with_next(partly).with_next(partly)  # of any number of samplers, such as an upscaler's tiles
+    assert both == Saving(4.0, Reason("compiling_saved_each"))
+    skipped = [Saving(1.0, Reason("skipping_saved", steps=steps, skipped="1", full="2")) for steps in (3, 4)]
+    assert skipped[0].with_next(skipped[1]) == Saving(2.0, Reason("skipping_saved_each"))
 
 
 def test_benchmarks_count_the_calls_at_their_size_and_the_entry_all():
