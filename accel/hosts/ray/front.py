@@ -182,7 +182,8 @@ class Front:
             self._counts["failed"] += 1
             await self._fail(prompt, reason)
         except asyncio.CancelledError:
-            prompt.response.cancel()
+            if prompt.response is not None:
+                prompt.response.cancel()
             self._counts["taken_back"] += 1
         finally:
             if not prompt.accepted.done():
