@@ -40,7 +40,7 @@ EASY_THRESHOLDS = (0.02, 0.05, 0.1, 0.4)
 QUICK_CASES = (Case(16, 16, batch=2), Case(15, 20, batch=1))
 FORECASTS = ("hold", "forecast")
 PARTS = ("targets", "default", "fewer", "policies")
-NETWORKS = ("unet",)
+NETWORKS = ("unet", "dit")
 
 
 def main(arguments: list[str] | None = None) -> None:

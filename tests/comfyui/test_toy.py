@@ -10,7 +10,7 @@ import torch
 
 from bench import ROOT, Problem, toy_data
 
-NETWORKS = ("unet",)
+NETWORKS = ("unet", "dit")
 MEASURED_ERROR = {"unet": 0.05, "dit": 0.05}
 """Mean squared, of the noise in a picture with as much noise as there is picture; knowing nothing is 1."""
 
