@@ -35,7 +35,12 @@ from .deepcache_plan import (
 )
 from .inprocess import boot
 
-THRESHOLDS = {"adaptive": (0.02, 0.03, 0.05, 0.1)}
+THRESHOLDS = {
+    "adaptive": (0.02, 0.03, 0.05, 0.1),
+    "magcache": (0.01, 0.03, 0.06, 0.12),
+    "teacache": (0.1, 0.2, 0.3, 0.5),
+    "first_block": (0.05, 0.1, 0.15, 0.2),
+}
 EASY_THRESHOLDS = (0.02, 0.05, 0.1, 0.4)
 QUICK_CASES = (Case(16, 16, batch=2), Case(15, 20, batch=1))
 FORECASTS = ("hold", "forecast")
@@ -50,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     known = json.loads(file.read_text(encoding="utf-8"))["rows"] if options.merge and file.is_file() else []
     pack.load()
     import torch
-    from comfy_accel.accel.step_cache.config import DeepCacheSettings
+    from comfy_accel.accel.step_cache.config import POLICIES, DeepCacheSettings
     from comfy_accel.accel.step_cache.split_points import find_split
 
     from . import toy
@@ -73,7 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
             if "fewer" in options.parts:
                 given += of_fewer_steps(steps)
             if "policies" in options.parts and (steps == IN_DETAIL or options.quick):
-                policies = of_policies(THRESHOLDS, options.forecasts, options.easy_thresholds, depth)
+                thresholds = {name: THRESHOLDS[name] for name in THRESHOLDS if name in POLICIES}
+                policies = of_policies(thresholds, options.forecasts, options.easy_thresholds, depth)
                 given += policies[:: len(policies) // 4] if options.quick else policies
             for sampler in options.samplers if given else ():
                 started = time.perf_counter()

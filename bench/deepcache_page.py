@@ -12,6 +12,7 @@ from .deepcache_plan import (
     EASY_CACHE,
     FEWER_STEPS,
     IN_DETAIL,
+    PLAIN,
     TARGET,
     at,
     curves,
@@ -19,8 +20,9 @@ from .deepcache_plan import (
     summary,
     verdicts,
 )
+from .similarity import IDENTICAL
 
-SHARES = (0.35, 0.45, 0.55, 0.65)
+SHARES = (0.4, 0.5, 0.6, 0.7)
 """Of FLOPs, at which the page compares policies."""
 FEW_CURVES = ("uniform, hold", "adaptive, forecast", EASY_CACHE, FEWER_STEPS, TARGET)
 """Drawn beside the best of the others; all of them would hide each other."""
@@ -39,9 +41,9 @@ def save(folder: Path, rows: Sequence[report.Row]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     networks = list(dict.fromkeys(row["network"] for row in rows))
     tables = {
-        "By number of steps, mean over samplers": report.markdown(*_by_steps(rows)),
-        "By sampler, mean over numbers of steps": report.markdown(*_by_sampler(rows)),
-        f"Policies at equal FLOPs, {IN_DETAIL} steps: dB, mean over samplers": report.markdown(*_by_policy(rows)),
+        f"{IN_DETAIL} steps, by sampler": report.markdown(*_summary_table(rows, "sampler", "steps", IN_DETAIL)),
+        f"{PLAIN[0]}, by number of steps": report.markdown(*_summary_table(rows, "steps", "sampler", PLAIN[0])),
+        f"Policies at equal FLOPs, {IN_DETAIL} steps: dB, mean of {_and(PLAIN)}": report.markdown(*_by_policy(rows)),
     }
     conclusion = verdicts(rows)
     pictures = [picture for network in networks for picture in _pictures(folder, network, rows)]
@@ -52,9 +54,12 @@ def save(folder: Path, rows: Sequence[report.Row]) -> str:
         "([toy_unet.md](../bench/data/toy_unet.md)) and a DiT of Flux's ([toy_dit.md](../bench/data/toy_dit.md)). "
         "Every row by size, sampler and number of steps: `deepcache.json`.",
         "",
-        *(line for title, table in list(tables.items())[:1] for line in (f"## {title}", "", table, "")),
+        "Of each way: the share of the uncached run's FLOPs, and how near its samples come. Beside a target, the share "
+        f"of samples that reached it within {BELOW:g} dB.",
+        "",
+        *(line for title, table in list(tables.items())[:2] for line in (f"## {title}", "", table, "")),
         *(line for name, words in pictures for line in (f"![{words}]({name})", "")),
-        *(line for title, table in list(tables.items())[1:] for line in (f"## {title}", "", table, "")),
+        *(line for title, table in list(tables.items())[2:] for line in (f"## {title}", "", table, "")),
         "## What it shows",
         "",
         *(f"- {sentence}" for sentence in conclusion),
@@ -68,51 +73,48 @@ def save(folder: Path, rows: Sequence[report.Row]) -> str:
     return "\n\n".join([*tables.values(), "\n".join(conclusion)])
 
 
-def _by_steps(rows: Sequence[report.Row]) -> tuple[list[report.Row], list[str], tuple[str, ...]]:
-    return _summary_table(rows, ("network", "steps"))
-
-
-def _by_sampler(rows: Sequence[report.Row]) -> tuple[list[report.Row], list[str], tuple[str, ...]]:
-    return _summary_table(rows, ("network", "sampler"))
-
-
-def _summary_table(rows: Sequence[report.Row], by: tuple[str, ...]):
+def _summary_table(rows: Sequence[report.Row], by: str, fixed: str, value: object):
     """What the default and each target cost and reach, and fewer steps at the cost of the default."""
     table = []
+    rows = [row for row in rows if row[fixed] == value]
     targets = sorted({row["target_db"] for row in rows if row["target_db"] is not None}, reverse=True)
-    for key in dict.fromkeys(tuple(row[name] for name in by) for row in rows):
-        own = [row for row in rows if tuple(row[name] for name in by) == key]
-        line: report.Row = dict(zip(by, key, strict=True))
+    for key in dict.fromkeys((row["network"], row[by]) for row in rows):
+        own = [row for row in rows if (row["network"], row[by]) == key]
+        line: report.Row = {"network": key[0], by: key[1]}
         point = default_point(own)
         line["default"] = _cell(*point[0]) if point else None
         for target in targets:
             asked = [row for row in summary(own) if row["target_db"] == target]
-            line[f"{target:g} dB asked"] = _reached(asked) if asked else None
-        # Where points of several numbers of steps make one curve, it means nothing.
-        fewer = curves(own).get(FEWER_STEPS, []) if "steps" in by else []
-        found = at(fewer, point[0][0]) if point else None
+            line[f"{target:g} dB asked"] = _reached(asked[0]) if asked else None
+        found = at(curves(own).get(FEWER_STEPS, []), point[0][0]) if point else None
         line[FEWER_STEPS] = None if found is None else _cell(point[0][0], found)
         table.append(line)
-    names = [*by, "default", *(f"{target:g} dB asked" for target in targets), FEWER_STEPS]
-    names = [name for name in names if any(line.get(name) is not None for line in table)]
-    return table, names, (by[0], "sampler")
+    return (
+        table,
+        ["network", by, "default", *(f"{target:g} dB asked" for target in targets), FEWER_STEPS],
+        ("network", by),
+    )
 
 
-def _reached(asked: Sequence[report.Row]) -> str:
-    share, reached = (sum(row[name] for row in asked) / len(asked) for name in ("flops_share", "reached_db"))
-    kept = sum(row["reached"] for row in asked) / sum(row["samples"] for row in asked)
-    return f"{_cell(share, reached)}, {kept:.0%} kept"
+def _reached(asked: report.Row) -> str:
+    kept = asked["reached"] / asked["samples"]
+    cell = _cell(asked["flops_share"], asked["reached_db"])
+    return cell if asked["flops_share"] >= 1 else f"{cell}, {kept:.0%} kept"
 
 
 def _cell(share: float, decibels: float) -> str:
-    return f"{share:.2f} → {decibels:.1f} dB"
+    return f"{share:.2f} → {decibels:.1f} dB" if decibels < IDENTICAL else f"{share:.2f}, nothing skipped"
+
+
+def _and(names: Sequence[str]) -> str:
+    return " and ".join(names)
 
 
 def _by_policy(rows: Sequence[report.Row]) -> tuple[list[report.Row], list[str], tuple[str, ...]]:
     table = []
     columns = [f"at {share:g}" for share in SHARES]
     for network in dict.fromkeys(row["network"] for row in rows):
-        found = curves(row for row in rows if row["network"] == network and row["steps"] == IN_DETAIL)
+        found = curves(row for row in _in_detail(rows) if row["network"] == network)
         for name, curve in found.items():
             values = {column: at(curve, share) for column, share in zip(columns, SHARES, strict=True)}
             reach = f"{curve[0][0]:.2f} to {curve[-1][0]:.2f}"
@@ -121,11 +123,15 @@ def _by_policy(rows: Sequence[report.Row]) -> tuple[list[report.Row], list[str],
     return table, ["network", "policy", "FLOPs", *columns], ("network", "policy")
 
 
+def _in_detail(rows: Sequence[report.Row]) -> list[report.Row]:
+    return [row for row in rows if row["steps"] == IN_DETAIL and row["sampler"] in PLAIN]
+
+
 def _pictures(folder: Path, network: str, rows: Sequence[report.Row]) -> list[tuple[str, str]]:
     """File and words of each plot of a network."""
     made = []
     own = [row for row in rows if row["network"] == network]
-    detailed = [row for row in own if row["steps"] == IN_DETAIL] or own
+    detailed = _in_detail(own) or own
     found = curves(detailed)
     others = [name for name in found if name not in FEW_CURVES]
     best = sorted(others, key=lambda name: _mean_level(found[name]), reverse=True)[: len(line_plot.COLOURS) - 5]
@@ -137,10 +143,10 @@ def _pictures(folder: Path, network: str, rows: Sequence[report.Row]) -> list[tu
         axes = "FLOPs, as a share of the uncached run", "PSNR to the uncached run, dB"
         line_plot.save(folder / name, words, *axes, drawn)
         made.append((name, words))
-    asked = [row for row in summary(own) if row["method"] == TARGET]
+    asked = [row for row in summary(own) if row["method"] == TARGET and row["sampler"] in PLAIN]
     if asked:
         name = f"deepcache_{network}_targets.png"
-        words = f"Target against reached, {network}: mean of all samplers, by number of steps"
+        words = f"Target against reached, {network}: mean of {_and(PLAIN)}, by number of steps"
         by_steps: dict[str, dict[float, list[float]]] = {}
         for row in asked:
             by_steps.setdefault(f"{row['steps']} steps", {}).setdefault(row["target_db"], []).append(row["reached_db"])

@@ -1,4 +1,4 @@
-"""What DeepCache costs on the trained network: a stated distance to the uncached run, at every kind of size."""
+"""What DeepCache costs on the trained networks: a stated distance to the uncached run, at every kind of size."""
 
 import pytest
 import torch
@@ -63,6 +63,18 @@ def test_cached_image_stays_near_the_uncached_one(network, way, names):
         decibels.append(similarity.psnr(made, plain))
         assert decibels[-1].mean() >= of_a_size, size
     assert torch.cat(decibels).mean() >= of_all
+
+
+def test_cached_image_of_a_transformer_stays_near_the_uncached_one():
+    """Measured: 45 and 48 dB, for sizes that it was not trained at and one that its patches do not divide."""
+    from bench import toy
+
+    network = toy.load("dit")
+    for size in ((18, 14, 2), (17, 19, 1)):
+        plain = toy_data.view(sampled(network, *size, steps=30))
+        made = toy_data.view(sampled(apply_deep_cache(network, DeepCacheSettings()), *size, steps=30))
+        assert counts()[1] >= 10
+        assert similarity.psnr(made, plain).min() >= 35
 
 
 @pytest.mark.parametrize("settings", [settings for settings, *_ in WAYS.values()], ids=WAYS)

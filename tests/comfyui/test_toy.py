@@ -57,12 +57,13 @@ def test_network_makes_what_its_prompt_names(network):
     for name, described in (("made", made), ("noise", torch.randn_like(made))):
         nearest = torch.cdist(described, pictures).topk(15, largest=False).indices
         right[name] = (known[nearest].mode(1).values == asked).float().mean().item()
-    assert right["made"] >= 0.5
+    assert right["made"] >= 0.75  # measured: 0.96 and 0.92, of the data itself 1
     assert right["noise"] <= 0.3
 
 
 def _described(latents):
-    return toy_data.view(latents).flatten(1)
+    """The relief's spectrum: the same wherever the figure stands and whatever its colour."""
+    return torch.fft.rfft2(latents[:, toy_data.CHANNELS.index("relief")]).abs().flatten(1)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
