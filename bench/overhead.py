@@ -71,12 +71,12 @@ def measure(family: Any) -> list[report.Row]:
     cache = GraphCache()
     with torch.inference_mode():
         calls = overhead_calls.of_calls(model, image, cache)
-        blocks, count = overhead_blocks.of_blocks(model, image, cache)
-    step = {"step, tier one": count * blocks["block"] + calls["APPLY_MODEL, ours"]}
+        blocks, each = overhead_blocks.of_blocks(model, image, cache)
+    step = {"step, tier one": sum(each) + calls["APPLY_MODEL, ours"]}
     return [
         *(_row(family.name, part, us, "block") for part, us in blocks.items()),
         *(_row(family.name, part, us, "run" if part.startswith("OUTER") else "call") for part, us in calls.items()),
-        *(_row(family.name, part, us, f"{count} blocks") for part, us in step.items()),
+        *(_row(family.name, part, us, f"{len(each)} blocks") for part, us in step.items()),
     ]
 
 

@@ -33,8 +33,8 @@ def of_a_warm_call(model: Any, image: Callable[[], Any]) -> dict[str, float]:
     }
 
 
-def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[dict[str, float], int]:
-    """Microseconds of each part, the median over the model's blocks; and how many blocks there are."""
+def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[dict[str, float], list[float]]:
+    """Microseconds of each part, the median over the model's blocks; and of each block's call."""
     from comfy_accel.accel.modules.substitution import Order, substituted
     from comfy_accel.accel.signature import tree_spec
     from comfy_accel.accel.signature.argument_guard import ArgumentGuard, tensor_guard
@@ -70,7 +70,7 @@ def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[dict
         note("  arguments, anew", tree_spec.flatten, (args, kwargs), [], runner._simplify)
     order = ("block", "  stand-in", "  arguments", "    options", "  weights", "  check")
     anew = ("  block, anew", "  arguments, anew")
-    return {part: statistics.median(parts[part]) for part in (*order, *anew) if part in parts}, len(calls)
+    return {part: statistics.median(parts[part]) for part in (*order, *anew) if part in parts}, parts["block"]
 
 
 def least_us(function: Callable, args: tuple = (), kwargs: dict | None = None) -> float:
