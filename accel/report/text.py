@@ -22,13 +22,13 @@ def text(state: Mapping[str, Any], diagnosis: Sequence[str], comparison: str | N
     parts = [
         ["Accel Report"],
         _image(run),
-        _compiled(run),
-        _skipped(run),
         _saved(run),
         [] if comparison is None else [comparison],
+        _advice(diagnosis),
+        _compiled(run),
+        _skipped(run),
         _uncompiled(run),
         _cache(state["graph_cache"], state["graph_store"]),
-        _advice(diagnosis),
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 

@@ -69,6 +69,7 @@ def test_text_says_what_was_compiled_loaded_skipped_saved_and_why_not():
     ):
         assert said in text
     assert max(map(len, text.splitlines())) < 200
+    assert text.index("Time saved") < text.index("Change first") < text.index("ran compiled")
 
 
 def test_text_of_nothing_says_so():
