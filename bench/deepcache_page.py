@@ -144,6 +144,7 @@ def _pictures(folder: Path, network: str, rows: Sequence[report.Row]) -> list[tu
         line_plot.save(folder / name, words, *axes, drawn)
         made.append((name, words))
     asked = [row for row in summary(own) if row["method"] == TARGET and row["sampler"] in PLAIN]
+    asked = [row for row in asked if row["flops_share"] < 1]
     if asked:
         name = f"deepcache_{network}_targets.png"
         words = f"Target against reached, {network}: mean of {_and(PLAIN)}, by number of steps"

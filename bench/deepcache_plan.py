@@ -208,16 +208,20 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
 
 def _of_kept_targets(rows: Sequence[Row]) -> str:
     asked = [row for row in rows if row["method"] == TARGET]
-    samples = sum(row["samples"] for row in asked)
-    if not samples:
+    if not asked:
         return "no target was asked for."
-    reached = sum(row["reached"] for row in asked)
+    saved = [row for row in asked if row["flops_share"] < 1]
+    idle = sum(row["samples"] for row in asked if row not in saved)
+    samples = sum(row["samples"] for row in saved)
+    reached = sum(row["reached"] for row in saved)
+    share = reached / max(1, samples)
     loose = [row for row in asked if more_was_possible(row, rows)]
     above, of = sum(row["above"] for row in loose), sum(row["samples"] for row in loose)
     return (
-        f"{reached} of {samples} samples ({reached / samples:.0%}) reached their target within {BELOW:g} dB "
-        f"(goal 95 %: {_word(reached / samples >= 0.95)}); of {of} where more could have been skipped, {above} "
-        f"({above / max(1, of):.0%}) ended more than {ABOVE:g} dB above it (goal none: {_word(not above)})."
+        f"{reached} of {samples} samples ({share:.0%}) reached their target within {BELOW:g} dB (goal 95 %: "
+        f"{_word(share >= 0.95)}), and {idle} more for which nothing was saved; of {of} where more could have been "
+        f"skipped, {above} ({above / max(1, of):.0%}) ended more than {ABOVE:g} dB above it (goal none: "
+        f"{_word(not above)})."
     )
 
 
