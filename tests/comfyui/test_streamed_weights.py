@@ -13,6 +13,7 @@ import tiny_models
 import torch
 from capture_kit import capturing_cache
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile.benchmark import Benchmark
 from comfy_accel.accel.core import events
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
@@ -271,6 +272,28 @@ def test_graph_that_runs_out_of_memory_holds_no_weights(card, monkeypatch, measu
         monkeypatch.setattr(graph, "run", run)
     assert torch.equal(sample(made), expected)
     assert set(reasons()) == {"graph_failed"} and card.pins == 0
+
+
+@pytest.mark.parametrize("measured", [False, True], ids=["in a graph", "while it is compared"])
+def test_interrupt_passes_through_and_holds_no_weights(card, monkeypatch, measured):
+    model = with_lora(card.streamed(FLUX.load()), 1.0)
+    cache = GraphCache() if measured else warm
+    expected, made = sample(model), compiled(model, cache, measured=measured)
+    card.capacity = card.size // 2
+
+    def run(tensors):
+        raise comfy.model_management.InterruptProcessingException
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Benchmark, "_judge", lambda self: None)  # it goes on
+        sample(made)
+        for graph in [graph for entry in cache._entries.values() for graph in entry.graphs]:
+            patched.setattr(graph, "run", run)
+        with pytest.raises(comfy.model_management.InterruptProcessingException):
+            sample(made)
+    assert card.pins == 0 and reasons() == []
+    assert torch.equal(sample(made), expected) and torch.equal(sample(model), expected)
+    assert card.pins == 0
 
 
 def test_graph_is_compared_with_its_block_while_weights_come_and_go(card):
