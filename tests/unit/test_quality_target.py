@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
+from comfy_accel.accel.step_cache.policies import quality
 from comfy_accel.accel.step_cache.policies.quality import Carried
 from comfy_accel.accel.step_cache.refresh import Step
 from comfy_accel.accel.step_cache.step_schedule import angle
@@ -67,6 +68,45 @@ def test_estimate_keeps_to_the_target():
         policy, letters = run_of(target, 0.01, EVEN)
         assert "S" in letters
         assert policy.estimated_db() >= target
+
+
+def test_newest_comparison_is_read_a_step_late_where_the_device_would_be_waited_for(monkeypatch):
+    class Later:
+        is_later = True
+
+        def __init__(self, tensor):
+            self.tensor, self.made = tensor, now[0]
+
+        def read(self):
+            waits.append((self.made, now[0]))
+            return self.tensor
+
+    now, waits = [0], []
+    monkeypatch.setattr(quality, "HostCopy", Later)
+    asked = quality.QualityRefresh.should_refresh
+
+    def should_refresh(policy, step, drift):
+        now[0] = step.index
+        return asked(policy, step, drift)
+
+    monkeypatch.setattr(quality.QualityRefresh, "should_refresh", should_refresh)
+    policy, letters = run_of(40, 0.01, EVEN)
+    first = waits[0][0]
+    assert "S" in letters
+    assert policy.probes >= 3
+    # A comparison at step i is asked about at step i + 1, and read from i + 2 on; the first alone is waited for.
+    assert all(read >= made + 2 for made, read in waits if made != first)
+    assert policy.estimated_db() >= 38
+
+
+def test_skipped_steps_that_were_never_compared_count():
+    policy, _ = run_of(40, 0.01, EVEN)
+    before = policy.estimated_db()
+    policy.note_skipped(17)
+    assert policy.estimated_db() < before
+    known = policy.estimated_db()
+    policy.note_full(18)
+    assert policy.estimated_db() == pytest.approx(known, abs=0.5)
 
 
 def test_nothing_is_compared_where_nothing_could_be_skipped():

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
     Emits "deep_cache_run" after each run: one for each image and, where a pipeline has two, transformer. Raises
     ValueError when the depth is beyond a model.
     """
+    if settings.quality is not None:
+        log.warning("DeepCache: a quality is not measured in pipelines; steps are skipped by interval and schedule.")
+        settings = replace(settings, quality=None)
     with ExitStack() as undo:
         if _models_to_split(pipe, settings.depth, log.warning) and not settings.is_off:
             images = undo.enter_context(_Images(pipe, settings))

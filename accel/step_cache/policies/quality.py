@@ -37,6 +37,10 @@ MARGIN_DB = 1.0
 """Aimed at above the target, since an estimate may be too low."""
 
 
+Skipped = tuple[float, float]
+"""Of a skipped step: the distance from the full step before it, in radians, and `Carried.at_end`."""
+
+
 @dataclass(frozen=True)
 class Carried:
     """How errors of a run's steps reach its final latent, all as factors.
@@ -93,8 +97,10 @@ class QualityRefresh:
         self.probes = 0
         """Extra passes of the shallow part, to compare."""
         self._allowed = 10 ** (-(target + MARGIN_DB) / 20)
-        self._skipped: list[int] = []
-        """Steps since the last full one."""
+        self._skipped: list[Skipped] = []
+        """Since the last full step."""
+        self._uncompared: list[Skipped] = []
+        """Before it, where the full step behind them was not compared."""
         self._full: int | None = None
         self._sum: torch.Tensor | None = None
         """Error of the final latent, as far as it is known: the steps' errors have directions, and add up by them."""
@@ -113,11 +119,11 @@ class QualityRefresh:
         measured = self._known(step.index)
         if measured is None:
             return True
-        error = self._expected([*range(self._full + 1, step.index + 1)], measured)
+        error = self._expected([*self._skipped, self._as_skipped(step.index)], measured)
         left = len(self.carried.angles) - 1 - self._full
         share = (step.since_refresh + 1) / left
         # `not <=` instead of `>`: NaN refreshes.
-        allowed = (self._allowed**2 - measured.spent**2) * share
+        allowed = (self._allowed**2 - self._spent(measured) ** 2) * share
         if step.since_refresh == 1:
             self._excess = math.sqrt(error**2 / allowed) if allowed > 0 else math.inf
         return not error**2 <= allowed
@@ -135,22 +141,24 @@ class QualityRefresh:
         return noise[1] * max(self._excess, 1.0) ** (1 / FADES) <= noise[0]
 
     def note_skipped(self, step: int) -> None:
-        self._skipped.append(step)
+        self._skipped.append(self._as_skipped(step))
 
     def note_full(self, step: int) -> None:
+        self._uncompared += self._skipped
         self._full, self._skipped = step, []
 
     def compare(self, step: int, forecast: torch.Tensor, truth: torch.Tensor) -> None:
         """Learn from both predictions [B, ...] of the denoised latent at full `step`, before `note_full`."""
         error = (forecast - truth).float()
         distance = self._distance(step)
-        weight = sum((self._distance(k) / distance) ** FALLS * self.carried.at_end(k) for k in self._skipped)
+        weight = sum((before / distance) ** FALLS * at_end for before, at_end in self._skipped)
         self._sum = torch.zeros_like(error) if self._sum is None else self._sum
         self._sum.add_(error, alpha=weight)
         flat = truth.flatten(1)
         peak = (flat.amax(1) - flat.amin(1)).float()
         norms = torch.stack([part.flatten(1).square().mean(1).sqrt() / peak for part in (error, self._sum)])
-        self._measured = [*self._measured[-1:], _Measured(step, distance, HostCopy(norms.amax(1)))]
+        self._measured = [*self._measured[-1:], _Measured(step, distance, HostCopy(norms.amax(1)), self._skipped)]
+        self._skipped = []
         self.probes += 1
 
     def estimated_db(self) -> float | None:
@@ -158,13 +166,14 @@ class QualityRefresh:
         if not self._measured:
             return None
         measured = self._measured[-1]
-        pending = self._expected(self._skipped, measured)
-        error = math.hypot(measured.spent, pending)
+        error = math.hypot(self._spent(measured), self._expected(self._skipped, measured))
         return -20 * math.log10(error) if error > 0 else math.inf
 
     def restart(self) -> None:
         """Note that the sampler went back up: nothing that it skipped until here is known to matter."""
-        self._full, self._skipped = None, []
+        self._full = None
+        self._skipped.clear()
+        self._uncompared.clear()
 
     def close(self) -> None:
         self._sum = None
@@ -174,12 +183,22 @@ class QualityRefresh:
         angles = self.carried.angles
         return max(abs(angles[step] - angles[self._full]), 1e-6)
 
-    def _expected(self, steps: Sequence[int], measured: _Measured) -> float:
+    def _as_skipped(self, step: int) -> Skipped:
+        return self._distance(step), self.carried.at_end(step)
+
+    def _expected(self, stretch: Sequence[Skipped], measured: _Measured) -> float:
+        """What a stretch of skipped steps adds to the final latent's error."""
         total = 0.0
-        for step in steps:
-            reach = self._distance(step) / measured.distance
-            total += measured.error * reach ** (GROWS if reach > 1 else FALLS) * self.carried.at_end(step)
+        for distance, at_end in stretch:
+            reach = distance / measured.distance
+            total += measured.error * reach ** (GROWS if reach > 1 else FALLS) * at_end
         return total
+
+    def _spent(self, measured: _Measured) -> float:
+        """The final latent's error by what was skipped before the last full step."""
+        newer = self._measured[-1].stretch if measured is not self._measured[-1] else ()
+        expected = (self._expected(stretch, measured) for stretch in (newer, self._uncompared))
+        return math.hypot(measured.spent, *expected)
 
     def _known(self, step: int) -> _Measured | None:
         """The comparison to decide `step` by: the newest, or the one before where the device would be waited for."""
@@ -191,11 +210,12 @@ class QualityRefresh:
 @dataclass
 class _Measured:
     """step: the full step. distance: to the full step before, in radians. numbers: error of its forecast, and of the
-    final latent so far, both as shares of the latent's range."""
+    final latent so far, both as shares of the latent's range. stretch: what was skipped before it."""
 
     step: int
     distance: float
     numbers: HostCopy
+    stretch: Sequence[Skipped]
 
     @property
     def error(self) -> float:
