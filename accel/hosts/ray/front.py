@@ -179,7 +179,9 @@ class Front:
                     log.warning("prompt %s, run %d: %s: %s", prompt.prompt_id, prompt.runs, type(error).__name__, error)
                     reason = f"{prompt.runs} replicas ended while they ran the prompt, the last one with: {error}"
                 prompt.running = False
-            self._counts["failed"] += 1
+            if prompt.stopped:
+                reason = "The prompt was interrupted."
+            self._counts["interrupted" if prompt.stopped else "failed"] += 1
             await self._fail(prompt, reason)
         except asyncio.CancelledError:
             if prompt.response is not None:
