@@ -41,9 +41,9 @@ MUTATIONS = [
     ),
     Mutation(
         "stand-in left in place after an exception",
-        "        yield\n    finally:\n        with _changing:\n            for attributes, layer in",
-        "        yield\n    except Exception:\n        placed.clear()\n        raise\n"
-        "    finally:\n        with _changing:\n            for attributes, layer in",
+        "            yield\n        finally:\n            with _changing:\n                for module, layer, _ in",
+        "            yield\n        except Exception:\n            placed = 0\n            raise\n"
+        "        finally:\n            with _changing:\n                for module, layer, _ in",
         "unit/test_substitution.py::test_exception_puts_modules_back",
     ),
     Mutation(

@@ -110,7 +110,7 @@ def test_blocks_that_a_patch_concerns_are_told_with_advice(unet):
     assert run.eager_calls > 0 and run.compiled_calls > 0
     assert sum(run.fallbacks.values()) == run.eager_calls
     text = report.text()
-    assert "another node patches it (attn2_patch)" in text and "Another node patches these blocks" in text
+    assert "another node patches it (attn2_patch)" in text and "Without that patch" in text
 
 
 def test_run_that_is_interrupted_is_recorded_as_failed_and_passes_on(unet):

@@ -342,7 +342,7 @@ class Lent:
         self.distrusted = []
         self.error = error or RuntimeError("no kernel image is available")
 
-    def load(self, key, name, devices, build, fits, values, interrupts, could_fit):
+    def load(self, key, name, devices, build, fits, values, interrupts, could_fit, ending):
         if self.distrusted:
             return None
 

@@ -23,7 +23,10 @@ from uniform_hold import uniform_hold
             {"start_percent": 0.8, "end_percent": 0.2},
             "start_percent 0.8 is above end_percent 0.2; it must be 0.0 to 0.2.",
         ),
-        ({"schedule": "often"}, "schedule is 'often'; it must be one of: uniform, adaptive."),
+        (
+            {"schedule": "often"},
+            "schedule is 'often'; it must be one of: uniform, adaptive, magcache, teacache, first_block.",
+        ),
         ({"threshold": -1.0}, "threshold -1.0 is outside 0.0 and up (0 skips nothing)."),
         ({"threshold": float("nan")}, "threshold nan is outside 0.0 and up (0 skips nothing)."),
         ({"between": "guess"}, "between is 'guess'; it must be one of: hold, forecast."),

@@ -15,8 +15,9 @@ ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519
 
 
 @pytest.fixture
-def publisher(tmp_path):
+def publisher(tmp_path, monkeypatch):
     """Folder of a publisher's installation, which has two graphs and has pushed them; its public key."""
+    monkeypatch.delenv("ACCEL_STORE", raising=False)  # others turn the store off for all of their tests
     home = tmp_path / "publisher"
     for name in "ab":
         save(store(home), name, data=name.encode())
