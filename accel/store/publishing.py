@@ -119,7 +119,7 @@ def pull(
     trusted: public keys in hexadecimal, by name. misfit: why graphs for an environment are of no use here; None if
     they are. largest: bytes of one bundle.
 
-    Raises OSError: the source cannot be read, or the folder not written; CannotPublish: there is no cryptography.
+    Raises OSError: the source cannot be listed, or the folder not written; CannotPublish: there is no cryptography.
     """
     names = sorted(file.name for file in source.files(PREFIX))
     labels = [name for name in names if name.endswith(LABEL)][:MOST_LABELS]
@@ -127,12 +127,12 @@ def pull(
     for name in labels:
         label = publisher = None
         try:
-            label, publisher = _believed(source.read(name, LARGEST_LABEL), trusted)
+            label, publisher = _believed(_read(source, name, LARGEST_LABEL), trusted)
             labelled.add(label.bundle)
             reason = misfit(label.environment)
             if reason is not None:
                 raise BadEntry(reason)
-            data = source.read(label.bundle, min(label.size, largest or LARGEST_BUNDLE, LARGEST_BUNDLE))
+            data = _read(source, label.bundle, min(label.size, largest or LARGEST_BUNDLE))
             if hashlib.sha256(data).hexdigest() != label.sha256:
                 raise BadEntry("its bundle is not the one that was signed")
             yield Pulled(name, label, publisher, _take(data, label, folder, seals))
@@ -212,6 +212,14 @@ def _is_label(label: Label) -> bool:
         and isinstance(label.kinds, list)
         and all(isinstance(kind, str) for kind in label.kinds)
     )
+
+
+def _read(source: Folder, name: str, largest: int) -> bytes:
+    """A file of the source. Raises BadEntry: others may be sound, such as while the publisher replaces this one."""
+    try:
+        return source.read(name, largest)
+    except OSError as error:
+        raise BadEntry(f"{name} cannot be read: {error}") from error
 
 
 def _take(data: bytes, label: Label, folder: Folder, seals: Seals) -> int:

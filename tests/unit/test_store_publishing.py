@@ -101,6 +101,20 @@ def test_signature_of_another_is_refused(tmp_path, reader, publisher, shelf, cap
     refused(reader, shelf, capsys, "its signature is not Ada's: somebody changed it")
 
 
+def test_file_that_cannot_be_read_keeps_no_other_bundle_away(reader, shelf, capsys):
+    (shelf / f"graphs-{'0' * 16}.json").write_bytes(b" " * (publishing.LARGEST_LABEL + 1))
+    assert run_command(reader, "pull", shelf) == 0
+    told = capsys.readouterr()
+    assert "2 graphs pulled" in told.out and "cannot be read" in told.err
+
+
+def test_bundle_that_is_gone_is_refused(reader, shelf, capsys):
+    """As for a moment while the publisher replaces it."""
+    (file,) = shelf.glob("*.bundle")
+    file.unlink()
+    refused(reader, shelf, capsys, f"{file.name} cannot be read")
+
+
 @pytest.mark.parametrize(
     "change",
     [
