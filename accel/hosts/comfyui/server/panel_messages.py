@@ -9,7 +9,6 @@ from typing import Any
 
 from ....core.events import subscribe
 from ....report.run_record import records
-from ..versions import running_workflow
 
 TYPE = "accel"
 """The type of our messages on ComfyUI's WebSocket."""
@@ -97,6 +96,7 @@ _MESSAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 def start(server: Any) -> None:
     """Send events to the pages of this server from now on."""
+    from ..versions import running_workflow  # which needs ComfyUI; the rest of this module does not
 
     def later(seconds: float, act: Callable[[], None]) -> None:
         server.loop.call_soon_threadsafe(server.loop.call_later, seconds, act)
