@@ -1,6 +1,6 @@
 """A main.py that speaks as much of ComfyUI's API as a fleet's replica asks for, and runs nothing. Starts in a second.
 
-What a prompt does is its "do": "save" makes a file, "refuse", "silent" ends without a message, "hang", "die".
+What a prompt does is its "do": "save" makes a file, "refuse", "break", "silent" ends without a message, "hang", "die".
 """
 
 import argparse
@@ -28,6 +28,8 @@ async def post_prompt(request):
     body = await request.json()
     if body["prompt"]["do"] == "refuse":
         return web.json_response({"error": {"message": "invalid"}, "node_errors": {}}, status=400)
+    if body["prompt"]["do"] == "break":
+        raise TypeError
     asyncio.get_running_loop().create_task(run(body["prompt_id"], body["client_id"], body["prompt"]["do"]))
     return web.json_response({"prompt_id": body["prompt_id"], "number": 1, "node_errors": {}})
 

@@ -69,6 +69,12 @@ def test_refusal_is_handed_on_and_nothing_is_taken_back(tree):
     assert state["taken_back"] == []
 
 
+def test_prompt_beyond_what_comfyui_checks_is_refused_in_words(tree):
+    ((kind, (status, answer)),) = with_comfyui(tree, lambda comfyui: events(comfyui, "break"))
+    assert kind == "refused" and status == 500
+    assert "cannot read the prompt: 500 Internal Server Error" in answer["error"]["message"]
+
+
 def test_prompt_that_ended_without_a_word_is_found_in_the_history(tree, monkeypatch):
     monkeypatch.setattr(comfyui_process, "_SILENCE", 0.3)
     assert with_comfyui(tree, lambda comfyui: events(comfyui, "silent"))[-1][0] == "history"

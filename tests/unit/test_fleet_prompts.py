@@ -130,6 +130,14 @@ def test_file_that_vanished_leaves_nothing_half_published(tmp_path, made):
     assert results.entry("id") is None and list((tmp_path / "results").iterdir()) == []
 
 
+@pytest.mark.parametrize(("subfolder", "filename"), [("..", "secret"), ("sub/../..", "secret"), ("", "../secret")])
+def test_file_that_a_node_has_put_elsewhere_stays_there(tmp_path, made, subfolder, filename):
+    (tmp_path / "secret").write_text("s")
+    results = Results(tmp_path / "results")
+    results.publish("id", entry(filename, subfolder), made)
+    assert [path.name for path in (tmp_path / "results").rglob("*")] == ["id", "history.json"]
+
+
 def test_without_links_files_are_copied(tmp_path, made, monkeypatch):
     def refuse(*arguments):
         raise OSError("no links here")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -137,7 +138,7 @@ class ComfyUI:
                 )
                 if status != 200:
                     ended = True
-                    yield "refused", (status, json.loads(text))
+                    yield "refused", (status, _refusal(text))
                     return
                 yield "accepted", json.loads(text)
                 async for message in self._messages(prompt_id, messages):
@@ -203,3 +204,13 @@ class ComfyUI:
                 self._process.kill()
                 await asyncio.to_thread(self._process.wait)
         shutil.rmtree(self.work, ignore_errors=True)
+
+
+def _refusal(text: bytes) -> dict[str, Any]:
+    """ComfyUI's answer to a prompt that it does not take; it has no JSON where the prompt was beyond its checks."""
+    with contextlib.suppress(ValueError):
+        answer = json.loads(text)
+        if isinstance(answer, dict):
+            return answer
+    message = f"ComfyUI cannot read the prompt: {text[:300].decode(errors='replace')}"
+    return {"error": {"type": "refused", "message": message, "details": "", "extra_info": {}}, "node_errors": {}}

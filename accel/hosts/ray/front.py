@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -36,6 +36,9 @@ _VALIDATED_WITHIN = 2.0
 """Seconds in which a free replica says whether a prompt is valid; later it is answered as accepted."""
 
 _MOST_HISTORY = 200
+
+_LARGEST_BODY = 100 << 20
+"""Bytes of a request, which is held in memory: ComfyUI's own default."""
 
 _OF_ANY_REPLICA = {
     "GET": ("object_info", "object_info/{rest:path}", "system_stats", "features", "embeddings", "models")
@@ -98,7 +101,10 @@ class Front:
         def answering(answer: Callable) -> Callable:
             async def endpoint(request: Request) -> Response:
                 refuse = refuse_foreign_origin(request.headers)
-                return refuse or await answer(request)
+                try:
+                    return refuse or await answer(request)
+                except TooLarge:
+                    return refusal(f"A request may have {_LARGEST_BODY >> 20} MB.", 413)
 
             return endpoint
 
@@ -135,6 +141,8 @@ class Front:
         if not isinstance(body, dict) or not isinstance(body.get("prompt"), dict):
             error = {"type": "no_prompt", "message": "No prompt provided", "details": "No prompt provided"}
             return JSONResponse({"error": {**error, "extra_info": {}}, "node_errors": {}}, 400)
+        if not isinstance(body.get("extra_data", {}), dict):
+            return refusal("extra_data must be an object.")
         prompt_id = str(body.get("prompt_id") or uuid.uuid4())
         if not PROMPT_ID.fullmatch(prompt_id):
             return refusal("prompt_id must be 1 to 64 letters, digits, - or _.")
@@ -148,7 +156,7 @@ class Front:
             client_id if isinstance(client_id, str) else None,
             routing_key(body["prompt"]),
         )
-        nobody_waits = all(other.running for other in self._prompts.values())
+        nobody_waits = all(other.accepted.done() for other in self._prompts.values())
         self._prompts[prompt_id] = prompt
         # In a context of its own: a request that is given up takes back the calls that were made for it.
         prompt.task = contextvars.Context().run(asyncio.create_task, self._follow(prompt))
@@ -202,7 +210,6 @@ class Front:
                 await self._refuse(prompt, *value)
                 return True
             if kind == "accepted":
-                prompt.running = True
                 if not prompt.accepted.done():
                     prompt.accepted.set_result((200, value))
                 await self._tell_status()
@@ -210,6 +217,7 @@ class Front:
                 prompt.replica = value["replica"]
                 self._states[prompt.replica] = value
             elif kind == "message":
+                prompt.running = True  # ComfyUI tells nothing of a prompt that waits in its own queue
                 message = to_hold(value, prompt.prompt_id) if isinstance(value, str) else None
                 if message is not None:
                     held.append(message)
@@ -266,7 +274,7 @@ class Front:
         if not isinstance(body, dict):
             return refusal('Send {"clear": true}, or {"delete": [prompt ids]}.')
         for prompt in list(self._prompts.values()):
-            if not prompt.running and (body.get("clear") or prompt.prompt_id in body.get("delete", ())):
+            if not prompt.running and (body.get("clear") or prompt.prompt_id in ids_to_delete(body)):
                 prompt.task.cancel()
         return Response()
 
@@ -301,8 +309,8 @@ class Front:
         body = await read_json(request)
         if not isinstance(body, dict) or body.get("clear"):
             return refusal('Send {"delete": [prompt ids]}: the history of all is not cleared at once.')
-        for prompt_id in body.get("delete", ()):
-            await asyncio.to_thread(self._results.remove, str(prompt_id))
+        for prompt_id in ids_to_delete(body):
+            await asyncio.to_thread(self._results.remove, prompt_id)
         return Response()
 
     async def _view(self, request: Request) -> Response:
@@ -327,8 +335,11 @@ class Front:
         return JSONResponse({"prompts": counts, "replicas": replicas})
 
     async def _ask_any(self, request: Request) -> Response:
-        path = request.url.path.removeprefix("/api") + (f"?{request.url.query}" if request.url.query else "")
-        raw = await request.body() if request.method == "POST" else None
+        path = path_of_any(request.scope["path"])
+        if path is None:
+            return Response(status_code=404)
+        path += f"?{request.url.query}" if request.url.query else ""
+        raw = await read_body(request) if request.method == "POST" else None
         status, text, kind = await self._replicas.ask.remote(
             request.method, path, raw, request.headers.get("content-type")
         )
@@ -385,10 +396,39 @@ def to_hold(message: str, prompt_id: str) -> str | None:
     return message
 
 
+class TooLarge(Exception):
+    """A request has more than `_LARGEST_BODY` bytes."""
+
+
+async def read_body(request: Request) -> bytes:
+    """Raises TooLarge, before more than that is in memory."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > _LARGEST_BODY:
+            raise TooLarge
+        parts.append(part)
+    return b"".join(parts)
+
+
+def path_of_any(path: str) -> str | None:
+    """A request's path for a replica's ComfyUI, quoted; None for one that leads out of `_OF_ANY_REPLICA`."""
+    return None if ".." in path.split("/") else quote(path.removeprefix("/api"))
+
+
+def ids_to_delete(body: dict[str, Any]) -> list[str]:
+    asked = body.get("delete")
+    return [prompt_id for prompt_id in asked if isinstance(prompt_id, str)] if isinstance(asked, list) else []
+
+
 async def read_json(request: Request) -> Any:
-    """The body, of whatever type it says to be: clients of ComfyUI name none, or any. None where it is no JSON."""
+    """The body, of whatever type it says to be: clients of ComfyUI name none, or any. None where it is no JSON.
+
+    Raises TooLarge.
+    """
+    body = await read_body(request)
     try:
-        return json.loads(await request.body())
+        return json.loads(body)
     except (ValueError, RecursionError):
         return None
 

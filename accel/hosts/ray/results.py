@@ -63,8 +63,9 @@ class Results:
             files: list[dict] = []
             entry = {**entry, "outputs": published(entry["outputs"], prompt_id, files.append)}
             for file in files:
-                relative = Path(file.get("subfolder") or "", file["filename"])
-                if file["type"] in made:
+                relative = Path(os.path.normpath(Path(file.get("subfolder") or "", file["filename"])))
+                # What a node has put elsewhere, as some do, stays there: it may be any file of the machine.
+                if file["type"] in made and not (relative.is_absolute() or ".." in relative.parts):
                     _link(made[file["type"]] / relative, unfinished / file["type"] / relative)
             (unfinished / _HISTORY).write_text(json.dumps(entry), encoding="utf-8")
             try:

@@ -1,0 +1,149 @@
+"""What a fleet's front does with requests, around made-up replicas; its prompts run in test_fleet_router.py."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("ray.serve.request_router", reason="an optional package of 200 MB")
+
+# ruff: noqa: E402
+from comfy_accel.accel.hosts.ray import front as fleet_front
+
+GRAPH = {"1": {"class_type": "A", "inputs": {}}}
+
+
+class Run:
+    """What a replica tells of one prompt: the front waits for each event until the test says it."""
+
+    def __init__(self):
+        self.said, self.is_cancelled = asyncio.Queue(), False
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        return await self.said.get()
+
+    def cancel(self):
+        self.is_cancelled = True
+
+
+class Fleet:
+    """A front without Serve. asked: what it asked of any replica; runs: of its prompts, by id."""
+
+    def __init__(self, results):
+        self.asked, self.runs = [], {}
+        # Below the class that Serve makes of it, whose constructor belongs to a running Serve.
+        plain = [kind for kind in fleet_front.Front.__mro__ if kind.__module__ == fleet_front.__name__][-1]
+        self.front = type("Alone", (plain,), {"__del__": lambda front: None})(self, {"results": str(results)})
+        self._app = self.front.__serve_build_asgi_app__()
+        self.ask, self.run = SimpleNamespace(remote=self._ask), SimpleNamespace(remote=self._run)
+
+    def options(self, **options):
+        return self
+
+    async def _ask(self, method, path, raw, kind):
+        self.asked.append((method, path, raw))
+        return 200, b"{}", "application/json"
+
+    def _run(self, prompt_id, key, body):
+        self.runs[prompt_id] = Run()
+        return self.runs[prompt_id]
+
+    async def request(self, method, path, body=b"", parts=1):
+        """(status, JSON or None) of the answer. path: decoded, as servers give it. parts: how often the body comes."""
+        given = [{"type": "http.request", "body": body, "more_body": at < parts - 1} for at in range(parts)]
+        answer = []
+
+        async def receive():
+            return given.pop(0) if given else await asyncio.Event().wait()
+
+        async def send(message):
+            answer.append(message)
+
+        scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": [], "root_path": ""}
+        await self._app(scope, receive, send)
+        text = b"".join(message.get("body", b"") for message in answer[1:])
+        return answer[0]["status"], json.loads(text) if text.startswith(b"{") else None
+
+
+def with_fleet(tmp_path, scenario):
+    async def run():
+        return await asyncio.wait_for(scenario(Fleet(tmp_path)), 30)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/models/../manager/reboot", "/api/object_info/../history", "/view_metadata/a/.."])
+def test_path_that_leads_to_another_route_is_not_asked(tmp_path, path):
+    async def scenario(fleet):
+        return await fleet.request("GET", path), fleet.asked
+
+    assert with_fleet(tmp_path, scenario) == ((404, None), [])
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/api/object_info/Some node?", "/object_info/Some%20node%3F"),
+        ("/models/%2e%2e/manager", "/models/%252e%252e/manager"),
+    ],
+)
+def test_path_is_quoted_again_for_the_replica(tmp_path, path, asked):
+    async def scenario(fleet):
+        return await fleet.request("GET", path), fleet.asked
+
+    assert with_fleet(tmp_path, scenario) == ((200, {}), [("GET", asked, None)])
+
+
+@pytest.mark.parametrize("path", ["/upload/image", "/prompt"])
+def test_request_is_read_up_to_a_limit(tmp_path, monkeypatch, path):
+    monkeypatch.setattr(fleet_front, "_LARGEST_BODY", 100)
+
+    async def scenario(fleet):
+        return await fleet.request("POST", path, b" " * 60, parts=2), fleet.asked
+
+    (status, _), asked = with_fleet(tmp_path, scenario)
+    assert status == 413 and asked == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/prompt", {"prompt": GRAPH, "extra_data": "text"}, 400),
+        ("/queue", {"delete": None}, 200),
+        ("/history", {"delete": 5}, 200),
+    ],
+)
+def test_value_of_another_type_breaks_nothing(tmp_path, path, body, status):
+    async def scenario(fleet):
+        return (await fleet.request("POST", path, json.dumps(body).encode()))[0], fleet.runs
+
+    assert with_fleet(tmp_path, scenario) == (status, {})
+
+
+def test_prompt_is_pending_and_may_be_deleted_until_its_replica_has_begun_it(tmp_path):
+    async def scenario(fleet):
+        for prompt_id in ("runs", "waits"):
+            posting = asyncio.create_task(
+                fleet.request("POST", "/prompt", json.dumps({"prompt": GRAPH, "prompt_id": prompt_id}).encode())
+            )
+            while prompt_id not in fleet.runs:
+                await asyncio.sleep(0)
+            fleet.runs[prompt_id].said.put_nowait(("accepted", {}))
+            assert (await posting)[0] == 200
+        started = json.dumps({"type": "execution_start", "data": {"prompt_id": "runs"}})
+        fleet.runs["runs"].said.put_nowait(("message", started))
+        await asyncio.sleep(0.01)
+        _, queue = await fleet.request("GET", "/queue")
+        await fleet.request("POST", "/queue", json.dumps({"delete": ["runs", "waits"]}).encode())
+        await asyncio.sleep(0.01)
+        fleet.runs["runs"].said.put_nowait(("done", {"met": None}))
+        return queue, {prompt_id: run.is_cancelled for prompt_id, run in fleet.runs.items()}
+
+    queue, cancelled = with_fleet(tmp_path, scenario)
+    assert [item[1] for item in queue["queue_running"]] == ["runs"]
+    assert [item[1] for item in queue["queue_pending"]] == ["waits"]
+    assert cancelled == {"runs": False, "waits": True}
