@@ -140,9 +140,15 @@ class ModelCapture:
     # Whether a call can be captured or replayed at all
 
     def _why_not(self) -> Reason | None:
-        reason = self._host.why_not() or self._hold()
-        if reason is not None or self._guard.seems_current():
+        reason = self._host.why_not()
+        if reason is not None:
             return reason
+        reason = self._hold()
+        if reason is not None:
+            self._stop(reason)  # what did not fit will not before the next run
+            return reason
+        if self._guard.seems_current():
+            return None
         self._confirmed.clear()
         self._calls.clear()
         reason = self._guard.snapshot()

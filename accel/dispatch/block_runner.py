@@ -116,6 +116,9 @@ class BlockRunner:
         inputs: list[torch.Tensor] = []
         try:
             spec = tree_spec.flatten((args, kwargs), inputs, self._simplify)
+            verdict = self._inline.verdict(spec, inputs)
+            if verdict is not None:
+                raise RunEagerly(verdict)
             added = () if self._lora is None else self._lora.read()
             weights = self._weights.take(inputs)
         except RunEagerly as refusal:
@@ -157,6 +160,7 @@ class BlockRunner:
         if graph.facts.changed and share_memory(given, graph.facts.changed):
             return self._eagerly(inner, args, kwargs, Reason("changes_shared_memory"))
         if benchmark is not None and benchmark.verdict is not None:
+            self._inline.add_verdict(spec, given, benchmark.verdict)
             return self._eagerly(inner, args, kwargs, benchmark.verdict, is_trouble=False)
         is_compared = benchmark is None or benchmark.done
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..cache.graph_cache import GraphCache
-from ..core.reasons import RunEagerly
+from ..core.reasons import Reason, RunEagerly
 from ..modules.streamed_weights import WeightSource
 from ..signature.argument_guard import ArgumentGuard, tensor_guard
 from ..signature.tensors import extent, is_dense, share_memory
@@ -54,6 +54,7 @@ class InlineCache:
         self._weights = weights
         self._replace = replace
         self._entries: dict[tuple, ResolvedGraph | None] = {}
+        self._verdicts: dict[tuple, Reason] = {}
         self._guarded: tuple[GuardedCall, ...] = ()
         self._generation = cache.generation
 
@@ -81,6 +82,16 @@ class InlineCache:
         if resolved is not None:  # making room for it may have dropped others
             self._generation = self._cache.generation
 
+    def verdict(self, spec: Spec, inputs: Sequence[torch.Tensor]) -> Reason | None:
+        """Why calls like this one do without their graph, where that is known before the weights are taken."""
+        if not self._verdicts or self._generation != self._cache.generation:
+            return None
+        return self._verdicts.get(call_key(spec, (), inputs))
+
+    def add_verdict(self, spec: Spec, inputs: Sequence[torch.Tensor], verdict: Reason) -> None:
+        """The benchmark's verdict on the graph of such calls."""
+        self._verdicts[call_key(spec, (), inputs)] = verdict
+
     def guard(
         self, args: tuple, kwargs: dict[str, Any], spec: Spec, inputs: Sequence[torch.Tensor], resolved: ResolvedGraph
     ) -> None:
@@ -98,6 +109,7 @@ class InlineCache:
 
     def clear(self) -> None:
         self._entries.clear()
+        self._verdicts.clear()
         self._guarded = ()
 
 

@@ -1,5 +1,6 @@
 """Models whose weights core streams, on the stand-in for comfy-aimdo: compiled blocks are right and stay compiled."""
 
+import itertools
 import random
 from contextlib import contextmanager, nullcontext
 
@@ -12,6 +13,7 @@ import streamed_weights_kit as kit
 import tiny_models
 import torch
 from capture_kit import capturing_cache
+from comfy_accel.accel.cache.entry import Entry
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.benchmark import Benchmark
 from comfy_accel.accel.core import events
@@ -306,6 +308,20 @@ def test_graph_is_compared_with_its_block_while_weights_come_and_go(card):
     assert set(reasons()) <= {"slower"}
 
 
+def test_block_whose_graph_is_slower_takes_its_weights_once_a_run(card, monkeypatch):
+    judged, model = Benchmark(), card.streamed(FLUX.load())
+    judged.done, judged.verdict = True, Reason("slower", compiled="2", eager="1")
+    monkeypatch.setattr(Entry, "benchmark", lambda *how: judged)
+    made, card.capacity = compiled(model, measured=True), 0
+    casts = {}
+    for one, steps in itertools.product((model, made), (1, 4)):
+        before = card.casts
+        FLUX.sample(one, steps=steps)
+        casts[one, steps] = card.casts - before
+    assert casts[made, 4] - casts[made, 1] == casts[model, 4] - casts[model, 1] > 0
+    assert set(reasons()) == {"slower"}
+
+
 def test_memory_that_runs_out_while_a_graph_is_compared_is_not_held_against_it(card, monkeypatch):
     model, cache = card.streamed(FLUX.load()), GraphCache()
     expected = sample(model)
@@ -555,6 +571,20 @@ def test_calls_are_not_captured_while_their_weights_do_not_all_fit(card):
         assert (runs.replays(model, expected) > 0) == has_room
         assert [row["fields"]["why"]["code"] for row in fallbacks.rows()] == ["weights_streamed"] * (not has_room)
     assert runs.capturer.captures == 1
+
+
+def test_weights_that_do_not_all_fit_are_brought_no_more_often_where_calls_are_to_be_captured(card):
+    """Pinned, those that fit are in the way of the others, and all are evicted."""
+    runs, model = Captured(card, min_repetitions=100), card.streamed(FLUX.load())
+    expected = FLUX.sample(model, steps=6)
+    card.capacity = card.size // 2
+    casts = []
+    for sampled in (lambda: FLUX.sample(model, steps=6), lambda: runs.replays(model, expected)):
+        card.vbars[0].free_memory(card.size)
+        before = card.casts
+        sampled()
+        casts.append(card.casts - before)
+    assert 0 < casts[1] < 1.2 * casts[0]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, comfy.model_management.InterruptProcessingException])

@@ -162,17 +162,23 @@ class _HeldWeights:
 
     Their addresses are fixed. A fault says what is there: where its signature is the one that core has kept of the
     layer's last use, they have their values, with LoRA. What core has to bring it marks as another, a new LoRA too.
+    Making room for one while the others are pinned would have all of them evicted, so whether they fit is found out
+    first, pinning none.
     current: which of them had, when they were asked for last.
     """
 
     def __init__(self, model: torch.nn.Module):
         self._parts = [vars(part) for part in model.modules() if "_v" in vars(part)]
         self._pinned: list[tuple] = []
+        self._loaded: list[int] = []
         self.current: frozenset[int] | None = frozenset()
 
     def hold(self) -> frozenset[int] | None:
         """As of `CaptureHost`."""
         self.release()
+        if self._loaded != self._sizes() and not self._fit():
+            self.current = None
+            return None
         current = []
         for number, state in enumerate(self._parts):
             place, known = state.get("_v"), state.get("_v_signature")
@@ -187,8 +193,23 @@ class _HeldWeights:
             self._pinned.append(place)
             if known is not None and bytes(signature) == bytes(known):
                 current.append(number)
-        self.current = frozenset(current)
+        self.current, self._loaded = frozenset(current), self._sizes()
         return self.current
+
+    def _sizes(self) -> list[int]:
+        """Bytes on the device; unchanged, all is still there."""
+        return [vbar.loaded_size() for vbar in {id(place[0]): place[0] for place in self._places()}.values()]
+
+    def _fit(self) -> bool:
+        """Make room for each in turn, as core does; whether there was."""
+        for vbar, address, size in self._places():
+            if vbar.fault(address, size) is None:
+                return False
+            vbar.unpin(address, size)
+        return True
+
+    def _places(self) -> Iterator[tuple]:
+        return (place for state in self._parts if (place := state.get("_v")) is not None)
 
     def release(self) -> None:
         while self._pinned:
