@@ -161,7 +161,7 @@ _LINE = {
     "line_not_compiled": "not compiled: {why}",
     "line_skipped": "{skipped} of {steps} steps skipped",
     "line_quality": "{asked} dB asked, {reached} reached by estimate, {share} of the work skipped",
-    "line_quality_full": "no step skipped: it would cost more than the {asked} dB asked",
+    "line_quality_full": "no step skipped: there is nothing to gain at the {asked} dB asked",
     "line_paid_back_at_once": "paid back at once",
     "line_all_full": "no step skipped: {why}",
     "line_few_steps": "too few steps to skip any",

@@ -52,9 +52,8 @@ def cached_call(
         except Exception as error:
             if must_raise(error):
                 raise
-            run.failed, keys = True, None
-            log.warning("DeepCache: a skipped step failed (%s); the rest of this run is computed in full.", error)
-            log.debug("DeepCache: where it failed", exc_info=True)
+            run.give_up(error)
+            keys = None
     if keys is None:
         out = full()
     else:

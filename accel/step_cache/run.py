@@ -75,8 +75,8 @@ class DeepCacheRun:
         """The sampler's `kept` and `factor`, as `policies.quality.Carried` has them; set by the host."""
         self.is_probing = False
         """Whether the current step, which is full, is being run by the skipped path for comparison."""
-        self._is_probe_whole = True
-        """Whether all calls of the probe were skipped."""
+        self._calls: list[bool] = []
+        """Which calls of the current evaluation were skipped."""
         self.split: Any = None
         """The split of the run's model; set by the host, dropped at the end."""
         self.levels: Any = None
@@ -153,6 +153,7 @@ class DeepCacheRun:
         Without a schedule of at least one step, the calls until the next evaluation are plain.
         """
         self._occurrences.clear()
+        self._calls.clear()
         if len(self.schedule) < 2:
             self._step = None
             return
@@ -178,29 +179,44 @@ class DeepCacheRun:
             sibling.begin_evaluation(sigma)
 
     def _probes(self, step: int) -> bool:
-        return self.target is not None and not self.failed and self.target.wants_probe(step)
+        if self.target is None or self.failed or not self.target.wants_probe(step):
+            return False
+        return self._saved_steps() - self._shallow_share() >= -self.target.overhead()
 
-    def probed(self, call: Callable[[], Any]) -> Any:
-        """What `call`, the whole evaluation that was begun, returns; where a probe is wanted, it is first made with the
-        current step skipped, and the two are compared.
+    def probed(self, evaluate: Callable[[bool], tuple[Any, Any]], must_raise: Callable[[Exception], bool]) -> Any:
+        """The result of the evaluation that was begun, where `is_probing`: it is made twice, first with the step
+        skipped, and the two are compared. A probe that fails ends skipping for the rest of the run.
 
-        The second call is the one that counts: what keeps the last call's results keeps those of the full step.
+        evaluate: makes it, for True as the probe; returns its result and the prediction to compare. must_raise: tells
+        the exceptions of a probe that are passed on.
         """
-        if not self.is_probing:
-            return call()
-        step, self._is_probe_whole = self._step, True
+        step, forecast = self._step, None
+        self.target.probes += 1
         try:
-            forecast = call()
+            _, forecast = evaluate(True)
+        except Exception as error:
+            if must_raise(error):
+                raise
+            self.give_up(error)
         finally:
             self.is_probing, self._full[step] = False, True
             self._occurrences.clear()
             for run in (self, *self._siblings.values()):
                 run._start_cycle(step)
-        truth = call()
-        if self._is_probe_whole and not self.failed and _is_alike(forecast, truth):
+        skipped, self._calls = self._calls, []
+        result, truth = evaluate(False)
+        # Another cache may have answered calls of either; then the difference says nothing.
+        are_whole = bool(skipped) and all(skipped) and not any(self._calls) and len(self._calls) >= len(skipped)
+        if are_whole and not self.failed and _is_alike(forecast, truth):
             self.target.compare(step, forecast, truth)
         self.target.note_full(step)
-        return truth
+        return result
+
+    def give_up(self, error: Exception) -> None:
+        """Skip nothing from now on, since a skipped call failed."""
+        self.failed = True
+        log.warning("DeepCache: a skipped step failed (%s); the rest of this run is computed in full.", error)
+        log.debug("DeepCache: where it failed", exc_info=True)
 
     def _must_refresh(self, step: int) -> bool:
         if self.settings.is_off or self._refresh is None or not in_window(self.schedule[step], self.window):
@@ -311,9 +327,8 @@ class DeepCacheRun:
 
     def count(self, skipped: bool) -> None:
         """Count a finished model call, but none of a probe; a step with one skipped call is a skipped step."""
-        if self.is_probing:
-            self._is_probe_whole = self._is_probe_whole and skipped
-        elif self._step is not None:
+        self._calls.append(skipped)
+        if self._step is not None and not self.is_probing:
             self._skipped[self._step] = self._skipped.get(self._step, False) or skipped
 
     @property
@@ -329,14 +344,17 @@ class DeepCacheRun:
         if self.target is None:
             return {}
         steps = len(self._skipped)
-        saved = self.skipped_steps * (1 - self._shallow_share()) - self.target.probes * self._shallow_share()
         estimated = self.target.estimated_db() if self.skipped_steps else None
         return {
             "target_db": self.target.target,
             "estimated_db": estimated if estimated is not None and math.isfinite(estimated) else None,
             "probes": self.target.probes,
-            "skipped_work": saved / steps if steps else 0.0,
+            "skipped_work": self._saved_steps() / steps if steps else 0.0,
         }
+
+    def _saved_steps(self) -> float:
+        """The work that was saved, in full steps, less what comparing cost."""
+        return self.skipped_steps * (1 - self._shallow_share()) - self.target.probes * self._shallow_share()
 
     def _shallow_share(self) -> float:
         return 0.0 if self.split is None else self.split.shallow_share

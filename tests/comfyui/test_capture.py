@@ -121,7 +121,8 @@ def test_deep_cache_has_a_capture_for_full_and_one_for_skipped_steps(name, cache
 
 @pytest.mark.parametrize(
     "settings",
-    [uniform_hold(2), uniform_hold(3, 2), DeepCacheSettings(5, threshold=0.3), DeepCacheSettings(3, between="hold")],
+    [uniform_hold(2), uniform_hold(3, 2), DeepCacheSettings(5, threshold=0.3), DeepCacheSettings(3, between="hold")]
+    + [DeepCacheSettings(quality=20.0)],
 )
 def test_schedules_and_streams_are_deep_caches_own(settings, capturer, cache):
     """Conditioning in calls of their own: two streams share each capture."""

@@ -111,5 +111,5 @@ def test_a_quality_is_told_with_what_it_reached():
     reached = {**asked, "steps_taken": "FFSS", "estimated_db": 41.2, "skipped_work": 0.46}
     assert line("4", **reached) == "40 dB asked, 41 reached by estimate, 46% of the work skipped"
     assert line("4", **asked, steps_taken="FFFF", skipped_work=0.0) == (
-        "no step skipped: it would cost more than the 40 dB asked"
+        "no step skipped: there is nothing to gain at the 40 dB asked"
     )

@@ -8,6 +8,7 @@ from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.policies import quality
 from comfy_accel.accel.step_cache.policies.quality import Carried
 from comfy_accel.accel.step_cache.refresh import Step
+from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.step_schedule import angle
 
 LEVELS = (4.0, 2.0, 1.0, 0.5, 0.0)
@@ -47,6 +48,7 @@ def run_of(target, errors, levels):
             letters += "S"
             continue
         if policy.wants_probe(index):
+            policy.probes += 1
             truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
             direction = torch.randn(truth.shape, generator=torch.Generator().manual_seed(index))
             policy.compare(index, truth + errors * direction, truth)
@@ -107,6 +109,64 @@ def test_skipped_steps_that_were_never_compared_count():
     known = policy.estimated_db()
     policy.note_full(18)
     assert policy.estimated_db() == pytest.approx(known, abs=0.5)
+
+
+def test_sampler_that_begins_each_step_anew_is_not_compared():
+    policy = DeepCacheSettings(quality=30.0).policy()
+    policy.begin(list(map(angle, EVEN)), kept=math.inf)
+    policy.note_full(0)
+    assert not policy.wants_probe(1)
+
+
+def test_prediction_of_another_size_is_not_compared():
+    policy = DeepCacheSettings(quality=30.0).policy()
+    policy.begin(list(map(angle, EVEN)))
+    for step, size in enumerate((8, 4), 1):
+        policy.note_full(step - 1)
+        policy.compare(step, torch.zeros(1, 1, size), torch.linspace(0, 1, size).reshape(1, 1, size))
+    assert len(policy._measured) == 1
+
+
+class Split:
+    def __init__(self, share):
+        self.shallow_share = share
+
+
+def run_with_probes(steps, share, error, calls=(True,), kept=1.0):
+    """A run whose calls are skipped in a probe as `calls` says; the forecast is off by `error` of the range."""
+    run = DeepCacheRun(DeepCacheSettings(quality=40.0))
+    run.split, run.carries = Split(share), (kept, 1.0)
+    levels = [2.0 * 0.8**step for step in range(steps)] + [0.0]
+    run.set_schedule(levels)
+    truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
+
+    def evaluate(is_probe):
+        for skipped in calls if is_probe else [False for _ in calls]:
+            run.count(skipped)
+        return (truth, truth + error * is_probe)
+
+    for level in levels[:-1]:
+        run.begin_evaluation(level)
+        if run.is_probing:
+            assert torch.equal(run.probed(evaluate, lambda error: True), truth)
+        else:
+            run.count(not run.is_full)
+    return run
+
+
+@pytest.mark.parametrize("steps", [4, 8, 12, 50])
+@pytest.mark.parametrize("share", [0.05, 0.15, 0.3])
+@pytest.mark.parametrize("error", [0.001, 0.02, 10.0])
+def test_comparing_never_costs_more_than_its_share_of_the_run(steps, share, error):
+    run = run_with_probes(steps, share, error, kept=2.0)
+    assert run.quality_facts()["skipped_work"] >= -quality.OVERHEAD - 1e-9
+
+
+def test_what_another_cache_answered_is_not_taken_for_a_right_forecast():
+    assert run_with_probes(20, 0.1, 0.0, calls=(True, True)).skipped_steps
+    for answered in ((), (True, False)):
+        run = run_with_probes(20, 0.1, 0.0, calls=answered)
+        assert run.target.probes and not run.skipped_steps
 
 
 def test_nothing_is_compared_where_nothing_could_be_skipped():

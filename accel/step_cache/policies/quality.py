@@ -28,17 +28,24 @@ all of it below 0.4. Nothing is taken back where the sampler adds noise: what wa
 GROWS, FALLS = 1.25, 0.75
 """Exponents of a forecast's error over the distance from the last full step, in radians of the noise level: beyond the
 distance at which it was measured, and below. The trained UNet has 1.0 to 1.3 from one step to two, 0.5 from two to
-three; both ends are taken so that the error is not thought too small."""
+three; each is taken at its pessimistic end."""
 
 FADES = 2.0
 """A power of the noise level that the errors of skipped steps fall by at most; 1.4 on the trained UNet."""
+
+OVERHEAD, OVERHEAD_OF_LONG_RUNS = 0.02, 0.1
+"""The most of a run's work that comparisons may take beyond what skipped steps have saved. More is staked where it has
+always come back on the trained networks: in long runs of samplers without noise of their own."""
+
+LONG_RUN = 16
+"""Steps."""
 
 MARGIN_DB = 1.0
 """Aimed at above the target, since an estimate may be too low."""
 
 
 Skipped = tuple[float, float]
-"""Of a skipped step: the distance from the full step before it, in radians, and `Carried.at_end`."""
+"""A skipped step: its distance from the full step before it, in radians, and its `Carried.at_end`."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +64,19 @@ class Carried:
     factor: float = 1.0
 
     def share_kept(self, step: int) -> float:
+        """The share of the difference between latent and prediction that the sampler keeps in `step`."""
         start, end = (max(math.tan(at), 0.0) for at in self.angles[step : step + 2])
         ratio = min(end / start, 1.0) if start > 0 else 0.0
         return 0.0 if ratio == 0 or math.isinf(self.kept) else ratio**self.kept
 
     def passed_on(self, step: int) -> float:
-        """Of an error in the latent before `step`, what is in the latent behind it."""
+        """The factor by which `step` carries an error in the latent on."""
         kept = self.share_kept(step)
         shrinks = SHRINKS * math.sin(self.angles[step]) if self.kept == 1 else 0.0
         return kept + (1 - kept) * (1 - shrinks)
 
     def at_end(self, step: int) -> float:
-        """Of an error in the prediction of `step`, what is in the final latent."""
+        """The factor by which an error in the prediction of `step` reaches the final latent."""
         result = self.factor * (1 - self.share_kept(step))
         for later in range(step + 1, len(self.angles) - 1):
             result *= self.passed_on(later)
@@ -95,12 +103,12 @@ class QualityRefresh:
         self.longest = max(interval, LONGEST)
         self.carried: Carried | None = None
         self.probes = 0
-        """Extra passes of the shallow part, to compare."""
+        """Extra passes of the shallow part, to compare; counted by the run."""
         self._allowed = 10 ** (-(target + MARGIN_DB) / 20)
         self._skipped: list[Skipped] = []
         """Since the last full step."""
         self._uncompared: list[Skipped] = []
-        """Before it, where the full step behind them was not compared."""
+        """Skipped steps before it, where the full step after them was not compared."""
         self._full: int | None = None
         self._sum: torch.Tensor | None = None
         """Error of the final latent, as far as it is known: the steps' errors have directions, and add up by them."""
@@ -131,14 +139,24 @@ class QualityRefresh:
     def wants_probe(self, step: int) -> bool:
         """Whether `step`, which will be full, is to be run by the skipped path first.
 
-        Not where there is little left to decide, nor until errors may have become small enough to skip anything.
+        Not where there is little left to decide, nor until errors may have become small enough to skip anything: with
+        samplers that add noise, in the second half. Never with those that begin each step anew, whose predictions no
+        forecast comes near.
         """
         if self.carried is None or self._full is None or not self._full < step < len(self.carried.angles) - 2:
+            return False
+        if math.isinf(self.carried.kept) or (self.carried.kept != 1 and 2 * step < len(self.carried.angles) - 1):
             return False
         if self._skipped or not self._measured:
             return True
         noise = [math.tan(self.carried.angles[at]) for at in (self._measured[-1].step, step)]
         return noise[1] * max(self._excess, 1.0) ** (1 / FADES) <= noise[0]
+
+    def overhead(self) -> float:
+        """What comparisons may cost beyond what skipped steps have saved, in full steps."""
+        steps = len(self.carried.angles) - 1
+        is_long = steps >= LONG_RUN and self.carried.kept == 1
+        return steps * (OVERHEAD_OF_LONG_RUNS if is_long else OVERHEAD)
 
     def note_skipped(self, step: int) -> None:
         self._skipped.append(self._as_skipped(step))
@@ -148,7 +166,12 @@ class QualityRefresh:
         self._full, self._skipped = step, []
 
     def compare(self, step: int, forecast: torch.Tensor, truth: torch.Tensor) -> None:
-        """Learn from both predictions [B, ...] of the denoised latent at full `step`, before `note_full`."""
+        """Learn from both predictions [B, ...] of the denoised latent at full `step`, before `note_full`.
+
+        Nothing is learnt at another size than the first, as samplers that call the model at half size have it.
+        """
+        if self._sum is not None and self._sum.shape != truth.shape:
+            return
         error = (forecast - truth).float()
         distance = self._distance(step)
         weight = sum((before / distance) ** FALLS * at_end for before, at_end in self._skipped)
@@ -159,7 +182,6 @@ class QualityRefresh:
         norms = torch.stack([part.flatten(1).square().mean(1).sqrt() / peak for part in (error, self._sum)])
         self._measured = [*self._measured[-1:], _Measured(step, distance, HostCopy(norms.amax(1)), self._skipped)]
         self._skipped = []
-        self.probes += 1
 
     def estimated_db(self) -> float | None:
         """PSNR of the final latent by estimate; None before anything is known, infinite where nothing was skipped."""
@@ -195,7 +217,7 @@ class QualityRefresh:
         return total
 
     def _spent(self, measured: _Measured) -> float:
-        """The final latent's error by what was skipped before the last full step."""
+        """The final latent's error from what was skipped before the last full step."""
         newer = self._measured[-1].stretch if measured is not self._measured[-1] else ()
         expected = (self._expected(stretch, measured) for stretch in (newer, self._uncompared))
         return math.hypot(measured.spent, *expected)

@@ -37,6 +37,9 @@ KEY = "accel_deep_cache"
 _WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE)
 _WRAPPED += (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 
+_GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
+"""Keys of model_options: functions of other nodes that change how predictions are combined."""
+
 _CORE_COMPILE = "torch.compile"
 """The key of the wrapper that core's TorchCompileModel adds."""
 
@@ -147,7 +150,7 @@ def _report(run: DeepCacheRun) -> None:
         )
     elif run.target is not None and not run.failed:
         log.info(
-            "DeepCache: all %d steps were computed in full: skipping any would cost more than the %g dB asked.",
+            "DeepCache: all %d steps were computed in full: there is nothing to gain at the %g dB asked.",
             run.full_steps,
             run.target.target,
         )
@@ -180,8 +183,34 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
         if not run.schedule and schedule is not None:
             run.set_schedule(schedule.tolist())
         run.begin_evaluation(run.levels.read(torch.as_tensor(timestep), run.schedule))
-        return run.probed(functools.partial(executor, x, timestep, model_options, seed))
+        if run.is_probing:
+            evaluate = functools.partial(_evaluate, executor, x, timestep, model_options, seed)
+            return run.probed(evaluate, lambda error: isinstance(error, INTERRUPTS))
     return executor(x, timestep, model_options, seed)
+
+
+def _evaluate(
+    executor: Any, x: Any, timestep: Any, model_options: dict, seed: Any, is_probe: bool
+) -> tuple[Any, torch.Tensor | None]:
+    """The evaluation's result and what of it is compared: the guided prediction before guidance of other nodes.
+
+    Such guidance may keep a state, as APG's momentum, or call the model itself, so a probe goes without it.
+    """
+    if not any(model_options.get(name) for name in _GUIDANCE):
+        out = executor(x, timestep, model_options, seed)
+        return out, out
+    guided = []
+
+    def note(args: dict[str, Any]) -> Any:
+        if len(args["conds_out"]) == 2:
+            cond, uncond = args["conds_out"]
+            guided.append(uncond + (cond - uncond) * args["cond_scale"])
+        return args["conds_out"]
+
+    options = {name: value for name, value in model_options.items() if not is_probe or name not in _GUIDANCE}
+    options[_GUIDANCE[0]] = [note, *options.get(_GUIDANCE[0], ())]
+    out = executor(x, timestep, options, seed)
+    return out, guided[0] if guided else None
 
 
 def _stand_in_for_model(executor: Any, *args: Any, **kwargs: Any) -> Any:

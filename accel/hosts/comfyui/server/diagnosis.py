@@ -263,7 +263,7 @@ def deep_cache_skipped_nothing(facts: Facts) -> str | None:
         return f"DeepCache skipped nothing: {run['why_full']}."
     steps, sampler = run.get("steps") or len(run.get("steps_taken", "")), run.get("sampler") or "this sampler"
     if run.get("target_db") is not None:
-        return f"DeepCache skipped none of {steps} steps: one would cost more than the {run['target_db']:g} dB asked."
+        return f"DeepCache skipped none of {steps} steps: nothing is gained at the {run['target_db']:g} dB asked."
     if steps / run.get("samplings", 1) < FEW_STEPS:
         return (
             f"DeepCache skipped none of {steps} steps: with so few, each changes too much. It pays from about 20 steps "
