@@ -117,7 +117,7 @@ SAID = [
     (
         diagnosis.deep_cache_skipped_nothing,
         facts(skipping(steps=8, target_db=50.0)),
-        "more than the 50 dB asked",
+        "nothing is gained at the 50 dB asked",
     ),
     (
         diagnosis.deep_cache_skipped_nothing,
