@@ -25,7 +25,7 @@ import aiohttp
 import psutil
 
 from . import ROOT, Problem, command, report
-from .comfyui import free_port, has_accelerator, tree
+from .comfyui import complete, free_port, has_accelerator, tree
 from .fleet_base import graph
 
 SIZES = [(64 + 16 * number, 160 - 8 * (number % 5)) for number in range(12)]
@@ -50,6 +50,7 @@ STARTS = 4
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
+    complete(tree())
     with tempfile.TemporaryDirectory(prefix="accel-fleet-", ignore_cleanup_errors=True) as work:
         base = Path(work) / "base"
         made = subprocess.run([sys.executable, "-m", "bench.fleet_base", str(base)], cwd=ROOT, capture_output=True)
