@@ -144,6 +144,7 @@ def newcomer(tmp_path_factory):
     root = str(Path(__file__).resolve().parents[2])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCEL_STORE")}
     environment["PYTHONHASHSEED"] = "1"  # the order of sets differs from this process's
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each try would parse all of the pack, as no user's does
     command = [sys.executable, "-c", NEWCOMER, root, str(tmp_path_factory.mktemp("user"))]
     out = subprocess.check_output(command, cwd=os.sep, env=environment, text=True)
     return json.loads(out.splitlines()[-1])
