@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -37,7 +38,10 @@ def limit() -> float:
     """Seconds to wait at most, by ACCEL_STORE_LEASE; 0 where it is unset, or is no number."""
     given = os.environ.get(VARIABLE, "").strip()
     try:
-        return max(float(given), 0.0) if given else 0.0
+        seconds = float(given or 0.0)
+        if not math.isfinite(seconds):
+            raise ValueError(given)
+        return max(seconds, 0.0)
     except ValueError:
         log.warning("%s is %r, which is no number of seconds, and counts as unset.", VARIABLE, given)
         return 0.0

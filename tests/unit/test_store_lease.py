@@ -155,7 +155,7 @@ def test_of_two_that_create_a_file_one_does(folder):
 def test_leases_are_off_unless_they_are_asked_for(monkeypatch, tmp_path):
     monkeypatch.delenv(lease.VARIABLE, raising=False)
     assert store(tmp_path).statistics()["leases"] is None
-    for wrong in ("soon", "-3", "0", ""):
+    for wrong in ("soon", "-3", "0", "", "nan", "inf"):
         monkeypatch.setenv(lease.VARIABLE, wrong)
         assert store(tmp_path).statistics()["leases"] is None
     monkeypatch.setenv(lease.VARIABLE, "120")
