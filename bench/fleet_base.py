@@ -6,6 +6,7 @@
 import sys
 from pathlib import Path
 
+from . import inprocess
 from .client import Graph
 from .comfyui import make_base
 
@@ -87,17 +88,15 @@ def graph(width: int, height: int, seed: int, backend: str = "eager", steps: int
     }
 
 
-def main(base: Path) -> None:
-    from . import inprocess
-
-    make_base(base)
-    (base / "custom_nodes" / "fleet_nodes.py").write_text(NODES, encoding="utf-8")
-    inprocess.boot(cpu=True)
+def make(base: Path) -> None:
+    """Make the base directory; in a process that has ComfyUI's modules (`inprocess.boot`)."""
     import safetensors.torch
     import torch
 
     from .tiny_models import Family
 
+    make_base(base)
+    (base / "custom_nodes" / "fleet_nodes.py").write_text(NODES, encoding="utf-8")
     weights = Family("SD3", "SD3", SD3, 48, 32).load(torch.float32).model.diffusion_model.state_dict()
     folder = base / "models" / "diffusion_models"
     folder.mkdir(exist_ok=True)
@@ -105,4 +104,5 @@ def main(base: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    inprocess.boot(cpu=True)
+    make(Path(sys.argv[1]))

@@ -43,7 +43,7 @@ class RefreshPolicy(Protocol):
 
 @dataclass(frozen=True)
 class UniformRefresh:
-    """Refreshes every `interval` steps."""
+    """Refreshes every `interval` steps; other policies inherit this bound."""
 
     interval: int
     threshold: float

@@ -1,77 +1,26 @@
 """A ComfyUI that starts again, with a workflow it has run before: nothing is compiled, and the image is the same."""
 
-import dataclasses
-
 import pytest
 import safetensors.torch
 import torch
-from tiny_dits import DITS
 
-from bench import workflow
+from bench import fleet_base, workflow
 from bench.client import Client
-from bench.comfyui import make_base
 from bench.server import serving
-
-SOME_PROMPT = """
-import torch
-
-class SomePrompt:
-    RETURN_TYPES = ("CONDITIONING",)
-    FUNCTION = "make"
-    CATEGORY = "test"
-
-    @classmethod
-    def INPUT_TYPES(cls):
-        return {"required": {"seed": ("INT", {"default": 0})}}
-
-    def make(self, seed):
-        generator = torch.Generator().manual_seed(seed)
-        pooled = torch.randn(1, 32, generator=generator)
-        return ([[torch.randn(1, 24, 48, generator=generator), {"pooled_output": pooled}]],)
-
-NODE_CLASS_MAPPINGS = {"SomePrompt": SomePrompt}
-"""
-"""A pack with a prompt for the smallest model that core's loader knows by its weights; no text encoder is as small."""
-
-MODEL = "tiny-sd3.safetensors"
 
 
 @pytest.fixture
 def base(tmp_path):
     """A base directory with a new user folder, the model, and its prompts."""
-    make_base(tmp_path)
-    (tmp_path / "custom_nodes" / "some_prompt.py").write_text(SOME_PROMPT, encoding="utf-8")
-    family = DITS["SD3"].family
-    family = dataclasses.replace(family, config={**family.config, "num_blocks": 2})  # a middle block and the last
-    folder = tmp_path / "models" / "diffusion_models"
-    folder.mkdir()
-    weights = family.load(torch.float32).model.diffusion_model.state_dict()
-    safetensors.torch.save_file(weights, folder / MODEL)
+    fleet_base.make(tmp_path)
     return tmp_path
 
 
 def graph(width=64, height=64):
-    def node(class_type, **inputs):
-        return {"class_type": class_type, "inputs": inputs}
-
-    return {
-        "unet": node("UNETLoader", unet_name=MODEL, weight_dtype="default"),
-        "model": node(
-            "AccelModel", model=["unet", 0], shapes="any size", backend="inductor", on_trouble="stop with the reason"
-        ),
-        "positive": node("SomePrompt", seed=1),
-        "negative": node("SomePrompt", seed=2),
-        "latent": node("EmptySD3LatentImage", width=width, height=height, batch_size=1),
-        "sampler": node(
-            "KSampler",
-            model=["model", 0],
-            positive=["positive", 0],
-            negative=["negative", 0],
-            latent_image=["latent", 0],
-            **dict(seed=3, steps=3, cfg=4.0, sampler_name="euler", scheduler="normal", denoise=1.0),
-        ),
-        "save": node("SaveLatent", samples=["sampler", 0], filename_prefix="restart"),
-    }
+    asked = fleet_base.graph(width, height, seed=3, backend="inductor", steps=3)
+    del asked["image"]
+    asked["save"] = {"class_type": "SaveLatent", "inputs": {"samples": ["sampler", 0], "filename_prefix": "restart"}}
+    return asked
 
 
 def run(base, url, asked):

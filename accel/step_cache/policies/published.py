@@ -7,14 +7,11 @@ bound the steps that may be skipped in a row, or should.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..drift import Drift
-from ..refresh import Step
+from ..refresh import Step, UniformRefresh
 
 
-@dataclass
-class FirstBlockRefresh:
+class FirstBlockRefresh(UniformRefresh):
     """Refreshes when the shallow part's result has changed by more than `threshold` since the last full step.
 
     First Block Cache (Cheng: ParaAttention, github.com/chengzeyi/ParaAttention; generalised to the first n blocks by
@@ -22,20 +19,14 @@ class FirstBlockRefresh:
     hands to the deep one.
     """
 
-    interval: int
-    threshold: float
-
     uses_drift = True
-    uses_magnitudes = False
-    compares_neighbours = False
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         expected = drift.predicted(step.index)
-        return step.since_refresh >= self.interval or expected is None or not expected <= self.threshold
+        return super().should_refresh(step, drift) or expected is None or not expected <= self.threshold
 
 
-@dataclass
-class TeaRefresh:
+class TeaRefresh(UniformRefresh):
     """Refreshes when the changes of the deep part's input from step to step add up to more than `threshold`.
 
     TeaCache (Liu et al., arXiv 2411.19108). It rescales each change of the modulated timestep input by a polynomial
@@ -43,24 +34,17 @@ class TeaRefresh:
     blocks that the polynomial stands for, and is not rescaled.
     """
 
-    interval: int
-    threshold: float
-
     uses_drift = True
-    uses_magnitudes = False
     compares_neighbours = True
-
-    def __post_init__(self) -> None:
-        self._sum = 0.0
+    _sum = 0.0
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         expected = drift.predicted(step.index)
         self._sum = expected if step.since_refresh <= 1 or expected is None else self._sum + expected
-        return step.since_refresh >= self.interval or expected is None or not self._sum <= self.threshold
+        return super().should_refresh(step, drift) or expected is None or not self._sum <= self.threshold
 
 
-@dataclass
-class MagRefresh:
+class MagRefresh(UniformRefresh):
     """Refreshes when the errors that the deep features' growth lets expect add up to more than `threshold`.
 
     MagCache (Ma et al., arXiv 2506.09045). The magnitude of what the skipped part adds changes from step to step by a
@@ -68,19 +52,12 @@ class MagRefresh:
     The authors measure the ratios of a model once for every step; here g is that of the last two full steps.
     """
 
-    interval: int
-    threshold: float
-
-    uses_drift = False
     uses_magnitudes = True
-    compares_neighbours = False
-
-    def __post_init__(self) -> None:
-        self._sum = 0.0
+    _sum = 0.0
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         growth = drift.growth(step.index)
-        if growth is None or step.since_refresh >= self.interval:
+        if growth is None or super().should_refresh(step, drift):
             return True
         error = abs(1 - growth**step.since_refresh)
         self._sum = error if step.since_refresh <= 1 else self._sum + error
