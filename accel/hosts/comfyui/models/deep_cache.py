@@ -17,7 +17,7 @@ from comfy.patcher_extension import WrappersMP, get_wrappers_with_key
 from ....core.events import emit, log
 from ....modules.substitution import Order, substituted
 from ....report.headline import FEW_STEPS
-from ....report.run_record import records
+from ....report.run_record import QUALITY_FACTS, records
 from ....step_cache.cached_call import cached_call
 from ....step_cache.config import DeepCacheSettings
 from ....step_cache.run import BranchKey, DeepCacheRun
@@ -78,9 +78,7 @@ def last_run() -> dict[str, Any] | None:
     known = records.deep_cache()
     if known is None:
         return None
-    names = ["full_steps", "skipped_steps"]
-    if known.get("target_db") is not None:
-        names += ["target_db", "estimated_db", "probes", "skipped_work"]
+    names = ("full_steps", "skipped_steps", *(QUALITY_FACTS if known.get("target_db") is not None else ()))
     return {name: known[name] for name in names}
 
 
@@ -128,6 +126,7 @@ def _carried_by(sampler: Any) -> tuple[float, float]:
 
 
 def _report(run: DeepCacheRun) -> None:
+    facts = run.quality_facts()
     emit(
         "deep_cache_run",
         full_steps=run.full_steps,
@@ -135,10 +134,9 @@ def _report(run: DeepCacheRun) -> None:
         steps=run.letters,
         began=run.began,
         why_full=run.why_full,
-        **run.quality_facts(),
+        **facts,
     )
     if run.target is not None and run.skipped_steps:
-        facts = run.quality_facts()
         log.info(
             "DeepCache: %g dB asked, about %.0f reached by estimate; %d of %d steps were computed in full, %.0f %% of "
             "the work was skipped.",
