@@ -5,6 +5,7 @@ from typing_extensions import override
 
 from ..accel.hosts.comfyui.server.panel import clear
 from ..accel.hosts.comfyui.versions import make_input, schema
+from ..accel.report.text import counted
 
 
 class AccelClearGraphCache(io.ComfyNode):
@@ -47,5 +48,5 @@ class AccelClearGraphCache(io.ComfyNode):
     @override
     def execute(cls, anything=None) -> io.NodeOutput:
         cleared = clear()
-        text = f"{cleared['dropped']} compiled graphs dropped, {cleared['bytes'] / 2**20:.1f} MB of code."
+        text = f"{counted(cleared['dropped'], 'compiled graph')} dropped, {cleared['bytes'] / 2**20:.1f} MB of code."
         return io.NodeOutput(anything, text)

@@ -7,6 +7,7 @@ from ..accel.cache.graph_cache import shared
 from ..accel.hosts.comfyui.models.warm_up import LARGEST_BATCH, LONGEST_PROMPT, parse_runs, warm_up
 from ..accel.hosts.comfyui.sizes.size_text import Limit
 from ..accel.hosts.comfyui.versions import make_input, schema
+from ..accel.report.text import counted
 
 
 class AccelWarmUpGraphs(io.ComfyNode):
@@ -85,4 +86,5 @@ class AccelWarmUpGraphs(io.ComfyNode):
         before = shared.statistics()["compilations"]
         runs, seconds = warm_up(model, conditioning, *parse_runs(sizes, batches, prompt_lengths))
         compiled = shared.statistics()["compilations"] - before
-        return io.NodeOutput(model, f"{runs} runs in {seconds:.1f} s, {compiled} graphs compiled.")
+        text = f"{counted(runs, 'run')} in {seconds:.1f} s, {counted(compiled, 'graph')} compiled."
+        return io.NodeOutput(model, text)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..step_cache.run import SKIPPED
-from .text import megabytes, seconds, size_of
+from .text import counted, megabytes, seconds, size_of
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
@@ -79,7 +79,8 @@ class _Sheet:
         self._stack([(value, colour, f"{name} {seconds(value)}") for value, colour, name in parts if value > 0])
 
     def _calls(self, run: Mapping[str, Any]) -> None:
-        parts = [(run["compiled_calls"], GREEN, "compiled"), (run["eager_calls"], _PALE, "uncompiled")]
+        word = "traced, uncompiled" if run["compiling"]["backend"] == "eager" else "compiled"
+        parts = [(run["compiled_calls"], GREEN, word), (run["eager_calls"], _PALE, "uncompiled")]
         self._gap()
         self._write("Calls of blocks")
         self._stack([(value, colour, f"{name} {value}") for value, colour, name in parts if value])
@@ -101,7 +102,7 @@ class _Sheet:
     def _budget(self, cache: Mapping[str, Any]) -> None:
         self._gap()
         used, most = cache["bytes"], cache["max_bytes"]
-        self._write(f"Graph cache: {cache['graphs']} graphs, {megabytes(used)} of {megabytes(most)}")
+        self._write(f"Graph cache: {counted(cache['graphs'], 'graph')}, {megabytes(used)} of {megabytes(most)}")
         full = WIDTH - 2 * _MARGIN
         self._box(_MARGIN, full, None)
         if most and used:

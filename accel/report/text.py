@@ -56,20 +56,22 @@ def _image(run: Mapping[str, Any] | None) -> list[str]:
 def _compiled(run: Mapping[str, Any] | None) -> list[str]:
     if run is None or run["compiling"] is None:
         return []
-    word = "captured" if run["compiling"]["backend"] == "eager" else "compiled"
+    is_traced = run["compiling"]["backend"] == "eager"
+    word = "traced" if is_traced else "compiled"
     calls = run["compiled_calls"] + run["eager_calls"]
     share = f" ({run['compiled_calls'] / calls:.0%})" if calls else ""
-    lines = [f"Compiling: {run['compiled_calls']} of {calls} block calls{share} ran {word}."]
+    how = "traced but uncompiled (backend eager)" if is_traced else "compiled"
+    lines = [f"Compiling: {run['compiled_calls']} of {calls} block calls{share} ran {how}."]
     if run["blocks"]:
-        lines.append(f"  {run['blocks']} blocks of {run['kinds']} types can run {word}.")
+        lines.append(f"  {counted(run['blocks'], 'block')} of {counted(run['kinds'], 'type')} can be {word}.")
     if run["compilations"]:
-        lines.append(f"  This run {word} {run['compilations']} graphs in {seconds(run['compile_seconds'])}.")
+        lines.append(f"  This run {word} {counted(run['compilations'], 'graph')} in {seconds(run['compile_seconds'])}.")
     if run["loaded"]:
-        lines.append(f"  It loaded {run['loaded']} graphs from disk in {seconds(run['load_seconds'])}.")
+        lines.append(f"  It loaded {counted(run['loaded'], 'graph')} from disk in {seconds(run['load_seconds'])}.")
     if run["model_calls"]:
-        lines.append(f"  {run['replays']} of {run['model_calls']} model calls replayed a CUDA graph.")
+        lines.append(f"  {run['replays']} of {counted(run['model_calls'], 'model call')} replayed a CUDA graph.")
     if run["captures"]:
-        lines.append(f"  It captured {run['captures']} CUDA graphs in {seconds(run['capture_seconds'])}.")
+        lines.append(f"  It captured {counted(run['captures'], 'CUDA graph')} in {seconds(run['capture_seconds'])}.")
     if not run["compilations"] and not run["loaded"] and run["compiled_calls"]:
         lines.append("  All graphs were there already.")
     return lines
@@ -112,18 +114,18 @@ def _uncompiled(run: Mapping[str, Any] | None) -> list[str]:
     left = sorted(run["left_eager"].items(), key=lambda item: -item[1]) if run is not None else []
     if not rows and not left:
         return []
-    lines = [f"  {row['block']}: {row['reason']} ({row['calls']} times)" for row in rows[:_MOST_REASONS]]
-    lines += [f"  {count} blocks: {reason}" for reason, count in left[:_MOST_REASONS]]
+    lines = [f"  {row['block']}: {row['reason']} ({counted(row['calls'], 'time')})" for row in rows[:_MOST_REASONS]]
+    lines += [f"  {counted(count, 'block')}: {reason}" for reason, count in left[:_MOST_REASONS]]
     more = len(rows) + len(left) - len(lines)
-    return ["What ran uncompiled, and why:", *lines, *([f"  and {more} more reasons"] if more else [])]
+    return ["What ran uncompiled, and why:", *lines, *([f"  and {counted(more, 'more reason')}"] if more else [])]
 
 
 def _cache(cache: Mapping[str, Any], store: Mapping[str, Any] | None) -> list[str]:
     budget = f"{megabytes(cache['bytes'])} of {megabytes(cache['max_bytes'])}"
     totals = f"{cache['compilations']} compiled in {seconds(cache['seconds'])}, {cache['loaded']} loaded"
     lines = [
-        f"Graph cache: {cache['graphs']} graphs, {budget}.",
-        f"  Since the start: {totals}, used {cache['hits']} times, {cache['evictions']} dropped.",
+        f"Graph cache: {counted(cache['graphs'], 'graph')}, {budget}.",
+        f"  Since the start: {totals}, used {counted(cache['hits'], 'time')}, {cache['evictions']} dropped.",
     ]
     if store is not None:
         lines.append(f"  On disk: {store['loaded']} loaded and {store['saved']} saved by this process.")
@@ -136,6 +138,11 @@ def _advice(diagnosis: Sequence[str]) -> list[str]:
     first, *others = diagnosis
     lines = ["Change first:", f"  {first}"]
     return [*lines, "Then:", *(f"  {sentence}" for sentence in others)] if others else lines
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: 1 graph, 2 graphs."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def seconds(value: float) -> str:

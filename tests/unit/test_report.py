@@ -87,10 +87,13 @@ def test_loss_is_called_one():
     assert "it took about 0.5 s longer" in report.text(state(run), [])
 
 
-def test_captured_blocks_are_not_called_compiled():
-    run = Run(model="SD15", seconds=1.0, compiling={**RUN.compiling, "backend": "eager"}, compiled_calls=5)
+def test_traced_blocks_are_called_neither_compiled_nor_captured():
+    eager = {**RUN.compiling, "backend": "eager"}
+    run = Run(model="SD15", seconds=1.0, compiling=eager, compiled_calls=5, blocks=5, kinds=1)
     text = report.text(state(run), [])
-    assert "5 of 5 block calls (100%) ran captured" in text and "All graphs were there already" in text
+    assert "5 of 5 block calls (100%) ran traced but uncompiled (backend eager)" in text
+    assert "5 blocks of 1 type can be traced" in text and "All graphs were there already" in text
+    assert "captured" not in text and "ran compiled" not in text
 
 
 @pytest.mark.parametrize(("psnr", "said"), [(100.0, "equal"), (41.0, "hard to see"), (31.0, "visible side by side")])

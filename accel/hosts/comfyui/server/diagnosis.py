@@ -9,6 +9,7 @@ from typing import Any
 
 from ....core.sentences import OF_CUDA_GRAPHS
 from ....report.headline import FEW_STEPS
+from ....report.text import counted
 
 OLDEST_COMFYUI = (0, 3, 75)
 """The oldest version that this pack is tested with."""
@@ -146,7 +147,8 @@ def cache_too_small(facts: Facts) -> str | None:
     evicted = facts.run.get("evicted", 0) if facts.run.get("compilations") else 0
     if not refused and not evicted:
         return None
-    what = "did not hold all graphs of this run" if refused else f"dropped {evicted} graphs in this run to make room"
+    dropped = f"dropped {counted(evicted, 'graph')} in this run to make room"
+    what = "did not hold all graphs of this run" if refused else dropped
     return (
         f"The graph cache ({facts.cache.get('max_bytes', 0) / (1 << 20):.0f} MB, {facts.cache.get('max_entries', 0)} "
         f"block types) {what}: raise its limits in the settings, under Accel."
@@ -159,7 +161,7 @@ def sizes_were_cold(facts: Facts) -> str | None:
     if not count:
         return None
     text = (
-        f"This run compiled {_number(count, 'graph')}, which took {run['compile_seconds']:.1f} of its "
+        f"This run compiled {counted(count, 'graph')}, which took {run['compile_seconds']:.1f} of its "
         f"{run['seconds']:.1f} s."
     )
     if facts.compiling.get("shapes") == "exact size":
@@ -179,7 +181,7 @@ def loading_took_long(facts: Facts) -> str | None:
     if not run.get("loaded") or seconds < 0.1 * run["seconds"]:
         return None
     return (
-        f"This run loaded {_number(run['loaded'], 'graph')} from disk ({seconds:.1f} of its {run['seconds']:.1f} s), "
+        f"This run loaded {counted(run['loaded'], 'graph')} from disk ({seconds:.1f} of its {run['seconds']:.1f} s), "
         "once after a restart: the next image has them in memory."
     )
 
@@ -348,10 +350,6 @@ def gpu_is_shared(facts: Facts) -> str | None:
         f"Other programs hold {others / _GIB:.1f} of the GPU's {facts.memory_total / _GIB:.0f} GB and may slow it "
         "down: close what you don't need."
     )
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
 
 
 CAUSES: tuple[Callable[[Facts], str | None], ...] = (
