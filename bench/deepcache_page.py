@@ -28,12 +28,12 @@ FEW_CURVES = ("uniform, hold", "adaptive, forecast", EASY_CACHE, FEWER_STEPS, TA
 """Drawn beside the best of the others; all of them would hide each other."""
 
 LEGEND = f"""\
-**FLOPs** are the floating-point operations of convolutions, matrix products and attention that really ran, as a share
-of those of the uncached run: counted layer by layer, whatever was left out. **dB** is the PSNR to the uncached run,
-mean over samples, on the network's fixed linear RGB view in 0 to 1, one pixel a latent pixel (`psnr_db`); what a target
-is about, and what counts as reached, is the PSNR of the final latent to its own range of values (`latent_db`,
-`reached_db`). A sample counts as reached at {BELOW:g} dB below its target or better, and as above it at more than
-{ABOVE:g} dB. Rows of {FEWER_STEPS} are the same sampler with fewer steps and no caching, against the full run."""
+**FLOPs** are the floating-point operations of convolutions, matrix products and attention that really ran, counted
+layer by layer, as a share of the uncached run's. **dB** is the PSNR to the uncached run, averaged over samples, on the
+network's fixed linear RGB view in 0 to 1, one pixel per latent pixel (`psnr_db`). Targets are about the PSNR of the
+final latent, relative to its own range of values (`latent_db`, `reached_db`). A sample reached its target if it is at
+most {BELOW:g} dB below it, and is above it if more than {ABOVE:g} dB. {FEWER_STEPS.capitalize()}: the same sampler with
+fewer steps and no caching, compared with the full run."""
 
 
 def save(folder: Path, rows: Sequence[report.Row]) -> str:
@@ -54,8 +54,8 @@ def save(folder: Path, rows: Sequence[report.Row]) -> str:
         "([toy_unet.md](../bench/data/toy_unet.md)) and a DiT of Flux's ([toy_dit.md](../bench/data/toy_dit.md)). "
         "Every row by size, sampler and number of steps: `deepcache.json`.",
         "",
-        "Of each way: the share of the uncached run's FLOPs, and how near its samples come. Beside a target, the share "
-        f"of samples that reached it within {BELOW:g} dB.",
+        "Each cell: the share of the uncached run's FLOPs → how close the samples come to that run. Beside a target, "
+        f"the share of samples that reached it within {BELOW:g} dB.",
         "",
         *(line for title, table in list(tables.items())[:2] for line in (f"## {title}", "", table, "")),
         *(line for name, words in pictures for line in (f"![{words}]({name})", "")),

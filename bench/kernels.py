@@ -40,20 +40,19 @@ COLUMNS = (
     "mark",
 )
 LEGEND = """\
-elements: of the largest tensor that the block is given. launches: of Triton kernels, and externs, what is left to
-libraries. instructions_per_element: SASS instructions that all threads of all Triton kernels issue, loops counted by
-their trips, for each of these elements. vector_share: of the loads and stores in the code, those of 128 bits; one of a
-single number for many elements counts like others. software_divisions: of whole numbers by sizes known at run time
-alone. int64_arguments: sizes of 64 bits, and inverses of sizes, by which a division is a product. bytes: of the tensors
-that Triton kernels are given. seconds: of compiling, by the clock, beside whatever else the machine did."""
+elements: of the block's largest input. launches: of Triton kernels and of library calls (externs).
+instructions_per_element: SASS instructions that all threads of all Triton kernels issue, loops multiplied by their
+trip counts. vector_share: the share of loads and stores in the code that move 128 bits; a load of one number for many
+elements counts like any other. software_divisions: integer divisions by sizes known only at run time.
+int64_arguments: 64-bit sizes, and the inverses of sizes that turn a division into a multiplication. bytes: of all
+tensors passed to Triton kernels. seconds: of compiling, on a machine that did other work too."""
 LEGEND_OF_WHOLE = """\
-Whole models are at full width, with one layer and with two of each kind (UNets: the two upper of their
-levels, so many ResBlocks in each, a transformer block behind each as the checkpoint has them). "core" is core's
-TorchCompileModel at its second size: 768 x 768 comes first, and is traced but not compiled; at 1024 x 1024 torch takes
-the sizes that changed for dynamic, and this graph is counted. "ours" is the same model with our node, of which what is
-around the blocks runs uncompiled and counts nothing. core / ours: the instructions that one more layer of each kind
-adds to core's, by those that it adds to ours; so what is around the layers has no part in it. elements: of the latent,
-cond and uncond. seconds: of the first call at the size counted. mark: why there are no figures, or graph breaks."""
+core / ours compares whole models at full width. Each is compiled with one layer and with two of each block
+type (UNets: one or two ResBlocks on each of their two upper levels, each followed by a transformer block where the
+checkpoint has one). Only the instructions that the second layer adds are compared, so whatever surrounds the layers
+cancels out. core is measured at its second size: it traces 768 x 768 without compiling it, then compiles 1024 x 1024
+with the sizes that changed as dynamic. In ours, blocks alone are compiled and counted. elements: of the latent, cond
+and uncond. seconds: of the first call at the size counted. mark: graph breaks, or why there are no figures."""
 
 
 def main(arguments: list[str] | None = None) -> int | None:
@@ -95,16 +94,16 @@ def page(rows: Sequence[report.Row]) -> str:
     rounded = [{**row, "seconds": row["seconds"] and round(row["seconds"])} for row in rows]
     return f"""# GPU code, counted without a GPU
 
-Made by `python3 dev.py bench kernels --json docs/kernels.json --page docs/kernels.md`: what torch's compiler makes of
-each kind of block of full-size models at 1024 x 1024, cond and uncond in one batch, for compute capability 9.0. "ours"
-serves every size; "static" is the same block compiled for this size alone; "core" is core's TorchCompileModel. Nothing
-ran on a GPU, and nothing here is a speed.
+Made by `python3 dev.py bench kernels --json docs/kernels.json --page docs/kernels.md`. It compiles each block type of
+full-size models at 1024 x 1024, cond and uncond in one batch, for compute capability 9.0, and counts the instructions.
+**ours** serves every size, **static** is the same block compiled for this size alone, and **core** is core's
+*TorchCompileModel*. Nothing ran on a GPU, and nothing here is a speed.
 
 {report.markdown(of_models, list(of_models[0]))}
 
 {" ".join(LEGEND_OF_WHOLE.split())}
 
-The columns of the next table: {LEGEND[:1].lower()}{" ".join(LEGEND[1:].split())}
+Columns of the next table: {" ".join(LEGEND.split())}
 
 {report.markdown(rounded, COLUMNS, ("model", "block", "variant", "externs", "mark"))}
 """
