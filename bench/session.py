@@ -15,7 +15,7 @@ from . import Problem, command, pack, report
 from .comfyui import has_accelerator
 from .compilations import RecompileLimit, counts, empty_inductor_cache
 from .inprocess import boot
-from .session_plan import SCALE, STEPS, TOLERANCE, Step, failure, latent_side
+from .session_plan import SCALE, STEPS, TOLERANCE, Step, failure, latent_side, with_waiting
 
 CONTENDERS = ("eager", "core", "ours")
 COLUMNS = (
@@ -45,13 +45,16 @@ def main(arguments: list[str] | None = None) -> None:
                 for step in STEPS:
                     rows.append(session.row(step, images))
                     print(*_readable(rows[-1]).values(), sep="  ", file=sys.stderr, flush=True)
+                if options.json:
+                    report.write(options.json, with_waiting(rows), comfyui)  # also of a run that is stopped
             _check_steps(family.name, images)
 
+    rows = with_waiting(rows)
     print(f"\n{report.table([_readable(row) for row in rows], COLUMNS)}\n")
     print(report.table(totals(rows)))
     print("gave_up_at: where torch reached its recompile limit; from there on this contender ran eagerly.")
+    print("waiting_s: by how much the images that compiled took longer than eager's.")
     if options.json:
-        report.write(options.json, rows, comfyui)
         print(f"JSON: {options.json}")
     sentence = failure(rows)
     if sentence:
@@ -228,7 +231,7 @@ def _check_steps(family: str, images: dict[str, Any]) -> None:
 
 
 def totals(rows: list[report.Row]) -> list[report.Row]:
-    """Per model and contender: graphs compiled in the first step and after it, and the seconds of the whole session."""
+    """Per model and contender: graphs compiled in the first step and after it, seconds waited and of the session."""
     table = []
     for model in dict.fromkeys(row["model"] for row in rows):
         for contender in dict.fromkeys(row["contender"] for row in rows):
@@ -243,6 +246,7 @@ def totals(rows: list[report.Row]) -> list[report.Row]:
                     "stalls": sum(count > 0 for count in counts),
                     "graph_breaks": sum(row["graph_breaks"] for row in own),
                     "gave_up_at": next((row["step"] for row in own if row["gave_up"]), None),
+                    "waiting_s": sum(row["waiting_s"] for row in own),
                     "session_s": sum(row["first_image_s"] for row in own),
                     "worst_diff": f"{max(row['relative_diff'] for row in own):.1e}",
                 }

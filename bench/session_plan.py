@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,17 @@ def latent_side(pixels: int, scale: int = SCALE) -> int:
         return full
     remainder = full % 8
     return max(8, 8 * int((full / scale - remainder) / 8 + 0.5) + remainder)
+
+
+def with_waiting(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with `waiting_s`: by how many seconds an image that compiled took longer than eager's of that step."""
+    eager = {(row["model"], row["step"]): row["first_image_s"] for row in rows if row["contender"] == "eager"}
+
+    def waited(row: dict[str, Any]) -> float:
+        longer = row["first_image_s"] - eager[row["model"], row["step"]]
+        return round(max(0.0, longer), 3) if row["compilations"] else 0.0
+
+    return [{**row, "waiting_s": waited(row)} for row in rows]
 
 
 def failure(rows: Iterable[dict[str, Any]]) -> str | None:

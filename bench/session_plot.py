@@ -1,4 +1,4 @@
-"""The picture of `dev.py bench session`: which of its images wait for a compiler.
+"""The picture of `dev.py bench session`: which of its images wait for a compiler, and how long.
 
 .venv/bin/python -m bench.session_plot
 """
@@ -34,7 +34,7 @@ def save(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     height = TOP + len(models) * (2 * (ROW - 8) + 50)
     sheet = Image.new("RGB", (WIDTH * FINE, height * FINE), "white")
     draw = ImageDraw.Draw(sheet)
-    fonts = {size: ImageFont.load_default(size * FINE) for size in (12, 14, 20)}
+    fonts = {size: ImageFont.load_default(size * FINE) for size in (11, 12, 14, 20)}
 
     def write(x: float, y: float, text: str, anchor: str = "lm", size: int = 14, fill: str = "#333333") -> None:
         draw.text((x * FINE, y * FINE), text, font=fonts[size], anchor=anchor, fill=fill)
@@ -43,9 +43,9 @@ def save(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         corners = [x * FINE, y * FINE, (x + CELL - 3) * FINE, (y + CELL - 3) * FINE]
         draw.rounded_rectangle(corners, radius=4 * FINE, fill=fill)
 
-    write(24, 28, "One session, 18 images. Which of them wait for the compiler?", size=20, fill="black")
+    write(24, 28, "One session, 18 images. Which of them wait for the compiler, and how long?", size=20, fill="black")
     x = 24
-    legend = {"compiles: you wait": WAITS, "ready": READY, "compiler gave up: runs uncompiled": GAVE_UP}
+    legend = {"compiles: you wait so many seconds": WAITS, "ready": READY, "compiler gave up: runs uncompiled": GAVE_UP}
     for text, colour in legend.items():
         box(x, 50, colour)
         write(x + CELL + 4, 62, text)
@@ -65,15 +65,22 @@ def save(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             for index, row in enumerate(own):
                 colour = WAITS if row["compilations"] else GAVE_UP if row["gave_up"] else READY
                 box(LEFT + index * CELL, y, colour)
-            waiting = sum(row["compilations"] > 0 for row in own)
-            said = f"{waiting} of {len(own)} images wait{'s' * (waiting == 1)}"
-            said += ", then it gives up" if own[-1]["gave_up"] else ""
-            write(LEFT + len(own) * CELL + 14, y + CELL / 2, said, fill="black")
+                if row["compilations"]:
+                    middle = (CELL - 3) / 2
+                    write(LEFT + index * CELL + middle, y + middle, f"{row['waiting_s']:.0f}", "mm", 11, "black")
+            write(LEFT + len(own) * CELL + 14, y + CELL / 2, total(own), fill="black")
             y += ROW - 8
         y += 28
     path.parent.mkdir(parents=True, exist_ok=True)
     image = sheet.resize((WIDTH, height), Image.Resampling.LANCZOS)
     image.quantize(64).save(path, optimize=True)
+
+
+def total(own: Sequence[dict[str, Any]]) -> str:
+    """What the squares of one contender add up to."""
+    waiting = sum(row["compilations"] > 0 for row in own)
+    images = f"{waiting} image{'s' * (waiting != 1)}"
+    return f"{sum(row['waiting_s'] for row in own):.0f} s of waiting in {images}"
 
 
 def main(arguments: list[str] | None = None) -> None:

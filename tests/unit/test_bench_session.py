@@ -2,7 +2,8 @@
 
 import pytest
 
-from bench.session_plan import STEPS, TOLERANCE, failure, latent_side
+from bench import session_plot
+from bench.session_plan import STEPS, TOLERANCE, failure, latent_side, with_waiting
 
 
 def halvings(side: int) -> list[bool]:
@@ -28,6 +29,18 @@ def test_sizes_that_differ_stay_different():
 def row(step=STEPS[1].name, **changes):
     clean = {"compilations": 0, "graph_breaks": 0, "uncompiled": 0, "relative_diff": 0.0, "dtype": "fp16"}
     return {"model": "UNet", "step": step, "contender": "ours", **clean, **changes}
+
+
+def test_an_image_that_compiled_waited_for_what_it_took_beyond_eagers_of_its_step():
+    eager, ours, core = [
+        [row(step.name, contender=contender, first_image_s=spent, compilations=compiled) for step in STEPS[:3]]
+        for contender, spent, compiled in (("eager", 2.0, 0), ("ours", 32.0, 0), ("core", 42.5, 1))
+    ]
+    ours[0]["compilations"] = 5
+    waits = with_waiting([*eager, *ours, *core])
+    assert [row["waiting_s"] for row in waits] == [*[0.0] * 3, 30.0, 0.0, 0.0, *[40.5] * 3]
+    assert session_plot.total(waits[3:6]) == "30 s of waiting in 1 image"
+    assert session_plot.total(waits[6:]) == "122 s of waiting in 3 images"
 
 
 def test_compiling_in_the_first_step_alone_is_no_failure():

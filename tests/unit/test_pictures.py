@@ -23,7 +23,7 @@ def test_the_sessions_picture_shows_each_image_that_compiled(tmp_path):
 
     def orange(compile_in: set[int]) -> int:
         """Pixels of that colour in the picture of a session that compiles in these rows, the legend's left out."""
-        changed = [{**row, "compilations": int(index in compile_in)} for index, row in enumerate(rows)]
+        changed = [{**row, "compilations": int(index in compile_in), "waiting_s": 8} for index, row in enumerate(rows)]
         session_plot.save(tmp_path / "session.png", changed)
         picture = Image.open(tmp_path / "session.png").convert("RGB")
         picture = picture.crop((0, session_plot.TOP, *picture.size))
