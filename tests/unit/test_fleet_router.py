@@ -68,7 +68,7 @@ def test_prompt_that_waited_long_takes_an_idle_replica_but_none_that_is_busy(rou
     assert choose(router, candidates, "key", waited=6) == [home, {idle}]
     router.on_request_completed(idle, "request")  # a moment between two prompts of its own is not idleness
     assert choose(router, candidates, "key", waited=6) == [home]
-    router._busy_at[idle] -= 6
+    router._homes._busy_at[idle] -= 6
     assert choose(router, candidates, "key", waited=6) == [home, {idle}]
 
 
