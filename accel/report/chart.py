@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..step_cache.run import SKIPPED
-from .text import counted, megabytes, seconds, size_of
+from ..step_cache.run import COMPARED, SKIPPED
+from .text import counted, megabytes, quality_of, seconds, size_of
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
@@ -20,6 +20,9 @@ BLUE, ORANGE, SKY, GREEN = "#0072b2", "#d55e00", "#56b4e9", "#009e73"
 """Okabe and Ito's palette, which colour-blind people can tell apart; no meaning is in colour alone."""
 
 _MOST_STEPS = 120
+
+_PLOT, _BELOW, _ABOVE = 80, 8.0, 24.0
+"""Of the plot of a quality target: its height in pixels, and what it shows below and above the target, in dB."""
 
 
 def draw(state: Mapping[str, Any], psnr: float | None = None) -> Image.Image:
@@ -60,7 +63,9 @@ class _Sheet:
             self._time(run)
             if run["compiling"] is not None:
                 self._calls(run)
-            if run["steps_taken"]:
+            if run["plan"]:
+                self._plan(run)
+            elif run["steps_taken"]:
                 self._steps(run["steps_taken"])
         self._budget(state["graph_cache"])
         if psnr is not None:
@@ -88,16 +93,62 @@ class _Sheet:
     def _steps(self, steps: str) -> None:
         self._gap()
         self._write(f"DeepCache: {steps.count(SKIPPED)} of {len(steps)} steps skipped")
+        self._step_bars(steps)
+        self._legend([(BLUE, "full (high)"), (SKY, "skipped (low)")])
+
+    def _plan(self, run: Mapping[str, Any]) -> None:
+        """What a quality target decided: above each step's bar its estimate, below it the noise level."""
+        letters, levels, decibels = zip(*run["plan"], strict=True)
+        self._gap()
+        self._write(f"DeepCache: {letters.count(SKIPPED)} of {len(letters)} steps skipped")
+        self._write(quality_of(run))
+        self._estimates(letters[:_MOST_STEPS], decibels[:_MOST_STEPS], run["target_db"])
+        self._step_bars("".join(letters))
+        shown = levels[:_MOST_STEPS]
+        wide, places = self._wide(len(shown)), sorted({round(part * (len(shown) - 1) / 4) for part in range(5)})
+        for place in places:
+            label = f"{shown[place]:.2g}"
+            left = _MARGIN + (place + 0.5) * wide - self._draw.textlength(label, self._font) / 2
+            self._draw.text((max(left, _MARGIN), self._y - 2), label, fill=_GREY, font=self._font)
+        self._y += _LINE
+        bars = [(BLUE, "full (high)"), (BLUE, "compared too (dot)"), (SKY, "skipped (low)")]
+        self._legend([*bars, (SKY, "dB by estimate"), (None, "if it had been skipped")])
+        self._write("Numbers below the steps: noise level", colour=_GREY)
+
+    def _estimates(self, letters: Sequence[str], decibels: Sequence[float | None], target: float) -> None:
+        """Each step's estimate as a dot, and the target as a line. An outline is a step that was not skipped."""
+        bottom, top, wide = target - _BELOW, target + _ABOVE, self._wide(len(letters))
+
+        def height(value: float) -> float:
+            return self._y + _PLOT * (top - min(max(value, bottom), top)) / (top - bottom)
+
+        asked = height(target)
+        for left in range(_MARGIN, WIDTH - _MARGIN, 8):
+            self._draw.line((left, asked, left + 4, asked), fill=ORANGE)
+        self._draw.text((_MARGIN, asked + 1), f"{target:g} dB asked", fill=_INK, font=self._font)
+        for place, (letter, value) in enumerate(zip(letters, decibels, strict=True)):
+            if value is not None:
+                x, y, radius = _MARGIN + (place + 0.5) * wide, height(value), min(4.0, wide / 2)
+                fill = SKY if letter == SKIPPED else "white"
+                self._draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill, outline=_GREY)
+        self._y += _PLOT + 8
+
+    def _wide(self, steps: int) -> float:
+        return (WIDTH - 2 * _MARGIN) / steps
+
+    def _step_bars(self, steps: str) -> None:
         shown = steps[:_MOST_STEPS]
-        wide = (WIDTH - 2 * _MARGIN) / len(shown)
+        wide = self._wide(len(shown))
         for index, step in enumerate(shown):
             left = _MARGIN + index * wide
             # A skipped step is lower as well as paler, so colour is not needed to tell.
             top = self._y + (_BAR * 0.6 if step == SKIPPED else 0)
             box = (left, top, left + max(wide - 2, 1), self._y + _BAR)
             self._draw.rectangle(box, fill=SKY if step == SKIPPED else BLUE)
+            if step == COMPARED:
+                x, y, radius = left + wide / 2 - 1, self._y + _BAR / 2, min(3.0, wide / 3)
+                self._draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill="white")
         self._y += _BAR + 4
-        self._legend([(BLUE, "full (high)"), (SKY, "skipped (low)")])
 
     def _budget(self, cache: Mapping[str, Any]) -> None:
         self._gap()

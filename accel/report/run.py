@@ -51,6 +51,7 @@ class Run:
         compile. fallbacks: calls that ran uncompiled or were not captured, by (block, reason).
     target_db: the quality that DeepCache was asked for. estimated_db: what it takes to be reached, None where it
         skipped nothing. skipped_work: the share of the work that it saved.
+    plan: the steps of the last sampler with a quality, as `DeepCacheRun.plan` has them.
     steps_taken: DeepCache's steps, such as "FSSF"; why_full: what of the model or the sampler made all of them full.
     model_calls: calls of the whole model, where capturing is on; replays: those of them that replayed a CUDA graph.
     captures: calls captured in this run, in capture_seconds.
@@ -96,6 +97,7 @@ class Run:
     target_db: float | None = None
     estimated_db: float | None = None
     skipped_work: float | None = None
+    plan: list[tuple[str, float, float | None]] = field(default_factory=list)
     by_compiling: Saving = Saving()
     by_skipping: Saving = Saving()
     pixels: tuple[int, int] | None = None
@@ -169,6 +171,7 @@ class Run:
             target_db=min((run.target_db for run in both if run.target_db is not None), default=None),
             estimated_db=min((run.estimated_db for run in both if run.estimated_db is not None), default=None),
             skipped_work=_mean_share(both),
+            plan=other.plan or self.plan,
             by_compiling=self.by_compiling.with_next(other.by_compiling),
             by_skipping=self.by_skipping.with_next(other.by_skipping),
             compiled_seconds={**self.compiled_seconds, **other.compiled_seconds},

@@ -27,7 +27,7 @@ _MOST_RUNS = 64
 _MOST_REASONS = 50
 """Kept of one run: for blocks that ran eagerly, and as many for those that nobody tried to compile."""
 
-QUALITY_FACTS = ("target_db", "estimated_db", "probes", "skipped_work")
+QUALITY_FACTS = ("target_db", "estimated_db", "probes", "skipped_work", "plan")
 """Of a DeepCache run with a quality target, as `DeepCacheRun.quality_facts` has them."""
 
 _DISTURBING = frozenset(
@@ -189,7 +189,7 @@ class RunRecords:
         if now is not None:
             now.run.steps_taken, now.run.by_skipping, now.run.why_full = steps, saved, why_full
             now.run.target_db, now.run.estimated_db = quality["target_db"], quality["estimated_db"]
-            now.run.skipped_work = quality["skipped_work"]
+            now.run.skipped_work, now.run.plan = quality["skipped_work"], quality["plan"] or []
 
     def _on_sampling(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         if now is not None and not now.run.prepare_seconds:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
+
+from ..step_cache.run import COMPARED, FULL, SKIPPED
 
 ALIKE_DB = 40.0
 """PSNR above which a difference between two images is hard to see; at 30 dB it is visible side by side."""
 
 _MOST_REASONS = 8
 _LONGEST_TIMELINE = 100
+_MOST_STRETCHES = 40
+_WORDS = {FULL: "full", SKIPPED: "skipped", COMPARED: "full, compared"}
 
 
 def text(state: Mapping[str, Any], diagnosis: Sequence[str], comparison: str | None = None) -> str:
@@ -83,7 +88,30 @@ def _skipped(run: Mapping[str, Any] | None) -> list[str]:
     steps = run["steps_taken"]
     shown = steps if len(steps) <= _LONGEST_TIMELINE else f"{steps[:_LONGEST_TIMELINE]}..."
     lines = [f"DeepCache: {steps.count('S')} of {len(steps)} steps skipped the deep part of the model."]
-    return [*lines, f"  {shown}   (F full, S skipped)"] if steps else lines
+    return [*lines, f"  {shown}   (F full, S skipped)", *_plan(run)] if steps else lines
+
+
+def quality_of(run: Mapping[str, Any]) -> str:
+    """What a run with a quality target came to: "40 dB asked, 43.2 by estimate, 46% of the work skipped"."""
+    reached = "nothing skipped" if run["estimated_db"] is None else f"{run['estimated_db']:.1f} by estimate"
+    return f"{run['target_db']:g} dB asked, {reached}, {max(run['skipped_work'], 0):.0%} of the work skipped"
+
+
+def _plan(run: Mapping[str, Any]) -> list[str]:
+    """What a quality target decided for each stretch of steps, and what by."""
+    if not run["plan"]:
+        return []
+    lines, first = [f"  {quality_of(run)}"], 1
+    for letter, rows in groupby(run["plan"], key=lambda row: row[0]):
+        levels, decibels = zip(*((level, known) for _, level, known in rows), strict=True)
+        last = first + len(levels) - 1
+        places = f"{first}" if last == first else f"{first} to {last}"
+        noise = f"{levels[0]:.3g}" if last == first else f"{levels[0]:.3g} to {levels[-1]:.3g}"
+        known = [value for value in decibels if value is not None]
+        estimate = f"{known[-1]:.1f} dB by estimate{'' if letter == SKIPPED else ' if skipped'}" if known else ""
+        lines.append(f"  {places:>8}  {_WORDS[letter]:<14}  noise {noise:<14}  {estimate}".rstrip())
+        first = last + 1
+    return lines if len(lines) <= _MOST_STRETCHES else [*lines[:_MOST_STRETCHES], "  ..."]
 
 
 def _saved(run: Mapping[str, Any] | None) -> list[str]:

@@ -28,6 +28,9 @@ from .step_schedule import angle, in_window, is_in_order, step_of
 FULL, SKIPPED = "FS"
 """A step of a run, as a letter."""
 
+COMPARED = "C"
+"""In `DeepCacheRun.plan`, a full step that was also run as a skipped one, to compare."""
+
 LOOK_AHEAD = 2
 """The most steps that a sampler evaluates ahead of its own; heunpp2 does."""
 
@@ -75,6 +78,8 @@ class DeepCacheRun:
         """The sampler's `kept` and `factor`, as `policies.quality.Carried` has them; set by the host."""
         self.is_probing = False
         """Whether the current step, which is full, is being run by the skipped path for comparison."""
+        self._compared: set[int] = set()
+        """The steps that it was so for."""
         self._calls: list[bool] = []
         """Which calls of the current evaluation were skipped."""
         self.split: Any = None
@@ -192,6 +197,7 @@ class DeepCacheRun:
         """
         step, forecast = self._step, None
         self.target.probes += 1
+        self._compared.add(step)
         try:
             _, forecast = evaluate(True)
         except Exception as error:
@@ -350,7 +356,20 @@ class DeepCacheRun:
             "estimated_db": estimated if estimated is not None and math.isfinite(estimated) else None,
             "probes": self.target.probes,
             "skipped_work": self._saved_steps() / steps if steps else 0.0,
+            "plan": self.plan,
         }
+
+    @property
+    def plan(self) -> list[tuple[str, float, float | None]]:
+        """Each step of a run with a quality target, in the order in which they came: FULL, SKIPPED or COMPARED, its
+        noise level, and the final latent's PSNR in dB by estimate if it is skipped; None where that was not asked."""
+        rows = []
+        for step, _ in self._began:
+            letter = SKIPPED if self._skipped.get(step) else COMPARED if step in self._compared else FULL
+            error = self.target.estimates.get(step, 0.0)
+            decibels = round(-20 * math.log10(error), 1) if 0 < error < math.inf else None
+            rows.append((letter, float(f"{self.schedule[step]:.3g}"), decibels))
+        return rows
 
     def _saved_steps(self) -> float:
         """The work that was saved, in full steps, less what comparing cost."""

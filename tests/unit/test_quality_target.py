@@ -177,3 +177,15 @@ def test_nothing_is_compared_where_nothing_could_be_skipped():
 
 def test_error_that_is_not_a_number_skips_nothing():
     assert run_of(30, math.nan, EVEN)[1] == "F" * 19
+
+
+def test_plan_tells_of_each_step_what_was_decided_and_by_which_estimate():
+    run = run_with_probes(20, 0.1, 0.01)
+    plan = run.quality_facts()["plan"]
+    letters = "".join(letter for letter, _, _ in plan)
+    assert letters.replace("C", "F") == run.letters and letters.count("C") == run.target.probes > 0
+    assert [level for _, level, _ in plan] == pytest.approx(run.schedule[:-1], rel=0.01)
+    decided = [(letter, decibels) for letter, _, decibels in plan if decibels is not None]
+    assert {letter for letter, _ in decided} >= {"S"} and len(decided) < len(plan)
+    assert min(decibels for letter, decibels in decided if letter == "S") >= 40
+    assert plan[0] == ("F", 2.0, None)

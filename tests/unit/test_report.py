@@ -1,5 +1,6 @@
 """The report in words and as a picture, from a state."""
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -127,6 +128,40 @@ def luminance(colour):
     parts = [part / 255 for part in rgb(colour)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return math.fsum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+PLANNED = dataclasses.replace(
+    RUN,
+    **{"steps_taken": "FFSSFS", "target_db": 40.0, "estimated_db": 41.24, "skipped_work": 0.46},
+    plan=[("F", 14.6, None), ("C", 6.2, None), ("S", 3.1, 47.9), ("S", 1.5, 44.1), ("C", 0.7, 39.2), ("S", 0.2, 41.3)],
+)
+
+
+def test_text_has_the_plan_of_a_quality():
+    text = report.text(state(PLANNED), [])
+    for said in (
+        "40 dB asked, 41.2 by estimate, 46% of the work skipped",
+        "         1  full            noise 14.6\n",
+        "    3 to 4  skipped         noise 3.1 to 1.5      44.1 dB by estimate\n",
+        "         5  full, compared  noise 0.7             39.2 dB by estimate if skipped\n",
+    ):
+        assert said in text
+
+
+def test_chart_has_the_plan_of_a_quality():
+    plain, planned = chart.draw(state()), chart.draw(state(PLANNED))
+    assert plain.height + 80 < planned.height < plain.height + 200
+
+    def orange(picture):  # the time bar's, and the line of what was asked
+        return sum(rgb(chart.ORANGE) in line(picture, y) for y in range(picture.height))
+
+    assert orange(planned) == orange(plain) + 1
+    far = dataclasses.replace(PLANNED, plan=[("S", 1e6, 300.0), ("F", 0.0, -50.0)] * 300)
+    assert chart.draw(state(far)).width == 512
+
+
+def line(picture, y):
+    return {picture.getpixel((x, y)) for x in range(picture.width)}
 
 
 def test_full_and_skipped_steps_differ_in_lightness_too():

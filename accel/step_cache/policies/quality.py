@@ -104,6 +104,8 @@ class QualityRefresh:
         self.carried: Carried | None = None
         self.probes = 0
         """Extra passes of the shallow part, to compare; counted by the run."""
+        self.estimates: dict[int, float] = {}
+        """Step → the final latent's error by estimate if it is skipped, as a share of its range; of each decided on."""
         self._allowed = 10 ** (-(target + MARGIN_DB) / 20)
         self._skipped: list[Skipped] = []
         """Since the last full step."""
@@ -131,7 +133,9 @@ class QualityRefresh:
         left = len(self.carried.angles) - 1 - self._full
         share = (step.since_refresh + 1) / left
         # `not <=` instead of `>`: NaN refreshes.
-        allowed = (self._allowed**2 - self._spent(measured) ** 2) * share
+        spent = self._spent(measured)
+        self.estimates[step.index] = math.hypot(spent, error)
+        allowed = (self._allowed**2 - spent**2) * share
         if step.since_refresh == 1:
             self._excess = math.sqrt(error**2 / allowed) if allowed > 0 else math.inf
         return not error**2 <= allowed
