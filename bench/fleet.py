@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
         if made.returncode:
             raise Problem(f"The model could not be made: {made.stderr.decode(errors='replace')[-300:]}")
         loads, colds = [], []
-        with _ray(options.replicas) as url:
+        with own_ray(options.replicas) as url:
             for route in options.routes:
                 loads.append(_load(options, Path(work), base, url, route))
                 print(report.table(loads[-1:], LOAD_COLUMNS), file=sys.stderr, flush=True)
@@ -94,7 +94,7 @@ def failure(loads: list[report.Row], colds: list[report.Row], left: int) -> str 
 
 
 @contextlib.contextmanager
-def _ray(replicas: int) -> Iterator[str]:
+def own_ray(replicas: int) -> Iterator[str]:
     """A Ray of this machine alone, without a dashboard: the address that its applications answer at."""
     try:
         import ray

@@ -89,6 +89,8 @@ def push(folder: Folder, seals: Seals, target: Folder, key: Path) -> list[Outcom
             file = Path(work) / "bundle"
             bundle.export(folder, seals, file, lambda entry, here=environment: entry.environment == here)
             data = file.read_bytes()
+        if len(data) > LARGEST_BUNDLE:
+            raise CannotPublish(f"the bundle has more than {LARGEST_BUNDLE >> 20} MB: see the command prune")
         digest = hashlib.sha256(data).hexdigest()
         kinds = sorted({entry.name for entry in sound if entry.environment == environment})
         label = Label(environment, f"{stem}-{digest[:12]}{BUNDLE}", digest, len(data), kinds)
@@ -130,6 +132,8 @@ def pull(
             label, publisher = _believed(_read(source, name, LARGEST_LABEL), trusted)
             labelled.add(label.bundle)
             reason = misfit(label.environment)
+            if reason is None and label.size > LARGEST_BUNDLE:
+                reason = f"its bundle has more than {LARGEST_BUNDLE >> 20} MB"
             if reason is not None:
                 raise BadEntry(reason)
             data = _read(source, label.bundle, min(label.size, largest or LARGEST_BUNDLE))
@@ -208,7 +212,7 @@ def _is_label(label: Label) -> bool:
         and re.fullmatch(r"graphs-[0-9a-f]{16}-[0-9a-f]{12}\.bundle", label.bundle) is not None
         and isinstance(label.sha256, str)
         and type(label.size) is int
-        and 0 <= label.size <= LARGEST_BUNDLE
+        and label.size >= 0
         and isinstance(label.kinds, list)
         and all(isinstance(kind, str) for kind in label.kinds)
     )

@@ -10,6 +10,8 @@ pytest.importorskip("ray.serve.request_router", reason="an optional package of 2
 
 # ruff: noqa: E402
 from comfy_accel.accel.hosts.ray import front as fleet_front
+from comfy_accel.accel.hosts.ray import http as fleet_http
+from comfy_accel.accel.hosts.ray.counts import States
 
 GRAPH = {"1": {"class_type": "A", "inputs": {}}}
 
@@ -100,7 +102,7 @@ def test_path_is_quoted_again_for_the_replica(tmp_path, path, asked):
 
 @pytest.mark.parametrize("path", ["/upload/image", "/prompt"])
 def test_request_is_read_up_to_a_limit(tmp_path, monkeypatch, path):
-    monkeypatch.setattr(fleet_front, "_LARGEST_BODY", 100)
+    monkeypatch.setattr(fleet_http, "LARGEST_BODY", 100)
 
     async def scenario(fleet):
         return await fleet.request("POST", path, b" " * 60, parts=2), fleet.asked
@@ -147,3 +149,37 @@ def test_prompt_is_pending_and_may_be_deleted_until_its_replica_has_begun_it(tmp
     assert [item[1] for item in queue["queue_running"]] == ["runs"]
     assert [item[1] for item in queue["queue_pending"]] == ["waits"]
     assert cancelled == {"runs": False, "waits": True}
+
+
+def test_state_is_of_the_replicas_that_there_are():
+    states = States(2)
+    for name in "ab":
+        states.heard({"replica": name, "prompts": 1})
+    states.heard({"replica": "a"})  # has begun another prompt
+    assert list(states) == [{"replica": "b", "prompts": 1}, {"replica": "a", "prompts": 1}]
+    states.heard({"replica": "c"})  # in place of one that ended
+    assert [state["replica"] for state in states] == ["a", "c"]
+    states.forget("a")
+    assert [state["replica"] for state in states] == ["c"]
+
+
+def test_replica_that_ended_under_a_prompt_has_no_state(tmp_path):
+    async def scenario(fleet):
+        body = json.dumps({"prompt": GRAPH, "prompt_id": "id"}).encode()
+        posting = asyncio.create_task(fleet.request("POST", "/prompt", body))
+        for replica in "ab":
+            while "id" not in fleet.runs:
+                await asyncio.sleep(0)
+            run = fleet.runs.pop("id")
+            run.said.put_nowait(("replica", {"replica": replica, "pid": 1}))
+            run.said.put_nowait(("accepted", {}))
+            if replica == "a":
+                run.said.put_nowait(None)  # no pair, so it raises, as a replica that ended does
+        await posting
+        run.said.put_nowait(("done", {"met": None}))
+        await asyncio.sleep(0.01)
+        return json.loads((await fleet.front._get_state(None)).body)
+
+    state = with_fleet(tmp_path, scenario)
+    assert [replica["replica"] for replica in state["replicas"]] == ["b"]
+    assert state["prompts"]["runs"] == 2 and state["prompts"]["answered"] == 1

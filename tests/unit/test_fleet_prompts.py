@@ -123,6 +123,33 @@ def test_of_runs_that_end_at_once_one_is_published(tmp_path, made):
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["id"]
 
 
+def test_what_a_killed_run_left_half_published_goes_when_the_prompt_is_published(tmp_path, made):
+    half = tmp_path / "results" / ".unfinished-id" / "0123" / "output"
+    half.mkdir(parents=True)
+    (half / "a_00001_.png").write_bytes(b"fir")
+    results = Results(tmp_path / "results")
+    assert results.latest(10) == []
+    results.publish("other", entry(), made)
+    assert half.exists()  # another prompt's may still be running
+    results.publish("id", entry(), made)
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["id", "other"]
+
+
+def test_run_whose_files_are_taken_by_the_first_ones_end_has_its_history(tmp_path, made, monkeypatch):
+    results, link = Results(tmp_path / "results"), os.link
+
+    def late(source, place):
+        monkeypatch.setattr(fleet_results.os, "link", link)
+        results.publish("id", entry(), made)
+        link(source, place)
+
+    monkeypatch.setattr(fleet_results.os, "link", late)
+    (made["output"] / "a_00002_.png").write_bytes(b"second")
+    late_entry = results.publish("id", entry("a_00002_.png"), made)
+    assert late_entry["outputs"]["9"]["images"][0]["filename"] == "a_00001_.png"
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["id"]
+
+
 def test_file_that_vanished_leaves_nothing_half_published(tmp_path, made):
     results = Results(tmp_path / "results")
     with pytest.raises(OSError):

@@ -131,6 +131,16 @@ def test_label_that_was_changed_is_refused(reader, shelf, capsys, change):
     refused(reader, shelf, capsys, "its signature is not Ada's")
 
 
+def test_bundle_beyond_the_limit_is_not_pushed_and_says_so_when_pulled(
+    publisher, reader, shelf, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(publishing, "LARGEST_BUNDLE", 100)
+    assert run_command(publisher[0], "push", tmp_path / "other", "--key", publisher[0] / "private") == 1
+    assert "the bundle has more than" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists() or not any((tmp_path / "other").iterdir())
+    refused(reader, shelf, capsys, "its bundle has more than")
+
+
 @pytest.mark.parametrize("place", [0, 200, -1])
 def test_bundle_that_was_changed_is_refused(reader, shelf, capsys, place):
     (file,) = shelf.glob("*.bundle")

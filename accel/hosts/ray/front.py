@@ -9,11 +9,10 @@ import json
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -23,6 +22,8 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from .counts import States
+from .http import answering, read_body, read_json, refusal, refuse_foreign_origin
 from .results import PROMPT_ID, Results, failed, inside, published
 from .routing_key import routing_key
 from .settings import Settings
@@ -36,9 +37,6 @@ _VALIDATED_WITHIN = 2.0
 """Seconds in which a free replica says whether a prompt is valid; later it is answered as accepted."""
 
 _MOST_HISTORY = 200
-
-_LARGEST_BODY = 100 << 20
-"""Bytes of a request, which is held in memory: ComfyUI's own default."""
 
 _OF_ANY_REPLICA = {
     "GET": ("object_info", "object_info/{rest:path}", "system_stats", "features", "embeddings", "models")
@@ -95,19 +93,9 @@ class Front:
         self._sockets: dict[str, WebSocket] = {}
         self._numbers = itertools.count(1)
         self._counts: Counter[str] = Counter()
-        self._states: dict[str, dict[str, Any]] = {}
+        self._states = States(settings.replicas)
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        def answering(answer: Callable) -> Callable:
-            async def endpoint(request: Request) -> Response:
-                refuse = refuse_foreign_origin(request.headers)
-                try:
-                    return refuse or await answer(request)
-                except TooLarge:
-                    return refusal(f"A request may have {_LARGEST_BODY >> 20} MB.", 413)
-
-            return endpoint
-
         routes: list = []
         for path, method, answer in (
             ("prompt", "POST", self._post_prompt),
@@ -185,6 +173,7 @@ class Front:
                 except Exception as error:
                     # Serve and Ray have a dozen exceptions for a replica that ended; all mean that it did not answer.
                     log.warning("prompt %s, run %d: %s: %s", prompt.prompt_id, prompt.runs, type(error).__name__, error)
+                    self._states.forget(prompt.replica)
                     reason = f"{prompt.runs} replicas ended while they ran the prompt, the last one with: {error}"
                 prompt.running = False
             if prompt.stopped:
@@ -215,7 +204,7 @@ class Front:
                 await self._tell_status()
             elif kind == "replica":
                 prompt.replica = value["replica"]
-                self._states[prompt.replica] = value
+                self._states.heard(value)
             elif kind == "message":
                 prompt.running = True  # ComfyUI tells nothing of a prompt that waits in its own queue
                 message = to_hold(value, prompt.prompt_id) if isinstance(value, str) else None
@@ -258,7 +247,7 @@ class Front:
         self._counts["answered"] += 1
         self._counts[{True: "met", False: "not_met", None: "without_key"}[done["met"]]] += 1
         if "replica" in done:
-            self._states[done["replica"]["replica"]] = done["replica"]
+            self._states.heard(done["replica"])
 
     async def _get_prompt(self, request: Request) -> Response:
         return JSONResponse(self._exec_info())
@@ -327,11 +316,11 @@ class Front:
         return FileResponse(path, media_type="application/octet-stream" if page else None, filename=path.name)
 
     async def _get_state(self, request: Request) -> Response:
-        """What was counted here, and what each replica said with its last prompt, dead ones included."""
+        """What was counted here, and what each replica said with its last prompt."""
         waiting = sum(not prompt.running for prompt in self._prompts.values())
         counts = {**self._counts, "waiting": waiting, "running": len(self._prompts) - waiting}
         running = Counter(prompt.replica for prompt in self._prompts.values() if prompt.running)
-        replicas = [{**state, "running": running[name]} for name, state in self._states.items()]
+        replicas = [{**state, "running": running[state["replica"]]} for state in self._states]
         return JSONResponse({"prompts": counts, "replicas": replicas})
 
     async def _ask_any(self, request: Request) -> Response:
@@ -396,21 +385,6 @@ def to_hold(message: str, prompt_id: str) -> str | None:
     return message
 
 
-class TooLarge(Exception):
-    """A request has more than `_LARGEST_BODY` bytes."""
-
-
-async def read_body(request: Request) -> bytes:
-    """Raises TooLarge, before more than that is in memory."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > _LARGEST_BODY:
-            raise TooLarge
-        parts.append(part)
-    return b"".join(parts)
-
-
 def path_of_any(path: str) -> str | None:
     """A request's path for a replica's ComfyUI, quoted; None for one that leads out of `_OF_ANY_REPLICA`."""
     return None if ".." in path.split("/") else quote(path.removeprefix("/api"))
@@ -419,28 +393,3 @@ def path_of_any(path: str) -> str | None:
 def ids_to_delete(body: dict[str, Any]) -> list[str]:
     asked = body.get("delete")
     return [prompt_id for prompt_id in asked if isinstance(prompt_id, str)] if isinstance(asked, list) else []
-
-
-async def read_json(request: Request) -> Any:
-    """The body, of whatever type it says to be: clients of ComfyUI name none, or any. None where it is no JSON.
-
-    Raises TooLarge.
-    """
-    body = await read_body(request)
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-
-
-def refusal(sentence: str, status: int = 400) -> Response:
-    error = {"type": "refused", "message": sentence, "details": sentence, "extra_info": {}}
-    return JSONResponse({"error": error, "node_errors": {}}, status)
-
-
-def refuse_foreign_origin(headers: Any) -> Response | None:
-    """A refusal for a request from another site's page in the visitor's browser."""
-    origin = headers.get("origin")
-    if origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower():
-        return None
-    return refusal("Pages of another site may not ask this.", 403)

@@ -17,6 +17,7 @@ from typing import Any
 from ray import serve
 
 from .comfyui_process import ComfyUI, Gone
+from .counts import ENOUGH, Keys, counted
 from .results import Results
 from .settings import Settings
 
@@ -24,9 +25,6 @@ log = logging.getLogger("ray.serve")
 
 _WATCH = 1.0
 """Seconds between two looks at whether ComfyUI still runs."""
-
-_ENOUGH = 256
-"""Keys of a replica where nothing is captured: a compiled graph serves every size."""
 
 
 class Replica:
@@ -37,7 +35,7 @@ class Replica:
 
     async def __init__(self, given: dict[str, Any]):
         settings = Settings(**given)
-        self._name = serve.get_replica_context().replica_id.unique_id
+        self._names = {"replica": serve.get_replica_context().replica_id.unique_id, "pid": os.getpid()}
         self._results = Results(Path(settings.results))
         self._comfyui = ComfyUI(settings.tree(), _own_folder(), settings.all_flags(), settings.environment)
         self._prompts = 0
@@ -46,7 +44,7 @@ class Replica:
             await self._comfyui.state()
             for prompt in settings.warm_up:
                 await self._warm_up(prompt)
-            self._key = serve.multiplexed(_Key.new, max_num_models_per_replica=await self._most_keys())
+            self._keys = Keys(await self._most_keys())
         except BaseException:
             await self._comfyui.stop()
             raise
@@ -55,17 +53,16 @@ class Replica:
     async def run(self, prompt_id: str, key: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, Any]]:
         """Run a prompt and publish what it made: as `ComfyUI.run`, with "replica" before all, and "done" at the end.
 
-        key: of the prompt (`routing_key`), "" for none. "replica": this one's `state`. "done": that, and whether the
-        key was run here before ("met").
+        key: of the prompt (`routing_key`), "" for none. "replica": {"replica", "pid"} of this one. "done": its
+        `state`, and whether the key was run here before ("met").
         """
         done: dict[str, Any] = {"met": None}
         if self._results.entry(prompt_id) is not None:  # by a replica that ended before it could say so
             yield "accepted", {}
             yield "done", done
             return
-        yield "replica", await self.state()
-        if key:
-            done["met"] = (await self._key(key)).use()
+        yield "replica", self._names
+        done["met"] = await self._keys.met(key)
         async with contextlib.aclosing(self._comfyui.run(prompt_id, body)) as events:
             async for kind, value in events:
                 if kind != "history":
@@ -82,10 +79,7 @@ class Replica:
     async def state(self) -> dict[str, Any]:
         """Counts of this replica since its start."""
         state = await self._comfyui.state()
-        store = state["graph_store"] or {}
-        counted = {name: state["graph_cache"][name] for name in ("compilations", "loaded", "captures", "bytes")}
-        counted["store"] = {name: store.get(name) for name in ("loaded", "saved", "leases")}
-        return {"replica": self._name, "pid": os.getpid(), "prompts": self._prompts, **counted}
+        return {**self._names, "prompts": self._prompts, **counted(state["graph_cache"], state["graph_store"])}
 
     async def check_health(self) -> None:
         await self._comfyui.state()
@@ -121,7 +115,7 @@ class Replica:
         _, text, _ = await self._comfyui.ask("GET", "/accel/state?rows=5000")
         cache = json.loads(text)["graph_cache"]
         captured = [row["bytes"] for row in cache["table"] if row["source"] == "captured" and row["bytes"]]
-        return max(1, min(_ENOUGH, cache["max_bytes"] // max(captured))) if captured else _ENOUGH
+        return max(1, min(ENOUGH, cache["max_bytes"] // max(captured))) if captured else ENOUGH
 
     async def _watch(self) -> None:
         while not self._comfyui.ended:
@@ -131,26 +125,13 @@ class Replica:
         os._exit(1)
 
 
-class _Key:
-    """One key of those that this replica has run lately; Serve keeps them, the least recently used go first."""
-
-    def __init__(self) -> None:
-        self._used = False
-
-    @staticmethod
-    async def new(key: str) -> _Key:
-        return _Key()
-
-    def use(self) -> bool:
-        """Whether it was used before."""
-        used, self._used = self._used, True
-        return used
-
-
 def _own_folder() -> Path:
-    """A new folder for this process; those of processes that were killed are removed."""
+    """A name for a new folder of this process; the folders of processes that were killed are removed."""
     parent = Path(tempfile.gettempdir()) / f"comfy-accel-ray-{os.getuid() if hasattr(os, 'getuid') else 'all'}"
-    parent.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        parent.mkdir(mode=0o700)
+    if hasattr(os, "getuid") and parent.lstat().st_uid != os.getuid():  # somebody else was first
+        parent = Path(tempfile.mkdtemp(prefix="comfy-accel-ray-"))
     for folder in parent.iterdir():
         pid = folder.name.partition("-")[0]
         if pid.isdecimal() and not _runs(int(pid)):

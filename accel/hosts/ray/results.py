@@ -20,6 +20,7 @@ KINDS = ("output", "temp")
 
 _HISTORY = "history.json"
 _UNFINISHED = ".unfinished-"
+"""Begins the name of a folder for a prompt that is being published: one folder in it for each run."""
 
 Entry = dict[str, Any]
 """What ComfyUI's /history says of one prompt: {"prompt", "outputs", "status", "meta"}."""
@@ -56,11 +57,11 @@ class Results:
 
         made: where ComfyUI has put files of each of `KINDS`. Raises OSError.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self._folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
-        unfinished.mkdir()
+        runs = self._folder / f"{_UNFINISHED}{prompt_id}"
+        unfinished = runs / secrets.token_hex(8)
+        files: list[dict] = []
         try:
-            files: list[dict] = []
+            unfinished.mkdir(parents=True)
             entry = {**entry, "outputs": published(entry["outputs"], prompt_id, files.append)}
             for file in files:
                 relative = Path(os.path.normpath(Path(file.get("subfolder") or "", file["filename"])))
@@ -68,16 +69,18 @@ class Results:
                 if file["type"] in made and not (relative.is_absolute() or ".." in relative.parts):
                     _link(made[file["type"]] / relative, unfinished / file["type"] / relative)
             (unfinished / _HISTORY).write_text(json.dumps(entry), encoding="utf-8")
-            try:
-                os.rename(unfinished, self._folder / prompt_id)  # never replaces a folder that has something in it
-            except OSError:
-                earlier = self.entry(prompt_id)
-                if earlier is None:
-                    raise
-                return earlier
+            os.rename(unfinished, self._folder / prompt_id)  # never replaces a folder that has something in it
             return entry
+        except OSError:
+            earlier = self.entry(prompt_id)
+            if earlier is None:
+                raise
+            return earlier
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            # Once the prompt is published, what other runs have there is too late, or of replicas that were killed.
+            shutil.rmtree(runs if self.entry(prompt_id) is not None else unfinished, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                runs.rmdir()
 
     def entry(self, prompt_id: str) -> Entry | None:
         """The history of a published prompt; None for any other."""
