@@ -5,7 +5,7 @@ import { feed } from "./feed.js";
 import { bytes, count } from "./format.js";
 import * as server from "./server.js";
 import { loadTexts, t } from "./texts.js";
-import { toast } from "./toasts.js";
+import { toast, toastFailure } from "./toasts.js";
 
 export const TAB = "accel";
 const REPORT = "accel-report.txt";
@@ -18,7 +18,7 @@ export const COMMANDS = [
 ];
 
 /** Show the tab, and give it the focus, unless a control in it has that already; resolves when it is done. */
-export async function openPanel() {
+async function openPanel() {
   const manager = app.extensionManager;
   const isShown = manager.sidebarTab?.activeSidebarTab?.id === TAB;
   if (!isShown) await manager.command.execute(`Workspace.ToggleSidebarTab.${TAB}`);
@@ -46,7 +46,7 @@ export async function clearCache() {
     const { dropped, bytes: freed } = answer.data ?? {};
     toast("success", t("cleared"), t("clearedNumbers", { number: count(dropped), bytes: bytes(freed) }));
   } else {
-    tellFailure(answer);
+    toastFailure("failedAction", answer);
   }
   feed.refresh();
 }
@@ -54,7 +54,7 @@ export async function clearCache() {
 /** Drop one entry of the graph cache; whether it is gone. */
 export async function evictRow(id) {
   const answer = await server.evict(id);
-  if (!server.isFine(answer)) tellFailure(answer);
+  if (!server.isFine(answer)) toastFailure("failedAction", answer);
   return server.isFine(answer);
 }
 
@@ -62,7 +62,7 @@ export async function evictRow(id) {
 export async function exportReport() {
   await loadTexts();
   const answer = await server.fetchReport();
-  if (!server.isFine(answer)) return tellFailure(answer);
+  if (!server.isFine(answer)) return toastFailure("failedAction", answer);
   const text = typeof answer.data === "string" ? answer.data : JSON.stringify(answer.data, null, 2);
   const address = URL.createObjectURL(new Blob([text], { type: "text/plain" }));
   const link = Object.assign(document.createElement("a"), { href: address, download: REPORT });
@@ -73,9 +73,4 @@ export async function exportReport() {
 async function isConfirmed(title, message) {
   const ask = app.extensionManager?.dialog?.confirm;
   return ask ? Boolean(await ask({ title, message, type: "delete" })) : window.confirm(message);
-}
-
-function tellFailure(answer) {
-  const why = server.complaint(answer) ?? t(answer.status === 404 ? "missing" : "unreachable");
-  toast("error", t("failedAction"), why);
 }

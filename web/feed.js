@@ -4,7 +4,7 @@
  */
 
 import { api } from "../../scripts/api.js";
-import { fetchState, isFine } from "./server.js";
+import { fetchState, isFine, problemOf } from "./server.js";
 
 export const FIRST_ROWS = 200;
 export const MOST_ROWS = 5000;
@@ -73,7 +73,7 @@ class Feed {
 
   #take(answer) {
     const isState = isFine(answer) && answer.data !== null && typeof answer.data === "object";
-    this.problem = isState ? null : answer.status === 404 ? "missing" : "unreachable";
+    this.problem = isState ? null : problemOf(answer);
     if (!isState) return;
     this.state = answer.data;
     this.#setCompiling(answer.data.compiling);

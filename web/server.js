@@ -28,6 +28,9 @@ function post(path, body = {}) {
 
 export const isFine = ({ status }) => status >= 200 && status < 300;
 
+/** Why there is no answer: the server has no such route, or is not there. A key of a sentence. */
+export const problemOf = ({ status }) => (status === 404 ? "missing" : "unreachable");
+
 /** What the server said went wrong, if it said so in a sentence. */
 export const complaint = ({ data }) => (typeof data?.error === "string" ? data.error : null);
 

@@ -3,8 +3,8 @@
 import { app } from "../../scripts/app.js";
 import { feed } from "./feed.js";
 import * as server from "./server.js";
-import { loadTexts, t } from "./texts.js";
-import { toast } from "./toasts.js";
+import { loadTexts } from "./texts.js";
+import { toastFailure } from "./toasts.js";
 
 const PAUSE = 400; // milliseconds; a held button changes a number many times
 
@@ -113,6 +113,6 @@ async function send() {
     return;
   }
   await loadTexts();
-  toast("error", t("settingRefused"), server.complaint(answer) ?? t(answer.status === 404 ? "missing" : "unreachable"));
+  toastFailure("settingRefused", answer);
   await take(truth);
 }

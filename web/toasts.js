@@ -2,6 +2,7 @@
 
 import { app } from "../../scripts/app.js";
 import { count } from "./format.js";
+import { complaint, problemOf } from "./server.js";
 import { loadTexts, reasonText, t } from "./texts.js";
 
 const LIFE = 12_000; // milliseconds
@@ -15,6 +16,11 @@ let waiting = [];
 /** severity: success, info, warn or error */
 export function toast(severity, summary, detail) {
   app.extensionManager?.toast?.add?.({ severity, summary, detail, life: LIFE });
+}
+
+/** A toast for a request that failed: what the server said about it, else why it said nothing. key: of the summary */
+export function toastFailure(key, answer) {
+  toast("error", t(key), complaint(answer) ?? t(problemOf(answer)));
 }
 
 /**

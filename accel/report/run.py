@@ -60,7 +60,7 @@ class Run:
         compiled, loaded and captured. compiled_seconds: by model, what compiling it took since the start.
     times: how many times as long the same image would have taken; None where unknown. pays_back_after: images until
         compiling has saved what it took; None where unknown, or where nothing was compiled.
-    lines: by node id, what it gained, in parts (`headline.headlines`).
+    lines: by node id, what it gained, in parts (`headline.headline`).
     loaded_share: fraction of the weights that were on the device at the end. finished: unix seconds.
     """
 

@@ -1,7 +1,7 @@
 """The example workflows in ComfyUI's own page: each opens whole and converts to the stored graph, and one runs.
 
 `ACCEL_UPDATE=1 python3 dev.py test tests/browser/test_templates.py` writes what is otherwise compared: the API form of
-every workflow as the page converts it, and the README's picture of the first. `bench.thumbnails` draws thumbnails.
+every workflow as the page converts it. `bench.thumbnails` draws thumbnails.
 """
 
 import io
@@ -9,16 +9,15 @@ import json
 import urllib.parse
 
 import pytest
-from editor_page import CLASSIC, IN_NEWEST, SETUPS, UPDATE, get, screenshot
+from editor_page import CLASSIC, SETUPS, UPDATE, get, screenshot
 
-from bench import ROOT, workflow
+from bench import workflow
 from bench.comfyui import PACK_NAME
 
 pytestmark = pytest.mark.browser
 
 FOLDER = workflow.TEMPLATES
 START = "01 Start here"
-PICTURE = ROOT / "docs" / "screenshot-start.png"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
 UNKNOWN_NODES = """
@@ -134,9 +133,6 @@ def test_every_template_opens_whole_and_converts_to_the_stored_graph(page):
         stored = workflow.api_form(name)
         if UPDATE and page.setup == CLASSIC:
             stored.write_text(json.dumps(converted, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        elif UPDATE and page.setup == IN_NEWEST:
-            if name == START:
-                page.screenshot(path=str(PICTURE), clip={"x": 60, "y": 100, "width": 1520, "height": 600})
         elif meaning(converted) != meaning(json.loads(stored.read_text(encoding="utf-8"))):
             complaints.append(f"{name}: the page converts it to another graph than {stored.name} has")
     assert complaints + page.errors() == []

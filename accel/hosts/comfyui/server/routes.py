@@ -10,6 +10,7 @@ import re
 import urllib.parse
 from typing import Any
 
+from ....report.text import counted
 from .. import preferences
 from ..versions import queue_prompt
 from . import panel, panel_messages, report
@@ -122,7 +123,7 @@ async def warm_up(server: Any, body: Any) -> dict:
     def refuse_when_busy():
         waiting = server.prompt_queue.get_tasks_remaining()
         if waiting:
-            raise Refused(f"ComfyUI is busy, {waiting} prompts run or wait: warm up when it is idle.", 409)
+            raise Refused(f"ComfyUI is busy ({counted(waiting, 'prompt')} in its queue): warm up when it is idle.", 409)
 
     request = read(body, lambda: folder_paths.get_filename_list("checkpoints"))
     refuse_when_busy()
