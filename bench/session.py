@@ -1,23 +1,26 @@
 """A session of many sizes, batches, prompts, LoRAs and a ControlNet: what eager, core's compile node and ours pay.
 
-One process and ComfyUI's real samplers, on a small UNet of SD1.5's kind and a small Flux. Without a GPU the latents are
-scaled down with their parity kept (`session_plan.latent_side`). Compilations are torch's own count of graphs.
+ComfyUI's real samplers, on a small UNet of SD1.5's kind and a small Flux, each contender in a new process with an empty
+compiler cache. Without a GPU the latents are scaled down with their parity kept (`session_plan.latent_side`).
+Compilations are torch's own count of graphs.
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import Problem, command, pack, report
-from .comfyui import has_accelerator
+from . import Problem, child, command, pack, report
+from .comfyui import has_accelerator, tree
 from .compilations import RecompileLimit, counts, empty_inductor_cache
 from .inprocess import boot
 from .session_plan import SCALE, STEPS, TOLERANCE, Step, failure, latent_side, with_waiting
 
-CONTENDERS = ("eager", "core", "ours")
+MODELS = ("SD1.5 UNet", "Flux DiT")
+CONTENDERS = ("eager", "ours", "core")
 COLUMNS = (
     *("model", "step", "contender", "first_image_s", "compilations", "graph_breaks"),
     *("max_abs_diff", "relative_diff", "uncompiled"),
@@ -27,29 +30,19 @@ SAMPLER_STEPS = 3
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
-    comfyui = boot(cpu=not has_accelerator())
-    pack.load()
-    import torch
-
-    from . import tiny_models
-
-    if options.quick:
-        torch.set_num_threads(1)  # Layers this small gain nothing from more, and lose a lot on a machine that is busy.
+    if options.child:
+        print(json.dumps(measure(*options.child, options.dtype, options.quick)))
+        return
     print(_heading(options), flush=True)
     rows = []
-    with empty_inductor_cache(), RecompileLimit() as limit:
-        for family in (tiny_models.UNET_FAMILY, tiny_models.FLUX_FAMILY):
-            images: dict[str, Any] = {}
-            for contender in (name for name in CONTENDERS if name in options.contenders):
-                session = Session(family, contender, options.dtype, options.quick, limit)
-                for step in STEPS:
-                    rows.append(session.row(step, images))
-                    print(*_readable(rows[-1]).values(), sep="  ", file=sys.stderr, flush=True)
-                if options.json:
-                    report.write(options.json, with_waiting(rows), comfyui)  # also of a run that is stopped
-            _check_steps(family.name, images)
-
-    rows = with_waiting(rows)
+    given = ["--dtype", options.dtype, *(["--quick"] if options.quick else [])]
+    for model in MODELS:
+        for contender in [name for name in CONTENDERS[1:] if name in options.contenders] or CONTENDERS[:1]:
+            own = child.result_of("bench.session", [model, contender, *given], f"{model}, {contender}", {})
+            has_eager = any(row["model"] == model for row in rows)
+            rows += [row for row in own if row["contender"] == contender or not has_eager]
+            if options.json:
+                report.write(options.json, rows, tree())  # also of a run that is stopped
     print(f"\n{report.table([_readable(row) for row in rows], COLUMNS)}\n")
     print(report.table(totals(rows)))
     print("gave_up_at: where torch reached its recompile limit; from there on this contender ran eagerly.")
@@ -62,6 +55,29 @@ def main(arguments: list[str] | None = None) -> None:
     if "ours" not in options.contenders:
         return
     print("Ours compiled in the first step of each model alone, broke no graph, and is within tolerance in every step.")
+
+
+def measure(model: str, contender: str, dtype: str, quick: bool) -> list[report.Row]:
+    """Eager's session on one model and the contender's, in this process, with what waiting for the compiler took."""
+    boot(cpu=not has_accelerator())
+    pack.load()
+    import torch
+
+    from . import tiny_models
+
+    if quick:
+        torch.set_num_threads(1)  # Layers this small gain nothing from more, and lose a lot on a machine that is busy.
+    (family,) = [each for each in (tiny_models.UNET_FAMILY, tiny_models.FLUX_FAMILY) if each.name == model]
+    rows: list[report.Row] = []
+    images: dict[str, Any] = {}
+    with empty_inductor_cache(), RecompileLimit() as limit:
+        for name in dict.fromkeys((CONTENDERS[0], contender)):
+            session = Session(family, name, dtype, quick, limit)
+            for step in STEPS:
+                rows.append(session.row(step, images))
+                print(*_readable(rows[-1]).values(), sep="  ", file=sys.stderr, flush=True)
+    _check_steps(model, images)
+    return with_waiting(rows)
 
 
 class Session:
@@ -272,6 +288,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a cheap backend, fewer sampler steps: counts, no speed")
     parser.add_argument("--dtype", choices=list(TOLERANCE), default="fp16", help="of the weights (default: fp16)")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="eager always runs")
+    parser.add_argument("--child", nargs=2, metavar=("MODEL", "CONTENDER"), help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
     options = parser.parse_args(arguments)
     options.contenders = {CONTENDERS[0], *options.contenders}  # what the others are compared with
