@@ -3,7 +3,8 @@
 Whole numbers from 2 on (frames, text tokens, the height of a window) change between images as tensor
 sizes do, so each is passed as the size of an empty tensor. 0, 1 and negative numbers are flags, empty
 counts and dimensions: constants. Other numbers and strings are values: each needs its own graph, so the
-cache key is the spec without them (`without_values`), and few graphs are kept per key.
+cache key is the spec without them (`without_values`), and few graphs are kept per key. In an object 1 is passed as a
+size too: what it says of its tensors (LTX 2's time steps: their batch) is mostly a size of theirs.
 """
 
 from __future__ import annotations
@@ -62,8 +63,15 @@ def flatten(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], A
         return ("dict", *[(key, flatten(item, tensors, replace)) for key, item in value.items()])
     fields = _fields(cls)
     if fields is not None and all(hasattr(value, name) for name in fields):
-        return ("object", cls, *[(name, flatten(getattr(value, name), tensors, replace)) for name in fields])
+        return ("object", cls, *[(name, _flatten_field(getattr(value, name), tensors, replace)) for name in fields])
     raise UnsupportedArgument(f"an argument of type {cls.__module__}.{cls.__qualname__}")
+
+
+def _flatten_field(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], Any] | None) -> Spec:
+    if type(value) is int and value == 1:
+        tensors.append(_size_tensor(1))
+        return ("size",)
+    return flatten(value, tensors, replace)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -89,7 +89,8 @@ def test_object_with_slots_is_rebuilt_without_its_init():
     spec = flatten((PerFrame(torch.arange(12.0)),), tensors)
     (again,) = rebuild(spec, tensors)
     assert type(again) is PerFrame and again.data is tensors[0] and again.frames == 3
-    assert spec == flatten((PerFrame(torch.arange(8.0)),), [])
+    for tokens in (8, 4):  # of a single frame there is no graph of its own
+        assert spec == flatten((PerFrame(torch.arange(float(tokens))),), [])
 
 
 @pytest.mark.parametrize("other", [Elsewhere(torch.ones(4)), object.__new__(PerFrame)])
