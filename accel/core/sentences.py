@@ -92,6 +92,8 @@ _CAPTURING = {
     "code_unknown": "its code cannot be analysed: {what}",
     "patch_runs": "a patch ({patch}) runs its own code in each call",
     "memory_needed": "the memory of its captures is needed elsewhere during this run",
+    "captures_in_vain": "the memory of its captures was needed elsewhere {times} times in a row before another image "
+    "could use them",
     "loaded_in_part": "it is loaded in part, and its other weights come and go",
     "weights_streamed": "its weights are streamed (dynamic VRAM), and not all on the device at once",
     "memory_planned": "{by} plans the memory of its calls, and moves it from call to call",

@@ -123,10 +123,6 @@ class CallCache:
         self._replace = replace
         self._variants: tuple[CallVariant, ...] = ()
 
-    def clear(self) -> None:
-        """Forget every variant."""
-        self._variants = ()
-
     def find(self, args: tuple, kwargs: dict[str, Any]) -> tuple[CallVariant, Sequence[torch.Tensor]] | None:
         """The variant and the tensors of a call; None for a new variant.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..cache.entry import Lease
+from ..cache.entry import Entry, Lease
 from ..cache.graph_cache import GraphCache, NoGraph
 from ..core.errors import one_line
 from ..core.events import emit
@@ -24,7 +24,7 @@ from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly, not_in_this_mode
 from ..dispatch.block_observer import BlockObserver
 from ..dispatch.block_runner import BlockRunner
-from ..modules.substitution import Order, substituted
+from ..modules.substitution import Order, Substitution
 from ..signature import tree_spec
 from ..signature.tensors import PLAIN_TENSORS
 from ..step_cache.capture_io import CaptureIO, RunProxy
@@ -73,11 +73,12 @@ class ModelCapture:
         self._name = type(model).__name__
         self._cache, self._pool, self._lease, self._host = cache, pool, lease, host
         self._observer = BlockObserver()
-        self._blocks = blocks
+        self._blocks = Substitution(blocks, Order.COMPILED)
         for runner in blocks.values():
             runner.observer = self._observer
         self._progress: dict[CaptureKey, _Progress] = {}
         self._confirmed: weakref.WeakSet[CapturedCall] = weakref.WeakSet()
+        self._made: weakref.WeakSet[CapturedCall] = weakref.WeakSet()
         self._guard = ModelGuard(model, host)
         self._calls = CallCache(host.simplify)
         self._off: Reason | None = None
@@ -103,29 +104,40 @@ class ModelCapture:
             self._host.release()  # the device may still be at work: what takes memory away waits for it
 
     def _call(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        proxy = self._proxy
-        reason = self._off or self._why_not()
+        proxy, self._observer.may_capture = self._proxy, False
+        reason = self._off or self._host.why_not()
         if reason is None:
             reason, variant, inputs = self._variant_of(args, kwargs)
-        self._observer.may_capture = reason is None and (proxy is None or proxy.is_capturable)
         if reason is not None:
-            if reason != self._off:
-                self._note(reason)
-            return self._alone(inner, args, kwargs)
+            return self._refuse(reason, inner, args, kwargs)
         if proxy is not None and not proxy.is_capturable:
             return self._alone(inner, args, kwargs)
         features = proxy.features() if proxy else {}
-        tensors = [*inputs, *features.values()]
         key = variant.key(self._model, features, proxy.phase if proxy else None, self._host.facts)
-        captured = self._find(key)
+        entry = self._cache.get(key, self._lease)
+        # Weights are looked at one by one, so a call that will not be captured does without.
+        if (entry is None or not entry.graphs) and self._is_refused(key, entry):
+            return self._alone(inner, args, kwargs)
+        reason = self._why_not(variant.device)
+        if reason is not None:
+            return self._refuse(reason, inner, args, kwargs)
+        self._observer.may_capture = True
+        tensors = [*inputs, *features.values()]
+        captured = self._current(key, entry)
+        del entry  # an eager call may need the memory of what is evicted
         if captured is not None and captured.held <= self._held:
             if proxy is not None and captured.io is not None:
                 proxy.check(captured.io)
             done, out = self._replay(captured, tensors, proxy)
-            del captured  # the eager call may need its memory
+            del captured
             return out if done else self._alone(inner, args, kwargs)
         del captured
         return self._warm_up(key, inner, args, kwargs, tensors, features, variant.device)
+
+    def _refuse(self, reason: Reason, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        if reason != self._off:
+            self._note(reason)
+        return self._alone(inner, args, kwargs)
 
     def _alone(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The call made, with streamed weights free to give way to what it computes."""
@@ -134,27 +146,31 @@ class ModelCapture:
 
     def call_uncaptured(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `inner` returns for these arguments."""
-        with substituted(self._blocks, Order.COMPILED):
+        with self._blocks.in_place():
             return inner(*args, **kwargs)
 
     # Whether a call can be captured or replayed at all
 
-    def _why_not(self) -> Reason | None:
-        reason = self._host.why_not()
-        if reason is not None:
-            return reason
+    def _why_not(self, device: torch.device) -> Reason | None:
+        """Why no call can be captured or replayed with the weights as they are; if one can, all are held. device: of
+        its inputs."""
         reason = self._hold()
         if reason is not None:
             self._stop(reason)  # what did not fit will not before the next run
             return reason
-        if self._guard.seems_current():
-            return None
-        self._confirmed.clear()
-        self._calls.clear()
-        reason = self._guard.snapshot()
-        if reason is not None:
-            self._stop(reason)  # another snapshot at every call would cost more than it may give
-        return reason
+        if not self._guard.seems_current():
+            self._confirmed.clear()
+            reason = self._guard.snapshot()
+            if reason is not None:
+                self._stop(reason)  # another snapshot at every call would cost more than it may give
+                return reason
+        weights = self._guard.weights
+        if weights.devices and device not in weights.devices:
+            devices = ", ".join(sorted(map(str, {device, *weights.devices})))
+            return Reason("tensors_on_devices", devices=devices)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in weights.tensors()):
+            return Reason("gradients")
+        return None
 
     def _hold(self) -> Reason | None:
         """Hold the model's weights where they are streamed; why not, if that fails."""
@@ -196,14 +212,10 @@ class ModelCapture:
         odd = next((type(t).__name__ for t in filled if type(t) not in PLAIN_TENSORS), None)
         if odd is not None:
             return Reason("odd_tensor", type=odd)
-        weights = self._guard.weights
-        devices = {tensor.device for tensor in filled} | weights.devices
+        devices = {tensor.device for tensor in filled}
         if len(devices) > 1:
             return Reason("tensors_on_devices", devices=", ".join(sorted(map(str, devices))))
-        reason = not_in_this_mode((), inputs)
-        if reason is None and torch.is_grad_enabled() and any(t.requires_grad for t in weights.tensors()):
-            reason = Reason("gradients")
-        return reason
+        return not_in_this_mode((), inputs)
 
     def _ask_capturer(self, device: torch.device) -> Reason | None:
         try:
@@ -215,12 +227,9 @@ class ModelCapture:
 
     # Replays
 
-    def _find(self, key: CaptureKey) -> CapturedCall | None:
+    def _current(self, key: CaptureKey, entry: Entry | None) -> CapturedCall | None:
         """The captured call of the key, if it is right for the model as it is; an outdated one is evicted."""
-        entry = self._cache.get(key, self._lease)
-        if entry is None:
-            return None
-        captured = next(iter(entry.graphs), None)
+        captured = None if entry is None else next(iter(entry.graphs), None)
         if captured is None:
             return None
         if captured not in self._confirmed:
@@ -234,6 +243,7 @@ class ModelCapture:
             with self._pool.capturer.lock:
                 captured.refresh(self._guard.weights)
             self._confirmed.add(captured)
+            captured.outlived_its_run |= captured not in self._made
         entry.hits += 1
         return captured
 
@@ -264,15 +274,17 @@ class ModelCapture:
 
     # From the first call of a key to its capture
 
-    def _warm_up(self, key, inner, args, kwargs, tensors, features, device) -> Any:
-        """Make the call eagerly, and take the next step towards its capture."""
+    def _is_refused(self, key: CaptureKey, entry: Entry | None) -> bool:
+        """Whether there will be no captured call of the key in this run."""
         progress = self._progress_of(key)
-        entry = self._cache.get(key)
         if entry is not None and entry.failure is not None and not progress.refused:
             self._note(entry.failure)
             progress.refused = True
-        if progress.refused or self._pool.is_refused(key, self._cache.max_bytes):
-            return self._alone(inner, args, kwargs)
+        return progress.refused or self._pool.is_refused(key, self._cache.max_bytes)
+
+    def _warm_up(self, key, inner, args, kwargs, tensors, features, device) -> Any:
+        """Make the call eagerly, and take the next step towards its capture."""
+        progress, entry = self._progress_of(key), self._cache.get(key)
         proxy, held = self._proxy, self._held
         is_due = progress.made == held
         self._observer.reset()
@@ -309,6 +321,7 @@ class ModelCapture:
                     raise NoRoom(Reason("weights_moved"))  # in this run
                 self._pool.admit(captured, self._cache, self._lease)
             self._confirmed.add(captured)
+            self._made.add(captured)
             return captured
 
         refusal = None

@@ -62,10 +62,11 @@ class CapturedCall:
     buffers: of its inputs, including the features that a skipped call takes. loaded: of weights that the host loads
         anew for each run. out: what it returned. io: what it handed to DeepCache, None without one. weights: of the
         model, as captured. held: the streamed weights that must be held for a replay. observer: has the compiled graphs
-        inside, which live as long as this does.
+        inside, which live as long as this does. outlived_its_run: a run later than that which made it has replayed it.
     """
 
     saved_as: str | None = None
+    outlived_its_run = False
 
     def __init__(
         self,

@@ -125,6 +125,25 @@ def test_every_way_to_ask_frees_them_and_the_next_image_is_right_and_captured_an
     assert left(capturer) == 1 and len(standing()) == 1 and fallbacks.rows() == []
 
 
+def test_captures_that_go_before_the_next_image_time_after_time_are_made_no_more(cache, capturer):
+    model, useful = unet(), unet(seed=2)
+    expected, fast_ones = image(model), [fast(model, cache), fast(useful, cache)]
+    for _ in range(3):
+        assert torch.equal(image(fast_ones[0]), expected) and reasons() == []
+        for _ in range(2):  # of the second model, the next image does use them
+            image(fast_ones[1])
+        assert left(capturer) == 2
+        core.free_memory(1e30, CPU)
+    captures = capturer.captures
+    assert torch.equal(image(fast_ones[0]), expected) and capturer.captures == captures
+    assert reasons() == [
+        "the memory of its captures was needed elsewhere 3 times in a row before another image could use them"
+    ]
+    image(fast_ones[1])
+    image(fast(unet(), cache))  # loaded anew
+    assert capturer.captures == captures + 2
+
+
 def test_unloading_the_model_alone_leaves_an_entry_of_no_bytes_until_the_next_run(cache, capturer):
     model, other = unet(), unet(seed=3)
     model_fast = fast(model, cache)

@@ -3,7 +3,6 @@
 import gc
 import random
 import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.cuda_graphs import model_capture
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
+from comfy_accel.accel.modules.substitution import Substitution
 from cpu_capturer import STAGES, CpuCapturer, left
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
@@ -36,12 +36,23 @@ def test_third_call_is_captured_and_the_rest_are_replays_in_this_run_and_the_nex
 
 
 def test_stand_ins_of_blocks_are_in_place_in_calls_that_run_the_model_alone(monkeypatch):
-    placed = []
-    monkeypatch.setattr(model_capture, "substituted", lambda blocks, order: placed.append(order) or nullcontext())
+    made, placed = [], []
+
+    class Counted(Substitution):
+        def __init__(self, *args):
+            made.append(self)
+            super().__init__(*args)
+
+        def in_place(self):
+            placed.append(self)
+            return super().in_place()
+
+    monkeypatch.setattr(model_capture, "Substitution", Counted)
     model, (cache, _) = Toy(), capturing_cache()
     with run(model, cache) as call:
         assert check_calls(model, call, 3) == len(placed) == 3 + 2
         assert check_calls(model, call, 3) == 0 and len(placed) == 3 + 2
+    assert set(placed) == set(made) and len(made) == 1, "stand-ins are made anew for a call"
 
 
 def buffers(cache):
@@ -279,6 +290,23 @@ def test_what_a_capture_would_not_do_again_is_told_once_and_nothing_is_captured(
     assert (capturer.warm_ups, capturer.captures) == (1, 0)
     (reason,) = reasons()
     assert said in reason
+
+
+def test_call_that_is_not_captured_has_no_weights_held():
+    """Each weight is looked at for that, which a call that stays uncaptured can do without."""
+    model, (cache, capturer) = Waits(), capturing_cache()
+    held = []
+    host = CaptureHost(hold=lambda: held.append(0) or frozenset())
+    for _ in range(2):
+        with run(model, cache, host) as call:
+            for seed in range(6):
+                call(latent(seed), times(seed))
+    assert capturer.captures == 0 and len(reasons()) == 1
+    assert len(held) == 3  # the dry run, before which each call may be the one that is captured
+    with run(model, cache, host, inner=lambda *args, **kwargs: None) as call:
+        for _ in range(4):
+            call(latent(), control=object())
+    assert len(held) == 3
 
 
 def test_training_and_gradients_are_left_alone():

@@ -23,13 +23,19 @@ from .. import preferences
 from ..home import running_home
 from ..progress import CompileProgress
 from ..sizes.shape_errors import size_remembered, sizes_explained
-from ..versions import NO_RESULT_DEPENDS_ON, casts_traceable, recording_nothing, unrecorded_context
+from ..versions import (
+    NO_RESULT_DEPENDS_ON,
+    casts_traceable,
+    is_split_over_devices,
+    recording_nothing,
+    unrecorded_context,
+)
 from . import streamed
 from .options import INTERRUPTS, simplifier, without_hooks
 from .run_events import run_events, sampling_begins, uses
 
 if TYPE_CHECKING:
-    from ....cuda_graphs.model_capture import ModelCapture
+    from .capture import CapturedModel
 
 KEY = "accel.compile"
 """The key of our wrappers on a patcher, and of the run's state in its transformer_options."""
@@ -50,12 +56,12 @@ HOST = Host(
 @dataclass
 class _ModelState:
     """What one model has in one run: the layers of its blocks, which stand in for them in each call, how many kinds
-    they are, and its capture."""
+    they are, and the model where its calls are captured."""
 
     layers: dict[torch.nn.Module, Layer]
     substitution: Substitution
     kinds: int
-    capture: ModelCapture | None = None
+    captured: CapturedModel | None = None
 
 
 class Run:
@@ -95,17 +101,19 @@ class Run:
         if isinstance(context, torch.Tensor) and context.ndim > 1:
             self._contexts.add(context.shape[1])
         with self._progress.during_call(state.kinds):
-            if not self._graphs:
+            if self._graphs:
+                with self._lock:
+                    self._model_calls += 1
+            if not self._graphs or is_split_over_devices(options):
                 with state.substitution.in_place():
                     yield options
                 return
             from . import capture  # a slow import, which only captured runs should pay for
 
             with self._lock:
-                self._model_calls += 1
-                if state.capture is None:
-                    state.capture = capture.begin(base, self._settings, self._cache, self._lease, state.layers)
-            with capture.standing_in(state.capture, model, options, state.layers) as options:
+                if state.captured is None:
+                    state.captured = capture.begin(base, self._settings, self._cache, self._lease, state.layers)
+            with state.captured.standing_in(options) as options:
                 yield options
 
     @property
@@ -117,7 +125,7 @@ class Run:
         """Emit "run_calls" for the record of the run, once its lease is over."""
         states = self._states.values()
         runners = (layer for state in states for layer in state.layers.values() if isinstance(layer, BlockRunner))
-        captures = (state.capture for state in states if state.capture is not None)
+        captures = (state.captured.capture for state in states if state.captured is not None)
         emit(
             "run_calls",
             lease=self._lease,

@@ -26,12 +26,11 @@ from ....dispatch.block_runner import BlockRunner
 from ....fingerprint.code_hash import CodeReader
 from ....fingerprint.plain_values import Indescribable
 from ....modules.snapshot import WeightSnapshot
-from ....modules.substitution import Layer, Order, substituted
+from ....modules.substitution import Layer, Order, Substitution
 from .. import preferences
 from ..versions import (
     NO_RESULT_DEPENDS_ON,
     is_dynamic,
-    is_split_over_devices,
     records_memory,
     takes_streamed_weights,
 )
@@ -56,9 +55,9 @@ def attach(cache: GraphCache, model: Any) -> None:
 
 
 def begin(
-    base: torch.nn.Module, settings: Hashable, cache: GraphCache, lease: Lease, layers: Mapping[torch.nn.Module, Any]
-) -> ModelCapture:
-    """The capture of one run of a BaseModel. layers: of its blocks."""
+    base: torch.nn.Module, settings: Hashable, cache: GraphCache, lease: Lease, layers: Mapping[torch.nn.Module, Layer]
+) -> CapturedModel:
+    """The capture of one run of a BaseModel. layers: of its blocks and of its network."""
     memory = memory_of(cache)
     if cache is shared:
         preferences.make_room_for_captures(room_for_captures(comfy.model_management.get_torch_device()))
@@ -74,6 +73,7 @@ def begin(
         strings, code = hashed.strings, hashed.digest
     except Indescribable as why:
         reason = Reason("code_unknown", what=str(why))
+    reason = reason or memory.why_not(model)
     host = CaptureHost(
         facts=(code, settings, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
         simplify=call_simplifier(strings),
@@ -85,31 +85,35 @@ def begin(
         hold=held.hold,
         release=held.release,
     )
-    return ModelCapture(model, cache, cache.captures, lease, blocks, host)
+    return CapturedModel(ModelCapture(model, cache, cache.captures, lease, blocks, host), model, layers[model])
 
 
-@contextmanager
-def standing_in(
-    capture: ModelCapture, model: torch.nn.Module, options: dict[str, Any], layers: Mapping[torch.nn.Module, Layer]
-) -> Iterator[dict[str, Any]]:
-    """Replay or capture one call of the model, made with the transformer_options that this yields.
+class CapturedModel:
+    """A model whose calls are captured or replayed in one run, and what stands in for it in each of them.
 
-    layers: of its blocks and of itself. The capture puts those of blocks in place, in calls that are not replayed.
+    layer: of the model itself. The capture puts those of its blocks in place, in calls that are not replayed.
     """
-    if is_split_over_devices(options):
-        with substituted(layers, Order.COMPILED):
-            yield options
-        return
-    options = {**options, KEY: capture}
-    with substituted({model: layers[model]}, Order.COMPILED):
+
+    def __init__(self, capture: ModelCapture, model: torch.nn.Module, layer: Layer):
+        self.capture = capture
+        self._observed = Substitution({model: layer}, Order.COMPILED)
+        self._captured = None
         if not asks_wrappers(model):
-            with substituted({model: torch.compiler.disable(capture.call)}, Order.CAPTURED):
-                yield options
-            return
-        wrappers = options.get("wrappers", {})
-        of_model = {key: known for key, known in wrappers.get(WrappersMP.DIFFUSION_MODEL, {}).items() if key != KEY}
-        options["wrappers"] = {**wrappers, WrappersMP.DIFFUSION_MODEL: {**of_model, KEY: [_call_model]}}
-        yield options
+            self._captured = Substitution({model: torch.compiler.disable(capture.call)}, Order.CAPTURED)
+
+    @contextmanager
+    def standing_in(self, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Replay or capture one call of the model, made with the transformer_options that this yields."""
+        options = {**options, KEY: self.capture}
+        with self._observed.in_place():
+            if self._captured is not None:
+                with self._captured.in_place():
+                    yield options
+                return
+            wrappers = options.get("wrappers", {})
+            of_model = {key: known for key, known in wrappers.get(WrappersMP.DIFFUSION_MODEL, {}).items() if key != KEY}
+            options["wrappers"] = {**wrappers, WrappersMP.DIFFUSION_MODEL: {**of_model, KEY: [_call_model]}}
+            yield options
 
 
 @torch.compiler.disable
