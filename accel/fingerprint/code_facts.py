@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _SETS_GLOBALS = ("STORE_GLOBAL", "DELETE_GLOBAL")
-_ASSIGNS = (*_SETS_GLOBALS, "STORE_ATTR", "DELETE_ATTR")
+_SETS_ATTRIBUTES = ("STORE_ATTR", "DELETE_ATTR")
+_ASSIGNS = (*_SETS_GLOBALS, *_SETS_ATTRIBUTES)
 _MUTATES = ("STORE_SUBSCR", "DELETE_SUBSCR")
 _MUTATING_METHODS = frozenset("add append appendleft clear extend insert pop popitem remove setdefault update".split())
 
@@ -22,6 +23,7 @@ class CodeFacts:
 
     digest: equal in every process for equal code.
     names: the globals and attributes that it reads, sets or calls.
+    read: those of them that it does more with than to set or delete them.
     strings: its string constants.
     assigned: the globals and attributes that it sets or deletes.
     globals_set: those of them that are globals of its own module.
@@ -30,6 +32,7 @@ class CodeFacts:
 
     digest: str
     names: frozenset[str]
+    read: frozenset[str]
     strings: frozenset[str]
     assigned: frozenset[str]
     globals_set: frozenset[str]
@@ -56,6 +59,7 @@ def _read(code: types.CodeType) -> CodeFacts:
     return CodeFacts(
         digest=hashlib.sha256(repr(described).encode()).hexdigest()[:16],
         names=frozenset(code.co_names).union(*(inner.names for inner in nested)),
+        read=_read_names(code).union(*(inner.read for inner in nested)),
         strings=frozenset(_strings(code.co_consts)).union(*(inner.strings for inner in nested)),
         assigned=frozenset(_assigned(code, _ASSIGNS)).union(*(inner.assigned for inner in nested)),
         globals_set=frozenset(_assigned(code, _SETS_GLOBALS)).union(*(inner.globals_set for inner in nested)),
@@ -81,6 +85,13 @@ def _strings(constants: tuple) -> Iterator[str]:
             yield item
         elif isinstance(item, (tuple, frozenset)):
             yield from _strings(tuple(item))
+
+
+def _read_names(code: types.CodeType) -> frozenset[str]:
+    if next(_assigned(code, _SETS_ATTRIBUTES), None) is None:
+        return frozenset(code.co_names)
+    steps = dis.get_instructions(code)
+    return frozenset(i.argval for i in steps if i.opcode in dis.hasname and i.opname not in _SETS_ATTRIBUTES)
 
 
 def _assigned(code: types.CodeType, operations: tuple[str, ...]) -> Iterator[str]:

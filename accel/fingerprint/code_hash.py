@@ -51,6 +51,7 @@ class CodeHash:
     digest: of the functions, of those that they call and of the plain values that they read.
     strings: the string constants.
     attributes: those that the code may read, by name or by `getattr` with a constant.
+    unread: those that it sets and never reads, as a model does that keeps what a call came to for whoever asks.
     sources: the files and packages that it is in or reads from (`module_files.source_of`), without libraries.
     opaque: objects that it reads of which the digest covers only the type. They stay as they are while a
         program runs.
@@ -59,6 +60,7 @@ class CodeHash:
     digest: str
     strings: frozenset[str]
     attributes: frozenset[str]
+    unread: frozenset[str]
     sources: frozenset[str]
     opaque: frozenset[str]
 
@@ -126,6 +128,8 @@ class CodeReader:
         strings = frozenset().union(*(function.facts.strings for function in reached))
         names = frozenset().union(*(function.facts.names for function in reached))
         attributes = names | {string for string in strings if string.isidentifier()}
+        read = frozenset().union(*(function.facts.read for function in reached))
+        unread = frozenset().union(*(function.facts.assigned for function in reached)) - read - strings
         # The code's own assignments are where it keeps things, not settings.
         assigned = frozenset().union(*(function.assigned for function in reached))
         values = {value for function in reached for value in function.values if value[:2] not in assigned}
@@ -139,7 +143,8 @@ class CodeReader:
             references.opaque.update(what for scope, name, what in function.opaque if (scope, name) not in assigned)
         references.sources.update(*(function.references.sources for function in reached))
         digest = hashlib.sha256(repr(described).encode()).hexdigest()
-        return CodeHash(digest, strings, attributes, frozenset(references.sources), frozenset(references.opaque))
+        sources, opaque = frozenset(references.sources), frozenset(references.opaque)
+        return CodeHash(digest, strings, attributes, unread, sources, opaque)
 
     def _reach(self, roots: list[types.FunctionType]) -> list[_Function]:
         """These functions and all that they call in turn; calls into libraries are not followed."""

@@ -18,6 +18,8 @@ _SAMPLED = 47
 """Weights that `WeightSnapshot.seems_current` looks at, spread over the model: enough to notice one that was moved as a
 whole or in large parts. A prime, lest of blocks with equal numbers of weights always the same one be looked at."""
 
+_ABSENT = object()
+
 _address = torch.Tensor.data_ptr
 
 
@@ -56,14 +58,22 @@ class WeightSnapshot:
     streamed: for a model whose weights a host streams, the names of a module's parameters that are not read where they
         are; the host keeps what is read on the module, at a fixed address. Its other parameters and buffers are new
         tensors at each load: their addresses are no part of the digest, and a captured call has copies (`replaced`).
+    unread: attributes that the model's code sets in each call and never reads. They are left out, and are after a
+        captured call what they were before: what it set is in memory that others overwrite.
     digest: of the address, shape, strides and type of each, and of what else its class is told (`stored_form`).
     devices: where they are; one at most.
 
     Raises UnsupportedWeights: some have no plain address, or they are on several devices.
     """
 
-    def __init__(self, model: torch.nn.Module, streamed: Callable[[torch.nn.Module], Collection[str]] | None = None):
-        modules = list(model.modules())
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        streamed: Callable[[torch.nn.Module], Collection[str]] | None = None,
+        unread: frozenset[str] = frozenset(),
+    ):
+        self._modules, self._unread = list(model.modules()), unread
+        modules = self._modules
         places, contexts = [], []
         self._loaded: list[tuple[dict[str, Any], str]] = []
         for module in modules:
@@ -72,6 +82,8 @@ class WeightSnapshot:
                 is_loaded = streamed is not None and holder is not module.__dict__
                 for name, value in list(holder.items()):  # copied: another thread may put a stand-in there
                     if not isinstance(value, torch.Tensor) or (is_loaded and name in elsewhere):
+                        continue
+                    if holder is module.__dict__ and name in unread:
                         continue
                     form = _form_of(value)
                     if form is None:
@@ -112,8 +124,9 @@ class WeightSnapshot:
 
     @contextmanager
     def replaced(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Inside, these tensors are where `loaded` ones are."""
+        """Inside, these tensors are where `loaded` ones are, and a call may set what the model never reads."""
         kept = self.loaded()
+        unread = [(m.__dict__, name, m.__dict__.get(name, _ABSENT)) for m in self._modules for name in self._unread]
         try:
             for (holder, name), own, other in zip(self._loaded, kept, tensors, strict=True):
                 is_parameter = isinstance(own, torch.nn.Parameter)
@@ -122,6 +135,11 @@ class WeightSnapshot:
         finally:
             for (holder, name), own in zip(self._loaded, kept, strict=True):
                 holder[name] = own
+            for attributes, name, own in unread:
+                if own is not _ABSENT:
+                    attributes[name] = own
+                else:
+                    attributes.pop(name, None)
 
     def seems_current(self) -> bool:
         """Whether a sample of the weights is where it was; a few microseconds."""

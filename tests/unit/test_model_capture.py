@@ -1,5 +1,6 @@
 """The captured calls of a run: when they are made, told apart and marked failed, and that they are always right."""
 
+import functools
 import gc
 import random
 import weakref
@@ -11,8 +12,10 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.cuda_graphs import model_capture
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
+from comfy_accel.accel.fingerprint.code_hash import CodeReader
+from comfy_accel.accel.modules.snapshot import WeightSnapshot
 from comfy_accel.accel.modules.substitution import Substitution
-from cpu_capturer import STAGES, CpuCapturer, left
+from cpu_capturer import STAGES, CpuCapturer, left, storage
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
@@ -290,6 +293,29 @@ def test_what_a_capture_would_not_do_again_is_told_once_and_nothing_is_captured(
     assert (capturer.warm_ups, capturer.captures) == (1, 0)
     (reason,) = reasons()
     assert said in reason
+
+
+class Keeps(Toy):
+    """As Anima, which keeps the embedding of its time steps for whoever asks."""
+
+    def forward(self, x, t):
+        self.last = out = super().forward(x, t)
+        return out * 2
+
+
+def test_what_a_model_keeps_of_each_call_and_never_reads_is_no_weight_of_it():
+    model, (cache, capturer) = Keeps(), capturing_cache()
+    unread = CodeReader().read(frozenset(map(type, model.modules()))).unread
+    assert unread == {"last"}
+    host = CaptureHost(snapshot=functools.partial(WeightSnapshot, unread=unread))
+    for _ in range(2):
+        with run(model, cache, host) as call:
+            for seed in range(5):
+                out = call(latent(seed), times(seed))
+                kept = model.last
+                assert torch.equal(out, model(latent(seed), times(seed)))
+                assert storage(kept) not in {storage(made) for graph in capturer.graphs for made in graph._made}
+    assert capturer.captures == 1 and capturer.replays == 1 + 2 + 5 and reasons() == []
 
 
 def test_call_that_is_not_captured_has_no_weights_held():

@@ -7,6 +7,7 @@ it unloads the model, when the model is freed, and at the next run of any model 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,9 @@ from ..versions import (
 from .capture_memory import memory_of, room_for_captures
 from .options import CAPTURE as KEY
 from .options import INTERRUPTS, asks_wrappers, call_simplifier
+
+_unread: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+"""What the code of each model sets and never reads, for snapshots."""
 
 
 def attach(cache: GraphCache, model: Any) -> None:
@@ -71,6 +75,7 @@ def begin(
     try:
         hashed = CodeReader(NO_RESULT_DEPENDS_ON).read(frozenset(map(type, model.modules())))
         strings, code = hashed.strings, hashed.digest
+        _unread[model] = hashed.unread
     except Indescribable as why:
         reason = Reason("code_unknown", what=str(why))
     reason = reason or memory.why_not(model)
@@ -227,4 +232,4 @@ def _streamed(module: torch.nn.Module) -> Collection[str]:
 
 def _snapshot(model: torch.nn.Module) -> WeightSnapshot:
     is_streamed = any("_v" in vars(part) for part in model.modules())
-    return WeightSnapshot(model, _streamed if is_streamed else None)
+    return WeightSnapshot(model, _streamed if is_streamed else None, _unread.get(model, frozenset()))
