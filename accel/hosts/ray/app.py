@@ -1,6 +1,9 @@
-"""The Serve application: `serve run comfy_accel.hosts.ray.app:app comfyui=/ComfyUI results=/shared/results replicas=4`.
+"""The Serve applications, for `serve run`:
 
-Annotations are not postponed here: Serve asks the builder's for the class of its settings.
+comfy_accel.hosts.ray.app:app comfyui=/ComfyUI results=/shared/results replicas=4
+comfy_accel.hosts.ray.app:pipeline pipeline=/models/sdxl replicas=4 gpus=1
+
+Annotations are not postponed here: Serve asks the builders' for the class of their settings.
 """
 
 import os
@@ -10,12 +13,13 @@ from ray.serve.config import RequestRouterConfig
 
 from .front import Front
 from .graph_router import GraphRouter
+from .pipeline import PipelineFront, PipelineReplica
 from .replica import Replica
-from .settings import Settings
+from .settings import Fleet, PipelineSettings, Settings
 
 
 def app(settings: Settings) -> serve.Application:
-    """The front, which clients talk to, over as many replicas as the settings say.
+    """ComfyUI's API over as many ComfyUIs as the settings say.
 
     Raises ValueError: a folder is not named by its whole path.
     """
@@ -23,29 +27,35 @@ def app(settings: Settings) -> serve.Application:
         path = getattr(settings, name)
         if path and not os.path.isabs(path):
             raise ValueError(f"{name} is {path}: give its whole path, since each machine begins elsewhere.")
+    return _application(settings, Front, Replica, "ComfyUI")
+
+
+def pipeline(settings: PipelineSettings) -> serve.Application:
+    """Requests in JSON, answered with a PNG, over as many diffusers pipelines as the settings say."""
+    variables = {"runtime_env": {"env_vars": settings.environment}} if settings.environment else {}
+    return _application(settings, PipelineFront, PipelineReplica, "Pipeline", **variables)
+
+
+def _application(settings: Fleet, front: type, replica: type, name: str, **actor: dict) -> serve.Application:
+    """The front, which clients talk to, over its replicas; a prompt goes where its key has run if it has one."""
     routed = {}
     if settings.route == "graph":
         routed["request_router_config"] = RequestRouterConfig(
             request_router_class=GraphRouter, request_router_kwargs={"patience": settings.patience_s}
         )
+    ending = {"graceful_shutdown_timeout_s": settings.drain_s, "graceful_shutdown_wait_loop_s": 1}
     replicas = serve.deployment(
-        Replica,
-        name="ComfyUI",
+        replica,
+        name=name,
         num_replicas=settings.replicas,
         max_ongoing_requests=settings.at_once,
-        ray_actor_options={"num_gpus": settings.gpus, "num_cpus": settings.cpus},
+        ray_actor_options={"num_gpus": settings.gpus, "num_cpus": settings.cpus, **actor},
         health_check_period_s=10,
         health_check_timeout_s=60,
-        graceful_shutdown_timeout_s=settings.drain_s,
-        graceful_shutdown_wait_loop_s=1,
+        **ending,
         **routed,
     )
-    front = serve.deployment(
-        Front,
-        name="Front",
-        max_ongoing_requests=10_000,
-        ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=settings.drain_s,
-        graceful_shutdown_wait_loop_s=1,
+    fronts = serve.deployment(
+        front, name="Front", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}, **ending
     )
-    return front.bind(replicas.bind(settings.model_dump()), settings.model_dump())
+    return fronts.bind(replicas.bind(settings.model_dump()), settings.model_dump())

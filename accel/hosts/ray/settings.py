@@ -10,36 +10,45 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Settings(BaseModel):
-    """comfyui: the folder with main.py, the same on every machine; "" is COMFYUI_PATH, or the one embedded in Python.
+class Fleet(BaseModel):
+    """replicas: how many. gpus, cpus: of one replica.
 
-    results: a folder that all machines share; what prompts made is there, and nowhere else.
-    input: a shared folder for uploads and images to start from; "" leaves each ComfyUI its own.
-    gpus, cpus: of one replica. flags: further arguments of main.py. environment: variables for ComfyUI, such as
-        ACCEL_STORE; no secrets, since Ray shows these settings.
-    warm_up: bodies of POST /accel/warm_up, or prompts in API format, run before a replica takes any.
+    environment: variables, such as ACCEL_STORE; no secrets, since Ray shows these settings.
     route: by "graph", or to "any" replica. patience_s: how long a replica has nothing to do before it takes a
-        prompt whose graph another has.
-    at_once: prompts that a replica has taken, of which it runs one.
-    start_s: for a ComfyUI to start. drain_s: for what runs to be finished at shutdown.
+        request whose graph another has.
+    at_once: requests that a replica has taken, of which it runs one.
+    drain_s: for what runs to be finished at shutdown.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    comfyui: str = ""
-    results: str
-    input: str = ""
     replicas: int = Field(1, ge=1)
     gpus: float = Field(0, ge=0)
     cpus: float = Field(1, ge=0)
-    flags: list[str] = []
     environment: dict[str, str] = {}
-    warm_up: list[dict[str, Any]] = []
     route: Literal["graph", "any"] = "graph"
     patience_s: float = Field(5, ge=0)
     at_once: int = Field(2, ge=1)
-    start_s: float = Field(300, gt=0)
     drain_s: float = Field(300, gt=0)
+
+
+class Settings(Fleet):
+    """Of replicas that are a ComfyUI each.
+
+    comfyui: the folder with main.py, the same on every machine; "" is COMFYUI_PATH, or the one embedded in Python.
+    results: a folder that all machines share; what prompts made is there, and nowhere else.
+    input: a shared folder for uploads and images to start from; "" leaves each ComfyUI its own.
+    flags: further arguments of main.py.
+    warm_up: bodies of POST /accel/warm_up, or prompts in API format, run before a replica takes any.
+    start_s: for a ComfyUI to start.
+    """
+
+    comfyui: str = ""
+    results: str
+    input: str = ""
+    flags: list[str] = []
+    warm_up: list[dict[str, Any]] = []
+    start_s: float = Field(300, gt=0)
 
     def tree(self) -> Path:
         """The folder with ComfyUI's main.py. Raises ValueError: there is none."""
@@ -52,3 +61,19 @@ class Settings(BaseModel):
     def all_flags(self) -> list[str]:
         flags = [*self.flags, *(["--input-directory", self.input] if self.input else [])]
         return flags if self.gpus or "--cpu" in flags else [*flags, "--cpu"]
+
+
+class PipelineSettings(Fleet):
+    """Of replicas that are a diffusers pipeline each.
+
+    pipeline: its folder (`save_pretrained`), the same on every machine, or what else `from_pretrained` takes.
+    dtype: of its weights; "" is float16 on a GPU, else float32. load: further arguments of `from_pretrained`.
+    accelerate: arguments of `accelerate_pipeline`; `deep_cache` as an object, of DeepCacheSettings' arguments.
+    warm_up: arguments of `warm_up`, run before a replica takes any request; none is no warm-up.
+    """
+
+    pipeline: str
+    dtype: Literal["", "float16", "bfloat16", "float32"] = ""
+    load: dict[str, Any] = {}
+    accelerate: dict[str, Any] = {}
+    warm_up: dict[str, Any] = {}

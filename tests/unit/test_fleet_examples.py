@@ -1,0 +1,44 @@
+"""The configurations that a fleet is started with: settings that there are, of an application that there is."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from comfy_accel.accel.hosts.ray.settings import Settings
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "fleet"
+
+
+def read(name):
+    return yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
+
+
+def of_kuberay():
+    return yaml.safe_load(read("rayservice.yaml")["spec"]["serveConfigV2"])
+
+
+@pytest.mark.parametrize("config", [lambda: read("serve.yaml"), of_kuberay], ids=["serve", "rayservice"])
+def test_configuration_has_settings_that_there_are(config):
+    (application,) = config()["applications"]
+    module, _, builder = application["import_path"].partition(":")
+    file = FOLDER.parents[1] / "accel" / Path(*module.split(".")[1:]).with_suffix(".py")
+    assert f"def {builder}(" in file.read_text(encoding="utf-8")
+    settings = Settings(**application["args"])
+    assert settings.gpus == 1 and settings.environment["ACCEL_STORE"].startswith("/shared/")
+
+
+def test_each_replica_of_the_manifest_has_a_worker():
+    (group,) = read("rayservice.yaml")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert group["replicas"] == of_kuberay()["applications"][0]["args"]["replicas"]
+    (container,) = group["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/shared"}
+
+
+def test_paths_of_the_compose_file_are_those_of_its_configuration():
+    (service,) = read("compose.yaml")["services"].values()
+    mounted = dict(mount.split(":")[:2] for mount in service["volumes"])
+    assert (FOLDER / "serve.yaml").is_file() and mounted["./serve.yaml"] == service["command"][-1]
+    assert "/shared" in mounted.values()
+    (port,) = service["ports"]
+    assert port.startswith("127.0.0.1:") and port.endswith(f":{read('serve.yaml')['http_options']['port']}")
