@@ -79,8 +79,8 @@ def parse(arguments):
     parser = Parser(prog="dev.py", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    def command(name, summary):
-        added = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    def command(name, summary, **more):
+        added = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False, **more)
         added.add_argument("--comfyui", metavar="PATH", help="a ComfyUI checkout, instead of the embedded 0.3.75")
         added.add_argument("--python", metavar="PATH", help="an interpreter with ComfyUI's packages, instead of .venv")
         added.add_argument("--torch", metavar="VERSION", help="another torch, in an environment of its own")
@@ -99,7 +99,8 @@ def parse(arguments):
     serve.add_argument("--port", metavar="N", help="default: 8188")
     command("release", "Check everything about a release but the upload: versions, validation, package, wheel.")
     listed = "; ".join(f"{name}: {what}" for name, what in BENCHES.items())
-    bench = command("bench", f"Run a measurement; further arguments go to it. {listed}.")
+    named = any(argument in BENCHES for argument in arguments)  # then --help goes to it, as all else does
+    bench = command("bench", f"Run a measurement; further arguments go to it. {listed}.", add_help=not named)
     bench.add_argument("name", metavar="NAME", help=", ".join(BENCHES))
     bench.add_argument("--json", metavar="FILE", help="write the table there too")
 

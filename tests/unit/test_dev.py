@@ -83,6 +83,14 @@ def test_bench_passes_further_arguments_on(dev, tmp_path):
     assert passed_on == ["--steps", "3", "--json", str(tmp_path / "rows.json")]
 
 
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_after_a_measurement_is_the_measurements_own(dev, capsys, flag):
+    assert dev.parse(["bench", "fleet", flag])[1] == [flag]
+    with pytest.raises(SystemExit):
+        dev.parse(["bench", flag])
+    assert "fleet: " in " ".join(capsys.readouterr().out.split())
+
+
 def test_every_measurement_is_a_module_of_bench():
     assert all((ROOT / "bench" / f"{name}.py").is_file() for name in BENCHES)
 
