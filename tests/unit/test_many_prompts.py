@@ -1,0 +1,80 @@
+"""The example of Ray Data: batches of one size, and a run that is killed and goes on."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("ray.data", reason="an optional package of 200 MB", exc_type=ImportError)
+pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
+
+# ruff: noqa: E402
+from comfy_accel.accel import sizing
+from comfy_accel.accel.sizing.buckets import TRAINED
+from comfy_accel.accel.sizing.resolution import Size
+
+from bench import ROOT
+
+EXAMPLE = ROOT / "examples" / "many_prompts.py"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    installed = ModuleType("comfy_accel")  # as its wheel is; here that name is the whole pack
+    installed.__path__ = [str(ROOT / "accel")]
+    for name in ("comfy_accel", "comfy_accel.sizing", "comfy_accel.sizing.buckets", "comfy_accel.sizing.resolution"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "comfy_accel", installed)
+    monkeypatch.setitem(sys.modules, "comfy_accel.sizing", sizing)
+    spec = importlib.util.spec_from_file_location("many_prompts", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_batches_have_one_trained_size_and_as_many_images_as_batch_snap_pads_to(example):
+    jobs = [{"width": 1200, "height": 800, "number": number} for number in range(15)]
+    jobs += [{"width": 1000, "height": 1000, "number": 15}]
+    sizes = [Size(size.width, size.height) for size in TRAINED["SDXL"]]
+    batches = list(example.batches_of(jobs, sizes))
+    assert [len(batch["jobs"]) for batch in batches] == [8, 4, 2, 1, 1]
+    assert {(batch["width"], batch["height"]) for batch in batches} == {(1216, 832), (1024, 1024)}
+    assert [job["number"] for batch in batches for job in batch["jobs"]] == list(range(16))
+
+
+def test_prompt_that_was_changed_has_another_file(example):
+    names = {example.file_name(3, {"prompt": prompt, "seed": 0}) for prompt in ("a lake", "a lake", "a hill")}
+    assert len(names) == 2
+    assert all(name.startswith("000003-") for name in names)
+
+
+@pytest.mark.thorough  # starts Ray twice
+def test_run_that_is_killed_goes_on_with_what_is_missing(tmp_path):
+    (tmp_path / "comfy_accel").symlink_to(ROOT / "accel")
+    output = tmp_path / "images"
+    command = [sys.executable, str(EXAMPLE), "--made-up", "20", "--steps", "1", "--backend", "eager"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment["RAY_raylet_start_wait_time_s"] = "180"  # Ray's half a minute is too little on a busy machine
+    first = subprocess.Popen([*command, "--output", str(output)], env=environment, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 400
+    while not list(output.glob("*.png")):
+        assert first.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    time.sleep(5)  # Ray's processes end with the one that started them
+    made = {file.name: file.stat().st_mtime_ns for file in output.glob("*.png")}
+    assert 0 < len(made) < 20
+    second = subprocess.run([*command, "--output", str(output)], env=environment, capture_output=True, text=True)
+    assert second.returncode == 0, second.stderr[-2000:]
+    assert f"20 prompts, {len(made)} of them are made" in second.stdout
+    assert f"{20 - len(made)} of {20 - len(made)} images" in second.stdout
+    files = {file.name: file.stat().st_mtime_ns for file in output.glob("*.png")}
+    assert {name[:6] for name in files} == {f"{number:06d}" for number in range(20)}
+    assert len(files) == 20
+    assert made.items() <= files.items()
