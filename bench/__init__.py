@@ -23,7 +23,7 @@ BENCHES = {
     "overhead": "our own microseconds: a block's stand-in, our wrappers, a replayed call; part by part, with targets",
     "cold": "seconds to compile SD1.5, SDXL and Flux at full depth, beside core's node; overhead a block",
     "diffusers": "a diffusers script's session: plain, compile_repeated_blocks, torch.compile of the whole model, ours",
-    "fleet": "real ComfyUIs under a real Ray: prompts of 12 sizes with a replica killed, cold starts with leases",
+    "fleet": "real ComfyUIs under a real Ray, a replica killed, cold starts; --simulate: a thousand workers",
 }
 """What `dev.py bench NAME` runs: module of this package → what it measures."""
 

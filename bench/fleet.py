@@ -3,6 +3,9 @@
 The model is the smallest that core's loader knows, and every replica shares the same processors: counts are results
 here, seconds are not. A prompt met its graph where its replica has run the same model and size before; on a GPU that
 is a captured call and a loaded model.
+
+With --simulate neither Ray nor ComfyUI is started: up to a thousand workers are simulated, with costs that the other
+measurements have left in docs/*.json, and the fleet's own rule of routing.
 """
 
 import argparse
@@ -24,7 +27,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from . import ROOT, Problem, command, report
+from . import ROOT, Problem, command, fleet_scale, report
 from .comfyui import complete, free_port, has_accelerator, tree
 from .fleet_base import graph
 
@@ -32,12 +35,12 @@ SIZES = [(64 + 16 * number, 160 - 8 * (number % 5)) for number in range(12)]
 LOAD_COLUMNS = (
     *("route", "prompts", "answered", "failed", "run_again", "images", "duplicates", "met_graph", "seconds"),
 )
-COLD_COLUMNS = ("store", "replicas", "compilations", "loaded", "waited_for", "ready_s")
+COLD_COLUMNS = ("store", "replicas", "compilations", "loaded", "waited_for", "ready_s", "store_mb")
 LEGEND = """\
 run_again: prompts that the killed replica had taken. images: files in all that was published. duplicates: of a prompt.
 met_graph: share of prompts whose replica had run their model and size before; the first of each size never can.
 compilations, loaded: graphs, in all replicas together. waited_for: graphs that another was compiling at that moment.
-ready_s: until every replica had done its warm-up."""
+ready_s: until every replica had done its warm-up. store_mb: what the shared store holds then."""
 ROUTES = ("graph", "any")
 STORES = ("shared", "none")
 KINDS = 2
@@ -50,6 +53,9 @@ STARTS = 4
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
+    if options.simulate:
+        fleet_scale.run(options)
+        return
     complete(tree())
     with tempfile.TemporaryDirectory(prefix="accel-fleet-", ignore_cleanup_errors=True) as work:
         base = Path(work) / "base"
@@ -217,8 +223,9 @@ async def _run_all(url: str, graphs: list, kill_after: int) -> list[dict[str, An
 def _cold(options: argparse.Namespace, work: Path, base: Path, store: str) -> report.Row:
     """All replicas start at once and warm up; each with a store of its own, or with one that all share."""
     torch_cache = work / f"torch-{store}"
+    folder = work / "graphs"
     environment = {
-        "ACCEL_STORE": str(work / "graphs") if store == "shared" else "off",
+        "ACCEL_STORE": str(folder) if store == "shared" else "off",
         "ACCEL_STORE_LEASE": str(LEASE_S),
         "TORCHINDUCTOR_VEC_ISA_OK": "0",  # or each builds half a dozen programs to find out
         "TORCHINDUCTOR_CACHE_DIR": str(torch_cache),
@@ -239,6 +246,7 @@ def _cold(options: argparse.Namespace, work: Path, base: Path, store: str) -> re
         "loaded": sum(state["loaded"] for state in states.values()),
         "waited_for": sum(lease.get("waited", 0) for lease in leases),
         "ready_s": round(seconds, 1),
+        "store_mb": round(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6, 3),
     }
 
 
@@ -269,6 +277,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--stores", nargs="*", choices=STORES, default=(), help="cold starts to measure, with inductor: minutes each"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    fleet_scale.add_arguments(parser)
     return parser.parse_args(arguments)
 
 

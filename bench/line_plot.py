@@ -18,8 +18,23 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#111111", "#e69f00")
 """Okabe and Ito's, which colour-blind people can tell apart."""
 
 
-def save(path: Path, title: str, x_label: str, y_label: str, curves: Mapping[str, Sequence[Point]]) -> None:
-    """Write a picture with one curve per name, its points marked; points that are not finite are left out."""
+def save(
+    path: Path,
+    title: str,
+    x_label: str,
+    y_label: str,
+    curves: Mapping[str, Sequence[Point]],
+    doubling: bool = False,
+    aside: bool = False,
+) -> None:
+    """Write a picture with one curve per name, its points marked; points that are not finite are left out.
+
+    doubling: along the x axis each step is twice the one before, and x must be above 0. aside: the names stand beside
+    the curves, where they hide none.
+    """
+    right = RIGHT + (180 if aside else 0)
+    if doubling:
+        curves = {name: [(math.log2(x), y) for x, y in points] for name, points in curves.items()}
     curves = {name: [point for point in points if all(map(math.isfinite, point))] for name, points in curves.items()}
     points = [point for curve in curves.values() for point in curve]
     if not points:
@@ -33,7 +48,7 @@ def save(path: Path, title: str, x_label: str, y_label: str, curves: Mapping[str
         x = (point[0] - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
         y = (point[1] - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
         return (
-            (LEFT + x * (WIDTH - LEFT - RIGHT)) * FINE,
+            (LEFT + x * (WIDTH - LEFT - right)) * FINE,
             (HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM)) * FINE,
         )
 
@@ -43,10 +58,10 @@ def save(path: Path, title: str, x_label: str, y_label: str, curves: Mapping[str
     for tick in x_ticks:
         x, y = place((tick, y_ticks[0]))
         draw.line([(x, TOP * FINE), (x, y)], fill="#dddddd", width=FINE)
-        write(x, y + 6 * FINE, f"{tick:g}", "ma")
+        write(x, y + 6 * FINE, f"{2**tick if doubling else tick:g}", "ma")
     for tick in y_ticks:
         x, y = place((x_ticks[0], tick))
-        draw.line([(x, y), ((WIDTH - RIGHT) * FINE, y)], fill="#dddddd", width=FINE)
+        draw.line([(x, y), ((WIDTH - right) * FINE, y)], fill="#dddddd", width=FINE)
         write(x - 6 * FINE, y, f"{tick:g}", "rm")
     write(LEFT * FINE, 14 * FINE, title, "la", bold, "black")
     write(WIDTH * FINE / 2, (HEIGHT - 12) * FINE, x_label, "ms")
@@ -58,7 +73,7 @@ def save(path: Path, title: str, x_label: str, y_label: str, curves: Mapping[str
             draw.line(corners, fill=colour, width=3 * FINE, joint="curve")
         for x, y in corners:
             draw.ellipse([x - 4 * FINE, y - 4 * FINE, x + 4 * FINE, y + 4 * FINE], fill=colour)
-        x, y = (LEFT + 14) * FINE, (TOP + 14 + 20 * index) * FINE
+        x, y = (WIDTH - right + 20 if aside else LEFT + 14) * FINE, (TOP + 14 + 20 * index) * FINE
         draw.line([(x, y), (x + 26 * FINE, y)], fill=colour, width=3 * FINE)
         write(x + 34 * FINE, y, name, "lm")
     path.parent.mkdir(parents=True, exist_ok=True)
