@@ -43,7 +43,8 @@ class Homes(Generic[Replica]):
         waited: seconds since the prompt came. ran: the keys that each replica has lately run. queued: how many prompts
         a replica has; None where that is not known. now: seconds, by the clock of `note_work`.
         """
-        homes = [replica for replica, keys in ran.items() if self.is_home(replica, key, keys)]
+        first = self._given.get(key)
+        homes = [replica for replica, keys in ran.items() if key in keys or replica == first]
         if not homes:
             homes = [self._with_fewest(ran)]
             self._given[key] = homes[0]
