@@ -109,7 +109,7 @@ def _plan(run: Mapping[str, Any]) -> list[str]:
         noise = f"{levels[0]:.3g}" if last == first else f"{levels[0]:.3g} to {levels[-1]:.3g}"
         known = [value for value in decibels if value is not None]
         estimate = f"{known[-1]:.1f} dB by estimate{'' if letter == SKIPPED else ' if skipped'}" if known else ""
-        lines.append(f"  {places:>8}  {_WORDS[letter]:<14}  noise {noise:<14}  {estimate}".rstrip())
+        lines.append(f"  {places:>8}  {_WORDS[letter]:<14}  noise {noise:<16}  {estimate}".rstrip())
         first = last + 1
     return lines if len(lines) <= _MOST_STRETCHES else [*lines[:_MOST_STRETCHES], "  ..."]
 

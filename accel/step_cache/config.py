@@ -49,7 +49,7 @@ class DeepCacheSettings:
         last full steps.
     quality: PSNR in dB of the final latent to the uncached run's, of the farthest sample of a batch, with the latent's
         own range (max - min) as the peak. The run skips what that allows, by its own estimate: schedule and threshold
-        have no say (in pipelines, which do not measure, they still have), and `interval` bounds only above
+        have no say, and `interval` bounds only above
         `policies.quality.LONGEST` steps. None leaves it to them.
 
     Raises ValueError, with the valid range, for anything else.

@@ -11,7 +11,8 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -218,6 +219,37 @@ class DeepCacheRun:
         self.target.note_full(step)
         return result
 
+    def tried(self, call: Callable[[], Any]) -> Any:
+        """What `call`, one of the evaluation that was begun, gives as a skipped one, where `is_probing`; None where it
+        fails, which ends skipping. Then it is made once more `in_full`; `end_probe` follows the last call. For hosts
+        that cannot repeat an evaluation, as `probed` does."""
+        try:
+            return call()
+        except Exception as error:
+            self.give_up(error)
+            return None
+
+    @contextmanager
+    def in_full(self) -> Iterator[None]:
+        """Within it, calls of an evaluation that `is_probing` are full ones."""
+        self.is_probing, self._full[self._step] = False, True
+        try:
+            yield
+        finally:
+            self.is_probing, self._full[self._step] = True, False
+
+    def end_probe(self, forecast: torch.Tensor | None, truth: torch.Tensor | None) -> None:
+        """The evaluation that `is_probing` is over; both predictions of the denoised latent, None where unknown."""
+        step = self._step
+        self.target.probes += 1
+        self._compared.add(step)
+        self.is_probing, self._full[step] = False, True
+        self._start_cycle(step)
+        are_whole = bool(self._calls) and all(self._calls[::2]) and not any(self._calls[1::2])
+        if are_whole and not self.failed and _is_alike(forecast, truth):
+            self.target.compare(step, forecast, truth)
+        self.target.note_full(step)
+
     def give_up(self, error: Exception) -> None:
         """Skip nothing from now on, since a skipped call failed."""
         self.failed = True
@@ -234,10 +266,8 @@ class DeepCacheRun:
         """`step` is full: drop what later steps cannot use."""
         last = step if self._refresh is None else min(self._refresh, step)
         self._refresh = step
-        if self.settings.between == "hold":
-            self._histories.clear()
-        else:
-            self._histories = {key: known for key, known in self._histories.items() if known.newest >= last}
+        least = step if self.settings.between == "hold" else last
+        self._histories = {key: known for key, known in self._histories.items() if known.newest >= least}
         self._drift.forget(before=last)
 
     def _forget(self) -> None:
@@ -327,6 +357,11 @@ class DeepCacheRun:
             self._drift.measure(key, chunk, self._step, renew, owned and self._full[self._step])
 
     @property
+    def angle(self) -> float:
+        """The current evaluation's noise level (`step_schedule.angle`)."""
+        return self._angle
+
+    @property
     def is_full(self) -> bool:
         """Whether the current step is computed in full."""
         return self._step is not None and self._full[self._step]
@@ -358,6 +393,29 @@ class DeepCacheRun:
             "skipped_work": self._saved_steps() / steps if steps else 0.0,
             "plan": self.plan,
         }
+
+    def log_quality(self, facts: dict[str, Any]) -> bool:
+        """Log what a quality target came to, if there is one and it was not given up; whether that was said."""
+        if self.target is None or (self.failed and not self.skipped_steps):
+            return False
+        steps = self.full_steps + self.skipped_steps
+        if self.skipped_steps:
+            log.info(
+                "DeepCache: %g dB asked, about %.0f reached by estimate; %d of %d steps were computed in full, %.0f %% "
+                "of the work was skipped.",
+                facts["target_db"],
+                facts["estimated_db"] or math.inf,
+                self.full_steps,
+                steps,
+                100 * facts["skipped_work"],
+            )
+        else:
+            log.info(
+                "DeepCache: all %d steps were computed in full: there is nothing to gain at the %g dB asked.",
+                steps,
+                self.target.target,
+            )
+        return True
 
     @property
     def plan(self) -> list[tuple[str, float, float | None]]:

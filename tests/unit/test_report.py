@@ -142,8 +142,8 @@ def test_text_has_the_plan_of_a_quality():
     for said in (
         "40 dB asked, 41.2 by estimate, 46% of the work skipped",
         "         1  full            noise 14.6\n",
-        "    3 to 4  skipped         noise 3.1 to 1.5      44.1 dB by estimate\n",
-        "         5  full, compared  noise 0.7             39.2 dB by estimate if skipped\n",
+        "    3 to 4  skipped         noise 3.1 to 1.5        44.1 dB by estimate\n",
+        "         5  full, compared  noise 0.7               39.2 dB by estimate if skipped\n",
     ):
         assert said in text
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -21,6 +23,7 @@ from ...step_cache.split_points import find_split, why_no_split
 from ...step_cache.token_streams import NoStreams, arguments
 from ...step_cache.unet_split import DownUpUNetSplit
 from .denoising_loop import around_loops
+from .predictions import around_steps, carried_by, combined, denoised
 from .schedule import PipelineSchedule
 
 DENOISERS = ("unet", "transformer", "transformer_2")
@@ -40,14 +43,12 @@ def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
     `pipe` has a `scheduler`, any of `DENOISERS`, and a `progress_bar` around its denoising loop. Between images the
     models are untouched, so they may be moved, offloaded, shared or replaced, and the scheduler too; nothing of an
     image is kept, however it ends. With settings that skip nothing, or models without a split, the context does
-    nothing. A model compiled as a whole runs uncompiled within it.
+    nothing. A model compiled as a whole runs uncompiled within it. With a quality, some steps run both ways, and what
+    the scheduler is given by either is compared; where it cannot be, every step runs in full.
 
     Emits "deep_cache_run" after each run: one for each image and, where a pipeline has two, transformer. Raises
     ValueError when the depth is beyond a model.
     """
-    if settings.quality is not None:
-        log.warning("DeepCache: a quality is not measured in pipelines; steps are skipped by interval and schedule.")
-        settings = replace(settings, quality=None)
     with ExitStack() as undo:
         if _models_to_split(pipe, settings.depth, log.warning) and not settings.is_off:
             images = undo.enter_context(_Images(pipe, settings))
@@ -98,10 +99,15 @@ class _Images:
             self.made[thread] = undo
             undo.callback(self.made.pop, thread, None)
             pipe = self.pipe()
-            for model in self._models(pipe):
-                cache = _Cache(pipe, model, self.settings)
+            models, settings = self._models(pipe), self.settings
+            if settings.quality is not None and len(models) > 1:  # each may spend its part of the error
+                settings = replace(settings, quality=settings.quality + 10 * math.log10(len(models)))
+            for model in models:
+                cache = _Cache(pipe, model, settings)
                 undo.callback(cache.end_image)
                 undo.enter_context(substituted({model: cache.call}, Order.CACHED, this_thread_only=True))
+                if settings.quality is not None and callable(getattr(pipe.scheduler, "step", None)):
+                    undo.enter_context(around_steps(pipe.scheduler, cache.before_step))
             yield
 
     def _models(self, pipe: Any) -> list[torch.nn.Module]:
@@ -124,6 +130,8 @@ class _Cache:
         self.run: DeepCacheRun | None = None
         self.evaluation: tuple[Any, ...] = (-1,)
         """Index in the schedule and the scheduler's step counts: the calls of one evaluation share them."""
+        self.compared: list[tuple[Any, Any]] = []
+        """Of each call of the current evaluation, where it is compared, the result as a skipped and as a full one."""
 
     @torch.compiler.disable
     def call(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,20 +151,52 @@ class _Cache:
         self.cached_calls += 1
         before = _called.set((*_called.get(), self.model))
         split = run.split
+        once = functools.partial(
+            cached_call,
+            run,
+            split,
+            # Cond and uncond are one batch from the first step to the last, so one branch; or separate calls, in the
+            # same order at every step.
+            run.branches(latent, ("batch",), (0,), _layout(named)),
+            lambda: inner(*args, **kwargs),
+            # A transformer's residuals stay: what skipped blocks are given has no effect.
+            lambda: inner(*args, **(split.withhold(kwargs) if isinstance(split, DownUpUNetSplit) else kwargs)),
+            lambda error: isinstance(error, torch.OutOfMemoryError),
+        )
         try:
-            return cached_call(
-                run,
-                split,
-                # Cond and uncond are one batch from the first step to the last, so one branch; or separate calls, in
-                # the same order at every step.
-                run.branches(latent, ("batch",), (0,), _layout(named)),
-                lambda: inner(*args, **kwargs),
-                # A transformer's residuals stay: what skipped blocks are given has no effect.
-                lambda: inner(*args, **(split.withhold(kwargs) if isinstance(split, DownUpUNetSplit) else kwargs)),
-                lambda error: isinstance(error, torch.OutOfMemoryError),
-            )
+            if not run.is_probing:
+                return once()
+            forecast = run.tried(once)
+            with run.in_full():
+                out = once()
+            self.compared.append((forecast, out))
+            return out
         finally:
             _called.reset(before)
+
+    def before_step(self, given: Mapping[str, Any]) -> None:
+        """Before the scheduler's step, with its arguments: compare, where the evaluation that led to it is compared."""
+        run, compared = self.run, self.compared
+        self.compared = []
+        if run is None:
+            return
+        if given.get("eta") and run.carries[0] == 1.0:  # DDIM's noise of its own, which it is only told now
+            run.carries = (2.0, run.carries[1])
+            run.set_schedule(run.schedule)
+        if not run.is_probing:
+            return
+        forecast = truth = None
+        try:
+            output, timestep, sample = (given[name] for name in ("model_output", "timestep", "sample"))
+            forecast = combined(*zip(*compared, strict=True), output)
+            if forecast is None:
+                raise ValueError("its predictions have another shape than what its scheduler is given")
+            forecast, truth = (
+                denoised(self.schedule.scheduler, one, timestep, sample, run.angle) for one in (forecast, output)
+            )
+        except Exception as error:
+            run.run_in_full(f"a quality cannot be measured in this pipeline ({error})")
+        run.end_probe(forecast, truth)
 
     def _begin(self, timestep: Any) -> DeepCacheRun | None:
         """The run of a call at `timestep`; None for one outside the scheduler's schedule."""
@@ -169,6 +209,10 @@ class _Cache:
             self.run = self._start_run(schedule, place)
         counted = tuple(getattr(schedule.scheduler, name, None) for name in ("step_index", "counter"))
         if (place, *counted) != self.evaluation:
+            if self.run.is_probing:  # no step came
+                self.run.run_in_full("a quality cannot be measured in this pipeline (its scheduler is not asked)")
+                self.run.end_probe(None, None)
+                self.compared.clear()
             self.run.begin_evaluation(schedule.level(place))
             self.evaluation = (place, *counted)
         return self.run
@@ -193,6 +237,12 @@ class _Cache:
         run = DeepCacheRun(self.settings)
         run.split = find_split(self.model, self.settings.depth)
         run.is_flow = schedule.is_flow
+        if run.target is not None:
+            carried = carried_by(schedule.scheduler)
+            if carried is None:
+                run.run_in_full(f"how {type(schedule.scheduler).__name__} carries errors on is not known to a quality")
+            else:
+                run.carries = carried
         run.window = tuple(schedule.level_at(p) for p in (self.settings.start_percent, self.settings.end_percent))
         run.set_schedule(schedule.run_from(place))
         return run
@@ -206,9 +256,13 @@ class _Cache:
     def end_run(self) -> None:
         """Close the run and report it."""
         if self.run is not None:
+            facts = self.run.quality_facts()
+            self.run.log_quality(facts)
+            counts = {"full_steps": self.run.full_steps, "skipped_steps": self.run.skipped_steps}
             self.run.close()
-            emit("deep_cache_run", full_steps=self.run.full_steps, skipped_steps=self.run.skipped_steps)
+            emit("deep_cache_run", **counts, why_full=self.run.why_full, **facts)
         self.run, self.evaluation = None, (-1,)
+        self.compared.clear()
 
 
 def _joined(latent: Any) -> torch.Tensor | None:

@@ -136,23 +136,9 @@ def _report(run: DeepCacheRun) -> None:
         why_full=run.why_full,
         **facts,
     )
-    if run.target is not None and run.skipped_steps:
-        log.info(
-            "DeepCache: %g dB asked, about %.0f reached by estimate; %d of %d steps were computed in full, %.0f %% of "
-            "the work was skipped.",
-            facts["target_db"],
-            facts["estimated_db"] or math.inf,
-            run.full_steps,
-            run.full_steps + run.skipped_steps,
-            100 * facts["skipped_work"],
-        )
-    elif run.target is not None and not run.failed:
-        log.info(
-            "DeepCache: all %d steps were computed in full: there is nothing to gain at the %g dB asked.",
-            run.full_steps,
-            run.target.target,
-        )
-    elif run.policy.uses_drift and not run.skipped_steps and not run.failed and run.full_steps < FEW_STEPS:
+    if run.log_quality(facts):
+        return
+    if run.policy.uses_drift and not run.skipped_steps and not run.failed and run.full_steps < FEW_STEPS:
         log.info(
             "DeepCache: all %d steps ran in full: with so few, each changes too much. It pays from about 20 steps on; "
             "Accelerate Model helps at any number.",
