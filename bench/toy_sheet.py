@@ -1,6 +1,7 @@
-"""Samples of a trained test network beside pictures of its data, by class.
+"""Samples of a trained test network beside pictures of its data, by class; or what each quality of DeepCache gives.
 
 .venv/bin/python -m bench.toy_sheet --network dit
+.venv/bin/python -m bench.toy_sheet --qualities
 """
 
 import argparse
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from . import ROOT, command, contact_sheet
+from . import ROOT, command, contact_sheet, pack, similarity
 from .inprocess import boot
 
 SHEETS = {"unet": "toy_samples.jpg", "dit": "toy_dit_samples.jpg"}
@@ -17,10 +18,18 @@ EACH = 5
 ZOOM = 4
 STEPS = 30
 
+QUALITIES = (50.0, 40.0, 32.0)
+SHOWN = (0, 2, 3)
+"""Classes of each network on the sheet of qualities."""
+AMPLIFIED = 10
+
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
     boot(cpu=True)
+    if options.qualities:
+        print(_qualities(options.out or ROOT / "web" / "docs" / "AccelDeepCache" / "qualities.png"))
+        return
     import torch
 
     from . import toy, toy_data
@@ -39,12 +48,48 @@ def main(arguments: list[str] | None = None) -> None:
     print(file)
 
 
-def _strip(views) -> Image.Image:
-    """RGB views [B, 3, H, W] in 0..1, one above the other, with a line of white between."""
+def _qualities(file: Path) -> Path:
+    """What both networks sample without DeepCache and at each quality, and the difference."""
+    pack.load()
+    import torch
+    from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
+    from comfy_accel.accel.step_cache.config import DeepCacheSettings
+
+    from . import toy, toy_data
+
+    torch.set_num_threads(1)
+    models, labels = [toy.load(network) for network in SHEETS], torch.tensor(SHOWN)
+
+    def sampled(quality=None):
+        latents = []
+        for model in models:
+            cached = model if quality is None else apply_deep_cache(model, DeepCacheSettings(quality=quality))
+            with torch.inference_mode():
+                latents.append(toy.sample(cached, labels, 16, 16, STEPS, "euler", seed=0))
+        return torch.cat(latents)
+
+    plain = sampled()
+    view = toy_data.view(plain)
+    column = [("without DeepCache", _strip(view, across=True))]
+    for quality in QUALITIES:
+        latents = sampled(quality)
+        reached, made = similarity.latent_psnr(latents, plain), toy_data.view(latents)
+        told = f"{quality:g} dB asked, {reached.min():.0f} to {reached.max():.0f} dB reached"
+        column.append((told, _strip(made, across=True)))
+        difference = (0.5 + AMPLIFIED * (made - view)).clamp(0, 1)
+        column.append((f"its difference, {AMPLIFIED} times", _strip(difference, across=True)))
+    contact_sheet.save(file, [column])
+    return file
+
+
+def _strip(views, across: bool = False) -> Image.Image:
+    """RGB views [B, 3, H, W] in 0..1, one above the other or side by side, with a line of white between."""
     import torch
 
+    views = views.mT if across else views
     framed = torch.nn.functional.pad(views, (0, 0, 0, 1), value=1)
     pixels = framed.permute(0, 2, 3, 1).reshape(-1, framed.shape[3], 3)[:-1]
+    pixels = (pixels.transpose(0, 1) if across else pixels).contiguous()
     image = Image.fromarray((pixels * 255).round().byte().numpy())
     return image.resize((image.width * ZOOM, image.height * ZOOM), Image.Resampling.NEAREST)
 
@@ -52,8 +97,9 @@ def _strip(views) -> Image.Image:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.toy_sheet", description=__doc__.splitlines()[0])
     parser.add_argument("--network", choices=SHEETS, default="unet")
+    parser.add_argument("--qualities", action="store_true", help="what each quality looks like, for the help pages")
     parser.add_argument("--weights", type=Path, help="(default: bench/data/toy_NETWORK.safetensors)")
-    parser.add_argument("--out", type=Path, help="(default: in docs)")
+    parser.add_argument("--out", type=Path, help="(default: in docs, or beside the help pages)")
     return parser.parse_args(arguments)
 
 

@@ -67,7 +67,7 @@ def test_quality_is_reached_with_any_scheduler(scheduler):
     [
         "StableDiffusion3Pipeline",
         "FluxPipeline",
-        *(pytest.param(f"{name}Pipeline", marks=pytest.mark.thorough) for name in ("Wan", "ZImage", "QwenImage")),
+        *(pytest.param(f"{name}Pipeline", marks=pytest.mark.thorough) for name in ("Wan", "QwenImage")),
         *(pytest.param(f"{name}Pipeline", marks=pytest.mark.thorough) for name in ("Lumina2", "PixArtSigma", "LTX")),
     ],  # each takes seconds
 )
@@ -77,6 +77,15 @@ def test_quality_is_reached_with_transformers(kind):
     made, told = asked(40.0, pipe, deep_transformers.sample, steps=20)
     assert told["skipped_steps"] >= 3
     assert reached(made, plain) >= 39
+
+
+def test_list_of_predictions_is_compared():
+    """Too wild for a forecast at random weights, so nothing is skipped."""
+    pipe = deep_transformers.pipeline("ZImagePipeline")
+    plain = deep_transformers.sample(pipe, steps=20)
+    made, told = asked(EXACT, pipe, deep_transformers.sample, steps=20)
+    assert torch.equal(made, plain)
+    assert told["probes"] and told["why_full"] is None
 
 
 @pytest.mark.parametrize("scheduler", ["EulerDiscreteScheduler", "HeunDiscreteScheduler"])
