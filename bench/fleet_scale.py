@@ -339,7 +339,7 @@ def change_rows(known: Known, seed: int) -> list[report.Row]:
         least, by_key = (_routed(other, "bursty", rule, CHANGED_AT, seed) for rule in ("least-loaded", "by key"))
         rows.append(
             {
-                "assumed": ", ".join(f"{name} {value:g}" for name, value in changes.items()) or "as above",
+                "assumed": " and ".join(f"{name} {value:g}" for name, value in changes.items()) or "as above",
                 "least_met": least["met_graph"],
                 "key_met": by_key["met_graph"],
                 "least_busy": least["busy"],
@@ -452,7 +452,7 @@ def verdicts(rows: Sequence[report.Row]) -> list[str]:
     if costs:
         sentences.append(
             f"**Routing by key makes prompts wait longer**, in bursty traffic with {CHANGED_AT} workers, where it saves"
-            f" little: with {', '.join(costs)}."
+            f" little: with {'; '.join(costs)}."
         )
     return sentences
 

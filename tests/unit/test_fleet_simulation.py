@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from accel.hosts.ray.homes import Homes
 from accel.sizing.resolution import Size
 from bench.fleet_simulation import (
     RULES,
@@ -70,6 +71,18 @@ def test_by_key_each_key_has_its_worker_and_least_loaded_spreads_them():
     assert least.met_graph == 36  # each worker meets each key for a first time
     assert by_key.keys == [1, 1]
     assert least.keys == [2, 2]
+
+
+def test_sizes_of_one_model_come_together_where_keys_stay_evenly_spread():
+    homes = Homes(patience=5)
+    ran = {"a": set(), "b": set()}
+
+    def home(key):
+        ((replica,),) = homes.choose(key, 0.0, ran, lambda replica: 0, 0.0)
+        return replica
+
+    assert [home(key) for key in ("x 1x1", "y 1x1", "y 2x2", "x 2x2")] == ["a", "b", "b", "a"]
+    assert sorted(home(f"x {size}x{size}") for size in range(3, 9)) == ["a", "a", "a", "b", "b", "b"]
 
 
 def test_worker_lets_the_least_recently_used_key_and_model_go():

@@ -18,7 +18,7 @@ Replica = TypeVar("Replica", bound=Hashable)
 class Homes(Generic[Replica]):
     """A key's prompts wait for a replica that has run the key, unless they and another replica have waited long.
 
-    A new key goes to the replica with the fewest.
+    New keys are spread evenly, those of one model together where that leaves them so.
 
     patience: seconds for which a replica has had nothing to do, and a prompt has waited, before it takes that prompt.
     """
@@ -46,7 +46,7 @@ class Homes(Generic[Replica]):
         first = self._given.get(key)
         homes = [replica for replica, keys in ran.items() if key in keys or replica == first]
         if not homes:
-            homes = [self._with_fewest(ran)]
+            homes = [self._for_new(key, ran)]
             self._given[key] = homes[0]
             if len(self._given) > _MOST_KEYS:
                 self._given.popitem(last=False)
@@ -67,8 +67,22 @@ class Homes(Generic[Replica]):
         """The replica began or ended something."""
         self._busy_at[replica] = now
 
-    def _with_fewest(self, ran: Mapping[Replica, Collection[str]]) -> Replica:
+    def _for_new(self, key: str, ran: Mapping[Replica, Collection[str]]) -> Replica:
+        """Of those with no more than their share of keys, one that has run the key's model, or with the fewest."""
         given: defaultdict[Replica, set[str]] = defaultdict(set)
-        for key, replica in self._given.items():
-            given[replica].add(key)
-        return min(ran, key=lambda replica: len(given[replica].union(ran[replica])))
+        for other, replica in self._given.items():
+            given[replica].add(other)
+        keys = {replica: given[replica].union(lately) for replica, lately in ran.items()}
+        share = sum(map(len, keys.values())) // len(keys)
+        model = _model(key)
+
+        def rank(replica: Replica) -> tuple[bool, bool, int]:
+            held = keys[replica]
+            return len(held) > share, all(_model(other) != model for other in held), len(held)
+
+        return min(keys, key=rank)
+
+
+def _model(key: str) -> str:
+    """A key ends with the shape of the latent (`routing_key`)."""
+    return key.rpartition(" ")[0]
