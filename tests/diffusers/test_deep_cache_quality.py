@@ -88,6 +88,16 @@ def test_list_of_predictions_is_compared():
     assert told["probes"] and told["why_full"] is None
 
 
+def test_noise_that_a_scheduler_is_told_to_add_counts():
+    """DDIM's eta: as an ancestral sampler, it compares nothing in the first half."""
+    pipe = tiny_pipelines.pipeline("DDIMScheduler")
+    plain = tiny_pipelines.sample(pipe, steps=20, eta=1.0)
+    made, told = asked(40.0, pipe, tiny_pipelines.sample, steps=20, eta=1.0)
+    letters = "".join(letter for letter, _, _ in told["plan"])
+    assert letters[:10] == "F" * 10 and "C" in letters
+    assert reached(made, plain) >= 39
+
+
 @pytest.mark.parametrize("scheduler", ["EulerDiscreteScheduler", "HeunDiscreteScheduler"])
 def test_comparing_changes_nothing(scheduler):
     pipe = tiny_pipelines.pipeline(scheduler)

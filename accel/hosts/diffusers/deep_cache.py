@@ -106,8 +106,9 @@ class _Images:
                 cache = _Cache(pipe, model, settings)
                 undo.callback(cache.end_image)
                 undo.enter_context(substituted({model: cache.call}, Order.CACHED, this_thread_only=True))
-                if settings.quality is not None and callable(getattr(pipe.scheduler, "step", None)):
-                    undo.enter_context(around_steps(pipe.scheduler, cache.before_step))
+                scheduler = getattr(pipe, "scheduler", None)
+                if settings.quality is not None and callable(getattr(scheduler, "step", None)):
+                    undo.enter_context(around_steps(scheduler, cache.before_step))
             yield
 
     def _models(self, pipe: Any) -> list[torch.nn.Module]:
