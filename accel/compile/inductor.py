@@ -15,6 +15,7 @@ import torch
 
 from ..core import torch_internals
 from ..core.atomic_file import opened
+from ..kernels.input_checks import checked_together
 from ..kernels.rewriting import rewritten_graphs
 from ..kernels.sizes import narrow_sizes
 from . import generated_code
@@ -35,7 +36,12 @@ class Inductor(AheadOfTime):
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         if not savable and _has_remote_cache():
             return compile_by_running(function, tensors, self.name)
-        with generated_code.collected() as modules, narrow_sizes(), rewritten_graphs(_device(tensors)):
+        with (
+            generated_code.collected() as modules,
+            narrow_sizes(),
+            rewritten_graphs(_device(tensors)),
+            checked_together(),
+        ):
             compiled = compile_function(function, tensors, self.name)
         save = functools.partial(_save, compiled, modules)
         return artifact_of(compiled, function.__globals__, modules, generated_code.bytes_of(modules), save)

@@ -132,6 +132,10 @@ FLOOR_DIVISION = Internal("torch.utils._sympy.functions", "FloorDiv", "2.7", _WI
 HIDDEN = Internal("torch.utils._sympy.functions", "Identity", "2.7", _WIDE)
 COMPILING = Internal("torch._inductor.virtualized", "V", "2.7", _WIDE)
 
+PYTHON_WRAPPER = Internal(
+    "torch._inductor.codegen.wrapper", "PythonWrapperCodegen", "2.7", "weights are checked one by one, slower"
+)
+
 _AS_TRACED = "group norms are inductor's, slower"
 KNOWN_TRUE = Internal("torch.fx.experimental.symbolic_shapes", "statically_known_true", "2.7", _AS_TRACED)
 PRE_GRAD_PASS = Internal("torch._inductor.config", "pre_grad_custom_pass", "2.7", _AS_TRACED)
@@ -151,6 +155,7 @@ SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO, CODE_PATH)
 STANDALONE_SAVING = (STANDALONE, STANDALONE_ARTIFACT)
 DRY_RUN = (FAKE_TENSOR, FAKE_MODE, UNSET_FAKE)
 NARROW_SIZES = (KERNEL_SIGNATURE, TRITON_KERNEL, FITS_32_BITS, FLOOR_DIVISION, HIDDEN, COMPILING)
+CHECKED_TOGETHER = (PYTHON_WRAPPER, TENSOR_GUARDS)
 REWRITING = (KNOWN_TRUE, PRE_GRAD_PASS)
 RUN_ONCE = (CACHE_ENTRIES, LAST_GUARDS, GUARD_NAMES, CPP_SHAPE_GUARDS, MARK_DYNAMIC, TRACING_CONTEXT, FALLBACK_RANDOM)
 KEYS = (INDUCTOR_SETTINGS, AUTOGRAD_SETTINGS)

@@ -1,1 +1,1 @@
-"""What makes generated GPU kernels for any size as good as those for one size."""
+"""What makes generated code for any size as good as that for one size: GPU kernels, and what calls them."""

@@ -44,9 +44,8 @@ class ArgumentGuard:
         places = _places((*args, *kwargs.values()), spec) if replace is None or replace(kwargs) is kwargs else None
         self._is_flat = places is not None
         if places is not None:
-            tensors_at, fixed, self._replaced = places
-            self._get_tensors, self._get_fixed = _getter(tensors_at), _getter([at for at, _ in fixed])
-            self._fixed = tuple(value for _, value in fixed)
+            tensors_at, self._fixed, self._replaced = places
+            self._get_tensors = _getter(tensors_at)
 
     def match(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
         """The tensors among the call's arguments, or None if it differs in structure or constants.
@@ -59,9 +58,10 @@ class ArgumentGuard:
         if len(args) != self._count or tuple(kwargs) != self._names:
             return None
         values = (*args, *kwargs.values())
-        if self._fixed:
-            now = self._get_fixed(values)
-            if not all(map(operator.is_, now, self._fixed)) and not all(map(_are_equal, now, self._fixed)):
+        for at, known in self._fixed:
+            now = values[at]
+            # Other constants that are equal may differ: True and 1, 0.0 and -0.0.
+            if now is not known and not (type(now) is type(known) is int and now == known):
                 return None
         for at, known in self._replaced:
             now = values[at]
@@ -106,11 +106,6 @@ def _places(values: tuple, spec: Spec) -> tuple[list[int], list[tuple[int, Any]]
         else:
             return None
     return tensors, fixed, replaced
-
-
-def _are_equal(now: Any, known: Any) -> bool:
-    # Other constants that are equal may differ: True and 1, 0.0 and -0.0.
-    return now is known or (type(now) is int and type(known) is int and now == known)
 
 
 def _getter(places: list[int]) -> Callable[[tuple], tuple]:

@@ -184,6 +184,8 @@ class _HeldWeights:
 
     def hold(self) -> frozenset[int] | None:
         """As of `CaptureHost`."""
+        if not self._parts:
+            return self.current
         self.release()
         if self._loaded != self._sizes() and not self._fit():
             self.current = None

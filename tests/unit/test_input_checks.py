@@ -1,0 +1,52 @@
+"""Generated code that checks weights together: asserts once, and still refuses what they refuse."""
+
+import pytest
+import torch
+from comfy_accel.accel.compile.inductor import Inductor
+from comfy_accel.accel.core import torch_internals
+from torch._inductor.codecache import PyCodeCache
+
+
+def chain(*tensors):
+    *weights, x = tensors
+    for weight in weights:
+        x = x @ weight
+    return x
+
+
+@pytest.mark.skipif(
+    torch_internals.lacking(torch_internals.AHEAD_OF_TIME) is not None,
+    reason="it cannot compile ahead of time",
+)
+def test_weights_are_asserted_once_and_those_of_another_layout_refused():
+    weights, x = [torch.randn(8, 8) for _ in range(5)], torch.randn(3, 8)
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    before = set(map(id, PyCodeCache.modules))
+    artifact = Inductor("inductor").compile(chain, [*weights, x], savable=False)
+    (module,) = (made for made in PyCodeCache.modules if id(made) not in before and hasattr(made, "known_inputs"))
+    asserted, assert_size_stride = [], module.assert_size_stride
+
+    def noting(tensor, *layout):
+        asserted.append(tensor)
+        assert_size_stride(tensor, *layout)
+
+    module.assert_size_stride = noting
+
+    def of(weights, rows):
+        asserted.clear()
+        x = torch.randn(rows, 8)
+        torch.testing.assert_close(artifact.run([*weights, x]), chain(*weights, x))
+        return len(asserted)
+
+    assert of(weights, 3) == 6
+    assert of(weights, 4) == 1
+    others = [torch.randn(8, 8) for _ in range(5)]
+    assert of(others, 5) == 1
+    for odd in (torch.randn(8, 8).t(), torch.randn(8, 9)[:, :8], torch.randn(4, 8)):
+        with pytest.raises(AssertionError):
+            artifact.run([*others[:2], odd, *others[3:], x])
+        others[2].data, kept = odd, others[2].data
+        with pytest.raises(AssertionError):
+            artifact.run([*others, x])
+        others[2].data = kept
+    assert of(others, 2) == 1
