@@ -24,13 +24,14 @@ BENCHES = {
     "cold": "seconds to compile SD1.5, SDXL and Flux at full depth, beside core's node; overhead a block",
     "diffusers": "a diffusers script's session: plain, compile_repeated_blocks, torch.compile of the whole model, ours",
     "fleet": "real ComfyUIs under a real Ray, a replica killed, cold starts; --simulate: a thousand workers",
+    "fleet_faults": "a fleet under a real Ray: a replica killed while it compiles, only its ComfyUI killed, a shutdown",
 }
 """What `dev.py bench NAME` runs: module of this package → what it measures."""
 
 WITH_DIFFUSERS = ("diffusers",)
 """Those of them that need what the tests are run with (tests/requirements.txt) too."""
 
-WITH_RAY = ("fleet",)
+WITH_RAY = ("fleet", "fleet_faults")
 """Those that need Ray too (bench/requirements-ray.txt)."""
 
 

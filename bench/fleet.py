@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
             for store in options.stores:
                 colds.append(_cold(options, Path(work), base, store))
                 print(report.table(colds[-1:], COLD_COLUMNS), file=sys.stderr, flush=True)
-        left = _left(Path(work))
+        left = left_of(Path(work))
     for rows, columns in ((loads, LOAD_COLUMNS), (colds, COLD_COLUMNS)):
         if rows:
             print(f"\n{report.table(rows, columns)}")
@@ -135,7 +135,7 @@ def own_ray(replicas: int) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _fleet(options: argparse.Namespace, base: Path, results: Path, **settings: Any) -> Iterator[Any]:
+def running_fleet(options: argparse.Namespace, base: Path, results: Path, **settings: Any) -> Iterator[Any]:
     """A running fleet, ready: Serve's handle of its replicas."""
     from ray import serve
 
@@ -164,7 +164,7 @@ def _load(options: argparse.Namespace, work: Path, base: Path, url: str, route: 
     graphs = [graph(*SIZES[number % len(SIZES)], seed=number, steps=6) for number in range(options.prompts)]
     random.Random(0).shuffle(graphs)
     warm_up = [graph(64, 64, seed=0)]
-    with _fleet(options, base, results, route=route, environment={"ACCEL_STORE": "off"}, warm_up=warm_up):
+    with running_fleet(options, base, results, route=route, environment={"ACCEL_STORE": "off"}, warm_up=warm_up):
         started = time.perf_counter()
         entries = asyncio.run(_run_all(url, graphs, kill_after=len(graphs) // 3))
         seconds = time.perf_counter() - started
@@ -222,17 +222,11 @@ async def _run_all(url: str, graphs: list, kill_after: int) -> list[dict[str, An
 
 def _cold(options: argparse.Namespace, work: Path, base: Path, store: str) -> report.Row:
     """All replicas start at once and warm up; each with a store of its own, or with one that all share."""
-    torch_cache = work / f"torch-{store}"
     folder = work / "graphs"
-    environment = {
-        "ACCEL_STORE": str(folder) if store == "shared" else "off",
-        "ACCEL_STORE_LEASE": str(LEASE_S),
-        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # or each builds half a dozen programs to find out
-        "TORCHINDUCTOR_CACHE_DIR": str(torch_cache),
-    }
+    environment = leases_environment(work, store)
     warm_up = [graph(64, 64, seed=0, backend="inductor")]
     started = time.perf_counter()
-    with _fleet(options, base, work / "results-cold", environment=environment, warm_up=warm_up) as replicas:
+    with running_fleet(options, base, work / "results-cold", environment=environment, warm_up=warm_up) as replicas:
         seconds = time.perf_counter() - started
         states: dict[str, dict[str, Any]] = {}
         while len(states) < options.replicas:
@@ -250,12 +244,22 @@ def _cold(options: argparse.Namespace, work: Path, base: Path, store: str) -> re
     }
 
 
+def leases_environment(work: Path, store: str) -> dict[str, str]:
+    """Variables of replicas that compile. store: of `STORES`."""
+    return {
+        "ACCEL_STORE": str(work / "graphs") if store == "shared" else "off",
+        "ACCEL_STORE_LEASE": str(LEASE_S),
+        "TORCHINDUCTOR_VEC_ISA_OK": "0",  # or each builds half a dozen programs to find out
+        "TORCHINDUCTOR_CACHE_DIR": str(work / f"torch-{store}"),
+    }
+
+
 def _get(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=60) as answer:
         return json.load(answer)
 
 
-def _left(work: Path) -> int:
+def left_of(work: Path) -> int:
     """Processes of this measurement that still run, some seconds after its end."""
     deadline = time.monotonic() + 20
     while True:

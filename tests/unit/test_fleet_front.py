@@ -183,3 +183,37 @@ def test_replica_that_ended_under_a_prompt_has_no_state(tmp_path):
     state = with_fleet(tmp_path, scenario)
     assert [replica["replica"] for replica in state["replicas"]] == ["b"]
     assert state["prompts"]["runs"] == 2 and state["prompts"]["answered"] == 1
+
+
+@pytest.mark.parametrize("status", ["DELETING", "gone", "RUNNING"])
+def test_open_websocket_is_closed_when_the_fleet_ends_and_what_runs_is_finished(tmp_path, monkeypatch, status):
+    """Or Serve waits for it until drain_s is over."""
+    applications = {} if status == "gone" else {"fleet": SimpleNamespace(status=status)}
+    serve = SimpleNamespace(
+        status=lambda: SimpleNamespace(applications=applications),
+        get_replica_context=lambda: SimpleNamespace(app_name="fleet"),
+    )
+    monkeypatch.setattr(fleet_front, "serve", serve)
+    monkeypatch.setattr(fleet_front, "_WATCH", 0.01)
+    closed = []
+
+    class Socket:
+        async def close(self, code):
+            closed.append(code)
+            fleet_sockets.clear()
+
+    async def scenario(fleet):
+        nonlocal fleet_sockets
+        fleet_sockets = fleet.front._sockets
+        fleet_sockets["page"] = Socket()
+        fleet.front._prompts["id"] = SimpleNamespace(running=True)
+        watching = asyncio.create_task(fleet.front._watch())
+        await asyncio.sleep(0.1)
+        assert closed == []
+        del fleet.front._prompts["id"]
+        await asyncio.sleep(0.2)
+        watching.cancel()
+
+    fleet_sockets = None
+    with_fleet(tmp_path, scenario)
+    assert closed == ([] if status == "RUNNING" else [1001])

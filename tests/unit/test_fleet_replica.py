@@ -1,6 +1,8 @@
 """A fleet's replica, without Serve."""
 
+import asyncio
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +10,7 @@ pytest.importorskip("ray.serve", reason="an optional package of 200 MB")
 
 # ruff: noqa: E402
 from comfy_accel.accel.hosts.ray import replica as fleet_replica
+from comfy_accel.accel.hosts.ray.comfyui_process import Gone
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners")
@@ -25,3 +28,48 @@ def test_temporary_folder_that_is_somebody_elses_is_not_used(tmp_path, monkeypat
     other = fleet_replica._own_folder().parent
     assert other.name != f"comfy-accel-ray-{user + 1}" and other.stat().st_mode & 0o77 == 0
     assert (tmp_path / f"comfy-accel-ray-{user + 1}" / "999999999-0").exists()
+
+
+@pytest.mark.parametrize("looks", [0, 3])
+def test_replica_whose_comfyui_ended_under_a_prompt_ends_before_the_front_hears_of_it(tmp_path, monkeypatch, looks):
+    """Or the front sends the prompt to it again. looks: after which the process is seen to have ended."""
+
+    class Exited(BaseException):
+        pass
+
+    def leave(code):
+        raise Exited
+
+    class ComfyUI:
+        work, made, asked = tmp_path / "work", {}, 0
+
+        @property
+        def ended(self):
+            self.asked += 1
+            return self.asked > looks
+
+        def read_log(self):
+            return ""
+
+        async def run(self, prompt_id, body):
+            yield "accepted", {}
+            raise Gone("ComfyUI went away")
+
+    async def met(key):
+        return None
+
+    monkeypatch.setattr(fleet_replica.os, "_exit", leave)
+    alone = type("Alone", (fleet_replica.Replica,), {"__del__": lambda replica: None})
+    replica = alone.__new__(alone)
+    vars(replica).update(
+        _comfyui=ComfyUI(),
+        _results=SimpleNamespace(entry=lambda prompt_id: None),
+        _keys=SimpleNamespace(met=met),
+        _names={"replica": "a", "pid": 1},
+    )
+
+    async def run():
+        return [event async for event in replica.run("id", "", {})]
+
+    with pytest.raises(Exited):
+        asyncio.run(run())

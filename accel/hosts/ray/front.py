@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import itertools
 import json
@@ -16,6 +17,7 @@ from urllib.parse import quote
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.schema import ApplicationStatus
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -35,6 +37,9 @@ _RUNS = 2
 
 _VALIDATED_WITHIN = 2.0
 """Seconds in which a free replica says whether a prompt is valid; later it is answered as accepted."""
+
+_WATCH = 2.0
+"""Seconds between two looks at whether the application is being deleted."""
 
 _MOST_HISTORY = 200
 
@@ -91,6 +96,7 @@ class Front:
         self._input = Path(settings.input) if settings.input else None
         self._prompts: dict[str, Prompt] = {}
         self._sockets: dict[str, WebSocket] = {}
+        self._watching: asyncio.Task | None = None
         self._numbers = itertools.count(1)
         self._counts: Counter[str] = Counter()
         self._states = States(settings.replicas)
@@ -341,6 +347,8 @@ class Front:
         await socket.accept()
         client_id = socket.query_params.get("clientId") or uuid.uuid4().hex
         self._sockets[client_id] = socket
+        if self._watching is None or self._watching.done():
+            self._watching = contextvars.Context().run(asyncio.create_task, self._watch())
         try:
             await self._tell(client_id, json.dumps(self._status(client_id)))
             while True:
@@ -350,6 +358,24 @@ class Front:
         finally:
             if self._sockets.get(client_id) is socket:
                 del self._sockets[client_id]
+
+    async def _watch(self) -> None:
+        """While there are WebSockets: close them when the application is deleted and what runs is finished.
+
+        Serve says nothing to us until all requests have ended, and a page's WebSocket has no end of its own.
+        """
+        name = serve.get_replica_context().app_name
+        while self._sockets:
+            await asyncio.sleep(_WATCH)
+            try:
+                app = (await asyncio.to_thread(serve.status)).applications.get(name)
+            except Exception:  # of Ray's, such as while Serve's controller is started again
+                continue
+            is_ending = app is None or app.status == ApplicationStatus.DELETING
+            if is_ending and not any(prompt.running for prompt in self._prompts.values()):
+                for socket in list(self._sockets.values()):
+                    with contextlib.suppress(Exception):  # as in `_tell`
+                        await socket.close(1001)
 
     async def _tell(self, client_id: str | None, message: str | bytes) -> None:
         socket = self._sockets.get(client_id)

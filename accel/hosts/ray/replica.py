@@ -63,14 +63,21 @@ class Replica:
             return
         yield "replica", self._names
         done["met"] = await self._keys.met(key)
-        async with contextlib.aclosing(self._comfyui.run(prompt_id, body)) as events:
-            async for kind, value in events:
-                if kind != "history":
-                    yield kind, value
-                    continue
-                self._prompts += 1
-                await asyncio.to_thread(self._results.publish, prompt_id, value, self._comfyui.made)
-                yield "done", {**done, "replica": await self.state()}
+        try:
+            async with contextlib.aclosing(self._comfyui.run(prompt_id, body)) as events:
+                async for kind, value in events:
+                    if kind != "history":
+                        yield kind, value
+                        continue
+                    self._prompts += 1
+                    await asyncio.to_thread(self._results.publish, prompt_id, value, self._comfyui.made)
+                    yield "done", {**done, "replica": await self.state()}
+        except Gone:
+            # Ends before the front hears of it: to a replica that is there it would send the prompt again.
+            for _ in range(20):
+                self._end_with_comfyui()
+                await asyncio.sleep(0.1)
+            raise
 
     async def ask(self, method: str, path: str, raw: bytes | None, kind: str | None) -> tuple[int, bytes, str]:
         """ComfyUI's own answer, of a route that is the same in every replica."""
@@ -118,8 +125,14 @@ class Replica:
         return max(1, min(ENOUGH, cache["max_bytes"] // max(captured))) if captured else ENOUGH
 
     async def _watch(self) -> None:
-        while not self._comfyui.ended:
+        while True:
+            self._end_with_comfyui()
             await asyncio.sleep(_WATCH)
+
+    def _end_with_comfyui(self) -> None:
+        """End this process if ComfyUI has ended."""
+        if not self._comfyui.ended:
+            return
         log.error("ComfyUI ended, and this replica with it:\n%s", self._comfyui.read_log()[-2000:])
         shutil.rmtree(self._comfyui.work, ignore_errors=True)
         os._exit(1)
