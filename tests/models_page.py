@@ -20,8 +20,8 @@ does it, on a CPU. Every image was compared with the one that ComfyUI makes with
 fast anything is. `dev.py test --all tests/comfyui/test_models.py --write-models` makes this page, from
 [models.json](models.json); the tests run the same rows and compare.
 
-- **compiled**: block types, and the graphs that were made for them. The first image is a batch of 1, the second
-  one with a negative prompt beside; another size, a longer prompt, a batch of 3 and a LoRA compiled nothing more.
+- **compiled**: block types, and the graphs that were made for them, all in the first image, a batch of 1. A negative
+  prompt beside it, another size, a longer prompt, a batch of 3 and a LoRA compiled nothing more.
 - **DeepCache**: of a run of 4 steps with interval 2 and the uniform schedule.
 - **ControlNet**: run compiled beside the model, where the tests have one for it.
 - **quantised**: weights stored in fp8, with a LoRA too.
