@@ -76,6 +76,13 @@ class History:
                     result.add_(older - newest, alpha=weight)
         return result
 
+    def error(self, at: float, feature: torch.Tensor) -> torch.Tensor | None:
+        """The mean squared error of the forecast of `feature`, which is at the place `at`; None where it does not
+        fit."""
+        if not self.fits(feature):
+            return None
+        return self.value(at).sub_(feature).float().square().mean()
+
 
 def _is_same(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)

@@ -109,6 +109,7 @@ class DeepCacheRun:
         self._drift = Drift()
         self._occurrences: Counter[BranchKey] = Counter()
         self._skipped: dict[int, bool] = {}
+        self._evaluations = 0
         self._began: list[tuple[int, float]] = []
         """Steps in the order in which they came, each with its start in seconds of `time.perf_counter`."""
         self._siblings: dict[torch.nn.Module, DeepCacheRun] = {}
@@ -163,6 +164,7 @@ class DeepCacheRun:
         if len(self.schedule) < 2:
             self._step = None
             return
+        self._evaluations += 1
         self._angle = angle(sigma, self.is_flow)
         step = step_of(sigma, self.schedule)
         if step != self._step:
@@ -266,7 +268,8 @@ class DeepCacheRun:
         """`step` is full: drop what later steps cannot use."""
         last = step if self._refresh is None else min(self._refresh, step)
         self._refresh = step
-        least = step if self.settings.between == "hold" else last
+        # A quality compares what was held with what is computed.
+        least = step if self.settings.between == "hold" and self.target is None else last
         self._histories = {key: known for key, known in self._histories.items() if known.newest >= least}
         self._drift.forget(before=last)
 
@@ -339,6 +342,10 @@ class DeepCacheRun:
                 continue
             if history is None:
                 history = self._histories[key, part] = History(ORDER + 1 if self.settings.between == "forecast" else 1)
+            elif self.target is not None and self._full[self._step] and history.newest != self._step:
+                error = history.error(self._angle, chunks[index])
+                if error is not None:
+                    self.target.note_feature(self._step, error)
             history.record(self._step, self._angle, chunks[index], owned)
             if self.policy.uses_magnitudes and self._full[self._step]:
                 self._drift.note_magnitude((key, part), chunks[index], self._step)
@@ -430,8 +437,9 @@ class DeepCacheRun:
         return rows
 
     def _saved_steps(self) -> float:
-        """The work that was saved, in full steps, less what comparing cost."""
-        return self.skipped_steps * (1 - self._shallow_share()) - self.target.probes * self._shallow_share()
+        """The work that was saved, in full steps, less what comparing cost: of a step's evaluations it repeats one."""
+        probes = self.target.probes * len(self._began) / max(self._evaluations, 1)
+        return self.skipped_steps * (1 - self._shallow_share()) - probes * self._shallow_share()
 
     def _shallow_share(self) -> float:
         return 0.0 if self.split is None else self.split.shallow_share

@@ -47,6 +47,8 @@ def run_of(target, errors, levels):
             policy.note_skipped(index)
             letters += "S"
             continue
+        if last is not None:
+            policy.note_feature(index, torch.tensor(errors**2))
         if policy.wants_probe(index):
             policy.probes += 1
             truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
@@ -58,6 +60,7 @@ def run_of(target, errors, levels):
 
 
 EVEN = tuple(2.0 * 0.8**step for step in range(19)) + (0.0,)
+ANGLES_OF_EVEN = tuple(map(angle, EVEN))
 
 
 def test_lower_target_and_smaller_errors_skip_more():
@@ -67,7 +70,7 @@ def test_lower_target_and_smaller_errors_skip_more():
 
 def test_estimate_keeps_to_the_target():
     for target in (30, 40, 50):
-        policy, letters = run_of(target, 0.01, EVEN)
+        policy, letters = run_of(target, 0.005, EVEN)
         assert "S" in letters
         assert policy.estimated_db() >= target
 
@@ -80,7 +83,7 @@ def test_newest_comparison_is_read_a_step_late_where_the_device_would_be_waited_
             self.tensor, self.made = tensor, now[0]
 
         def read(self):
-            waits.append((self.made, now[0]))
+            waits.append((self.made, now[0], self.tensor.ndim > 0))
             return self.tensor
 
     now, waits = [0], []
@@ -93,12 +96,41 @@ def test_newest_comparison_is_read_a_step_late_where_the_device_would_be_waited_
 
     monkeypatch.setattr(quality.QualityRefresh, "should_refresh", should_refresh)
     policy, letters = run_of(40, 0.01, EVEN)
-    first = waits[0][0]
+    first = waits[0][1]
     assert "S" in letters
     assert policy.probes >= 3
-    # A comparison at step i is asked about at step i + 1, and read from i + 2 on; the first alone is waited for.
-    assert all(read >= made + 2 for made, read in waits if made != first)
+    # A comparison at step i is asked about at step i + 1, and read from i + 2 on; the first alone is waited for. The
+    # error of a feature sets out for the host at step i + 1.
+    assert all(read >= made + (2 if is_comparison else 1) for made, read, is_comparison in waits if read != first)
     assert policy.estimated_db() >= 38
+
+
+def test_error_of_the_feature_tells_what_a_step_costs_between_comparisons():
+    def estimate(grown):
+        policy = DeepCacheSettings(quality=30.0).policy()
+        policy.begin(list(map(angle, EVEN)))
+        truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
+        for step in range(6):
+            if step:
+                policy.note_feature(step, torch.tensor(1.0 if step < 5 else grown**2))
+            if step == 3:
+                policy.compare(step, truth + 0.01, truth)
+            policy.note_full(step)
+        policy.note_skipped(6)
+        return policy.estimated_db()
+
+    assert estimate(1.0) - estimate(2.0) == pytest.approx(20 * math.log10(2))
+
+
+def test_late_steps_are_compared_again_and_neighbours_are_not():
+    policy = DeepCacheSettings(quality=30.0).policy()
+    policy.begin(list(map(angle, EVEN)))
+    truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
+    policy.note_full(1)
+    policy.compare(2, truth, truth)
+    policy.note_full(2)
+    apart = next(step for step in range(3, 18) if ANGLES_OF_EVEN[2] - ANGLES_OF_EVEN[step] >= quality.APART)
+    assert [policy.wants_probe(step) for step in range(3, 18)] == [step >= apart for step in range(3, 18)]
 
 
 def test_skipped_steps_that_were_never_compared_count():
@@ -124,7 +156,7 @@ def test_prediction_of_another_size_is_not_compared():
     for step, size in enumerate((8, 4), 1):
         policy.note_full(step - 1)
         policy.compare(step, torch.zeros(1, 1, size), torch.linspace(0, 1, size).reshape(1, 1, size))
-    assert len(policy._measured) == 1
+    assert policy._compared.step == 1
 
 
 class Split:
@@ -147,6 +179,8 @@ def run_with_probes(steps, share, error, calls=(True,), kept=1.0):
 
     for level in levels[:-1]:
         run.begin_evaluation(level)
+        if level < levels[0] and (run.is_full or run.is_probing):
+            run.target.note_feature(levels.index(level), torch.tensor(error**2))
         if run.is_probing:
             assert torch.equal(run.probed(evaluate, lambda error: True), truth)
         else:

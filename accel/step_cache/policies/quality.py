@@ -1,8 +1,9 @@
 """Skips as much as a quality target allows: what a skipped step costs is measured, and carried to the final latent.
 
 In the spirit of SpeCa (Liu et al., arXiv 2509.11628: forecast, then verify) and ERTACache (Peng et al., arXiv
-2508.21091: an error is injected by one step and amplified or damped by the later ones). No calibration: before a full
-step the skipped path may run too, so that its prediction can be compared with the full one.
+2508.21091: an error is injected by one step and amplified or damped by the later ones). No calibration: at each full
+step the deep feature's forecast is compared with the feature itself, which is there anyway; now and then the skipped
+path runs beside the full one, and tells what such an error of the feature does to the prediction.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ SHRINKS = 0.3
 noise level's angle. On the trained UNet an error keeps 0.75 of itself in the prediction above a noise level of 0.6, and
 all of it below 0.4. Nothing is taken back where the sampler adds noise: what was decided differently stays so."""
 
-GROWS, FALLS = 1.25, 0.75
+GROWS, FALLS = 1.4, 0.6
 """Exponents of a forecast's error over the distance from the last full step, in radians of the noise level: beyond the
-distance at which it was measured, and below. The trained UNet has 1.0 to 1.3 from one step to two, 0.5 from two to
-three; each is taken at its pessimistic end."""
+distance at which it was measured, and below. As measured on the trained UNet, over intervals of 2 to 6 steps."""
 
-FADES = 2.0
-"""A power of the noise level that the errors of skipped steps fall by at most; 1.4 on the trained UNet."""
+APART = 0.35
+"""The most radians of the noise level from one comparison to the next. What an error of the feature does to the
+prediction changes slowly with the noise level, and hardly with the distance: from 0.12 to 0.02 over a run of the
+trained UNet."""
 
 OVERHEAD, OVERHEAD_OF_LONG_RUNS = 0.02, 0.1
 """The most of a run's work that comparisons may take beyond what skipped steps have saved. More is staked where it has
@@ -40,12 +42,9 @@ always come back on the trained networks: in long runs of samplers without noise
 LONG_RUN = 16
 """Steps."""
 
-MARGIN_DB = 1.0
-"""Aimed at above the target, since an estimate may be too low."""
-
-
-Skipped = tuple[float, float]
-"""A skipped step: its distance from the full step before it, in radians, and its `Carried.at_end`."""
+MARGIN_DB = 4.0
+"""Aimed at above the target. Where the error of every skipped step is known, the sum is right in the mean, but a sample
+may be 4 dB (one standard deviation) off: how much the model enlarges what it is given is the picture's."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +82,37 @@ class Carried:
         return result
 
 
+Skipped = tuple[float, float]
+"""A skipped step: its distance from the full step before it, in radians, and its `Carried.at_end`."""
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """step: the full step that was compared. numbers: error of each sample's prediction [B], as a share of the
+    latent's range."""
+
+    step: int
+    numbers: HostCopy
+
+
+@dataclass(frozen=True)
+class _Full:
+    """distance: to the full step before, in radians. skipped: between the two. compared: the newest comparison."""
+
+    step: int
+    distance: float
+    skipped: Sequence[Skipped]
+    compared: _Compared | None
+
+
 class QualityRefresh:
     """Skips while the final latent is expected to stay within `target` dB of the uncached run's; for one run.
 
     The distance is PSNR with the final latent's own range (max - min) as its peak, of the sample of a batch that is
-    farthest. Each stretch of skipped steps may add the share of what is left of it that its steps are of those left,
-    which is near the best division: with errors that grow with the distance the cost of a step hardly depends on how
-    fast features change there.
-
-    Memory: one copy of the latent.
+    farthest. Errors of steps add up as if they had nothing to do with each other: sums of vectors, which know their
+    directions, are farther from the truth, since the model turns them. Each stretch of skipped steps may add the share
+    of what is left that its steps are of those left, which is near the best division: with errors that grow with the
+    distance the cost of a step hardly depends on how fast features change there.
     """
 
     uses_drift = False
@@ -109,15 +130,19 @@ class QualityRefresh:
         self._allowed = 10 ** (-(target + MARGIN_DB) / 20)
         self._skipped: list[Skipped] = []
         """Since the last full step."""
-        self._uncompared: list[Skipped] = []
-        """Skipped steps before it, where the full step after them was not compared."""
         self._full: int | None = None
-        self._sum: torch.Tensor | None = None
-        """Error of the final latent, as far as it is known: the steps' errors have directions, and add up by them."""
-        self._excess = 0.0
-        """How many times too large the error of a single skipped step was when it was last asked for."""
-        self._measured: list[_Measured] = []
-        """The last two comparisons, the newest last."""
+        """The last full step."""
+        self._fulls: list[_Full] = []
+        """The full steps from the newest known one on."""
+        self._settled = torch.zeros(1, dtype=torch.float64)
+        """The squared error of the final latent [B] by what was skipped before them."""
+        self._compared: _Compared | None = None
+        self._size: torch.Size | None = None
+        """Of the first latent that was compared."""
+        self._squares: tuple[int, torch.Tensor] | None = None
+        """The newest full step, and the sum over its features of their forecasts' mean squared errors."""
+        self._features: dict[int, HostCopy] = {}
+        """The same of the full steps before."""
 
     def begin(self, angles: Sequence[float], kept: float = 1.0, factor: float = 1.0) -> None:
         """Note the run's noise levels. kept, factor: see `Carried`."""
@@ -126,19 +151,15 @@ class QualityRefresh:
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         if self.carried is None or self._full is None or not 1 <= step.since_refresh < self.longest:
             return True
-        measured = self._known(step.index)
-        if measured is None:
+        known = self._known(step.index)
+        if known is None:
             return True
-        error = self._expected([*self._skipped, self._as_skipped(step.index)], measured)
-        left = len(self.carried.angles) - 1 - self._full
-        share = (step.since_refresh + 1) / left
+        error = self._expected([*self._skipped, self._as_skipped(step.index)], known)
+        spent = self._spent(known)
+        self.estimates[step.index] = (spent + error).max().sqrt().item()
+        share = (step.since_refresh + 1) / (len(self.carried.angles) - 1 - self._full)
         # `not <=` instead of `>`: NaN refreshes.
-        spent = self._spent(measured)
-        self.estimates[step.index] = math.hypot(spent, error)
-        allowed = (self._allowed**2 - spent**2) * share
-        if step.since_refresh == 1:
-            self._excess = math.sqrt(error**2 / allowed) if allowed > 0 else math.inf
-        return not error**2 <= allowed
+        return not bool((error <= (self._allowed**2 - spent) * share).all())
 
     def wants_probe(self, step: int) -> bool:
         """Whether `step`, which will be full, is to be run by the skipped path first.
@@ -151,10 +172,8 @@ class QualityRefresh:
             return False
         if math.isinf(self.carried.kept) or (self.carried.kept != 1 and 2 * step < len(self.carried.angles) - 1):
             return False
-        if self._skipped or not self._measured:
-            return True
-        noise = [math.tan(self.carried.angles[at]) for at in (self._measured[-1].step, step)]
-        return noise[1] * max(self._excess, 1.0) ** (1 / FADES) <= noise[0]
+        angles = self.carried.angles
+        return self._compared is None or abs(angles[self._compared.step] - angles[step]) >= APART
 
     def overhead(self) -> float:
         """What comparisons may cost beyond what skipped steps have saved, in full steps."""
@@ -165,8 +184,17 @@ class QualityRefresh:
     def note_skipped(self, step: int) -> None:
         self._skipped.append(self._as_skipped(step))
 
+    def note_feature(self, step: int, squares: torch.Tensor) -> None:
+        """Note the mean squared error that the forecast of one of the features has at full `step`, on the device."""
+        if self._squares is not None and self._squares[0] == step:
+            squares = squares.to(self._squares[1].device) + self._squares[1]
+        else:
+            self._send()
+        self._squares = step, squares
+
     def note_full(self, step: int) -> None:
-        self._uncompared += self._skipped
+        if self._full is not None and self._full != step:
+            self._fulls.append(_Full(step, self._distance(step), self._skipped, self._compared))
         self._full, self._skipped = step, []
 
     def compare(self, step: int, forecast: torch.Tensor, truth: torch.Tensor) -> None:
@@ -174,36 +202,36 @@ class QualityRefresh:
 
         Nothing is learnt at another size than the first, as samplers that call the model at half size have it.
         """
-        if self._sum is not None and self._sum.shape != truth.shape:
-            return
-        error = (forecast - truth).float()
-        distance = self._distance(step)
-        weight = sum((before / distance) ** FALLS * at_end for before, at_end in self._skipped)
-        self._sum = torch.zeros_like(error) if self._sum is None else self._sum
-        self._sum.add_(error, alpha=weight)
-        flat = truth.flatten(1)
-        peak = (flat.amax(1) - flat.amin(1)).float()
-        norms = torch.stack([part.flatten(1).square().mean(1).sqrt() / peak for part in (error, self._sum)])
-        self._measured = [*self._measured[-1:], _Measured(step, distance, HostCopy(norms.amax(1)), self._skipped)]
-        self._skipped = []
+        self._size = self._size or truth.shape
+        if truth.shape == self._size:
+            flat = truth.flatten(1)
+            peak = (flat.amax(1) - flat.amin(1)).float()
+            error = (forecast - truth).float().flatten(1).square().mean(1).sqrt()
+            self._compared = _Compared(step, HostCopy(error / peak))
 
     def estimated_db(self) -> float | None:
         """PSNR of the final latent by estimate; None before anything is known, infinite where nothing was skipped."""
-        if not self._measured:
+        known = self._known(math.inf)
+        if known is None:
             return None
-        measured = self._measured[-1]
-        error = math.hypot(self._spent(measured), self._expected(self._skipped, measured))
-        return -20 * math.log10(error) if error > 0 else math.inf
+        error = (self._spent(known) + self._expected(self._skipped, known)).max().item()
+        return -10 * math.log10(error) if error > 0 else math.inf
 
     def restart(self) -> None:
-        """Note that the sampler went back up: nothing that it skipped until here is known to matter."""
+        """Note that the sampler went back up: what it skipped since the last full step is not known to matter."""
         self._full = None
-        self._skipped.clear()
-        self._uncompared.clear()
+        self._skipped = []
 
     def close(self) -> None:
-        self._sum = None
-        self._measured.clear()
+        self._squares = self._compared = None
+        self._fulls.clear()
+        self._features.clear()
+
+    def _send(self) -> None:
+        """Send the newest feature error to the host."""
+        if self._squares is not None:
+            self._features[self._squares[0]] = HostCopy(self._squares[1])
+            self._squares = None
 
     def _distance(self, step: int) -> float:
         angles = self.carried.angles
@@ -212,41 +240,37 @@ class QualityRefresh:
     def _as_skipped(self, step: int) -> Skipped:
         return self._distance(step), self.carried.at_end(step)
 
-    def _expected(self, stretch: Sequence[Skipped], measured: _Measured) -> float:
-        """What a stretch of skipped steps adds to the final latent's error."""
+    def _error(self, full: _Full) -> torch.Tensor:
+        """What skipping the full step would have done to its prediction: squares [B]."""
+        now, then = (self._features[step].read().item() for step in (full.step, full.compared.step))
+        grown = now / then if then > 0 else math.inf
+        return full.compared.numbers.read().double().square() * (grown if now > 0 else 0.0)
+
+    def _expected(self, stretch: Sequence[Skipped], known: _Full) -> torch.Tensor:
+        """What a stretch of skipped steps adds to the squared error of the final latent [B]."""
         total = 0.0
         for distance, at_end in stretch:
-            reach = distance / measured.distance
-            total += measured.error * reach ** (GROWS if reach > 1 else FALLS) * at_end
-        return total
+            reach = distance / known.distance
+            total += (reach ** (GROWS if reach > 1 else FALLS) * at_end) ** 2
+        return self._error(known) * total
 
-    def _spent(self, measured: _Measured) -> float:
-        """The final latent's error from what was skipped before the last full step."""
-        newer = self._measured[-1].stretch if measured is not self._measured[-1] else ()
-        expected = (self._expected(stretch, measured) for stretch in (newer, self._uncompared))
-        return math.hypot(measured.spent, *expected)
+    def _spent(self, known: _Full) -> torch.Tensor:
+        """The squared error of the final latent [B] by what was skipped before the last full step."""
+        while self._fulls[0].step < known.step:
+            self._settled = self._settled + self._of_stretch(self._fulls.pop(0), known)
+        return sum((self._of_stretch(full, known) for full in self._fulls), self._settled)
 
-    def _known(self, step: int) -> _Measured | None:
-        """The comparison to decide `step` by: the newest, or the one before where the device would be waited for."""
-        if len(self._measured) > 1 and self._measured[-1].numbers.is_later and self._measured[-1].step + 1 >= step:
-            return self._measured[0]
-        return self._measured[-1] if self._measured else None
+    def _of_stretch(self, full: _Full, known: _Full) -> torch.Tensor:
+        """What was skipped before `full` adds, by its own features where they are known."""
+        return self._expected(full.skipped, full if full.step <= known.step and self._is_known(full) else known)
 
+    def _is_known(self, full: _Full) -> bool:
+        return full.compared is not None and {full.step, full.compared.step} <= self._features.keys()
 
-@dataclass
-class _Measured:
-    """step: the full step. distance: to the full step before, in radians. numbers: error of its forecast, and of the
-    final latent so far, both as shares of the latent's range. stretch: what was skipped before it."""
-
-    step: int
-    distance: float
-    numbers: HostCopy
-    stretch: Sequence[Skipped]
-
-    @property
-    def error(self) -> float:
-        return self.numbers.read()[0].item()
-
-    @property
-    def spent(self) -> float:
-        return self.numbers.read()[1].item()
+    def _known(self, step: float) -> _Full | None:
+        """The full step to decide `step` by: the newest one, or one before where the device would be waited for."""
+        self._send()
+        known = [full for full in self._fulls if self._is_known(full)]
+        if len(known) > 1 and self._features[known[-1].step].is_later and known[-1].step + 1 >= step:
+            return known[-2]
+        return known[-1] if known else None
