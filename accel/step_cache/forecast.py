@@ -81,7 +81,9 @@ class History:
         fit."""
         if not self.fits(feature):
             return None
-        return self.value(at).sub_(feature).float().square().mean()
+        # Adds up in float32 without a copy in it.
+        norm = torch.linalg.vector_norm(self.value(at).sub_(feature), dtype=torch.float32)
+        return norm.square() / max(feature.numel(), 1)
 
 
 def _is_same(one: float, other: float) -> bool:

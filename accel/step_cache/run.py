@@ -144,6 +144,8 @@ class DeepCacheRun:
         self.schedule = tuple(levels)
         if not is_in_order(self.schedule):
             self.run_in_full("the noise levels of this run go up and down")
+        elif self.target is not None and self.schedule and self.schedule[0] < self.schedule[-1]:
+            self.run_in_full("a quality is that of an image, and this run makes noise of one")
         elif self.target is not None:
             self.target.begin([angle(level, self.is_flow) for level in self.schedule], *self.carries)
 
@@ -188,6 +190,8 @@ class DeepCacheRun:
 
     def _probes(self, step: int) -> bool:
         if self.target is None or self.failed or not self.target.wants_probe(step):
+            return False
+        if not in_window(self.schedule[step + 1], self.window):
             return False
         return self._saved_steps() - self._shallow_share() >= -self.target.overhead()
 

@@ -164,10 +164,10 @@ class Split:
         self.shallow_share = share
 
 
-def run_with_probes(steps, share, error, calls=(True,), kept=1.0):
+def run_with_probes(steps, share, error, calls=(True,), kept=1.0, window=(math.inf, 0.0)):
     """A run whose calls are skipped in a probe as `calls` says; the forecast is off by `error` of the range."""
     run = DeepCacheRun(DeepCacheSettings(quality=40.0))
-    run.split, run.carries = Split(share), (kept, 1.0)
+    run.split, run.carries, run.window = Split(share), (kept, 1.0), window
     levels = [2.0 * 0.8**step for step in range(steps)] + [0.0]
     run.set_schedule(levels)
     truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
@@ -223,3 +223,41 @@ def test_plan_tells_of_each_step_what_was_decided_and_by_which_estimate():
     assert {letter for letter, _ in decided} >= {"S"} and len(decided) < len(plan)
     assert min(decibels for letter, decibels in decided if letter == "S") >= 40
     assert plan[0] == ("F", 2.0, None)
+
+
+def test_feature_that_is_not_a_number_skips_nothing():
+    policy = DeepCacheSettings(quality=30.0).policy()
+    policy.begin(ANGLES_OF_EVEN)
+    truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
+    for step, feature in enumerate((None, 1.0, math.nan)):
+        if feature is not None:
+            policy.note_feature(step, torch.tensor(feature))
+        if step == 1:
+            policy.compare(step, truth + 1e-4, truth)
+        policy.note_full(step)
+        if step:
+            step = Step(step + 1, 1, *ANGLES_OF_EVEN[step + 1 : step + 3])
+            assert policy.should_refresh(step, None) == (feature != 1.0)
+
+
+@pytest.mark.parametrize(
+    "levels, said",
+    [(sorted(EVEN), "makes noise of one"), ((*EVEN[:10], *EVEN[4:]), "go up and down")],
+    ids=["rising", "up and down"],
+)
+def test_levels_that_do_not_fall_are_computed_in_full(caplog, levels, said):
+    """A step upwards would seem to cost nothing."""
+    run = DeepCacheRun(DeepCacheSettings(quality=40.0))
+    run.split = Split(0.1)
+    run.set_schedule(levels)
+    for level in levels[:-1]:
+        run.begin_evaluation(level)
+        assert run.is_full and not run.is_probing
+    assert said in caplog.text
+    assert run.quality_facts()["estimated_db"] is None
+
+
+def test_nothing_is_compared_outside_the_part_that_may_be_skipped():
+    run = run_with_probes(20, 0.1, 0.01, window=(EVEN[6], EVEN[10]))
+    assert run.skipped_steps
+    assert run._compared and run._compared <= set(range(5, 10))

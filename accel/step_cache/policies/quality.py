@@ -193,6 +193,8 @@ class QualityRefresh:
         self._squares = step, squares
 
     def note_full(self, step: int) -> None:
+        if self.carried is None:
+            return
         if self._full is not None and self._full != step:
             self._fulls.append(_Full(step, self._distance(step), self._skipped, self._compared))
         self._full, self._skipped = step, []
@@ -243,8 +245,9 @@ class QualityRefresh:
     def _error(self, full: _Full) -> torch.Tensor:
         """What skipping the full step would have done to its prediction: squares [B]."""
         now, then = (self._features[step].read().item() for step in (full.step, full.compared.step))
-        grown = now / then if then > 0 else math.inf
-        return full.compared.numbers.read().double().square() * (grown if now > 0 else 0.0)
+        # NaN stays NaN, which refreshes.
+        grown = 0.0 if now == 0 else now / then if then > 0 else math.inf
+        return full.compared.numbers.read().double().square() * grown
 
     def _expected(self, stretch: Sequence[Skipped], known: _Full) -> torch.Tensor:
         """What a stretch of skipped steps adds to the squared error of the final latent [B]."""
