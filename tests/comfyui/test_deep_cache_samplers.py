@@ -274,3 +274,13 @@ def test_run_tells_what_it_did(small_unet, sample):
     assert (told["full_steps"], told["skipped_steps"]) == (told["steps"].count("F"), told["steps"].count("S")) == (3, 4)
     assert len(told["began"]) == 7 and sorted(told["began"]) == list(told["began"])
     assert last_run() == {"full_steps": 3, "skipped_steps": 4}
+
+
+def test_quality_knows_which_samplers_add_noise_and_which_extrapolate():
+    known = {name: host._carried_by(comfy.samplers.sampler_object(name)) for name in comfy.samplers.SAMPLER_NAMES}
+    assert {known[name] for name in ("euler", "heun", "dpm_2", "ddim")} == {(1.0, 1.0)}
+    assert {known[name] for name in ("ddpm", "seeds_2", "seeds_3", "euler_ancestral", "dpmpp_sde")} == {(2.0, 1.0)}
+    extrapolate = ("dpmpp_2m", "uni_pc", "uni_pc_bh2", "ipndm", "deis", "lms", "res_multistep", "gradient_estimation")
+    assert {known[name] for name in extrapolate} == {(1.0, 1.5)}
+    assert {known[name] for name in ("dpmpp_2m_sde", "dpmpp_3m_sde", "sa_solver")} == {(2.0, 1.5)}
+    assert known["lcm"][0] == float("inf")

@@ -37,6 +37,10 @@ KEY = "accel_deep_cache"
 _WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE)
 _WRAPPED += (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 
+_NOISY = ("ancestral", "sde", "ddpm", "seeds", "sa_solver")
+_EXTRAPOLATE = ("_2m", "_3m", "multistep", "ipndm", "deis", "lms", "unipc", "sa_solver", "gradient_estimation")
+"""Parts of the names of samplers that add noise in each step, and that go beyond their newest prediction."""
+
 _GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
 """Keys of model_options: functions of other nodes that change how predictions are combined."""
 
@@ -121,8 +125,8 @@ def _carried_by(sampler: Any) -> tuple[float, float]:
     name = getattr(getattr(sampler, "sampler_function", None), "__name__", "")
     if name.startswith("sample_lcm"):
         return math.inf, 1.0
-    multistep = any(part in name for part in ("_2m", "_3m", "multistep", "ipndm", "deis", "lms", "uni_pc"))
-    return 2.0 if "ancestral" in name or "sde" in name else 1.0, 1.5 if multistep else 1.0
+    is_noisy, extrapolates = (any(part in name for part in parts) for parts in (_NOISY, _EXTRAPOLATE))
+    return 2.0 if is_noisy else 1.0, 1.5 if extrapolates else 1.0
 
 
 def _report(run: DeepCacheRun) -> None:
