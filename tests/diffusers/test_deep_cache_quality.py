@@ -14,6 +14,7 @@ from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E40
 from comfy_accel.accel.hosts.diffusers.predictions import carried_by, combined, denoised  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.schedule import PipelineSchedule  # noqa: E402
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
+from comfy_accel.accel.step_cache.policies.quality import QualityRefresh  # noqa: E402
 from comfy_accel.accel.step_cache.step_schedule import angle  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
@@ -77,6 +78,21 @@ def test_quality_is_reached_with_transformers(kind):
     made, told = asked(40.0, pipe, deep_transformers.sample, steps=20)
     assert told["skipped_steps"] >= 3
     assert reached(made, plain) >= 39
+
+
+def test_two_transformers_share_a_quality(monkeypatch):
+    """Each takes the other to add as much; what was asked is told as it was."""
+    factors, begin = [], QualityRefresh.begin
+
+    def noted(policy, angles, kept, factor):
+        factors.append(factor)
+        begin(policy, angles, kept, factor)
+
+    monkeypatch.setattr(QualityRefresh, "begin", noted)
+    pipe = deep_transformers.pipeline("WanPipeline", transformer_2=deep_transformers.wan(9, seed=1), boundary_ratio=0.6)
+    _, told = asked(40.0, pipe, deep_transformers.sample, steps=8)
+    assert factors == [pytest.approx(math.sqrt(2) * carried_by(pipe.scheduler)[1])] * 2
+    assert told["target_db"] == 40.0
 
 
 def test_list_of_predictions_is_compared():
@@ -202,3 +218,14 @@ def test_noise_of_a_schedulers_own_is_told_apart():
     assert carried_by(diffusers.DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++")) == (2.0, 1.5)
     assert carried_by(diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True))[0] == math.inf
     assert carried_by(diffusers.EDMEulerScheduler()) is None
+
+
+def test_what_is_no_sum_of_predictions_is_not_taken_for_a_right_forecast():
+    """As where a pipeline lays tokens out as an image: projections would find that nothing was missed."""
+    truths = torch.randn(2, 2, 16, 4, generator=torch.Generator().manual_seed(0))
+    given = truths[0] + 7.0 * (truths[1] - truths[0])
+    wrong = list(truths + 0.5)
+    assert combined(wrong, list(truths), given + 0.001).isfinite().all()
+    given[1] = given[1].T.reshape(16, 4)
+    found = combined(wrong, list(truths), given)
+    assert found[0].isfinite().all() and found[1].isnan().all()

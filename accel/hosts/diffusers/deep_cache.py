@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,10 +99,8 @@ class _Images:
             undo.callback(self.made.pop, thread, None)
             pipe = self.pipe()
             models, settings = self._models(pipe), self.settings
-            if settings.quality is not None and len(models) > 1:  # each may spend its part of the error
-                settings = replace(settings, quality=settings.quality + 10 * math.log10(len(models)))
             for model in models:
-                cache = _Cache(pipe, model, settings)
+                cache = _Cache(pipe, model, settings, len(models))
                 undo.callback(cache.end_image)
                 undo.enter_context(substituted({model: cache.call}, Order.CACHED, this_thread_only=True))
                 scheduler = getattr(pipe, "scheduler", None)
@@ -122,8 +119,8 @@ class _Images:
 class _Cache:
     """The run of one model of the pipeline, and its progress; for one denoising loop."""
 
-    def __init__(self, pipe: Any, model: torch.nn.Module, settings: DeepCacheSettings):
-        self.pipe, self.model, self.settings = pipe, model, settings
+    def __init__(self, pipe: Any, model: torch.nn.Module, settings: DeepCacheSettings, models: int):
+        self.pipe, self.model, self.settings, self.models = pipe, model, settings, models
         self.schedule: PipelineSchedule | None = None
         self.unknown_timesteps: Any = None
         """The scheduler's timesteps where no schedule could be made of them."""
@@ -243,7 +240,8 @@ class _Cache:
             if carried is None:
                 run.run_in_full(f"how {type(schedule.scheduler).__name__} carries errors on is not known to a quality")
             else:
-                run.carries = carried
+                # The others are taken to add as much.
+                run.carries = (carried[0], carried[1] * math.sqrt(self.models))
         run.window = tuple(schedule.level_at(p) for p in (self.settings.start_percent, self.settings.end_percent))
         run.set_schedule(schedule.run_from(place))
         return run

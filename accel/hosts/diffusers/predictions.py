@@ -22,6 +22,10 @@ _CARRIED = {
 }
 """Names of schedulers, each with `kept` and `factor` of `policies.quality.Carried`."""
 
+MOST_LEFT = 0.5
+"""The share of what a scheduler is given that may be something else than a sum of predictions. It is 0.2 with guidance
+that scales each place by itself (Lumina 2's), and 1 with predictions that were laid out anew."""
+
 
 def carried_by(scheduler: Any) -> tuple[float, float] | None:
     """How a scheduler carries errors on: `kept` and `factor` of `policies.quality.Carried`; None for one that is not
@@ -64,7 +68,8 @@ def combined(forecasts: Sequence[Any], truths: Sequence[Any], given: torch.Tenso
 
     forecasts, truths: of each model call of the evaluation, what it returned as a skipped and as a full one. The
     pipeline has combined the truths, as guidance does: each sample of `given` is a sum of them with factors, which are
-    found by projection, and the forecasts' errors add up with the same ones. None where shapes do not fit.
+    found by projection, and the forecasts' errors add up with the same ones. None where shapes do not fit; NaN, which
+    skips nothing and needs no waiting for the device, where a sample is no such sum.
     """
     parts = [_rows(tensor, given) for tensor in (*truths, *forecasts)]
     if not forecasts or any(part is None for part in parts):
@@ -73,13 +78,16 @@ def combined(forecasts: Sequence[Any], truths: Sequence[Any], given: torch.Tenso
     # The first as it is, the others by their difference from it: neighbours differ little.
     bases, others = ([part[0], *(one - part[0] for one in part[1:])] for part in (bases, others))
     flat, error = given.float().flatten(1), 0.0
+    rest = flat
     for index, base in enumerate(bases):
         for before in range(index):
             share = _share(base, bases[before])
             base, others[index] = base - share * bases[before], others[index] - share * others[before]
         bases[index] = base
-        error = error + _share(flat, base) * (others[index] - base)
-    return (flat + error).reshape(given.shape)
+        share = _share(flat, base)
+        error, rest = error + share * (others[index] - base), rest - share * base
+    is_sum = rest.norm(dim=1, keepdim=True) <= MOST_LEFT * flat.norm(dim=1, keepdim=True)
+    return torch.where(is_sum, flat + error, math.nan).reshape(given.shape)
 
 
 def _share(of: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
