@@ -132,8 +132,10 @@ FLOOR_DIVISION = Internal("torch.utils._sympy.functions", "FloorDiv", "2.7", _WI
 HIDDEN = Internal("torch.utils._sympy.functions", "Identity", "2.7", _WIDE)
 COMPILING = Internal("torch._inductor.virtualized", "V", "2.7", _WIDE)
 
-PYTHON_WRAPPER = Internal(
-    "torch._inductor.codegen.wrapper", "PythonWrapperCodegen", "2.7", "weights are checked one by one, slower"
+_ONE_BY_ONE = "weights are checked one by one, slower"
+PYTHON_WRAPPER = Internal("torch._inductor.codegen.wrapper", "PythonWrapperCodegen", "2.7", _ONE_BY_ONE)
+INPUT_ASSERTS = Internal(
+    "torch._inductor.codegen.wrapper", "PythonWrapperCodegen.codegen_input_size_asserts", "2.7", _ONE_BY_ONE
 )
 
 _AS_TRACED = "group norms are inductor's, slower"
@@ -155,7 +157,7 @@ SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO, CODE_PATH)
 STANDALONE_SAVING = (STANDALONE, STANDALONE_ARTIFACT)
 DRY_RUN = (FAKE_TENSOR, FAKE_MODE, UNSET_FAKE)
 NARROW_SIZES = (KERNEL_SIGNATURE, TRITON_KERNEL, FITS_32_BITS, FLOOR_DIVISION, HIDDEN, COMPILING)
-CHECKED_TOGETHER = (PYTHON_WRAPPER, TENSOR_GUARDS)
+CHECKED_TOGETHER = (PYTHON_WRAPPER, INPUT_ASSERTS, TENSOR_GUARDS)
 REWRITING = (KNOWN_TRUE, PRE_GRAD_PASS)
 RUN_ONCE = (CACHE_ENTRIES, LAST_GUARDS, GUARD_NAMES, CPP_SHAPE_GUARDS, MARK_DYNAMIC, TRACING_CONTEXT, FALLBACK_RANDOM)
 KEYS = (INDUCTOR_SETTINGS, AUTOGRAD_SETTINGS)

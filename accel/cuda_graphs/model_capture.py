@@ -242,8 +242,9 @@ class ModelCapture:
             captured.lease_kernels(self._cache, self._lease)
             with self._pool.capturer.lock:
                 captured.refresh(self._guard.weights)
+                if captured not in self._made:
+                    self._pool.outlive_run(captured)
             self._confirmed.add(captured)
-            captured.outlived_its_run |= captured not in self._made
         entry.hits += 1
         return captured
 

@@ -156,6 +156,8 @@ class CapturePool:
         # Not a WeakSet: a garbage collection that releases a member while another thread iterates would raise there.
         self._members: dict[int, weakref.ref[CapturedCall]] = {}
         self._refused: dict[Hashable, int] = {}
+        self.in_vain: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        """For each model, how often in a row the host took captured calls of it before a later run had replayed one."""
         self.on_admitted: Callable[[torch.device], None] = lambda device: None
         """Called with the device of each captured call that was admitted. Must not raise."""
 
@@ -192,6 +194,19 @@ class CapturePool:
     def is_refused(self, key: Hashable, budget: int) -> bool:
         """Whether the captured call of this key did not fit into a budget of at least so many bytes."""
         return self._refused.get(key, -1) >= budget
+
+    def outlive_run(self, member: CapturedCall) -> None:
+        """A run later than that which made it replays the captured call."""
+        member.outlived_its_run = True
+        self.in_vain.pop(member.key.model(), None)
+
+    def take(self, device: torch.device, cache: GraphCache) -> None:
+        """The host needs the memory of those on the device: evict them, and count where that was too early."""
+        members = self._members_on(device)
+        useful = {member.key.model() for member in members if member.outlived_its_run}
+        for model in {member.key.model() for member in members} - useful - {None}:
+            self.in_vain[model] = self.in_vain.get(model, 0) + 1
+        self.drop(cache, lambda call: call.device == device)
 
     def leave(self, member: CapturedCall) -> None:
         """A captured call has released its memory."""

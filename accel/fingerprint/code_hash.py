@@ -129,7 +129,7 @@ class CodeReader:
         names = frozenset().union(*(function.facts.names for function in reached))
         attributes = names | {string for string in strings if string.isidentifier()}
         read = frozenset().union(*(function.facts.read for function in reached))
-        unread = frozenset().union(*(function.facts.assigned for function in reached)) - read - strings
+        unread = _never_read(frozenset().union(*(function.facts.assigned for function in reached)), read, strings)
         # The code's own assignments are where it keeps things, not settings.
         assigned = frozenset().union(*(function.assigned for function in reached))
         values = {value for function in reached for value in function.values if value[:2] not in assigned}
@@ -290,6 +290,14 @@ class _Function:
                 yield (name, references.describe(vars(value)[name]))
         else:
             yield references.describe(value)
+
+
+def _never_read(assigned: frozenset[str], read: frozenset[str], strings: frozenset[str]) -> frozenset[str]:
+    """Those of the attributes that are read neither by name nor by one made with a string at an end (f"kept_{n}")."""
+    parts = {part for string in strings for part in string.split(".") if len(part) > 1}
+    return frozenset(
+        name for name in assigned - read - strings if not any(name.startswith(p) or name.endswith(p) for p in parts)
+    )
 
 
 def _class_attributes(cls: type, names: frozenset[str], references: _References) -> list[tuple]:

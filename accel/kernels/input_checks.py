@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..core import torch_internals
+from ..signature.argument_guard import has_native_guard
 
 _OF_CONSTANT_SIZES = re.compile(r"assert_size_stride\((\w+), \([\d, ]*\), \([\d, ]*\)\)")
 _FEWEST = 4
@@ -27,7 +28,7 @@ def checked_together() -> Iterator[None]:
 
     Where this torch lacks what that takes, nothing changes.
     """
-    if torch_internals.lacking(torch_internals.CHECKED_TOGETHER) is not None:
+    if torch_internals.lacking(torch_internals.CHECKED_TOGETHER) is not None or not has_native_guard():
         yield
         return
     wrapper = torch_internals.PYTHON_WRAPPER.get()
@@ -42,22 +43,25 @@ def checked_together() -> Iterator[None]:
             lines = self.prefix.getvalue().splitlines()
         finally:
             self.prefix = prefix
-        inputs = [found[1] for line in lines if (found := _OF_CONSTANT_SIZES.fullmatch(line))]
-        if len(inputs) < _FEWEST:
+        # A newer torch (2.13 does) writes them later, each before the first kernel that takes the input.
+        later = getattr(self, "_pending_input_asserts", {})
+        all_lines = [*lines, *(f"assert_size_stride({name}, {', '.join(layout)})" for name, layout in later.items())]
+        known = {found[1]: line for line in all_lines if (found := _OF_CONSTANT_SIZES.fullmatch(line))}
+        if len(known) < _FEWEST:
             prefix.writelines(lines)
             return
+        for name in known:
+            later.pop(name, None)
         self.header.writeline(f"{_NAME} = []")
         prefix.writelines(line for line in lines if not _OF_CONSTANT_SIZES.fullmatch(line))
-        given = ", ".join(inputs)
+        given = ", ".join(known)
         prefix.writeline(f"if not {_NAME} or not {_NAME}[0].check({given}):")
         with prefix.indent():
-            prefix.writelines(line for line in lines if _OF_CONSTANT_SIZES.fullmatch(line))
-            guards = f"torch._C._dynamo.guards.{torch_internals.TENSOR_GUARDS.name}"
+            prefix.writelines(known.values())
             prefix.writeline(f"if not {_NAME}:")
             with prefix.indent():
-                prefix.writeline(
-                    f"{_NAME}.append({guards}({given}, dynamic_dims_sizes=None, dynamic_dims_strides=None))"
-                )
+                guard = f"{torch_internals.TENSOR_GUARDS}({given}, dynamic_dims_sizes=None, dynamic_dims_strides=None)"
+                prefix.writeline(f"{_NAME}.append({guard})")
 
     wrapper.codegen_input_size_asserts = write
     try:

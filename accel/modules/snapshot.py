@@ -72,8 +72,8 @@ class WeightSnapshot:
         streamed: Callable[[torch.nn.Module], Collection[str]] | None = None,
         unread: frozenset[str] = frozenset(),
     ):
-        self._modules, self._unread = list(model.modules()), unread
-        modules = self._modules
+        modules = list(model.modules())
+        self._unread = unread
         places, contexts = [], []
         self._loaded: list[tuple[dict[str, Any], str]] = []
         for module in modules:
@@ -126,7 +126,7 @@ class WeightSnapshot:
     def replaced(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Inside, these tensors are where `loaded` ones are, and a call may set what the model never reads."""
         kept = self.loaded()
-        unread = [(m.__dict__, name, m.__dict__.get(name, _ABSENT)) for m in self._modules for name in self._unread]
+        unread = [(own, name, own.get(name, _ABSENT)) for own in self._attributes for name in self._unread]
         try:
             for (holder, name), own, other in zip(self._loaded, kept, tensors, strict=True):
                 is_parameter = isinstance(own, torch.nn.Parameter)

@@ -131,7 +131,7 @@ def tensor_guard(examples: Sequence[torch.Tensor]) -> TensorGuard:
     It is the one with which dynamo guards compiled code, four times as fast as asking in Python; if this version of
     torch does not have it, or it does not do what is needed here, the guard is written in Python.
     """
-    if _is_native():
+    if has_native_guard():
         try:
             return _native(examples)
         except Exception:  # a layout without strides, say
@@ -173,7 +173,7 @@ def _mode() -> tuple:
 
 
 @functools.cache
-def _is_native() -> bool:
+def has_native_guard() -> bool:
     """Whether torch's guard, which is private, notices all that it must notice here."""
     plain, other = torch.empty(2, 3), torch.empty(2, 3)
     unlike = (

@@ -144,6 +144,21 @@ def test_captures_that_go_before_the_next_image_time_after_time_are_made_no_more
     assert capturer.captures == captures + 2
 
 
+def test_an_image_that_uses_captures_begins_the_count_anew_though_they_then_go_another_way(cache, capturer):
+    model = unet()
+    model_fast = fast(model, cache)
+    for _ in range(2):
+        image(model_fast)
+        core.free_memory(1e30, CPU)
+    for _ in range(2):
+        image(model_fast)
+    cache.captures.drop(cache)  # as where a LoRA has moved the weights
+    image(model_fast)
+    core.free_memory(1e30, CPU)
+    image(model_fast)
+    assert left(capturer) == 1 and reasons() == []
+
+
 def test_unloading_the_model_alone_leaves_an_entry_of_no_bytes_until_the_next_run(cache, capturer):
     model, other = unet(), unet(seed=3)
     model_fast = fast(model, cache)

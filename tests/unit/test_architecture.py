@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "signature": ("core",),
     "modules": ("core", "signature"),
     "fingerprint": ("core", "signature", "modules"),
-    "kernels": ("core",),
+    "kernels": ("core", "signature"),
     "compile": ("core", "signature", "modules", "fingerprint", "kernels"),
     "cache": ("core", "signature", "modules", "fingerprint", "compile"),
     "store": ("core", "signature", "modules", "fingerprint", "compile", "cache"),

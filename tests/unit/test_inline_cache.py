@@ -69,9 +69,9 @@ def check(stand_in, block, *args, is_matched=False, **kwargs):
 def native(request, monkeypatch):
     fallbacks.clear()
     if request.param:
-        assert argument_guard._is_native()
+        assert argument_guard.has_native_guard()
     else:
-        monkeypatch.setattr(argument_guard, "_is_native", lambda: False)
+        monkeypatch.setattr(argument_guard, "has_native_guard", lambda: False)
 
 
 def cast(block):

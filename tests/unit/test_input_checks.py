@@ -4,7 +4,9 @@ import pytest
 import torch
 from comfy_accel.accel.compile.inductor import Inductor
 from comfy_accel.accel.core import torch_internals
+from comfy_accel.accel.kernels import input_checks
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
 
 def chain(*tensors):
@@ -50,3 +52,14 @@ def test_weights_are_asserted_once_and_those_of_another_layout_refused():
             artifact.run([*others, x])
         others[2].data = kept
     assert of(others, 2) == 1
+
+
+@pytest.mark.parametrize("lost", ["the method", "the guard"])
+def test_of_a_torch_that_has_not_what_it_takes_nothing_changes(lost, monkeypatch):
+    if lost == "the method":
+        monkeypatch.delattr(PythonWrapperCodegen, "codegen_input_size_asserts")
+    else:
+        monkeypatch.setattr(input_checks, "has_native_guard", lambda: False)
+    before = dict(vars(PythonWrapperCodegen))
+    with input_checks.checked_together():
+        assert dict(vars(PythonWrapperCodegen)) == before

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import operator
 import random
 import weakref
 
@@ -316,6 +317,24 @@ def test_what_a_model_keeps_of_each_call_and_never_reads_is_no_weight_of_it():
                 assert torch.equal(out, model(latent(seed), times(seed)))
                 assert storage(kept) not in {storage(made) for graph in capturer.graphs for made in graph._made}
     assert capturer.captures == 1 and capturer.replays == 1 + 2 + 5 and reasons() == []
+
+
+def test_what_is_read_by_a_name_that_is_made_may_be_a_weight():
+    def reads(self):
+        return getattr(self, f"kept_{len(self.names)}"), operator.attrgetter("early.shape")(self)
+
+    def keeps(self, x):
+        self.kept_0 = self.early = self.never = x
+
+    assert CodeReader().read(frozenset(), (reads, keeps)).unread == {"never"}
+
+
+def test_snapshot_keeps_no_model_alive():
+    model = Keeps()
+    snapshot, alive = WeightSnapshot(model, unread=frozenset({"last"})), weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None and snapshot.digest
 
 
 def test_call_that_is_not_captured_has_no_weights_held():

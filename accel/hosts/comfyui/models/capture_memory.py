@@ -9,7 +9,7 @@ are the cheapest to make again.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import comfy.model_management
 import comfy.model_patcher
@@ -18,9 +18,6 @@ import torch
 from ....cache.graph_cache import GraphCache
 from ....core.events import log
 from ....core.reasons import Reason
-
-if TYPE_CHECKING:
-    from ....cuda_graphs.pool import CapturedCall
 
 _FIRST = 1 << 62
 """More bytes than any model has offloaded; core first unloads the model that has most."""
@@ -38,8 +35,7 @@ _LoadedModel: Any = getattr(comfy.model_management, "LoadedModel", object)
 class CapturedCalls(torch.nn.Module):
     """The model of our entry; core's log shows this class name. Keeps neither the cache nor any model alive.
 
-    device: of the captures. asked: how often core has taken their memory. in_vain: for each model, how often in a row
-    it took those of its captures that no later run had replayed.
+    device: of the captures. asked: how often core has taken their memory.
     """
 
     def __init__(self, cache: GraphCache, device: torch.device):
@@ -47,7 +43,6 @@ class CapturedCalls(torch.nn.Module):
         self._cache = weakref.ref(cache)
         self.device = device
         self.asked = 0
-        self.in_vain: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 
     def nbytes(self) -> int:
         """Bytes that the captures take on the device."""
@@ -66,21 +61,11 @@ class CapturedCalls(torch.nn.Module):
         self.asked += 1
         try:
             with cache.captures.capturer.lock:
-                self._count([call for call in cache.captures.members if call.device == self.device])
-                cache.captures.drop(cache, lambda call: call.device == self.device)
+                cache.captures.take(self.device, cache)
         except Exception as error:
             log.warning("The memory of captured calls is not given back: %s", error)
             return 0
         return freed
-
-    def _count(self, calls: list[CapturedCall]) -> None:
-        outlived: dict[torch.nn.Module, bool] = {}
-        for call in calls:
-            model = call.key.model()
-            if model is not None:
-                outlived[model] = outlived.get(model, False) or call.outlived_its_run
-        for model, is_useful in outlived.items():
-            self.in_vain[model] = 0 if is_useful else self.in_vain.get(model, 0) + 1
 
 
 class _Patcher(comfy.model_patcher.ModelPatcher):
@@ -134,7 +119,8 @@ class CaptureMemory:
 
     def why_not(self, model: torch.nn.Module) -> Reason | None:
         """Why nothing of the model is captured any more, though it could be."""
-        times = max((patcher.model.in_vain.get(model, 0) for patcher in self._patchers.values()), default=0)
+        cache = self._cache()
+        times = 0 if cache is None else cache.captures.in_vain.get(model, 0)
         return Reason("captures_in_vain", times=times) if times >= _MOST_IN_VAIN else None
 
     def enter(self, device: torch.device) -> None:
