@@ -58,10 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     complete(tree())
     with tempfile.TemporaryDirectory(prefix="accel-fleet-", ignore_cleanup_errors=True) as work:
-        base = Path(work) / "base"
-        made = subprocess.run([sys.executable, "-m", "bench.fleet_base", str(base)], cwd=ROOT, capture_output=True)
-        if made.returncode:
-            raise Problem(f"The model could not be made: {made.stderr.decode(errors='replace')[-300:]}")
+        base = make_base(Path(work))
         loads, colds = [], []
         with own_ray(options.replicas) as url:
             for route in options.routes:
@@ -70,7 +67,8 @@ def main(arguments: list[str] | None = None) -> None:
             for store in options.stores:
                 colds.append(_cold(options, Path(work), base, store))
                 print(report.table(colds[-1:], COLD_COLUMNS), file=sys.stderr, flush=True)
-        left = left_of(Path(work))
+            started = psutil.Process().children(recursive=True)
+        left = left_of(Path(work), started)
     for rows, columns in ((loads, LOAD_COLUMNS), (colds, COLD_COLUMNS)):
         if rows:
             print(f"\n{report.table(rows, columns)}")
@@ -97,6 +95,15 @@ def failure(loads: list[report.Row], colds: list[report.Row], left: int) -> str 
         if row["store"] == "shared" and row["compilations"] != KINDS:
             return f"{row['compilations']} graphs were compiled beside a shared store, and there are {KINDS} kinds."
     return f"{left} processes were left behind." if left else None
+
+
+def make_base(work: Path) -> Path:
+    """ComfyUI's base directory with the model, as `fleet_base` makes it."""
+    base = work / "base"
+    made = subprocess.run([sys.executable, "-m", "bench.fleet_base", str(base)], cwd=ROOT, capture_output=True)
+    if made.returncode:
+        raise Problem(f"The model could not be made: {made.stderr.decode(errors='replace')[-300:]}")
+    return base
 
 
 @contextlib.contextmanager
@@ -221,8 +228,7 @@ async def _run_all(url: str, graphs: list, kill_after: int) -> list[dict[str, An
 
 
 def _cold(options: argparse.Namespace, work: Path, base: Path, store: str) -> report.Row:
-    """All replicas start at once and warm up; each with a store of its own, or with one that all share."""
-    folder = work / "graphs"
+    """All replicas start at once and warm up, without a store or with one that all share."""
     environment = leases_environment(work, store)
     warm_up = [graph(64, 64, seed=0, backend="inductor")]
     started = time.perf_counter()
@@ -233,6 +239,7 @@ def _cold(options: argparse.Namespace, work: Path, base: Path, store: str) -> re
             state = replicas.state.remote().result()
             states[state["replica"]] = state
     leases = [state["store"]["leases"] or {} for state in states.values()]
+    saved = (work / "graphs").rglob("*") if store == "shared" else ()
     return {
         "store": store,
         "replicas": options.replicas,
@@ -240,7 +247,7 @@ def _cold(options: argparse.Namespace, work: Path, base: Path, store: str) -> re
         "loaded": sum(state["loaded"] for state in states.values()),
         "waited_for": sum(lease.get("waited", 0) for lease in leases),
         "ready_s": round(seconds, 1),
-        "store_mb": round(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6, 3),
+        "store_mb": round(sum(file.stat().st_size for file in saved if file.is_file()) / 1e6, 3),
     }
 
 
@@ -259,17 +266,28 @@ def _get(url: str) -> Any:
         return json.load(answer)
 
 
-def left_of(work: Path) -> int:
-    """Processes of this measurement that still run, some seconds after its end."""
-    deadline = time.monotonic() + 20
+def left_of(work: Path, started: list[psutil.Process], seconds: float = 20) -> int:
+    """Processes of this measurement that still run, so many seconds after its end.
+
+    started: those that there were before; who loses its parent is no child of ours any more.
+    """
+    deadline = time.monotonic() + seconds
     while True:
-        ours = [process for process in psutil.Process().children(recursive=True) if process.is_running()]
+        ours = {*started, *psutil.Process().children(recursive=True)}
         for process in psutil.process_iter(["cmdline"]):
             if any(str(work) in part for part in process.info["cmdline"] or ()):
-                ours.append(process)
-        if not ours or time.monotonic() > deadline:
-            return len(ours)
+                ours.add(process)
+        left = sum(map(_runs, ours))
+        if not left or time.monotonic() > deadline:
+            return left
         time.sleep(0.5)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

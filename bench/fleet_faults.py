@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,9 +19,9 @@ from typing import Any
 import aiohttp
 import psutil
 
-from . import ROOT, Problem, command, report
+from . import Problem, command, report
 from .comfyui import complete, tree
-from .fleet import KINDS, LEASE_S, leases_environment, left_of, own_ray, running_fleet
+from .fleet import KINDS, LEASE_S, leases_environment, left_of, make_base, own_ray, running_fleet
 from .fleet_base import graph
 
 COLUMNS = (
@@ -46,13 +45,13 @@ def main(arguments: list[str] | None = None) -> None:
     complete(tree())
     rows = []
     with tempfile.TemporaryDirectory(prefix="accel-fleet-", ignore_cleanup_errors=True) as work:
-        base = Path(work) / "base"
-        subprocess.run([sys.executable, "-m", "bench.fleet_base", str(base)], cwd=ROOT, check=True)
+        base = make_base(Path(work))
         with own_ray(options.replicas) as url:
             for fault in options.faults:
                 rows.append({"fault": fault, **FAULTS[fault](options, Path(work), base, url)})
                 print(report.table(rows[-1:], COLUMNS), file=sys.stderr, flush=True)
-        left = left_of(Path(work))
+            started = psutil.Process().children(recursive=True)
+        left = left_of(Path(work), started)
     print(f"{report.table(rows, COLUMNS)}\n\n{LEGEND}\n{left} processes were left behind.")
     if options.json:
         report.write(options.json, rows, tree())

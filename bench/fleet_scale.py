@@ -63,6 +63,9 @@ ASSUMED = {
 }
 """What is assumed unless the costs measure it: name → (value, meaning)."""
 
+_ABOVE_ZERO = ("image_s", "capture_mb", "models_held", "models", "load", "burst", "prompts")
+"""Of these; the others may be 0."""
+
 WORKERS = (1, 2, 4, 8, 16, 32, 64, 125, 250, 500, 1000)
 PAYS = 0.9
 """What pays leaves at most this share of what it is meant to lessen."""
@@ -108,10 +111,12 @@ LEGEND = f"""\
 wait_s, p95_s, p99_s: from a prompt's coming to its answer, without its image's own seconds: mean, and within which 95
 and 99 of 100 had waited. start: all workers at once, or one after the other. compiled, loaded: graphs, by all workers.
 compile_h: hours of compiling in all. written_mb, read_mb: the store's traffic. ready_s: from a worker's start to the
-end of its warm-up, mean. met_graph, met_model: share of prompts whose worker held their key, and their model. busy:
+end of its warm-up, mean. rule: any is `route: any`, Ray Serve's own, of two workers at random the one with less to do;
+by key is `route: graph`; least-loaded is a worker with nothing to do if there is one, as by a load balancer that knows
+all: no setting of a fleet. met_graph, met_model: share of prompts whose worker held their key, and their model. busy:
 share of the workers' time; at 1 the fleet is overloaded, and waiting grows for as long as that lasts. keys: that a
-worker holds at the end, mean; memory_mb: theirs and its models'. any: Ray Serve's own rule, of two workers at random
-the one with less to do. pays: leaves at most {PAYS:g} of it, at this size and all larger ones."""
+worker holds at the end, mean; memory_mb: theirs and its models'. pays: leaves at most {PAYS:g} of it, at this size and
+all larger ones."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,8 @@ def assumed(given: Sequence[str]) -> dict[str, float]:
             values[name] = type(ASSUMED[name][0])(number)
         except ValueError:
             raise Problem(f"--assume {text}: write a number after {name}=.") from None
+        if not 0 <= values[name] < math.inf or (not values[name] and name in _ABOVE_ZERO):
+            raise Problem(f"--assume {text}: {name} is {'above' if name in _ABOVE_ZERO else 'at least'} 0.")
     return values
 
 
@@ -205,7 +212,10 @@ def read(files: Sequence[Path], assumptions: Mapping[str, float]) -> Known:
             raise Problem(f"The costs have no rows of {what}.")
     load_s = statistics.median(loaded.values())
     sources: dict[str, tuple[Any, str]] = {
-        "load_s": (round(load_s, 2), f"{_where(list(restarts.values()))}, of one saved graph: {', '.join(loaded)}"),
+        "load_s": (
+            round(load_s, 2),
+            f"{_where(list(restarts.values()))}, of one saved graph, median: {', '.join(loaded)}",
+        ),
     }
     architectures = []
     for row in compiled:
@@ -423,8 +433,7 @@ def verdicts(rows: Sequence[report.Row]) -> list[str]:
         figures = [
             f"{_short(better[size])} instead of {_short(worse[size])}{unit} with {size} workers" for size in sizes
         ]
-        from_size = "at no size here" if least is None else f"from {least} workers on"
-        return f"**{what}: {from_size}.** {how} {', '.join(figures)}."
+        return f"**{what}: {_from(least)}.** {how} {', '.join(figures)}."
 
     ready = {store: by_workers("ready_s", start="rolling", store=store) for store in STORES}
     made = {store: by_workers("compiled", start="at once", store=store) for store in STORES}
@@ -442,7 +451,10 @@ def verdicts(rows: Sequence[report.Row]) -> list[str]:
     for traffic in TRAFFIC:
         waits = {rule: by_workers("wait_s", traffic=traffic, rule=rule) for rule in RULES}
         what = f"Routing by key, {traffic} traffic"
-        sentence = compare(what, "A prompt waits", waits["by key"], waits["least-loaded"])
+        sentence = compare(
+            what, "Compared with the least loaded, a prompt waits", waits["by key"], waits["least-loaded"]
+        )
+        sentence += f" Compared with `route: any` it pays {_from(pays_from(waits['by key'], waits['any']))}."
         times = {size: waits["by key"][size] / max(waited, 1e-9) for size, waited in waits["least-loaded"].items()}
         worst = max(times, key=times.get)
         if times[worst] * PAYS > 1:
@@ -455,6 +467,10 @@ def verdicts(rows: Sequence[report.Row]) -> list[str]:
             f" little: with {'; '.join(costs)}."
         )
     return sentences
+
+
+def _from(least: int | None) -> str:
+    return "at no size here" if least is None else f"from {least} workers on"
 
 
 def _short(value: float) -> str:
@@ -485,6 +501,10 @@ def save(folder: Path, rows: Sequence[report.Row], known: Known) -> None:
         chosen = [row for row in parts[part] if workers is None or row["workers"] in workers]
         return report.markdown(chosen, columns, TEXTS)
 
+    costs = ("image_s", "model_s", "capture_s", "capture_mb")
+    not_measured = ", ".join(f"`{name}`" for name in costs if name not in known.sources)
+    devices = known.sources["load_s"][1].partition(" (")[2].partition(")")[0]
+
     few = sorted({row["workers"] for row in parts["routes"]})
     few = [number for number in few if number in (1, 2, 4, 16, 64, 250, 1000)] or few
     page = f"""\
@@ -493,9 +513,9 @@ def save(folder: Path, rows: Sequence[report.Row], known: Known) -> None:
 {chr(10).join(f"- {sentence}" for sentence in verdicts(rows))}
 
 From a size on means: at it and all larger ones at most {PAYS:g} of the waiting, or of the compilations, is left.
-**These are simulated fleets.** What compiling and loading graphs cost was measured on a CPU; what a card would have to
-say (how long an image takes, loading a model, capturing a call) nobody has measured, and is assumed:
-[all inputs](#what-went-in). Whether routing pays depends on them, so they are [changed below](#other-assumptions);
+**These are simulated fleets.** What compiling and loading graphs cost was measured ({devices});
+{not_measured} are assumed, not measured: [all inputs](#what-went-in).
+Whether routing pays depends on them, so they are [changed below](#other-assumptions);
 `python3 dev.py bench fleet --simulate --assume NAME=VALUE --costs FILE` answers for yours.
 
 Written by `dev.py bench fleet --simulate --out docs`; every row: [scale.json](scale.json).
@@ -532,7 +552,9 @@ once, prompts come from the beginning, for twice as long as compiling everything
 
 {report.markdown(given(known), ("name", "value", "from", "means"), TEXTS)}
 
-Overhead of our own Python is left out: milliseconds of an image ([measurements.md](measurements.md#overhead)).
+Left out: how long a ComfyUI takes to start and to load the models that it warms up with; that workers of one machine
+share its processors, so that compiling at once is slower; what a network adds to the store; workers that end; and the
+overhead of our own Python, milliseconds of an image ([measurements.md](measurements.md#overhead)).
 
 """
     if parts["check"]:
@@ -540,7 +562,8 @@ Overhead of our own Python is left out: milliseconds of an image ([measurements.
 ## Against a real fleet
 
 `dev.py bench fleet` with a real Ray, and the same load simulated: the share of prompts that met their graph. The real
-fleet lost a replica on the way, which the simulated one does not.
+fleet lost a replica on the way, which the simulated one does not. This checks the counting and says nothing of waiting:
+with 12 keys nearly all that miss are a key's first prompts, in the fleet (by key) or on each worker (any).
 
 {table("check", CHECK_COLUMNS)}
 """

@@ -32,7 +32,7 @@ def main(arguments=None):
     options.output.mkdir(parents=True, exist_ok=True)
     jobs = list(read(options.prompts) if options.prompts else made_up(options.made_up))
     for number, job in enumerate(jobs):
-        job["file"] = str(options.output.resolve() / file_name(number, job))
+        job["file"] = str(options.output.resolve() / file_name(number, job, options))
     left = [job for job in jobs if not os.path.exists(job["file"])]
     print(f"{len(jobs)} prompts, {len(jobs) - len(left)} of them are made", flush=True)
     if not left:
@@ -57,8 +57,9 @@ def main(arguments=None):
 
 def read(path):
     """Prompts of a file, a JSON object a line."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        yield {"prompt": "", "width": 1024, "height": 1024, "seed": 0, **json.loads(line)}
+    with path.open(encoding="utf-8") as lines:
+        for line in filter(str.strip, lines):
+            yield {"prompt": "", "width": 1024, "height": 1024, "seed": 0, **json.loads(line)}
 
 
 def made_up(count):
@@ -68,9 +69,10 @@ def made_up(count):
         yield {"prompt": f"a lake, view {number}", "width": width, "height": height, "seed": number}
 
 
-def file_name(number, job):
-    """Of its place in the list and of what it asks for: a prompt that was changed since is made again."""
-    return f"{number:06d}-{hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:8]}.png"
+def file_name(number, job, options):
+    """Of its place in the list and of what makes it: a prompt that was changed since is made again."""
+    made_of = json.dumps([job, str(options.model), options.steps], sort_keys=True)
+    return f"{number:06d}-{hashlib.sha256(made_of.encode()).hexdigest()[:8]}.png"
 
 
 def batches_of(jobs, sizes):

@@ -80,6 +80,7 @@ def post(replicas, body, **settings):
         ({"prompt": "x", "width": 10**6}, "width"),
         ({"prompt": "x", "guidance": float("nan")}, "guidance"),
         ({"prompt": "x", "seed": -1}, "seed"),
+        ({"prompt": "x" * 20_001}, "prompt"),
     ],
 )
 def test_request_that_is_none_is_refused_by_name_and_reaches_no_replica(body, sentence):

@@ -1,5 +1,12 @@
 """What the fleet's measurement takes for a failure."""
 
+import contextlib
+import os
+import signal
+import subprocess
+from types import SimpleNamespace
+
+import psutil
 import pytest
 
 from bench import fleet
@@ -30,3 +37,22 @@ def test_measurement_fails_where_something_was_lost_or_made_twice(load, cold, le
 def test_sizes_are_twelve_that_the_model_takes():
     assert len(set(fleet.SIZES)) == 12
     assert all(side % 8 == 0 and 64 <= side <= 384 for size in fleet.SIZES for side in size)
+
+
+def test_what_another_store_holds_is_not_said_of_a_start_without_one(tmp_path, monkeypatch):
+    (tmp_path / "graphs").mkdir()
+    (tmp_path / "graphs" / "a.graph").write_bytes(b"x" * 500_000)
+    state = {"replica": "a", "compilations": 2, "loaded": 0, "store": {"leases": None}}
+    replicas = SimpleNamespace(state=SimpleNamespace(remote=lambda: SimpleNamespace(result=lambda: state)))
+    monkeypatch.setattr(fleet, "running_fleet", lambda *given, **settings: contextlib.nullcontext(replicas))
+    rows = [fleet._cold(SimpleNamespace(replicas=1), tmp_path, tmp_path, store) for store in fleet.STORES]
+    assert {row["store"]: row["store_mb"] for row in rows} == {"shared": 0.5, "none": 0}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no orphans")
+def test_process_that_lost_its_parent_is_left_behind(tmp_path):
+    made = subprocess.run("sleep 100 >/dev/null 2>&1 & echo $!", shell=True, capture_output=True, check=True)
+    orphan = psutil.Process(int(made.stdout))
+    assert fleet.left_of(tmp_path, [orphan], seconds=0) == 1
+    os.kill(orphan.pid, signal.SIGKILL)
+    assert fleet.left_of(tmp_path, [orphan], seconds=5) == 0

@@ -40,5 +40,6 @@ def test_paths_of_the_compose_file_are_those_of_its_configuration():
     mounted = dict(mount.split(":")[:2] for mount in service["volumes"])
     assert (FOLDER / "serve.yaml").is_file() and mounted["./serve.yaml"] == service["command"][-1]
     assert "/shared" in mounted.values()
+    assert service["stop_signal"] == "SIGINT"  # the one that `serve run` shuts down at
     (port,) = service["ports"]
     assert port.startswith("127.0.0.1:") and port.endswith(f":{read('serve.yaml')['http_options']['port']}")

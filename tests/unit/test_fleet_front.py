@@ -117,6 +117,7 @@ def test_request_is_read_up_to_a_limit(tmp_path, monkeypatch, path):
         ("/prompt", {"prompt": GRAPH, "extra_data": "text"}, 400),
         ("/queue", {"delete": None}, 200),
         ("/history", {"delete": 5}, 200),
+        ("/interrupt", {"prompt_id": ["id"]}, 200),
     ],
 )
 def test_value_of_another_type_breaks_nothing(tmp_path, path, body, status):
@@ -183,6 +184,53 @@ def test_replica_that_ended_under_a_prompt_has_no_state(tmp_path):
     state = with_fleet(tmp_path, scenario)
     assert [replica["replica"] for replica in state["replicas"]] == ["b"]
     assert state["prompts"]["runs"] == 2 and state["prompts"]["answered"] == 1
+
+
+def test_prompt_that_is_interrupted_has_a_history_and_its_replica_a_state(tmp_path):
+    async def scenario(fleet):
+        body = json.dumps({"prompt": GRAPH, "prompt_id": "id"}).encode()
+        posting = asyncio.create_task(fleet.request("POST", "/prompt", body))
+        while "id" not in fleet.runs:
+            await asyncio.sleep(0)
+        run = fleet.runs["id"]
+        run.said.put_nowait(("replica", {"replica": "a", "pid": 1}))
+        run.said.put_nowait(("accepted", {}))
+        await posting
+        run.said.put_nowait(("message", json.dumps({"type": "execution_start", "data": {"prompt_id": "id"}})))
+        await asyncio.sleep(0.01)
+        await fleet.request("POST", "/interrupt", json.dumps({"prompt_id": "id"}).encode())
+        assert run.is_cancelled
+        run.said.put_nowait(None)  # it raises, as a run that was cancelled does
+        while fleet.front._prompts:
+            await asyncio.sleep(0.01)
+        _, history = await fleet.request("GET", "/history/id")
+        return history["id"], json.loads((await fleet.front._get_state(None)).body)
+
+    entry, state = with_fleet(tmp_path, scenario)
+    assert entry["status"]["messages"][-1][0] == "execution_interrupted"
+    assert [replica["replica"] for replica in state["replicas"]] == ["a"]
+    assert state["prompts"]["interrupted"] == 1 and state["prompts"]["runs"] == 1
+
+
+def test_secrets_of_a_prompt_are_in_neither_queue_nor_history(tmp_path):
+    async def scenario(fleet):
+        extra = {"api_key_comfy_org": "secret", "auth_token_comfy_org": "secret", "extra_pnginfo": {"workflow": 1}}
+        body = {"prompt": GRAPH, "prompt_id": "id", "client_id": "page", "extra_data": extra}
+        posting = asyncio.create_task(fleet.request("POST", "/prompt", json.dumps(body).encode()))
+        while "id" not in fleet.runs:
+            await asyncio.sleep(0)
+        _, queue = await fleet.request("GET", "/queue")
+        for _ in range(2):  # both replicas end under it
+            while "id" not in fleet.runs:
+                await asyncio.sleep(0)
+            fleet.runs.pop("id").said.put_nowait(None)
+        await posting
+        while fleet.front._prompts:
+            await asyncio.sleep(0.01)
+        return queue["queue_pending"][0], (await fleet.request("GET", "/history/id"))[1]["id"]["prompt"]
+
+    for item in with_fleet(tmp_path, scenario):
+        assert item[3] == {"extra_pnginfo": {"workflow": 1}, "client_id": "page"}
 
 
 @pytest.mark.parametrize("status", ["DELETING", "gone", "RUNNING"])

@@ -73,6 +73,11 @@ def test_assumptions_are_numbers_that_there_are():
         fleet_scale.assumed(["size=5"])
     with pytest.raises(Problem, match="write a number"):
         fleet_scale.assumed(["models=many"])
+    with pytest.raises(Problem, match="load is above 0"):
+        fleet_scale.assumed(["load=0"])
+    with pytest.raises(Problem, match="capture_s is at least 0"):
+        fleet_scale.assumed(["capture_s=-1"])
+    assert fleet_scale.assumed(["capture_s=0"]) == {"capture_s": 0}
 
 
 @pytest.mark.parametrize(
@@ -105,6 +110,10 @@ def test_page_plots_and_rows_are_written_and_the_same_each_time(files, tmp_path,
         }
     assert pages[0] == pages[1]
     assert "**Leases: from 4 workers on.**" in pages[0]
+    assert "(CPU);\n`image_s`, `model_s`, `capture_s`, `capture_mb` are assumed, not measured" in pages[0]
+    measured = fleet_scale.read(files("A card", card=CARD), {})
+    fleet_scale.save(tmp_path / "b", json.loads((tmp_path / "a" / "scale.json").read_text())["rows"], measured)
+    assert "\n`model_s` are assumed, not measured" in (tmp_path / "b" / "scale.md").read_text(encoding="utf-8")
     rows = json.loads((tmp_path / "a" / "scale.json").read_text())["rows"]
     (check,) = [row for row in rows if row["part"] == "check"]
     assert check["measured"] == 0.92

@@ -48,9 +48,16 @@ def test_batches_have_one_trained_size_and_as_many_images_as_batch_snap_pads_to(
 
 
 def test_prompt_that_was_changed_has_another_file(example):
-    names = {example.file_name(3, {"prompt": prompt, "seed": 0}) for prompt in ("a lake", "a lake", "a hill")}
-    assert len(names) == 2
+    asked = [("a lake", []), ("a lake", []), ("a hill", []), ("a lake", ["--steps", "5"]), ("a lake", ["--model", "b"])]
+    names = {example.file_name(3, {"prompt": prompt}, example.parse(flags)) for prompt, flags in asked}
+    assert len(names) == 4
     assert all(name.startswith("000003-") for name in names)
+
+
+def test_a_line_is_a_prompt_whatever_its_text(example, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a\u2028lake"}\n\n{"prompt": "\x85", "seed": 2}\n', encoding="utf-8")
+    assert [(job["prompt"], job["seed"]) for job in example.read(file)] == [("a\u2028lake", 0), ("\x85", 2)]
 
 
 @pytest.mark.thorough  # starts Ray twice

@@ -50,6 +50,9 @@ _OF_ANY_REPLICA = {
 }
 """ComfyUI's routes that are the same in every replica."""
 
+_SECRETS = ("auth_token_comfy_org", "api_key_comfy_org")
+"""Of `extra_data`: for the ComfyUI that runs the prompt, which shows them to nobody either."""
+
 _HELD = ("executed", "execution_success", "execution_error", "execution_interrupted")
 """Messages after which clients fetch what was made, so it must be published."""
 
@@ -78,7 +81,7 @@ class Prompt:
 
     def queued(self) -> list:
         """As an item of ComfyUI's queue."""
-        extra = dict(self.body.get("extra_data") or {})
+        extra = {name: value for name, value in self.body.get("extra_data", {}).items() if name not in _SECRETS}
         if self.client_id is not None:
             extra["client_id"] = self.client_id
         return [self.number, self.prompt_id, self.body["prompt"], extra, []]
@@ -179,7 +182,8 @@ class Front:
                 except Exception as error:
                     # Serve and Ray have a dozen exceptions for a replica that ended; all mean that it did not answer.
                     log.warning("prompt %s, run %d: %s: %s", prompt.prompt_id, prompt.runs, type(error).__name__, error)
-                    self._states.forget(prompt.replica)
+                    if not prompt.stopped:
+                        self._states.forget(prompt.replica)
                     reason = f"{prompt.runs} replicas ended while they ran the prompt, the last one with: {error}"
                 prompt.running = False
             if prompt.stopped:
@@ -278,7 +282,7 @@ class Front:
         prompt_id = body.get("prompt_id") if isinstance(body, dict) else None
         if prompt_id is None:
             return refusal("Name the prompt_id: others have prompts running here too.")
-        prompt = self._prompts.get(prompt_id)
+        prompt = self._prompts.get(prompt_id) if isinstance(prompt_id, str) else None
         if prompt is not None and prompt.running:
             prompt.stopped = True
             prompt.response.cancel()

@@ -35,6 +35,9 @@ log = logging.getLogger("ray.serve")
 _RUNS = 2
 """How often a request is run at most: once more where the replica ended under it."""
 
+_LONGEST = 20_000
+"""Characters of a prompt: more than any text encoder reads, and few enough to divide into tokens at once."""
+
 _NAMES = {"steps": "num_inference_steps", "guidance": "guidance_scale"}
 """Ours → a pipeline's argument, where that differs."""
 
@@ -44,8 +47,8 @@ class Asked(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    prompt: str
-    negative_prompt: str | None = None
+    prompt: str = Field(max_length=_LONGEST)
+    negative_prompt: str | None = Field(None, max_length=_LONGEST)
     width: int | None = Field(None, ge=1, le=4096)
     height: int | None = Field(None, ge=1, le=4096)
     steps: int | None = Field(None, ge=1, le=1000)
