@@ -1,6 +1,7 @@
 """What the fleet's measurement takes for a failure."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -56,3 +57,13 @@ def test_process_that_lost_its_parent_is_left_behind(tmp_path):
     assert fleet.left_of(tmp_path, [orphan], seconds=0) == 1
     os.kill(orphan.pid, signal.SIGKILL)
     assert fleet.left_of(tmp_path, [orphan], seconds=5) == 0
+
+
+def test_figures_of_the_page_are_those_of_the_rows():
+    page = (fleet.ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
+    load = ("route", "prompts", "answered", "failed", "run_again", "images", "duplicates", "met_graph")
+    cold = ("store", "compilations", "loaded", "waited_for", "ready_s")
+    for row in json.loads((fleet.ROOT / "docs" / "fleet.json").read_text(encoding="utf-8"))["rows"]:
+        names = load if "route" in row else cold
+        shown = [f"{row[name]:.0f}" if name == "ready_s" else str(row[name]) for name in names]
+        assert f"| {' | '.join(shown)} |" in page
