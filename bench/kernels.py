@@ -1,7 +1,7 @@
 """The GPU code of each kind of block, counted in instructions: as we compile it, compiled for one size, and core's.
 
 Full-size models, one step at 1024 x 1024 on the made-up device: it is their code that is looked at, and nothing but
-the compiler is timed.
+the compiler is timed, in processor time, which hardly depends on what else the machine does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ LAYERS = (1, 2)
 """Of each kind, in whole models. What the second has more is layers alone, without what is before and after these."""
 COLUMNS = (
     *("model", "block", "variant", "elements", "kernels", "launches", "instructions_per_element", "vector_share"),
-    *("software_divisions", "int64_arguments", "externs", "bytes", "seconds"),
+    *("software_divisions", "int64_arguments", "externs", "bytes", "cpu_seconds"),
     "mark",
 )
 LEGEND = """\
@@ -45,14 +44,14 @@ instructions_per_element: SASS instructions that all threads of all Triton kerne
 trip counts. vector_share: the share of loads and stores in the code that move 128 bits; a load of one number for many
 elements counts like any other. software_divisions: integer divisions by sizes known only at run time.
 int64_arguments: 64-bit sizes, and the inverses of sizes that turn a division into a multiplication. bytes: of all
-tensors passed to Triton kernels. seconds: of compiling, on a machine that did other work too."""
+tensors passed to Triton kernels. cpu_seconds: processor time of compiling, on one core."""
 LEGEND_OF_WHOLE = """\
 core / ours compares whole models at full width. Each is compiled with one layer and with two of each block
 type (UNets: one or two ResBlocks on each of their two upper levels, each followed by a transformer block where the
 checkpoint has one). Only the instructions that the second layer adds are compared, so whatever surrounds the layers
 cancels out. core is measured at its second size: it traces 768 x 768 without compiling it, then compiles 1024 x 1024
 with the sizes that changed as dynamic. In ours, blocks alone are compiled and counted. elements: of the latent, cond
-and uncond. seconds: of the first call at the size counted. mark: graph breaks, or why there are no figures."""
+and uncond. cpu_seconds: of the first call at the size counted. mark: graph breaks, or why there are no figures."""
 
 
 def main(arguments: list[str] | None = None) -> int | None:
@@ -91,7 +90,7 @@ def _part(row: report.Row) -> tuple[int, bool]:
 def page(rows: Sequence[report.Row]) -> str:
     """docs/kernels.md."""
     of_models = totals(rows)
-    rounded = [{**row, "seconds": row["seconds"] and round(row["seconds"])} for row in rows]
+    rounded = [{**row, "cpu_seconds": row["cpu_seconds"] and round(row["cpu_seconds"])} for row in rows]
     return f"""# GPU code, counted without a GPU
 
 Made by `python3 dev.py bench kernels --json docs/kernels.json --page docs/kernels.md`. It compiles each block type of
@@ -153,11 +152,11 @@ def measure(
             of = kind if is_ours else dataclasses.replace(kind, varying=())
             given = rest if is_ours else (*rest[:1], False, None)
             with _fresh_kernels():
-                started = time.perf_counter()
+                started = _cpu_seconds()
                 graph = compile_block(template, of, weights, spec, inputs, *given, **({} if not is_ours else more))
-                seconds = time.perf_counter() - started
+                seconds = _cpu_seconds() - started
+                launches = _launches(graph, [*weights, *inputs])
             ours = ours or graph
-            launches = _launches(graph, [*weights, *inputs])
             label = f"{kind.name} {' '.join('x'.join(map(str, tensor.shape)) for tensor in inputs)}"
             rows.append(row(name, label, variant, max(map(torch.Tensor.numel, inputs)), launches, seconds))
             print(report.table(rows[-1:], COLUMNS).splitlines()[-1], file=sys.stderr, flush=True)
@@ -181,7 +180,10 @@ def measure(
 
 
 def whole(name: str, limit: int) -> list[report.Row]:
-    """The rows of whole models with few layers: ours, and core's at its second size. limit: seconds for each."""
+    """The rows of whole models with few layers: ours, and core's at its second size.
+
+    limit: seconds of processor time for each.
+    """
     from . import gpu_models
     from .gpu_cases import Case
 
@@ -192,7 +194,7 @@ def whole(name: str, limit: int) -> list[report.Row]:
         label, elements = _label(layers), 2 * subject.latent(Case(1024, 1024, 1)).numel()
         found = {**dict.fromkeys(COLUMNS), "model": name, "block": label, "variant": variant}
         subject = dataclasses.replace(subject, family=dataclasses.replace(subject.family, config=config))
-        started = time.perf_counter()
+        started = _cpu_seconds()
         try:
             with _fresh_kernels(), _at_most(limit):
                 launches, seconds, breaks = _of_whole(subject, variant)
@@ -200,7 +202,7 @@ def whole(name: str, limit: int) -> list[report.Row]:
             found["mark"] = f"{breaks} graph breaks" if breaks else None
         except (Exception, OutOfTime) as error:
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-            found |= {"seconds": round(time.perf_counter() - started, 1), "mark": text}
+            found |= {"cpu_seconds": round(_cpu_seconds() - started, 1), "mark": text}
         rows.append(found)
         print(report.table(rows[-1:], COLUMNS).splitlines()[-1], file=sys.stderr, flush=True)
     return rows
@@ -224,7 +226,7 @@ def _shallow(name: str, layers: int) -> dict[str, Any]:
 
 
 def _of_whole(subject: Any, variant: str) -> tuple[Launches, float, int]:
-    """One call of the model at 1024 x 1024, compiled as the variant's node does: with seconds, and graph breaks."""
+    """One call of the model at 1024 x 1024, compiled as the variant's node does; seconds, and graph breaks."""
     import torch
     from comfy_accel.accel.cache.graph_cache import GraphCache
     from comfy_accel.accel.core.compile_settings import CompileSettings
@@ -261,9 +263,9 @@ def last_size(call: Callable[[int], Any], sizes: Sequence[int]) -> tuple[Launche
     finally:
         compile_fx.compile_fx = compiled
     counters["graph_break"].clear()
-    started = time.perf_counter()
+    started = _cpu_seconds()
     call(sizes[-1])
-    seconds, breaks = time.perf_counter() - started, sum(counters["graph_break"].values())
+    seconds, breaks = _cpu_seconds() - started, sum(counters["graph_break"].values())
     with _recording() as (launched, externs):
 
         def counted(self: Any, inputs: Any) -> Any:
@@ -280,21 +282,28 @@ def last_size(call: Callable[[int], Any], sizes: Sequence[int]) -> tuple[Launche
     return Launches([_kernel(*launch) for launch in launched], externs.counts), seconds, breaks
 
 
+def _cpu_seconds() -> float:
+    """Processor time until now, with that of compilers that it has waited for."""
+    return sum(os.times()[:4])
+
+
 class OutOfTime(BaseException):
     """Not an Exception, which a compiler might take for its own."""
 
 
 @contextmanager
 def _at_most(seconds: int) -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        raise OutOfTime(f"not compiled within {seconds} seconds")
+    """seconds: of this process' processor time."""
 
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    def stop(*_: Any) -> None:
+        raise OutOfTime(f"not compiled within {seconds} seconds of processor time")
+
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,7 +342,7 @@ def row(model: str, block: str, variant: str, elements: int, launches: Launches,
         "int64_arguments": sum(kernel.int64_arguments for kernel in launches.kernels),
         "externs": " ".join(f"{count} {name}" for name, count in sorted(launches.externs.items())),
         "bytes": sum(kernel.nbytes for kernel in launches.kernels),
-        "seconds": round(seconds, 1),
+        "cpu_seconds": round(seconds, 1),
     }
 
 
@@ -355,7 +364,7 @@ def totals(rows: Sequence[report.Row]) -> list[report.Row]:
                 "software divisions": sum(row["software_divisions"] for row in of[OURS]),
                 "launches, ours": sum(row["launches"] for row in of[OURS]),
                 "launches, static": sum(row["launches"] for row in of[STATIC]),
-                "seconds, ours": sum(row["seconds"] for row in of[OURS]),
+                **{f"cpu seconds, {v}": sum(row["cpu_seconds"] for row in of[v]) for v in of},
             }
         )
     return answer
@@ -443,8 +452,16 @@ def _counted(autotuner: Any, result: Any, args: Sequence[Any], sizes: dict[str, 
             and isinstance(sizes.get(f"{name[:-6].lower()}_numel"), int)
         ):
             trips *= math.ceil(sizes[f"{name[:-6].lower()}_numel"] / block)
-    code = sass(result.kernel.asm["cubin"])
+    code = sass(_cubin(result))
     return sum(code.weights(trips)) * threads, code.loads(), code.divisions()
+
+
+def _cubin(result: Any) -> bytes:
+    """A kernel's binary; where torch's own launcher runs it, from Triton's cache."""
+    if hasattr(result.kernel, "asm"):
+        return result.kernel.asm["cubin"]
+    result.reload_cubin_path()
+    return Path(result.kernel.cubin_path).read_bytes()
 
 
 Instruction = tuple[int, str, "int | None"]
@@ -522,15 +539,15 @@ def _one_way(code: list[Instruction], fork: int, target: int) -> list[Instructio
 
 @contextmanager
 def _fresh_kernels() -> Iterator[None]:
-    """While it lasts, nothing is found that was compiled before, and every kernel's code is kept."""
-    import torch._inductor.config
+    """While it lasts, nothing is found that was compiled before."""
+    import torch
     from torch._inductor.async_compile import CompiledTritonKernels
     from torch._inductor.utils import clear_caches, fresh_cache
 
     torch._dynamo.reset()
     clear_caches()
     CompiledTritonKernels.cache_clear()
-    with fresh_cache(), torch._inductor.config.patch(use_static_triton_launcher=False):
+    with fresh_cache():
         yield
 
 
@@ -539,7 +556,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all if none is given")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="default: all")
     parser.add_argument("--block", default="", metavar="NAME", help="only blocks whose class begins so")
-    parser.add_argument("--limit", type=int, default=900, metavar="SECONDS", help="for each whole model; default: 900")
+    parser.add_argument(
+        "--limit", type=int, default=900, metavar="SECONDS", help="processor time for each whole model; default: 900"
+    )
     parser.add_argument("--details", action="store_true", help="also print each kernel")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the rows there too, beside those of other models in it"

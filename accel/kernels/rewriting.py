@@ -2,6 +2,10 @@
 
 A block adds a bias and an embedding to each channel of what a convolution gives, and normalises the sum. What is added
 goes into the kernels that read it anyway. For one size, inductor's own kernels are as good, and stay.
+
+Attention gives its result in the memory order of its queries. Flux joins text and image by heads, [B, H, L, D], and
+reads the result by tokens, [B, L, H * D], for which torch copies all of it. A kernel of the graph computes the queries
+anyway, and can write them by tokens at no cost.
 """
 
 from __future__ import annotations
@@ -56,6 +60,9 @@ def rewritten_graphs(device: str | None) -> Iterator[None]:
 
 def rewrite(graph: Graph) -> None:
     """Replace what can be replaced."""
+    for node in list(graph.nodes):
+        if node.target is torch.nn.functional.scaled_dot_product_attention:
+            _order_queries(graph, node)
     writes = any(map(_may_write, graph.nodes))
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is torch.nn.functional.group_norm:
@@ -63,6 +70,25 @@ def rewrite(graph: Graph) -> None:
     for node in [] if writes else reversed(list(graph.nodes)):
         if node.target in _ADD and node.users and all(map(_reads_memory, node.users)):
             _replace_sum(graph, node)
+
+
+def _order_queries(graph: Graph, node: Node) -> None:
+    """Have the queries written by tokens if attention's result is read so."""
+    queries = node.args[0] if node.args else None
+    value = _value(queries)
+    if value is None or value.ndim != 4 or value.device.type != DEVICE or not value.is_contiguous():
+        return
+    if len(queries.users) > 1 or not all(map(_swaps_heads_and_tokens, node.users)):
+        return
+    with graph.inserting_before(node):
+        for method, sizes in (("transpose", (1, 2)), ("contiguous", ()), ("transpose", (1, 2))):
+            queries, value = graph.call_method(method, (queries, *sizes)), getattr(value, method)(*sizes)
+            queries.meta["example_value"] = value
+    node.update_arg(0, queries)
+
+
+def _swaps_heads_and_tokens(node: Node) -> bool:
+    return node.op == "call_method" and node.target == "transpose" and node.args[1:] in ((1, 2), (2, 1))
 
 
 @dataclass

@@ -39,6 +39,15 @@ class Joined(torch.nn.Module):
         return (heads * 2).contiguous(), (image * (move[:, None] + 1)).sum(2)
 
 
+class Attended(torch.nn.Module):
+    """Text and image joined by heads, whose attention is read by tokens."""
+
+    def forward(self, text, image):
+        queries, keys = (torch.cat([text * scale, image], 2) for scale in (2, 3))
+        out = torch.nn.functional.scaled_dot_product_attention(queries, keys, keys)
+        return out.transpose(1, 2).flatten(2)
+
+
 def compiled(block, *shapes, dtype=torch.half):
     """The graph of the block for tensors of these shapes, its weights, and its source."""
     block = block.to(dtype).cuda().requires_grad_(False)
@@ -94,6 +103,12 @@ def test_indices_are_divided_without_divisions_and_rightly():
     assert graph.accepts(empty)
     with torch.inference_mode():
         assert graph.run(empty)[0].shape == (0, 3, 37, 8)
+
+
+def test_result_of_attention_is_not_copied():
+    code = Path(compiled(Attended(), (2, 4, 7, 64), (2, 4, 30, 64))[2]).read_text()
+    _, after = code.split("aten._scaled_dot_product_flash_attention.default(")
+    assert "triton" not in after.partition("return (")[0]
 
 
 def test_torch_that_lacks_a_name_compiles_with_64_bits(monkeypatch):

@@ -28,7 +28,7 @@ def test_core_is_compared_by_what_a_layer_more_adds():
 @pytest.mark.parametrize("failed", [0, 3])
 def test_failure_is_told_and_kept_as_a_row(failed):
     rows = whole(ours=(10, 30), core=(25, 75))
-    rows[failed] |= {"elements": None, "instructions_per_element": None, "seconds": None, "mark": "OutOfTime: late"}
+    rows[failed] |= {"elements": None, "instructions_per_element": None, "cpu_seconds": None, "mark": "OutOfTime: late"}
     (row,) = kernels.totals(BLOCKS + rows)
     assert row["core / ours"] == "failed"
     assert "OutOfTime: late" in kernels.page(BLOCKS + rows)

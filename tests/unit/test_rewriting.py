@@ -125,6 +125,40 @@ def test_graph_for_one_size_is_left_to_inductor(rewritten):
     assert rewritten(with_all, *inputs(), dynamic=False) == []
 
 
+def attended(x, embedding, bias):
+    q, k, v = (torch.cat([part, part * 2], 2) for part in (x, x + 1, x - 1))  # [B, H, L, D]
+    return functional.scaled_dot_product_attention(q, k, v)
+
+
+def by_tokens(x, embedding, bias):
+    return attended(x, embedding, bias).transpose(1, 2).flatten(2)
+
+
+def by_heads(x, embedding, bias):
+    return attended(x, embedding, bias).transpose(2, 3)
+
+
+def queries_read_twice(x, embedding, bias):
+    q = x * 2
+    return functional.scaled_dot_product_attention(q, x, x).transpose(1, 2).flatten(2).sum() + q
+
+
+@pytest.mark.parametrize(
+    ("function", "is_ordered"), [(by_tokens, True), (by_heads, False), (attended, False), (queries_read_twice, False)]
+)
+def test_queries_are_ordered_by_tokens_where_the_result_is_read_so(rewritten, monkeypatch, function, is_ordered):
+    ordered = []
+    order = rewriting._order_queries
+
+    def seen(graph, node):
+        order(graph, node)
+        ordered.append(not node.args[0].meta["example_value"].is_contiguous())
+
+    monkeypatch.setattr(rewriting, "_order_queries", seen)
+    rewritten(function, *inputs())
+    assert ordered == [is_ordered]
+
+
 def test_kernels_compute_what_torch_does():
     """Interpreted on the CPU, by Triton: planes of a multiple of 16 and others, of one part and several, of video."""
     torch.manual_seed(0)
