@@ -11,7 +11,9 @@ pytest.importorskip("ray.serve.request_router", reason="an optional package of 2
 # ruff: noqa: E402
 from comfy_accel.accel.hosts.ray import front as fleet_front
 from comfy_accel.accel.hosts.ray import http as fleet_http
+from comfy_accel.accel.hosts.ray.comfyui_process import Gone
 from comfy_accel.accel.hosts.ray.counts import States
+from starlette.responses import Response
 
 GRAPH = {"1": {"class_type": "A", "inputs": {}}}
 
@@ -39,16 +41,25 @@ class Fleet:
         self.asked, self.runs = [], {}
         # Below the class that Serve makes of it, whose constructor belongs to a running Serve.
         plain = [kind for kind in fleet_front.Front.__mro__ if kind.__module__ == fleet_front.__name__][-1]
-        self.front = type("Alone", (plain,), {"__del__": lambda front: None})(self, {"results": str(results)})
+        alone = {"__del__": lambda front: None, "_ask": staticmethod(self._ask)}
+        self.front = type("Alone", (plain,), alone)(self, {"results": str(results), "replicas": 2})
         self._app = self.front.__serve_build_asgi_app__()
-        self.ask, self.run = SimpleNamespace(remote=self._ask), SimpleNamespace(remote=self._run)
+        self.state, self.run = SimpleNamespace(remote=self._state), SimpleNamespace(remote=self._run)
 
     def options(self, **options):
         return self
 
-    async def _ask(self, method, path, raw, kind):
+    async def _ask(self, replica, method, path, raw, kind):
+        if replica["replica"] == "ended":
+            raise Gone("ComfyUI does not answer")
         self.asked.append((method, path, raw))
-        return 200, b"{}", "application/json"
+        return Response(b"{}")
+
+    async def _state(self):
+        """Through Serve, so it waits until a replica has room."""
+        while self.front._prompts:
+            await asyncio.sleep(0)
+        return {"replica": "a"}
 
     def _run(self, prompt_id, key, body):
         self.runs[prompt_id] = Run()
@@ -98,6 +109,28 @@ def test_path_is_quoted_again_for_the_replica(tmp_path, path, asked):
         return await fleet.request("GET", path), fleet.asked
 
     assert with_fleet(tmp_path, scenario) == ((200, {}), [("GET", asked, None)])
+
+
+@pytest.mark.parametrize("said", [(), ("ended",), ("ended", "a")], ids=["nothing", "one that ended", "two"])
+def test_upload_waits_for_no_prompt(tmp_path, said):
+    """said: replicas that were heard of before; the prompt says of its own when it begins."""
+
+    async def scenario(fleet):
+        for name in said:
+            fleet.front._states.heard({"replica": name})
+        body = json.dumps({"prompt": GRAPH, "prompt_id": "id"}).encode()
+        posting = asyncio.create_task(fleet.request("POST", "/prompt", body))
+        while "id" not in fleet.runs:
+            await asyncio.sleep(0)
+        uploading = asyncio.create_task(fleet.request("POST", "/upload/image", b"image"))
+        fleet.runs["id"].said.put_nowait(("replica", {"replica": "a"}))
+        fleet.runs["id"].said.put_nowait(("accepted", {}))
+        await posting
+        uploaded = await asyncio.wait_for(uploading, 10)
+        fleet.runs["id"].said.put_nowait(("done", {"met": None}))
+        return uploaded, fleet.asked
+
+    assert with_fleet(tmp_path, scenario) == ((200, {}), [("POST", "/upload/image", b"image")])
 
 
 @pytest.mark.parametrize("path", ["/upload/image", "/prompt"])
@@ -157,11 +190,11 @@ def test_state_is_of_the_replicas_that_there_are():
     for name in "ab":
         states.heard({"replica": name, "prompts": 1})
     states.heard({"replica": "a"})  # has begun another prompt
-    assert list(states) == [{"replica": "b", "prompts": 1}, {"replica": "a", "prompts": 1}]
+    assert states.known == [{"replica": "b", "prompts": 1}, {"replica": "a", "prompts": 1}]
     states.heard({"replica": "c"})  # in place of one that ended
-    assert [state["replica"] for state in states] == ["a", "c"]
+    assert [state["replica"] for state in states.known] == ["a", "c"]
     states.forget("a")
-    assert [state["replica"] for state in states] == ["c"]
+    assert [state["replica"] for state in states.known] == ["c"]
 
 
 def test_replica_that_ended_under_a_prompt_has_no_state(tmp_path):

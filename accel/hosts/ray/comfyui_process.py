@@ -40,6 +40,29 @@ class Gone(Exception):
     """ComfyUI ended, or does not answer; the message says what is known."""
 
 
+async def ask(
+    session: aiohttp.ClientSession,
+    address: str,
+    method: str,
+    path: str,
+    body: Any = None,
+    raw: bytes | None = None,
+    kind: str | None = None,
+) -> tuple[int, bytes, str]:
+    """(status, body, content type) of a ComfyUI's answer. Raises Gone.
+
+    body: sent as JSON; raw, kind: sent as they are.
+    """
+    headers = {"Content-Type": kind} if kind else None
+    try:
+        async with session.request(
+            method, address + path, json=body, data=raw, headers=headers, timeout=_ANSWER
+        ) as answer:
+            return answer.status, await answer.read(), answer.content_type
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        raise Gone(f"ComfyUI does not answer: {type(error).__name__} {error}") from error
+
+
 class ComfyUI:
     """A ComfyUI over its folder `tree`, with a folder `work` of its own for what it writes.
 
@@ -59,7 +82,8 @@ class ComfyUI:
         self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._url = ""
+        self.address = ""
+        """Where it answers, of this machine alone; known once it is started."""
 
     async def start(self, timeout: float) -> None:
         """Start it, and wait until it answers. Raises Gone: it ended, or did not answer within `timeout` seconds."""
@@ -67,7 +91,7 @@ class ComfyUI:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._url = f"http://127.0.0.1:{port}"
+        self.address = f"http://127.0.0.1:{port}"
         arguments = [
             *("--listen", "127.0.0.1", "--port", str(port), "--disable-auto-launch"),
             # It adds "temp" to the folder that it is given for temporary files.
@@ -97,18 +121,9 @@ class ComfyUI:
     def read_log(self) -> str:
         return (self.work / "comfyui.log").read_text(encoding="utf-8", errors="replace")
 
-    async def ask(
-        self, method: str, path: str, body: Any = None, raw: bytes | None = None, kind: str | None = None
-    ) -> tuple[int, bytes, str]:
-        """(status, body, content type) of its answer. body: sent as JSON; raw, kind: sent as they are. Raises Gone."""
-        headers = {"Content-Type": kind} if kind else None
-        try:
-            async with self._session.request(
-                method, self._url + path, json=body, data=raw, headers=headers, timeout=_ANSWER
-            ) as answer:
-                return answer.status, await answer.read(), answer.content_type
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            raise Gone(f"ComfyUI does not answer: {type(error).__name__} {error}") from error
+    async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes, str]:
+        """As the function of this name."""
+        return await ask(self._session, self.address, method, path, body)
 
     async def state(self) -> dict[str, Any]:
         """What this pack says of itself in `GET /accel/state`, without the table. Raises Gone, without the pack too."""
@@ -131,7 +146,7 @@ class ComfyUI:
         ended = False
         try:
             async with self._session.ws_connect(
-                f"{self._url}/ws?clientId={prompt_id}", max_msg_size=0, heartbeat=None
+                f"{self.address}/ws?clientId={prompt_id}", max_msg_size=0, heartbeat=None
             ) as messages:
                 status, text, _ = await self.ask(
                     "POST", "/prompt", {**body, "prompt_id": prompt_id, "client_id": prompt_id}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -42,16 +42,17 @@ class States:
     """What each replica said last; of no more than there are, since Serve does not say which has ended for good."""
 
     def __init__(self, most: int):
-        self._most = most
+        self.most = most
         self._by_name: dict[str, dict[str, Any]] = {}
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self._by_name.values())
+    @property
+    def known(self) -> list[dict[str, Any]]:
+        return list(self._by_name.values())
 
     def heard(self, said: dict[str, Any]) -> None:
         """Add what it said to its state; beyond the number, the replica that was silent longest has no state."""
         self._by_name[said["replica"]] = {**self._by_name.pop(said["replica"], {}), **said}
-        if len(self._by_name) > self._most:
+        if len(self._by_name) > self.most:
             del self._by_name[next(iter(self._by_name))]
 
     def forget(self, name: str) -> None:

@@ -8,6 +8,7 @@ import contextvars
 import itertools
 import json
 import logging
+import random
 import uuid
 from collections import Counter
 from dataclasses import dataclass, field
@@ -15,15 +16,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import aiohttp
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from ray.serve.schema import ApplicationStatus
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from .comfyui_process import ask
 from .counts import States
 from .http import answering, read_body, read_json, refusal, refuse_foreign_origin
 from .results import PROMPT_ID, Results, failed, inside, published
@@ -323,14 +328,15 @@ class Front:
             return Response(status_code=404)
         # As ComfyUI does: a page that somebody made must not run in the visitor's browser.
         page = path.suffix.lower() in (".html", ".htm", ".js", ".css", ".svg", ".xml", ".xhtml")
-        return FileResponse(path, media_type="application/octet-stream" if page else None, filename=path.name)
+        kind, shown = ("application/octet-stream", "attachment") if page else (None, "inline")
+        return FileResponse(path, media_type=kind, filename=path.name, content_disposition_type=shown)
 
     async def _get_state(self, request: Request) -> Response:
         """What was counted here, and what each replica said with its last prompt."""
         waiting = sum(not prompt.running for prompt in self._prompts.values())
         counts = {**self._counts, "waiting": waiting, "running": len(self._prompts) - waiting}
         running = Counter(prompt.replica for prompt in self._prompts.values() if prompt.running)
-        replicas = [{**state, "running": running[state["replica"]]} for state in self._states]
+        replicas = [{**state, "running": running[state["replica"]]} for state in self._states.known]
         return JSONResponse({"prompts": counts, "replicas": replicas})
 
     async def _ask_any(self, request: Request) -> Response:
@@ -339,9 +345,28 @@ class Front:
             return Response(status_code=404)
         path += f"?{request.url.query}" if request.url.query else ""
         raw = await read_body(request) if request.method == "POST" else None
-        status, text, kind = await self._replicas.ask.remote(
-            request.method, path, raw, request.headers.get("content-type")
-        )
+        asked = (request.method, path, raw, request.headers.get("content-type"))
+        for _ in range(1 + self._states.most):
+            replica = await self._any()
+            try:
+                return await self._ask(replica, *asked)
+            except Exception as error:  # Ray's, or `Gone`: it ended, and nobody has said so yet
+                log.warning("%s: %s: %s", path, type(error).__name__, error)
+                self._states.forget(replica["replica"])
+        return refusal("No ComfyUI answers.", 503)
+
+    async def _any(self) -> dict[str, Any]:
+        """A replica that has told of itself."""
+        while self._prompts and not self._states.known:
+            await asyncio.sleep(0.05)  # the one that takes a prompt will
+        if not self._states.known:
+            self._states.heard(await self._replicas.state.remote())
+        return random.choice(self._states.known)
+
+    async def _ask(self, replica: dict[str, Any], *asked: Any) -> Response:
+        """Its ComfyUI's answer, by a task on its machine: through Serve it would wait until a prompt has ended."""
+        there = NodeAffinitySchedulingStrategy(replica["node"], soft=False)
+        status, text, kind = await _ask_here.options(scheduling_strategy=there).remote(replica["address"], *asked)
         return Response(text, status, media_type=kind)
 
     async def _listen(self, socket: WebSocket) -> None:
@@ -402,6 +427,15 @@ class Front:
 
     def _exec_info(self) -> dict[str, Any]:
         return {"exec_info": {"queue_remaining": len(self._prompts)}}
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _ask_here(address: str, method: str, path: str, raw: bytes | None, kind: str | None) -> tuple[int, bytes, str]:
+    async def answer() -> tuple[int, bytes, str]:
+        async with aiohttp.ClientSession() as session:
+            return await ask(session, address, method, path, raw=raw, kind=kind)
+
+    return asyncio.run(answer())
 
 
 def to_hold(message: str, prompt_id: str) -> str | None:

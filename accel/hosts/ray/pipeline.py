@@ -217,4 +217,4 @@ class PipelineFront:
         return refusal(f"{_RUNS} replicas ended while they made the image.", 503)
 
     async def _get_state(self, request: Request) -> Response:
-        return JSONResponse({"images": dict(self._counts), "replicas": list(self._states)})
+        return JSONResponse({"images": dict(self._counts), "replicas": self._states.known})

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 
 from .comfyui_process import ComfyUI, Gone
@@ -35,12 +36,17 @@ class Replica:
 
     async def __init__(self, given: dict[str, Any]):
         settings = Settings(**given)
-        self._names = {"replica": serve.get_replica_context().replica_id.unique_id, "pid": os.getpid()}
+        self._names = {
+            "replica": serve.get_replica_context().replica_id.unique_id,
+            "pid": os.getpid(),
+            "node": ray.get_runtime_context().get_node_id(),
+        }
         self._results = Results(Path(settings.results))
         self._comfyui = ComfyUI(settings.tree(), _own_folder(), settings.all_flags(), settings.environment)
         self._prompts = 0
         try:
             await self._comfyui.start(settings.start_s)
+            self._names["address"] = self._comfyui.address
             await self._comfyui.state()
             for prompt in settings.warm_up:
                 await self._warm_up(prompt)
@@ -53,8 +59,8 @@ class Replica:
     async def run(self, prompt_id: str, key: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, Any]]:
         """Run a prompt and publish what it made: as `ComfyUI.run`, with "replica" before all, and "done" at the end.
 
-        key: of the prompt (`routing_key`), "" for none. "replica": {"replica", "pid"} of this one. "done": its
-        `state`, and whether the key was run here before ("met").
+        key: of the prompt (`routing_key`), "" for none. "replica": names this one. "done": its `state`, and whether
+        the key was run here before ("met").
         """
         done: dict[str, Any] = {"met": None}
         if self._results.entry(prompt_id) is not None:  # by a replica that ended before it could say so
@@ -78,10 +84,6 @@ class Replica:
                 self._end_with_comfyui()
                 await asyncio.sleep(0.1)
             raise
-
-    async def ask(self, method: str, path: str, raw: bytes | None, kind: str | None) -> tuple[int, bytes, str]:
-        """ComfyUI's own answer, of a route that is the same in every replica."""
-        return await self._comfyui.ask(method, path, raw=raw, kind=kind)
 
     async def state(self) -> dict[str, Any]:
         """Counts of this replica since its start."""
