@@ -1,4 +1,4 @@
-"""A process that wants a graph of a store with leases: `python store_leases.py FOLDER SECONDS`. Without torch.
+"""A process that wants a graph of a store with leases: `python store_leases.py FOLDER SECONDS LIMIT`. Without torch.
 
 Waits for a line, then takes the lease and makes the graph for so many seconds, or waits for who makes it.
 """
@@ -18,9 +18,9 @@ from comfy_accel.accel.store.folder import LocalFolder  # noqa: E402
 from comfy_accel.accel.store.lease import Leases  # noqa: E402
 
 
-def main(path: Path, seconds: float) -> None:
+def main(path: Path, seconds: float, limit: float) -> None:
     folder = LocalFolder(path)
-    leases = Leases(folder, limit=60, beat=0.1)
+    leases = Leases(folder, limit=limit, beat=0.1)
     print(json.dumps("ready"), flush=True)
     sys.stdin.readline()
 
@@ -37,4 +37,4 @@ def main(path: Path, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]))
+    main(Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]))

@@ -31,6 +31,9 @@ _BEAT = 5.0
 _MISSED = 4
 """Renewals that must be missing before a lease counts as left behind."""
 
+_SHARE = 0.25
+"""Of the limit, that must have passed too: a holder that lives renews late where its machine is short of processors."""
+
 Graph = TypeVar("Graph")
 
 
@@ -55,6 +58,7 @@ class Leases:
 
     def __init__(self, folder: Folder, limit: float, beat: float = _BEAT):
         self._folder, self._limit, self._beat = folder, limit, beat
+        self._left_behind = max(_MISSED * beat, _SHARE * limit)
         self._failed = False
         self._lock = threading.Lock()
         self._counts = {"taken": 0, "taken_over": 0, "waited": 0, "gave_up": 0, "seconds": 0.0}
@@ -89,7 +93,7 @@ class Leases:
         if lease is not None:
             log.info("saved graphs: waiting for a process that compiles the same")
         while True:
-            if lease is None or time.monotonic() - changed > _MISSED * self._beat:
+            if lease is None or time.monotonic() - changed > self._left_behind:
                 number = 0 if lease is None else _number(lease) + 1
                 if self._folder.create(f"{name}.lease{number}", _content()):
                     self._count(taken=1, taken_over=int(number > 0), seconds=time.monotonic() - begun)
