@@ -23,6 +23,7 @@ from ..core import torch_internals
 from ..core.errors import pass_on
 from ..core.events import log
 from ..fingerprint.plain_values import is_plain_object
+from ..modules.stored_form import standing_for
 from ..modules.streamed_weights import Plain, in_place
 from ..signature.tensors import CHANNELS_LAST
 from .global_state_guard import DICTS, global_state_restored
@@ -235,6 +236,8 @@ class ModelCopy:
         elif is_plain_object(value) and not hasattr(cls, "__del__"):
             copied = self._enter(value, object.__new__(cls))
             copied.__dict__.update({name: self.of(item) for name, item in value.__dict__.items()})
+        elif isinstance(value, torch.Tensor):
+            copied = standing_for(value)
         else:
             copied = value
         return copied

@@ -38,7 +38,10 @@ _NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_paramet
 }
 """Construction, printing, loading, saving, annotations (functions from Python 3.14): calling a module runs none."""
 
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {"psutil", "torch"}
+_BASES = (torch.nn.Module, torch.Tensor, torch._C.TensorBase, object)
+"""Bases whose own functions and attributes are torch's version's alone."""
+
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {"psutil", "torch", "tqdm"}
 """Their functions are described by their own code alone, not by what they call in turn."""
 
 _ENVIRONMENT = frozenset({"environ", "getenv"})
@@ -304,8 +307,8 @@ def _class_attributes(cls: type, names: frozenset[str], references: _References)
     """The plain class attributes with these names."""
     return [
         (base.__qualname__, name, references.describe(vars(base)[name]))
-        for base in cls.__mro__[:-1]
-        if base is not torch.nn.Module
+        for base in cls.__mro__
+        if base not in _BASES
         for name in sorted(names.intersection(vars(base)))
         if not name.startswith("__") and next(_functions_in(vars(base)[name]), None) is None
     ]
@@ -314,7 +317,7 @@ def _class_attributes(cls: type, names: frozenset[str], references: _References)
 def _methods_of(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
     """The functions that a call of an instance may run: all but `_NOT_RUN`."""
     for base in cls.__mro__:
-        if base is not torch.nn.Module and base is not object:
+        if base not in _BASES:
             for name, value in vars(base).items():
                 if name not in _NOT_RUN and not isinstance(value, type):
                     for function in _functions_in(value):

@@ -126,7 +126,9 @@ def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wr
     references = References(reader)
     parts = list(wrapped_layers.modules(block, wraps))
     state = [(path, module, attributes_of(module, path, references)) for path, module in parts]
+    weights = [(name, tensor, _form_of(tensor, name)) for name, tensor in wrapped_layers.weights(block, wraps)]
     classes = {type(module) for _, module in parts} | references.classes
+    classes |= {form.cls for _, _, form in weights if form is not None and form.is_data}
     code = reader.read(frozenset(classes), references.functions)
     digest = hashlib.sha256(code.digest.encode())
     for path, module, attributes in state:
@@ -137,15 +139,15 @@ def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wr
             repr((path, cls.__module__, cls.__qualname__, [(item.name, item.described) for item in read])).encode()
         )
     names, forms, shapes = [], [], []
-    for name, tensor in wrapped_layers.weights(block, wraps):
+    for name, tensor, form in weights:
         names.append(name)
-        forms.append(_form_of(tensor, name))
-        if forms[-1] is None:
+        forms.append(form)
+        if form is None:
             shapes.append(tensor.shape)
             digest.update(repr((name, *_laid_out(tensor))).encode())
             continue
-        shapes += [torch.Size()] * len(forms[-1].names)
-        digest.update(repr((name, _stored(tensor, forms[-1], name, references))).encode())
+        shapes += [torch.Size()] * len(form.names)
+        digest.update(repr((name, _stored(tensor, form, name, references))).encode())
     forms = tuple(forms) if any(forms) else ()
     return Description(
         type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), code, _numbers(parts), forms
@@ -271,7 +273,7 @@ def template_of(block: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.
     """
     memo: dict[int, Any] = {}
     for _, tensor in wrapped_layers.weights(block, wraps):
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
         if isinstance(tensor, torch.nn.Parameter):
             empty = torch.nn.Parameter(empty, requires_grad=False)
         memo[id(tensor)] = empty

@@ -3,18 +3,29 @@
 Graphs take plain tensors alone. A weight of such a class gives the tensors in it to the graph, and the graph's code
 puts the class around them again. So torch never sees the weight itself: it would unpack it at every call, and keep weak
 references to it, with which `Module.to` fails for weights of such a class.
+
+Such a class tells what it is made of (torch's `__tensor_flatten__`), or its tensors are plain data with attributes that
+say how the data is to be read, as GGUF's are. Inside a graph no tensor can be of such a class; one of a class derived
+from it stands for it, with the same methods and attributes (`_Standing`).
 """
 
 from __future__ import annotations
 
+import copy
+import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.overrides import get_default_nowrap_functions
+from torch.utils._pytree import tree_map_only
 
 from ..core.reasons import Reason, RunEagerly
 from ..signature.tensors import PLAIN_TENSORS
+
+_PLAIN_VALUES = (type(None), bool, int, float, str, torch.dtype)
 
 
 class Opaque(TypeError):
@@ -23,7 +34,7 @@ class Opaque(TypeError):
 
 @dataclass(frozen=True, eq=False)
 class StoredForm:
-    """What a tensor of a class of its own is, besides the tensors in it (torch's `__tensor_flatten__`).
+    """What a tensor of a class of its own is, besides the tensors in it.
 
     parts: the attributes with the tensors in it, each with its own form, None for a plain tensor.
     """
@@ -33,6 +44,11 @@ class StoredForm:
     context: Any
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @property
+    def is_data(self) -> bool:
+        """Whether such tensors are plain data with attributes, which the context has."""
+        return not hasattr(self.cls, "__tensor_flatten__")
 
     @property
     def names(self) -> list[str]:
@@ -56,11 +72,43 @@ def form_of(tensor: torch.Tensor) -> StoredForm | None:
     cls = type(tensor)
     if cls in PLAIN_TENSORS:
         return None
-    if not hasattr(tensor, "__tensor_flatten__"):
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        parts = tuple((name, form_of(getattr(tensor, name))) for name in names)
+    elif _runs_no_operators(cls):
+        context, parts = copy.deepcopy(_attributes(tensor)), (("data", None),)
+    else:
         raise Opaque(f"{cls.__module__}.{cls.__qualname__}, which does not tell what it is made of")
-    names, context = tensor.__tensor_flatten__()
-    parts = tuple((name, form_of(getattr(tensor, name))) for name in names)
     return StoredForm(cls, parts, context, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def _runs_no_operators(cls: type[torch.Tensor]) -> bool:
+    """Whether torch treats tensors of the class as their data, but for the class of what it makes of them."""
+    function = getattr(cls.__torch_function__, "__func__", None)
+    return (
+        function is torch.Tensor.__torch_function__.__func__
+        and cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and not any(vars(base).get("__slots__") for base in cls.__mro__)
+    )
+
+
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that a tensor has beside its data.
+
+    Raises Opaque: one is more than plain values, as a LoRA that is added at each use.
+    """
+    attributes = vars(tensor)
+    for name, value in attributes.items():
+        if not _is_plain(value):
+            cls = type(tensor)
+            raise Opaque(f"{cls.__module__}.{cls.__qualname__}, with {name} of which a graph cannot be told")
+    return attributes
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN_VALUES or isinstance(value, enum.Enum)
 
 
 def plain(weights: Sequence[torch.Tensor], forms: Forms) -> list[torch.Tensor]:
@@ -82,6 +130,9 @@ def plain(weights: Sequence[torch.Tensor], forms: Forms) -> list[torch.Tensor]:
 def _take(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor]) -> None:
     if type(weight) is not form.cls:
         raise RunEagerly(Reason("stored_otherwise", type=type(weight).__name__))
+    if form.is_data:
+        _take_data(weight, form, tensors)
+        return
     names, context = weight.__tensor_flatten__()
     if len(names) != len(form.parts) or context != form.context:
         raise RunEagerly(Reason("stored_otherwise", type=type(weight).__name__))
@@ -91,6 +142,18 @@ def _take(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor]) -
             tensors.append(part)
         else:
             _take(part, inner, tensors)
+
+
+def _take_data(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor]) -> None:
+    try:
+        if _attributes(weight) == form.context:
+            with torch._C.DisableTorchFunctionSubclass():
+                tensors.append(weight.data)
+            return
+        reason = Reason("stored_otherwise", type=type(weight).__name__)
+    except Opaque as why:
+        reason = Reason("indescribable", what=f"a weight is stored as a {why}")
+    raise RunEagerly(reason)
 
 
 def restored(forms: Forms, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -110,4 +173,54 @@ def _restored(form: StoredForm | None, tensors: Sequence[torch.Tensor], at: int)
     inner = {}
     for name, part in form.parts:
         inner[name], at = _restored(part, tensors, at)
+    if form.is_data:
+        return _standing(form.cls).of(inner["data"], form.context), at
     return form.cls.__tensor_unflatten__(inner, form.context, form.shape, form.stride), at
+
+
+def standing_for(tensor: torch.Tensor) -> torch.Tensor:
+    """What stands for a weight inside a graph, on the weight's data; other tensors are themselves."""
+    try:
+        form = form_of(tensor)
+    except Opaque:
+        return tensor
+    return tensor if form is None or not form.is_data else restored((form,), plain((tensor,), (form,)))[0]
+
+
+class _Standing:
+    """Inside a graph: a tensor of a class derived from a weight's, around its data.
+
+    Operators run on the data. As in eager mode, functions of torch give tensors of the class for such ones.
+    """
+
+    @classmethod
+    def of(cls, data: torch.Tensor, attributes: dict[str, Any]) -> torch.Tensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, data.size(), strides=data.stride(), dtype=data.dtype, device=data.device
+        )
+        vars(made).update(copy.deepcopy(attributes))
+        made._inside = data
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not all(issubclass(cls, other) for other in types):
+            return NotImplemented
+        with torch._C.DisableTorchFunctionSubclass():
+            out = function(*args, **(kwargs or {}))
+            if function in get_default_nowrap_functions():
+                return out
+            return tree_map_only(
+                torch.Tensor, lambda tensor: tensor if isinstance(tensor, cls) else cls.of(tensor, {}), out
+            )
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(_Standing, lambda tensor: tensor._inside, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+@functools.cache
+def _standing(cls: type[torch.Tensor]) -> type:
+    # A slot, because the class's own code may copy all attributes from one tensor to another.
+    return type(cls.__name__, (_Standing, cls), {"__module__": cls.__module__, "__slots__": ("_inside",)})

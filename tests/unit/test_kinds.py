@@ -185,6 +185,18 @@ def test_attribute_that_repeats_the_class_is_as_if_it_were_not_there():
 class Quantised(torch.Tensor):
     """Like GGUF's weights: an attribute that torch does not know of says how its bytes are to be read."""
 
+    @staticmethod
+    def made(data, **attributes):
+        tensor = data.as_subclass(Quantised)
+        vars(tensor).update(attributes)
+        return tensor
+
+
+class OfItsOwn(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs)
+
 
 class Tagged(torch.Tensor):
     """Like ComfyUI's quantised weights: tensors, and how they are to be read."""
@@ -261,5 +273,25 @@ def test_weights_of_a_class_of_their_own_are_read_as_the_tensors_in_them():
 
 
 def test_weights_of_which_nothing_can_be_told_are_not_described():
-    with pytest.raises(Indescribable, match="up.weight is stored as a .*Quantised, which"):
-        digest(holding(torch.randn(16, 8, 1, 1).as_subclass(Quantised)))
+    weight = torch.randn(16, 8, 1, 1)
+    with pytest.raises(Indescribable, match="up.weight is stored as a .*OfItsOwn, which"):
+        digest(holding(weight.as_subclass(OfItsOwn)))
+    with pytest.raises(Indescribable, match="up.weight is stored as a .*Quantised, with patches"):
+        digest(holding(Quantised.made(weight, patches=[(weight, 0.5)])))
+
+
+def test_what_is_said_beside_the_data_of_weights_makes_another_kind():
+    weight = torch.randn(16, 8, 1, 1)
+    a, b, c = (Quantised.made(weight.clone(), read=read, patches=[]) for read in "aba")
+    assert digest(holding(a)) == digest(holding(c)) != digest(holding(b))
+    block = holding(a)
+    kind = kinds_of([describe(block)])[0]
+    slots = weight_slots(block, kind.weights, None, kind.forms)
+    assert all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in slots.take())
+    assert "up.weight.data" in kind.tensors
+    a.patches.append((weight, 0.5))
+    with pytest.raises(RunEagerly, match="Quantised, with patches"):
+        slots.take()
+    a.patches, a.read = [], "b"
+    with pytest.raises(RunEagerly, match=r"how a weight is stored \(Quantised\) changed"):
+        slots.take()

@@ -256,6 +256,8 @@ class WaitingWeights(StreamedWeights):
             for at, functions in ((weight, _functions(part, "weight")), (bias, _functions(part, "bias")))
             if at is not None and (functions or made[at].device != device)
         ]
+        if self._forms and any(form is not None and form.is_data for form in (self._forms[at] for at, _ in waiting)):
+            raise RunEagerly(Reason("weights_elsewhere", device="cpu"))  # core would lose what is said beside the data
         away = sum(made[at].nbytes for at, _ in waiting if made[at].device != device)
         if away > LARGEST_SHARE * comfy.model_management.get_total_memory(device):
             raise RunEagerly(Reason("weights_too_large", megabytes=away >> 20))

@@ -1,0 +1,88 @@
+"""Blocks whose weights are GGUF's: read inside of the graph by the layers' own code, and equal to eager."""
+
+import pytest
+import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile.benchmark import largest_difference
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.fingerprint.survey import survey
+from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
+from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.store.graph_store import GraphStore
+from gguf_layers import LAYOUTS, patched, stored
+from quantised_layers import WIDTH
+from torch._dynamo.utils import counters
+
+EAGER = CompileSettings(backend="eager")
+
+X = torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def counted(clean_counters):
+    with torch.inference_mode():
+        yield
+
+
+def both_ways(model, cache, x, settings=EAGER):
+    """(eager, compiled)"""
+    eager = model(x)
+    with substituted(block_layers(model, settings, cache), Order.COMPILED):
+        return eager, model(x)
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_graph_serves_every_size_and_model_of_a_layout_and_equals_eager(layout):
+    cache = GraphCache()
+    for seed, x in enumerate((X[:1, :5], X, torch.cat([X, X]))):
+        eager, compiled = both_ways(stored(layout, seed), cache, x)
+        assert torch.equal(compiled, eager) and torch.isfinite(eager).all() and type(compiled) is torch.Tensor
+    assert fallbacks.rows() == [] and graphs() == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+def test_blocks_with_a_lora_on_their_weights_run_eagerly_and_without_it_on_their_graph_again(layout):
+    model, cache = stored(layout), GraphCache()
+    bare, compiled = both_ways(model, cache, X)
+    assert torch.equal(compiled, bare)
+    layers = block_layers(model, EAGER, cache)
+    for strength in (0.5, 1.0):
+        patched(model, layout, strength)
+        eager, compiled = both_ways(model, cache, X)
+        assert torch.equal(compiled, eager) and not torch.equal(eager, bare)
+        with substituted(layers, Order.COMPILED):  # added within the run
+            assert torch.equal(model(X), eager)
+        (reason,) = [reason for _, reason in survey(model).left_eager]
+        (row,) = fallbacks.rows()
+        assert "Tensor, with patches" in str(reason) and "Tensor, with patches" in row["reason"]
+    model.blocks[0].net[2].weight.patches = []
+    eager, compiled = both_ways(model, cache, X)
+    assert torch.equal(compiled, bare) and graphs() == 1
+
+
+def test_each_way_of_reading_the_bytes_makes_a_kind_of_its_own():
+    models = [stored(layout) for layout in LAYOUTS]
+    other = stored("stand-in")
+    for block in other.blocks:
+        block.net[2].weight.tensor_type = "otherwise"
+    assert len({survey(model).kinds[0].digest for model in (*models, other)}) == len(models) + 1
+
+
+@pytest.mark.thorough  # compiles with inductor
+@pytest.mark.parametrize("layout", LAYOUTS[:2] + LAYOUTS[8:9])
+def test_compiled_graph_serves_other_weights_of_its_layout_and_is_saved(layout, tmp_path):
+    settings, caches = CompileSettings(backend="inductor"), [GraphCache(), GraphCache()]
+    for seed, cache in enumerate(caches):
+        cache.store = GraphStore(LocalFolder(tmp_path / "graphs"), tmp_path / "secret")
+        eager, compiled = both_ways(stored(layout, seed), cache, X[:, : 7 - seed], settings)
+        assert largest_difference(compiled, eager) is None
+    assert fallbacks.rows() == []
+    if layout == "stand-in":  # the extension's code reads tensors, whose values no key of a saved graph has
+        statistics = caches[1].statistics()
+        assert (statistics["loaded"], statistics["compilations"]) == (1, 0)
