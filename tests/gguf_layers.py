@@ -1,7 +1,7 @@
 """Feed-forward blocks of core with weights as ComfyUI-GGUF keeps them: its own layers, and a stand-in for them.
 
-Imported by tests that have put a ComfyUI tree on the path. `COMFYUI_GGUF` is a folder with the extension; its layers
-are left out where there is none, or no `gguf` package.
+Imported by tests that have put a ComfyUI tree on the path. Without `COMFYUI_GGUF`, a folder with the extension, its
+layers are skipped; the package index has the `gguf` package that they need, and not the extension.
 """
 
 from __future__ import annotations
@@ -13,18 +13,23 @@ import types
 from typing import Any
 
 import comfy.ops
+import pytest
 import torch
 from quantised_layers import WIDTH, FeedForwards, plain
+
+CODES = torch.arange(-128, 128).to(torch.int8)
+"""The number that each byte stands for: a table, as the extension has one for its types IQ4."""
 
 
 class StandInTensor(torch.Tensor):
     """Bytes that say of themselves how they are to be read and what is to be added, as the extension's weights do."""
 
-    @staticmethod
-    def made(data, tensor_type, tensor_shape, patches):
-        tensor = data.as_subclass(StandInTensor)
-        tensor.tensor_type, tensor.tensor_shape, tensor.patches = tensor_type, tensor_shape, patches
-        return tensor
+    def __new__(cls, data, **_attributes):
+        return super().__new__(cls, data)
+
+    def __init__(self, data, *, tensor_type, tensor_shape, patches):
+        super().__init__()
+        self.tensor_type, self.tensor_shape, self.patches = tensor_type, tensor_shape, patches
 
     @property
     def shape(self):
@@ -32,51 +37,75 @@ class StandInTensor(torch.Tensor):
 
     def to(self, *args, **kwargs):
         data = super().to(*args, **kwargs)
-        vars(data).update(vars(self))
+        data.tensor_type = getattr(self, "tensor_type", None)
+        data.tensor_shape = getattr(self, "tensor_shape", data.size())
+        data.patches = list(getattr(self, "patches", ()))
         return data
+
+    def clone(self, *args, **kwargs):
+        return self
 
     def detach(self):
         return self
 
 
-class StandInLinear(torch.nn.Linear):
-    """Reads its weight at each use: numbers of one byte, after a float16 scale for each 32 of them."""
+class StandInLayer(torch.nn.Module):
+    """Reads its weight at each use: codes of one byte, after a float16 scale for each 32 of them."""
+
+    comfy_cast_weights = True
+    largest_layer = False
 
     def _load_from_state_dict(self, state, prefix, *args):
         self.weight = torch.nn.Parameter(state[f"{prefix}weight"], False)
         self.bias = torch.nn.Parameter(state[f"{prefix}bias"], False)
+        self.largest_layer = getattr(self.weight, "is_largest_weight", False)
 
-    def forward(self, x):
-        stored = self.weight.to(x.device)
-        blocks = stored.data.reshape(-1, 34)
-        numbers = blocks[:, :2].view(torch.float16) * blocks[:, 2:].view(torch.int8)
-        weight = torch.Tensor(numbers.reshape(stored.tensor_shape).to(x.dtype))
+    def _save_to_state_dict(self, *args):
+        self.stand_in_save_to_state_dict(*args)
+
+    def stand_in_save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}weight"] = torch.empty(self.weight.shape if self.largest_layer else (), device="meta")
+
+    def forward_comfy_cast_weights(self, x):
+        weight, bias = self.read(self.weight.to(x.device), x.dtype), self.bias.to(x.device)
+        return torch.nn.functional.linear(x, weight, torch.Tensor(bias.to(x.dtype)))
+
+    def read(self, stored, dtype):
+        blocks = stored.data.reshape((-1, 34))
+        codes = blocks[:, 2:]
+        if stored.tensor_type == "by table":
+            codes = CODES.to(stored.device)[codes.to(torch.int64)]
+        numbers = blocks[:, :2].view(torch.float16) * codes.view(torch.int8)
+        weight = torch.Tensor(numbers.reshape(stored.tensor_shape).to(dtype))
         for change, factor in stored.patches:
             weight = weight + factor * change
-        return torch.nn.functional.linear(x, weight, torch.Tensor(self.bias.to(x.dtype)))
+        return weight
 
 
-class StandIn(comfy.ops.disable_weight_init):
-    Linear = StandInLinear
+class StandIn(comfy.ops.manual_cast):
+    class Linear(StandInLayer, comfy.ops.manual_cast.Linear):
+        pass
 
 
 def extension() -> tuple[Any, Any] | None:
-    """Its layers' module and the `gguf` package, without its nodes; None where either is missing."""
+    """Its layers' module and the `gguf` package, without its nodes; None where no folder is named."""
     folder = os.environ.get("COMFYUI_GGUF")
     if not folder:
         return None
     if "extension_gguf" not in sys.modules:
         package = sys.modules["extension_gguf"] = types.ModuleType("extension_gguf")
         package.__path__, package.__file__ = [folder], os.path.join(folder, "__init__.py")
-    try:
-        return importlib.import_module("extension_gguf.ops"), importlib.import_module("gguf")
-    except ImportError:
-        return None
+    return importlib.import_module("extension_gguf.ops"), importlib.import_module("gguf")
 
 
 REAL = extension()
-TYPES = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "BF16", "F16"]
-LAYOUTS = ["stand-in", *(TYPES if REAL else [])]
+TYPES = "Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS BF16 F16".split()
+SKIPPED = pytest.mark.skipif(not REAL, reason="COMFYUI_GGUF names no folder with ComfyUI-GGUF")
+STAND_INS = {"stand-in": "by 32", "stand-in, table": "by table"}
+UNTRACED = "stand-in, table", "IQ4_NL", "IQ4_XS"
+"""Read with a table of the module's, a tensor with values among those of a trace, which have none."""
+
+LAYOUTS = [*STAND_INS, *(pytest.param(name, marks=SKIPPED) for name in TYPES)]
 
 
 def stored(layout: str, seed: int = 0) -> FeedForwards:
@@ -88,12 +117,15 @@ def stored(layout: str, seed: int = 0) -> FeedForwards:
         # Any two of these bytes are a small float16 number.
         return torch.randint(0x14, (*shape[:-1], shape[-1] // numbers * size), dtype=torch.uint8, generator=random)
 
-    if layout == "stand-in":
+    if layout in STAND_INS:
         for key, weight in state.items():
             if key.endswith(".weight"):
-                state[key] = StandInTensor.made(data(weight.shape, 32, 34), "by 32", weight.shape, [])
+                made = StandInTensor(
+                    data(weight.shape, 32, 34), tensor_type=STAND_INS[layout], tensor_shape=weight.shape, patches=[]
+                )
             else:
-                state[key] = StandInTensor.made(weight, None, weight.shape, [])
+                made = StandInTensor(weight, tensor_type=None, tensor_shape=weight.shape, patches=[])
+            state[key] = made
         model = FeedForwards(StandIn)
     else:
         ops, gguf = REAL
@@ -111,6 +143,7 @@ def stored(layout: str, seed: int = 0) -> FeedForwards:
                 )
             state[key] = made
         model = FeedForwards(ops.GGMLOps)
+    state["blocks.1.net.2.weight"].is_largest_weight = True
     model.load_state_dict(state)
     return model.eval().requires_grad_(False)
 
@@ -119,7 +152,7 @@ def patched(model: FeedForwards, layout: str, strength: float) -> None:
     """Have the first block's last layer add a change to its weight at each use, as the extension does with LoRA."""
     layer = model.blocks[0].net[2]
     change = torch.ones(WIDTH, WIDTH)
-    if layout == "stand-in":
+    if layout in STAND_INS:
         layer.weight.patches = [(change, strength)]
     else:
         layer.weight.patches = [([(strength, ("diff", (change,)), 1.0, None, None)], "blocks.0.net.2.weight")]

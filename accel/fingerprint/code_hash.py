@@ -33,10 +33,9 @@ _NO_STATE = ("_thread", "ctypes", "logging", "threading", "typing")
 """Modules of types whose objects no result depends on: locks, libraries, loggers, parts of annotations."""
 
 _NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"} | {
-    *("state_dict", "load_state_dict", "_load_from_state_dict", "_save_to_state_dict"),
     *("__annotate__", "__annotate_func__"),
 }
-"""Construction, printing, loading, saving, annotations (functions from Python 3.14): calling a module runs none."""
+"""Construction, printing, annotations (functions from Python 3.14): calling a module runs none, and no `state_dict`."""
 
 _BASES = (torch.nn.Module, torch.Tensor, torch._C.TensorBase, object)
 """Bases whose own functions and attributes are torch's version's alone."""
@@ -185,6 +184,8 @@ class _References(References):
 
     def describe(self, value: Any) -> Any:
         """A description of any value: of an indescribable one its type, of an indescribable container None."""
+        if _is_constant(value):
+            return ("tensor", value.dtype, tuple(value.shape), value.tolist())
         found = References(self.reader)
         try:
             described = describe_value(value, found)
@@ -319,7 +320,7 @@ def _methods_of(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
     for base in cls.__mro__:
         if base not in _BASES:
             for name, value in vars(base).items():
-                if name not in _NOT_RUN and not isinstance(value, type):
+                if name not in _NOT_RUN and "state_dict" not in name and not isinstance(value, type):
                     for function in _functions_in(value):
                         yield f"{base.__qualname__}.{name}", function
 
@@ -357,6 +358,17 @@ def _is_library(module: str | None) -> bool:
 
 def _is_namespace(cls: type) -> bool:
     return not issubclass(cls, torch.nn.Module) and not _is_library(cls.__module__)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether it is a small tensor, such as a table of the numbers that codes stand for."""
+    return (
+        type(value) is torch.Tensor
+        and value.device.type == "cpu"
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and value.numel() <= _MAX_ITEMS
+    )
 
 
 def _has_named_state(value: Any) -> bool:

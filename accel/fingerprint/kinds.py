@@ -128,7 +128,7 @@ def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wr
     state = [(path, module, attributes_of(module, path, references)) for path, module in parts]
     weights = [(name, tensor, _form_of(tensor, name)) for name, tensor in wrapped_layers.weights(block, wraps)]
     classes = {type(module) for _, module in parts} | references.classes
-    classes |= {form.cls for _, _, form in weights if form is not None and form.is_data}
+    classes |= {form.cls for _, _, form in weights if form is not None and stored_form.is_data(form.cls)}
     code = reader.read(frozenset(classes), references.functions)
     digest = hashlib.sha256(code.digest.encode())
     for path, module, attributes in state:
@@ -147,7 +147,7 @@ def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wr
             digest.update(repr((name, *_laid_out(tensor))).encode())
             continue
         shapes += [torch.Size()] * len(form.names)
-        digest.update(repr((name, _stored(tensor, form, name, references))).encode())
+        digest.update(repr((name, _stored(tensor, form, name, references, code.attributes))).encode())
     forms = tuple(forms) if any(forms) else ()
     return Description(
         type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), code, _numbers(parts), forms
@@ -175,15 +175,23 @@ def _laid_out(tensor: torch.Tensor) -> tuple:
     return spec.dtype, spec.ndim, spec.layout, tensor.stride() if isinstance(spec.layout, tuple) else None
 
 
-def _stored(tensor: torch.Tensor, form: StoredForm | None, name: str, references: References) -> tuple:
-    """What describes a weight of a class of its own: its form, and the tensors in it, sizes included."""
+def _stored(
+    tensor: torch.Tensor, form: StoredForm | None, name: str, references: References, read: frozenset[str]
+) -> tuple:
+    """What describes a weight of a class of its own: its form, and the tensors in it, sizes included.
+
+    read: the attributes that the block's code may read.
+    """
     if form is None:
         return (*_laid_out(tensor), tuple(tensor.shape))
+    context = form.context
+    if stored_form.is_data(form.cls):
+        context = {attribute: value for attribute, value in context.items() if attribute in read}
     try:
-        context = describe_value(form.context, references)
+        context = describe_value(context, references)
     except Indescribable as reason:
         raise Indescribable(f"{name} holds {reason}") from None
-    inner = [(part, _stored(getattr(tensor, part), of, f"{name}.{part}", references)) for part, of in form.parts]
+    inner = [(part, _stored(getattr(tensor, part), of, f"{name}.{part}", references, read)) for part, of in form.parts]
     return (form.cls.__module__, form.cls.__qualname__, form.shape, form.stride, context, inner)
 
 

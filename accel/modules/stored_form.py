@@ -37,6 +37,7 @@ class StoredForm:
     """What a tensor of a class of its own is, besides the tensors in it.
 
     parts: the attributes with the tensors in it, each with its own form, None for a plain tensor.
+    context: what else the class has to be told; of plain data (`is_data`) its attributes.
     """
 
     cls: type[torch.Tensor]
@@ -44,11 +45,6 @@ class StoredForm:
     context: Any
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-
-    @property
-    def is_data(self) -> bool:
-        """Whether such tensors are plain data with attributes, which the context has."""
-        return not hasattr(self.cls, "__tensor_flatten__")
 
     @property
     def names(self) -> list[str]:
@@ -62,6 +58,11 @@ class StoredForm:
 
 Forms = Sequence[StoredForm | None]
 """The form of each weight, None for a plain tensor; empty where all are plain."""
+
+
+def is_data(cls: type[torch.Tensor]) -> bool:
+    """Whether tensors of this class, if it has a form, are plain data with attributes."""
+    return cls not in PLAIN_TENSORS and not hasattr(cls, "__tensor_flatten__")
 
 
 def form_of(tensor: torch.Tensor) -> StoredForm | None:
@@ -101,7 +102,7 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     for name, value in attributes.items():
         if not _is_plain(value):
             cls = type(tensor)
-            raise Opaque(f"{cls.__module__}.{cls.__qualname__}, with {name} of which a graph cannot be told")
+            raise Opaque(f"{cls.__module__}.{cls.__qualname__}, with {name} that no graph can take")
     return attributes
 
 
@@ -130,7 +131,7 @@ def plain(weights: Sequence[torch.Tensor], forms: Forms) -> list[torch.Tensor]:
 def _take(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor]) -> None:
     if type(weight) is not form.cls:
         raise RunEagerly(Reason("stored_otherwise", type=type(weight).__name__))
-    if form.is_data:
+    if is_data(form.cls):
         _take_data(weight, form, tensors)
         return
     names, context = weight.__tensor_flatten__()
@@ -146,14 +147,24 @@ def _take(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor]) -
 
 def _take_data(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor]) -> None:
     try:
-        if _attributes(weight) == form.context:
-            with torch._C.DisableTorchFunctionSubclass():
-                tensors.append(weight.data)
-            return
-        reason = Reason("stored_otherwise", type=type(weight).__name__)
+        attributes = _attributes(weight)
     except Opaque as why:
-        reason = Reason("indescribable", what=f"a weight is stored as a {why}")
-    raise RunEagerly(reason)
+        raise RunEagerly(Reason("indescribable", what=f"a weight is stored as a {why}")) from None
+    if attributes != form.context:
+        raise RunEagerly(Reason("stored_otherwise", type=type(weight).__name__))
+    tensors.append(_data(weight))
+
+
+def _data(weight: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return weight.data
+
+
+def moved(weight: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+    """A weight that is plain data with attributes, on the device with the same attributes."""
+    made = _data(weight).to(device, non_blocking=non_blocking).as_subclass(type(weight))
+    vars(made).update(vars(weight))
+    return made
 
 
 def restored(forms: Forms, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -173,7 +184,7 @@ def _restored(form: StoredForm | None, tensors: Sequence[torch.Tensor], at: int)
     inner = {}
     for name, part in form.parts:
         inner[name], at = _restored(part, tensors, at)
-    if form.is_data:
+    if is_data(form.cls):
         return _standing(form.cls).of(inner["data"], form.context), at
     return form.cls.__tensor_unflatten__(inner, form.context, form.shape, form.stride), at
 
@@ -184,7 +195,7 @@ def standing_for(tensor: torch.Tensor) -> torch.Tensor:
         form = form_of(tensor)
     except Opaque:
         return tensor
-    return tensor if form is None or not form.is_data else restored((form,), plain((tensor,), (form,)))[0]
+    return tensor if form is None or not is_data(form.cls) else restored((form,), plain((tensor,), (form,)))[0]
 
 
 class _Standing:

@@ -11,7 +11,7 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.store.folder import LocalFolder
 from comfy_accel.accel.store.graph_store import GraphStore
-from gguf_layers import LAYOUTS, patched, stored
+from gguf_layers import LAYOUTS, REAL, STAND_INS, TYPES, UNTRACED, patched, stored
 from quantised_layers import WIDTH
 from torch._dynamo.utils import counters
 
@@ -43,10 +43,13 @@ def test_one_graph_serves_every_size_and_model_of_a_layout_and_equals_eager(layo
     for seed, x in enumerate((X[:1, :5], X, torch.cat([X, X]))):
         eager, compiled = both_ways(stored(layout, seed), cache, x)
         assert torch.equal(compiled, eager) and torch.isfinite(eager).all() and type(compiled) is torch.Tensor
+    if layout in UNTRACED:
+        assert [row["code"] for row in fallbacks.rows()] == ["compile_failed"]
+        return
     assert fallbacks.rows() == [] and graphs() == 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:2])
+@pytest.mark.parametrize("layout", LAYOUTS[:1] + LAYOUTS[2:3])
 def test_blocks_with_a_lora_on_their_weights_run_eagerly_and_without_it_on_their_graph_again(layout):
     model, cache = stored(layout), GraphCache()
     bare, compiled = both_ways(model, cache, X)
@@ -66,16 +69,28 @@ def test_blocks_with_a_lora_on_their_weights_run_eagerly_and_without_it_on_their
     assert torch.equal(compiled, bare) and graphs() == 1
 
 
+def test_weights_that_wait_for_each_use_are_taken_with_what_they_say_of_themselves():
+    model, cache = stored("stand-in"), GraphCache()
+    both_ways(model, cache, X)
+    for block in model.blocks:
+        block.net[2].prev_comfy_cast_weights = False  # as core marks layers that it has not loaded
+    eager, compiled = both_ways(model, cache, X)
+    assert torch.equal(compiled, eager) and graphs() == 1 and fallbacks.rows() == []
+
+
 def test_each_way_of_reading_the_bytes_makes_a_kind_of_its_own():
-    models = [stored(layout) for layout in LAYOUTS]
+    models = [stored(layout) for layout in (*STAND_INS, *(TYPES if REAL else ()))]
     other = stored("stand-in")
     for block in other.blocks:
         block.net[2].weight.tensor_type = "otherwise"
-    assert len({survey(model).kinds[0].digest for model in (*models, other)}) == len(models) + 1
+    kinds = [survey(model).kinds for model in (*models, other)]
+    assert len(set(kinds)) == len(models) + 1
+    # The largest weight's mark is read where memory is estimated alone.
+    assert all(len(of_model) == 1 and not of_model[0].opaque for of_model in kinds)
 
 
 @pytest.mark.thorough  # compiles with inductor
-@pytest.mark.parametrize("layout", LAYOUTS[:2] + LAYOUTS[8:9])
+@pytest.mark.parametrize("layout", LAYOUTS[:1] + LAYOUTS[2:3] + LAYOUTS[9:10])
 def test_compiled_graph_serves_other_weights_of_its_layout_and_is_saved(layout, tmp_path):
     settings, caches = CompileSettings(backend="inductor"), [GraphCache(), GraphCache()]
     for seed, cache in enumerate(caches):
@@ -83,6 +98,5 @@ def test_compiled_graph_serves_other_weights_of_its_layout_and_is_saved(layout, 
         eager, compiled = both_ways(stored(layout, seed), cache, X[:, : 7 - seed], settings)
         assert largest_difference(compiled, eager) is None
     assert fallbacks.rows() == []
-    if layout == "stand-in":  # the extension's code reads tensors, whose values no key of a saved graph has
-        statistics = caches[1].statistics()
-        assert (statistics["loaded"], statistics["compilations"]) == (1, 0)
+    statistics = caches[1].statistics()
+    assert (statistics["loaded"], statistics["compilations"]) == (1, 0)

@@ -97,6 +97,13 @@ def test_plain_class_attribute_that_the_code_reads_makes_another_kind(monkeypatc
     assert digest(Runs()) != before
 
 
+def test_what_only_saving_reads_makes_no_other_kind(monkeypatch):
+    monkeypatch.setattr(Runs, "as_state_dict", lambda self: self.saved_as, raising=False)
+    block, other = Runs(), Runs()
+    other.saved_as = "float16"
+    assert digest(block) == digest(other)
+
+
 FACTOR = 1.0
 OPTIONS = types.SimpleNamespace(factor=1.0, unread=1.0)
 calls = 0

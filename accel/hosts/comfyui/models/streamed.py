@@ -109,6 +109,8 @@ class _Plain:
         return self._made[module]
 
     def _form(self, module: torch.nn.Module, name: str, weight: torch.Tensor | None) -> torch.Tensor | None:
+        if weight is not None and stored_form.is_data(type(weight)):
+            return weight  # with its attributes, and the module's code moves it
         if weight is not None and _waits(module) and self._device not in (None, weight.device):
             return torch.nn.Parameter(torch.empty_like(weight, device=self._device), False)
         if weight is None or "_v" not in vars(module) or name not in ("weight", "bias"):
@@ -256,8 +258,6 @@ class WaitingWeights(StreamedWeights):
             for at, functions in ((weight, _functions(part, "weight")), (bias, _functions(part, "bias")))
             if at is not None and (functions or made[at].device != device)
         ]
-        if self._forms and any(form is not None and form.is_data for form in (self._forms[at] for at, _ in waiting)):
-            raise RunEagerly(Reason("weights_elsewhere", device="cpu"))  # core would lose what is said beside the data
         away = sum(made[at].nbytes for at, _ in waiting if made[at].device != device)
         if away > LARGEST_SHARE * comfy.model_management.get_total_memory(device):
             raise RunEagerly(Reason("weights_too_large", megabytes=away >> 20))
@@ -270,6 +270,9 @@ class WaitingWeights(StreamedWeights):
                 is_known = type(made[at]) in PLAIN_TENSORS and all(dtype == made[at].dtype for dtype in dtypes)
                 if functions and not (is_known and all(map(_is_lowvram_patch, functions))):
                     raise RunEagerly(Reason("weights_patched"))
+                if stored_form.is_data(type(made[at])):  # core would lose the attributes
+                    made[at] = stored_form.moved(made[at], device, quickly)
+                    continue
                 made[at] = comfy.model_management.cast_to(made[at], None, device, quickly, bool(functions))
                 for function in functions:
                     made[at] = function(made[at])
