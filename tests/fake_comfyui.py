@@ -30,12 +30,13 @@ async def post_prompt(request):
         return web.json_response({"error": {"message": "invalid"}, "node_errors": {}}, status=400)
     if body["prompt"]["do"] == "break":
         raise TypeError
-    asyncio.get_running_loop().create_task(run(body["prompt_id"], body["client_id"], body["prompt"]["do"]))
+    asyncio.get_running_loop().create_task(run(body["prompt_id"], body["client_id"], body["prompt"]))
     return web.json_response({"prompt_id": body["prompt_id"], "number": 1, "node_errors": {}})
 
 
-async def run(prompt_id, client_id, what):
-    socket = sockets[client_id]
+async def run(prompt_id, client_id, prompt):
+    socket, what = sockets[client_id], prompt["do"]
+    item = [1, prompt_id, prompt, {"client_id": client_id}, []]
 
     async def say(kind, **data):
         await socket.send_json({"type": kind, "data": {**data, "prompt_id": prompt_id}})
@@ -53,7 +54,7 @@ async def run(prompt_id, client_id, what):
     folder.mkdir(exist_ok=True)
     (folder / f"{prompt_id}.png").write_bytes(b"image")
     output = {"images": [{"filename": f"{prompt_id}.png", "subfolder": "", "type": "output"}]}
-    history[prompt_id] = {"prompt": [], "outputs": {"9": output}, "status": {"status_str": "success"}, "meta": {}}
+    history[prompt_id] = {"prompt": item, "outputs": {"9": output}, "status": {"status_str": "success"}, "meta": {}}
     if what == "silent":
         return
     await say("execution_start")

@@ -41,7 +41,7 @@ def with_comfyui(tree, scenario, **options):
 
 
 async def events(comfyui, what, prompt_id="id"):
-    return [event async for event in comfyui.run(prompt_id, {"prompt": {"do": what}})]
+    return [event async for event in comfyui.run(prompt_id, {"prompt": {"do": what}, "client_id": "page"})]
 
 
 def runs(pid):
@@ -57,6 +57,7 @@ def test_prompts_own_messages_are_given_in_order_and_its_history_at_the_end(tree
     said = [value if isinstance(value, bytes) else json.loads(value)["type"] for _, value in messages]
     assert said == ["execution_start", b"preview", "accel", "executed", "execution_success"]
     assert last == "history" and entry["outputs"]["9"]["images"][0]["filename"] == "id.png"
+    assert entry["prompt"][3]["client_id"] == "page"
     assert not (tree.parent / "work").exists()
 
 

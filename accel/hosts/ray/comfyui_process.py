@@ -139,7 +139,7 @@ class ComfyUI:
         message of ComfyUI's WebSocket about it, and at the end ("history", its entry).
 
         prompt_id: the prompt's, and the WebSocket's: of prompts that wait in one queue, each hears its own messages.
-        body: of POST /prompt.
+        body: of POST /prompt; its "client_id" is in the history.
 
         Raises Gone. A prompt that is not followed to its end is taken back.
         """
@@ -162,6 +162,7 @@ class ComfyUI:
             if entry is None:
                 raise Gone("ComfyUI knows nothing of a prompt that it has run")
             ended = True
+            entry["prompt"][3]["client_id"] = body.get("client_id")
             yield "history", entry
         except (aiohttp.ClientError, OSError) as error:
             raise Gone(f"ComfyUI went away: {type(error).__name__} {error}") from error

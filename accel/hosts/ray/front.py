@@ -66,14 +66,12 @@ _HELD = ("executed", "execution_success", "execution_error", "execution_interrup
 class Prompt:
     """A prompt that was not answered yet.
 
-    runs: how often it was sent to a replica. replica: the one that has it, or had it last. accepted: ComfyUI's answer
-    to it, or the refusal (status, answer). told: whether the client has an answer.
+    body: of POST /prompt. runs: how often it was sent to a replica. replica: the one that has it, or had it last.
+    accepted: (status, answer) of ComfyUI to it. told: whether the client has an answer.
     """
 
-    number: float
     prompt_id: str
     body: dict[str, Any]
-    client_id: str | None
     key: str
     accepted: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     running: bool = False
@@ -84,12 +82,16 @@ class Prompt:
     response: DeploymentResponseGenerator | None = None
     task: asyncio.Task | None = None
 
+    @property
+    def client_id(self) -> str | None:
+        return self.body["client_id"]
+
     def queued(self) -> list:
         """As an item of ComfyUI's queue."""
         extra = {name: value for name, value in self.body.get("extra_data", {}).items() if name not in _SECRETS}
         if self.client_id is not None:
             extra["client_id"] = self.client_id
-        return [self.number, self.prompt_id, self.body["prompt"], extra, []]
+        return [self.body["number"], self.prompt_id, self.body["prompt"], extra, []]
 
 
 @serve.ingress()
@@ -150,14 +152,10 @@ class Front:
             return refusal("prompt_id must be 1 to 64 letters, digits, - or _.")
         if prompt_id in self._prompts or self._results.entry(prompt_id) is not None:
             return refusal(f"There is a prompt {prompt_id} already.", 409)
-        client_id = body.get("client_id")
-        prompt = Prompt(
-            next(self._numbers),
-            prompt_id,
-            {name: body[name] for name in ("prompt", "extra_data", "partial_execution_targets") if name in body},
-            client_id if isinstance(client_id, str) else None,
-            routing_key(body["prompt"]),
-        )
+        known = {name: body[name] for name in ("prompt", "extra_data", "partial_execution_targets") if name in body}
+        known["client_id"] = body["client_id"] if isinstance(body.get("client_id"), str) else None
+        known["number"] = next(self._numbers)
+        prompt = Prompt(prompt_id, known, routing_key(body["prompt"]))
         nobody_waits = all(other.accepted.done() for other in self._prompts.values())
         self._prompts[prompt_id] = prompt
         # In a context of its own: a request that is given up takes back the calls that were made for it.
@@ -166,12 +164,10 @@ class Front:
         if nobody_waits:
             await asyncio.wait({prompt.accepted}, timeout=_VALIDATED_WITHIN)
         prompt.told = True
-        if not prompt.accepted.done():
-            return JSONResponse({"prompt_id": prompt_id, "number": prompt.number, "node_errors": {}})
-        status, answer = prompt.accepted.result()
-        if status != 200:
-            return JSONResponse(answer, status)
-        return JSONResponse({"node_errors": {}, **answer, "prompt_id": prompt_id, "number": prompt.number})
+        status, answer = prompt.accepted.result() if prompt.accepted.done() else (200, {})
+        if status == 200:
+            answer = {"node_errors": {}, **answer, "prompt_id": prompt_id, "number": known["number"]}
+        return JSONResponse(answer, status)
 
     async def _follow(self, prompt: Prompt) -> None:
         """Have the prompt run, and run again where its replica ended; tell its client, and answer it either way."""
