@@ -3,9 +3,9 @@
 from comfy_api.latest import io
 from typing_extensions import override
 
+from ..accel.core.sentences import counted
 from ..accel.hosts.comfyui.server.panel import clear
 from ..accel.hosts.comfyui.versions import make_input, schema
-from ..accel.report.text import counted
 
 
 class AccelClearGraphCache(io.ComfyNode):

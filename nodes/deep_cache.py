@@ -124,7 +124,6 @@ class AccelDeepCache(io.ComfyNode):
                 make_input(
                     io.Combo,
                     "between",
-                    display_name="between refreshes",
                     options=list(BETWEEN),
                     default=DEFAULTS.between,
                     optional=True,

@@ -49,7 +49,6 @@ class AccelVAESkipCompile(io.ComfyNode):
                 make_input(
                     io.Boolean,
                     "free_memory_on_new_size",
-                    display_name="free memory on new size",
                     default=False,
                     optional=True,
                     advanced=True,

@@ -7,7 +7,7 @@ import { reasonText, t } from "./texts.js";
 const SIZES_SHOWN = 3;
 
 /** Where a row's graphs are from → the text for it. */
-const SOURCES = { compiled: "compiledIn", disk: "disk", captured: "capturedIn" };
+const SOURCES = { compiled: "compiledIn", traced: "tracedIn", disk: "disk", captured: "capturedIn" };
 
 /** Column → its value for sorting, and whether the greatest comes first. `null`: cannot be sorted by. */
 export const COLUMNS = {
@@ -73,7 +73,7 @@ export function updateRow({ accelParts: parts }, row) {
   setAttribute(parts.hits, "title", t("hitsTip"));
   setText(parts.lastUsed, ago(row.last_used));
   setAttribute(parts.lastUsed, "title", moment(row.last_used));
-  const source = row.source in SOURCES ? row.source : "compiled";
+  const source = row.backend === "eager" ? "traced" : row.source in SOURCES ? row.source : "compiled";
   setText(parts.compileTime, t(SOURCES[source], { seconds: seconds(row.seconds) }));
   setAttribute(parts.compileTime, "title", t(`${source}Tip`));
   setText(parts.failure, row.failure_reason ? t("failed", { reason: reasonText(row.failure_reason) }) : "");

@@ -6,7 +6,7 @@
 import { app } from "../../scripts/app.js";
 import { h, setText } from "./dom.js";
 import { feed } from "./feed.js";
-import { lineText, loadTexts, onLanguage, t } from "./texts.js";
+import { lineText, loadTexts, onLanguage, stageText, t } from "./texts.js";
 
 const NAME = "accel_text"; // of the widget, and of the property: a text, or reasons, which any language can show
 const LINE = 18; // pixels
@@ -28,7 +28,8 @@ export function startNodeTexts() {
     }
     if (message.event === "compiling" && message.workflow === rootGraph()?.id) {
       const node = findNode(message.node);
-      if (isOurs(node)) drawText(node, t("compilingOnNode", message));
+      const said = [t("compilingOnNode", message), stageText(message)];
+      if (isOurs(node)) drawText(node, said.filter(Boolean).join(" · "));
     }
   });
 }

@@ -2,9 +2,10 @@
 
 import { h, setAttribute, setText, show } from "./dom.js";
 import { seconds } from "./format.js";
-import { t } from "./texts.js";
+import { stageText, t } from "./texts.js";
 
 const TICK = 500; // milliseconds
+const STAGES = ["trace", "generate", "build"];
 const USUAL = 15; // seconds that a block type takes, until one has been timed
 
 export function progressSection() {
@@ -29,11 +30,11 @@ export function progressSection() {
 
   function draw() {
     const passed = (compiling.seconds ?? 0) + (performance.now() - compiling.at) / 1000;
-    // Within a block type nobody knows how far the compiler is: the bar nears its end as time passes.
-    const within = 1 - Math.exp(-passed / usual);
+    // Within a stage nobody knows how far the compiler is: the bar nears its end as time passes.
+    const within = Math.max(1 - Math.exp(-passed / usual), STAGES.indexOf(compiling.stage) / STAGES.length);
     const isCounted = compiling.of > 0;
     const part = isCounted ? { number: compiling.number, of: compiling.of } : null;
-    setText(name, compiling.name);
+    setText(name, [compiling.name, stageText(compiling)].filter(Boolean).join(" · "));
     setText(numbers, [part && t("numberOf", part), seconds(Math.floor(passed))].filter(Boolean).join(" · "));
     bar.style.width = isCounted ? `${(100 * Math.max(0, compiling.number - 1 + within)) / compiling.of}%` : "100%";
     bar.classList.toggle("accel-unknown", !isCounted);

@@ -64,15 +64,16 @@ function rows(run, cached) {
     if (run.pixels) found.push(["imageSize", run.latent?.[0] > 1 ? t("sizeAndBatch", batch) : batch.size]);
     else if (run.latent) found.push(["latent", size(run.latent)]);
     const took = seconds(run.seconds);
+    const inSteps = run.steps === 1 ? "inOneStep" : "inSteps";
     if (typeof run.seconds === "number")
-      found.push(["took", run.steps > 0 ? t("inSteps", { seconds: took, steps: count(run.steps) }) : took]);
+      found.push(["took", run.steps > 0 ? t(inSteps, { seconds: took, steps: count(run.steps) }) : took]);
+    const isTraced = run.compiling?.backend === "eager";
     const calls = (run.compiled_calls ?? 0) + (run.eager_calls ?? 0);
-    if (calls) found.push(["compiledCalls", percent(run.compiled_calls / calls)]);
-    if (run.compile_seconds > 0) found.push(["compileSeconds", seconds(run.compile_seconds)]);
-    if (run.model_calls > 0) {
-      const numbers = { replays: count(run.replays), calls: count(run.model_calls) };
-      found.push(["replays", t("ofCalls", numbers)]);
-    }
+    if (calls) found.push([isTraced ? "tracedCalls" : "compiledCalls", percent(run.compiled_calls / calls)]);
+    if (run.compile_seconds > 0)
+      found.push([isTraced ? "traceSeconds" : "compileSeconds", seconds(run.compile_seconds)]);
+    if (run.model_calls > 0)
+      found.push(["replays", t("numberOf", { number: count(run.replays), of: count(run.model_calls) })]);
     if (run.loaded > 0) found.push(["fromDisk", count(run.loaded)]);
   }
   return found;

@@ -54,6 +54,9 @@ export function reasonText({ code, fields, reason } = {}) {
   return filled(found, Object.fromEntries(texts));
 }
 
+/** How far a compilation is, such as "generating code"; null where the server does not say. */
+export const stageText = ({ stage }) => (stage ? t(`stage_${stage}`) : null);
+
 /** Reasons in a row: the line of a node, or what a run gained. */
 export const lineText = (reasons) => reasons.map(reasonText).join(" · ");
 

@@ -18,6 +18,7 @@ import torch
 
 from ..core import torch_internals
 from ..core.errors import cause_among, one_line, pass_on
+from ..core.events import emit
 from ..core.reasons import Reason
 from ..fingerprint.kinds import Kind
 from ..modules.stored_form import restored
@@ -26,6 +27,7 @@ from ..signature.tensors import empty_dense_like
 from .backend import Artifact, Backend
 from .compiled_graph import CompiledGraph, CompileFailed, Facts
 from .convolution import leave_to_library
+from .generated_code import GENERATE
 from .registry import DEFAULT, backend_named
 from .specialization import OpTrace, TracedSizes, trace_ops
 
@@ -192,6 +194,12 @@ def _compile(
                 raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
 
 
+@torch.compiler.assume_constant_result
+def traced() -> None:
+    """For the end of the function that torch traces: torch calls this while tracing, and leaves it out of the graph."""
+    emit("compile_stage", stage=GENERATE)
+
+
 def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec, sizes: TracedSizes) -> Callable:
     names, forms, count = kind.weights, kind.forms, len(kind.tensors)
 
@@ -207,19 +215,23 @@ def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec,
             for size in tensor.shape:
                 torch._check(size <= LARGEST_SIZE)
         args, kwargs = tree_spec.rebuild(spec, tensors[count:])
-        return torch.func.functional_call(template, dict(zip(names, tensors[:count])), args, kwargs)  # noqa: B905
+        out = torch.func.functional_call(template, dict(zip(names, tensors[:count])), args, kwargs)  # noqa: B905
+        traced()
+        return out
 
     def block_of_stored(*tensors):
         observe_sizes()  # noqa: F821
         for tensor in tensors[count:]:
             for size in tensor.shape:
                 torch._check(size <= LARGEST_SIZE)
-        return run(*tensors)  # noqa: F821
+        out = run(*tensors)  # noqa: F821
+        traced()
+        return out
 
     # A code object and globals of its own: torch counts recompilations per code object, which kinds must
     # not share, and leaves what it compiled in the function's globals, which must go when the graph goes.
     scope = {"__builtins__": __builtins__, "__name__": __name__, "torch": torch, "tree_spec": tree_spec}
-    scope |= {"LARGEST_SIZE": LARGEST_SIZE, "observe_sizes": sizes.observer()}
+    scope |= {"LARGEST_SIZE": LARGEST_SIZE, "observe_sizes": sizes.observer(), "traced": traced}
     function = block
     if forms:
         # Dynamo follows little of what classes of tensors do; the stage after it runs their code.

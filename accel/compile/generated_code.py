@@ -1,4 +1,4 @@
-"""The modules of generated code that inductor keeps for the life of the process, and how to drop some."""
+"""The code that inductor generates: at which stage that is, the modules it keeps for good, and how to drop some."""
 
 from __future__ import annotations
 
@@ -7,8 +7,35 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from ..core.torch_internals import CODE_CACHE
+from ..core.events import emit
+from ..core.torch_internals import CODE_CACHE, PYTHON_WRAPPER
+
+TRACE, GENERATE, BUILD = STAGES = ("trace", "generate", "build")
+"""Of a compilation, in their order: a block is traced, its code is generated, and kernels are built from that."""
+
+
+@contextmanager
+def building_told() -> Iterator[None]:
+    """While it lasts, the event "compile_stage" says when inductor begins to build kernels from a graph's code."""
+    wrapper = PYTHON_WRAPPER.get(None)
+    generate = getattr(wrapper, "generate", None)
+    if generate is None:
+        yield
+        return
+
+    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        code = generate(self, *args, **kwargs)
+        if type(self) is wrapper:  # else of a part of a graph
+            emit("compile_stage", stage=BUILD)
+        return code
+
+    wrapper.generate = told
+    try:
+        yield
+    finally:
+        wrapper.generate = generate
 
 
 def all_modules() -> list[types.ModuleType]:

@@ -41,6 +41,7 @@ class Inductor(AheadOfTime):
             narrow_sizes(),
             rewritten_graphs(_device(tensors)),
             checked_together(),
+            generated_code.building_told(),
         ):
             compiled = compile_function(function, tensors, self.name)
         save = functools.partial(_save, compiled, modules)

@@ -56,7 +56,8 @@ class InductorOnce(RunOnce):
         if not savable or torch_internals.lacking(torch_internals.STANDALONE_SAVING) is not None:
             return compile_by_running(function, tensors, self.name)
         backend = _Standalone()
-        call, guards, modules = _run_once(function, tensors, backend)
+        with generated_code.building_told():
+            call, guards, modules = _run_once(function, tensors, backend)
         # Torch keeps every backend for the life of the process.
         graph, backend.graph = backend.graph, None
         save = functools.partial(_save, graph, modules, call, guards)

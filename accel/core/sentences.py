@@ -34,7 +34,7 @@ _A_GRAPH = {
     "compile_out_of_memory": "out of memory while compiling: {error}",
     "interrupted": "interrupted",
     "no_graph_fits": "none of its {graphs} graphs fits this call",
-    "cache_entries_full": "the graph cache is full: all of its {kinds} block types are in use",
+    "cache_entries_full": "the graph cache is full: all block types that it may hold ({kinds}) are in use",
     "cache_bytes_full": "the graphs of this run need more than the memory limit of {megabytes} MB",
     "graph_failed": "its compiled graph failed: {error}",
     "wrong_output": "its compiled output differs from the uncompiled one by {difference} of the largest value",
@@ -134,6 +134,7 @@ _CAPTURING = {
 _SAVED = {
     "saved_unmeasured": "Nothing of this run was measured.",
     "compiling_unused": "No compiled block ran.",
+    "compiling_traced": "Compiling saves nothing here: the backend eager traces blocks and runs them uncompiled.",
     "compiling_unsure": "How much compiling saved is not known yet: too few calls were timed both ways.",
     "compiling_unmeasured": "How much compiling saved is not known: comparing is off.",
     "compiling_saved": "Compiling: the median time of a block's call, uncompiled minus compiled, times the number of "
@@ -147,8 +148,9 @@ _SAVED = {
     "skipping_unused": "DeepCache skipped no step.",
     "skipping_untimed": "How much DeepCache saved is not known: the steps of this run were not timed.",
     "skipping_unsure": "How much DeepCache saved is not known: this run had too few steps to compare.",
-    "skipping_saved": "DeepCache: {steps} skipped steps took {skipped} s each, a full one {full} s (medians of this "
-    "run, leaving out its first and last step and any that compiled something).",
+    "skipping_saved": "DeepCache: the median time of a full step ({full} s), minus that of a skipped one "
+    "({skipped} s), times the number skipped ({steps}). The first and last step, and any that compiled something, are "
+    "left out.",
 }
 
 _LINE = {
@@ -160,6 +162,7 @@ _LINE = {
     "line_paid_back": "paid back after {images} images",
     "line_unmeasured": "gain known after the next image",
     "line_loaded": "compiled graphs loaded from disk",
+    "line_traced": "traced but uncompiled (backend eager)",
     "line_not_compiled": "not compiled: {why}",
     "line_skipped": "{skipped} of {steps} steps skipped",
     "line_quality": "{asked} dB asked, {reached} reached by estimate, {share} of the work skipped",
@@ -173,6 +176,12 @@ _LINE = {
 
 SENTENCES = {**_A_CALL, **_A_MACHINE, **_A_GRAPH, **_A_MODEL, **_ADDED_WEIGHTS, **_CAPTURING, **_SAVED, **_LINE}
 """Every code with its English sentence. `accelReasons` of locales/zh/main.json has the same codes in Chinese."""
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things: 1 graph, 2 graphs."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
 
 OF_THE_MACHINE = frozenset(_A_MACHINE)
 """Codes of what is missing for every block alike."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..core.sentences import counted
 from ..step_cache.run import COMPARED, SKIPPED
-from .text import counted, megabytes, quality_of, seconds, size_of
+from .text import megabytes, quality_of, seconds, size_of
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw

@@ -33,6 +33,8 @@ def _compiled(run: Run) -> list[Reason]:
     if not run.compiled_calls and not run.replays:
         left = sorted(run.left_eager, key=run.left_eager.__getitem__, reverse=True)
         return [Reason("line_not_compiled", why=[*run.uncompiled(), *left, Reason("compiling_unused")][0])]
+    if run.is_traced:
+        return [Reason("line_traced")]
     if not run.compiled_total:
         return [Reason("line_loaded")] if run.loaded else []
     parts = [Reason("line_compiled", seconds=rounded(run.compiled_total))]

@@ -114,6 +114,11 @@ class Run:
         return sum(self.compiled_seconds.values())
 
     @property
+    def is_traced(self) -> bool:
+        """Whether what stands for compiled blocks ran uncompiled: the backend traces them and no more."""
+        return (self.compiling or {}).get("backend") == "eager"
+
+    @property
     def times(self) -> float | None:
         return self.times_by(self.by_compiling, self.by_skipping)
 
@@ -181,12 +186,13 @@ class Run:
 
     def as_json(self) -> dict[str, Any]:
         """For the panel and the report."""
-        values = {**vars(self), "latent": list(self.latent), "contexts": list(self.contexts)}
+        values = {name: value for name, value in vars(self).items() if name != "left_eager"}
         return {
             **values,
+            "latent": list(self.latent),
+            "contexts": list(self.contexts),
             "fallbacks": rows_of(self.fallbacks),
             "compiled_total": self.compiled_total,
-            "left_eager": {str(reason): blocks for reason, blocks in self.left_eager.items()},
             "left_eager_reasons": [{**why.as_json(), "blocks": blocks} for why, blocks in self.left_eager.items()],
             "lines": self.lines_as_json(),
             "working_seconds": self.working_seconds,

@@ -54,6 +54,7 @@ class _Compiling:
     number: int | None = None
     of: int | None = None
     node: str | None = None
+    stage: str | None = None
 
 
 class RunRecords:
@@ -92,13 +93,18 @@ class RunRecords:
             return None if self._deep_cache is None else dict(self._deep_cache)
 
     def compiling(self) -> dict[str, Any] | None:
-        """The compilation in progress, the latest where threads compile at once: name, number, of, node, seconds."""
+        """The compilation in progress, the latest where threads compile at once; None where there is none.
+
+        {"name", "number", "of", "node", "stage", "seconds"}; the stage is one of `generated_code.STAGES`.
+        """
         with self._lock:
             now = max(self._compiling.values(), key=lambda one: one.began, default=None)
         if now is None:
             return None
-        taken = time.perf_counter() - now.began
-        return {"name": now.name, "number": now.number, "of": now.of, "node": now.node, "seconds": taken}
+        return {
+            **{"name": now.name, "number": now.number, "of": now.of, "node": now.node, "stage": now.stage},
+            "seconds": time.perf_counter() - now.began,
+        }
 
     def clear(self) -> None:
         with self._lock:
@@ -173,6 +179,8 @@ class RunRecords:
         run.contexts, run.evicted = data["contexts"], data["evicted"]
         run.model_calls, run.replays = data["model_calls"], lease.replays
         run.by_compiling = by_compiling(lease.calls, lease.measured, (run.compiling or {}).get("check_gain", True))
+        if run.is_traced and lease.calls:
+            run.by_compiling = Saving(None, Reason("compiling_traced"))
 
     def _on_deep_cache_run(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         steps, began = data.get("steps", ""), data.get("began", ())
@@ -218,7 +226,7 @@ class RunRecords:
     def _on_compiling(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         known = self._compiling.get(thread)
         if known is not None:
-            known.number, known.of, known.node = data["number"], data["of"], data["node"]
+            vars(known).update({name: data[name] for name in ("number", "of", "node", "stage")})
 
     def _on_compile_end(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         self._compiling.pop(thread, None)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from ..core.sentences import counted
 from ..step_cache.run import COMPARED, FULL, SKIPPED
 
 ALIKE_DB = 40.0
@@ -51,7 +52,7 @@ def size_of(run: Mapping[str, Any]) -> str:
 def _image(run: Mapping[str, Any] | None) -> list[str]:
     if run is None:
         return ["No image was made with an accelerated model yet."]
-    steps = "" if run["steps"] is None else f", {run['steps']} steps"
+    steps = "" if run["steps"] is None else f", {counted(run['steps'], 'step')}"
     sampler = f" of {run['sampler']}" if run["sampler"] and steps else ""
     tokens = f", prompt of {' and '.join(map(str, run['contexts']))} tokens" if run["contexts"] else ""
     samplers = f" in {run['samplings']} samplers" if run["samplings"] > 1 else ""
@@ -87,7 +88,7 @@ def _skipped(run: Mapping[str, Any] | None) -> list[str]:
         return []
     steps = run["steps_taken"]
     shown = steps if len(steps) <= _LONGEST_TIMELINE else f"{steps[:_LONGEST_TIMELINE]}..."
-    lines = [f"DeepCache: {steps.count('S')} of {len(steps)} steps skipped the deep part of the model."]
+    lines = [f"DeepCache: {steps.count('S')} of {counted(len(steps), 'step')} skipped the deep part of the model."]
     return [*lines, f"  {shown}   (F full, S skipped)", *_plan(run)] if steps else lines
 
 
@@ -139,11 +140,11 @@ def comparison(psnr: float) -> str:
 
 def _uncompiled(run: Mapping[str, Any] | None) -> list[str]:
     rows = sorted(run["fallbacks"], key=lambda row: -row["calls"]) if run is not None else []
-    left = sorted(run["left_eager"].items(), key=lambda item: -item[1]) if run is not None else []
+    left = sorted(run["left_eager_reasons"], key=lambda row: -row["blocks"]) if run is not None else []
     if not rows and not left:
         return []
     lines = [f"  {row['block']}: {row['reason']} ({counted(row['calls'], 'time')})" for row in rows[:_MOST_REASONS]]
-    lines += [f"  {counted(count, 'block')}: {reason}" for reason, count in left[:_MOST_REASONS]]
+    lines += [f"  {counted(row['blocks'], 'block')}: {row['reason']}" for row in left[:_MOST_REASONS]]
     more = len(rows) + len(left) - len(lines)
     return ["What ran uncompiled, and why:", *lines, *([f"  and {counted(more, 'more reason')}"] if more else [])]
 
@@ -166,11 +167,6 @@ def _advice(diagnosis: Sequence[str]) -> list[str]:
     first, *others = diagnosis
     lines = ["Change first:", f"  {first}"]
     return [*lines, "Then:", *(f"  {sentence}" for sentence in others)] if others else lines
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things: 1 graph, 2 graphs."""
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def seconds(value: float) -> str:

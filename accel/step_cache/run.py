@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..core.events import log
+from ..core.sentences import counted
 from .config import DeepCacheSettings
 from .drift import Drift
 from .forecast import ORDER, History
@@ -422,8 +423,8 @@ class DeepCacheRun:
             )
         else:
             log.info(
-                "DeepCache: all %d steps were computed in full: there is nothing to gain at the %g dB asked.",
-                steps,
+                "DeepCache skipped none of %s: there is nothing to gain at the %g dB asked.",
+                counted(steps, "step"),
                 self.target.target,
             )
         return True

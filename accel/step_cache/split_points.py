@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..core.sentences import counted
 from ..modules.blocks import trunk_of
 from ..modules.substitution import Layer
 from .dit_split import DiTSplit, has_dit_layout
@@ -67,7 +68,7 @@ def why_no_split(model: Any) -> str:
     if blocks and _is_unet(model):
         return "it is a UNet whose skips are laid out in a way of their own"
     if blocks:
-        return f"it has {blocks} blocks, and with fewer than 3 there is none to skip"
+        return f"it has {counted(blocks, 'block')}, and with fewer than 3 there is none to skip"
     return "it is neither a UNet with skip levels nor a transformer with one main list of blocks"
 
 

@@ -48,11 +48,11 @@ def test_the_line_of_a_run_stays_on_its_node_and_in_the_saved_workflow(page):
     page.evaluate(ADD, "KSampler")
     before = page.evaluate(PROMPT)
     workflow = page.evaluate(WORKFLOW)
-    compiling = {"event": "compiling", "node": node, "name": "ResBlock", "number": 2, "of": 5, "seconds": 1.0}
+    compiling = {"event": "compiling", "node": node, "name": "ResBlock", "number": 2, "of": 5, "stage": "build"}
     page.evaluate(SAY, {**compiling, "workflow": "another"})
     assert page.evaluate(TEXTS) == []
     page.evaluate(SAY, {**compiling, "workflow": workflow})
-    until_shown(page, "Compiling ResBlock, 2 of 5")
+    until_shown(page, "Compiling ResBlock, 2 of 5 · building kernels")
     lines = {node: LINE, "2": LINE, "99": LINE}
     page.evaluate(SAY, {"event": "run_end", "workflow": workflow, "lines": lines})
     until_shown(page, SAID)  # and not on the sampler, which is not ours

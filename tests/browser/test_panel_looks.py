@@ -30,7 +30,7 @@ pytestmark = pytest.mark.browser
 in_both = pytest.mark.parametrize("setup", FRONTENDS, indirect=True)
 in_all = pytest.mark.parametrize("setup", EVERY_SETUP, indirect=True)
 
-BUSY = {"event": "compiling", "name": "BasicTransformerBlock", "number": 3, "of": 9, "seconds": 2.0}
+BUSY = {"event": "compiling", "name": "BasicTransformerBlock", "number": 3, "of": 9, "stage": "build", "seconds": 2.0}
 RENDERED = """
 async () => {
     const button = document.querySelector('.accel-header button');

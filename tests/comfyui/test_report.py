@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared
+from comfy_accel.accel.compile.generated_code import STAGES
 from comfy_accel.accel.core import events
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
@@ -93,7 +94,7 @@ def test_deep_cache_and_compiling_are_one_run_in_either_order(unet):
         assert last_run() == {"full_steps": 3, "skipped_steps": 4}
         assert records.deep_cache()["steps"] == "FSSFSSF"
         # The middle ones were timed: F and S, none of them disturbed but the first.
-        assert run.by_skipping.seconds is not None and "4 skipped steps" in str(run.by_skipping.how)
+        assert run.by_skipping.seconds is not None and "(4)" in str(run.by_skipping.how)
 
 
 def test_deep_cache_alone_is_recorded(unet):
@@ -202,10 +203,14 @@ def test_bar_of_the_node_fills_while_compiling_and_the_samplers_stays(unet):
     kinds = records.last().kinds
     assert {node for node, _, _ in heard} == {"7"} and set(registry.nodes) == {"sampler", "7"}
     values = [value for _, value, _ in heard]
-    assert values == sorted(values) and values[0] == 0 and values[-1] == kinds and heard[-1][2] == kinds
+    of = len(STAGES) * kinds
+    assert values == sorted(values) and values[0] == 0 and values[-1] == of and heard[-1][2] == of
+    assert {1, len(STAGES) + 1} <= set(values), "a step for each stage"
     assert own["state"] is progress.NodeState.Finished
     assert sampler["state"] is progress.NodeState.Running and (sampler["value"], sampler["max"]) == (1, 3)
-    assert [(data["number"], data["of"]) for data in told[:kinds]] == [(n + 1, kinds) for n in range(kinds)]
+    begun = [(data["number"], data["of"]) for data in told if data["stage"] == STAGES[0]]
+    assert begun == [(n + 1, kinds) for n in range(kinds)]
+    assert [data["stage"] for data in told[:2]] == ["trace", "generate"]
     assert told[0]["node"] == "7"
 
 

@@ -15,6 +15,7 @@ from comfy_accel.accel.compile.backend import Artifact
 from comfy_accel.accel.compile.block_compiler import compile_block, load_block
 from comfy_accel.accel.compile.compiled_graph import CompileFailed
 from comfy_accel.accel.core import torch_internals
+from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.signature import tree_spec
@@ -56,6 +57,19 @@ def compiled(block, inputs, kind=None, **options):
 
 def conv_inputs(batch, height, width, channels=32):
     return torch.randn(batch, channels, height, width), torch.randn(batch, 16)
+
+
+@pytest.mark.parametrize(("backend", "stages"), [("eager", ["generate"]), ("inductor", ["generate", "build"])])
+def test_a_compilation_tells_its_stages_and_a_call_none(backend, stages):
+    told, block, inputs = [], ConvBlock().eval().requires_grad_(False), conv_inputs(2, 8, 8)
+    stop = subscribe(lambda name, data: told.append((name, data.get("stage"))))
+    try:
+        graph, weights = compiled(block, inputs, backend=backend)
+        assert told == [("compile_stage", stage) for stage in stages]
+        graph.run((*weights.take(), *inputs))
+        assert len(told) == len(stages)
+    finally:
+        stop()
 
 
 @pytest.mark.parametrize("first", [(1, 8, 8), (2, 8, 8), (17, 4, 6)])

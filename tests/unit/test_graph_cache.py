@@ -242,7 +242,7 @@ def test_what_a_run_uses_stays_and_the_rest_is_not_compiled(budget):
                 if key in "ab":
                     find(cache, key, make, lease=lease)
                 else:
-                    with pytest.raises(NoGraph, match="block types are in use|need more than"):
+                    with pytest.raises(NoGraph, match="are in use|need more than"):
                         find(cache, key, make, lease=lease)
         assert keys(cache) == ["a", "b"]
         # In bytes, what a graph weighs is known only once it is there; that is found out once for each.

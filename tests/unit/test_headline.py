@@ -37,6 +37,7 @@ SAID = [
     ({"loaded": 4, "compiled_seconds": {}}, "compiled graphs loaded from disk"),
     ({"compiled_calls": 0, "fallbacks": uncompiled(NOT_CAPTURED, Reason("autocast"))}, "not compiled: autocast is"),
     ({"compiled_calls": 0, "left_eager": {Reason("no_blocks"): 3, Reason("training"): 9}}, "not compiled: it is being"),
+    ({"compiling": {**COMPILING, "backend": "eager"}, "compilations": 4}, "traced but uncompiled (backend eager)"),
     ({"compiled_calls": 0}, "not compiled: No compiled block ran."),
     ({"by_compiling": saved(20.0)}, "3.94× · 20 s saved · compiled once in 14 s · paid back at once"),
     (

@@ -44,7 +44,7 @@ def test_nothing_is_sent_or_planned_where_nobody_listens(page):
 
 def test_events_become_messages_in_order(page):
     emit("compile_start", name="Block", key="x")
-    emit("compiling", name="Block", number=1, of=2, node=None)
+    emit("compiling", name="Block", number=1, of=2, stage="trace", node=None)
     emit("compile_end", name="Block", key="x", seconds=1.0)
     emit("graph_loaded", name="Other", key="y", seconds=0.5)
     emit("fallback", block="Block", reason=Reason("autocast"))
@@ -52,7 +52,7 @@ def test_events_become_messages_in_order(page):
     emit("cache_changed")
     emit("graph_hit", name="Block", key="x")
     assert page.events() == ["compiling", "compiled", "loaded", "fallback", "run_end", "cache_changed"]
-    assert page.got[0]["number"] == 1 and page.got[0]["of"] == 2 and page.got[0]["seconds"] >= 0
+    assert page.got[0]["number"] == 1 and page.got[0]["stage"] == "trace" and page.got[0]["seconds"] >= 0
     assert page.got[1] == {"event": "compiled", "name": "Block", "seconds": 1.0}
     assert page.got[3] == {"event": "fallback", "block": "Block", **Reason("autocast").as_json()}
 
@@ -75,7 +75,7 @@ def test_of_many_at_once_the_latest_of_a_sort_is_sent_spaced(page):
 def test_a_later_compilation_is_told_after_the_end_of_the_one_before(page):
     for number in (1, 2):
         emit("compile_start", name="Block", key="x")
-        emit("compiling", name="Block", number=number, of=2, node=None)
+        emit("compiling", name="Block", number=number, of=2, stage="trace", node=None)
         if number == 1:
             emit("compile_end", name="Block", key="x", seconds=1.0)
     assert page.events() == ["compiled", "compiling"]

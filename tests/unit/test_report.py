@@ -1,6 +1,7 @@
 """The report in words and as a picture, from a state."""
 
 import dataclasses
+import json
 import math
 import subprocess
 import sys
@@ -71,6 +72,10 @@ def test_text_says_what_was_compiled_loaded_skipped_saved_and_why_not():
         assert said in text
     assert max(map(len, text.splitlines())) < 200
     assert text.index("Time saved") < text.index("Change first") < text.index("ran compiled")
+
+
+def test_blocks_left_out_are_told_once():
+    assert json.dumps(RUN.as_json()).count("another extension has replaced its forward") == 1
 
 
 def test_text_of_nothing_says_so():

@@ -12,6 +12,7 @@ from comfy_accel.accel.compile.compiled_graph import CompiledGraph
 from comfy_accel.accel.core.events import emit, subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.report.run import Saving
 from comfy_accel.accel.report.run_record import _MOST_RUNS, RunRecords
 
 
@@ -167,9 +168,10 @@ def test_records_are_bounded(records):
 
 def test_what_is_being_compiled_can_be_seen_meanwhile(records):
     emit("compile_start", name="Block", key="x")
-    emit("compiling", name="Block", number=2, of=5, node="7")
+    emit("compiling", name="Block", number=2, of=5, stage="build", node="7")
     now = records.compiling()
-    assert (now["name"], now["number"], now["of"], now["node"]) == ("Block", 2, 5, "7") and now["seconds"] >= 0
+    assert (now["name"], now["number"], now["of"], now["stage"]) == ("Block", 2, 5, "build")
+    assert now["node"] == "7" and now["seconds"] >= 0
     emit("compile_failed", name="Block", key="x", reason=Reason("interrupted"), seconds=0.1)
     assert records.compiling() is None
 
@@ -180,6 +182,16 @@ def graph():
 
 def find(cache, key, lease=None):
     return cache.find(key, f"name of {key}", lambda found: True, graph, lease)[0]
+
+
+def test_blocks_that_were_only_traced_save_nothing(records):
+    cache = GraphCache()
+    start(compiling={"backend": "eager", "check_gain": True})
+    with cache.lease() as lease:
+        find(cache, "a", lease).hits += 3
+    emit("run_calls", lease=lease, eager_calls=0, contexts=(), evicted=0, model_calls=0)
+    end()
+    assert records.last().by_compiling == Saving(None, Reason("compiling_traced"))
 
 
 def test_calls_of_graphs_are_those_of_the_run_alone(records):

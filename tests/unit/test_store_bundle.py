@@ -198,7 +198,7 @@ def test_kinds_named_are_exported_alone(tmp_path, capsys):
     assert run_command(tmp_path, "export", tmp_path / "none", "--kind", "Other") == 0
     assert "0 graphs exported" in capsys.readouterr().out
     assert run_command(tmp_path, "export", tmp_path / "one", "--kind", "Block") == 0
-    assert "1 graphs exported" in capsys.readouterr().out
+    assert "1 graph exported" in capsys.readouterr().out
 
 
 def test_export_never_overwrites(tmp_path, bundle, capsys):
@@ -226,7 +226,7 @@ def test_folder_with_letters_that_the_output_has_not_is_listed(tmp_path, monkeyp
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, "cp1252", write_through=True))
     monkeypatch.setattr(sys, "argv", ["accel", "store", "--home", str(home), "list"])
     assert __main__.main() == 0
-    assert b"1 graphs" in out.getvalue() and b"\\u56fe\\u50cf" in out.getvalue()
+    assert b"1 graph," in out.getvalue() and b"\\u56fe\\u50cf" in out.getvalue()
 
 
 def test_one_entry_that_cannot_be_read_stops_no_command(tmp_path, capsys):
@@ -241,7 +241,7 @@ def test_one_entry_that_cannot_be_read_stops_no_command(tmp_path, capsys):
     assert run_command(tmp_path, "list") == 0
     assert run_command(tmp_path, "verify") == 1
     assert run_command(tmp_path, "export", tmp_path / "bundle") == 1
-    assert "1 graphs exported" in capsys.readouterr().out
+    assert "1 graph exported" in capsys.readouterr().out
     assert run_command(tmp_path, "prune") == 0
 
 
@@ -252,13 +252,13 @@ def test_verify_names_what_is_damaged(tmp_path, capsys):
     next((tmp_path / "graphs").glob("*.bin")).write_bytes(b"changed")
     assert run_command(tmp_path, "verify") == 1
     told = capsys.readouterr()
-    assert "1 graphs sound, 1 not" in told.out and "has 7 bytes" in told.err
+    assert "1 graph sound, 1 not" in told.out and "has 7 bytes" in told.err
 
 
 def test_list_shows_what_there_is_and_prune_deletes_it(tmp_path, capsys):
     save(store(tmp_path))
     assert run_command(tmp_path, "list") == 0
-    assert "1 graphs" in capsys.readouterr().out
+    assert "1 graph" in capsys.readouterr().out
     assert run_command(tmp_path, "prune", "--max-mb", 0) == 0
     assert load(store(tmp_path)) is None
 

@@ -140,7 +140,7 @@ def test_options_name_the_home_before_and_after_the_command(tmp_path, capsys, op
     for order in ([option, str(tmp_path), "verify"], ["verify", option, str(tmp_path)]):
         assert cli.main(order) == 0
         told = capsys.readouterr().out
-        assert "1 graphs sound" in told and str(tmp_path / home / "secret") in told
+        assert "1 graph sound" in told and str(tmp_path / home / "secret") in told
 
 
 def test_user_directory_is_stronger_than_the_base_as_in_comfyui(tmp_path, capsys):
@@ -204,7 +204,7 @@ def test_command_in_the_packs_folder_finds_its_comfyui(tmp_path, comfyui, linked
     code, told, _ = command(pack, "import", tmp_path / "bundle", "--trust")
     assert code == 0 and str(home / "secret") in told  # the one that is there is the one to use
     code, told, _ = command(pack, "list")
-    assert code == 0 and f"1 graphs, 0.0 MB in {home / 'graphs'}" in told
+    assert code == 0 and f"1 graph, 0.0 MB in {home / 'graphs'}" in told
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="as the folder is found on Linux")

@@ -30,10 +30,10 @@ def told(command, folder, **environment):
 
 def test_command_runs_from_the_repositorys_root_without_torch(home):
     listed = told([sys.executable, "-m", "accel", "store", "list", "--home", home], ROOT)
-    assert "1 graphs" in listed and str(home / "graphs") in listed
+    assert "1 graph" in listed and str(home / "graphs") in listed
     for arguments in (["list"], ["verify"], ["export", home / "bundle"], ["import", home / "bundle", "--trust"]):
         script = NO_TORCH + "runpy.run_module('accel', run_name='__main__', alter_sys=True)"
-        assert "1 graphs" in told([sys.executable, "-c", script, "store", *arguments, "--home", home], ROOT)
+        assert "1 graph" in told([sys.executable, "-c", script, "store", *arguments, "--home", home], ROOT)
 
 
 def test_command_that_there_is_not_is_answered_with_those_there_are():
@@ -76,13 +76,13 @@ def installed(tmp_path_factory):
 def test_wheel_brings_the_command(installed, home):
     (script,) = (installed / "bin").glob("comfy-accel*")
     listed = told([script, "store", "list", "--home", home], home, PYTHONPATH=str(installed))
-    assert "1 graphs" in listed
+    assert "1 graph" in listed
     assert told([script, "store", "-h"], home, PYTHONPATH=str(installed)).startswith("usage: comfy-accel store ")
     told([script, "store", "export", home / "bundle", "--home", home], home, PYTHONPATH=str(installed))
     told([script, "store", "import", home / "bundle", "--trust", "--home", home / "b"], home, PYTHONPATH=str(installed))
     script = NO_TORCH + "runpy.run_module('comfy_accel', run_name='__main__')"
     module = [sys.executable, "-c", script, "store", "list"]
-    assert "1 graphs" in told([*module, "--home", home / "b"], home, PYTHONPATH=str(installed))
+    assert "1 graph" in told([*module, "--home", home / "b"], home, PYTHONPATH=str(installed))
 
 
 @pytest.mark.thorough  # builds and installs the wheel

@@ -7,18 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ...compile.generated_code import STAGES
 from ...core.events import emit, subscribe
 from .versions import finish_node_progress, show_node_progress
 
 
 class CompileProgress:
-    """Reports which of how many kinds is being compiled: by the event "compiling", and on a node of the page.
+    """Reports which of how many kinds is being compiled, and how far: by the event "compiling", and on a node's bar.
 
     node_id: of that node; None (a node outside of a graph, a library call) shows it nowhere.
     """
 
     def __init__(self, node_id: str | None):
         self._node_id = node_id
+        self._name = ""
         self._compiled = 0
         self._loaded = 0
         self._kinds = 0
@@ -45,14 +47,22 @@ class CompileProgress:
         if name == "graph_loaded":
             self._loaded += 1
         elif name == "compile_start":
-            number = self._compiled + self._loaded + 1
-            of = max(self._kinds, number)
-            emit("compiling", name=data["name"], number=number, of=of, node=self._node_id)
-            self._show(number - 1, of)
+            self._name = data["name"]
+            self._tell(STAGES[0])
+        elif name == "compile_stage":
+            self._tell(data["stage"])
         elif name == "compile_end":
             self._compiled += 1
-            self._show(self._compiled + self._loaded, self._kinds)
+            self._show(self._compiled + self._loaded)
 
-    def _show(self, done: int, of: int) -> None:
+    def _tell(self, stage: str) -> None:
+        done = self._compiled + self._loaded
+        of = max(self._kinds, done + 1)
+        emit("compiling", name=self._name, number=done + 1, of=of, stage=stage, node=self._node_id)
+        self._show(done, STAGES.index(stage))
+
+    def _show(self, done: int, stages: int = 0) -> None:
+        """done: kinds. stages: of the next one."""
         if self._node_id is not None:
-            show_node_progress(self._node_id, done, max(done, of, 1))
+            value = done * len(STAGES) + stages
+            show_node_progress(self._node_id, value, max(value, self._kinds * len(STAGES), 1))

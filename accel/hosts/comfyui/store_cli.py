@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...core import settings
+from ...core.sentences import counted
 from ...store import bundle, location, manifest, publishing
 from ...store.bundle import BadBundle, Outcome
 from ...store.folder import Folder
@@ -92,7 +93,7 @@ def _list(options: argparse.Namespace, store: Store) -> int:
                 print(_line(manifest.read(store.folder, file.name.removesuffix(MANIFEST))[0]))
             except (BadEntry, OSError) as bad:
                 print(printable(f"{file.name}: {bad}"))
-    print(f"{count} graphs, {total / 2**20:.1f} MB in {store.folder}")
+    print(f"{counted(count, 'graph')}, {total / 2**20:.1f} MB in {store.folder}")
     return 0
 
 
@@ -133,7 +134,7 @@ def _trust(options: argparse.Namespace, store: Store) -> int:
     trusted = publishing.read_trusted(store.publishers)
     for name, key in sorted(trusted.items()):
         print(f"{key}  {printable(name)}")
-    print(f"{len(trusted)} publishers are trusted in {store.publishers}: their graphs may run here.")
+    print(f"{counted(len(trusted), 'publisher')} trusted in {store.publishers}: their graphs may run here.")
     return 0
 
 
@@ -160,12 +161,13 @@ def _pull(options: argparse.Namespace, store: Store) -> int:
             if pulled.reason is not None:
                 print(f"{printable(pulled.file)}: {printable(pulled.reason)}.", file=sys.stderr)
             else:
-                print(f"{pulled.graphs} graphs by {printable(pulled.publisher)}: {where}")
+                print(f"{counted(pulled.graphs, 'graph')} by {printable(pulled.publisher)}: {where}")
     except NotPortable as error:
         raise Refused(f"{error}.") from None
     if limit is not None:
         prune(store.folder, limit)
-    print(f"{count} graphs pulled to {store.folder}, sealed with {seals.source}; {refused} bundles refused.")
+    told = f"{counted(count, 'graph')} pulled to {store.folder}, sealed with {seals.source}"
+    print(f"{told}; {counted(refused, 'bundle')} refused.")
     return 1 if refused and not count else 0
 
 
@@ -173,7 +175,7 @@ def _prune(options: argparse.Namespace, store: Store) -> int:
     limit = location.max_bytes(store.path) if options.max_mb is None else options.max_mb << 20
     if options.max_mb is None and not limit:
         raise Refused("The store's limit is 0, with which nothing more is saved: say with --max-mb what may stay.")
-    print(f"{prune(store.folder, limit)} graphs deleted.")
+    print(f"{counted(prune(store.folder, limit), 'graph')} deleted.")
     return 0
 
 
@@ -195,7 +197,7 @@ def _report(outcomes: list[Outcome], done: str) -> int:
     bad = [outcome for outcome in outcomes if outcome.reason is not None]
     for entry, reason in bad:
         print(f"{entry if isinstance(entry, str) else _line(entry)}: {reason}", file=sys.stderr)
-    print(f"{len(outcomes) - len(bad)} graphs {done}, {len(bad)} not.")
+    print(f"{counted(len(outcomes) - len(bad), 'graph')} {done}, {len(bad)} not.")
     return 1 if bad else 0
 
 

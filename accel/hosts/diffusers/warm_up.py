@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ...core.events import log, subscribe
+from ...core.sentences import counted
 from . import pipeline_call
 from .component_call import call_of
 from .components import components
@@ -62,8 +63,8 @@ class WarmUp:
     def __str__(self) -> str:
         uncompiled = f", {len(self.failed)} not possible" if self.failed else ""
         return (
-            f"Warm-up: {len(self.compiled)} graphs compiled, {len(self.loaded)} loaded{uncompiled}, "
-            f"in {len(self.runs)} runs and {self.seconds:.1f} s."
+            f"Warm-up: {counted(len(self.compiled), 'graph')} compiled, {len(self.loaded)} loaded{uncompiled}, "
+            f"in {counted(len(self.runs), 'run')} and {self.seconds:.1f} s."
         )
 
 
@@ -97,7 +98,7 @@ def warm_up(
             run = _run(pipe, width, height, batch, arguments)
             log.debug("%s", run)
             runs.append(run)
-            show(f"{sum(len(run.compiled) for run in runs)} graphs compiled", step=1)
+            show(f"{counted(sum(len(run.compiled) for run in runs), 'graph')} compiled", step=1)
     done = WarmUp(tuple(runs))
     log.info("%s", done)
     return done

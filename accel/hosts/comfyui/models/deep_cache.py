@@ -15,6 +15,7 @@ from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrappersMP, get_wrappers_with_key
 
 from ....core.events import emit, log
+from ....core.sentences import counted
 from ....modules.substitution import Order, substituted
 from ....report.headline import FEW_STEPS
 from ....report.run_record import QUALITY_FACTS, records
@@ -144,15 +145,15 @@ def _report(run: DeepCacheRun) -> None:
         return
     if run.policy.uses_drift and not run.skipped_steps and not run.failed and run.full_steps < FEW_STEPS:
         log.info(
-            "DeepCache: all %d steps ran in full: with so few, each changes too much. It pays from about 20 steps on; "
+            "DeepCache skipped none of %s: with so few, each changes too much. It pays from about 20 steps on; "
             "Accelerate Model helps at any number.",
-            run.full_steps,
+            counted(run.full_steps, "step"),
         )
     elif run.policy.uses_drift and not run.skipped_steps and not run.failed:
         log.info(
-            "DeepCache: all %d steps ran in full: too much changed between them. Raise the threshold, sample more "
+            "DeepCache skipped none of %s: too much changed between them. Raise the threshold, sample more "
             "steps, or choose the uniform schedule.",
-            run.full_steps,
+            counted(run.full_steps, "step"),
         )
     else:
         log.info("DeepCache: %d of %d steps ran in full.", run.full_steps, run.full_steps + run.skipped_steps)

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ....core.sentences import OF_CUDA_GRAPHS
+from ....core.sentences import OF_CUDA_GRAPHS, counted
 from ....report.headline import FEW_STEPS
-from ....report.text import counted
 
 OLDEST_COMFYUI = (0, 3, 75)
 """The oldest version that this pack is tested with."""
@@ -264,21 +263,20 @@ def deep_cache_skipped_nothing(facts: Facts) -> str | None:
     if run.get("why_full"):
         return f"DeepCache skipped nothing: {run['why_full']}."
     steps, sampler = run.get("steps") or len(run.get("steps_taken", "")), run.get("sampler") or "this sampler"
+    all_steps = counted(steps, "step")
     if run.get("target_db") is not None:
-        return f"DeepCache skipped none of {steps} steps: nothing is gained at the {run['target_db']:g} dB asked."
+        return f"DeepCache skipped none of {all_steps}: nothing is gained at the {run['target_db']:g} dB asked."
     if steps / run.get("samplings", 1) < FEW_STEPS:
         return (
-            f"DeepCache skipped none of {steps} steps: with so few, each changes too much. It pays from about 20 steps "
+            f"DeepCache skipped none of {all_steps}: with so few, each changes too much. It pays from about 20 steps "
             "on."
         )
     if "ancestral" in sampler or "sde" in sampler or sampler == "lcm":
         return (
-            f"DeepCache skipped none of {steps} steps: {sampler} adds new noise in each. Use euler or dpmpp_2m, or a "
+            f"DeepCache skipped none of {all_steps}: {sampler} adds new noise in each. Use euler or dpmpp_2m, or a "
             "higher threshold."
         )
-    return (
-        f"DeepCache skipped none of {steps} steps with {sampler}: raise its threshold, or choose the uniform schedule."
-    )
+    return f"DeepCache skipped none of {all_steps} with {sampler}: raise its threshold, or choose the uniform schedule."
 
 
 def torch_cannot_compile(facts: Facts) -> str | None:

@@ -10,7 +10,7 @@ import re
 import urllib.parse
 from typing import Any
 
-from ....report.text import counted
+from ....core.sentences import counted
 from .. import preferences
 from ..versions import queue_prompt
 from . import panel, panel_messages, report

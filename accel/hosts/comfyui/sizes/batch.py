@@ -8,6 +8,7 @@ from typing import Any
 import comfy.sample
 import torch
 
+from ....core.sentences import counted
 from ....sizing.fit import Restore
 from .size_text import parse_numbers
 
@@ -30,7 +31,7 @@ def snap_batch(
     before = before or Restore()
     padded, reason = pad_batch(latent, sizes) if enabled else (latent, "turned off")
     count, made = latent["samples"].shape[0], padded["samples"].shape[0]
-    text = f"{count} → {made} images" if made != count else f"{count} images, unchanged"
+    text = f"{count} → {made} images" if made != count else f"{counted(count, 'image')}, unchanged"
     # Of a batch that was padded before, only the images asked for at first count.
     asked = before.batch[0] if before.batch is not None and before.batch[1] == count else count
     record = Restore(before.fit, (asked, made) if made != asked else None)
