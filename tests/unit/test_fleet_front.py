@@ -65,7 +65,7 @@ class Fleet:
         self.runs[prompt_id] = Run()
         return self.runs[prompt_id]
 
-    async def request(self, method, path, body=b"", parts=1):
+    async def request(self, method, path, body=b"", parts=1, query=b""):
         """(status, JSON or None) of the answer. path: decoded, as servers give it. parts: how often the body comes."""
         given = [{"type": "http.request", "body": body, "more_body": at < parts - 1} for at in range(parts)]
         answer = []
@@ -76,7 +76,7 @@ class Fleet:
         async def send(message):
             answer.append(message)
 
-        scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": [], "root_path": ""}
+        scope = {"type": "http", "method": method, "path": path, "query_string": query, "headers": [], "root_path": ""}
         await self._app(scope, receive, send)
         text = b"".join(message.get("body", b"") for message in answer[1:])
         return answer[0]["status"], json.loads(text) if text.startswith(b"{") else None
@@ -109,6 +109,13 @@ def test_path_is_quoted_again_for_the_replica(tmp_path, path, asked):
         return await fleet.request("GET", path), fleet.asked
 
     assert with_fleet(tmp_path, scenario) == ((200, {}), [("GET", asked, None)])
+
+
+def test_image_to_start_from_is_a_replicas_to_show_where_they_share_no_folder(tmp_path):
+    async def scenario(fleet):
+        return await fleet.request("GET", "/view", query=b"type=input&filename=a.png"), fleet.asked
+
+    assert with_fleet(tmp_path, scenario) == ((200, {}), [("GET", "/view?type=input&filename=a.png", None)])
 
 
 @pytest.mark.parametrize("said", [(), ("ended",), ("ended", "a")], ids=["nothing", "one that ended", "two"])

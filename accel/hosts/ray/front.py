@@ -316,10 +316,9 @@ class Front:
     async def _view(self, request: Request) -> Response:
         asked = request.query_params
         kind, names = asked.get("type", "output"), (asked.get("subfolder", ""), asked.get("filename", ""))
-        if kind == "input" and self._input is not None:
-            path = inside(self._input, *names)
-        else:
-            path = self._results.file(kind, *names)
+        if kind == "input" and self._input is None:
+            return await self._ask_any(request)
+        path = inside(self._input, *names) if kind == "input" else self._results.file(kind, *names)
         if path is None:
             return Response(status_code=404)
         # As ComfyUI does: a page that somebody made must not run in the visitor's browser.
