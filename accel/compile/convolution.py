@@ -6,6 +6,7 @@ Tracing torch's own convolution asks which library will run it, and the answer d
 
 from __future__ import annotations
 
+import functools
 import threading
 import types
 
@@ -70,13 +71,36 @@ def _conv_forward(self, x, weight, bias):
     return out if bias is inside else out + bias.view(-1, *(1,) * (x.ndim - 2))
 
 
+_CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+
+
+def _conv_forward_with(self, x, weight, bias, *own, **named):
+    """For classes whose method takes arguments of its own (a host's may leave out frames of zeros): it makes
+    something of them and calls torch's, in whose place the operator is."""
+    if own or named:
+        return type(self)._conv_forward(self, x, weight, bias, *own, **named)
+    return _conv_forward(self, x, weight, bias)
+
+
+@functools.lru_cache(maxsize=64)
+def _over_operator(cls: type) -> type:
+    """A convolution's class with the operator in the place of torch's method."""
+    own = next(base for base in cls.__mro__ if base in _CONVOLUTIONS)
+    operator = type(own.__name__, (own,), {"_conv_forward": _conv_forward})
+    return type(cls.__name__, (cls, operator), {"__module__": cls.__module__})
+
+
 def leave_to_library(template: torch.nn.Module) -> None:
     """Make every plain convolution of a template (never of a user's model) call the opaque operator."""
     _define()
     for module in template.modules():
         if (
-            isinstance(module, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d))
+            isinstance(module, _CONVOLUTIONS)
             and module.padding_mode == "zeros"
             and not isinstance(module.padding, str)
+            and "_conv_forward" not in vars(module)
         ):
-            module._conv_forward = types.MethodType(_conv_forward, module)
+            forward = _conv_forward
+            if all(type(module)._conv_forward is not cls._conv_forward for cls in _CONVOLUTIONS):
+                forward, module.__class__ = _conv_forward_with, _over_operator(type(module))
+            module._conv_forward = types.MethodType(forward, module)

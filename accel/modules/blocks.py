@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,28 +22,39 @@ _CONTAINERS = (*_LISTS, torch.nn.Sequential)
 def blocks(model: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple[str, torch.nn.Module]]:
     """The model's blocks with their paths, in the order of the module tree.
 
-    A block is an element of a list, or any other module of the same class (a VAE's middle block).
+    A block is an element of a list, or any other module of the same class (a VAE's middle block). Where no list has any
+    (TAESD, Wan's VAE), it is an element of a `Sequential`, of a class that occurs there at least twice.
     """
-    classes = {type(block) for _, block in _blocks(model, "", False, frozenset(), wraps)}
-    yield from _blocks(model, "", False, frozenset(classes), wraps)
+    classes = {type(block) for _, block in _blocks(model, "", False, frozenset(), _LISTS, wraps)}
+    if classes:
+        yield from _blocks(model, "", False, frozenset(classes), _LISTS, wraps)
+        return
+    found = list(_blocks(model, "", False, frozenset(), _CONTAINERS, wraps))
+    count = Counter(type(block) for _, block in found)
+    yield from ((path, block) for path, block in found if count[type(block)] > 1)
 
 
 def _blocks(
-    module: torch.nn.Module, path: str, in_list: bool, classes: frozenset[type], wraps: Wraps | None
+    module: torch.nn.Module,
+    path: str,
+    in_list: bool,
+    classes: frozenset[type],
+    lists: tuple[type, ...],
+    wraps: Wraps | None,
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     is_container = isinstance(module, _CONTAINERS)
     if (
         (in_list or type(module) in classes)
         and not is_container
         and _is_composite(module, wraps)
-        and not _contains_blocks(module, wraps)
+        and not _contains_blocks(module, lists, wraps)
     ):
         yield path, module
         return
     # A module next to a list of blocks inside a block (the attention next to a mixture of experts) is a block too.
-    in_list = isinstance(module, _LISTS) or (in_list and (is_container or _contains_blocks(module, wraps)))
+    in_list = isinstance(module, lists) or (in_list and (is_container or _contains_blocks(module, lists, wraps)))
     for name, child in wrapped_layers.children(module, wraps):
-        yield from _blocks(child, f"{path}.{name}" if path else name, in_list, classes, wraps)
+        yield from _blocks(child, f"{path}.{name}" if path else name, in_list, classes, lists, wraps)
 
 
 def _is_composite(module: torch.nn.Module, wraps: Wraps | None) -> bool:
@@ -51,12 +63,12 @@ def _is_composite(module: torch.nn.Module, wraps: Wraps | None) -> bool:
     return next(layers, None) is not None and next(layers, None) is not None
 
 
-def _contains_blocks(module: torch.nn.Module, wraps: Wraps | None) -> bool:
+def _contains_blocks(module: torch.nn.Module, lists: tuple[type, ...], wraps: Wraps | None) -> bool:
     """Whether a list further inside has composite elements: then those are the blocks."""
     return any(
         _is_composite(element, wraps)
         for _, inner in wrapped_layers.modules(module, wraps)
-        if inner is not module and isinstance(inner, torch.nn.ModuleList)
+        if inner is not module and isinstance(inner, lists) and not isinstance(inner, torch.nn.ModuleDict)
         for _, element in wrapped_layers.children(inner, wraps)
     )
 

@@ -112,6 +112,26 @@ def test_channels_last_is_kept():
     assert out.stride() == expected.stride()
 
 
+class Cut(nn.Conv3d):
+    """As ComfyUI's: frames of zeros before the first are left out, with what they would be multiplied by."""
+
+    def _conv_forward(self, x, weight, bias, autopad=None):
+        return super()._conv_forward(x, weight[:, :, -x.shape[2] :] if autopad == "zeros" else weight, bias)
+
+    def forward(self, x):
+        return self._conv_forward(x, self.weight, self.bias, autopad="zeros")
+
+
+def test_what_a_convolution_makes_of_its_own_arguments_is_in_the_graph():
+    block = nn.Sequential(Cut(2, 4, (3, 1, 1)), nn.SiLU(), Cut(4, 4, (3, 1, 1))).eval().requires_grad_(False)
+    graph, weights = compiled(block, [torch.randn(1, 2, 1, 4, 4)])
+    for batch, height in ((1, 4), (2, 5), (17, 3)):
+        x = torch.randn(batch, 2, 1, height, 4)
+        tensors = (*weights.take(), x)
+        assert graph.accepts(tensors)
+        assert torch.equal(graph.run(tensors), block(x))
+
+
 class Broadcasts(nn.Module):
     def __init__(self):
         super().__init__()

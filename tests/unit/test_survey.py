@@ -83,6 +83,17 @@ def test_model_without_repetition_has_no_blocks():
     assert survey(torch.nn.Identity()).regions == ()
 
 
+def test_blocks_that_repeat_in_sequences_are_found_where_no_list_has_any():
+    model = nn.Module()
+    model.middle = nn.Sequential(Block(), nn.Sequential(mlp(), nn.ReLU()))
+    model.up = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Block(), mlp()), nn.Conv2d(4, 4, 1))
+    once = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1))
+    model.head = once
+    assert [path for path, _ in blocks(model)] == ["middle.0", "up.1.0"]
+    model.layers = nn.ModuleList([nn.TransformerEncoderLayer(4, 1)])
+    assert [path for path, _ in blocks(model)] == ["head.1", "layers.0"]
+
+
 def test_what_stands_beside_a_list_of_blocks_inside_a_block_is_a_block_too():
     mixture = nn.Module()
     mixture.attention = Block()
