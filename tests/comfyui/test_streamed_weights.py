@@ -387,6 +387,19 @@ def test_core_whose_functions_have_changed_has_its_own_way(card, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("name", ["cast_modules_with_vbar", "resolve_cast_module_with_vbar"])
+def test_core_without_what_brings_a_block_s_weights_has_its_own_way_and_says_so_once(card, monkeypatch, caplog, name):
+    model, plain, own = card.streamed(FLUX.load()), sample(FLUX.load()), getattr(comfy.ops, name)
+    monkeypatch.setattr(comfy.ops, name, lambda *other, **named: own(*other, **named))
+    card.capacity = card.size // 2
+    made = compiled(model)
+    assert torch.equal(sample(made), plain)
+    assert torch.equal(sample(made), plain)
+    assert card.pins == 0 and graphs() == 0
+    (line,) = [record.getMessage() for record in caplog.records if "streamed" in record.getMessage()]
+    assert "its blocks may run uncompiled" in line
+
+
 @torch.inference_mode()
 def test_vae_whose_weights_are_streamed_runs_compiled(card):
     from bench import tiny_vaes  # it imports every kind of VAE that core has
