@@ -99,7 +99,7 @@ def opened(path: Path, links: bool = False) -> Iterator[tuple[BinaryIO, os.stat_
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{path.name} is no regular file")
+            raise OSError(f"{path.name} is not a regular file")
         with open(descriptor, "rb", closefd=False) as file:
             yield file, status
     finally:

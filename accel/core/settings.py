@@ -100,4 +100,4 @@ def _fields(file: Path) -> dict[str, Any]:
 
 
 def _damaged(file: Path) -> OSError:
-    return OSError(f"{file} is damaged: mend or delete it")
+    return OSError(f"{file} is damaged: fix or delete it")

@@ -66,9 +66,9 @@ class DeepCacheSettings:
 
     def __post_init__(self) -> None:
         if self.interval < 1:
-            raise ValueError(f"DeepCache: interval {self.interval} is below 1 (1 switches it off).")
+            raise ValueError(f"DeepCache: interval {self.interval} is below 1 (1 = off).")
         if self.depth is not None and self.depth < 0:
-            raise ValueError(f"DeepCache: depth {self.depth} is below 0 (0 chooses by itself).")
+            raise ValueError(f"DeepCache: depth {self.depth} is below 0 (0 = automatic).")
         for name in ("start_percent", "end_percent"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"DeepCache: {name} {getattr(self, name)} is outside 0.0 to 1.0.")
@@ -80,11 +80,11 @@ class DeepCacheSettings:
         if self.schedule not in POLICIES:
             raise ValueError(f"DeepCache: schedule is {self.schedule!r}; it must be one of: {', '.join(POLICIES)}.")
         if not 0.0 <= self.threshold < math.inf:
-            raise ValueError(f"DeepCache: threshold {self.threshold} is outside 0.0 and up (0 skips nothing).")
+            raise ValueError(f"DeepCache: threshold {self.threshold} is not a number from 0 up (0 skips nothing).")
         if self.between not in BETWEEN:
             raise ValueError(f"DeepCache: between is {self.between!r}; it must be one of: {', '.join(BETWEEN)}.")
         if self.quality is not None and not 0.0 < self.quality < math.inf:
-            raise ValueError(f"DeepCache: quality {self.quality} is outside 0.0 and up, in dB (None sets no target).")
+            raise ValueError(f"DeepCache: quality {self.quality} is not a number of dB above 0 (None sets no target).")
         if self.depth == 0:
             object.__setattr__(self, "depth", None)
 
@@ -111,7 +111,5 @@ QUALITIES: dict[str, DeepCacheSettings | None] = {
 def checked_depth(depth: int, max_depth: int) -> int:
     """`depth` itself. Raises ValueError, with the range, outside `1 .. max_depth`."""
     if not 1 <= depth <= max_depth:
-        raise ValueError(
-            f"DeepCache: depth {depth} is outside this model's range 1 to {max_depth} (0 chooses by itself)."
-        )
+        raise ValueError(f"DeepCache: depth {depth} is outside this model's range 1 to {max_depth} (0 = automatic).")
     return depth

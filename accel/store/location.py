@@ -47,7 +47,7 @@ def at(named: str) -> Folder:
         try:
             address = urlsplit(named)
         except ValueError as error:
-            raise OSError(f"{named} is no address: {error}") from None
+            raise OSError(f"{named} is not an address: {error}") from None
         if address.netloc in ("", "localhost"):  # fsspec would show files that are half written
             return LocalFolder(Path(url2pathname(address.path)))
     if "://" in named:

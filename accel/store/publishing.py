@@ -158,7 +158,7 @@ def read_trusted(file: Path) -> dict[str, str]:
         return {}
     except ValueError:
         pass
-    raise OSError(f"{file} is no list of publishers: mend or delete it")
+    raise OSError(f"{file} is not a list of publishers: fix or delete it")
 
 
 def trust(file: Path, name: str, key: str) -> None:

@@ -48,7 +48,7 @@ class RemoteFolder:
             found = files.info(path)
         size = found.get("size")
         if found.get("type") != "file":
-            raise OSError(f"{name} is no regular file")
+            raise OSError(f"{name} is not a regular file")
         if size is None:
             size = largest + 1
         elif size > largest:

@@ -118,7 +118,7 @@ def node():
 def test_depth_beyond_the_model_names_the_range(tiny_unet, depth):
     with pytest.raises(ValueError) as error:
         node().execute(tiny_unet, 3, depth)
-    expected = f"DeepCache: depth {depth} is outside this model's range 1 to 5 (0 chooses by itself)."
+    expected = f"DeepCache: depth {depth} is outside this model's range 1 to 5 (0 = automatic)."
     assert str(error.value) == expected
 
 

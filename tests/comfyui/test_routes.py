@@ -232,7 +232,7 @@ def test_form_of_a_page_is_refused(server, kind):
 def test_foreign_origin_is_refused_on_any_address(server, path, origin):
     body = wanted() if "warm" in path else None
     answer = request(server, path, body, Origin=origin, Host="my-server:8188")  # core looks at loopback addresses alone
-    assert "another site" in refused(answer, 403)
+    assert "other sites" in refused(answer, 403)
 
 
 def test_own_origin_is_served_on_any_address(server):
@@ -244,7 +244,7 @@ def test_own_origin_is_served_on_any_address(server):
 def test_foreign_origin_is_refused(server, path, origin):
     # Core refuses some of them itself, without a sentence.
     status, answer = request(server, path, wanted() if "warm" in path else None, Origin=origin)
-    assert status == 403 and (answer is None or "another site" in answer["error"])
+    assert status == 403 and (answer is None or "other sites" in answer["error"])
 
 
 def test_own_origin_is_served(server):

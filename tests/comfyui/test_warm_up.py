@@ -80,7 +80,7 @@ def test_sizes_and_numbers_are_read_as_people_write_them():
         ("64x64", "0", "1 to 64"),
         ("64x64, 1032x1024", "64", "have 65 megapixels (width x height x batch): at most 64"),
         ("1024x1024, " * 20, "64", "together would have 1280 megapixels"),
-        ("64x64, " * 40, ", ".join(map(str, range(1, 27))), "1040 runs; at most 1000"),
+        ("64x64, " * 40, ", ".join(map(str, range(1, 27))), "1040 runs are too many: at most 1000"),
     ],
 )
 def test_wrong_lists_are_refused_with_what_would_be_right(sizes, batches, said):

@@ -168,7 +168,7 @@ def test_what_cannot_be_meant_is_refused_and_changes_nothing(sd):
     refused(ValueError, "min_repetitions is 0; it must be 1 or more", min_repetitions=0)
     refused(TypeError, "deep_cache is a int; it must be DeepCacheSettings", deep_cache=3)
     refused(ValueError, "depth 99 is outside this model's range 1 to", deep_cache=DeepCacheSettings(depth=99))
-    with pytest.raises(TypeError, match="a diffusers pipeline is wanted, and this is a UNet2DConditionModel"):
+    with pytest.raises(TypeError, match="expected a diffusers pipeline, not a UNet2DConditionModel"):
         accelerate_pipeline(sd.unet)
     assert [dict(vars(part)) for part in (sd, sd.unet, sd.vae.decoder)] == before
 

@@ -14,7 +14,7 @@ def test_depth_outside_the_range_is_refused_with_it(count, largest):
     for depth in (0, largest + 1):
         with pytest.raises(ValueError) as error:
             DiTSplit(Chain(count), depth)
-        message = f"DeepCache: depth {depth} is outside this model's range 1 to {largest} (0 chooses by itself)."
+        message = f"DeepCache: depth {depth} is outside this model's range 1 to {largest} (0 = automatic)."
         assert str(error.value) == message
     assert DiTSplit(Chain(count), largest).depth == largest
 

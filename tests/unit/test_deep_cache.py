@@ -13,9 +13,9 @@ from uniform_hold import uniform_hold
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"interval": 0}, "interval 0 is below 1 (1 switches it off)."),
-        ({"interval": -3}, "interval -3 is below 1 (1 switches it off)."),
-        ({"depth": -1}, "depth -1 is below 0 (0 chooses by itself)."),
+        ({"interval": 0}, "interval 0 is below 1 (1 = off)."),
+        ({"interval": -3}, "interval -3 is below 1 (1 = off)."),
+        ({"depth": -1}, "depth -1 is below 0 (0 = automatic)."),
         ({"start_percent": -0.1}, "start_percent -0.1 is outside 0.0 to 1.0."),
         ({"end_percent": 1.5}, "end_percent 1.5 is outside 0.0 to 1.0."),
         ({"end_percent": float("nan")}, "end_percent nan is outside 0.0 to 1.0."),
@@ -27,8 +27,8 @@ from uniform_hold import uniform_hold
             {"schedule": "often"},
             "schedule is 'often'; it must be one of: uniform, adaptive, magcache, teacache, first_block.",
         ),
-        ({"threshold": -1.0}, "threshold -1.0 is outside 0.0 and up (0 skips nothing)."),
-        ({"threshold": float("nan")}, "threshold nan is outside 0.0 and up (0 skips nothing)."),
+        ({"threshold": -1.0}, "threshold -1.0 is not a number from 0 up (0 skips nothing)."),
+        ({"threshold": float("nan")}, "threshold nan is not a number from 0 up (0 skips nothing)."),
         ({"between": "guess"}, "between is 'guess'; it must be one of: hold, forecast."),
     ],
 )

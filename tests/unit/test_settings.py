@@ -46,7 +46,7 @@ def test_fields_of_a_later_version_are_left_out(tmp_path):
 )
 def test_damaged_file_is_an_error_that_names_it(tmp_path, text):
     (tmp_path / settings.NAME).write_text(text)
-    with pytest.raises(OSError, match="mend or delete"):
+    with pytest.raises(OSError, match="fix or delete"):
         settings.read(tmp_path)
 
 
@@ -71,7 +71,7 @@ def test_every_limit_that_was_valid_in_the_old_file_still_is(tmp_path, limit, st
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"max_mb": -1}', '{"max_mb": "5"}', "[" * 10**4])
 def test_damaged_file_of_the_store_alone_is_an_error_too(tmp_path, text):
     (tmp_path / settings.OLD_NAME).write_text(text)
-    with pytest.raises(OSError, match="settings.json is damaged: mend or delete it"):
+    with pytest.raises(OSError, match="settings.json is damaged: fix or delete it"):
         settings.read(tmp_path)
 
 

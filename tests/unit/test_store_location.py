@@ -104,7 +104,7 @@ def test_damaged_settings_are_a_reason_and_never_a_guess(tmp_path, capsys, name)
     assert all(f"{name} is damaged" in reason for reason in reasons(damaged)) and reasons(damaged)
     for command in (["list"], ["limit", "5"], ["prune"]):
         assert run_command(tmp_path, *command) == 1
-        assert f"{name} is damaged: mend or delete it" in capsys.readouterr().err
+        assert f"{name} is damaged: fix or delete it" in capsys.readouterr().err
 
 
 def test_limit_out_of_range_is_refused_with_the_range(tmp_path, capsys):

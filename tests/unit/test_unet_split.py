@@ -104,7 +104,7 @@ def test_adaptive_run_sees_the_deep_parts_input_on_full_and_skipped_calls(depth)
 def test_depth_beyond_the_model_is_refused_with_the_range(depth):
     with pytest.raises(ValueError) as error:
         UNetSplit(ToyUNet(), depth)
-    message = f"DeepCache: depth {depth} is outside this model's range 1 to 3 (0 chooses by itself)."
+    message = f"DeepCache: depth {depth} is outside this model's range 1 to 3 (0 = automatic)."
     assert str(error.value) == message
 
 

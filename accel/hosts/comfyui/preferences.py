@@ -63,7 +63,7 @@ def change(requested: dict[str, Any]) -> None:
     global _current
     unknown = sorted(set(requested) - set(NAMES))
     if unknown:
-        raise ValueError(f"There is no setting {unknown[0][:80]!r}; there are {', '.join(NAMES)}.")
+        raise ValueError(f"There is no setting {unknown[0][:80]!r}; the settings are {', '.join(NAMES)}.")
     if "store_mb" in requested and os.environ.get(location.LIMIT_VARIABLE, "").strip().isdecimal():
         raise ValueError(f"store_mb is set by {location.LIMIT_VARIABLE}, so it cannot be changed here.")
     current()

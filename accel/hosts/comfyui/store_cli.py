@@ -174,7 +174,7 @@ def _pull(options: argparse.Namespace, store: Store) -> int:
 def _prune(options: argparse.Namespace, store: Store) -> int:
     limit = location.max_bytes(store.path) if options.max_mb is None else options.max_mb << 20
     if options.max_mb is None and not limit:
-        raise Refused("The store's limit is 0, with which nothing more is saved: say with --max-mb what may stay.")
+        raise Refused("The store's limit is 0, so nothing more is saved: say with --max-mb how much may stay.")
     print(f"{counted(prune(store.folder, limit), 'graph')} deleted.")
     return 0
 
@@ -183,7 +183,7 @@ def _limit(options: argparse.Namespace, store: Store) -> int:
     if store.path is None:
         raise Refused(NO_HOME)
     if os.environ.get(location.LIMIT_VARIABLE, "").strip():
-        raise Refused(f"{location.LIMIT_VARIABLE} is set, and wins over what is set here: unset it first.")
+        raise Refused(f"{location.LIMIT_VARIABLE} is set and takes precedence: unset it first.")
     try:
         changed = replace(settings.read(store.path), store_mb=options.max_mb)
     except ValueError as wrong:

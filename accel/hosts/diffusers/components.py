@@ -115,7 +115,7 @@ def without_weights(model: torch.nn.Module) -> str | None:
 def _models(pipe: Any) -> Iterator[tuple[str, torch.nn.Module]]:
     parts = getattr(pipe, "components", None)
     if not isinstance(parts, dict):
-        raise TypeError(f"a diffusers pipeline is wanted, and this is a {type(pipe).__name__}")
+        raise TypeError(f"expected a diffusers pipeline, not a {type(pipe).__name__}")
     for name, part in parts.items():
         if isinstance(part, torch.nn.Module) and name not in _NEVER:
             yield name, part

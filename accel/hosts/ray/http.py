@@ -64,4 +64,4 @@ def refuse_foreign_origin(headers: Any) -> Response | None:
     origin = headers.get("origin")
     if origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower():
         return None
-    return refusal("Pages of another site may not ask this.", 403)
+    return refusal("Requests from other sites' pages are refused.", 403)

@@ -49,7 +49,7 @@ def check_amount(sizes: Sequence[Size], batches: Sequence[int], prompt_lengths: 
     """Raises ValueError, with the limit, if all combinations of these are too many or too large."""
     runs = len(sizes) * len(batches) * max(1, len(prompt_lengths))
     if runs > MOST:
-        raise ValueError(f"These are {runs} runs; at most {MOST} are possible at once.")
+        raise ValueError(f"{runs} runs are too many: at most {MOST} are allowed at once.")
     pixels = [size.pixels * batch for size in sizes for batch in batches]
     if max(pixels, default=0) > LARGEST_RUN:
         raise ValueError(

@@ -90,7 +90,7 @@ def register() -> None:
     @answering
     async def post_clear(body):
         if body not in (None, {}):
-            raise Refused("This takes nothing: send an empty body.")
+            raise Refused("This route takes no input: send an empty body.")
         return panel.clear()
 
     panel_messages.start(server)
@@ -130,7 +130,7 @@ async def warm_up(server: Any, body: Any) -> dict:
     # A node may take its time to validate, and others are served meanwhile: asked again where nothing comes between.
     prompt_id, error = await queue_prompt(server, request.graph(), request.client_id, refuse_when_busy)
     if error is not None:
-        raise Refused(f"ComfyUI refuses it: {error}.")
+        raise Refused(f"ComfyUI refused the workflow: {error}.")
     return {"prompt_id": prompt_id}
 
 
@@ -146,7 +146,7 @@ def refuse_foreign_origin(headers: Any) -> None:
     if origin is None or allowed in ("*", origin):
         return
     if urllib.parse.urlsplit(origin).netloc.lower() != headers.get("Host", "").lower():
-        raise Refused("Pages of another site may not ask this; see ComfyUI's --enable-cors-header.", 403)
+        raise Refused("Requests from other sites' pages are refused; see ComfyUI's --enable-cors-header.", 403)
 
 
 async def read_body(request: Any) -> Any:

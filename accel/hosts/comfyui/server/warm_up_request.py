@@ -77,7 +77,7 @@ def read(body: Any, checkpoints: Callable[[], Sequence[str]]) -> WarmUpRequest:
     known = {"checkpoint", "sizes", "batches", "prompt_lengths", "backend", "client_id"}
     unknown = sorted(set(body) - known)
     if unknown:
-        raise Refused(f"{_short(unknown[0])} is not known here: there are {', '.join(sorted(known))}.")
+        raise Refused(f"{_short(unknown[0])} is unknown; the fields are {', '.join(sorted(known))}.")
     checkpoint = _text(body, "checkpoint")
     sizes = _list(body, "sizes", str, 'strings such as "1024x1024"')
     batches = _list(body, "batches", int, "whole numbers", default=[1])
@@ -85,7 +85,7 @@ def read(body: Any, checkpoints: Callable[[], Sequence[str]]) -> WarmUpRequest:
     if not sizes or not batches:
         raise Refused("Name at least one size and one batch.")
     if len(sizes) > MOST_SIZES:
-        raise Refused(f"Those are {len(sizes)} sizes: at most {MOST_SIZES} are possible at once.")
+        raise Refused(f"{len(sizes)} sizes are too many: at most {MOST_SIZES} are allowed at once.")
     given = [", ".join(map(str, values)) for values in (sizes, batches, lengths)]
     try:
         parsed = parse_sizes(given[0])
