@@ -70,7 +70,7 @@ def _namespaces(model: torch.nn.Module) -> list[Any]:
     packages -= {"torch", "builtins"}
     modules = [
         module
-        for name, module in list(sys.modules.items())
+        for name, module in sys.modules.copy().items()  # collecting garbage may drop generated code
         if _package(name) in packages and type(module) is types.ModuleType
     ]
     classes = {

@@ -271,3 +271,22 @@ def test_caches_beside_the_classes_of_weights_are_looked_at_too(monkeypatch):
     with global_state_restored(layer, lambda value: value is fake):
         kernels.KEPT["a"] = fake
     assert kernels.KEPT == {}
+
+
+def test_modules_may_come_and_go_while_garbage_is_collected():
+    """As generated code does, which is a module and goes with its graph."""
+
+    def come(phase, info):
+        sys.modules[f"accel_test_module_{len(sys.modules)}"] = types.ModuleType("accel_test_module")
+
+    before, thresholds = sys.modules.copy(), gc.get_threshold()
+    gc.callbacks.append(come)
+    gc.set_threshold(1)
+    try:
+        with global_state_restored(Model(), lambda value: False):
+            pass
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(come)
+        for name in sys.modules.keys() - before.keys():
+            del sys.modules[name]
