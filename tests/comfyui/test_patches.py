@@ -13,7 +13,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.versions import casts_traceable
+from comfy_accel.accel.hosts.comfyui.versions import traceable
 from thorough import thorough_except
 from tiny_models import conditioning, sample
 from torch._dynamo.utils import counters
@@ -290,7 +290,7 @@ def test_core_s_casting_stays_traceable_until_the_last_thread_is_done(monkeypatc
     own = comfy.ops.cast_bias_weight
     hidden = torch._dynamo.disable(own)
     monkeypatch.setattr(comfy.ops, "cast_bias_weight", hidden)
-    one, other = casts_traceable(), casts_traceable()
+    one, other = traceable(), traceable()
     for entered in (one, other):
         entered.__enter__()
         assert comfy.ops.cast_bias_weight is own

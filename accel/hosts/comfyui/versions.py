@@ -18,6 +18,7 @@ import torch
 from comfy_api.latest import io
 
 from ...core.reasons import Reason, RunEagerly
+from . import kitchen_kernels
 
 NO_RESULT_DEPENDS_ON = frozenset(
     {
@@ -118,35 +119,37 @@ def stored_forms(weights: Sequence[torch.Tensor | None]) -> list[Any]:
 
 
 _CASTS = ("cast_bias_weight", "uncast_bias_weight", "cast_modules_with_vbar", "resolve_cast_module_with_vbar")
-_hidden_casts: dict[str, Callable] = {}
+_replaced: dict[tuple[Any, str], Callable] = {}
+_HIDDEN = "_torchdynamo_orig_callable"
 _threads_tracing = 0
 _tracing_lock = threading.Lock()
 
 
 @contextmanager
-def casts_traceable() -> Iterator[None]:
-    """While it lasts, in whatever thread, core's casting functions are core's own.
+def traceable() -> Iterator[None]:
+    """While it lasts, in whatever thread, core's casting functions are core's own, and kernels operators of torch.
 
-    KJNodes hides them from torch's compiler (`patch_aimdo_for_compile`), for the whole process and for good; a block
-    could then not be traced in one piece.
+    KJNodes hides the former from torch's compiler (`patch_aimdo_for_compile`), for the whole process and for good; a
+    block could then not be traced in one piece.
     """
     import comfy.ops
 
     global _threads_tracing
     with _tracing_lock:
         _threads_tracing += 1
-        for name in _CASTS:
-            function = vars(comfy.ops).get(name)
-            if hasattr(function, "_torchdynamo_orig_callable"):
-                _hidden_casts[name] = function
-                setattr(comfy.ops, name, function._torchdynamo_orig_callable)
+        casts = [(comfy.ops, name, vars(comfy.ops).get(name)) for name in _CASTS]
+        casts = [(*place, cast._torchdynamo_orig_callable) for *place, cast in casts if hasattr(cast, _HIDDEN)]
+        for module, name, function in (*casts, *kitchen_kernels.operators()):
+            _replaced[module, name] = getattr(module, name)
+            setattr(module, name, function)
     try:
         yield
     finally:
         with _tracing_lock:
             _threads_tracing -= 1
-            while _hidden_casts and not _threads_tracing:  # another device's thread may be tracing still
-                setattr(comfy.ops, *_hidden_casts.popitem())
+            while _replaced and not _threads_tracing:  # another device's thread may be tracing still
+                (module, name), function = _replaced.popitem()
+                setattr(module, name, function)
 
 
 def is_dynamic(model: Any) -> bool:

@@ -25,9 +25,9 @@ from ..progress import CompileProgress
 from ..sizes.shape_errors import size_remembered, sizes_explained
 from ..versions import (
     NO_RESULT_DEPENDS_ON,
-    casts_traceable,
     is_split_over_devices,
     recording_nothing,
+    traceable,
     unrecorded_context,
 )
 from . import streamed
@@ -47,7 +47,7 @@ HOST = Host(
     without_hooks,
     plain=streamed.plain,
     weights=streamed.weights_of,
-    traceable=casts_traceable,
+    traceable=traceable,
     apart=unrecorded_context,
     dry=recording_nothing,
 )

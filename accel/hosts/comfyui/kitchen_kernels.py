@@ -1,0 +1,67 @@
+"""Kernels of comfy-kitchen that are not operators of torch, as operators: a graph calls them and does not look inside.
+
+Traced as they are, they would read memory that tracing has not got, and choose among their implementations without it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ...core.events import log
+
+_KERNELS = {
+    "convrot_w4a4": ("convrot_w4a4_linear", "dequantize_convrot_w4a4_weight"),
+    "w4a8_int8": ("w4a8_int8_linear", "dequantize_w4a8_int8_weight"),
+}
+"""By the module of a layout: the product with a weight, and the weight itself."""
+
+_libraries: list[torch.library.Library] = []
+
+
+def operators() -> Iterator[tuple[types.ModuleType, str, Any]]:
+    """(module, name, operator) of each of these functions that this comfy-kitchen has."""
+    for layout, names in _KERNELS.items():
+        module = sys.modules.get(f"comfy_kitchen.tensor.{layout}")
+        for name in names:
+            function = getattr(module, name, None)
+            if isinstance(function, types.FunctionType) and _is_defined(name, function):
+                yield module, name, getattr(torch.ops.accel, name)
+
+
+def _is_defined(name: str, function: Callable) -> bool:
+    """Define the operator, once in the process; whether there is one."""
+    if hasattr(torch.ops.accel, name):
+        return True
+    library = torch.library.Library("accel", "FRAGMENT")
+    try:
+        library.define(name + torch.library.infer_schema(function, mutates_args=()))
+    except (RuntimeError, ValueError) as error:  # a version with arguments that no operator takes
+        log.debug("%s is traced as it is: %s", name, error)
+        return False
+    signature = inspect.signature(function)
+
+    def fake(*args: Any, **kwargs: Any) -> torch.Tensor:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return _result(bound.arguments)
+
+    library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"accel::{name}", fake, lib=library)
+    _libraries.append(library)  # its operators vanish with it
+    return True
+
+
+def _result(arguments: dict[str, Any]) -> torch.Tensor:
+    """What the function gives for these arguments, without values. A byte of a weight holds two of its numbers."""
+    packed = arguments["qweight"] if "qweight" in arguments else arguments["qdata"]
+    rows, half = packed.shape
+    if "x" not in arguments:
+        return packed.new_empty((rows, 2 * half), dtype=arguments["output_dtype"])
+    x = arguments["x"]
+    return x.new_empty((*x.shape[:-1], rows), dtype=arguments.get("out_dtype", x.dtype))
