@@ -45,7 +45,7 @@ HELP = """
 """
 
 
-def picture(page, name: str, language: str) -> None:
+def picture(page, name: str) -> None:
     """Take the picture of the only node for its help page."""
     from PIL import Image
 
@@ -55,9 +55,9 @@ def picture(page, name: str, language: str) -> None:
     box = page.locator("[data-node-id]").first.bounding_box()
     edge = 14  # half of a socket
     clip = {"x": box["x"] - edge, "y": box["y"] - edge, "width": box["width"] + 2 * edge, "height": box["height"] + 28}
-    path = DOCS / name / f"{language}.png"
+    path = DOCS / name / "en.png"  # for every language: a browser without Chinese letters would draw boxes
     path.parent.mkdir(exist_ok=True)
-    Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("RGB").save(path, optimize=True)
+    Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("RGB").quantize(dither=0).save(path, optimize=True)
 
 
 def show_every_help_page(page, language: str, titles: dict[str, str]) -> dict[str, str]:
@@ -68,8 +68,8 @@ def show_every_help_page(page, language: str, titles: dict[str, str]) -> dict[st
     seen = {}
     for name in NODES:
         seen[name] = page.evaluate(ALONE, name)
-        if UPDATE and page.setup == IN_NEWEST:
-            picture(page, name, language)
+        if UPDATE and page.setup == IN_NEWEST and language == "en":
+            picture(page, name)
             page.evaluate(ALONE, name)
         until(page, "document.querySelector('[data-testid=info-button]')", lambda: page.evaluate(SELECT))
         page.wait_for_timeout(200)
