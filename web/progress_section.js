@@ -9,7 +9,8 @@ const STAGES = ["trace", "generate", "build"];
 const USUAL = 15; // seconds that a block type takes, until one has been timed
 
 export function progressSection() {
-  const name = h("p", { class: "accel-strong" });
+  const name = h("span", { class: "accel-strong" });
+  const stage = h("span", { class: "accel-muted" });
   const numbers = h("span", { class: "accel-muted accel-numbers" });
   const bar = h("div", { class: "accel-bar-part" });
   const progress = h("div", { class: "accel-bar", role: "progressbar", "aria-label": t("compiling") }, bar);
@@ -19,7 +20,7 @@ export function progressSection() {
     { class: "accel-section accel-progress", hidden: true, title: t("compilingTip") },
     h("div", { class: "accel-line" }, spinner, h("h3", { text: t("compiling") }), numbers),
     progress,
-    name,
+    h("p", {}, name, stage),
     h("p", { class: "accel-muted", text: t("compilingHint") }),
   );
   const spoken = h("div", { class: "accel-spoken", role: "status", "aria-live": "polite" });
@@ -34,7 +35,8 @@ export function progressSection() {
     const within = Math.max(1 - Math.exp(-passed / usual), STAGES.indexOf(compiling.stage) / STAGES.length);
     const isCounted = compiling.of > 0;
     const part = isCounted ? { number: compiling.number, of: compiling.of } : null;
-    setText(name, [compiling.name, stageText(compiling)].filter(Boolean).join(" · "));
+    setText(name, compiling.name);
+    setText(stage, compiling.stage && ` · ${stageText(compiling)}`);
     setText(numbers, [part && t("numberOf", part), seconds(Math.floor(passed))].filter(Boolean).join(" · "));
     bar.style.width = isCounted ? `${(100 * Math.max(0, compiling.number - 1 + within)) / compiling.of}%` : "100%";
     bar.classList.toggle("accel-unknown", !isCounted);

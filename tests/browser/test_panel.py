@@ -20,13 +20,14 @@ STEPS = 4
 
 RECORD = """
 () => {
-    const seen = window.accelSeen = { numbers: [], names: [], badges: [], spoken: [], widths: [] };
+    const seen = window.accelSeen = { numbers: [], names: [], stages: [], badges: [], spoken: [], widths: [] };
     const note = (list, text) => { if (text && list.at(-1) !== text) list.push(text); };
     const look = () => {
         const section = document.querySelector('.accel-progress');
         if (section && !section.hidden) {
             note(seen.numbers, section.querySelector('.accel-numbers').textContent);
             note(seen.names, section.querySelector('.accel-strong').textContent);
+            note(seen.stages, section.querySelector('.accel-strong + .accel-muted').textContent);
             note(seen.widths, section.querySelector('.accel-bar-part').style.width);
         }
         note(seen.spoken, document.querySelector('.accel-panel [role=status]')?.textContent);
@@ -95,6 +96,7 @@ def test_a_run_is_watched_from_nothing_to_a_full_table(page, panel, server):
         "() => { const { observer, ...seen } = window.accelSeen; observer.disconnect(); return seen; }"
     )
     assert set(seen["names"]) == set(names)
+    assert set(seen["stages"]) <= {" · tracing", " · generating code"} and seen["stages"], "eager builds no kernels"
     counted = [re.match(r"(\d+) of (\d+)", text).groups() for text in seen["numbers"]]
     assert len({number for number, _ in counted}) >= 2, "progress went on"
     number, of = map(int, counted[0])

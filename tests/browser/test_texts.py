@@ -80,7 +80,7 @@ def test_every_node_has_a_help_page_with_its_picture_and_every_input(language, n
             missing.append(f"{path} with the title {title}")
         missing += [f"{path}: {key}" for key in inputs_of(node) if f"`{key}`" not in page]
         # Relative to the folder of all pages, whatever the clone is called: so ComfyUI's page resolves it.
-        picture = f"{name}/{language}.png"
+        picture = f"{name}/en.png"
         data = (DOCS / picture).read_bytes() if (DOCS / picture).is_file() else b""
         if f"]({picture})" not in page:
             missing.append(f"{path}: the picture {picture}")
