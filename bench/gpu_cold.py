@@ -76,7 +76,7 @@ def measure(given: dict) -> list[Row]:
     from . import gpu_device, gpu_models
     from .gpu_cases import CONTENDERS
     from .gpu_contenders import CACHE_BYTES, Lineup, ran_as
-    from .gpu_runs import Runs, difference
+    from .gpu_runs import Runs, difference, tolerance
     from .gpu_steps import WARM_UP
 
     if given["quick"]:
@@ -116,6 +116,7 @@ def measure(given: dict) -> list[Row]:
                     "peak_mb": gpu_device.peak_mb(subject.device),
                     "held_mb": gpu_device.held_mb(subject.device),
                     "answer_diff": difference(run.answer, torch.load(answer)) if answer.exists() else None,
+                    "tolerance": tolerance(subject.dtype),
                     "ran_as": ran_as(name, spent["replays"], SAMPLED),
                     **spent,
                 }

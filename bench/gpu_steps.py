@@ -165,6 +165,7 @@ class Steps:
             torch.save(run.answer, self._answer)
         warm = {**cold, "first_image_s": round(run.seconds, 3)}
         labels = {"part": "cold", "loaded": 0, "held_mb": None, "answer_diff": row["answer_diff"]}
+        labels["tolerance"] = self._tolerance
         return (
             row,
             run,

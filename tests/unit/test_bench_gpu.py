@@ -372,6 +372,16 @@ def test_output_that_is_not_eagers_is_a_failure_and_named(value):
     assert about(judged(rows), "eager's within tolerance").state == gpu_goals.MISSED
 
 
+def test_start_whose_output_is_not_eagers_is_a_failure():
+    (sentence,) = gpu_goals.failures([{**start(BOTH, "new process"), "answer_diff": 0.1, "tolerance": 2e-2}])
+    assert "new process start, ours, both tiers: differs" in sentence
+
+
+def test_outputs_without_values_are_not_called_equal():
+    rows = [step(contender, 13.0, answer_diff=float("inf"), tolerance=None) for contender in (EAGER, BOTH)]
+    assert about(gpu_goals.goals(rows, [], False, {}), "eager's within tolerance").state == gpu_goals.NOT_MEASURED
+
+
 def test_contender_that_failed_is_a_failure_and_named():
     row = {"part": "session", "model": "SDXL", "step": "batch 4", "contender": CORE, "failed": "out of memory"}
     assert gpu_goals.failures([row]) == ["SDXL, session, batch 4, core's TorchCompileModel: out of memory"]
