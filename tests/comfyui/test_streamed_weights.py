@@ -20,6 +20,7 @@ from comfy_accel.accel.core import events
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
+from comfy_accel.accel.core.settings import Settings
 from comfy_accel.accel.dispatch.block_runner import StreamedBlockRunner
 from comfy_accel.accel.fingerprint.kinds import describe
 from comfy_accel.accel.hosts.comfyui.models import capture, streamed
@@ -385,6 +386,18 @@ def test_core_whose_functions_have_changed_has_its_own_way(card, monkeypatch):
     assert (
         card.pins == 0 and graphs() == 0 and all(code in ("indescribable", "weights_not_taken") for code in reasons())
     )
+
+
+def test_weights_that_are_to_stay_in_place_by_the_setting_do(card, monkeypatch):
+    model, other = card.streamed(FLUX.load()), FLUX.load()
+    model.cached_patcher_init = lambda disable_dynamic: other, ()
+    monkeypatch.setattr(streamed, "shared", warm)
+    monkeypatch.setattr(streamed.preferences, "current", lambda: Settings(weights_in_place=True))
+    made = compiled(model)
+    assert not made.is_dynamic()
+    with all_compiled():
+        assert torch.equal(sample(made), sample(other))
+    assert card.faults == 0
 
 
 @pytest.mark.parametrize("name", ["cast_modules_with_vbar", "resolve_cast_module_with_vbar"])
