@@ -21,14 +21,13 @@ from ..refresh import Step
 LONGEST = 8
 """The most steps from one full step to the next, where the settings' interval is not above it."""
 
-SHRINKS = 0.3
-"""How much of an error in the latent the model's prediction takes back, at full noise; in proportion to the sine of the
-noise level's angle. On the trained UNet an error keeps 0.75 of itself in the prediction above a noise level of 0.6, and
-all of it below 0.4. Nothing is taken back where the sampler adds noise: what was decided differently stays so."""
-
-GROWS, FALLS = 1.4, 0.6
+GROWS, FALLS = 1.7, 1.0
 """Exponents of a forecast's error over the distance from the last full step, in radians of the noise level: beyond the
-distance at which it was measured, and below. As measured on the trained UNet, over intervals of 2 to 6 steps."""
+distance at which it was measured, and below. As measured on the trained UNet, over intervals of 2 to 5 steps."""
+
+PRICE = 3.0
+"""What skipping one step may add, over the even share of a step of what the steps left may add. Somewhat more than half
+of them are skipped, most for less than the price."""
 
 APART = 0.35
 """The most radians of the noise level from one comparison to the next. What an error of the feature does to the
@@ -41,10 +40,6 @@ always come back on the trained networks: in long runs of samplers without noise
 
 LONG_RUN = 16
 """Steps."""
-
-MARGIN_DB = 4.0
-"""Aimed at above the target. Where the error of every skipped step is known, the sum is right in the mean, but a sample
-may be 4 dB (one standard deviation) off: how much the model enlarges what it is given is the picture's."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +63,13 @@ class Carried:
         ratio = min(end / start, 1.0) if start > 0 else 0.0
         return 0.0 if ratio == 0 or math.isinf(self.kept) else ratio**self.kept
 
-    def passed_on(self, step: int) -> float:
-        """The factor by which `step` carries an error in the latent on."""
-        kept = self.share_kept(step)
-        shrinks = SHRINKS * math.sin(self.angles[step]) if self.kept == 1 else 0.0
-        return kept + (1 - kept) * (1 - shrinks)
-
     def at_end(self, step: int) -> float:
-        """The factor by which an error in the prediction of `step` reaches the final latent."""
-        result = self.factor * (1 - self.share_kept(step))
-        for later in range(step + 1, len(self.angles) - 1):
-            result *= self.passed_on(later)
-        return result
+        """The factor by which an error in the prediction of `step` reaches the final latent.
+
+        Later steps are taken to pass on all of it. On the trained networks they take a third to a half of it back below
+        a noise level of 2, and enlarge it above, by how much being the picture's: on the whole a margin.
+        """
+        return self.factor * (1 - self.share_kept(step))
 
 
 Skipped = tuple[float, float]
@@ -109,10 +99,12 @@ class QualityRefresh:
     """Skips while the final latent is expected to stay within `target` dB of the uncached run's; for one run.
 
     The distance is PSNR with the final latent's own range (max - min) as its peak, of the sample of a batch that is
-    farthest. Errors of steps add up as if they had nothing to do with each other: sums of vectors, which know their
-    directions, are farther from the truth, since the model turns them. Each stretch of skipped steps may add the share
-    of what is left that its steps are of those left, which is near the best division: with errors that grow with the
-    distance the cost of a step hardly depends on how fast features change there.
+    farthest. Errors within a stretch of skipped steps point the same way and add up; those of different stretches add
+    as if they had nothing to do with each other: sums of vectors, which know their directions, are farther from the
+    truth, since the model turns them. So short stretches everywhere cost less than a long one.
+
+    A step is skipped where that adds at most the price to the squared error: with one price for all steps no skip could
+    be had elsewhere for less. It follows from what the steps left may add.
     """
 
     uses_drift = False
@@ -127,7 +119,7 @@ class QualityRefresh:
         """Extra passes of the shallow part, to compare; counted by the run."""
         self.estimates: dict[int, float] = {}
         """Step → the final latent's error by estimate if it is skipped, as a share of its range; of each decided on."""
-        self._allowed = 10 ** (-(target + MARGIN_DB) / 20)
+        self._allowed = 10 ** (-target / 20)
         self._skipped: list[Skipped] = []
         """Since the last full step."""
         self._full: int | None = None
@@ -154,12 +146,14 @@ class QualityRefresh:
         known = self._known(step.index)
         if known is None:
             return True
-        error = self._expected([*self._skipped, self._as_skipped(step.index)], known)
-        spent = self._spent(known)
-        self.estimates[step.index] = (spent + error).max().sqrt().item()
-        share = (step.since_refresh + 1) / (len(self.carried.angles) - 1 - self._full)
+        each, spent = self._error(known), self._spent(known)
+        before = self._enlarged(self._skipped, known)
+        after = self._enlarged([*self._skipped, self._as_skipped(step.index)], known)
+        self.estimates[step.index] = (spent + each * after).max().sqrt().item()
+        room = ((self._allowed**2 - spent) / each).min().item()
         # `not <=` instead of `>`: NaN refreshes.
-        return not bool((error <= (self._allowed**2 - spent) * share).all())
+        left = len(self.carried.angles) - 1 - step.index
+        return not after - before <= PRICE * (room - before) / max(left, PRICE)
 
     def wants_probe(self, step: int) -> bool:
         """Whether `step`, which will be full, is to be run by the skipped path first.
@@ -249,13 +243,19 @@ class QualityRefresh:
         grown = 0.0 if now == 0 else now / then if then > 0 else math.inf
         return full.compared.numbers.read().double().square() * grown
 
-    def _expected(self, stretch: Sequence[Skipped], known: _Full) -> torch.Tensor:
-        """What a stretch of skipped steps adds to the squared error of the final latent [B]."""
+    @staticmethod
+    def _enlarged(stretch: Sequence[Skipped], known: _Full) -> float:
+        """By how much the squared error of the final latent by a stretch of skipped steps exceeds that of `known` in
+        its prediction."""
         total = 0.0
         for distance, at_end in stretch:
             reach = distance / known.distance
-            total += (reach ** (GROWS if reach > 1 else FALLS) * at_end) ** 2
-        return self._error(known) * total
+            total += reach ** (GROWS if reach > 1 else FALLS) * at_end
+        return total**2
+
+    def _expected(self, stretch: Sequence[Skipped], known: _Full) -> torch.Tensor:
+        """What a stretch of skipped steps adds to the squared error of the final latent [B]."""
+        return self._error(known) * self._enlarged(stretch, known)
 
     def _spent(self, known: _Full) -> torch.Tensor:
         """The squared error of the final latent [B] by what was skipped before the last full step."""
