@@ -75,7 +75,10 @@ def compile_block(
         raise CompileFailed(missing)
     changed_lists: list[Any] = []
     trace = _tracer(template, kind, spec, interrupts, changed_lists)
-    leave_to_library(template)
+    try:
+        leave_to_library(template)
+    except Exception as error:  # a class that no other can be derived from
+        raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
     ops = trace((*weights, *inputs))
     if changed_lists or ops is None and tree_spec.has_lists(spec):
         raise CompileFailed(Reason("changes_list"))

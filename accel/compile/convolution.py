@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
+from collections.abc import Callable
 
 import torch
 
@@ -75,8 +76,8 @@ _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 
 
 def _conv_forward_with(self, x, weight, bias, *own, **named):
-    """For classes whose method takes arguments of its own (a host's may leave out frames of zeros): it makes
-    something of them and calls torch's, in whose place the operator is."""
+    """For classes whose method calls cuDNN itself, which nothing can trace: the operator, unless the call has arguments
+    of the class's own (a host's may leave out frames of zeros)."""
     if own or named:
         return type(self)._conv_forward(self, x, weight, bias, *own, **named)
     return _conv_forward(self, x, weight, bias)
@@ -84,10 +85,14 @@ def _conv_forward_with(self, x, weight, bias, *own, **named):
 
 @functools.lru_cache(maxsize=64)
 def _over_operator(cls: type) -> type:
-    """A convolution's class with the operator in the place of torch's method."""
+    """A convolution's class with the operator in the place of torch's method, which its own method calls."""
     own = next(base for base in cls.__mro__ if base in _CONVOLUTIONS)
     operator = type(own.__name__, (own,), {"_conv_forward": _conv_forward})
     return type(cls.__name__, (cls, operator), {"__module__": cls.__module__})
+
+
+def _calls_cudnn(function: Callable) -> bool:
+    return "cudnn_convolution" in getattr(getattr(function, "__code__", None), "co_names", ())
 
 
 def leave_to_library(template: torch.nn.Module) -> None:
@@ -102,5 +107,7 @@ def leave_to_library(template: torch.nn.Module) -> None:
         ):
             forward = _conv_forward
             if all(type(module)._conv_forward is not cls._conv_forward for cls in _CONVOLUTIONS):
-                forward, module.__class__ = _conv_forward_with, _over_operator(type(module))
+                module.__class__ = cls = _over_operator(type(module))
+                # What it makes of the weight or of its input belongs to what the block computes.
+                forward = _conv_forward_with if _calls_cudnn(cls._conv_forward) else cls._conv_forward
             module._conv_forward = types.MethodType(forward, module)

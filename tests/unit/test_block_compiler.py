@@ -132,6 +132,36 @@ def test_what_a_convolution_makes_of_its_own_arguments_is_in_the_graph():
         assert torch.equal(graph.run(tensors), block(x))
 
 
+class Standardised(nn.Conv2d):
+    """With standardised weights, as some networks have them."""
+
+    def _conv_forward(self, x, weight, bias):
+        weight = weight - weight.mean((1, 2, 3), keepdim=True)
+        return super()._conv_forward(x, weight / weight.std((1, 2, 3), keepdim=True), bias)
+
+
+def test_what_a_convolution_makes_of_its_weight_is_in_the_graph():
+    block = nn.Sequential(Standardised(2, 4, 3), nn.SiLU(), Standardised(4, 4, 3)).eval().requires_grad_(False)
+    graph, weights = compiled(block, [torch.randn(1, 2, 8, 8)])
+    for batch, height in ((1, 8), (2, 9), (17, 7)):
+        tensors = (*weights.take(), torch.randn(batch, 2, height, 8))
+        assert graph.accepts(tensors)
+        assert torch.allclose(graph.run(tensors), block(tensors[-1]), atol=1e-5)
+
+
+class Final(nn.Conv2d):
+    def __init_subclass__(cls, **options):
+        raise TypeError("no class may be derived from it")
+
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, 2 * weight, bias)
+
+
+def test_convolution_of_a_class_that_is_final_is_not_compiled():
+    with pytest.raises(CompileFailed, match="no class may be derived"):
+        compiled(nn.Sequential(Final(2, 4, 3), nn.SiLU()).eval(), [torch.randn(1, 2, 8, 8)])
+
+
 class Broadcasts(nn.Module):
     def __init__(self):
         super().__init__()
