@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..core.errors import one_line
 from ..core.reasons import Reason
 from ..modules.blocks import blocks
 from ..modules.streamed_weights import Plain, in_place
@@ -83,6 +84,8 @@ def survey(
                 described.append((path, block, describe(shown[-1], reader, wraps)))
         except Indescribable as why:
             left_eager.append((path, Reason("indescribable", what=str(why))))
+        except Exception as error:  # of an extension's class, of any type
+            left_eager.append((path, Reason("indescribable", what=one_line(error))))
     kinds = kinds_of([description for _, _, description in described], shown, wraps)
     regions = [
         Region(path, block, kind, description.code.strings, wraps, plain, traceable)

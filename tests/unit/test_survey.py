@@ -115,3 +115,19 @@ def test_blocks_that_are_moved_away_or_patched_leave_the_kind_of_the_others_as_i
     model.layers[2].first[0].weight_function = [object()]
     found = survey(model)
     assert len(found.left_eager) == 1 and found.regions[0].kind == before
+
+
+class Broken(torch.Tensor):
+    def __tensor_flatten__(self):
+        raise RuntimeError("its data is gone")
+
+
+def test_block_whose_weights_cannot_be_asked_stays_eager():
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block(), Block()])
+    layer = next(part for part in model.layers[0].modules() if "weight" in part._parameters)
+    layer._parameters["weight"] = torch.ones(4, 4).as_subclass(Broken)
+    found = survey(model)
+    assert [region.path for region in found.regions] == ["layers.1"]
+    ((path, reason),) = found.left_eager
+    assert path == "layers.0" and "its data is gone" in str(reason)
