@@ -15,7 +15,7 @@ import os
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -87,6 +87,16 @@ class CodeReader:
         if key not in self._hashes:
             self._hashes[key] = self._hash(*key)
         return self._hashes[key]
+
+    def resting_on(self, code: CodeHash, classes: Iterable[type]) -> CodeHash:
+        """The hash with the files of these classes among its sources, whose code decides what the code's operators do.
+
+        Of that code only the names are described: it finds what to run in registries.
+        """
+        references = _References(self)
+        for cls in classes:
+            references.add_source_of(cls)
+        return replace(code, sources=code.sources | references.sources, opaque=code.opaque | references.opaque)
 
     def describe_function(self, function: types.FunctionType) -> tuple:
         """The function by itself: its code, its defaults and the contents of its cells."""

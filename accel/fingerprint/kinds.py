@@ -130,6 +130,7 @@ def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wr
     classes = {type(module) for _, module in parts} | references.classes
     classes |= {form.cls for _, _, form in weights if form is not None and stored_form.is_data(form.cls)}
     code = reader.read(frozenset(classes), references.functions)
+    code = reader.resting_on(code, set().union(*(form.classes for _, _, form in weights if form is not None)))
     digest = hashlib.sha256(code.digest.encode())
     for path, module, attributes in state:
         # The block's code does not read the others: its index in the model, what a host notes there.

@@ -55,6 +55,11 @@ class StoredForm:
             for inner in (("",) if form is None else form.names)
         ]
 
+    @property
+    def classes(self) -> set[type]:
+        """Its class, and those of the tensors in it."""
+        return {self.cls}.union(*(form.classes for _, form in self.parts if form is not None))
+
 
 Forms = Sequence[StoredForm | None]
 """The form of each weight, None for a plain tensor; empty where all are plain."""

@@ -215,3 +215,39 @@ def test_code_reaches_the_files_that_its_names_lead_to():
 class Reaching(torch.nn.Module):
     def forward(self, x):
         return x * einops.parse_shape
+
+
+WEIGHT = """
+import torch
+
+class Weight(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Weight(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*(arg.inner * {factor} if type(arg) is cls else arg for arg in args), **(kwargs or {{}}))
+
+def Block():
+    block = torch.nn.Linear(2, 2)
+    del block.weight
+    block.register_buffer("weight", Weight(torch.ones(2, 2)))
+    return block
+"""
+
+
+def test_code_of_weights_classes_of_their_own_is_in_the_name(module):
+    before = digest_of(module(WEIGHT.format(factor=2)))
+    assert before == digest_of(module(WEIGHT.format(factor=2)))
+    assert before != digest_of(module(WEIGHT.format(factor=33)))
