@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..core.events import emit
-from ..core.torch_internals import CODE_CACHE, PYTHON_WRAPPER
+from ..core.torch_internals import CODE_CACHE, GENERATED_CODE, PYTHON_WRAPPER
 
 TRACE, GENERATE, BUILD = STAGES = ("trace", "generate", "build")
 """Of a compilation, in their order: a block is traced, its code is generated, and kernels are built from that."""
@@ -19,11 +19,11 @@ TRACE, GENERATE, BUILD = STAGES = ("trace", "generate", "build")
 @contextmanager
 def building_told() -> Iterator[None]:
     """While it lasts, the event "compile_stage" says when inductor begins to build kernels from a graph's code."""
-    wrapper = PYTHON_WRAPPER.get(None)
-    generate = getattr(wrapper, "generate", None)
+    generate = GENERATED_CODE.get(None)
     if generate is None:
         yield
         return
+    wrapper = PYTHON_WRAPPER.get()
 
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
         code = generate(self, *args, **kwargs)

@@ -53,10 +53,10 @@ class InductorOnce(RunOnce):
     is_faster = True
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
-        if not savable or torch_internals.lacking(torch_internals.STANDALONE_SAVING) is not None:
-            return compile_by_running(function, tensors, self.name)
-        backend = _Standalone()
         with generated_code.building_told():
+            if not savable or torch_internals.lacking(torch_internals.STANDALONE_SAVING) is not None:
+                return compile_by_running(function, tensors, self.name)
+            backend = _Standalone()
             call, guards, modules = _run_once(function, tensors, backend)
         # Torch keeps every backend for the life of the process.
         graph, backend.graph = backend.graph, None

@@ -137,6 +137,9 @@ PYTHON_WRAPPER = Internal("torch._inductor.codegen.wrapper", "PythonWrapperCodeg
 INPUT_ASSERTS = Internal(
     "torch._inductor.codegen.wrapper", "PythonWrapperCodegen.codegen_input_size_asserts", "2.7", _ONE_BY_ONE
 )
+GENERATED_CODE = Internal(
+    "torch._inductor.codegen.wrapper", "PythonWrapperCodegen.generate", "2.7", "nobody is told when kernels are built"
+)
 
 _AS_TRACED = "group norms are inductor's, slower"
 KNOWN_TRUE = Internal("torch.fx.experimental.symbolic_shapes", "statically_known_true", "2.7", _AS_TRACED)

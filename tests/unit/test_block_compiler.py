@@ -59,8 +59,12 @@ def conv_inputs(batch, height, width, channels=32):
     return torch.randn(batch, channels, height, width), torch.randn(batch, 16)
 
 
-@pytest.mark.parametrize(("backend", "stages"), [("eager", ["generate"]), ("inductor", ["generate", "build"])])
-def test_a_compilation_tells_its_stages_and_a_call_none(backend, stages):
+@pytest.mark.parametrize(
+    ("backend", "stages", "is_older"),
+    [("eager", ["generate"], False)] + [("inductor", ["generate", "build"], is_older) for is_older in (False, True)],
+)
+def test_a_compilation_tells_its_stages_and_a_call_none(backend, stages, is_older, hide):
+    hide(*[torch_internals.AOT_CELLS, *torch_internals.STANDALONE_SAVING] * is_older)
     told, block, inputs = [], ConvBlock().eval().requires_grad_(False), conv_inputs(2, 8, 8)
     stop = subscribe(lambda name, data: told.append((name, data.get("stage"))))
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...compile.generated_code import STAGES
+from ...compile.generated_code import STAGES, TRACE
 from ...core.events import emit, subscribe
 from .versions import finish_node_progress, show_node_progress
 
@@ -48,7 +48,7 @@ class CompileProgress:
             self._loaded += 1
         elif name == "compile_start":
             self._name = data["name"]
-            self._tell(STAGES[0])
+            self._tell(TRACE)
         elif name == "compile_stage":
             self._tell(data["stage"])
         elif name == "compile_end":
