@@ -6,17 +6,28 @@ Imported by tests that have put a ComfyUI tree on the path.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import comfy.ops
 import comfy.quant_ops
 import torch
 from comfy.ldm.modules.attention import FeedForward
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
+from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.store.graph_store import GraphStore
 
 from bench.tiny_models import randomize
 
 WIDTH = 256
 """What the layouts of 4 bits divide into groups."""
+
+X = torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(0))
+
+EAGER = CompileSettings(backend="eager")
 
 IS_BY_LAYER = hasattr(comfy.quant_ops, "register_layout_class")
 """Whether a file says of each layer how it is stored; core 0.3.75 reads that from the file's metadata."""
@@ -77,3 +88,19 @@ def _stored(weight: torch.Tensor, name: str, settings: dict, by_channel: bool) -
     if IS_BY_LAYER:
         return tensor.state_dict()
     return {"": tensor._qdata, "_scale": tensor._layout_params["scale"]}
+
+
+def both_ways(
+    model: FeedForwards, cache: GraphCache, x: torch.Tensor, settings: CompileSettings = EAGER
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(eager, compiled)"""
+    eager = model(x)
+    with substituted(block_layers(model, settings, cache), Order.COMPILED):
+        return eager, model(x)
+
+
+def saving(folder: Path) -> GraphCache:
+    """A cache that saves its graphs in the folder."""
+    cache = GraphCache()
+    cache.store = GraphStore(LocalFolder(folder / "graphs"), folder / "secret")
+    return cache

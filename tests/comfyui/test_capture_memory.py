@@ -144,7 +144,7 @@ def test_captures_that_go_before_the_next_image_time_after_time_are_made_no_more
     assert capturer.captures == captures + 2
 
 
-def test_an_image_that_uses_captures_begins_the_count_anew_though_they_then_go_another_way(cache, capturer):
+def test_an_image_that_uses_captures_starts_the_count_again_though_they_then_go_another_way(cache, capturer):
     model = unet()
     model_fast = fast(model, cache)
     for _ in range(2):

@@ -9,28 +9,15 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.store.folder import LocalFolder
-from comfy_accel.accel.store.graph_store import GraphStore
 from gguf_layers import LAYOUTS, REAL, STAND_INS, TYPES, UNTRACED, patched, stored
-from quantised_layers import WIDTH
+from quantised_layers import EAGER, X, both_ways, saving
 from torch._dynamo.utils import counters
-
-EAGER = CompileSettings(backend="eager")
-
-X = torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
 def counted(clean_counters):
     with torch.inference_mode():
         yield
-
-
-def both_ways(model, cache, x, settings=EAGER):
-    """(eager, compiled)"""
-    eager = model(x)
-    with substituted(block_layers(model, settings, cache), Order.COMPILED):
-        return eager, model(x)
 
 
 def graphs():
@@ -92,9 +79,8 @@ def test_each_way_of_reading_the_bytes_makes_a_kind_of_its_own():
 @pytest.mark.thorough  # compiles with inductor
 @pytest.mark.parametrize("layout", LAYOUTS[:1] + LAYOUTS[2:3] + LAYOUTS[9:10])
 def test_compiled_graph_serves_other_weights_of_its_layout_and_is_saved(layout, tmp_path):
-    settings, caches = CompileSettings(backend="inductor"), [GraphCache(), GraphCache()]
+    settings, caches = CompileSettings(backend="inductor"), [saving(tmp_path), saving(tmp_path)]
     for seed, cache in enumerate(caches):
-        cache.store = GraphStore(LocalFolder(tmp_path / "graphs"), tmp_path / "secret")
         eager, compiled = both_ways(stored(layout, seed), cache, X[:, : 7 - seed], settings)
         assert largest_difference(compiled, eager) is None
     assert fallbacks.rows() == []

@@ -11,35 +11,17 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.store.folder import LocalFolder
-from comfy_accel.accel.store.graph_store import GraphStore
-from quantised_layers import IS_BY_LAYER, LAYOUTS, WIDTH, plain, quantised
+from quantised_layers import EAGER, IS_BY_LAYER, LAYOUTS, WIDTH, X, both_ways, plain, quantised, saving
 from torch._dynamo.utils import counters
 
-EAGER = CompileSettings(backend="eager")
 BY_KERNELS = "convrot_w4a4", "asym_w4a8_int8"
 """Their kernels are not operators of torch."""
-
-X = torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(autouse=True)
 def counted(clean_counters):
     with torch.inference_mode():
         yield
-
-
-def both_ways(model, cache, x, settings=EAGER):
-    """(eager, compiled)"""
-    eager = model(x)
-    with substituted(block_layers(model, settings, cache), Order.COMPILED):
-        return eager, model(x)
-
-
-def saving(folder):
-    cache = GraphCache()
-    cache.store = GraphStore(LocalFolder(folder / "graphs"), folder / "secret")
-    return cache
 
 
 @pytest.mark.parametrize("full_precision", [True, False])
