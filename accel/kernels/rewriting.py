@@ -73,7 +73,7 @@ def rewrite(graph: Graph) -> None:
 
 
 def _order_queries(graph: Graph, node: Node) -> None:
-    """Have the queries written by tokens if attention's result is read so."""
+    """Have the queries written by tokens if attention's result is read so, and they are read by nothing else."""
     queries = node.args[0] if node.args else None
     value = _value(queries)
     if value is None or value.ndim != 4 or value.device.type != DEVICE or not value.is_contiguous():

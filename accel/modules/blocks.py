@@ -25,9 +25,9 @@ def blocks(model: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple
     A block is an element of a list, or any other module of the same class (a VAE's middle block). Where no list has any
     (TAESD, Wan's VAE), it is an element of a `Sequential`, of a class that occurs there at least twice.
     """
-    classes = {type(block) for _, block in _blocks(model, "", False, frozenset(), _LISTS, wraps)}
+    classes = frozenset(type(block) for _, block in _blocks(model, "", False, frozenset(), _LISTS, wraps))
     if classes:
-        yield from _blocks(model, "", False, frozenset(classes), _LISTS, wraps)
+        yield from _blocks(model, "", False, classes, _LISTS, wraps)
         return
     found = list(_blocks(model, "", False, frozenset(), _CONTAINERS, wraps))
     count = Counter(type(block) for _, block in found)

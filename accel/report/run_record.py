@@ -101,10 +101,8 @@ class RunRecords:
             now = max(self._compiling.values(), key=lambda one: one.began, default=None)
         if now is None:
             return None
-        return {
-            **{"name": now.name, "number": now.number, "of": now.of, "node": now.node, "stage": now.stage},
-            "seconds": time.perf_counter() - now.began,
-        }
+        told = {name: value for name, value in vars(now).items() if name != "began"}
+        return {**told, "seconds": time.perf_counter() - now.began}
 
     def clear(self) -> None:
         with self._lock:

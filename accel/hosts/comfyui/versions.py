@@ -137,11 +137,11 @@ def traceable() -> Iterator[None]:
     global _threads_tracing
     with _tracing_lock:
         _threads_tracing += 1
-        casts = [(comfy.ops, name, vars(comfy.ops).get(name)) for name in _CASTS]
-        casts = [(*place, cast._torchdynamo_orig_callable) for *place, cast in casts if hasattr(cast, _HIDDEN)]
+        casts = [(comfy.ops, name, getattr(vars(comfy.ops).get(name), _HIDDEN, None)) for name in _CASTS]
         for module, name, function in (*casts, *kitchen_kernels.operators()):
-            _replaced[module, name] = getattr(module, name)
-            setattr(module, name, function)
+            if function is not None:
+                _replaced[module, name] = getattr(module, name)
+                setattr(module, name, function)
     try:
         yield
     finally:
