@@ -30,7 +30,7 @@ BELOW, ABOVE = 1.0, 6.0
 """How many dB below and above its target a sample may end."""
 
 DEEP_CACHE, TARGET, FEWER_STEPS, EASY_CACHE = "DeepCache", "quality target", "fewer steps", "EasyCache"
-DEFAULT = "today's default"
+DEFAULT = "the default"
 SETTING = ("method", "interval", "schedule", "between", "threshold", "depth", "target_db", "fewer_steps", "on_curve")
 PLACE = ("network", "sampler", "steps")
 CASE = ("width", "height", "batch")

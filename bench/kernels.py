@@ -56,12 +56,12 @@ and uncond. cpu_seconds: of the first call at the size counted. mark: graph brea
 NOTES = """\
 Flux's double block and Qwen-Image's give text and image weights of their own after one attention. Each product reads a
 slice of its result, which is not contiguous over the images of a batch: `bmm` multiplies each image by the same weight,
-and copies nothing. As `addmm` both slices would be copied first: in Flux's double block 2.04 GB instead of 1.88 and 30
-launches instead of 28, for 1 % fewer instructions. So they stay; for one image `bmm` is one product anyway.
+and copies nothing. As `addmm` both slices would be copied first: tried by hand in Flux's double block, 2.04 GB instead
+of 1.88 and 30 launches instead of 28, for 1 % fewer instructions. For one image `bmm` is one product anyway.
 
-Of what compiling Flux's double block takes, a quarter is Triton and ptxas, which compile the 28 configurations of its
-17 kernels once each; the rest is tracing and inductor's Python. Static code is quicker to compile since its sizes are
-numbers. On a machine with more cores PyTorch compiles kernels in parallel."""
+Of what compiling Flux's double block takes (profiled by hand) a quarter is Triton and ptxas, which compile the 28
+configurations of its 17 kernels once each; the rest is tracing and inductor's Python. Static code is quicker to compile
+since its sizes are numbers. On a machine with more cores PyTorch compiles kernels in parallel."""
 
 
 def main(arguments: list[str] | None = None) -> int | None:

@@ -26,8 +26,8 @@ fast anything is. `dev.py test --all tests/comfyui/test_models.py --write-models
 - **ControlNet**: run compiled beside the model, where the tests have one for it.
 - **quantised**: weights stored in fp8, with a LoRA too.
 - **streamed**: weights that ComfyUI streams (DynamicVRAM), on a stand-in for its allocator that takes them away at
-  random, with a LoRA and with other weights of the family in between; on the device were never more than its capacity
-  and two blocks. “–” for a ComfyUI without it.
+  random, with a LoRA and with other weights of the family in between; the device never held more than its capacity and
+  two blocks. “–” for a ComfyUI without it.
 - **captured**: whole calls captured and replayed, on a stand-in for CUDA graphs.
 
 """
