@@ -88,7 +88,7 @@ def opened(path: Path, links: bool = False) -> Iterator[tuple[BinaryIO, os.stat_
 
     links: follow symbolic links.
 
-    Raises OSError: it is no regular file; FileNotFoundError where there is none.
+    Raises OSError: it is not a regular file; FileNotFoundError where there is none.
     """
     try:
         descriptor = os.open(path, _READING | (0 if links else getattr(os, "O_NOFOLLOW", 0)))

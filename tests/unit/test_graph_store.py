@@ -433,7 +433,7 @@ def test_pipe_in_the_place_of_the_bytes_does_not_hang(tmp_path):
     os.mkfifo(file)
     piped = store(tmp_path)
     assert load(piped) is None
-    assert "no regular file" in reasons(piped)[0]
+    assert "not a regular file" in reasons(piped)[0]
 
 
 def test_interrupt_while_loading_passes_through(tmp_path):

@@ -126,7 +126,7 @@ def test_what_never_ends_is_refused_at_once(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for endless in (tmp_path / "pipe", "/dev/zero"):
         assert run_command(tmp_path / "worker", "import", endless) == 1
-        assert "no regular file" in capsys.readouterr().err
+        assert "not a regular file" in capsys.readouterr().err
 
 
 def test_directory_as_large_as_a_sparse_file_does_not_fill_the_memory(tmp_path, capsys):

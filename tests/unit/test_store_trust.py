@@ -84,7 +84,7 @@ def test_secret_of_another_user_is_not_used(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on this system")
 def test_pipe_in_the_place_of_the_secret_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "secret", 0o600)
-    with pytest.raises(NoSecret, match="no regular file"):
+    with pytest.raises(NoSecret, match="not a regular file"):
         seals(tmp_path / "secret")
 
 

@@ -35,6 +35,9 @@ OUTSIDE = {
     "torch._inductor.config",
     "torch._functorch.config",
     # What torch's documentation and other libraries use; the pack does not start without these.
+    "torch.Tensor._make_wrapper_subclass",
+    "torch._C.DisableTorchFunctionSubclass",
+    "torch._C.TensorBase",
     "torch._check",
     "torch._dynamo.config",
     "torch._dynamo.config.patch",
@@ -43,6 +46,7 @@ OUTSIDE = {
     "torch._ops.OpOverloadPacket",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map_only",
 }
 """Private names of torch outside of the table."""
 
