@@ -116,7 +116,8 @@ def test_progress_is_told_for_the_node(small, sample):
         sample(accelerate(small, EAGER, GraphCache(), node_id="7"), 64, 64)
     finally:
         stop()
-    assert [data["number"] for data in said] == list(range(1, said[0]["of"] + 1))
+    stages = [(data["number"], data["stage"]) for data in said]
+    assert stages == [(number + 1, stage) for number in range(said[0]["of"]) for stage in ("trace", "generate")]
     assert {data["node"] for data in said} == {"7"}
 
 
