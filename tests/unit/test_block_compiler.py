@@ -63,7 +63,8 @@ def conv_inputs(batch, height, width, channels=32):
     ("backend", "stages", "is_older"),
     [("eager", ["generate"], False)] + [("inductor", ["generate", "build"], is_older) for is_older in (False, True)],
 )
-def test_a_compilation_tells_its_stages_and_a_call_none(backend, stages, is_older, hide):
+def test_a_compilation_tells_its_stages_and_a_call_none(backend, stages, is_older, hide, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # with a hit nothing is built
     hide(*[torch_internals.AOT_CELLS, *torch_internals.STANDALONE_SAVING] * is_older)
     told, block, inputs = [], ConvBlock().eval().requires_grad_(False), conv_inputs(2, 8, 8)
     stop = subscribe(lambda name, data: told.append((name, data.get("stage"))))
