@@ -16,16 +16,22 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.core.reasons import RunEagerly
+from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models import streamed
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from thorough import thorough_except
+from tiny_dits import DITS
+from tiny_families import FAMILIES
 from torch._dynamo.utils import counters
 
 from bench.tiny_models import lora as lora_file
 
 SHARES = (1, 0.995, 0.2)
 """All; all but a part of one block; the largest parts alone."""
+
+
+LOAD = comfy.model_patcher.ModelPatcher.load
 
 
 @pytest.fixture
@@ -45,6 +51,15 @@ def load(model, share: float) -> int:
     model.load(torch.device("cpu"), lowvram_model_memory=int(model.model_size() * share), full_load=share == 1)
     blocks = [region.block for region in survey(model.model.diffusion_model).regions]
     return sum(any(hasattr(part, "prev_comfy_cast_weights") for part in block.modules()) for block in blocks)
+
+
+def load_in_part(monkeypatch, share: float) -> None:
+    """From here on core's sampling loads this share of a model's weights."""
+
+    def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False):
+        LOAD(self, device_to, int(self.model_size() * share), force_patch_weights, full_load=False)
+
+    monkeypatch.setattr(comfy.model_patcher.ModelPatcher, "load", load)
 
 
 def run(model, cache, **settings) -> bool:
@@ -87,6 +102,39 @@ def test_lora_is_added_to_weights_that_wait_as_core_adds_it(model):
         finally:
             patched.detach()
     assert graphs() == cache.statistics()["graphs"] > 0 and fallbacks.rows() == []
+
+
+@pytest.mark.parametrize("name", thorough_except(DITS, "Flux"))
+@pytest.mark.parametrize("stored", thorough_except([torch.bfloat16, torch.float16], torch.bfloat16))
+def test_transformers_whose_angles_are_float32_run_compiled_with_lora_on_weights_that_wait(name, stored, monkeypatch):
+    """Beside tokens of the model's own type, their blocks take angles in float32."""
+    cache, made, file = GraphCache(), [], lora_file(DITS[name].family.load(stored), 1)
+    for share, strength, size in ((0.6, 0.0, 0), (0.6, 1.0, 0), (0.2, 0.5, 1), (0.9, 1.0, 1)):
+        load_in_part(monkeypatch, share)
+        model = DITS[name].family.load(stored)
+        patched = comfy.sd.load_lora_for_models(model, None, file, strength, 0)[0] if strength else model
+        expected = DITS[name].sample(patched, size, steps=2)
+        added = [part.weight_function for part in model.model.modules() if getattr(part, "weight_function", ())]
+        assert model.model.model_lowvram and bool(added) == bool(strength)
+        fast = accelerate(patched, CompileSettings(backend="eager"), cache)
+        assert torch.equal(DITS[name].sample(fast, size, steps=2), expected) and expected.isfinite().all()
+        made.append(graphs())
+        assert fallbacks.rows() == []
+        model.detach()
+    assert made[0] > 0 and len(set(made)) == 1
+
+
+def test_lora_in_another_type_than_that_of_the_weights_says_so(monkeypatch):
+    """Core adds it to what it makes of fp8, and never rounds the sum."""
+    load_in_part(monkeypatch, 0.2)
+    model = FAMILIES["Flux"].load(stored=torch.float8_e4m3fn)
+    patched = comfy.sd.load_lora_for_models(model, None, lora_file(model, 1), 1.0, 0)[0]
+    (expected,) = FAMILIES["Flux"].sample(patched)
+    fast = accelerate(patched, CompileSettings(backend="eager"), GraphCache())
+    fallbacks.clear()
+    assert torch.equal(FAMILIES["Flux"].sample(fast)[0], expected)
+    assert {row["reason"] for row in fallbacks.rows()} == {str(Reason("lora_waiting", stored="float8_e4m3fn"))}
+    model.detach()
 
 
 def test_weights_that_cannot_be_taken_leave_the_block_as_it_is(model, monkeypatch):

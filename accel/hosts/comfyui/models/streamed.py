@@ -266,10 +266,10 @@ class WaitingWeights(StreamedWeights):
         quickly = comfy.model_management.device_supports_non_blocking(device)
         with _on(self._stream):  # while the device still works on the block before
             for at, functions in waiting:
-                # Core adds LoRA in the type in which the layer computes, which is unknown where there are several.
-                is_known = type(made[at]) in PLAIN_TENSORS and all(dtype == made[at].dtype for dtype in dtypes)
-                if functions and not (is_known and all(map(_is_lowvram_patch, functions))):
+                if functions and not all(map(_is_lowvram_patch, functions)):
                     raise RunEagerly(Reason("weights_patched"))
+                if functions and not (type(made[at]) in PLAIN_TENSORS and _computes_in(made[at].dtype, dtypes)):
+                    raise RunEagerly(Reason("lora_waiting", stored=_stored_as(made[at])))
                 if stored_form.is_data(type(made[at])):  # core would lose the attributes
                     made[at] = stored_form.moved(made[at], device, quickly)
                     continue
@@ -314,6 +314,20 @@ def _place_of(inputs: Sequence[torch.Tensor]) -> tuple[torch.device, list[torch.
         raise RunEagerly(Reason("no_tensors"))
     device = next((tensor.device for tensor in filled if tensor.device.type != "cpu"), filled[0].device)
     return device, [tensor.dtype for tensor in filled if tensor.is_floating_point() and tensor.element_size() > 1]
+
+
+def _computes_in(dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether layers with weights of this type compute in it, and core so adds LoRA in it, in a call on these types.
+
+    A layer computes in its input's type. What is in float32 beside a model's own type is angles and times, which no
+    layer of a block takes as they are: Flux's positions, for one.
+    """
+    return dtype in dtypes and all(other in (dtype, torch.float32) for other in dtypes)
+
+
+def _stored_as(weight: torch.Tensor) -> str:
+    """For people."""
+    return str(weight.dtype).removeprefix("torch.") if type(weight) in PLAIN_TENSORS else type(weight).__name__
 
 
 class _Faulted:
