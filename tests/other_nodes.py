@@ -448,6 +448,13 @@ def injected(model, blocks):
 # Caches of whole steps, and compiled blocks
 
 
+def with_momentum(model):
+    """APG, which adds up what it saw of a run so far."""
+    from comfy_extras.nodes_apg import APG
+
+    return APG.execute(model, 1.0, 5.0, 0.5).args[0]
+
+
 def easy_cache(model):
     from comfy_extras.nodes_easycache import EasyCacheNode
 

@@ -23,6 +23,7 @@ from ..core.sentences import counted
 from .config import DeepCacheSettings
 from .drift import Drift
 from .forecast import ORDER, History
+from .guidance import Guidance
 from .policies.quality import QualityRefresh
 from .refresh import Step
 from .step_schedule import angle, in_window, is_in_order, step_of
@@ -78,6 +79,8 @@ class DeepCacheRun:
         """The quality target, where there is one."""
         self.carries: tuple[float, float] = (1.0, 1.0)
         """The sampler's `kept` and `factor`, as `policies.quality.Carried` has them; set by the host."""
+        self.guidance: Guidance | None = None
+        """Set by the host where skipped steps leave out the prediction without the prompt, and nothing else."""
         self.is_probing = False
         """Whether the current step, which is full, is being run by the skipped path for comparison."""
         self._compared: set[int] = set()
@@ -164,6 +167,8 @@ class DeepCacheRun:
         """
         self._occurrences.clear()
         self._calls.clear()
+        if self.guidance is not None:
+            self.guidance.is_asked = False
         if len(self.schedule) < 2:
             self._step = None
             return
@@ -182,7 +187,7 @@ class DeepCacheRun:
                 self._full[step] = False
             elif self._full[step]:
                 self._start_cycle(step)
-                if self.target is not None:
+                if self.target is not None and self.guidance is None:
                     self.target.note_full(step)
             elif self.target is not None:
                 self.target.note_skipped(step)
@@ -190,7 +195,7 @@ class DeepCacheRun:
             sibling.begin_evaluation(sigma)
 
     def _probes(self, step: int) -> bool:
-        if self.target is None or self.failed or not self.target.wants_probe(step):
+        if self.target is None or self.failed or self.guidance or not self.target.wants_probe(step):
             return False
         if not in_window(self.schedule[step + 1], self.window):
             return False
@@ -225,6 +230,33 @@ class DeepCacheRun:
             self.target.compare(step, forecast, truth)
         self.target.note_full(step)
         return result
+
+    def guided(self, shape: torch.Size, evaluate: Callable[[bool], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+        """The predictions of the denoised latent with and without the prompt, in a run with `guidance`.
+
+        shape: of each. evaluate: makes both, for False only the first.
+        """
+        step, guidance = self._step, self.guidance
+        if step is not None and guidance.is_asked:
+            self.run_in_full("its predictions are made in parts, such as context windows")
+        guidance.is_asked = True
+        if step is None or self.failed:
+            return evaluate(True)
+        is_known = guidance.fits(shape)
+        if not self._full[step] and is_known:
+            cond = evaluate(False)[0]
+            self.count(skipped=True)
+            return cond, guidance.uncond(cond)
+        cond, uncond = evaluate(True)
+        # A sampler's later evaluations of a step are at the noise level of the next one.
+        if not guidance.is_of(step):
+            if is_known:
+                truth, forecast = (guidance.guided(cond, other) for other in (uncond, guidance.uncond(cond)))
+                self.target.note_feature(step, (forecast - truth).square().mean(dtype=torch.float32))
+                self.target.compare(step, forecast, truth)
+            self.target.note_full(step)
+            guidance.record(step, cond, uncond)
+        return cond, uncond
 
     def tried(self, call: Callable[[], Any]) -> Any:
         """What `call`, one of the evaluation that was begun, gives as a skipped one, where `is_probing`; None where it
@@ -266,6 +298,8 @@ class DeepCacheRun:
     def _must_refresh(self, step: int) -> bool:
         if self.settings.is_off or self._refresh is None or not in_window(self.schedule[step], self.window):
             return True
+        if self.guidance is not None and step == len(self.schedule) - 2:
+            return True  # samplers that correct a step by the next one's prediction divide its error by the noise level
         start, end = (angle(sigma, self.is_flow) for sigma in self.schedule[step : step + 2])
         return self.policy.should_refresh(Step(step, step - self._refresh, start, end), self._drift)
 
@@ -283,6 +317,8 @@ class DeepCacheRun:
         self._drift.forget()
         self._full.clear()
         self._refresh = None
+        if self.guidance is not None:
+            self.guidance.forget()
         if self.target is not None:
             self.target.restart()
 
@@ -294,7 +330,9 @@ class DeepCacheRun:
         To be called once for each model call.
         """
         chunks = len(uuids or ())
-        if self.failed or self._step is None or not chunks or len(cond_indices) != chunks or x.shape[0] % chunks:
+        if self.failed or self.guidance or self._step is None:
+            return None
+        if not chunks or len(cond_indices) != chunks or x.shape[0] % chunks:
             return None
         shape = (x.shape[0] // chunks, *x.shape[1:])
         keys = []
@@ -447,6 +485,8 @@ class DeepCacheRun:
         return self.skipped_steps * (1 - self._shallow_share()) - probes * self._shallow_share()
 
     def _shallow_share(self) -> float:
+        if self.guidance is not None:
+            return 0.5
         return 0.0 if self.split is None else self.split.shallow_share
 
     @property

@@ -11,19 +11,12 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, 
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from deep_cache_reference import SMALL
 from deep_cache_runs import assert_no_trace, counts
-from other_nodes import control_net, controlled, easy_cache, in_areas
+from other_nodes import control_net, controlled, easy_cache, in_areas, with_momentum
 
 SIZE = {"width": 72, "height": 88, "steps": 24}
 NEVER_ENOUGH = DeepCacheSettings(quality=300.0)
 """Compares and skips nothing: the image must be the plain one, bit by bit."""
 LITTLE = DeepCacheSettings(quality=20.0)
-
-
-def with_momentum(model):
-    """APG, which adds up what it saw of a run so far."""
-    from comfy_extras.nodes_apg import APG
-
-    return APG.execute(model, 1.0, 5.0, 0.5).args[0]
 
 
 BESIDE = {

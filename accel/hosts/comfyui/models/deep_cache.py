@@ -13,6 +13,7 @@ import comfy.model_management
 import torch
 from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrappersMP, get_wrappers_with_key
+from comfy.samplers import CFGGuider
 
 from ....core.events import emit, log
 from ....core.sentences import counted
@@ -21,6 +22,7 @@ from ....report.headline import FEW_STEPS
 from ....report.run_record import QUALITY_FACTS, records
 from ....step_cache.cached_call import cached_call
 from ....step_cache.config import DeepCacheSettings
+from ....step_cache.guidance import MOST_STEPS, Guidance
 from ....step_cache.run import BranchKey, DeepCacheRun
 from ....step_cache.split_points import find_split, why_no_split
 from ..sizes.shape_errors import sizes_explained
@@ -36,7 +38,7 @@ KEY = "accel_deep_cache"
 """Key of our wrappers, and of the run in its transformer_options."""
 
 _WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE)
-_WRAPPED += (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
+_WRAPPED += (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 
 _NOISY = ("ancestral", "sde", "ddpm", "seeds", "sa_solver")
 _EXTRAPOLATE = ("_2m", "_3m", "multistep", "ipndm", "deis", "lms", "unipc", "sa_solver", "gradient_estimation")
@@ -66,6 +68,8 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: s
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings, node_id))
         clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, sampling_begins)
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, _begin_evaluation)
+        if settings.quality is not None:
+            clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _predict)
         if asks_wrappers(_uncompiled(model)):
             clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _call_model)
         else:
@@ -171,6 +175,7 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
         schedule = options.get("sample_sigmas")
         if not run.schedule and schedule is not None:
             run.set_schedule(schedule.tolist())
+            _leave_out_guidance(run, executor.class_obj, model_options)
         run.begin_evaluation(run.levels.read(torch.as_tensor(timestep), run.schedule))
         if run.is_probing:
             evaluate = functools.partial(_evaluate, executor, x, timestep, model_options, seed)
@@ -200,6 +205,26 @@ def _evaluate(
     options[_GUIDANCE[0]] = [note, *options.get(_GUIDANCE[0], ())]
     out = executor(x, timestep, options, seed)
     return out, guided[0] if guided else None
+
+
+def _leave_out_guidance(run: DeepCacheRun, guider: Any, model_options: dict[str, Any]) -> None:
+    """Have a short run skip predictions without the prompt, where a quality is asked and the guidance is core's own."""
+    is_short = run.target is not None and len(run.schedule) - 1 <= MOST_STEPS
+    is_plain = getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise
+    if is_short and is_plain and guider.cfg != 1 and not any(model_options.get(name) for name in _GUIDANCE):
+        run.guidance = Guidance(guider.cfg)
+
+
+def _predict(executor: Any, model: Any, conds: list, x: torch.Tensor, timestep: Any, model_options: dict) -> Any:
+    """Around the predictions with and without the prompt, and any that other nodes ask for."""
+    run: DeepCacheRun | None = model_options.get("transformer_options", {}).get(KEY)
+    if run is None or run.guidance is None or len(conds) != 2 or None in conds:
+        return executor(model, conds, x, timestep, model_options)
+
+    def evaluate(both: bool) -> list[torch.Tensor]:
+        return executor(model, conds if both else [conds[0], None], x, timestep, model_options)
+
+    return run.guided(x.shape, evaluate)
 
 
 def _stand_in_for_model(executor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,134 @@
+"""Short runs with a quality: what leaves out the prediction without the prompt, what it uses instead, and what not."""
+
+import pytest
+import tiny_models
+import torch
+from comfy.patcher_extension import WrappersMP
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.report.run_record import records
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
+from comfy_accel.accel.step_cache.guidance import MOST_STEPS
+from deep_cache_reference import SMALL
+from deep_cache_runs import assert_no_trace, counts
+from other_nodes import control_net, controlled, in_areas, with_momentum
+
+RUN = {"width": 72, "height": 88, "steps": 8}
+LITTLE, NEVER_ENOUGH = (DeepCacheSettings(quality=decibels) for decibels in (15.0, 300.0))
+
+
+def watched(model, key, calls):
+    """The model, noting of each pair of predictions whether both were asked for, and what they are."""
+
+    def watch(executor, inner, conds, x, timestep, options):
+        out = executor(inner, conds, x, timestep, options)
+        calls.append((conds[1] is not None, *(prediction.clone() for prediction in out)))
+        return out
+
+    model = model.clone()
+    model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, key, watch)
+    return model
+
+
+def test_the_prompts_effect_in_the_last_full_step_stands_in(small_unet, sample):
+    given, made = [], []
+    model = apply_deep_cache(watched(small_unet, "before", given), LITTLE)
+    sample(watched(model, "after", made), **RUN)
+    letters = records.deep_cache()["steps"]
+    assert "".join("FS"[not both] for both, *_ in made) == letters and "S" in letters
+    assert letters[:2] == "FF" and letters[-1] == "F"
+    for (_, cond, uncond), (both, *by_model) in zip(given, made, strict=True):
+        if both:
+            assert torch.equal(cond, by_model[0]) and torch.equal(uncond, by_model[1])
+            effect = cond - uncond
+        else:
+            assert torch.equal(cond, by_model[0]) and torch.equal(uncond, cond - effect)
+
+
+BESIDE = {
+    "alone": {},
+    "one image more": {"batch": 2},
+    "two calls a step": {"sampler": "heun"},
+    "noise of the sampler": {"sampler": "euler_ancestral"},
+    "ControlNet": {"positive": lambda: controlled(control_net(**SMALL))},
+    "regional prompts": {"positive": in_areas},
+}
+
+
+def settings_of(name):
+    return {**RUN, **{key: value() if callable(value) else value for key, value in BESIDE[name].items()}}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_nothing_left_out_leaves_the_image_bit_by_bit(small_unet, sample, name):
+    run = settings_of(name)
+    model = apply_deep_cache(small_unet, NEVER_ENOUGH)
+    assert torch.equal(sample(model, **run), sample(small_unet, **run))
+    assert counts() == (8, 0) and last_run()["probes"] == 0
+    assert_no_trace(model)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_is_left_out_is_told_and_leaves_no_trace(small_unet, sample, name):
+    run = settings_of(name)
+    model = apply_deep_cache(small_unet, LITTLE)
+    image, plain = sample(model, **run), sample(small_unet, **run)
+    assert counts()[1] >= 1 and last_run()["skipped_work"] == pytest.approx(counts()[1] / 16)
+    assert not torch.equal(image, plain) and (image - plain).abs().max() <= 0.5 * plain.abs().max()
+    assert_no_trace(model)
+
+
+@pytest.mark.parametrize(
+    ("patch", "run"),
+    [
+        (lambda model: model, {"cfg": 1.0}),
+        (with_momentum, {}),
+        (lambda model: model, {"sampler": "euler_cfg_pp"}),
+    ],
+    ids=["no guidance", "guidance of another node", "sampler with guidance of its own"],
+)
+def test_other_guidance_is_left_alone(small_unet, sample, patch, run):
+    calls = []
+    model = apply_deep_cache(patch(small_unet), LITTLE)
+    image = sample(watched(model, "after", calls), **{**RUN, **run})
+    assert torch.equal(image, sample(patch(small_unet), **{**RUN, **run}))
+    assert len({both for both, *_ in calls}) == 1
+
+
+def test_context_windows_have_an_effect_of_the_prompt_each(small_unet, sample):
+    import comfy.context_windows as windows
+
+    model = small_unet.clone()
+    handler = windows.IndexListContextHandler(
+        context_schedule=windows.get_matching_context_schedule(windows.ContextSchedules.STATIC_STANDARD),
+        fuse_method=windows.get_matching_fuse_method(windows.ContextFuseMethods.PYRAMID),
+        context_length=5,
+        context_overlap=1,
+    )
+    model.model_options["context_handler"] = handler
+    run = {**RUN, "batch": 9}  # as many as noise levels: core 0.3.75 compares the two element by element
+    assert torch.equal(sample(apply_deep_cache(model, LITTLE), **run), sample(model, **run))
+    assert counts() == (8, 0)
+    assert "in parts" in records.deep_cache()["why_full"]
+
+
+def test_longer_runs_skip_the_deep_part_instead(small_unet, sample):
+    calls = []
+    sample(watched(apply_deep_cache(small_unet, LITTLE), "after", calls), **{**RUN, "steps": MOST_STEPS + 8})
+    assert counts()[1] >= 1 and all(both for both, *_ in calls)
+
+
+def test_half_a_batch_compiles_nothing_more(sample):
+    model = tiny_models.unet(**SMALL)
+    cache = GraphCache()
+    plain = accelerate(model, CompileSettings(backend="eager"), cache)
+    expected = sample(plain, **RUN)
+    graphs = cache.statistics()["graphs"]
+    for batch in (1, 2):
+        expected = sample(apply_deep_cache(model, LITTLE), **RUN, batch=batch)
+        made = sample(apply_deep_cache(plain, LITTLE), **RUN, batch=batch)
+        assert counts()[1] >= 1
+        assert torch.equal(made, expected)
+        assert cache.statistics()["graphs"] == graphs
