@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from .drift import Drift
+from .policies.drift import Drift
 from .step_schedule import step_weight
 
 

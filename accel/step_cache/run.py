@@ -21,9 +21,9 @@ import torch
 from ..core.events import log
 from ..core.sentences import counted
 from .config import DeepCacheSettings
-from .drift import Drift
 from .forecast import ORDER, History
 from .guidance import Guidance
+from .policies.drift import Drift
 from .policies.quality import QualityRefresh
 from .refresh import Step
 from .step_schedule import angle, in_window, is_in_order, step_of

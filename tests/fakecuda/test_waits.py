@@ -17,7 +17,7 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate  # noqa
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.server import panel, report  # noqa: E402
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
-from comfy_accel.accel.step_cache.drift import Drift  # noqa: E402
+from comfy_accel.accel.step_cache.policies.drift import Drift  # noqa: E402
 
 from bench import made_up_device as device  # noqa: E402
 from bench.tiny_models import UNET, Family  # noqa: E402

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comfy_accel.accel.step_cache.drift import Drift, relative_change
+from comfy_accel.accel.step_cache.policies.drift import Drift, relative_change
 
 
 def drift_after(*measured):

@@ -7,8 +7,8 @@ bound the steps that may be skipped in a row, or should.
 
 from __future__ import annotations
 
-from ..drift import Drift
 from ..refresh import Step, UniformRefresh
+from .drift import Drift
 
 
 class FirstBlockRefresh(UniformRefresh):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from ...core.host_copy import HostCopy
-from ..drift import Drift
 from ..refresh import Step
+from .drift import Drift
 
 LONGEST = 8
 """The most steps from one full step to the next, where the settings' interval is not above it."""

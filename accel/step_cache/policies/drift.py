@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.host_copy import HostCopy
+from ...core.host_copy import HostCopy
 
 
 @dataclass(frozen=True)
