@@ -8,16 +8,17 @@ torch is in, and whether a changed input shares its memory. Other calls are desc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
 
 from ..cache.graph_cache import GraphCache
 from ..core.reasons import Reason, RunEagerly
+from ..fingerprint.kinds import WeightSlots
 from ..modules.streamed_weights import WeightSource
 from ..signature.argument_guard import ArgumentGuard, tensor_guard
-from ..signature.tensors import extent, is_dense, share_memory
+from ..signature.tensors import extent, is_dense, overlap, pairs
 from ..signature.tree_spec import Spec, UnsupportedArgument
 from .resolver import ResolvedGraph
 
@@ -132,14 +133,17 @@ class GuardedCall:
         self.resolved, self.counter = resolved, resolved.counter
         self._arguments = ArgumentGuard(args, kwargs, spec, inputs, replace)
         self._take = source.take
+        # As WeightSlots.take reads them, but without a call and a list for it.
+        is_direct = type(source) is WeightSlots and not source.forms
+        self._holders, self._names = (source.holders, source.names) if is_direct else (None, ())
         weights, given = source.take(inputs), self._arguments.match(args, kwargs) or ()
         self._check = tensor_guard((*weights, *given))
         self._wants_gradients = any(tensor.requires_grad for tensor in (*weights, *given))
         self._weights = len(weights)
         self._strided = [at for at, tensor in enumerate(inputs, len(weights)) if not is_dense(tensor)]
         self._changed = resolved.graph.facts.changed
-        # Computing them costs more than the rest of a match, and the guards have found the sizes to be these.
-        self._extents = [extent(tensor) for tensor in inputs] if self._changed else []
+        # Computing extents costs more than the rest of a match, and the guards have found the sizes to be these.
+        self._pairs = pairs(self._changed, [extent(tensor) for tensor in inputs]) if self._changed else []
         self._is_whole = not self._strided and len(given) == len(inputs)
         self._is_plain = self._is_whole and not self._changed
 
@@ -152,13 +156,14 @@ class GuardedCall:
         given = self._arguments.match(args, kwargs)
         if given is None:
             return None
-        tensors = (*self._take(given), *given)
+        holders = self._holders
+        tensors = (*(self._take(given) if holders is None else map(getitem, holders, self._names)), *given)
         if not self._check(*tensors) or (self._wants_gradients and torch.is_grad_enabled()):
             return None
         if self._is_plain:
             return tensors
         inputs = given if self._is_whole else self._arguments.with_numbers(given)
-        if self._changed and share_memory(inputs, self._changed, self._extents):
+        if self._pairs and overlap(inputs, self._pairs):
             return None
         if self._is_whole:
             return tensors

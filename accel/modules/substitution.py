@@ -7,6 +7,8 @@ the two compose; leaving the context restores the module exactly.
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -36,68 +38,54 @@ class Order(IntEnum):
     CACHED = 1
 
 
-class StandIn:
-    """A module's `forward` while at least one layer is in place.
+_Item = tuple[int, int | None, Layer]
+"""(order, thread, layer). thread: the only one whose calls go to the layer; None for all threads."""
 
-    Threads may call it while others add or remove layers: a call uses those that it found.
+
+class StandIn(functools.partial):
+    """A module's `forward` while at least one layer is in place. It does not change: more layers make another.
+
+    A partial, so that a call goes straight to a single layer: one frame of Python's less in each call of each block.
+
+    own: the forward that it stands for. is_foreign: somebody else has put that on the module.
     """
 
-    __slots__ = ("_first", "_first_only", "_layers", "_only", "is_foreign", "own")
+    __slots__ = ("_items", "is_foreign", "own")
 
-    def __init__(self, order: int, layer: Layer, thread: int | None = None):
-        """Its first layer. thread: the only one whose calls go to the layer; None for all threads."""
-        self._first: tuple[tuple[int, int | None, Layer], ...] = ((order, thread, layer),)
-        self._first_only = layer if thread is None else None
-        self._layers: tuple[tuple[int, int | None, Layer], ...] = ()
-        self._only: Layer | None = None
-        """The layer, if there is exactly one and it is for all threads."""
+    def __new__(cls, own: Forward, is_foreign: bool, items: tuple[_Item, ...]) -> StandIn:
+        """items: its layers, the innermost first."""
+        if len(items) == 1 and items[0][1] is None:
+            made = super().__new__(cls, items[0][2], own)
+        else:
+            made = super().__new__(cls, _call, items, own)
+        made.own, made.is_foreign, made._items = own, is_foreign, items
+        return made
 
-    def begin(self, own: Forward, is_foreign: bool) -> bool:
-        """Stand in for this forward, with the first layer alone; False if it stands for one already."""
-        if self._layers:
-            return False
-        self.own, self.is_foreign = own, is_foreign
-        self._layers, self._only = self._first, self._first_only
-        return True
+    def plus(self, item: _Item) -> StandIn:
+        """With one layer more."""
+        return StandIn(self.own, self.is_foreign, tuple(sorted((*self._items, item), key=operator.itemgetter(0))))
 
-    def add(self, order: int, layer: Layer, thread: int | None = None) -> None:
-        """Add a layer."""
-        self._set(tuple(sorted((*self._layers, (order, thread, layer)), key=lambda item: item[0])))
-
-    def remove(self, layer: Layer) -> bool:
-        """Remove the latest occurrence of `layer`; True if no layer is left."""
-        if self._only is layer:
-            self._layers, self._only = (), None
-            return True
-        layers = list(self._layers)
-        for index in reversed(range(len(layers))):
-            if layers[index][2] is layer:
-                del layers[index]
+    def minus(self, layer: Layer) -> StandIn | None:
+        """Without the latest occurrence of `layer`; None if no layer is left."""
+        items = list(self._items)
+        for index in reversed(range(len(items))):
+            if items[index][2] is layer:
+                del items[index]
                 break
-        self._set(tuple(layers))
-        return not layers
-
-    def _set(self, layers: tuple[tuple[int, int | None, Layer], ...]) -> None:
-        self._layers = layers
-        self._only = layers[0][2] if len(layers) == 1 and layers[0][1] is None else None
+        return StandIn(self.own, self.is_foreign, tuple(items)) if items else None
 
     def __deepcopy__(self, memo: dict) -> StandIn:
         """Itself: whoever copies a module removes the copy's stand-in."""
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        only = self._only
-        if only is not None:
-            return only(self.own, *args, **kwargs)
-        here = threading.get_ident()
-        layers = [layer for _, thread, layer in self._layers if thread is None or thread == here]
-        return self._call(layers, len(layers) - 1, args, kwargs)
 
-    def _call(self, layers: list[Layer], index: int, args: tuple, kwargs: dict) -> Any:
-        if index < 0:
-            return self.own(*args, **kwargs)
-        inner = self.own if index == 0 else lambda *a, **k: self._call(layers, index - 1, a, k)
-        return layers[index](inner, *args, **kwargs)
+def _call(items: tuple[_Item, ...], forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the layers that are for this thread, each around the ones further inwards."""
+    here = threading.get_ident()
+    for _, thread, layer in items:
+        if thread is None or thread == here:
+            forward = functools.partial(layer, forward)
+    return forward(*args, **kwargs)
 
 
 def set_apart(layer: Layer, apart: Apart) -> Layer:
@@ -137,41 +125,65 @@ def has_foreign_forward(module: torch.nn.Module) -> bool:
 class Substitution:
     """`substituted` for the same layers at one call after another: what it needs is made once.
 
-    thread: as for `StandIn`.
+    thread: as of `_Item`.
     """
 
     def __init__(self, layers: Mapping[torch.nn.Module, Layer], order: Order, thread: int | None = None):
-        self._order, self._thread = order, thread
-        self._ready = [(module, layer, StandIn(order, layer, thread)) for module, layer in layers.items()]
+        self._items = {module: (order, thread, layer) for module, layer in layers.items()}
+        self._forwards: dict[type, Any] = {}
+        self._ready: list[tuple[dict[str, Any], _Item, StandIn]] = []
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The context. It may be entered again before it ends, by other threads too."""
-        placed = 0
+        placed, ready = 0, ()
         try:
             with _changing:
-                for placed, (module, layer, ready) in enumerate(self._ready, 1):  # noqa: B007
-                    attributes = module.__dict__
-                    stand_in = attributes.get("forward")
-                    if type(stand_in) is StandIn:
-                        stand_in.add(self._order, layer, self._thread)
-                        continue
-                    is_foreign = stand_in is not None
-                    if not ready.begin(module.forward, is_foreign):  # somebody has put another forward in its place
-                        ready = StandIn(self._order, layer, self._thread)
-                        ready.begin(module.forward, is_foreign)
-                    attributes["forward"] = ready
+                ready = self._made_ready()
+                # The memory that a module takes here is cold, so as little as possible of it is looked at.
+                for placed, (attributes, item, stand_in) in enumerate(ready, 1):  # noqa: B007
+                    there = attributes.get("forward")
+                    if there is None:
+                        attributes["forward"] = stand_in
+                    elif type(there) is StandIn:
+                        attributes["forward"] = there.plus(item)
+                    else:
+                        attributes["forward"] = StandIn(there, True, (item,))
             yield
         finally:
             with _changing:
-                for module, layer, _ in self._ready[:placed]:
-                    attributes = module.__dict__
-                    stand_in = attributes.get("forward")
-                    if type(stand_in) is StandIn and stand_in.remove(layer):
-                        if stand_in.is_foreign:
-                            attributes["forward"] = stand_in.own
-                        else:
-                            del attributes["forward"]
+                for attributes, item, stand_in in ready[:placed]:
+                    there = attributes.get("forward")
+                    if type(there) is not StandIn:  # somebody has put another forward in its place
+                        continue
+                    left = None if there is stand_in else there.minus(item[2])
+                    if left is not None:
+                        attributes["forward"] = left
+                    elif there.is_foreign:
+                        attributes["forward"] = there.own
+                    else:
+                        del attributes["forward"]
+
+    def _made_ready(self) -> list[tuple[dict[str, Any], _Item, StandIn]]:
+        """The stand-ins for the forwards of the modules' classes, made again where one has another forward now."""
+        if any(_forward_of(cls) is not forward for cls, forward in self._forwards.items()):
+            self._ready = []
+        if not self._ready:
+            self._forwards = {cls: _forward_of(cls) for cls in map(type, self._items)}
+            self._ready = [
+                (module.__dict__, item, StandIn(_bound(self._forwards[type(module)], module), False, (item,)))
+                for module, item in self._items.items()
+            ]
+        return self._ready
+
+
+def _forward_of(cls: type) -> Any:
+    """The forward of a class, as it stands there."""
+    return next(vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base))
+
+
+def _bound(forward: Any, module: torch.nn.Module) -> Forward:
+    return forward.__get__(module) if hasattr(forward, "__get__") else forward
 
 
 def substituted(

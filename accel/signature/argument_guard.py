@@ -17,8 +17,6 @@ from ..core.reasons import is_autocast_on
 from . import tree_spec
 from .tree_spec import Spec
 
-_EMPTY = ("dict",)
-
 
 class ArgumentGuard:
     """Recognises later calls with the same structure and constants as one call.
@@ -57,7 +55,7 @@ class ArgumentGuard:
             return self._match_described(args, kwargs)
         if len(args) != self._count or tuple(kwargs) != self._names:
             return None
-        values = (*args, *kwargs.values())
+        values = args + tuple(kwargs.values())
         for at, known in self._fixed:
             now = values[at]
             # Other constants that are equal may differ: True and 1, 0.0 and -0.0.
@@ -69,7 +67,7 @@ class ArgumentGuard:
                 return None
             if self._replace is not None:
                 now = self._replace(now)
-            if (now or known != _EMPTY) and tree_spec.flatten(now, []) != known:
+            if (now or known) and tree_spec.flatten(now, [])[1:] != known:
                 return None
         return self._get_tensors(values)
 
@@ -92,8 +90,9 @@ class ArgumentGuard:
         return tensors
 
 
-def _places(values: tuple, spec: Spec) -> tuple[list[int], list[tuple[int, Any]], list[tuple[int, Spec]]] | None:
-    """The places of tensors, constants and replaced dicts among the values; None if there is anything else."""
+def _places(values: tuple, spec: Spec) -> tuple[list[int], list[tuple[int, Any]], list[tuple[int, tuple]]] | None:
+    """The places of tensors, constants and replaced dicts (with their specs' items) among the values; None if there is
+    anything else."""
     tensors, fixed, replaced = [], [], []
     _, of_args, of_kwargs = spec
     for at, (value, part) in enumerate(zip(values, [*of_args[1:], *(item for _, item in of_kwargs[1:])], strict=True)):
@@ -102,7 +101,7 @@ def _places(values: tuple, spec: Spec) -> tuple[list[int], list[tuple[int, Any]]
         elif part[0] in ("size", "constant", "value"):
             fixed.append((at, value))
         elif part[0] == "dict" and not tree_spec.has_tensors(part):
-            replaced.append((at, part))
+            replaced.append((at, part[1:]))
         else:
             return None
     return tensors, fixed, replaced

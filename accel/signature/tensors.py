@@ -81,19 +81,35 @@ def empty_dense_like(
     )
 
 
-def share_memory(tensors: Sequence[torch.Tensor], changed: Sequence[int], extents: Sequence[int] | None = None) -> bool:
+def share_memory(tensors: Sequence[torch.Tensor], changed: Sequence[int]) -> bool:
     """Whether one of the changed tensors overlaps another tensor in memory.
 
-    A graph may write its changes at the end, where the block would have read them before. extents: of the tensors,
-    where they are known; computed otherwise.
+    A graph may write its changes at the end, where the block would have read them before.
     """
-    extents = [extent(tensor) for tensor in tensors] if extents is None else extents
+    return overlap(tensors, pairs(changed, [extent(tensor) for tensor in tensors]))
+
+
+Pairs = Sequence[tuple[int, int, int, int]]
+"""(one, its extent, another, its extent), each pair once."""
+
+
+def pairs(changed: Sequence[int], extents: Sequence[int]) -> Pairs:
+    """Each changed tensor with each other one. extents: of all tensors."""
+    return [
+        (one, extents[one], other, extents[other])
+        for at, one in enumerate(changed)
+        for other in range(len(extents))
+        if other not in changed[: at + 1]
+    ]
+
+
+def overlap(tensors: Sequence[torch.Tensor], pairs: Pairs) -> bool:
+    """Whether the two tensors of a pair overlap in memory."""
     starts = list(map(torch.Tensor.data_ptr, tensors))
-    for index in changed:
-        start, end = starts[index], starts[index] + extents[index]
-        for other, begin in enumerate(starts):
-            if begin < end and start < begin + extents[other] and other != index:
-                return True
+    for one, extent_of_one, other, extent_of_other in pairs:
+        start, begin = starts[one], starts[other]
+        if begin < start + extent_of_one and start < begin + extent_of_other:
+            return True
     return False
 
 

@@ -1,5 +1,6 @@
 """Stand-ins: order of layers, and modules put back exactly, whatever ends the call."""
 
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -114,6 +115,50 @@ def test_context_that_is_entered_again_calls_the_forward_of_then():
     with again.in_place():
         assert module(1) == 1010
     assert module.__dict__["forward"] is foreign
+
+
+def test_context_that_is_entered_again_calls_the_forward_that_the_class_has_then(monkeypatch):
+    module, other = AddOne(), torch.nn.ReLU()
+    again = Substitution({module: times_ten, other: times_ten}, Order.CACHED)
+    with again.in_place():
+        assert module(1) == 20
+    monkeypatch.setattr(AddOne, "forward", lambda self, x: x + 2)
+    with again.in_place():
+        assert module(1) == 30 and other(torch.ones(1)) == 10
+    monkeypatch.setattr(AddOne, "forward", staticmethod(plus_two))
+    with again.in_place():
+        assert module(1) == 30
+    assert module(1) == 3
+
+
+def plus_two(x):
+    return x + 2
+
+
+def test_context_that_is_entered_again_before_it_ends_is_left_in_any_order():
+    module = AddOne()
+    again = Substitution({module: times_ten}, Order.CACHED)
+    first, second = again.in_place(), again.in_place()
+    first.__enter__()
+    second.__enter__()
+    assert module(1) == 200
+    first.__exit__(None, None, None)
+    assert module(1) == 20
+    second.__exit__(None, None, None)
+    assert "forward" not in module.__dict__
+
+
+def test_one_layer_is_called_without_a_frame_in_between():
+    callers = []
+
+    def layer(inner, x):
+        callers.append(sys._getframe(1).f_code.co_name)
+        return inner(x)
+
+    module = AddOne()
+    with substituted({module: layer}, Order.CACHED):
+        module.forward(1)
+    assert callers == [sys._getframe().f_code.co_name]
 
 
 def test_context_is_entered_where_somebody_has_put_a_forward_over_its_own():

@@ -52,7 +52,7 @@ def simplifier(region: Region) -> Callable[[dict], dict]:
         # Runs at every call of a block, so the usual case comes first.
         if _FOR_PATCHES_ONLY.isdisjoint(options) and _OVERRIDE not in options:
             return options
-        if options.get("patches") or options.get("patches_replace") or _OVERRIDE in options:
+        if "patches" in options or "patches_replace" in options or _OVERRIDE in options:
             reason = _concern(options, strings)
             if reason is not None:
                 raise RunEagerly(reason)
@@ -112,10 +112,10 @@ def _concern(options: dict[str, Any], strings: frozenset[str]) -> Reason | None:
     """Why a patch in `options` changes the output of a block whose code has these strings; None if none does."""
     if options.get(_OVERRIDE) is not None:
         return Reason("attention_override")
-    for name, patches in options.get("patches", {}).items():
+    for name, patches in (options.get("patches") or {}).items():
         if patches and name in strings:
             return Reason("patched", patch=name)
-    for name, replacements in options.get("patches_replace", {}).items():
+    for name, replacements in (options.get("patches_replace") or {}).items():
         if replacements and name in strings and _addresses(replacements, options):
             return Reason("attention_replaced", patch=name)
     return None
