@@ -105,7 +105,11 @@ def takes_streamed_weights() -> bool:
         names = list(inspect.signature(function).parameters)
         if names[: len(parameters.split())] != parameters.split():
             return False
-    return hasattr(sys.modules.get("comfy.memory_management"), "tensors_to_geometries")
+    beside = {
+        "comfy.memory_management": "tensors_to_geometries",
+        "comfy.model_management": "get_total_memory current_stream sync_stream",
+    }
+    return all(hasattr(sys.modules.get(module), name) for module, names in beside.items() for name in names.split())
 
 
 def stored_forms(weights: Sequence[torch.Tensor | None]) -> list[Any]:

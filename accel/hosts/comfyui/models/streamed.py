@@ -148,10 +148,11 @@ class StreamedWeights:
         self._is_patched = any(_functions(part, "weight") or _functions(part, "bias") for part, _, _ in self._parts)
         self._taken: Sequence[torch.Tensor] | None = None
         self._refusal: Reason | None = None
+        # With what `release` calls: looked up before anything is held, a core without it makes taking fail.
         self._pinned: list[tuple] = []
-        self._brought: list[Any] = []
+        self._brought: list[tuple] = []
         self._stream: Any = None
-        self._device: torch.device | None = None
+        self._current: Any = None
 
     def take(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if self._taken is None:
@@ -164,17 +165,16 @@ class StreamedWeights:
     def release(self) -> None:
         self._taken = self._refusal = None
         while self._brought:
-            part = self._brought.pop()
-            for function in map(vars(part).get, ("weight_lowvram_function", "bias_lowvram_function")):
-                if function is not None:
-                    function.clear_prepared()
+            part, clear = self._brought.pop()
+            for clear_prepared in clear:
+                clear_prepared()
             vars(part).pop("_prefetch", None)
         while self._pinned:
-            vbar, address, size = self._pinned.pop()
-            vbar.unpin(address, size)
+            unpin, address, size = self._pinned.pop()
+            unpin(address, size)
         stream, self._stream = self._stream, None
         if stream is not None:
-            stream.wait_stream(comfy.model_management.current_stream(self._device))
+            stream.wait_stream(self._current)
 
     def _try(self, inputs: Sequence[torch.Tensor]) -> Reason | None:
         """Take the weights; why not, if that fails."""
@@ -204,9 +204,9 @@ class StreamedWeights:
             signature = None
             if "_prefetch" not in state:
                 vbar, address, size = place
-                signature = vbar.fault(address, size)
+                unpin, signature = vbar.unpin, vbar.fault(address, size)
                 if signature is not None:
-                    self._pinned.append(place)
+                    self._pinned.append((unpin, address, size))
                     known = state["_v_signature"]
                     if known is not None and bytes(signature) == bytes(known):
                         if weight is not None:
@@ -229,8 +229,8 @@ class StreamedWeights:
             raise RunEagerly(Reason("weights_too_large", megabytes=buffered >> 20))
         if fresh:
             parts = [part for part, _ in fresh]
-            self._brought.extend(parts)
-            self._device = device
+            self._brought.extend([(part, [patch.clear_prepared for patch in _prepared(part)]) for part in parts])
+            self._current = comfy.model_management.current_stream(device)
             with _faulted(fresh):
                 self._stream = comfy.ops.cast_modules_with_vbar(parts, None, device, None, True)
             comfy.model_management.sync_stream(device, self._stream)
@@ -262,7 +262,8 @@ class WaitingWeights(StreamedWeights):
         if away > LARGEST_SHARE * comfy.model_management.get_total_memory(device):
             raise RunEagerly(Reason("weights_too_large", megabytes=away >> 20))
         if away:
-            self._device, self._stream = device, comfy.model_management.get_offload_stream(device)
+            self._current = comfy.model_management.current_stream(device)
+            self._stream = comfy.model_management.get_offload_stream(device)
         quickly = comfy.model_management.device_supports_non_blocking(device)
         with _on(self._stream):  # while the device still works on the block before
             for at, functions in waiting:
@@ -300,6 +301,12 @@ def _waits(module: torch.nn.Module) -> bool:
 def _functions(module: torch.nn.Module, name: str) -> Sequence[Any]:
     """What is done to the weight or bias at each use. An extension's layer without a bias may lack the attribute."""
     return getattr(module, f"{name}_function", None) or ()
+
+
+def _prepared(module: torch.nn.Module) -> list[Any]:
+    """What core adds to the module's streamed weights where it brings them."""
+    patches = (vars(module).get(f"{name}_lowvram_function") for name in ("weight", "bias"))
+    return [patch for patch in patches if patch is not None]
 
 
 def _is_lowvram_patch(function: Any) -> bool:
@@ -374,10 +381,7 @@ def _kept(part: torch.nn.Module) -> Iterator[None]:
     Where they have a place of their own, what they are with LoRA stays there, unless adding it failed midway.
     """
     prefetch = part._prefetch
-    is_changed = not prefetch["resident"] and any(
-        getattr(part, f"{name}_lowvram_function", None) is not None for name in ("weight", "bias")
-    )
-    if not is_changed:
+    if prefetch["resident"] or not _prepared(part):
         yield
         return
     came = prefetch["xfer_dest"]
