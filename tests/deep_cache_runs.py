@@ -49,6 +49,7 @@ def assert_no_trace(model):
     gc.collect()
     runs = [thing for thing in gc.get_objects() if type(thing) is DeepCacheRun]
     assert not any(run._histories or run._drift._references or run._drift._changes for run in runs)
+    assert not any(run.guidance._difference is not None for run in runs if run.guidance is not None)
     targets = [run.target for run in runs if run.target is not None]
     assert not any(target._squares or target._fulls or target._features for target in targets)
     assert host.KEY not in model.model_options.get("transformer_options", {})

@@ -6,6 +6,10 @@ arXiv 2312.12487; Lyu et al., "FasterCache", arXiv 2410.19355).
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
 import torch
 
 MOST_STEPS = 16
@@ -16,31 +20,54 @@ saves more in longer ones."""
 class Guidance:
     """The difference of both predictions in the last step that made both. Memory: one latent.
 
-    scale: of the guidance, as samplers have it.
+    scale: of the guidance, as samplers have it. changes: noise levels, as angles, at which what is asked of the model
+    becomes another, as where a prompt begins or ends; a difference is good up to the next of them.
     """
 
-    def __init__(self, scale: float):
+    def __init__(self, scale: float, changes: Iterable[float] = ()):
         self.is_asked = False
         """Whether both predictions were asked for in the current evaluation; set by the run."""
         self._scale = scale
+        self._changes = sorted(changes)
         self._step: int | None = None
+        self._stretch: tuple[int, int] | None = None
         self._difference: torch.Tensor | None = None
+        self._work: Counter[int] = Counter()
 
     def is_of(self, step: int) -> bool:
         return self._step == step
 
-    def record(self, step: int, cond: torch.Tensor, uncond: torch.Tensor) -> None:
-        self._step, self._difference = step, cond - uncond
+    def record(self, step: int, angle: float, cond: torch.Tensor, uncond: torch.Tensor) -> None:
+        self._step, self._stretch, self._difference = step, self._stretch_of(angle), cond - uncond
 
     def forget(self) -> None:
-        self._step = self._difference = None
+        self._step = self._stretch = self._difference = None
 
     def uncond(self, cond: torch.Tensor) -> torch.Tensor:
         """The prediction without the prompt, by the one with it."""
         return cond - self._difference
 
-    def fits(self, shape: torch.Size) -> bool:
-        return self._difference is not None and self._difference.shape == shape
+    def is_known(self, angle: float) -> bool:
+        """Whether the difference is of the same prompts as those at this noise level."""
+        return self._stretch == self._stretch_of(angle)
+
+    def fits(self, shape: torch.Size, angle: float) -> bool:
+        return self.is_known(angle) and self._difference.shape == shape
 
     def guided(self, cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
         return uncond + self._scale * (cond - uncond)
+
+    def note_call(self, size: int, cond_indices: Sequence[int]) -> None:
+        """Note what a full step's call of the model computes: chunks of `size` values, with (0) or without the
+        prompt (1)."""
+        for index in cond_indices:
+            self._work[index] += size
+
+    @property
+    def share(self) -> float:
+        """The share of a full step's work that the prediction without the prompt takes."""
+        return self._work[1] / max(self._work.total(), 1)
+
+    def _stretch_of(self, angle: float) -> tuple[int, int]:
+        # Both, since prompts begin at and below their level, and end below theirs.
+        return bisect_left(self._changes, angle), bisect_right(self._changes, angle)

@@ -136,7 +136,7 @@ class DeepCacheRun:
                 return self
             if model not in self._siblings:
                 made = self._siblings[model] = DeepCacheRun(self.settings)
-                for name in ("schedule", "window", "is_flow", "_step", "_angle", "_refresh", "_full"):
+                for name in ("schedule", "window", "is_flow", "guidance", "_step", "_angle", "_refresh", "_full"):
                     setattr(made, name, getattr(self, name))
                 made.target = None  # this run decides, by its own features
                 made.split = find(model)
@@ -195,7 +195,7 @@ class DeepCacheRun:
             sibling.begin_evaluation(sigma)
 
     def _probes(self, step: int) -> bool:
-        if self.target is None or self.failed or self.guidance or not self.target.wants_probe(step):
+        if self.target is None or self.failed or self.guidance is not None or not self.target.wants_probe(step):
             return False
         if not in_window(self.schedule[step + 1], self.window):
             return False
@@ -231,10 +231,16 @@ class DeepCacheRun:
         self.target.note_full(step)
         return result
 
-    def guided(self, shape: torch.Size, evaluate: Callable[[bool], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
+    def guided(
+        self,
+        shape: torch.Size,
+        evaluate: Callable[[bool], Sequence[torch.Tensor]],
+        must_raise: Callable[[Exception], bool],
+    ) -> Sequence[torch.Tensor]:
         """The predictions of the denoised latent with and without the prompt, in a run with `guidance`.
 
-        shape: of each. evaluate: makes both, for False only the first.
+        shape: of each. evaluate: makes both, for False only the first; where that fails, both are made from then on.
+        must_raise: tells the exceptions that are passed on.
         """
         step, guidance = self._step, self.guidance
         if step is not None and guidance.is_asked:
@@ -242,11 +248,17 @@ class DeepCacheRun:
         guidance.is_asked = True
         if step is None or self.failed:
             return evaluate(True)
-        is_known = guidance.fits(shape)
+        is_known = guidance.fits(shape, self._angle)
         if not self._full[step] and is_known:
-            cond = evaluate(False)[0]
+            try:
+                cond = evaluate(False)[0]
+            except Exception as error:
+                if must_raise(error):
+                    raise
+                self.give_up(error)
+                return evaluate(True)
             self.count(skipped=True)
-            return cond, guidance.uncond(cond)
+            return [cond, guidance.uncond(cond)]
         cond, uncond = evaluate(True)
         # A sampler's later evaluations of a step are at the noise level of the next one.
         if not guidance.is_of(step):
@@ -255,8 +267,8 @@ class DeepCacheRun:
                 self.target.note_feature(step, (forecast - truth).square().mean(dtype=torch.float32))
                 self.target.compare(step, forecast, truth)
             self.target.note_full(step)
-            guidance.record(step, cond, uncond)
-        return cond, uncond
+            guidance.record(step, self._angle, cond, uncond)
+        return [cond, uncond]
 
     def tried(self, call: Callable[[], Any]) -> Any:
         """What `call`, one of the evaluation that was begun, gives as a skipped one, where `is_probing`; None where it
@@ -298,8 +310,10 @@ class DeepCacheRun:
     def _must_refresh(self, step: int) -> bool:
         if self.settings.is_off or self._refresh is None or not in_window(self.schedule[step], self.window):
             return True
-        if self.guidance is not None and step == len(self.schedule) - 2:
-            return True  # samplers that correct a step by the next one's prediction divide its error by the noise level
+        if self.guidance is not None and (step == len(self.schedule) - 2 or not self.guidance.is_known(self._angle)):
+            # The last step too: samplers that correct a step by the next one's prediction divide its error by the noise
+            # level.
+            return True
         start, end = (angle(sigma, self.is_flow) for sigma in self.schedule[step : step + 2])
         return self.policy.should_refresh(Step(step, step - self._refresh, start, end), self._drift)
 
@@ -330,9 +344,11 @@ class DeepCacheRun:
         To be called once for each model call.
         """
         chunks = len(uuids or ())
-        if self.failed or self.guidance or self._step is None:
+        if self.failed or self._step is None or not chunks or len(cond_indices) != chunks or x.shape[0] % chunks:
             return None
-        if not chunks or len(cond_indices) != chunks or x.shape[0] % chunks:
+        if self.guidance is not None:
+            if self._full[self._step]:
+                self.guidance.note_call(x.numel() // chunks, cond_indices)
             return None
         shape = (x.shape[0] // chunks, *x.shape[1:])
         keys = []
@@ -486,7 +502,7 @@ class DeepCacheRun:
 
     def _shallow_share(self) -> float:
         if self.guidance is not None:
-            return 0.5
+            return 1 - self.guidance.share
         return 0.0 if self.split is None else self.split.shallow_share
 
     @property

@@ -1,5 +1,7 @@
 """Short runs with a quality: what leaves out the prediction without the prompt, what it uses instead, and what not."""
 
+import comfy.model_management
+import comfy.samplers
 import pytest
 import tiny_models
 import torch
@@ -10,10 +12,13 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from comfy_accel.accel.step_cache.guidance import MOST_STEPS
+from comfy_accel.accel.step_cache.guidance import MOST_STEPS, Guidance
+from comfy_accel.accel.step_cache.run import DeepCacheRun
+from comfy_accel.accel.step_cache.split_points import find_split
 from deep_cache_reference import SMALL
 from deep_cache_runs import assert_no_trace, counts
-from other_nodes import control_net, controlled, in_areas, with_momentum
+from other_nodes import control_net, controlled, hooked, in_areas, with_momentum
+from tiny_models import conditioning
 
 RUN = {"width": 72, "height": 88, "steps": 8}
 LITTLE, NEVER_ENOUGH = (DeepCacheSettings(quality=decibels) for decibels in (15.0, 300.0))
@@ -54,6 +59,7 @@ BESIDE = {
     "noise of the sampler": {"sampler": "euler_ancestral"},
     "ControlNet": {"positive": lambda: controlled(control_net(**SMALL))},
     "regional prompts": {"positive": in_areas},
+    "two prompts": {"positive": lambda: conditioning(seed=1) + conditioning(seed=3)},
 }
 
 
@@ -75,9 +81,87 @@ def test_what_is_left_out_is_told_and_leaves_no_trace(small_unet, sample, name):
     run = settings_of(name)
     model = apply_deep_cache(small_unet, LITTLE)
     image, plain = sample(model, **run), sample(small_unet, **run)
-    assert counts()[1] >= 1 and last_run()["skipped_work"] == pytest.approx(counts()[1] / 16)
+    share = 1 / 3 if name == "two prompts" else 1 / 2
+    assert counts()[1] >= 1 and last_run()["skipped_work"] == pytest.approx(counts()[1] / 8 * share)
     assert not torch.equal(image, plain) and (image - plain).abs().max() <= 0.5 * plain.abs().max()
     assert_no_trace(model)
+
+
+def in_turn(model):
+    return model, {"positive": conditioning(seed=1, end_percent=0.5) + conditioning(seed=3, start_percent=0.5)}
+
+
+def controlled_until_half(model):
+    return model, {"positive": controlled(control_net(**SMALL), ends=(0.5,), both=False)}
+
+
+def hooked_from_half(model):
+    model, positive = hooked(model, keyframes=((0.0, 0.0), (0.5, 1.0)))
+    return model, {"positive": positive}
+
+
+@pytest.mark.parametrize("make", [in_turn, controlled_until_half, hooked_from_half])
+def test_where_what_is_asked_changes_both_predictions_are_made(small_unet, sample, make):
+    calls = []
+    model, prompts = make(small_unet)
+    sampling = model.get_model_object("model_sampling")
+    half = sampling.percent_to_sigma(0.5)
+    sample(
+        watched(apply_deep_cache(model, DeepCacheSettings(quality=5.0)), "after", calls),
+        **{**RUN, "steps": 12},
+        **prompts,
+    )
+    levels = comfy.samplers.calculate_sigmas(sampling, "normal", 12)[:-1]
+    after = next(step for step, level in enumerate(levels) if level < half)
+    made = [both for both, *_ in calls]
+    assert made[after] and not made[after - 1] and not made[after + 1], made
+
+
+def failing_alone(model, error):
+    def refuse(executor, inner, conds, *args):
+        if conds[1] is None:
+            raise error("alone")
+        return executor(inner, conds, *args)
+
+    model = apply_deep_cache(model, LITTLE).clone()
+    model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "refuse", refuse)
+    return model
+
+
+def test_prediction_that_fails_alone_ends_skipping(small_unet, sample):
+    model = failing_alone(small_unet, RuntimeError)
+    assert torch.equal(sample(model, **RUN), sample(small_unet, **RUN))
+    assert counts() == (8, 0)
+
+
+@pytest.mark.parametrize("name", ["OOM_EXCEPTION", "InterruptProcessingException"])
+def test_interrupts_and_lack_of_memory_are_passed_on(small_unet, sample, name):
+    error = getattr(comfy.model_management, name)
+    model = failing_alone(small_unet, error)
+    with pytest.raises(error):
+        sample(model, **RUN)
+    assert_no_trace(model)
+
+
+def test_models_on_other_devices_leave_out_the_same():
+    run = DeepCacheRun(LITTLE)
+    run.guidance = Guidance(5.0)
+    one, other = (tiny_models.small_unet().model.diffusion_model for _ in range(2))
+    assert run.of(one, lambda model: find_split(model, None)) is run
+    assert run.of(other, lambda model: find_split(model, None)).guidance is run.guidance
+
+
+def with_both(model):
+    """As NAG, whose attention compares both halves of a batch."""
+    model = model.clone()
+    model.model_options["disable_cfg1_optimization"] = True
+    return model
+
+
+def with_predictions_of_its_own(model):
+    from comfy_extras.nodes_slg import SkipLayerGuidanceDiTSimple
+
+    return SkipLayerGuidanceDiTSimple.execute(model, 0.5, 1.0, "0").args[0]
 
 
 @pytest.mark.parametrize(
@@ -85,16 +169,22 @@ def test_what_is_left_out_is_told_and_leaves_no_trace(small_unet, sample, name):
     [
         (lambda model: model, {"cfg": 1.0}),
         (with_momentum, {}),
+        (with_both, {}),
+        (with_predictions_of_its_own, {}),
         (lambda model: model, {"sampler": "euler_cfg_pp"}),
     ],
-    ids=["no guidance", "guidance of another node", "sampler with guidance of its own"],
+    ids=[
+        "no guidance",
+        "guidance of another node",
+        "needs both",
+        "predictions of another node",
+        "sampler with guidance of its own",
+    ],
 )
 def test_other_guidance_is_left_alone(small_unet, sample, patch, run):
-    calls = []
-    model = apply_deep_cache(patch(small_unet), LITTLE)
-    image = sample(watched(model, "after", calls), **{**RUN, **run})
+    image = sample(apply_deep_cache(patch(small_unet), LITTLE), **{**RUN, **run})
     assert torch.equal(image, sample(patch(small_unet), **{**RUN, **run}))
-    assert len({both for both, *_ in calls}) == 1
+    assert counts() == (8, 0)
 
 
 def test_context_windows_have_an_effect_of_the_prompt_each(small_unet, sample):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from ....step_cache.config import DeepCacheSettings
 from ....step_cache.guidance import MOST_STEPS, Guidance
 from ....step_cache.run import BranchKey, DeepCacheRun
 from ....step_cache.split_points import find_split, why_no_split
+from ....step_cache.step_schedule import angle
 from ..sizes.shape_errors import sizes_explained
 from ..versions import unrecorded_context
 from .noise_levels import NoiseLevels, reckons
@@ -46,6 +47,9 @@ _EXTRAPOLATE = ("_2m", "_3m", "multistep", "ipndm", "deis", "lms", "unipc", "sa_
 
 _GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
 """Keys of model_options: functions of other nodes that change how predictions are combined."""
+
+_ASKS_BOTH = (*_GUIDANCE, "sampler_calc_cond_batch_function", "disable_cfg1_optimization")
+"""Keys of model_options: other nodes make the predictions, or need both where one would do, as NAG."""
 
 _CORE_COMPILE = "torch.compile"
 """The key of the wrapper that core's TorchCompileModel adds."""
@@ -210,9 +214,23 @@ def _evaluate(
 def _leave_out_guidance(run: DeepCacheRun, guider: Any, model_options: dict[str, Any]) -> None:
     """Have a short run skip predictions without the prompt, where a quality is asked and the guidance is core's own."""
     is_short = run.target is not None and len(run.schedule) - 1 <= MOST_STEPS
-    is_plain = getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise
-    if is_short and is_plain and guider.cfg != 1 and not any(model_options.get(name) for name in _GUIDANCE):
-        run.guidance = Guidance(guider.cfg)
+    if not is_short or getattr(type(guider), "predict_noise", None) is not CFGGuider.predict_noise:
+        return
+    is_guided = guider.conds.get("negative") is not None and not math.isclose(guider.cfg, 1.0)
+    if is_guided and not any(model_options.get(name) for name in _ASKS_BOTH):
+        levels = (level for conds in guider.conds.values() for cond in conds for level in _changes(cond))
+        run.guidance = Guidance(guider.cfg, [angle(float(level), run.is_flow) for level in levels])
+
+
+def _changes(cond: dict[str, Any]) -> Iterator[float]:
+    """The noise levels at which a prompt, its ControlNets or its hooks begin, end or change in strength."""
+    yield from (cond[name] for name in ("timestep_start", "timestep_end") if cond.get(name) is not None)
+    control = cond.get("control")
+    while control is not None:
+        yield from getattr(control, "timestep_range", None) or ()
+        control = getattr(control, "previous_controlnet", None)
+    for hook in getattr(cond.get("hooks"), "hooks", ()):
+        yield from (keyframe.start_t for keyframe in hook.hook_keyframe.keyframes)
 
 
 def _predict(executor: Any, model: Any, conds: list, x: torch.Tensor, timestep: Any, model_options: dict) -> Any:
@@ -224,7 +242,7 @@ def _predict(executor: Any, model: Any, conds: list, x: torch.Tensor, timestep: 
     def evaluate(both: bool) -> list[torch.Tensor]:
         return executor(model, conds if both else [conds[0], None], x, timestep, model_options)
 
-    return run.guided(x.shape, evaluate)
+    return run.guided(x.shape, evaluate, _must_raise)
 
 
 def _stand_in_for_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
