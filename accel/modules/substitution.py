@@ -48,31 +48,33 @@ class StandIn(functools.partial):
     A partial, so that a call goes straight to a single layer: one frame of Python's less in each call of each block.
 
     own: the forward that it stands for. is_foreign: somebody else has put that on the module.
+    items: its layers, the innermost first.
     """
 
-    __slots__ = ("_items", "is_foreign", "own")
+    __slots__ = ("is_foreign", "items", "own")
 
-    def __new__(cls, own: Forward, is_foreign: bool, items: tuple[_Item, ...]) -> StandIn:
-        """items: its layers, the innermost first."""
-        if len(items) == 1 and items[0][1] is None:
-            made = super().__new__(cls, items[0][2], own)
-        else:
-            made = super().__new__(cls, _call, items, own)
-        made.own, made.is_foreign, made._items = own, is_foreign, items
+    @classmethod
+    def of(cls, own: Forward, is_foreign: bool, items: tuple[_Item, ...]) -> StandIn:
+        is_single = len(items) == 1 and items[0][1] is None
+        made = cls(items[0][2], own) if is_single else cls(_call, items, own)
+        made.own, made.is_foreign, made.items = own, is_foreign, items
         return made
 
     def plus(self, item: _Item) -> StandIn:
         """With one layer more."""
-        return StandIn(self.own, self.is_foreign, tuple(sorted((*self._items, item), key=operator.itemgetter(0))))
+        items = (*self.items, item)
+        if self.items[-1][0] > item[0]:
+            items = tuple(sorted(items, key=operator.itemgetter(0)))
+        return self.of(self.own, self.is_foreign, items)
 
     def minus(self, layer: Layer) -> StandIn | None:
         """Without the latest occurrence of `layer`; None if no layer is left."""
-        items = list(self._items)
-        for index in reversed(range(len(items))):
+        items = self.items
+        for index in range(len(items) - 1, -1, -1):
             if items[index][2] is layer:
-                del items[index]
+                items = items[:index] + items[index + 1 :]
                 break
-        return StandIn(self.own, self.is_foreign, tuple(items)) if items else None
+        return self.of(self.own, self.is_foreign, items) if items else None
 
     def __deepcopy__(self, memo: dict) -> StandIn:
         """Itself: whoever copies a module removes the copy's stand-in."""
@@ -129,34 +131,39 @@ class Substitution:
     """
 
     def __init__(self, layers: Mapping[torch.nn.Module, Layer], order: Order, thread: int | None = None):
-        self._items = {module: (order, thread, layer) for module, layer in layers.items()}
-        self._forwards: dict[type, Any] = {}
-        self._ready: list[tuple[dict[str, Any], _Item, StandIn]] = []
+        self._modules = list(layers)
+        self._classes = set(map(type, layers))
+        self._forwards: list[Any] = []
+        self._places = [[module.__dict__, (order, thread, layer), None] for module, layer in layers.items()]
+        """For each module its attributes, its item, and the stand-in for its class's forward once that is made."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The context. It may be entered again before it ends, by other threads too."""
-        placed, ready = 0, ()
+        placed = 0
         try:
             with _changing:
-                ready = self._made_ready()
-                # The memory that a module takes here is cold, so as little as possible of it is looked at.
-                for placed, (attributes, item, stand_in) in enumerate(ready, 1):  # noqa: B007
+                self._forget_outdated()
+                # Between two calls of a model this memory gets cold, so as little of each module's as possible is read.
+                for placed, place in enumerate(self._places, 1):
+                    attributes, item, ready = place
                     there = attributes.get("forward")
                     if there is None:
-                        attributes["forward"] = stand_in
+                        if ready is None:
+                            ready = place[2] = StandIn.of(self._modules[placed - 1].forward, False, (item,))
+                        attributes["forward"] = ready
                     elif type(there) is StandIn:
                         attributes["forward"] = there.plus(item)
                     else:
-                        attributes["forward"] = StandIn(there, True, (item,))
+                        attributes["forward"] = StandIn.of(there, True, (item,))
             yield
         finally:
             with _changing:
-                for attributes, item, stand_in in ready[:placed]:
+                for attributes, item, ready in self._places[:placed]:
                     there = attributes.get("forward")
                     if type(there) is not StandIn:  # somebody has put another forward in its place
                         continue
-                    left = None if there is stand_in else there.minus(item[2])
+                    left = None if there is ready else there.minus(item[2])
                     if left is not None:
                         attributes["forward"] = left
                     elif there.is_foreign:
@@ -164,26 +171,18 @@ class Substitution:
                     else:
                         del attributes["forward"]
 
-    def _made_ready(self) -> list[tuple[dict[str, Any], _Item, StandIn]]:
-        """The stand-ins for the forwards of the modules' classes, made again where one has another forward now."""
-        if any(_forward_of(cls) is not forward for cls, forward in self._forwards.items()):
-            self._ready = []
-        if not self._ready:
-            self._forwards = {cls: _forward_of(cls) for cls in map(type, self._items)}
-            self._ready = [
-                (module.__dict__, item, StandIn(_bound(self._forwards[type(module)], module), False, (item,)))
-                for module, item in self._items.items()
-            ]
-        return self._ready
+    def _forget_outdated(self) -> None:
+        """Have the stand-ins made again where a class has got another forward since."""
+        forwards = list(map(_forward_of, self._classes))
+        if forwards != self._forwards:
+            for place in self._places:
+                place[2] = None
+            self._forwards = forwards
 
 
 def _forward_of(cls: type) -> Any:
     """The forward of a class, as it stands there."""
     return next(vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base))
-
-
-def _bound(forward: Any, module: torch.nn.Module) -> Forward:
-    return forward.__get__(module) if hasattr(forward, "__get__") else forward
 
 
 def substituted(
