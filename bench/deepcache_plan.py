@@ -12,7 +12,7 @@ Point = tuple[float, float]
 """Share of FLOPs, PSNR in dB."""
 
 SAMPLERS = ("euler", "dpmpp_2m", "heun", "euler_ancestral", "lcm")
-STEPS = (4, 8, 20, 30, 50)
+STEPS = (4, 8, 12, 20, 30, 50)
 PLAIN = SAMPLERS[:2]
 """Of them, those that call the model once a step and add no noise: every way skips with them."""
 IN_DETAIL = 30

@@ -154,7 +154,7 @@ def _report(run: DeepCacheRun) -> None:
     if run.policy.uses_drift and not run.skipped_steps and not run.failed and run.full_steps < FEW_STEPS:
         log.info(
             "DeepCache skipped none of %s: with so few, each changes too much. It pays from about 20 steps on; "
-            "Accelerate Model helps at any number.",
+            "with fewer and CFG above 1, a quality may gain a little. Accelerate Model helps at any number.",
             counted(run.full_steps, "step"),
         )
     elif run.policy.uses_drift and not run.skipped_steps and not run.failed:

@@ -269,7 +269,7 @@ def deep_cache_skipped_nothing(facts: Facts) -> str | None:
     if steps / run.get("samplings", 1) < FEW_STEPS:
         return (
             f"DeepCache skipped none of {all_steps}: with so few, each changes too much. It pays from about 20 steps "
-            "on."
+            "on; with fewer and CFG above 1, a quality may gain a little."
         )
     if "ancestral" in sampler or "sde" in sampler or sampler == "lcm":
         return (
