@@ -24,7 +24,7 @@ from .config import DeepCacheSettings
 from .forecast import ORDER, History
 from .guidance import Guidance
 from .policies.drift import Drift
-from .policies.quality import QualityRefresh
+from .policies.quality import PASSED_ON, QualityRefresh
 from .refresh import Step
 from .step_schedule import angle, in_window, is_in_order, step_of
 
@@ -151,7 +151,10 @@ class DeepCacheRun:
         elif self.target is not None and self.schedule and self.schedule[0] < self.schedule[-1]:
             self.run_in_full("a quality is that of an image, and this run makes noise of one")
         elif self.target is not None:
-            self.target.begin([angle(level, self.is_flow) for level in self.schedule], *self.carries)
+            kept, factor = self.carries
+            # An error of the guidance is as lasting as the prompt.
+            passed_on = PASSED_ON if self.guidance is None else 1.0
+            self.target.begin([angle(level, self.is_flow) for level in self.schedule], kept, passed_on * factor)
 
     def run_in_full(self, reason: str) -> None:
         """Skip nothing from now on; the first reason is logged."""

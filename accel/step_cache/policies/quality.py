@@ -29,6 +29,10 @@ PRICE = 3.0
 """What skipping one step may add, over the even share of a step of what the steps left may add. Somewhat more than half
 of them are skipped, most for less than the price."""
 
+PASSED_ON = 0.6
+"""The share of a skipped step's error that later steps pass on to the final latent. On the trained networks they take a
+third to a half of it back below a noise level of 2, and enlarge it above, by how much being the picture's."""
+
 APART = 0.35
 """The most radians of the noise level from one comparison to the next. What an error of the feature does to the
 prediction changes slowly with the noise level, and hardly with the distance: from 0.12 to 0.02 over a run of the
@@ -50,7 +54,8 @@ class Carried:
     angles: of the steps' noise levels and of the end (`step_schedule.angle`). kept: of the difference between the
     latent and the prediction that a sampler keeps in a step, as a power of the ratio of both noise levels: 1 for
     samplers without noise of their own, 2 for ancestral ones (with eta 1), infinite where each step begins anew from
-    the prediction, as LCM's. factor: by which a sampler that extrapolates its predictions enlarges an error.
+    the prediction, as LCM's. factor: by which an error is enlarged, by a sampler that extrapolates its predictions, or
+    made smaller.
     """
 
     angles: tuple[float, ...]
@@ -64,11 +69,7 @@ class Carried:
         return 0.0 if ratio == 0 or math.isinf(self.kept) else ratio**self.kept
 
     def at_end(self, step: int) -> float:
-        """The factor by which an error in the prediction of `step` reaches the final latent.
-
-        Later steps are taken to pass on all of it. On the trained networks they take a third to a half of it back below
-        a noise level of 2, and enlarge it above, by how much being the picture's: on the whole a margin.
-        """
+        """The factor by which an error in the prediction of `step` reaches the final latent."""
         return self.factor * (1 - self.share_kept(step))
 
 

@@ -178,8 +178,8 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
     if run is not None:
         schedule = options.get("sample_sigmas")
         if not run.schedule and schedule is not None:
+            _leave_out_guidance(run, len(schedule) - 1, executor.class_obj, model_options)
             run.set_schedule(schedule.tolist())
-            _leave_out_guidance(run, executor.class_obj, model_options)
         run.begin_evaluation(run.levels.read(torch.as_tensor(timestep), run.schedule))
         if run.is_probing:
             evaluate = functools.partial(_evaluate, executor, x, timestep, model_options, seed)
@@ -211,10 +211,10 @@ def _evaluate(
     return out, guided[0] if guided else None
 
 
-def _leave_out_guidance(run: DeepCacheRun, guider: Any, model_options: dict[str, Any]) -> None:
+def _leave_out_guidance(run: DeepCacheRun, steps: int, guider: Any, model_options: dict[str, Any]) -> None:
     """Have a short run skip predictions without the prompt, where a quality is asked and the guidance is core's own."""
-    is_short = run.target is not None and len(run.schedule) - 1 <= MOST_STEPS
-    if not is_short or getattr(type(guider), "predict_noise", None) is not CFGGuider.predict_noise:
+    is_plain = getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise
+    if run.target is None or steps > MOST_STEPS or not is_plain:
         return
     is_guided = guider.conds.get("negative") is not None and not math.isclose(guider.cfg, 1.0)
     if is_guided and not any(model_options.get(name) for name in _ASKS_BOTH):
