@@ -119,6 +119,23 @@ def test_deep_cache_has_a_capture_for_full_and_one_for_skipped_steps(name, cache
     assert reasons() == []
 
 
+@pytest.mark.parametrize("cached_first", [True, False])
+def test_the_half_of_a_batch_that_a_skipped_step_makes_has_a_capture_of_its_own(cached_first, capturer, cache):
+    model, settings = unet(), DeepCacheSettings(quality=15.0)
+    expected = image(apply_deep_cache(model, settings), steps=16)
+    steps = last_run()
+    both = (
+        fast(apply_deep_cache(model, settings), cache)
+        if cached_first
+        else apply_deep_cache(fast(model, cache), settings)
+    )
+    for _ in range(2):
+        assert torch.equal(image(both, steps=16), expected) and last_run() == steps
+    assert steps["skipped_steps"] > 4
+    assert (capturer.captures, left(capturer)) == (2, 2)
+    assert reasons() == []
+
+
 @pytest.mark.parametrize(
     "settings",
     [uniform_hold(2), uniform_hold(3, 2), DeepCacheSettings(5, threshold=0.3), DeepCacheSettings(3, between="hold")]

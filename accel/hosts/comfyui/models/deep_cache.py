@@ -178,7 +178,7 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
     if run is not None:
         schedule = options.get("sample_sigmas")
         if not run.schedule and schedule is not None:
-            _leave_out_guidance(run, len(schedule) - 1, executor.class_obj, model_options)
+            run.guidance = _guidance_of(run, len(schedule) - 1, executor.class_obj, model_options)
             run.set_schedule(schedule.tolist())
         run.begin_evaluation(run.levels.read(torch.as_tensor(timestep), run.schedule))
         if run.is_probing:
@@ -211,15 +211,17 @@ def _evaluate(
     return out, guided[0] if guided else None
 
 
-def _leave_out_guidance(run: DeepCacheRun, steps: int, guider: Any, model_options: dict[str, Any]) -> None:
-    """Have a short run skip predictions without the prompt, where a quality is asked and the guidance is core's own."""
+def _guidance_of(run: DeepCacheRun, steps: int, guider: Any, model_options: dict[str, Any]) -> Guidance | None:
+    """What lets a short run leave out predictions without the prompt, where a quality is asked; None where another
+    node has a part in the guidance."""
     is_plain = getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise
     if run.target is None or steps > MOST_STEPS or not is_plain:
-        return
+        return None
     is_guided = guider.conds.get("negative") is not None and not math.isclose(guider.cfg, 1.0)
-    if is_guided and not any(model_options.get(name) for name in _ASKS_BOTH):
-        levels = (level for conds in guider.conds.values() for cond in conds for level in _changes(cond))
-        run.guidance = Guidance(guider.cfg, [angle(float(level), run.is_flow) for level in levels])
+    if not is_guided or any(model_options.get(name) for name in _ASKS_BOTH):
+        return None
+    levels = (level for conds in guider.conds.values() for cond in conds for level in _changes(cond))
+    return Guidance(guider.cfg, [angle(float(level), run.is_flow) for level in levels])
 
 
 def _changes(cond: dict[str, Any]) -> Iterator[float]:
