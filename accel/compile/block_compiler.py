@@ -21,7 +21,7 @@ from ..core.errors import cause_among, one_line, pass_on
 from ..core.events import emit
 from ..core.reasons import Reason
 from ..fingerprint.kinds import Kind
-from ..modules.stored_form import restored
+from ..modules.stored_form import is_data, restored
 from ..signature import tree_spec
 from ..signature.tensors import empty_dense_like
 from .backend import Artifact, Backend
@@ -36,6 +36,9 @@ LARGEST_SIZE = 2**31 - 1
 
 _OPEN_QUESTIONS = ("data-dependent", "unbacked symbols")
 """What torch says where tracing must know whether a size is 1."""
+
+_TENSOR_OF_THE_CODE = "convert all Tensors to FakeTensors"
+"""What torch says where traced code reads a tensor that is neither a weight nor an input."""
 
 _one_at_a_time = threading.Lock()
 """Torch compiles one graph at a time in a process anyway; backends rely on it to tell whose generated code is new."""
@@ -194,7 +197,14 @@ def _compile(
             if cause_among(error, (MemoryError,)) is not None:
                 raise torch.OutOfMemoryError("the process got no more memory") from error
             if not oblivious or not any(words in str(error) for words in _OPEN_QUESTIONS):
-                raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
+                raise CompileFailed(_why_failed(error, kind)) from error
+
+
+def _why_failed(error: Exception, kind: Kind) -> Reason:
+    tables = [form.cls for form in kind.forms if form is not None and is_data(form.cls)]
+    if tables and _TENSOR_OF_THE_CODE in str(error):
+        return Reason("weights_by_table", type=tables[0].__name__)
+    return Reason("compile_failed", error=one_line(error))
 
 
 @torch.compiler.assume_constant_result

@@ -33,6 +33,8 @@ _A_GRAPH = {
     "changes_list": "it may change a list or dict it is given, and a graph would change a copy",
     "not_copied": "it cannot be copied: {error}",
     "compile_failed": "{error}",
+    "weights_by_table": "its {type} weights are read with a table of numbers, which no graph can take: a file in "
+    "another format is compiled, for GGUF Q4_K instead of IQ4_NL or IQ4_XS",
     "compile_out_of_memory": "out of memory while compiling: {error}",
     "interrupted": "interrupted",
     "no_graph_fits": "none of its {graphs} graphs fits this call",
