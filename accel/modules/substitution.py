@@ -76,6 +76,10 @@ class StandIn(functools.partial):
                 break
         return self.of(self.own, self.is_foreign, items) if items else None
 
+    def end(self) -> None:
+        """Call nothing but the forward that it stands for from now on, for those who have kept it."""
+        self.__setstate__((_call, ((), self.own), {}, None))
+
     def __deepcopy__(self, memo: dict) -> StandIn:
         """Itself: whoever copies a module removes the copy's stand-in."""
         return self
@@ -134,8 +138,9 @@ class Substitution:
         self._modules = list(layers)
         self._classes = set(map(type, layers))
         self._forwards: list[Any] = []
-        self._places = [[module.__dict__, (order, thread, layer), None] for module, layer in layers.items()]
-        """For each module its attributes, its item, and the stand-in for its class's forward once that is made."""
+        self._places = [[module.__dict__, (order, thread, layer), None, None] for module, layer in layers.items()]
+        """For each module its attributes, its item, the stand-in for its class's forward once that is made, and the
+        newest of the others."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -146,22 +151,26 @@ class Substitution:
                 self._forget_outdated()
                 # Between two calls of a model this memory gets cold, so as little of each module's as possible is read.
                 for placed, place in enumerate(self._places, 1):
-                    attributes, item, ready = place
+                    attributes, item, ready, _ = place
                     there = attributes.get("forward")
                     if there is None:
                         if ready is None:
                             ready = place[2] = StandIn.of(self._modules[placed - 1].forward, False, (item,))
                         attributes["forward"] = ready
                     elif type(there) is StandIn:
-                        attributes["forward"] = there.plus(item)
+                        attributes["forward"] = place[3] = there.plus(item)
                     else:
-                        attributes["forward"] = StandIn.of(there, True, (item,))
+                        attributes["forward"] = place[3] = StandIn.of(there, True, (item,))
             yield
         finally:
             with _changing:
-                for attributes, item, ready in self._places[:placed]:
+                for place in self._places[:placed]:
+                    attributes, item, ready, other = place
                     there = attributes.get("forward")
-                    if type(there) is not StandIn:  # somebody has put another forward in its place
+                    if type(there) is not StandIn:  # somebody has put another forward in its place, which may call it
+                        for made in filter(None, (ready, other)):
+                            made.end()
+                        place[2:] = None, None
                         continue
                     left = None if there is ready else there.minus(item[2])
                     if left is not None:

@@ -231,3 +231,19 @@ def test_place_apart_that_is_gone_after_the_call_is_not_left_twice():
     with pytest.raises(RunEagerly):
         set_apart(lambda inner, x: inner(x), apart)(lambda x: x, 3)
     assert left == [1]
+
+
+def around(kept):
+    return lambda x: kept(x) + 100
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_stand_in_that_somebody_has_kept_calls_nothing_but_the_forward_when_the_call_is_over(others):
+    module = AddOne()
+    again = Substitution({module: times_ten}, Order.COMPILED)
+    for _ in range(2):
+        with again.in_place(), substituted({module: plus_five} if others else {}, Order.CACHED):
+            module.forward = kept = around(module.__dict__["forward"])
+            assert module(1) == 120 + 5 * others
+        assert module.forward is kept and module(1) == 102
+        del module.forward
