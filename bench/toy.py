@@ -100,7 +100,7 @@ def load(name: str = "unet", file: Path | None = None, dtype: torch.dtype = torc
     if not file.is_file():
         raise Problem(f"{file} is missing: make it by `python -m bench.train_toy --network {name}` or check it out.")
     model = network.family.build(dtype)
-    weights = safetensors.torch.load_file(file)
+    weights = model.model_config.process_unet_state_dict(safetensors.torch.load_file(file))  # newer cores' names
     model.diffusion_model.load_state_dict({name: value.to(dtype) for name, value in weights.items()})
     return comfy.model_patcher.ModelPatcher(
         model,

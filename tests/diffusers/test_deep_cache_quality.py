@@ -14,7 +14,7 @@ from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E40
 from comfy_accel.accel.hosts.diffusers.predictions import carried_by, combined, denoised  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.schedule import PipelineSchedule  # noqa: E402
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
-from comfy_accel.accel.step_cache.policies.quality import QualityRefresh  # noqa: E402
+from comfy_accel.accel.step_cache.policies.quality import EXTRAPOLATED, PASSED_ON, QualityRefresh  # noqa: E402
 from comfy_accel.accel.step_cache.step_schedule import angle  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
@@ -91,7 +91,7 @@ def test_two_transformers_share_a_quality(monkeypatch):
     monkeypatch.setattr(QualityRefresh, "begin", noted)
     pipe = deep_transformers.pipeline("WanPipeline", transformer_2=deep_transformers.wan(9, seed=1), boundary_ratio=0.6)
     _, told = asked(40.0, pipe, deep_transformers.sample, steps=8)
-    assert factors == [pytest.approx(math.sqrt(2) * carried_by(pipe.scheduler)[1])] * 2
+    assert factors == [pytest.approx(math.sqrt(2) * PASSED_ON * carried_by(pipe.scheduler)[1])] * 2
     assert told["target_db"] == 40.0
 
 
@@ -211,11 +211,11 @@ def test_noise_of_a_schedulers_own_is_told_apart():
     kept = {
         "EulerDiscreteScheduler": (1.0, 1.0),
         "EulerAncestralDiscreteScheduler": (2.0, 1.0),
-        "DPMSolverMultistepScheduler": (1.0, 1.5),
+        "DPMSolverMultistepScheduler": (1.0, EXTRAPOLATED),
         "LCMScheduler": (math.inf, 1.0),
     }
     assert {name: carried_by(getattr(diffusers, name)()) for name in kept} == kept
-    assert carried_by(diffusers.DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++")) == (2.0, 1.5)
+    assert carried_by(diffusers.DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++")) == (2.0, EXTRAPOLATED)
     assert carried_by(diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True))[0] == math.inf
     assert carried_by(diffusers.EDMEulerScheduler()) is None
 

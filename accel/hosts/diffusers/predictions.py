@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-_PLAIN, _MULTISTEP, _ANCESTRAL, _FROM_PREDICTION = (1.0, 1.0), (1.0, 1.5), (2.0, 1.0), (math.inf, 1.0)
+from ...step_cache.policies.quality import EXTRAPOLATED
+
+_PLAIN, _MULTISTEP, _ANCESTRAL, _FROM_PREDICTION = (1.0, 1.0), (1.0, EXTRAPOLATED), (2.0, 1.0), (math.inf, 1.0)
 
 _CARRIED = {
     **dict.fromkeys(("DDIM", "EulerDiscrete", "HeunDiscrete", "KDPM2Discrete"), _PLAIN),

@@ -33,6 +33,10 @@ PASSED_ON = 0.6
 """The share of a skipped step's error that later steps pass on to the final latent. On the trained networks they take a
 third to a half of it back below a noise level of 2, and enlarge it above, by how much being the picture's."""
 
+EXTRAPOLATED = 2.5
+"""By how much samplers that go beyond their newest prediction enlarge its error, beside the others. They weigh it by
+1.5, and in their runs on the trained networks later steps take nothing back."""
+
 APART = 0.35
 """The most radians of the noise level from one comparison to the next. What an error of the feature does to the
 prediction changes slowly with the noise level, and hardly with the distance: from 0.12 to 0.02 over a run of the

@@ -23,6 +23,7 @@ from ....report.run_record import QUALITY_FACTS, records
 from ....step_cache.cached_call import cached_call
 from ....step_cache.config import DeepCacheSettings
 from ....step_cache.guidance import MOST_STEPS, Guidance
+from ....step_cache.policies.quality import EXTRAPOLATED
 from ....step_cache.run import BranchKey, DeepCacheRun
 from ....step_cache.split_points import find_split, why_no_split
 from ....step_cache.step_schedule import angle
@@ -135,7 +136,7 @@ def _carried_by(sampler: Any) -> tuple[float, float]:
     if name.startswith("sample_lcm"):
         return math.inf, 1.0
     is_noisy, extrapolates = (any(part in name for part in parts) for parts in (_NOISY, _EXTRAPOLATE))
-    return 2.0 if is_noisy else 1.0, 1.5 if extrapolates else 1.0
+    return 2.0 if is_noisy else 1.0, EXTRAPOLATED if extrapolates else 1.0
 
 
 def _report(run: DeepCacheRun) -> None:
