@@ -12,6 +12,7 @@ from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import last_run
 from comfy_accel.accel.hosts.comfyui.models.noise_levels import NoiseLevels, reckons
 from comfy_accel.accel.report.run_record import records
+from comfy_accel.accel.step_cache.policies.quality import EXTRAPOLATED
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from deep_cache_runs import cached, counts
 
@@ -281,6 +282,6 @@ def test_quality_knows_which_samplers_add_noise_and_which_extrapolate():
     assert {known[name] for name in ("euler", "heun", "dpm_2", "ddim")} == {(1.0, 1.0)}
     assert {known[name] for name in ("ddpm", "seeds_2", "seeds_3", "euler_ancestral", "dpmpp_sde")} == {(2.0, 1.0)}
     extrapolate = ("dpmpp_2m", "uni_pc", "uni_pc_bh2", "ipndm", "deis", "lms", "res_multistep", "gradient_estimation")
-    assert {known[name] for name in extrapolate} == {(1.0, 1.5)}
-    assert {known[name] for name in ("dpmpp_2m_sde", "dpmpp_3m_sde", "sa_solver")} == {(2.0, 1.5)}
+    assert {known[name] for name in extrapolate} == {(1.0, EXTRAPOLATED)}
+    assert {known[name] for name in ("dpmpp_2m_sde", "dpmpp_3m_sde", "sa_solver")} == {(2.0, EXTRAPOLATED)}
     assert known["lcm"][0] == float("inf")
