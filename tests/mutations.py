@@ -41,9 +41,10 @@ MUTATIONS = [
     ),
     Mutation(
         "stand-in left in place after an exception",
-        "            yield\n        finally:\n            with _changing:\n                for module, layer, _ in",
+        "            yield\n        finally:\n            with _changing:\n"
+        "                for place in self._places[:placed]:",
         "            yield\n        except Exception:\n            placed = 0\n            raise\n"
-        "        finally:\n            with _changing:\n                for module, layer, _ in",
+        "        finally:\n            with _changing:\n                for place in self._places[:placed]:",
         "unit/test_substitution.py::test_exception_puts_modules_back",
     ),
     Mutation(
