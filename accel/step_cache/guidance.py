@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -20,11 +20,12 @@ saves more in longer ones."""
 class Guidance:
     """The difference of both predictions in the last step that made both. Memory: one latent.
 
-    scale: of the guidance, as samplers have it. changes: noise levels, as angles, at which what is asked of the model
-    becomes another, as where a prompt begins or ends; a difference is good up to the next of them.
+    scale: gives that of the guidance now, as samplers have it; nodes may change it from step to step. changes: noise
+    levels, as angles, at which what is asked of the model becomes another, as where a prompt begins or ends; a
+    difference is good up to the next of them.
     """
 
-    def __init__(self, scale: float, changes: Iterable[float] = ()):
+    def __init__(self, scale: Callable[[], float], changes: Iterable[float] = ()):
         self.is_asked = False
         """Whether both predictions were asked for in the current evaluation; set by the run."""
         self._scale = scale
@@ -32,6 +33,8 @@ class Guidance:
         self._step: int | None = None
         self._stretch: tuple[int, int] | None = None
         self._difference: torch.Tensor | None = None
+        self._strength = 0.0
+        """Of the guidance in that step: by what it enlarges an error of the prediction without the prompt."""
         self._work: Counter[int] = Counter()
 
     def is_of(self, step: int) -> bool:
@@ -39,6 +42,7 @@ class Guidance:
 
     def record(self, step: int, angle: float, cond: torch.Tensor, uncond: torch.Tensor) -> None:
         self._step, self._stretch, self._difference = step, self._stretch_of(angle), cond - uncond
+        self._strength = abs(1 - self._scale())
 
     def forget(self) -> None:
         self._step = self._stretch = self._difference = None
@@ -54,8 +58,13 @@ class Guidance:
     def fits(self, shape: torch.Size, angle: float) -> bool:
         return self.is_known(angle) and self._difference.shape == shape
 
+    @property
+    def is_stronger(self) -> bool:
+        """Whether errors count for more now than in that step."""
+        return abs(1 - self._scale()) > self._strength
+
     def guided(self, cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
-        return uncond + self._scale * (cond - uncond)
+        return uncond + self._scale() * (cond - uncond)
 
     def note_call(self, size: int, cond_indices: Sequence[int]) -> None:
         """Note what a full step's call of the model computes: chunks of `size` values, with (0) or without the

@@ -252,7 +252,7 @@ class DeepCacheRun:
         if step is None or self.failed:
             return evaluate(True)
         is_known = guidance.fits(shape, self._angle)
-        if not self._full[step] and is_known:
+        if not self._full[step] and is_known and not guidance.is_stronger:
             try:
                 cond = evaluate(False)[0]
             except Exception as error:

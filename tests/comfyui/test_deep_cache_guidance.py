@@ -87,6 +87,36 @@ def test_what_is_left_out_is_told_and_leaves_no_trace(small_unet, sample, name):
     assert_no_trace(model)
 
 
+def overriding(model, cfg, start_percent=0.0):
+    """As core's CFGOverride (0.33) up to the end."""
+    start = model.get_model_object("model_sampling").percent_to_sigma(start_percent)
+
+    def override(executor, x, timestep, *args):
+        guider = executor.class_obj
+        before, guider.cfg = guider.cfg, cfg if timestep.max() <= start else guider.cfg
+        try:
+            return executor(x, timestep, *args)
+        finally:
+            guider.cfg = before
+
+    model = model.clone()
+    model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "override", override)
+    return model
+
+
+@pytest.mark.parametrize("overridden_first", [True, False])
+def test_guidance_that_another_node_makes_stronger_costs_as_much_as_is_estimated(small_unet, sample, overridden_first):
+    settings = DeepCacheSettings(quality=30.0)
+    expected = sample(apply_deep_cache(small_unet, settings), **RUN, cfg=8.0)
+    asked, known = counts(), last_run()
+    if overridden_first:
+        model = apply_deep_cache(overriding(small_unet, 8.0), settings)
+    else:
+        model = overriding(apply_deep_cache(small_unet, settings), 8.0)
+    assert torch.equal(sample(model, **RUN, cfg=2.0), expected)
+    assert counts() == asked and last_run() == known and asked[1] >= 1
+
+
 def in_turn(model):
     return model, {"positive": conditioning(seed=1, end_percent=0.5) + conditioning(seed=3, start_percent=0.5)}
 
@@ -100,7 +130,11 @@ def hooked_from_half(model):
     return model, {"positive": positive}
 
 
-@pytest.mark.parametrize("make", [in_turn, controlled_until_half, hooked_from_half])
+def guided_more_from_half(model):
+    return overriding(model, 8.0, start_percent=0.5), {}
+
+
+@pytest.mark.parametrize("make", [in_turn, controlled_until_half, hooked_from_half, guided_more_from_half])
 def test_where_what_is_asked_changes_both_predictions_are_made(small_unet, sample, make):
     calls = []
     model, prompts = make(small_unet)
@@ -145,7 +179,7 @@ def test_interrupts_and_lack_of_memory_are_passed_on(small_unet, sample, name):
 
 def test_models_on_other_devices_leave_out_the_same():
     run = DeepCacheRun(LITTLE)
-    run.guidance = Guidance(5.0)
+    run.guidance = Guidance(lambda: 5.0)
     one, other = (tiny_models.small_unet().model.diffusion_model for _ in range(2))
     assert run.of(one, lambda model: find_split(model, None)) is run
     assert run.of(other, lambda model: find_split(model, None)).guidance is run.guidance

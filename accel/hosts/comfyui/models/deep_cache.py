@@ -222,7 +222,7 @@ def _guidance_of(run: DeepCacheRun, steps: int, guider: Any, model_options: dict
     if not is_guided or any(model_options.get(name) for name in _ASKS_BOTH):
         return None
     levels = (level for conds in guider.conds.values() for cond in conds for level in _changes(cond))
-    return Guidance(guider.cfg, [angle(float(level), run.is_flow) for level in levels])
+    return Guidance(lambda: guider.cfg, [angle(float(level), run.is_flow) for level in levels])
 
 
 def _changes(cond: dict[str, Any]) -> Iterator[float]:
