@@ -1,7 +1,6 @@
 """The pack's nodes, and the extension that registers them."""
 
 from comfy_api.latest import ComfyExtension, io
-from typing_extensions import override
 
 from .accelerate_model import AccelModel
 from .batch_snap import AccelBatchSnap
@@ -35,7 +34,6 @@ NODES: list[type[io.ComfyNode]] = [
 class AccelExtension(ComfyExtension):
     """The extension that ComfyUI loads: the nodes and, on a running server, the routes."""
 
-    @override
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         from ..accel.hosts.comfyui.server import routes
 

@@ -1,7 +1,6 @@
 """The Clear Graph Cache node."""
 
 from comfy_api.latest import io
-from typing_extensions import override
 
 from ..accel.core.sentences import counted
 from ..accel.hosts.comfyui.server.panel import clear
@@ -12,7 +11,6 @@ class AccelClearGraphCache(io.ComfyNode):
     """Drops every compiled graph of this process; anything connected passes through."""
 
     @classmethod
-    @override
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelClearGraphCache",
@@ -40,12 +38,10 @@ class AccelClearGraphCache(io.ComfyNode):
         )
 
     @classmethod
-    @override
     def fingerprint_inputs(cls, anything=None) -> float:
         return float("nan")  # never equal to itself: the node runs every time
 
     @classmethod
-    @override
     def execute(cls, anything=None) -> io.NodeOutput:
         cleared = clear()
         text = f"{counted(cleared['dropped'], 'compiled graph')} dropped, {cleared['bytes'] / 2**20:.1f} MB of code."

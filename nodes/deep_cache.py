@@ -1,7 +1,6 @@
 """The DeepCache node."""
 
 from comfy_api.latest import io
-from typing_extensions import override
 
 from ..accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from ..accel.hosts.comfyui.versions import make_input, schema
@@ -18,7 +17,6 @@ class AccelDeepCache(io.ComfyNode):
     """MODEL in, MODEL out: the same model with its deep layers skipped on some steps."""
 
     @classmethod
-    @override
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelDeepCache",
@@ -151,20 +149,6 @@ class AccelDeepCache(io.ComfyNode):
         )
 
     @classmethod
-    @override
-    def execute(
-        cls,
-        model,
-        interval: int,
-        depth: int,
-        start_percent: float = DEFAULTS.start_percent,
-        end_percent: float = DEFAULTS.end_percent,
-        schedule: str = DEFAULTS.schedule,
-        threshold: float = DEFAULTS.threshold,
-        between: str = DEFAULTS.between,
-        quality: str = "off",
-    ) -> io.NodeOutput:
-        settings = DeepCacheSettings(
-            interval, depth, start_percent, end_percent, schedule, threshold, between, TARGETS[quality]
-        )
+    def execute(cls, model, interval, depth, quality="off", **others) -> io.NodeOutput:
+        settings = DeepCacheSettings(interval, depth, **others, quality=TARGETS[quality])
         return io.NodeOutput(apply_deep_cache(model, settings, node_id(cls)))

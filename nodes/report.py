@@ -1,7 +1,6 @@
 """The Accel Report node."""
 
 from comfy_api.latest import io, ui
-from typing_extensions import override
 
 from ..accel.hosts.comfyui.server import report
 from ..accel.hosts.comfyui.versions import make_input, schema
@@ -11,7 +10,6 @@ class AccelReport(io.ComfyNode):
     """What was accelerated, skipped and saved, and what to change if nothing was, as text and as a chart."""
 
     @classmethod
-    @override
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelReport",
@@ -56,12 +54,10 @@ class AccelReport(io.ComfyNode):
         )
 
     @classmethod
-    @override
     def fingerprint_inputs(cls, anything=None, image=None, reference=None) -> float:
         return float("nan")  # never equal to itself: the node runs every time
 
     @classmethod
-    @override
     def execute(cls, anything=None, image=None, reference=None) -> io.NodeOutput:
         text, chart = report.make(image, reference, cls.hidden.prompt if cls.hidden else None)
         shown = {**ui.PreviewText(text).as_dict(), **ui.PreviewImage(chart, cls=cls).as_dict()}

@@ -15,7 +15,6 @@ from ..accel.hosts.comfyui.sizes.snapping import (
     MULTIPLES,
     SMALLEST,
     TRAINED_FOR,
-    Rule,
     Snapped,
     snap_inputs,
 )
@@ -215,20 +214,8 @@ class AccelSnapSize(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        width,
-        height,
-        batch_size,
-        multiple,
-        mode,
-        keep_aspect,
-        max_megapixels,
-        model=None,
-        trained_for=FROM_MODEL,
-    ) -> io.NodeOutput:
-        rule = Rule(multiple, mode, keep_aspect, max_megapixels, trained_for, False)
-        snapped = snap_inputs(Size(width, height), rule, model, batch_size=batch_size)
+    def execute(cls, width, height, **inputs) -> io.NodeOutput:
+        snapped = snap_inputs(Size(width, height), **inputs)
         size = snapped.size
         return io.NodeOutput(snapped.latent, size.width, size.height, snapped.restore, ui=ui.PreviewText(snapped.text))
 
@@ -260,24 +247,10 @@ class AccelSnapImage(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        multiple,
-        mode,
-        keep_aspect,
-        max_megapixels,
-        image=None,
-        latent=None,
-        model=None,
-        how=HOW[0],
-        anchor=ANCHORS[0],
-        fill=0.0,
-        trained_for=FROM_MODEL,
-    ) -> io.NodeOutput:
+    def execute(cls, image=None, latent=None, **inputs) -> io.NodeOutput:
         if image is None and latent is None:
             raise ValueError("Connect an image or a latent. For an empty latent use Snap Size.")
-        rule = Rule(multiple, mode, keep_aspect, max_megapixels, trained_for, how.startswith("pad"))
-        snapped = snap_inputs(Size(0, 0), rule, model, image, latent, 1, how, anchor, fill)
+        snapped = snap_inputs(Size(0, 0), image=image, latent=latent, **inputs)
         return io.NodeOutput(
             _image_or_blocker(snapped),
             snapped.latent,
@@ -325,25 +298,8 @@ class AccelResolutionSnap(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        width,
-        height,
-        multiple,
-        mode,
-        keep_aspect,
-        max_megapixels,
-        batch_size,
-        model=None,
-        image=None,
-        latent=None,
-        how=HOW[0],
-        anchor=ANCHORS[0],
-        fill=0.0,
-        trained_for=FROM_MODEL,
-    ) -> io.NodeOutput:
-        rule = Rule(multiple, mode, keep_aspect, max_megapixels, trained_for, how.startswith("pad"))
-        snapped = snap_inputs(Size(width, height), rule, model, image, latent, batch_size, how, anchor, fill)
+    def execute(cls, width, height, **inputs) -> io.NodeOutput:
+        snapped = snap_inputs(Size(width, height), **inputs)
         return io.NodeOutput(
             snapped.size.width,
             snapped.size.height,

@@ -1,7 +1,6 @@
 """The Warm Up Graphs node."""
 
 from comfy_api.latest import io
-from typing_extensions import override
 
 from ..accel.cache.graph_cache import shared
 from ..accel.core.sentences import counted
@@ -14,7 +13,6 @@ class AccelWarmUpGraphs(io.ComfyNode):
     """MODEL in, the same MODEL out, after sampling and discarding a step at each size."""
 
     @classmethod
-    @override
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelWarmUpGraphs",
@@ -71,7 +69,6 @@ class AccelWarmUpGraphs(io.ComfyNode):
         )
 
     @classmethod
-    @override
     def validate_inputs(cls, sizes=None) -> bool | str:
         # ComfyUI marks every input that this is given; of the others it compares the numbers itself.
         try:
@@ -81,7 +78,6 @@ class AccelWarmUpGraphs(io.ComfyNode):
         return True
 
     @classmethod
-    @override
     def execute(cls, model, conditioning, sizes, batches, prompt_lengths="") -> io.NodeOutput:
         before = shared.statistics()["compilations"]
         runs, seconds = warm_up(model, conditioning, *parse_runs(sizes, batches, prompt_lengths))

@@ -69,7 +69,6 @@ class Snapped:
 
 def snap_inputs(
     asked: Size,
-    rule: Rule,
     model: Any = None,
     image: torch.Tensor | None = None,
     latent: dict[str, Any] | None = None,
@@ -77,11 +76,13 @@ def snap_inputs(
     how: str = HOW[0],
     anchor: str = ANCHORS[0],
     fill: float = 0.0,
+    **chosen_by: Any,
 ) -> Snapped:
     """The image or latent at a size that the model runs at without rounding; without either, an empty latent.
 
     asked: pixels; an image [B, H, W, C] or a latent brings its own size. model: a ModelPatcher, or None.
-    batch_size: of the empty latent. how, anchor, fill: as for `fit` and `apply_fit`.
+    batch_size: of the empty latent. how, anchor, fill: as for `fit` and `apply_fit`. chosen_by: fields of `Rule`, which
+    are the nodes' other inputs.
 
     Raises ValueError for a size out of range, for both an image and a latent, and as `choose` does.
     """
@@ -98,6 +99,7 @@ def snap_inputs(
         batch, frames = shape[0], math.prod(shape[2:-2])
     else:
         _check_range(asked)  # a linked side is only known now
+    rule = Rule(**chosen_by, pads=how.startswith("pad"))
     chosen = choose(asked, rule, model, layout, batch, frames=frames)
     plan = fit(asked, chosen.size, how, anchor, unit, chosen.multiple)
     return Snapped(
