@@ -1,4 +1,4 @@
-"""Records of the latest sampling runs, assembled from events, and the time that each saved.
+"""Records of the last sampling run, assembled from events, and the time that each saved.
 
 They reference no tensor and no model.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +21,6 @@ from ..core.reasons import Reason
 from ..step_cache.run import FULL, SKIPPED
 from .headline import headline, nodes_of
 from .run import Run, Saving, together
-
-_MOST_RUNS = 64
 
 _MOST_REASONS = 50
 """Kept of one run: for blocks that ran eagerly, and as many for those that nobody tried to compile."""
@@ -58,7 +56,7 @@ class _Compiling:
 
 
 class RunRecords:
-    """The latest 64 runs, DeepCache's last one, and what is being compiled now.
+    """The last run, DeepCache's last one, and what is being compiled now.
 
     All samplings of one prompt are one run, as long as no other prompt is sampled between them.
 
@@ -67,7 +65,7 @@ class RunRecords:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._runs: deque[Run] = deque(maxlen=_MOST_RUNS)
+        self._last: Run | None = None
         self._by_node: dict[str, Run] = {}  # of the last one, what each of its nodes took part in
         self._open: dict[int, list[_Open]] = {}
         self._compiling: dict[int, _Compiling] = {}
@@ -77,12 +75,7 @@ class RunRecords:
     def last(self) -> Run | None:
         """The run that ended last; None before the first."""
         with self._lock:
-            return self._runs[-1] if self._runs else None
-
-    def all(self) -> list[Run]:
-        """The latest runs, the newest last."""
-        with self._lock:
-            return list(self._runs)
+            return self._last
 
     def deep_cache(self) -> dict[str, Any] | None:
         """The last DeepCache run: full_steps, skipped_steps, steps, why_full, saved_seconds, saved_how.
@@ -106,7 +99,7 @@ class RunRecords:
 
     def clear(self) -> None:
         with self._lock:
-            self._runs.clear()
+            self._last = None
             self._by_node.clear()
             self._open.clear()
             self._compiling.clear()
@@ -156,13 +149,12 @@ class RunRecords:
         return run
 
     def _keep(self, run: Run) -> None:
-        is_next = run.prompt is not None and bool(self._runs) and self._runs[-1].prompt == run.prompt
+        is_next = run.prompt is not None and self._last is not None and self._last.prompt == run.prompt
         before = self._by_node if is_next else {}
         now = {node: before[node].with_next(run) if node in before else run for node in nodes_of(run)}
         self._by_node = {**before, **now}
         run.lines = {node: line for node, whole in now.items() if (line := headline(whole, node))}
-        self._runs.append(self._runs.pop().with_next(run) if is_next else run)
-        whole = self._runs[-1]
+        whole = self._last = self._last.with_next(run) if is_next else run
         if is_next and whole.steps_taken:
             steps = whole.steps_taken
             together = _skipping(steps.count(FULL), steps.count(SKIPPED), steps, whole.why_full, whole.by_skipping)
@@ -204,8 +196,8 @@ class RunRecords:
             run.prepare_seconds = max(0.0, time.perf_counter() - now.began - busy)
 
     def _on_warmed_up(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
-        if self._runs:
-            self._runs[-1].prompt = None  # the image that follows in this prompt is a run of its own
+        if self._last is not None:
+            self._last.prompt = None  # the image that follows in this prompt is a run of its own
 
     def _on_survey(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
         if now is not None:
