@@ -25,189 +25,109 @@ def seeded(make, seed=0):
     return made
 
 
-def sd3(layers=8):
-    return seeded(
-        lambda: diffusers.SD3Transformer2DModel(
-            sample_size=16,
-            patch_size=2,
-            in_channels=4,
-            out_channels=4,
-            num_layers=layers,
-            joint_attention_dim=WIDTH,
-            caption_projection_dim=16,
-            pooled_projection_dim=WIDTH,
-            **HEADS,
-        )
-    )
-
-
-def flux(doubles=3, singles=6, channels=16):
-    return seeded(
-        lambda: diffusers.FluxTransformer2DModel(
-            in_channels=channels,
-            num_layers=doubles,
-            num_single_layers=singles,
-            joint_attention_dim=WIDTH,
-            pooled_projection_dim=WIDTH,
-            axes_dims_rope=(2, 2, 4),
-            guidance_embeds=True,
-            **HEADS,
-        )
-    )
-
-
-def wan(layers=8, seed=0):
-    return seeded(
-        lambda: diffusers.WanTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=2,
-            attention_head_dim=12,
-            in_channels=4,
-            out_channels=4,
-            text_dim=WIDTH,
-            freq_dim=16,
-            ffn_dim=32,
-            num_layers=layers,
-            rope_max_seq_len=32,
-        ),
-        seed,
-    )
-
-
-def pixart():
-    return seeded(
-        lambda: diffusers.PixArtTransformer2DModel(
-            sample_size=8,
-            num_layers=8,
-            patch_size=2,
-            in_channels=4,
-            out_channels=8,
-            caption_channels=WIDTH,
-            cross_attention_dim=16,
-            use_additional_conditions=False,
-            **HEADS,
-        )
-    )
-
-
-def aura_flow():
-    return seeded(
-        lambda: diffusers.AuraFlowTransformer2DModel(
-            sample_size=16,
-            num_mmdit_layers=2,
-            num_single_dit_layers=6,
-            joint_attention_dim=WIDTH,
-            caption_projection_dim=16,
-            pos_embed_max_size=256,
-            **HEADS,
-        )
-    )
-
-
-def lumina2():
-    return seeded(
-        lambda: diffusers.Lumina2Transformer2DModel(
-            sample_size=16,
-            in_channels=4,
-            hidden_size=16,
-            num_layers=8,
-            num_refiner_layers=1,
-            num_attention_heads=2,
-            num_kv_heads=1,
-            multiple_of=2,
-            axes_dim_rope=(4, 2, 2),
-            axes_lens=(64, 64, 64),
-            cap_feat_dim=WIDTH,
-        )
-    )
-
-
-def z_image():
-    return seeded(
-        lambda: diffusers.ZImageTransformer2DModel(
-            in_channels=4,
-            dim=16,
-            n_layers=8,
-            n_refiner_layers=1,
-            n_heads=2,
-            n_kv_heads=2,
-            cap_feat_dim=WIDTH,
-            axes_dims=[4, 2, 2],
-            axes_lens=[256, 64, 64],
-        )
-    )
-
-
-def qwen_image():
-    return seeded(
-        lambda: diffusers.QwenImageTransformer2DModel(
-            in_channels=16,
-            out_channels=4,
-            num_layers=8,
-            joint_attention_dim=WIDTH,
-            axes_dims_rope=(4, 2, 2),
-            **HEADS,
-        )
-    )
-
-
-def hunyuan_video():
-    return seeded(
-        lambda: diffusers.HunyuanVideoTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_layers=3,
-            num_single_layers=6,
-            num_refiner_layers=1,
-            text_embed_dim=WIDTH,
-            pooled_projection_dim=WIDTH,
-            rope_axes_dim=(2, 2, 4),
-            **HEADS,
-        )
-    )
-
-
-def ltx():
-    return seeded(
-        lambda: diffusers.LTXVideoTransformer3DModel(
-            in_channels=8,
-            out_channels=8,
-            num_layers=8,
-            cross_attention_dim=16,
-            caption_channels=WIDTH,
-            **HEADS,
-        )
-    )
-
-
 _FLOW = "FlowMatchEulerDiscreteScheduler"
-_MAKERS = {
-    "StableDiffusion3": (sd3, _FLOW, {"shift": 3.0}),
-    "Flux": (flux, _FLOW, {"shift": 3.0}),
-    "Wan": (wan, "UniPCMultistepScheduler", {"prediction_type": "flow_prediction", "use_flow_sigmas": True}),
-    "PixArt": (pixart, "DPMSolverMultistepScheduler", {}),
-    "AuraFlow": (aura_flow, _FLOW, {"shift": 1.73}),
-    "Lumina2": (lumina2, _FLOW, {"shift": 6.0}),
-    "ZImage": (z_image, _FLOW, {"shift": 3.0}),
-    "QwenImage": (qwen_image, _FLOW, {"shift": 3.0}),
-    "HunyuanVideo": (hunyuan_video, _FLOW, {"shift": 7.0}),
-    "LTX": (ltx, _FLOW, {}),
+KINDS = {
+    "StableDiffusion3": (
+        "SD3Transformer2DModel",
+        dict(sample_size=16, patch_size=2, in_channels=4, out_channels=4, num_layers=8, joint_attention_dim=WIDTH)
+        | dict(caption_projection_dim=16, pooled_projection_dim=WIDTH, **HEADS),
+        _FLOW,
+        {"shift": 3.0},
+    ),
+    "Flux": (
+        "FluxTransformer2DModel",
+        dict(in_channels=16, num_layers=3, num_single_layers=6, joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH)
+        | dict(axes_dims_rope=(2, 2, 4), guidance_embeds=True, **HEADS),
+        _FLOW,
+        {"shift": 3.0},
+    ),
+    "Wan": (
+        "WanTransformer3DModel",
+        dict(patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4)
+        | dict(text_dim=WIDTH, freq_dim=16, ffn_dim=32, num_layers=8, rope_max_seq_len=32),
+        "UniPCMultistepScheduler",
+        {"prediction_type": "flow_prediction", "use_flow_sigmas": True},
+    ),
+    "PixArt": (
+        "PixArtTransformer2DModel",
+        dict(sample_size=8, num_layers=8, patch_size=2, in_channels=4, out_channels=8, caption_channels=WIDTH)
+        | dict(cross_attention_dim=16, use_additional_conditions=False, **HEADS),
+        "DPMSolverMultistepScheduler",
+        {},
+    ),
+    "AuraFlow": (
+        "AuraFlowTransformer2DModel",
+        dict(sample_size=16, num_mmdit_layers=2, num_single_dit_layers=6, joint_attention_dim=WIDTH)
+        | dict(caption_projection_dim=16, pos_embed_max_size=256, **HEADS),
+        _FLOW,
+        {"shift": 1.73},
+    ),
+    "Lumina2": (
+        "Lumina2Transformer2DModel",
+        dict(sample_size=16, in_channels=4, hidden_size=16, num_layers=8, num_refiner_layers=1, num_attention_heads=2)
+        | dict(num_kv_heads=1, multiple_of=2, axes_dim_rope=(4, 2, 2), axes_lens=(64, 64, 64), cap_feat_dim=WIDTH),
+        _FLOW,
+        {"shift": 6.0},
+    ),
+    "ZImage": (
+        "ZImageTransformer2DModel",
+        dict(in_channels=4, dim=16, n_layers=8, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=WIDTH)
+        | dict(axes_dims=[4, 2, 2], axes_lens=[256, 64, 64]),
+        _FLOW,
+        {"shift": 3.0},
+    ),
+    "QwenImage": (
+        "QwenImageTransformer2DModel",
+        dict(
+            in_channels=16, out_channels=4, num_layers=8, joint_attention_dim=WIDTH, axes_dims_rope=(4, 2, 2), **HEADS
+        ),
+        _FLOW,
+        {"shift": 3.0},
+    ),
+    "HunyuanVideo": (
+        "HunyuanVideoTransformer3DModel",
+        dict(in_channels=4, out_channels=4, num_layers=3, num_single_layers=6, num_refiner_layers=1)
+        | dict(text_embed_dim=WIDTH, pooled_projection_dim=WIDTH, rope_axes_dim=(2, 2, 4), **HEADS),
+        _FLOW,
+        {"shift": 7.0},
+    ),
+    "LTX": (
+        "LTXVideoTransformer3DModel",
+        dict(in_channels=8, out_channels=8, num_layers=8, cross_attention_dim=16, caption_channels=WIDTH, **HEADS),
+        _FLOW,
+        {},
+    ),
 }
-"""Beginning of a pipeline's name → its transformer, scheduler, and that one's settings."""
+"""Beginning of a pipeline's name → its transformer's class and layout, its scheduler, and that one's settings."""
+
+
+def layout(kind):
+    """What `KINDS` has for the pipeline named `kind`."""
+    return next(known for name, known in KINDS.items() if kind.startswith(name))
+
+
+def transformer(kind, seed=0, **changes):
+    name, config, *_ = layout(kind)
+    return seeded(lambda: getattr(diffusers, name)(**config | changes), seed)
+
 
 _ABSENT = [f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2", "_3")]
+
+
+def absent(make):
+    """The text encoders that a pipeline's class takes, as None."""
+    expected, _ = make._get_signature_keys(make)
+    return dict.fromkeys(name for name in _ABSENT if name in expected)
 
 
 def pipeline(kind, scheduler=None, **parts):
     """A pipeline of the class named `kind`; `parts` replace or add components and settings."""
     make = getattr(diffusers, kind)
-    transformer, flow, settings = next(made for name, made in _MAKERS.items() if kind.startswith(name))
+    *_, flow, settings = layout(kind)
     if "transformer" not in parts:
-        parts["transformer"] = transformer()
+        parts["transformer"] = transformer(kind)
     scheduler = scheduler or getattr(diffusers, flow)(**settings)
-    expected, _ = make._get_signature_keys(make)
-    absent = dict.fromkeys(name for name in (*_ABSENT, "vae") if name in expected)
-    made = make(**{**absent, "scheduler": scheduler, **parts})
+    made = make(**{**absent(make), "vae": None, "scheduler": scheduler, **parts})
     made.set_progress_bar_config(disable=True)
     return made
 
@@ -238,8 +158,8 @@ def sample(pipe, height=64, width=96, steps=6, batch=1, texts=(5, 5), dtype=torc
     return pipe(generator=torch.Generator().manual_seed(1), return_dict=False, **made | arguments)[0]
 
 
-def sample_cached(pipe, settings=None, **arguments):
-    """The latents of one call with DeepCache, and the full and skipped steps of its runs."""
+def sample_cached(pipe, settings=None, sample=sample, **arguments):
+    """The latents of one call of `sample` with DeepCache, and the full and skipped steps of its runs."""
     counts = []
     unsubscribe = subscribe(
         lambda name, data: name == "deep_cache_run" and counts.append((data["full_steps"], data["skipped_steps"]))

@@ -5,6 +5,7 @@ Imported by tests that have made sure that diffusers is there. An image of W x H
 
 import json
 
+import deep_transformers
 import diffusers
 import torch
 
@@ -42,6 +43,17 @@ SDXL = {
 SCHEDULE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
 """Of Stable Diffusion's schedulers."""
 
+_TRANSFORMERS = {
+    "StableDiffusion3": ({"patch_size": 1, "num_layers": 2}, 3.0),
+    "Flux": (
+        {"num_layers": 1, "num_single_layers": 2, "attention_head_dim": 16, "axes_dims_rope": (4, 4, 8)}
+        | {"guidance_embeds": False},
+        1.0,
+    ),
+    "Wan": ({"in_channels": 16, "out_channels": 16, "num_layers": 2}, 7.0),
+}
+"""Beginning of a pipeline's name → what differs from `deep_transformers.KINDS`, and the shift of its scheduler."""
+
 
 def seeded(make):
     """What `make` makes, with the same weights every time."""
@@ -66,14 +78,10 @@ def controlnet(unet, seed=0):
 def pipeline(kind, schedule=None, **parts):
     """A pipeline of the class named `kind`, with the scheduler of that name; `parts` replace or add components."""
     make = getattr(diffusers, kind)
-    if kind.startswith("StableDiffusion3"):
-        made = _sd3(make, parts)
-    elif kind.startswith("StableDiffusionXL"):
-        made = _stable_diffusion(make, SDXL, parts)
-    elif kind.startswith("StableDiffusion"):
-        made = _stable_diffusion(make, SD, parts)
+    if kind.startswith(tuple(_TRANSFORMERS)):
+        made = _with_transformer(make, parts)
     else:
-        made = {"Flux": _flux, "Wan": _wan}[kind[:4] if kind.startswith("Flux") else kind[:3]](make, parts)
+        made = _stable_diffusion(make, SDXL if kind.startswith("StableDiffusionXL") else SD, parts)
     if schedule is not None:
         made.scheduler = getattr(diffusers, schedule).from_config(made.scheduler.config)
     made.set_progress_bar_config(disable=True)
@@ -127,68 +135,17 @@ def _stable_diffusion(make, layout, parts):
     return make(**{"vae": vae(), "unet": unet, "scheduler": scheduler, **absent, **parts})
 
 
-def _sd3(make, parts):
-    transformer = seeded(
-        lambda: diffusers.SD3Transformer2DModel(
-            sample_size=16,
-            patch_size=1,
-            in_channels=4,
-            out_channels=4,
-            num_layers=2,
-            attention_head_dim=8,
-            num_attention_heads=2,
-            joint_attention_dim=WIDTH,
-            caption_projection_dim=16,
-            pooled_projection_dim=WIDTH,
-        )
-    )
-    absent = dict.fromkeys(f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2", "_3"))
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-    coder = vae(shift_factor=0.1, scaling_factor=1.5)
-    return make(**{"vae": coder, "transformer": transformer, "scheduler": scheduler, **absent, **parts})
+def _with_transformer(make, parts):
+    kind, (changes, shift) = next(item for item in _TRANSFORMERS.items() if make.__name__.startswith(item[0]))
+    name, config, *_ = deep_transformers.KINDS[kind]
+    made = {
+        "vae": _wan_vae() if kind == "Wan" else vae(shift_factor=0.1, scaling_factor=1.5),
+        "transformer": seeded(lambda: getattr(diffusers, name)(**config | changes)),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=shift),
+    }
+    return make(**made | deep_transformers.absent(make) | parts)
 
 
-def _flux(make, parts):
-    transformer = seeded(
-        lambda: diffusers.FluxTransformer2DModel(
-            in_channels=16,
-            num_layers=1,
-            num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=WIDTH,
-            pooled_projection_dim=WIDTH,
-            axes_dims_rope=(4, 4, 8),
-        )
-    )
-    absent = dict.fromkeys(f"{part}{number}" for part in ("text_encoder", "tokenizer") for number in ("", "_2"))
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    coder = vae(shift_factor=0.1, scaling_factor=1.5)
-    return make(**{"vae": coder, "transformer": transformer, "scheduler": scheduler, **absent, **parts})
-
-
-def _wan(make, parts):
-    transformer = seeded(
-        lambda: diffusers.WanTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=2,
-            attention_head_dim=12,
-            in_channels=16,
-            out_channels=16,
-            text_dim=WIDTH,
-            freq_dim=16,
-            ffn_dim=32,
-            num_layers=2,
-            cross_attn_norm=True,
-            qk_norm="rms_norm_across_heads",
-            rope_max_seq_len=32,
-        )
-    )
-    coder = seeded(
-        lambda: diffusers.AutoencoderKLWan(
-            base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-        )
-    )
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0)
-    absent = dict.fromkeys(["text_encoder", "tokenizer"])
-    return make(**{"vae": coder, "transformer": transformer, "scheduler": scheduler, **absent, **parts})
+def _wan_vae():
+    sizes = dict(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+    return seeded(lambda: diffusers.AutoencoderKLWan(**sizes, temperal_downsample=[False, True, True]))

@@ -3,10 +3,9 @@
 Imported by tests that have made sure that diffusers is there.
 """
 
+import deep_transformers
 import diffusers
 import torch
-from comfy_accel.accel.core.events import subscribe
-from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
 from uniform_hold import uniform_hold
 
 CONTEXT_DIM = 16
@@ -66,14 +65,7 @@ def sample(pipe, height=64, width=64, batch=1, steps=STEPS, **arguments):
 
 def sample_cached(pipe, interval, depth, **arguments):
     """Latents of one call with DeepCache, and its full and skipped steps."""
-    counts = []
-    unsubscribe = subscribe(lambda name, data: counts.append((data["full_steps"], data["skipped_steps"])))
-    try:
-        with deep_cache(pipe, uniform_hold(interval, depth)):
-            latents = sample(pipe, **arguments)
-    finally:
-        unsubscribe()
-    return latents, counts
+    return deep_transformers.sample_cached(pipe, uniform_hold(interval, depth), sample, **arguments)
 
 
 def difference(actual, expected):

@@ -126,9 +126,9 @@ def test_scheduler_and_model_may_be_replaced_between_images(pipe, cached, counts
             pipe.scheduler = diffusers.FlowMatchHeunDiscreteScheduler(shift=3.0)
             sample(pipe, **SMALL)
             pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=2.0)
-            pipe.transformer = deep_transformers.sd3(5)
+            pipe.transformer = deep_transformers.transformer("StableDiffusion3", num_layers=5)
             sample(pipe, **SMALL)
-            pipe.transformer = deep_transformers.sd3(4)
+            pipe.transformer = deep_transformers.transformer("StableDiffusion3", num_layers=4)
             sample(pipe, **SMALL)  # not deep enough for that depth
             pipe.transformer, pipe.scheduler = transformer, scheduler
             sample(pipe, **SMALL)
@@ -263,7 +263,7 @@ def test_compiled_blocks_run_beneath(cached, plain, counts, inside):
 
 
 def test_models_compiled_by_somebody_else_are_divided_too(counts):
-    model = deep_transformers.sd3(3)
+    model = deep_transformers.transformer("StableDiffusion3", num_layers=3)
     expected, _ = sample_cached(pipeline("StableDiffusion3Pipeline", transformer=model), EVERY_THIRD, **SMALL)
     whole = pipeline("StableDiffusion3Pipeline", transformer=model)
     whole.transformer = torch.compile(model, backend="eager")

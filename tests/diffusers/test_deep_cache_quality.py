@@ -89,7 +89,9 @@ def test_two_transformers_share_a_quality(monkeypatch):
         begin(policy, angles, kept, factor)
 
     monkeypatch.setattr(QualityRefresh, "begin", noted)
-    pipe = deep_transformers.pipeline("WanPipeline", transformer_2=deep_transformers.wan(9, seed=1), boundary_ratio=0.6)
+    pipe = deep_transformers.pipeline(
+        "WanPipeline", transformer_2=deep_transformers.transformer("Wan", 1, num_layers=9), boundary_ratio=0.6
+    )
     _, told = asked(40.0, pipe, deep_transformers.sample, steps=8)
     assert factors == [pytest.approx(math.sqrt(2) * PASSED_ON * carried_by(pipe.scheduler)[1])] * 2
     assert told["target_db"] == 40.0

@@ -230,7 +230,7 @@ def test_schedulers_of_flows(scheduler, expected):
 
 @pytest.mark.parametrize("kind", ["FluxImg2ImgPipeline", "FluxInpaintPipeline"])
 def test_image_to_image_counts_from_its_first_step(kind):
-    pipe = pipeline(kind, transformer=deep_transformers.flux(channels=64))
+    pipe = pipeline(kind, transformer=deep_transformers.transformer("Flux", in_channels=64))
     arguments = {"image": torch.randn(1, 16, 8, 12), "strength": 0.6, "steps": 10}
     if "Inpaint" in kind:
         arguments |= {"mask_image": torch.ones(1, 1, 64, 96), "masked_image_latents": torch.randn(1, 16, 8, 12)}
@@ -240,7 +240,9 @@ def test_image_to_image_counts_from_its_first_step(kind):
 
 
 def test_two_transformers_have_a_part_of_the_schedule_each():
-    pipe = pipeline("WanPipeline", transformer_2=deep_transformers.wan(9, seed=1), boundary_ratio=0.6)
+    pipe = pipeline(
+        "WanPipeline", transformer_2=deep_transformers.transformer("Wan", 1, num_layers=9), boundary_ratio=0.6
+    )
     plain = sample(pipe, steps=8)
     with blocks_called(pipe.transformer) as first, blocks_called(pipe.transformer_2) as second:
         cached, counts = sample_cached(pipe, uniform_hold(3), steps=8)
@@ -372,7 +374,10 @@ def test_shallow_and_unknown_models_run_in_full_and_say_so(caplog):
         layers_per_block=1,
         cross_attention_dim=16,
     )
-    for model, reason in ((deep_transformers.sd3(2), "it has 2 blocks"), (video, "it is ")):
+    for model, reason in (
+        (deep_transformers.transformer("StableDiffusion3", num_layers=2), "it has 2 blocks"),
+        (video, "it is "),
+    ):
         pipe = SimpleNamespace(transformer=model, progress_bar=lambda: None)
         before = dict(vars(pipe))
         with deep_cache(pipe, uniform_hold(3)):
