@@ -11,19 +11,6 @@ from .client import Graph
 from .comfyui import make_base
 
 MODEL = "tiny-sd3.safetensors"
-SD3 = {
-    "input_size": None,
-    "in_channels": 16,
-    "depth": 2,
-    "num_blocks": 2,
-    "num_patches": 24 * 24,
-    "pos_embed_max_size": 24,
-    "adm_in_channels": 32,
-    "qk_norm": "rms",
-    "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 48, "out_features": 128}},
-}
-"""Two blocks, each of a kind of its own, 128 wide."""
-
 NODES = '''"""Random text features, and a latent shown as an image: text encoders and VAEs are larger than the model."""
 
 import torch
@@ -93,7 +80,7 @@ def make(base: Path) -> None:
     import safetensors.torch
     import torch
 
-    from .tiny_models import Family
+    from .tiny_models import SD3, Family
 
     make_base(base)
     (base / "custom_nodes" / "fleet_nodes.py").write_text(NODES, encoding="utf-8")

@@ -89,15 +89,8 @@ _SDXL = {
     "num_classes": "sequential",
     "adm_in_channels": 2816,
 }
-_QWEN_IMAGE = {
-    **full_size.QWEN_IMAGE.config,
-    **{"num_layers": 3, "num_attention_heads": 2, "joint_attention_dim": 48},
-    **{"attention_head_dim": 32, "axes_dims_rope": (8, 12, 12)},
-}
-_WAN = {
-    **{"model_type": "t2v", "dim": 96, "ffn_dim": 160, "freq_dim": 32, "text_dim": 48},
-    **{"num_heads": 4, "num_layers": 3, "in_dim": 16},
-}
+_QWEN_IMAGE = {**full_size.QWEN_IMAGE.config, **tiny_models.QWEN_IMAGE, "num_layers": 3}
+_WAN = {**tiny_models.WAN, "model_type": "t2v", "num_layers": 3}
 _Z_IMAGE = {
     **full_size.Z_IMAGE.config,
     **{"dim": 288, "n_heads": 3, "n_kv_heads": 3, "n_layers": 3, "n_refiner_layers": 1},

@@ -1,43 +1,18 @@
 """SD1.5, SDXL and Flux at their full depth and a fraction of their width. Import it after `inprocess.boot`."""
 
+from dataclasses import replace
+
+from . import full_size
 from .tiny_models import FLUX, UNET, Family
 
-SD15 = Family(
-    "SD1.5",
-    "SD15",
-    {
-        **UNET,
-        "num_res_blocks": [2, 2, 2, 2],
-        "channel_mult": [1, 2, 4, 4],
-        "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0],
-        "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
-        "transformer_depth_middle": 1,
-        "context_dim": 64,
-    },
-    context_dim=64,
+_NARROW = {"model_channels": UNET["model_channels"], "context_dim": 64}
+
+SD15 = replace(
+    full_size.SD15, config={**full_size.SD15.config, **_NARROW, "num_heads": UNET["num_heads"]}, context_dim=64
 )
 """16 transformer blocks and 22 ResBlocks."""
 
-SDXL = Family(
-    "SDXL",
-    "SDXL",
-    {
-        **UNET,
-        "num_res_blocks": [2, 2, 2],
-        "channel_mult": [1, 2, 4],
-        "transformer_depth": [0, 0, 2, 2, 10, 10],
-        "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
-        "transformer_depth_middle": 10,
-        "num_heads": -1,
-        "num_head_channels": 16,
-        "use_linear_in_transformer": True,
-        "context_dim": 64,
-        "num_classes": "sequential",
-        "adm_in_channels": 2816,
-    },
-    context_dim=64,
-    pooled_dim=1280,
-)
+SDXL = replace(full_size.SDXL, config={**full_size.SDXL.config, **_NARROW, "num_head_channels": 16}, context_dim=64)
 """70 transformer blocks and 17 ResBlocks."""
 
 FLUX_DEV = Family(

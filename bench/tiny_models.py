@@ -59,6 +59,24 @@ FLUX = {
 }
 """Flux's layout, 64 wide."""
 
+SD3 = {
+    "input_size": None,
+    "in_channels": 16,
+    "depth": 2,
+    "num_blocks": 2,
+    "num_patches": 24 * 24,
+    "pos_embed_max_size": 24,
+    "adm_in_channels": 32,
+    "qk_norm": "rms",
+    "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 48, "out_features": 128}},
+}
+"""Two blocks, each of a kind of its own, 128 wide."""
+
+WAN = dict(dim=96, ffn_dim=160, freq_dim=32, text_dim=48, num_heads=4, num_layers=2, in_dim=16)
+QWEN_IMAGE = dict(num_layers=2, attention_head_dim=32, num_attention_heads=2, joint_attention_dim=48) | {
+    "axes_dims_rope": (8, 12, 12)
+}
+
 
 def known_to(parameters: type, **later: Any) -> dict[str, Any]:
     """Of settings that core has come to ask for since 0.3.75, those that its dataclass of parameters has."""

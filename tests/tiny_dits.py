@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
-from tiny_zoo import CHROMA, FLUX, ZOO
+from tiny_zoo import CHROMA, FLUX, HUNYUAN_VIDEO, LTXV, LUMINA, ZOO
 
-from bench.tiny_models import FLUX_FAMILY, Family, known_to, sample
+from bench.tiny_models import FLUX_FAMILY, QWEN_IMAGE, SD3, WAN, Family, sample
 
 
 @dataclass(frozen=True)
@@ -49,37 +48,20 @@ IMAGE = (1, 16, 12, 12), (1, 16, 9, 16)
 FRAMES = (1, 16, 3, 8, 8), (1, 16, 2, 6, 10)
 
 _deep = dict(depth=3, depth_single_blocks=4)
-_hunyuan = dict(
-    **{name: value for name, value in FLUX.items() if name not in ("theta", "patch_size", "txt_ids_dims")},
-    **dict(theta=256, patch_size=[1, 2, 2], byt5=False, meanflow=False),
-    **dict(use_cond_type_embedding=False, vision_in_dim=None),
-    **known_to(HunyuanVideoParams, meanflow_sum=False),
-)
-_sd3 = dict(input_size=None, in_channels=16, depth=2, num_blocks=6, adm_in_channels=32, qk_norm="rms")
-_sd3["context_embedder_config"] = {
-    "target": "torch.nn.Linear",
-    "params": {"in_features": 48, "out_features": 128},
-}
-_wan = dict(model_type="t2v", dim=96, ffn_dim=160, freq_dim=32, text_dim=48, num_heads=4, num_layers=6, in_dim=16)
-_qwen = dict(num_layers=6, attention_head_dim=32, num_attention_heads=2, joint_attention_dim=48)
-_lumina = dict(in_channels=16, dim=96, n_layers=6, n_heads=3, qk_norm=True, cap_feat_dim=48, axes_dims=[8, 12, 12])
 _z_image = dict(
     dim=288, n_layers=4, n_refiner_layers=1, axes_dims=[32, 32, 32], z_image_modulation=True, pad_tokens_multiple=32
 )
-_ltxv = dict(in_channels=16, cross_attention_dim=64, attention_head_dim=16, num_attention_heads=4, num_layers=6)
 
 DITS = {
     "Flux": _tiny("Flux", {**FLUX, **_deep}, 7, *IMAGE, pooled=32),
     "Chroma": _tiny("Chroma", {**CHROMA, **_deep}, 7, *IMAGE, pooled=32),
-    "SD3": _tiny("SD3", {**_sd3, "num_patches": 24 * 24, "pos_embed_max_size": 24}, 6, *IMAGE, pooled=32),
-    "Qwen-Image": _tiny(
-        "QwenImage", {**_qwen, "axes_dims_rope": (8, 12, 12)}, 6, (1, 16, 1, 12, 12), (1, 16, 1, 9, 16)
-    ),
-    "Lumina2": _tiny("Lumina2", {**_lumina, "n_kv_heads": 1}, 6, *IMAGE),
-    "Z-Image": _tiny("ZImage", {**_lumina, **_z_image}, 4, *IMAGE),
-    "Wan": _tiny("WAN21_T2V", _wan, 6, *FRAMES),
-    "HunyuanVideo": _tiny("HunyuanVideo", {**_hunyuan, **_deep}, 7, *FRAMES, pooled=32),
-    "LTXV": _tiny("LTXV", {**_ltxv, "caption_channels": 48}, 6, *FRAMES),
+    "SD3": _tiny("SD3", {**SD3, "num_blocks": 6}, 6, *IMAGE, pooled=32),
+    "Qwen-Image": _tiny("QwenImage", {**QWEN_IMAGE, "num_layers": 6}, 6, (1, 16, 1, 12, 12), (1, 16, 1, 9, 16)),
+    "Lumina2": _tiny("Lumina2", {**LUMINA, "n_layers": 6, "n_kv_heads": 1}, 6, *IMAGE),
+    "Z-Image": _tiny("ZImage", {**LUMINA, **_z_image}, 4, *IMAGE),
+    "Wan": _tiny("WAN21_T2V", {**WAN, "model_type": "t2v", "num_layers": 6}, 6, *FRAMES),
+    "HunyuanVideo": _tiny("HunyuanVideo", {**HUNYUAN_VIDEO, **_deep}, 7, *FRAMES, pooled=32),
+    "LTXV": _tiny("LTXV", {**LTXV, "num_layers": 6}, 6, *FRAMES),
 }
 
 CONTROLLED = TinyDiT(

@@ -17,7 +17,7 @@ import comfy.sample
 import comfy.supported_models
 import torch
 from tiny_dits import CONTROLLED, DITS
-from tiny_zoo import FLUX, Noise
+from tiny_zoo import COSMOS, FLUX2, HIDREAM, LTXV, Noise
 
 from bench.tiny_models import UNET_FAMILY, Family, randomize
 
@@ -146,23 +146,17 @@ PICTURE_AS_FRAME = ((16, 1, 12, 12),), ((16, 1, 9, 16),)
 LARGE_PATCHES = ((128, 6, 6),), ((128, 5, 8),)
 VIDEO = ((16, 3, 8, 8),), ((16, 2, 6, 10),)
 
-_FLUX2 = FLUX | dict(
-    **dict(in_channels=128, out_channels=128, vec_in_dim=None, axes_dim=[8, 8, 8, 8], patch_size=1, qkv_bias=False),
-    **dict(ops_bias=False, global_modulation=True, mlp_silu_act=True, mlp_ratio=3.0, default_ref_method="index"),
-    **dict(depth=2, depth_single_blocks=4),
-)
+_FLUX2 = FLUX2 | {"depth_single_blocks": 4}
 _QWEN = DITS["Qwen-Image"].family
 _WAN = DITS["Wan"].family
 _WAN_5B = _family("WAN22_T2V", {**_WAN.config, "in_dim": 48, "out_dim": 48})
 _LTXV = DITS["LTXV"].family
 _LTX2 = _family(
     "LTXAV",
-    dict(
-        **dict(in_channels=16, cross_attention_dim=64, attention_head_dim=16, num_attention_heads=4, num_layers=4),
-        **dict(caption_channels=48, audio_in_channels=128, audio_cross_attention_dim=64, audio_attention_head_dim=16),
-        **dict(audio_num_attention_heads=4, connector_attention_head_dim=16, connector_num_attention_heads=3),
-        connector_num_layers=1,
-    ),
+    LTXV
+    | dict(num_layers=4, audio_in_channels=128, audio_cross_attention_dim=64, audio_attention_head_dim=16)
+    | dict(audio_num_attention_heads=4, connector_attention_head_dim=16, connector_num_attention_heads=3)
+    | dict(connector_num_layers=1),
 )
 _KREA2 = _family(
     "Krea2",
@@ -177,17 +171,9 @@ _HUNYUAN_15 = {
     **dict(patch_size=[1, 1, 1], byt5=True, use_cond_type_embedding=True, vision_in_dim=40, vec_in_dim=None),
     **dict(in_channels=65, out_channels=32, guidance_embed=False, depth=4, depth_single_blocks=0),
 }
-_ANIMA = dict(
-    **dict(max_img_h=48, max_img_w=48, max_frames=16, in_channels=16, out_channels=16, patch_spatial=2),
-    **dict(patch_temporal=1, model_channels=96, num_blocks=4, num_heads=4, crossattn_emb_channels=48),
-    **dict(pos_emb_cls="rope3d", use_adaln_lora=True, adaln_lora_dim=16, extra_per_block_abs_pos_emb=False),
-    **dict(rope_enable_fps_modulation=False, concat_padding_mask=True),
-)
-_HIDREAM = dict(
-    **dict(patch_size=2, in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=32),
-    **dict(num_attention_heads=2, caption_channels=[48, 56], text_emb_dim=32, axes_dims_rope=[16, 8, 8]),
-    llama_layers=[0, 1, 1, 1, 1],
-)
+_ANIMA = COSMOS | dict(num_blocks=4, extra_per_block_abs_pos_emb=False)
+_ANIMA |= dict(rope_enable_fps_modulation=False, concat_padding_mask=True)
+_HIDREAM = HIDREAM | dict(num_single_layers=3, llama_layers=[0, 1, 1, 1, 1])
 _ACE_STEP_15 = dict(
     **dict(in_channels=192, hidden_size=64, text_hidden_dim=48, num_dit_layers=6, num_lyric_layers=1),
     **dict(num_timbre_layers=1, num_tokenizer_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, fsq_dim=64),

@@ -15,6 +15,7 @@ import tiny_models
 import torch
 from comfy.ldm.chroma.model import ChromaParams
 from comfy.ldm.flux.model import FluxParams
+from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
 
 from bench.tiny_models import known_to
 
@@ -64,13 +65,13 @@ def built(cls: type, **config: Any) -> Callable[[], torch.nn.Module]:
     return build
 
 
-def image(channels: int, context: int, **others: Callable[[Size, Noise], Any]):
-    """Inputs of an image model: a latent of [B, channels, H, W] and a context of [B, tokens, context]."""
+def image(channels: int, context: int, has_frames: bool = False, **others: Callable[[Size, Noise], Any]):
+    """Inputs of a model: a latent of [B, channels, (F,) H, W] and a context of [B, tokens, context]."""
 
     def inputs(size: Size, noise: Noise):
         given = {"context": noise(size.batch, size.tokens, context)} if context else {}
         given.update({name: make(size, noise) for name, make in others.items()})
-        return noise(size.batch, channels, size.height, size.width), given
+        return noise(size.batch, channels, *[size.frames] * has_frames, size.height, size.width), given
 
     return inputs
 
@@ -171,9 +172,23 @@ FLUX = dict(
     guidance_embed=True,
 )
 CHROMA = {name: value for name, value in FLUX.items() if name not in ("vec_in_dim", "guidance_embed")}
+HUNYUAN_VIDEO = FLUX | dict(theta=256, patch_size=[1, 2, 2], byt5=False, meanflow=False, vision_in_dim=None)
+HUNYUAN_VIDEO |= dict(use_cond_type_embedding=False) | known_to(HunyuanVideoParams, meanflow_sum=False)
 FLUX |= known_to(FluxParams, txt_ids_dims=[])
 CHROMA |= dict(in_channels=64, out_channels=64, in_dim=64, out_dim=64, hidden_dim=96, n_layers=2)
 CHROMA |= known_to(ChromaParams, txt_ids_dims=[], vec_in_dim=None)
+FLUX2 = FLUX | dict(in_channels=128, out_channels=128, vec_in_dim=None, axes_dim=[8, 8, 8, 8], patch_size=1)
+FLUX2 |= dict(qkv_bias=False, ops_bias=False, global_modulation=True, mlp_silu_act=True, mlp_ratio=3.0)
+FLUX2 |= dict(default_ref_method="index")
+LUMINA = dict(in_channels=16, dim=96, n_layers=2, n_heads=3, qk_norm=True, cap_feat_dim=48, axes_dims=[8, 12, 12])
+LTXV = dict(in_channels=16, cross_attention_dim=64, attention_head_dim=16, num_attention_heads=4, num_layers=2)
+LTXV |= dict(caption_channels=48)
+HIDREAM = dict(patch_size=2, in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=32)
+HIDREAM |= dict(num_attention_heads=2, caption_channels=[48, 56], text_emb_dim=32, axes_dims_rope=[16, 8, 8])
+HIDREAM |= dict(llama_layers=[0, 1, 1, 1])
+COSMOS = dict(max_img_h=48, max_img_w=48, max_frames=16, in_channels=16, out_channels=16, patch_spatial=2)
+COSMOS |= dict(patch_temporal=1, model_channels=96, num_blocks=2, num_heads=4, crossattn_emb_channels=48)
+COSMOS |= dict(pos_emb_cls="rope3d", use_adaln_lora=True, adaln_lora_dim=16, extra_per_block_abs_pos_emb=True)
 
 
 def _flux() -> None:
@@ -189,26 +204,7 @@ def _flux() -> None:
             16, 48, y=vector(32), guidance=filled(3.5), ref_latents=lambda size, noise: [noise(size.batch, 16, 9, 6)]
         ),
     )
-    ZOO["Flux 2"] = Specimen(
-        built(
-            Flux,
-            **FLUX
-            | dict(
-                in_channels=128,
-                out_channels=128,
-                vec_in_dim=None,
-                axes_dim=[8, 8, 8, 8],
-                patch_size=1,
-                qkv_bias=False,
-                ops_bias=False,
-                global_modulation=True,
-                mlp_silu_act=True,
-                mlp_ratio=3.0,
-                default_ref_method="index",
-            ),
-        ),
-        image(128, 48, guidance=filled(3.5)),
-    )
+    ZOO["Flux 2"] = Specimen(built(Flux, **FLUX2), image(128, 48, guidance=filled(3.5)))
     ZOO["Chroma"] = Specimen(built(Chroma, **CHROMA), image(16, 48, guidance=filled(0.0)))
     ZOO["Chroma Radiance"] = Specimen(
         built(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from tiny_zoo import ZOO, Noise, Size, Specimen, built, filled, image, vector
+from tiny_zoo import HIDREAM, LUMINA, ZOO, Noise, Size, Specimen, built, filled, image, vector
+
+from bench.tiny_models import QWEN_IMAGE, SD3
 
 
 def _transformers() -> None:
@@ -15,19 +17,10 @@ def _transformers() -> None:
     from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
     from comfy.ldm.pixart.pixartms import PixArtMS
 
-    sd3 = dict(
-        input_size=None,
-        in_channels=16,
-        depth=2,
-        num_blocks=3,
-        adm_in_channels=32,
-        context_embedder_config={"target": "torch.nn.Linear", "params": {"in_features": 48, "out_features": 128}},
-        num_patches=24 * 24,
-        pos_embed_max_size=24,
-    )
-    ZOO["SD3"] = Specimen(built(OpenAISignatureMMDITWrapper, **sd3), image(16, 48, y=vector(32)))
+    sd3 = SD3 | {"num_blocks": 3}
+    ZOO["SD3"] = Specimen(built(OpenAISignatureMMDITWrapper, **sd3 | {"qk_norm": None}), image(16, 48, y=vector(32)))
     ZOO["SD3.5 medium"] = Specimen(
-        built(OpenAISignatureMMDITWrapper, **sd3, qk_norm="rms", x_block_self_attn_layers=[0, 1]),
+        built(OpenAISignatureMMDITWrapper, **sd3, x_block_self_attn_layers=[0, 1]),
         image(16, 48, y=vector(32)),
     )
     ZOO["AuraFlow"] = Specimen(
@@ -69,19 +62,7 @@ def _transformers() -> None:
         ),
     )
     ZOO["HiDream"] = Specimen(
-        built(
-            HiDreamImageTransformer2DModel,
-            patch_size=2,
-            in_channels=16,
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=32,
-            num_attention_heads=2,
-            caption_channels=[48, 56],
-            text_emb_dim=32,
-            axes_dims_rope=[16, 8, 8],
-            llama_layers=[0, 1, 1, 1],
-        ),
+        built(HiDreamImageTransformer2DModel, **HIDREAM),
         image(
             16,
             48,
@@ -97,12 +78,11 @@ def _more_transformers() -> None:
     from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 
     tokens = dict(num_tokens=lambda size, noise: size.tokens)
-    lumina = dict(in_channels=16, dim=96, n_layers=2, n_heads=3, qk_norm=True, cap_feat_dim=48, axes_dims=[8, 12, 12])
-    ZOO["Lumina2"] = Specimen(built(NextDiT, **lumina, n_kv_heads=1), image(16, 48, **tokens))
+    ZOO["Lumina2"] = Specimen(built(NextDiT, **LUMINA, n_kv_heads=1), image(16, 48, **tokens))
     ZOO["Z-Image"] = Specimen(
         built(
             NextDiT,
-            **lumina | dict(dim=288, axes_dims=[32, 32, 32]),
+            **LUMINA | dict(dim=288, axes_dims=[32, 32, 32]),
             z_image_modulation=True,
             time_scale=1000.0,
             pad_tokens_multiple=32,
@@ -123,19 +103,11 @@ def _more_transformers() -> None:
     ZOO["OmniGen2 edit"] = Specimen(
         omnigen, image(16, 48, **tokens, ref_latents=lambda size, noise: [noise(size.batch, 16, size.width, 10)])
     )
-    qwen = built(
-        QwenImageTransformer2DModel,
-        num_layers=2,
-        attention_head_dim=32,
-        num_attention_heads=2,
-        joint_attention_dim=48,
-        axes_dims_rope=(8, 12, 12),
-    )
 
     def picture(size: Size, noise: Noise):
         return noise(size.batch, 16, 1, size.height, size.width), {"context": noise(size.batch, size.tokens, 48)}
 
-    ZOO["Qwen-Image"] = Specimen(qwen, picture)
+    ZOO["Qwen-Image"] = Specimen(built(QwenImageTransformer2DModel, **QWEN_IMAGE), picture)
 
 
 _transformers()

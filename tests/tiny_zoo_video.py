@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from tiny_zoo import ZOO, Noise, Size, Specimen, built, filled, unet, vector
+from tiny_zoo import COSMOS, HUNYUAN_VIDEO, LTXV, ZOO, Noise, Size, Specimen, built, filled, image, unet, vector
 
-from bench.tiny_models import known_to
+from bench.tiny_models import WAN
 
-
-def video(channels: int, context: int, **others: Callable[[Size, Noise], Any]):
-    """Inputs of a video model: a latent of [B, channels, F, H, W] and a context of [B, tokens, context]."""
-
-    def inputs(size: Size, noise: Noise):
-        given = {"context": noise(size.batch, size.tokens, context)}
-        given.update({name: make(size, noise) for name, make in others.items()})
-        return noise(size.batch, channels, size.frames, size.height, size.width), given
-
-    return inputs
+video = functools.partial(image, has_frames=True)
 
 
 def whole(size: Size) -> tuple[int, int]:
@@ -68,12 +60,11 @@ def _wan() -> None:
     from comfy.ldm.wan.model import CameraWanModel, HumoWanModel, VaceWanModel, WanModel, WanModel_S2V
     from comfy.ldm.wan.model_animate import AnimateWanModel
 
-    wan = dict(dim=96, ffn_dim=160, freq_dim=32, text_dim=48, num_heads=4, num_layers=2, in_dim=16)
     picture = dict(clip_fea=lambda size, noise: noise(size.batch, 257, 1280))
-    ZOO["Wan t2v"] = Specimen(built(WanModel, **wan), video(16, 48))
-    ZOO["Wan i2v"] = Specimen(built(WanModel, **wan | {"in_dim": 36}, model_type="i2v"), video(36, 48, **picture))
+    ZOO["Wan t2v"] = Specimen(built(WanModel, **WAN), video(16, 48))
+    ZOO["Wan i2v"] = Specimen(built(WanModel, **WAN | {"in_dim": 36}, model_type="i2v"), video(36, 48, **picture))
     ZOO["Wan VACE"] = Specimen(
-        built(VaceWanModel, **wan, vace_layers=1, vace_in_dim=96),
+        built(VaceWanModel, **WAN, vace_layers=1, vace_in_dim=96),
         video(
             16,
             48,
@@ -82,7 +73,7 @@ def _wan() -> None:
         ),
     )
     ZOO["Wan camera"] = Specimen(
-        built(CameraWanModel, **wan | {"in_dim": 32}),
+        built(CameraWanModel, **WAN | {"in_dim": 32}),
         video(
             32,
             48,
@@ -93,11 +84,11 @@ def _wan() -> None:
         ),
     )
     ZOO["Wan HuMo"] = Specimen(
-        built(HumoWanModel, **wan),
+        built(HumoWanModel, **WAN),
         video(16, 48, audio_embed=lambda size, noise: noise(size.batch, size.frames, 8, 5, 1280)),
     )
     ZOO["Wan S2V"] = Specimen(
-        built(WanModel_S2V, **wan, audio_dim=64, audio_inject_layers=[0, 1]),
+        built(WanModel_S2V, **WAN, audio_dim=64, audio_inject_layers=[0, 1]),
         video(
             16,
             48,
@@ -106,7 +97,7 @@ def _wan() -> None:
         ),
     )
     ZOO["Wan animate"] = Specimen(
-        built(AnimateWanModel, **wan | {"in_dim": 36, "num_layers": 5}),
+        built(AnimateWanModel, **WAN | {"in_dim": 36, "num_layers": 5}),
         video(
             36,
             48,
@@ -117,29 +108,7 @@ def _wan() -> None:
 
 
 def _hunyuan() -> None:
-    from comfy.ldm.hunyuan_video.model import HunyuanVideo, HunyuanVideoParams
-
-    config = dict(
-        in_channels=16,
-        out_channels=16,
-        vec_in_dim=32,
-        context_in_dim=48,
-        hidden_size=64,
-        mlp_ratio=4.0,
-        num_heads=2,
-        depth=2,
-        depth_single_blocks=2,
-        axes_dim=[8, 12, 12],
-        theta=256,
-        patch_size=[1, 2, 2],
-        qkv_bias=True,
-        guidance_embed=True,
-        byt5=False,
-        meanflow=False,
-        use_cond_type_embedding=False,
-        vision_in_dim=None,
-        **known_to(HunyuanVideoParams, meanflow_sum=False),
-    )
+    from comfy.ldm.hunyuan_video.model import HunyuanVideo
 
     def even(channels: int, **others: Callable[[Size, Noise], Any]):
         """Core rounds the latents of this family to whole patches."""
@@ -147,16 +116,16 @@ def _hunyuan() -> None:
         return lambda size, noise: inputs(replace(size, height=size.height // 2 * 2, width=size.width // 2 * 2), noise)
 
     masked = dict(attention_mask=lambda size, noise: torch.ones(1, size.tokens, dtype=torch.long))
-    ZOO["HunyuanVideo"] = Specimen(built(HunyuanVideo, **config), even(16, y=vector(32), **masked))
+    ZOO["HunyuanVideo"] = Specimen(built(HunyuanVideo, **HUNYUAN_VIDEO), even(16, y=vector(32), **masked))
     first_frame = even(33, y=vector(32), guiding_frame_index=filled(0.0))
     ZOO["HunyuanVideo i2v"] = Specimen(
-        built(HunyuanVideo, **config | {"in_channels": 33, "guidance_embed": False}),
+        built(HunyuanVideo, **HUNYUAN_VIDEO | {"in_channels": 33, "guidance_embed": False}),
         lambda size, noise: first_frame(replace(size, batch=1), noise),  # core's own arithmetic fails at others
     )
     ZOO["HunyuanVideo 1.5"] = Specimen(
         built(
             HunyuanVideo,
-            **config
+            **HUNYUAN_VIDEO
             | dict(vec_in_dim=None, byt5=True, use_cond_type_embedding=True, vision_in_dim=40, patch_size=[1, 1, 1]),
         ),
         even(
@@ -166,7 +135,9 @@ def _hunyuan() -> None:
         ),
     )
     ZOO["HunyuanImage 2.1"] = Specimen(
-        built(HunyuanVideo, **config | dict(vec_in_dim=None, axes_dim=[16, 16], patch_size=[1, 1], meanflow=True)),
+        built(
+            HunyuanVideo, **HUNYUAN_VIDEO | dict(vec_in_dim=None, axes_dim=[16, 16], patch_size=[1, 1], meanflow=True)
+        ),
         lambda size, noise: (
             noise(size.batch, 16, size.height, size.width),
             {"context": noise(size.batch, size.tokens, 48), "guidance": torch.full((size.batch,), 6.0)},
@@ -181,15 +152,7 @@ def _video() -> None:
     from comfy.ldm.lightricks.model import LTXVModel
 
     ZOO["LTXV"] = Specimen(
-        built(
-            LTXVModel,
-            in_channels=16,
-            cross_attention_dim=64,
-            attention_head_dim=16,
-            num_attention_heads=4,
-            caption_channels=48,
-            num_layers=2,
-        ),
+        built(LTXVModel, **LTXV),
         video(16, 48, attention_mask=lambda size, noise: None, frame_rate=lambda size, noise: 25),
     )
     ZOO["Mochi"] = Specimen(
@@ -217,23 +180,6 @@ def _video() -> None:
             },
         ),
     )
-    cosmos = dict(
-        max_img_h=48,
-        max_img_w=48,
-        max_frames=16,
-        in_channels=16,
-        out_channels=16,
-        patch_spatial=2,
-        patch_temporal=1,
-        model_channels=96,
-        num_blocks=2,
-        num_heads=4,
-        crossattn_emb_channels=48,
-        pos_emb_cls="rope3d",
-        use_adaln_lora=True,
-        adaln_lora_dim=16,
-        extra_per_block_abs_pos_emb=True,
-    )
 
     def even(size: Size, noise: Noise):
         latent = noise(size.batch, 16, size.frames, size.height // 2 * 2, size.width // 2 * 2)
@@ -242,7 +188,7 @@ def _video() -> None:
     ZOO["Cosmos"] = Specimen(
         built(
             GeneralDIT,
-            **cosmos,
+            **COSMOS,
             block_x_format="THWBD",
             affline_emb_norm=True,
             extra_per_block_abs_pos_emb_type="learnable",
@@ -250,7 +196,7 @@ def _video() -> None:
         even,
     )
     ZOO["Cosmos predict2"] = Specimen(
-        built(MiniTrainDIT, **cosmos | dict(extra_per_block_abs_pos_emb=False), rope_enable_fps_modulation=False), even
+        built(MiniTrainDIT, **COSMOS | dict(extra_per_block_abs_pos_emb=False), rope_enable_fps_modulation=False), even
     )
 
 
