@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from . import Problem, child, command, overhead, pack, report
-from .comfyui import has_accelerator, tree
+from .comfyui import has_accelerator
 from .compilations import counts, empty_inductor_cache
 from .inprocess import boot
 
@@ -47,9 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(LEGEND)
     for sentence in verdicts(rows):
         print(sentence)
-    if options.json:
-        report.write(options.json, rows, tree())
-        print(f"JSON: {options.json}")
+    report.finish(options.json, rows)
     for row in rows:
         if row["uncompiled"]:
             raise Problem(f"{row['layout']}: {row['uncompiled']} block calls ran uncompiled; its time is no result.")

@@ -74,9 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     sheet = FOLDER / "contact_sheet.png"
     contact_sheet.save(sheet, [column for _, column in pairs])
     print(f"Contact sheet: {sheet}")
-    if options.json:
-        report.write(options.json, rows, comfyui)
-        print(f"JSON: {options.json}")
+    report.finish(options.json, rows)
 
 
 def choose_backend() -> tuple[str, str]:

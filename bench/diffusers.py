@@ -8,9 +8,7 @@ contender runs in a fresh process with an empty compiler cache, one at a time, a
 import argparse
 import importlib.util
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,9 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from . import ROOT, Problem, command, pack, report
-from .comfyui import tree
-from .compilations import CACHE_DIR, RecompileLimit, counts, empty_inductor_cache
+from . import Problem, child, command, pack, report
+from .compilations import RecompileLimit, counts, empty_inductor_cache
 from .session_plan import SCALE, TOLERANCE, latent_side
 
 MODELS = ("sdxl", "flux")
@@ -86,12 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
                 rows += made
                 print(report.table(totals(made), COLUMNS).splitlines()[-1], file=sys.stderr, flush=True)
     print(f"\n{report.table(totals(rows), COLUMNS)}\n\n{LEGEND}")
-    if options.json:
-        report.write(options.json, rows, tree())
-        print(f"JSON: {options.json}")
-    sentence = failure(rows)
-    if sentence:
-        raise Problem(sentence)
+    report.finish(options.json, rows, failure(rows))
     print("Ours compiled in the first image of each model alone, and is within tolerance in every one.")
 
 
@@ -212,18 +204,9 @@ def _on_cuda() -> bool:
 
 
 def _in_a_fresh_process(model: str, contender: str, expected: Path, options: argparse.Namespace) -> list[report.Row]:
-    arguments = ["--child", model, contender, str(expected), "--backend", options.backend]
+    arguments = [model, contender, str(expected), "--backend", options.backend, *(["--quick"] if options.quick else [])]
     with empty_inductor_cache():
-        child = subprocess.run(
-            [sys.executable, "-m", "bench.diffusers", *arguments, *(["--quick"] if options.quick else [])],
-            cwd=ROOT,
-            env={**os.environ, CACHE_DIR: os.environ[CACHE_DIR], "ACCEL_STORE": "off"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-    if child.returncode:
-        raise Problem(f"{model} with {contender} ended with exit code {child.returncode}; see above.")
-    return json.loads(child.stdout.splitlines()[-1])
+        return child.result_of("bench.diffusers", arguments, f"{model} with {contender}", {"ACCEL_STORE": "off"})
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

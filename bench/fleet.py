@@ -73,12 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
         if rows:
             print(f"\n{report.table(rows, columns)}")
     print(f"\n{LEGEND}\n{'No process was' if not left else f'{left} processes were'} left behind.")
-    if options.json:
-        report.write(options.json, [*loads, *colds], tree())
-        print(f"JSON: {options.json}")
-    sentence = failure(loads, colds, left)
-    if sentence:
-        raise Problem(sentence)
+    report.finish(options.json, [*loads, *colds], failure(loads, colds, left))
 
 
 def failure(loads: list[report.Row], colds: list[report.Row], left: int) -> str | None:
@@ -175,7 +170,7 @@ def _load(options: argparse.Namespace, work: Path, base: Path, url: str, route: 
         started = time.perf_counter()
         entries = asyncio.run(_run_all(url, graphs, kill_after=len(graphs) // 3))
         seconds = time.perf_counter() - started
-        counts = _get(f"{url}/accel/state")["prompts"]
+        counts = state_of(url)["prompts"]
     files = [file for entry in entries for out in entry["outputs"].values() for file in out.get("images", ())]
     images = list(results.glob("*/output/*.png"))
     named = {results / file["subfolder"] / "output" / file["filename"] for file in files}
@@ -261,8 +256,9 @@ def leases_environment(work: Path, store: str) -> dict[str, str]:
     }
 
 
-def _get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=60) as answer:
+def state_of(url: str) -> dict[str, Any]:
+    """What the fleet at this address says of itself."""
+    with urllib.request.urlopen(f"{url}/accel/state", timeout=60) as answer:
         return json.load(answer)
 
 

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import psutil
 
 from . import Problem, command, report
 from .comfyui import complete, tree
-from .fleet import KINDS, LEASE_S, leases_environment, left_of, make_base, own_ray, running_fleet
+from .fleet import KINDS, LEASE_S, leases_environment, left_of, make_base, own_ray, running_fleet, state_of
 from .fleet_base import graph
 
 COLUMNS = (
@@ -53,11 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
             started = psutil.Process().children(recursive=True)
         left = left_of(Path(work), started)
     print(f"{report.table(rows, COLUMNS)}\n\n{LEGEND}\n{left} processes were left behind.")
-    if options.json:
-        report.write(options.json, rows, tree())
-    sentence = failure(rows, left)
-    if sentence:
-        raise Problem(sentence)
+    report.finish(options.json, rows, failure(rows, left))
 
 
 def failure(rows: list[report.Row], left: int) -> str | None:
@@ -119,8 +114,7 @@ def _comfyui(options: argparse.Namespace, work: Path, base: Path, url: str) -> r
             _until(lambda: len(ended) == 4, 300)
         names = {state["replica"] for state in _states(replicas, options.replicas, without=busy["replica"])}
         seconds = time.perf_counter() - killed
-        with urllib.request.urlopen(f"{url}/accel/state", timeout=60) as answer:
-            counts = json.load(answer)["prompts"]
+        counts = state_of(url)["prompts"]
     return {
         "replicas": len(names),
         **_published(results, 4),
@@ -194,8 +188,7 @@ def _states(replicas: Any, count: int, without: str = "") -> list[dict[str, Any]
 
 def _running(url: str) -> dict[str, Any] | None:
     """The replica that runs a prompt."""
-    with urllib.request.urlopen(f"{url}/accel/state", timeout=60) as answer:
-        return next((replica for replica in json.load(answer)["replicas"] if replica["running"]), None)
+    return next((replica for replica in state_of(url)["replicas"] if replica["running"]), None)
 
 
 @contextlib.contextmanager

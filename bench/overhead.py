@@ -33,7 +33,7 @@ LATENT_SIDE = 16
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
-    comfyui = boot(cpu=True)
+    boot(cpu=True)
     pack.load()
     import torch
 
@@ -48,9 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(LEGEND)
     for sentence in verdicts(rows):
         print(sentence)
-    if options.json:
-        report.write(options.json, rows, comfyui)
-        print(f"JSON: {options.json}")
+    report.finish(options.json, rows)
 
 
 def measure(family: Any) -> list[report.Row]:

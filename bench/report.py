@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import ROOT
-from .comfyui import version
+from . import ROOT, Problem
+from .comfyui import tree, version
 
 Row = dict[str, Any]
 
@@ -78,6 +78,15 @@ def write(path: Path, rows: Sequence[Row], comfyui: Path, **more: Any) -> None:
     fields = [f"{json.dumps(name)}: {_json(value)}" for name, value in content.items()]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{\n" + ",\n".join(fields) + "\n}\n", encoding="utf-8")
+
+
+def finish(file: Path | None, rows: Sequence[Row], failure: str | None = None) -> None:
+    """The end of a measurement: keep its rows in the file, if one was asked for. Raises Problem: the failure."""
+    if file:
+        write(file, rows, tree())
+        print(f"JSON: {file}")
+    if failure:
+        raise Problem(failure)
 
 
 def _json(value: Any) -> str:

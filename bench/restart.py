@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import Problem, child, command, pack, report
-from .comfyui import has_accelerator, tree
+from .comfyui import has_accelerator
 from .compilations import counts, fresh_folders
 from .inprocess import boot
 
@@ -61,12 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     goals = verdicts(rows)
     for sentence, _ in goals:
         print(sentence)
-    if options.json:
-        report.write(options.json, rows, tree())
-        print(f"JSON: {options.json}")
-    sentence = failure(rows)
-    if sentence:
-        raise Problem(sentence)
+    report.finish(options.json, rows, failure(rows))
     missed = sum(not reached for _, reached in goals)
     if missed:
         raise Problem(f"{missed} of {len(goals)} goals are missed; see above. A busy machine misses some by itself.")

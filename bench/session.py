@@ -47,11 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(report.table(totals(rows)))
     print("gave_up_at: where torch reached its recompile limit; from there on this contender ran eagerly.")
     print("waiting_s: by how much the images that compiled took longer than eager's.")
-    if options.json:
-        print(f"JSON: {options.json}")
-    sentence = failure(rows)
-    if sentence:
-        raise Problem(sentence)
+    report.finish(options.json, rows, failure(rows))
     if "ours" not in options.contenders:
         return
     print("Ours compiled in the first step of each model alone, broke no graph, and is within tolerance in every step.")

@@ -38,7 +38,7 @@ MOST_GROWTH = 0.03
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
-    comfyui = boot(cpu=not has_accelerator())
+    boot(cpu=not has_accelerator())
     pack.load()
     sizes = SIZES[: options.sizes]
     backend = "eager (graphs captured, run as they are)" if options.quick else "inductor"
@@ -54,12 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"\n{report.table(rows, COLUMNS)}\n")
     print(report.table(totals(rows)))
     print("graphs: compiled since the policy's start. The device's peak is of one decoding, null without CUDA.")
-    if options.json:
-        report.write(options.json, rows, comfyui)
-        print(f"JSON: {options.json}")
-    sentence = failure(rows)
-    if sentence:
-        raise Problem(sentence)
+    report.finish(options.json, rows, failure(rows))
     print("Skip compiled nothing, no size after the first compiled anything, and memory stayed within 3 %.")
 
 
