@@ -200,13 +200,5 @@ def _timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, floa
 
 def _wait(device: torch.device) -> None:
     """Return once the device has done all queued work; the CPU queues none."""
-    if device.type in ("cpu", "meta"):
-        return
-    accelerator = getattr(torch, "accelerator", None)  # torch 2.6 and later
-    current = accelerator.current_accelerator() if accelerator is not None else None
-    if current is not None and current.type == device.type:
-        accelerator.synchronize(device)
-    else:
-        synchronize = getattr(getattr(torch, device.type, None), "synchronize", None)
-        if synchronize is not None:
-            synchronize()
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)

@@ -6,7 +6,7 @@ Pure arithmetic over `Size`, in pixels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from .resolution import PIXELS_PER_MEGAPIXEL, Size, aspect_error, budget_pixels, factor
 
@@ -68,24 +68,6 @@ def nearest_trained(sizes: Sequence[Size], asked: Size, mode: str = "nearest", m
     Raises ValueError, naming the smallest size, if every size exceeds the budget.
     """
 
-    def distance(size: Size) -> tuple[float, float]:
-        return aspect_error(size, asked), factor(size.pixels, asked.pixels)
-
-    return _nearest(sizes, asked, mode, max_megapixels, distance)
-
-
-def nearest_size(sizes: Sequence[Size], asked: Size, mode: str = "nearest", max_megapixels: float = 0.0) -> Size:
-    """The size nearest in area and aspect ratio combined; arguments and errors as for `nearest_trained`."""
-
-    def distance(size: Size) -> float:
-        return math.hypot(math.log(factor(size.pixels, asked.pixels)), math.log(aspect_error(size, asked)))
-
-    return _nearest(sizes, asked, mode, max_megapixels, distance)
-
-
-def _nearest(
-    sizes: Sequence[Size], asked: Size, mode: str, max_megapixels: float, distance: Callable[[Size], float | tuple]
-) -> Size:
     budget = budget_pixels(max_megapixels)
     allowed = [size for size in sizes if budget is None or size.pixels <= budget]
     if not allowed:
@@ -95,10 +77,27 @@ def _nearest(
             f"max_megapixels is {max_megapixels}; here it must be 0 (no limit) or at least {megapixels}:"
             f" the smallest size is {least}."
         )
+
+    def distance(size: Size) -> tuple[float, float]:
+        return aspect_error(size, asked), factor(size.pixels, asked.pixels)
+
+    return min(_that_way(allowed, asked, mode), key=distance)
+
+
+def nearest_size(sizes: Sequence[Size], asked: Size, mode: str = "nearest") -> Size:
+    """The size nearest in area and aspect ratio combined. mode: as for `nearest_trained`."""
+
+    def distance(size: Size) -> float:
+        return math.hypot(math.log(factor(size.pixels, asked.pixels)), math.log(aspect_error(size, asked)))
+
+    return min(_that_way(sizes, asked, mode), key=distance)
+
+
+def _that_way(sizes: Sequence[Size], asked: Size, mode: str) -> Sequence[Size]:
+    """Those with no side smaller ("up"), or larger ("down"); all where there are none."""
+    found = sizes
     if mode == "up":
-        that_way = [size for size in allowed if size.width >= asked.width and size.height >= asked.height]
+        found = [size for size in sizes if size.width >= asked.width and size.height >= asked.height]
     elif mode == "down":
-        that_way = [size for size in allowed if size.width <= asked.width and size.height <= asked.height]
-    else:
-        that_way = allowed
-    return min(that_way or allowed, key=distance)
+        found = [size for size in sizes if size.width <= asked.width and size.height <= asked.height]
+    return found or sizes
