@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.cuda_graphs.model_capture import ModelCapture
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
@@ -13,6 +14,8 @@ from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from cpu_capturer import CpuCapturer
 
 WIDTH = 8
+EAGER_BLOCKS = CompileSettings(backend="eager", min_repetitions=100)
+"""No block is compiled, since tracing is most of a test's time."""
 
 
 class Toy(torch.nn.Module):

@@ -18,7 +18,9 @@ os.environ["ACCEL_STORE"] = "off"  # no test finds what another left; those of t
 
 import comfy.model_management  # noqa: E402
 import tiny_models  # noqa: E402
+from capture_kit import capturing_cache  # noqa: E402
 from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
+from cpu_capturer import CpuCapturer  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
 SLOW_TO_VALIDATE = """
@@ -69,6 +71,18 @@ def small_unet():
 @pytest.fixture
 def sample():
     return tiny_models.sample
+
+
+@pytest.fixture
+def capturer():
+    """Captures calls on the CPU."""
+    return CpuCapturer()
+
+
+@pytest.fixture
+def cache(capturer):
+    """A graph cache of the test's own, in which calls are captured."""
+    return capturing_cache(capturer)[0]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import comfy.model_management
 import pytest
 import tiny_models
 import torch
-from capture_kit import capturing_cache, reasons
+from capture_kit import EAGER_BLOCKS, reasons
 from comfy.ldm.modules import attention
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -24,7 +24,7 @@ from comfy_accel.accel.hosts.comfyui.models.warm_up import warm_up
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.sizing.resolution import Size
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from cpu_capturer import STAGES, CpuCapturer, left
+from cpu_capturer import STAGES, left
 from deep_cache_reference import SMALL
 from deep_cache_runs import split_chunks
 from thorough import thorough_except
@@ -35,24 +35,12 @@ from bench.tiny_models import Family
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
-EAGER_BLOCKS = CompileSettings(backend="eager", min_repetitions=100)
-
 SKIPS_ALL_IT_MAY = DeepCacheSettings(threshold=1000.0)
 
 
 @pytest.fixture(autouse=True)
 def clean():
     fallbacks.clear()
-
-
-@pytest.fixture
-def capturer():
-    return CpuCapturer()
-
-
-@pytest.fixture
-def cache(capturer):
-    return capturing_cache(capturer)[0]
 
 
 def unet(**changes):

@@ -11,7 +11,7 @@ import comfy.model_management
 import pytest
 import tiny_models
 import torch
-from capture_kit import reasons
+from capture_kit import EAGER_BLOCKS, reasons
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.cuda_graphs.capture_key import CaptureKey
@@ -25,8 +25,6 @@ from deep_cache_reference import SMALL
 from tiny_dits import DITS
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
-
-EAGER_BLOCKS = CompileSettings(backend="eager", min_repetitions=100)
 
 Interrupt = comfy.model_management.InterruptProcessingException
 

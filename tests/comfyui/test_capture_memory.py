@@ -10,12 +10,11 @@ import comfy.model_management as core
 import pytest
 import tiny_models
 import torch
-from capture_kit import capturing_cache, reasons
+from capture_kit import EAGER_BLOCKS, reasons
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES, Settings
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
-from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui import preferences
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.capture_memory import CapturedCalls, memory_of, room_for_captures
@@ -26,8 +25,6 @@ pytestmark = pytest.mark.usefixtures("own_garbage")
 
 CPU = torch.device("cpu")
 
-EAGER_BLOCKS = CompileSettings(backend="eager", min_repetitions=100)
-
 
 @pytest.fixture(autouse=True)
 def clean():
@@ -35,16 +32,6 @@ def clean():
     fallbacks.clear()
     yield
     core.unload_all_models()
-
-
-@pytest.fixture
-def capturer():
-    return CpuCapturer()
-
-
-@pytest.fixture
-def cache(capturer):
-    return capturing_cache(capturer)[0]
 
 
 def unet(**changes):
