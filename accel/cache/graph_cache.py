@@ -75,39 +75,8 @@ class GraphCache(BoundedEntries):
             with self._lock:
                 self._require_room(key, lease)
                 self._misses += 1
-            started = time.perf_counter()
-            try:
-                graph = load_graph()
-            except BaseException:
-                self._remove_if_empty(entry)
-                raise
-            if graph is not None:
-                self._keep(entry, graph, None, lease)
-                emit("graph_loaded", name=name, key=key, seconds=time.perf_counter() - started)
-                return entry, graph
-            started = time.perf_counter()
-            emit(f"{action}_start", name=name, key=key, graphs=len(entry.graphs))
-            graph = None
-            try:
-                graph = compile_graph()
-            except CompileFailed as failed:
-                reason = entry.failure = failed.reason
-            except BaseException:
-                # Interrupted, or out of memory: that says nothing about the block.
-                self._remove_if_empty(entry)
-                seconds = time.perf_counter() - started
-                emit(f"{action}_failed", name=name, key=key, reason=Reason("interrupted"), seconds=seconds)
-                raise
-            if graph is None:
-                seconds = time.perf_counter() - started
-                emit(f"{action}_failed", name=name, key=key, reason=reason, seconds=seconds)
-                raise NoGraph(key, reason, tried=True)
-            seconds = time.perf_counter() - started
-            try:
-                self._keep(entry, graph, seconds, lease, action)
-            finally:
-                emit(f"{action}_end", name=name, key=key, seconds=seconds)
-            return entry, graph
+            graph = self._load(entry, load_graph, lease)
+            return entry, self._make(entry, compile_graph, lease, action) if graph is None else graph
 
     def statistics(self, rows: int | None = None, text: str = "") -> dict[str, Any]:
         """Totals, and a row per entry, the most recently used last. Seconds, bytes, counts.
@@ -142,6 +111,44 @@ class GraphCache(BoundedEntries):
             if lease is not None:
                 lease.add(entry)
             return entry
+
+    def _load(
+        self, entry: Entry, load_graph: Callable[[], CompiledGraph | None], lease: Lease | None
+    ) -> CompiledGraph | None:
+        started = time.perf_counter()
+        try:
+            graph = load_graph()
+        except BaseException:
+            self._remove_if_empty(entry)
+            raise
+        if graph is not None:
+            self._keep(entry, graph, None, lease)
+            emit("graph_loaded", name=entry.name, key=entry.key, seconds=time.perf_counter() - started)
+        return graph
+
+    def _make(
+        self, entry: Entry, compile_graph: Callable[[], CompiledGraph], lease: Lease | None, action: str
+    ) -> CompiledGraph:
+        what, started, reason = {"name": entry.name, "key": entry.key}, time.perf_counter(), None
+        emit(f"{action}_start", **what, graphs=len(entry.graphs))
+        try:
+            graph = compile_graph()
+        except CompileFailed as failed:
+            reason = entry.failure = failed.reason
+        except BaseException:
+            # Interrupted, or out of memory: that says nothing about the block.
+            self._remove_if_empty(entry)
+            emit(f"{action}_failed", **what, reason=Reason("interrupted"), seconds=time.perf_counter() - started)
+            raise
+        seconds = time.perf_counter() - started
+        if reason is not None:
+            emit(f"{action}_failed", **what, reason=reason, seconds=seconds)
+            raise NoGraph(entry.key, reason, tried=True)
+        try:
+            self._keep(entry, graph, seconds, lease, action)
+        finally:
+            emit(f"{action}_end", **what, seconds=seconds)
+        return graph
 
     def _keep(
         self, entry: Entry, graph: CompiledGraph, seconds: float | None, lease: Lease | None, action: str = "compile"
