@@ -152,14 +152,15 @@ class Bench:
         import comfy.sample
         import torch
 
+        from . import tiny_models
+
         scene = self._scene
         scale = self._vae.spacial_compression_encode()
         empty = torch.zeros(1, 4, scene.height // scale, scene.width // scale)
         empty = comfy.sample.fix_empty_latent_channels(model, empty)
         prompts = self._positive[index], self._negative
-        noise = comfy.sample.prepare_noise(empty, scene.seed)
-        settings = (steps, scene.cfg, sampler, scene.scheduler, *prompts, empty)
-        return comfy.sample.sample(model, noise, *settings, disable_pbar=True, seed=scene.seed)
+        settings = (steps, scene.cfg, sampler, scene.scheduler, scene.seed)
+        return tiny_models.sample(model, empty, *prompts, *settings)
 
 
 def _default() -> Contender:

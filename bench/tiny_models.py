@@ -5,7 +5,6 @@ Import it after `inprocess.boot`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,21 +199,12 @@ def sample(
     negative: list,
     steps: int,
     cfg: float = 5.0,
-    callback: Callable[..., None] | None = None,
+    sampler: str = "euler",
+    scheduler: str = "normal",
+    seed: int = 0,
+    **others: Any,
 ) -> torch.Tensor:
-    """Core's sampler from an empty latent [B, C, (F,) H, W]; returns the finished latent. callback: after each step."""
-    noise = comfy.sample.prepare_noise(latent, 0)
-    return comfy.sample.sample(
-        model,
-        noise,
-        steps,
-        cfg,
-        "euler",
-        "normal",
-        positive,
-        negative,
-        latent,
-        callback=callback,
-        disable_pbar=True,
-        seed=0,
-    )
+    """Core's sampler over a latent [B, C, (F,) H, W], empty as a rule; returns the finished one. others: core's own."""
+    settings = (steps, cfg, sampler, scheduler, positive, negative, latent)
+    noise = comfy.sample.prepare_noise(latent, seed)
+    return comfy.sample.sample(model, noise, *settings, disable_pbar=True, seed=seed, **others)

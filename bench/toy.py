@@ -10,12 +10,11 @@ from pathlib import Path
 
 import comfy.model_management
 import comfy.model_patcher
-import comfy.sample
 import safetensors.torch
 import torch
 from comfy.model_sampling import CONST
 
-from . import ROOT, Problem, toy_data
+from . import ROOT, Problem, tiny_models, toy_data
 from .tiny_models import FLUX, UNET, Family
 
 SIZES = ((16, 16), (12, 20), (20, 12), (15, 17), (17, 15), (15, 20), (20, 15))
@@ -124,9 +123,6 @@ def sample(model, classes: torch.Tensor, height: int, width: int, steps: int, sa
     """Latents [B, 4, height, width], one of each of the classes [B], by core's sampler from noise."""
     empty = torch.zeros(len(classes), CHANNELS, height, width)
     prompts = conditioning(classes), conditioning(torch.tensor([NULL_CLASS]))
-    noise = comfy.sample.prepare_noise(empty, seed)
     scheduler = "simple" if is_flow(model.model.model_sampling) else "normal"
-    latent = comfy.sample.sample(
-        model, noise, steps, CFG, sampler, scheduler, *prompts, empty, disable_pbar=True, seed=seed
-    )
+    latent = tiny_models.sample(model, empty, *prompts, steps, CFG, sampler, scheduler, seed)
     return model.model.process_latent_in(latent)

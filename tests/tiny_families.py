@@ -13,13 +13,12 @@ from typing import Any
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
-import comfy.sample
 import comfy.supported_models
 import torch
 from tiny_dits import CONTROLLED, DITS
 from tiny_zoo import COSMOS, FLUX2, HIDREAM, LTXV, Noise
 
-from bench.tiny_models import UNET_FAMILY, Family, randomize
+from bench.tiny_models import UNET_FAMILY, Family, randomize, sample
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of one latent, without its batch: more than one where video and sound are sampled together."""
@@ -87,23 +86,9 @@ class TinyFamily:
         for features in conds:
             features[0][1].update(self.extras(shapes, noise) | others)
         with torch.inference_mode():  # as core runs nodes
-            finished = self._sampled(model, latent, conds, steps, sampler, shapes)
+            mask = None if self.mask is None else self.mask(shapes)
+            finished = sample(model, latent, *conds, steps, self.cfg, sampler, "simple", noise_mask=mask)
         return finished.unbind() if len(shapes) > 1 else [finished]
-
-    def _sampled(self, model: Any, latent: Any, conds: list, steps: int, sampler: str, shapes: Shapes) -> Any:
-        return comfy.sample.sample(
-            model,
-            comfy.sample.prepare_noise(latent, 0),
-            steps,
-            self.cfg,
-            sampler,
-            "simple",
-            *conds,
-            latent,
-            disable_pbar=True,
-            seed=0,
-            noise_mask=None if self.mask is None else self.mask(shapes),
-        )
 
 
 def nested(parts: list[torch.Tensor]) -> Any:

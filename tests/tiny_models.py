@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from bench.tiny_models import UNET, randomize
+from bench.tiny_models import sample as sample_latent
 
 CONTEXT_DIM = 768
 
@@ -83,24 +84,9 @@ def sample(
     callback=None,
 ) -> torch.Tensor:
     """Run core's sampler; width and height in pixels. Returns the latent [B, C, H / 8, W / 8]."""
-    import comfy.sample
-
-    channels = model.get_model_object("latent_format").latent_channels
     if latent is None:
+        channels = model.get_model_object("latent_format").latent_channels
         latent = torch.zeros(batch, channels, height // 8, width // 8)
-    noise = comfy.sample.prepare_noise(latent, seed)
-    return comfy.sample.sample(
-        model,
-        noise,
-        steps,
-        cfg,
-        sampler,
-        scheduler,
-        positive or conditioning(tokens, seed=1),
-        negative or conditioning(77, seed=2),
-        latent,
-        denoise=denoise,
-        callback=callback,
-        disable_pbar=True,
-        seed=seed,
-    )
+    prompts = positive or conditioning(tokens, seed=1), negative or conditioning(77, seed=2)
+    settings = (steps, cfg, sampler, scheduler, seed)
+    return sample_latent(model, latent, *prompts, *settings, denoise=denoise, callback=callback)

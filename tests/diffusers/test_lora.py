@@ -25,7 +25,6 @@ from torch._dynamo.utils import counters, get_compilation_metrics  # noqa: E402
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
 CONVOLUTION = ("conv1", "conv2", "time_emb_proj", "proj_in", "downsamplers.0.conv")
-KWARGS = {"unet": "cross_attention_kwargs", "transformer": "joint_attention_kwargs"}
 
 
 def lora(model, seed, targets=ATTENTION, rank=4, **config):

@@ -4,7 +4,6 @@ from bench.inprocess import boot
 
 boot(cpu=False)
 
-import comfy.sample  # noqa: E402
 import comfy.samplers  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -20,6 +19,7 @@ from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
 from comfy_accel.accel.step_cache.policies.drift import Drift  # noqa: E402
 
 from bench import made_up_device as device  # noqa: E402
+from bench import tiny_models  # noqa: E402
 from bench.tiny_models import UNET, Family  # noqa: E402
 
 LAYOUT = {
@@ -61,20 +61,7 @@ def look():
 def sample(model, steps, side=16):
     latent = torch.zeros(1, 4, side, side)
     conds = FAMILY.conditioning(77, 0), FAMILY.conditioning(77, 1)
-    noise = comfy.sample.prepare_noise(latent, 0)
-    return comfy.sample.sample(
-        model,
-        noise,
-        steps,
-        5.0,
-        "euler",
-        "normal",
-        *conds,
-        latent,
-        disable_pbar=True,
-        seed=0,
-        callback=lambda *_: look(),
-    )
+    return tiny_models.sample(model, latent, *conds, steps, callback=lambda *_: look())
 
 
 def counted(model, name, *args):
