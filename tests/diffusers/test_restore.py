@@ -186,6 +186,20 @@ def test_pipelines_of_the_same_models_are_accelerated_and_restored_together(pipe
     assert state(other) == before
 
 
+def test_context_of_one_pipeline_leaves_another_of_the_same_models_accelerated(pipe):
+    other = StableDiffusionImg2ImgPipeline.from_pipe(pipe)
+    accelerate_pipeline(pipe, **FAST)
+    image(pipe)
+    before = state(pipe)
+    with accelerated(other, ignores=("unet", "vae"), backend="eager"):
+        used = hits()
+        image(pipe)
+        assert hits() == used  # the last call counts
+    image(pipe)
+    assert hits() > used and state(pipe) == before
+    restore(pipe)
+
+
 def test_model_put_in_the_place_of_another_is_followed(pipe):
     first, second = pipe.unet, copy.deepcopy(pipe.unet)
     with torch.no_grad():

@@ -95,6 +95,7 @@ def accelerated(pipe: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     On exit, the pipeline is as it was, with its earlier acceleration if it had one.
     """
     before = _acceleration_of(pipe)
+    placed = component_call.placed(components(pipe).values())  # by another pipeline with the same models too
     accelerate_pipeline(pipe, *args, **kwargs)
     try:
         yield pipe
@@ -102,6 +103,7 @@ def accelerated(pipe: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         restore(pipe)
         if before is not None:
             before.begin()
+        component_call.place_again(placed)
 
 
 def settings_for(
