@@ -18,7 +18,7 @@ from ...report import log as report_log
 from ...store import location
 from .home import running_home
 
-NAMES = ("max_mb", "max_entries", "store_mb", "verbosity", "weights_in_place")
+NAMES = tuple(asdict(Settings()))
 
 _lock = threading.Lock()
 _current: Settings | None = None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -140,8 +140,14 @@ def _calls(sizes: Any, batches: Any) -> list[tuple[int, int, int]]:
 
 
 def _run(pipe: Any, width: int, height: int, batch: int, arguments: dict[str, Any]) -> WarmUpRun:
-    events = _GraphEvents()
-    unsubscribe = subscribe(events)
+    names: dict[str, list[str]] = {"compile_end": [], "graph_loaded": [], "compile_failed": []}
+    thread = threading.get_ident()
+
+    def note(event: str, data: dict[str, Any]) -> None:
+        if event in names and threading.get_ident() == thread:
+            names[event].append(data["name"])
+
+    unsubscribe = subscribe(note)
     started = time.perf_counter()
     try:
         pipe(**arguments, generator=torch.Generator().manual_seed(0))
@@ -153,22 +159,7 @@ def _run(pipe: Any, width: int, height: int, batch: int, arguments: dict[str, An
     finally:
         unsubscribe()
     seconds = time.perf_counter() - started
-    return WarmUpRun(width, height, batch, seconds, *map(tuple, (events.compiled, events.loaded, events.failed)))
-
-
-@dataclass
-class _GraphEvents:
-    """Names of the kinds compiled, loaded and failed in the thread that made this."""
-
-    thread: int = field(default_factory=threading.get_ident)
-    compiled: list[str] = field(default_factory=list)
-    loaded: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-
-    def __call__(self, event: str, data: dict[str, Any]) -> None:
-        kept = {"compile_end": self.compiled, "graph_loaded": self.loaded, "compile_failed": self.failed}.get(event)
-        if kept is not None and threading.get_ident() == self.thread:
-            kept.append(data["name"])
+    return WarmUpRun(width, height, batch, seconds, *map(tuple, names.values()))
 
 
 @contextmanager

@@ -7,6 +7,9 @@ from typing import Any
 
 from ray import serve
 
+MET = {True: "met", False: "not_met", None: "without_key"}
+"""What `Keys.met` says of a request → the front's count of it."""
+
 ENOUGH = 256
 """Keys of a replica whose graphs serve every size."""
 

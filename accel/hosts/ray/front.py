@@ -29,7 +29,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from .comfyui_process import ask
-from .counts import States
+from .counts import MET, States
 from .http import answering, read_body, read_json, refusal, refuse_foreign_origin
 from .results import PROMPT_ID, Results, failed, inside, published
 from .routing_key import routing_key
@@ -256,7 +256,7 @@ class Front:
 
     def _count(self, done: dict[str, Any]) -> None:
         self._counts["answered"] += 1
-        self._counts[{True: "met", False: "not_met", None: "without_key"}[done["met"]]] += 1
+        self._counts[MET[done["met"]]] += 1
         if "replica" in done:
             self._states.heard(done["replica"])
 

@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from .counts import ENOUGH, Keys, States, counted
+from .counts import ENOUGH, MET, Keys, States, counted
 from .http import answering, read_json, refusal
 from .settings import PipelineSettings
 
@@ -207,7 +207,7 @@ class PipelineFront:
                 continue
             self._counts[{"image": "answered"}.get(kind, kind)] += 1
             if kind == "image":
-                self._counts[{True: "met", False: "not_met", None: "without_key"}[done["met"]]] += 1
+                self._counts[MET[done["met"]]] += 1
             self._states.heard(done["replica"])
             if kind != "image":
                 return refusal(value, 400 if kind == "refused" else 500)
