@@ -481,21 +481,28 @@ def save(folder: Path, rows: Sequence[report.Row], known: Known) -> None:
     """Write page and plots."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = {part: [row for row in rows if row["part"] == part] for part in ("cold", "routes", "changes", "check")}
+    _plot(folder, parts["routes"])
+    (folder / "scale.md").write_text(page(parts, verdicts(rows), known), encoding="utf-8")
+
+
+def _plot(folder: Path, routes: Sequence[report.Row]) -> None:
     for name, value, title in (
         ("scale-waiting.png", "wait_s", "How long a prompt waits, by rule and traffic"),
         ("scale-met.png", "met_graph", "Share of prompts that met their graph, by rule and traffic"),
     ):
         curves = {
             f"{rule}, {traffic}": [
-                (row["workers"], row[value])
-                for row in parts["routes"]
-                if (row["rule"], row["traffic"]) == (rule, traffic)
+                (row["workers"], row[value]) for row in routes if (row["rule"], row["traffic"]) == (rule, traffic)
             ]
             for rule in RULES
             for traffic in TRAFFIC
         }
         label = "seconds, mean, without the image's own" if value == "wait_s" else "share"
         line_plot.save(folder / name, title, "workers", label, curves, doubling=True, aside=True)
+
+
+def page(parts: Mapping[str, Sequence[report.Row]], sentences: Sequence[str], known: Known) -> str:
+    """docs/scale.md."""
 
     def table(part: str, columns: Sequence[str], workers: Sequence[int] | None = None) -> str:
         chosen = [row for row in parts[part] if workers is None or row["workers"] in workers]
@@ -507,10 +514,10 @@ def save(folder: Path, rows: Sequence[report.Row], known: Known) -> None:
 
     few = sorted({row["workers"] for row in parts["routes"]})
     few = [number for number in few if number in (1, 2, 4, 16, 64, 250, 1000)] or few
-    page = f"""\
+    text = f"""\
 # When one machine is not enough: what pays from which size
 
-{chr(10).join(f"- {sentence}" for sentence in verdicts(rows))}
+{chr(10).join(f"- {sentence}" for sentence in sentences)}
 
 From a size on means: at it and all larger ones at most {PAYS:g} of the waiting, or of the compilations, is left.
 **These are simulated fleets.** What compiling and loading graphs cost was measured ({devices});
@@ -558,7 +565,7 @@ overhead of our own Python, milliseconds of an image ([measurements.md](measurem
 
 """
     if parts["check"]:
-        page += f"""
+        text += f"""
 ## Against a real fleet
 
 `dev.py bench fleet` with a real Ray, and the same load simulated: the share of prompts that met their graph. The real
@@ -567,4 +574,4 @@ with 12 keys nearly all that miss are a key's first prompts, in the fleet (by ke
 
 {table("check", CHECK_COLUMNS)}
 """
-    (folder / "scale.md").write_text(page, encoding="utf-8")
+    return text
