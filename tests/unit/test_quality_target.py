@@ -71,6 +71,18 @@ def test_lower_target_and_smaller_errors_skip_more():
     assert skipped[0] < skipped[1] < skipped[2]
 
 
+def test_evaluation_farther_on_in_a_step_is_farther_from_what_stands_in():
+    policy = DeepCacheSettings(quality=40.0).policy()
+    policy.begin(ANGLES)
+    policy.note_full(0)
+    for place in (ANGLES[0], (ANGLES[0] + ANGLES[1]) / 2):
+        policy.note_reach(0, place)
+        policy.note_skipped(1)
+    at_start, halfway = (distance for distance, _ in policy._skipped)
+    assert at_start == pytest.approx(ANGLES[0] - ANGLES[1])
+    assert halfway == pytest.approx(ANGLES[0] - (ANGLES[1] + ANGLES[2]) / 2)
+
+
 def test_errors_of_a_stretch_add_up_and_those_of_two_stretches_in_squares():
     policy, _ = run_of(40, 0.01, EVEN)
     known = quality._Full(6, 0.1, (), None)

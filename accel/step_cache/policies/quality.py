@@ -127,6 +127,8 @@ class QualityRefresh:
         self._allowed = 10 ** (-target / 20)
         self._skipped: list[Skipped] = []
         """Since the last full step."""
+        self._reach = 0.0
+        """See `note_reach`."""
         self._full: int | None = None
         """The last full step."""
         self._fulls: list[_Full] = []
@@ -183,6 +185,13 @@ class QualityRefresh:
     def note_skipped(self, step: int) -> None:
         self._skipped.append(self._as_skipped(step))
 
+    def note_reach(self, step: int, angle: float) -> None:
+        """Note that the sampler evaluates `step` at this noise level, where what stands in for the skipped part is of
+        the first evaluation of its full step: the farther on others are, the farther from it."""
+        start, end = self.carried.angles[step : step + 2]
+        if start != end:
+            self._reach = max(self._reach, min((angle - start) / (end - start), 1.0))
+
     def note_feature(self, step: int, squares: torch.Tensor) -> None:
         """Note the mean squared error that the forecast of one of the features has at full `step`, on the device."""
         if self._squares is not None and self._squares[0] == step:
@@ -234,12 +243,13 @@ class QualityRefresh:
             self._features[self._squares[0]] = HostCopy(self._squares[1])
             self._squares = None
 
-    def _distance(self, step: int) -> float:
+    def _distance(self, step: int, reach: float = 0.0) -> float:
         angles = self.carried.angles
-        return max(abs(angles[step] - angles[self._full]), 1e-6)
+        farthest = angles[step] + reach * (angles[step + 1] - angles[step]) if reach else angles[step]
+        return max(abs(farthest - angles[self._full]), 1e-6)
 
     def _as_skipped(self, step: int) -> Skipped:
-        return self._distance(step), self.carried.at_end(step)
+        return self._distance(step, self._reach), self.carried.at_end(step)
 
     def _error(self, full: _Full) -> torch.Tensor:
         """What skipping the full step would have done to its prediction: squares [B]."""
