@@ -11,6 +11,8 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -55,6 +57,19 @@ def main(arguments: list[str] | None = None) -> None:
     training.export(options.out or network.file)
 
 
+@contextmanager
+def _core_in_training() -> Iterator[None]:
+    """Newer cores take kernels that have no gradient otherwise, as for rotary embeddings."""
+    import comfy.model_management as management
+
+    before = getattr(management, "in_training", False)
+    management.in_training = True
+    try:
+        yield
+    finally:
+        management.in_training = before
+
+
 class Training:
     """AdamW with warm-up and descent, gradients clipped, and a moving average of the weights, which is the result."""
 
@@ -91,9 +106,10 @@ class Training:
         started = time.perf_counter()
         for group in self.optimizer.param_groups:
             group["lr"] = self.peak * learning_rate(self.step, self.steps, self.descent)
-        loss = self._loss()
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        with _core_in_training():
+            loss = self._loss()
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
         self.optimizer.step()
         self.step += 1
