@@ -14,6 +14,7 @@ import comfy.ops
 import tiny_models
 import torch
 from comfy.ldm.chroma.model import ChromaParams
+from comfy.ldm.chroma_radiance.model import ChromaRadianceParams
 from comfy.ldm.flux.model import FluxParams
 from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
 
@@ -189,11 +190,16 @@ HIDREAM |= dict(llama_layers=[0, 1, 1, 1])
 COSMOS = dict(max_img_h=48, max_img_w=48, max_frames=16, in_channels=16, out_channels=16, patch_spatial=2)
 COSMOS |= dict(patch_temporal=1, model_channels=96, num_blocks=2, num_heads=4, crossattn_emb_channels=48)
 COSMOS |= dict(pos_emb_cls="rope3d", use_adaln_lora=True, adaln_lora_dim=16, extra_per_block_abs_pos_emb=True)
+RADIANCE = CHROMA | dict(
+    **dict(in_channels=3, out_channels=3, patch_size=8, nerf_hidden_size=16, nerf_mlp_ratio=4, nerf_depth=2),
+    **dict(nerf_max_freqs=8, nerf_tile_size=512, nerf_final_head_type="conv", nerf_embedder_dtype=torch.float32),
+    **known_to(ChromaRadianceParams, use_x0=False, use_sequential_txt_ids=False),
+)
 
 
 def _flux() -> None:
     from comfy.ldm.chroma.model import Chroma
-    from comfy.ldm.chroma_radiance.model import ChromaRadiance, ChromaRadianceParams
+    from comfy.ldm.chroma_radiance.model import ChromaRadiance
     from comfy.ldm.flux.model import Flux
 
     flux = image(16, 48, y=vector(32), guidance=filled(3.5))
@@ -207,23 +213,7 @@ def _flux() -> None:
     ZOO["Flux 2"] = Specimen(built(Flux, **FLUX2), image(128, 48, guidance=filled(3.5)))
     ZOO["Chroma"] = Specimen(built(Chroma, **CHROMA), image(16, 48, guidance=filled(0.0)))
     ZOO["Chroma Radiance"] = Specimen(
-        built(
-            ChromaRadiance,
-            **CHROMA
-            | dict(
-                in_channels=3,
-                out_channels=3,
-                patch_size=8,
-                nerf_hidden_size=16,
-                nerf_mlp_ratio=4,
-                nerf_depth=2,
-                nerf_max_freqs=8,
-                nerf_tile_size=512,
-                nerf_final_head_type="conv",
-                nerf_embedder_dtype=torch.float32,
-                **known_to(ChromaRadianceParams, use_x0=False, use_sequential_txt_ids=False),
-            ),
-        ),
+        built(ChromaRadiance, **RADIANCE),
         lambda size, noise: (
             noise(size.batch, 3, size.height * 8, size.width * 8),
             {"context": noise(size.batch, size.tokens, 48), "guidance": torch.zeros(size.batch)},

@@ -13,7 +13,7 @@ from ..core.errors import one_line
 from ..core.reasons import Reason
 from ..modules.blocks import blocks
 from ..modules.streamed_weights import Plain, in_place
-from ..modules.substitution import has_foreign_forward
+from ..modules.substitution import drop_restored_forwards, has_foreign_forward
 from ..modules.wrapped_layers import Wraps
 from .code_hash import CodeReader
 from .kinds import Kind, describe, kinds_of
@@ -69,6 +69,7 @@ def survey(
     plain: shows blocks with their weights in place; the result is the same wherever they are.
     traceable: as for `Region`; blocks' code is read in it.
     """
+    drop_restored_forwards(model)
     described, left_eager = [], []
     reader = CodeReader(ignored)
     found = list(blocks(model, wraps))

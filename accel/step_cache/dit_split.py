@@ -18,7 +18,7 @@ from ..core.events import log
 from ..modules.blocks import BlockList, largest_depth_within, matrix_weights, trunk_of
 from ..modules.substitution import Forward, Layer
 from .config import checked_depth
-from .run import BranchKey, DeepCacheRun
+from .run import BranchKey, DeepCacheRun, OutdatedFeature
 from .token_streams import NoStreams, StreamFinder, Streams, arguments, parts_of, possible_streams
 
 DEFAULT_SHARE = 0.3
@@ -47,7 +47,7 @@ class Span:
     """The blocks of one list that a skipped step leaves out: `start` to `stop` of `found.blocks`.
 
     streams: the token streams of its blocks; None until a full call has shown them. has_residual: whether the run was
-    given a residual of it. is_excluded: whether its blocks run on every step.
+    given a residual of it. is_excluded: whether its blocks run on every step. was_placed: whether a full call was made.
     """
 
     found: BlockList
@@ -57,6 +57,7 @@ class Span:
     streams: Streams | None = None
     has_residual: bool = False
     is_excluded: bool = False
+    was_placed: bool = False
 
     def __post_init__(self) -> None:
         self.blocks = self.found.blocks[self.start : self.stop]
@@ -121,6 +122,10 @@ class DiTSplit:
 
     def full_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         layers: dict[torch.nn.Module, Layer] = {}
+        for span in self.spans:
+            if span.was_placed and span.streams is None and not span.is_excluded and not span.finder.saw_any:
+                self.exclude(span, run, "the model calls none of its blocks by their forward")
+            span.was_placed = True
         spans = [span for span in self.spans if not span.is_excluded]
         for span in spans:
             full = _FullCall(self, span, run, keys, measures_drift=span is spans[0])
@@ -130,7 +135,8 @@ class DiTSplit:
 
     def skip_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         """As of any split. They raise RuntimeError for a patch in the place of the first or the last skipped block, and
-        for another shape than that of the full calls."""
+        OutdatedFeature for another shape than that of the last full call, as where reference tokens are left out from
+        the second step on."""
         spans = [span for span in self.spans if span.has_residual]
         calls = [_SkippedCall(span, run, keys, measures_drift=span is spans[0]) for span in spans]
         layers = {block: partial(_call, call, block) for call in calls for block in call.span.blocks}
@@ -178,6 +184,8 @@ class _FullCall:
         """Copies of the first block's token streams: any block of the span may write to its arguments."""
         self.hidden: list[weakref.ref] = []
         """Outputs of skipped blocks, except the last: no other block may need them."""
+        self.written: dict[str, dict[int, dict | list]] = {}
+        """By name, the dicts and lists that blocks were given and changed."""
         span.finder.forget_tensors()
 
     def __call__(self, block: torch.nn.Module, inner: Forward, args: tuple, kwargs: dict) -> Any:
@@ -185,9 +193,13 @@ class _FullCall:
         if span.is_excluded:
             return inner(*args, **kwargs)
         given: dict[str, torch.Tensor] = {}
+        held: list[tuple[str, dict | list, list]] = []
         try:
             if self.is_learning or block is span.first:
-                given = possible_streams(arguments(block, args, kwargs))
+                named = arguments(block, args, kwargs)
+                given = possible_streams(named)
+                if self.is_learning:
+                    held = [(n, value, _items(value)) for n, value in named.items() if type(value) in (dict, list)]
                 self._before(block, given)
         except NoStreams as reason:
             self._not_stored(reason)
@@ -196,6 +208,7 @@ class _FullCall:
             if span.is_excluded:
                 return out
             if self.is_learning:
+                self._note_written(held)
                 span.finder.see_return(given, out)
                 self._note_hidden(block, parts_of(out))
                 if block is span.found.blocks[-1]:
@@ -217,6 +230,17 @@ class _FullCall:
             if not given.keys() >= set(names):
                 raise NoStreams("it is called otherwise than before")
             self.inputs = {name: given[name].clone() for name in names}
+
+    def _note_written(self, held: list[tuple[str, dict | list, list]]) -> None:
+        """Raises NoStreams where each block has something of its own that it writes to, as the keys and values of the
+        frames before: what skipped blocks do not write, later calls would lack."""
+        for name, value, before in held:
+            now = _items(value)
+            if len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True)):
+                written = self.written.setdefault(name, {})
+                written[id(value)] = value
+                if len(written) > 1:
+                    raise NoStreams(f"its blocks keep something from call to call ({name})")
 
     def _note_hidden(self, block: torch.nn.Module, parts: list[torch.Tensor]) -> None:
         if block in self.span.blocks:
@@ -309,8 +333,12 @@ class _SkippedCall:
     def _residual(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         residual = self.run.gather(self.keys, part=self.span.part(name)).movedim(0, self.span.batch_dim(tensor))
         if residual.shape != tensor.shape:
-            raise RuntimeError(f"{name} of {self.span.found.path} has another shape than when it was remembered")
+            raise OutdatedFeature(f"{name} of {self.span.found.path} has another shape than when it was remembered")
         return residual
+
+
+def _items(value: dict | list) -> list:
+    return [*value, *value.values()] if type(value) is dict else list(value)
 
 
 def _require_done(calls: Sequence[_SkippedCall], inner: Forward, /, *args: Any, **kwargs: Any) -> Any:

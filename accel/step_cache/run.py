@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..core.errors import one_line
 from ..core.events import log
 from ..core.sentences import counted
 from .config import DeepCacheSettings
@@ -100,7 +101,7 @@ class DeepCacheRun:
         self.failed = False
         """Whether the rest of the run is computed in full, whatever the policy says."""
         self.why_full: str | None = None
-        """Why, where the model or the sampler is the reason."""
+        """Why, where the model, the sampler or a failure is the reason."""
         self._step: int | None = None
         self._angle = 0.0
         """Of the current evaluation's noise level."""
@@ -309,6 +310,8 @@ class DeepCacheRun:
     def give_up(self, error: Exception) -> None:
         """Skip nothing from now on, since a skipped call failed."""
         self.failed = True
+        if not self.skipped_steps:
+            self.why_full = f"a skipped step failed ({one_line(error)})"
         log.warning("DeepCache: a skipped step failed (%s); the rest of this run is computed in full.", error)
         log.debug("DeepCache: where it failed", exc_info=True)
 

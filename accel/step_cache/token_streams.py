@@ -105,6 +105,11 @@ class StreamFinder:
         self._in_place: list[bool] = []
         """For each output whether all blocks so far handed back an argument."""
 
+    @property
+    def saw_any(self) -> bool:
+        """Whether any block was called."""
+        return self._alike is not None
+
     def forget_tensors(self) -> None:
         """A model call begins, or its blocks are done: identities do not reach beyond it."""
         self._last = []

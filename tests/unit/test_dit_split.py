@@ -5,11 +5,13 @@ import logging
 import pytest
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.step_cache.run import OutdatedFeature
 from comfy_accel.accel.step_cache.step_schedule import step_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_transformers import (
     FULL,
     SKIPPED,
+    Block,
     Chain,
     Doubles,
     InPlaceSingle,
@@ -270,11 +272,64 @@ def test_layers_further_in_are_called_for_shallow_blocks_alone():
     assert seen == [0, 1, 2, 3, 4, 0, 4]
 
 
-def test_another_number_of_tokens_raises_on_a_skipped_call():
+def test_another_number_of_tokens_asks_for_a_full_call():
     sampler = Sampler(Doubles())
     sampler.call(FULL, tokens(1), tokens(1, count=4))
-    with pytest.raises(RuntimeError, match="another shape"):
+    with pytest.raises(OutdatedFeature, match="another shape"):
         sampler.call(SKIPPED, tokens(1), tokens(1, count=5))
+
+
+class Remembering(Block):
+    """Takes what it kept of the call before, as the blocks of a video model that goes on from frame to frame."""
+
+    def forward(self, x, kept):
+        kept["calls"] = kept.get("calls", 0) + 1
+        return x * kept["calls"]
+
+
+class Frames(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Remembering([], i) for i in range(5))
+        self.kept = [{} for _ in self.blocks]
+
+    def forward(self, x):
+        for block, kept in zip(self.blocks, self.kept, strict=True):
+            x = block(x, kept)
+        return x
+
+
+def test_blocks_that_keep_something_of_their_own_are_called_on_every_step(caplog):
+    sampler = Sampler(Frames())
+    for count, sigma in enumerate((FULL, SKIPPED, 4.0), 1):
+        assert torch.equal(sampler.call(sigma, tokens(1)), tokens(count**5)) and not sampler.skipped
+    assert "its blocks keep something from call to call (kept)" in sampler.run.why_full
+    assert len(caplog.records) == 1
+
+
+def test_dict_that_is_the_same_for_all_blocks_may_be_written_to():
+    model = Frames()
+    model.kept = [{}] * 5
+    sampler = Sampler(model)
+    sampler.call(FULL, tokens(1))
+    sampler.call(SKIPPED, tokens(1))
+    assert sampler.skipped
+
+
+class Aside(Chain):
+    """Calls a method of its blocks, as Wan Animate 2 does."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = type(block).forward(block, x, None)
+        return x
+
+
+def test_model_that_calls_its_blocks_otherwise_runs_in_full_with_the_reason():
+    sampler = Sampler(Aside())
+    for sigma in (FULL, SKIPPED):
+        assert torch.equal(sampler.call(sigma, tokens(1)), tokens(32)) and not sampler.skipped
+    assert sampler.run.why_full == "cannot skip blocks of Aside: the model calls none of its blocks by their forward"
 
 
 class LongSkips(torch.nn.Module):

@@ -71,6 +71,18 @@ def test_block_with_somebody_elses_forward_stays_eager_with_the_reason():
     assert found.left_eager == (("middle", Reason("forward_replaced")),)
 
 
+def test_forward_that_somebody_has_put_back_is_the_blocks_own():
+    model = Model()
+    kinds = survey(model).kinds
+    for part in (model.middle, model.middle.first[0]):
+        own, part.forward = part.forward, lambda x: x
+        part.forward = own
+    found = survey(model)
+    assert found.kinds == kinds and found.left_eager == ()
+    model.middle.forward = model.stages[0][0].forward  # another block's
+    assert found.left_eager != survey(model).left_eager == (("middle", Reason("forward_replaced")),)
+
+
 def test_survey_during_a_substitution_sees_the_same_blocks():
     model = Model()
     expected = [region.path for region in survey(model).regions]

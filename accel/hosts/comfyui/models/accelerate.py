@@ -15,6 +15,8 @@ from ....cache.entry import Lease
 from ....cache.graph_cache import GraphCache, shared
 from ....core.compile_settings import CompileSettings
 from ....core.events import emit
+from ....core.fallbacks import fallbacks
+from ....core.reasons import Reason
 from ....dispatch.block_runner import BlockRunner
 from ....dispatch.compiled_layers import Host, compiled_layers, survey_model
 from ....modules.substitution import Layer, Order, Substitution
@@ -121,15 +123,19 @@ class Run:
         """Lengths of the prompts, in tokens."""
         return tuple(sorted(self._contexts))
 
-    def emit_totals(self) -> None:
+    def emit_totals(self, is_finished: bool) -> None:
         """Emit "run_calls" for the record of the run, once its lease is over."""
         states = self._states.values()
-        runners = (layer for state in states for layer in state.layers.values() if isinstance(layer, BlockRunner))
+        runners = [layer for state in states for layer in state.layers.values() if isinstance(layer, BlockRunner)]
         captures = (state.captured.capture for state in states if state.captured is not None)
+        eager_calls = sum(layer.eager_calls for layer in (*runners, *captures))
+        if is_finished and runners and not (eager_calls or self._lease.calls or self._lease.replays):
+            for model in self._states:  # Wan Animate 2 calls methods of its blocks
+                fallbacks.note(type(model).__name__, Reason("no_block_runs", part="forward"))
         emit(
             "run_calls",
             lease=self._lease,
-            eager_calls=sum(layer.eager_calls for layer in (*runners, *captures)),
+            eager_calls=eager_calls,
             contexts=self.contexts,
             evicted=self._cache.evictions - self._evictions,
             model_calls=self._model_calls,
@@ -203,15 +209,18 @@ def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | N
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
         with run_events(executor, args, compiling=described), ExitStack() as stack:
             lease = stack.enter_context(cache.lease())
-            run = options[KEY] = Run(settings, cache, lease, node_id, graphs)
+            run, is_finished = Run(settings, cache, lease, node_id, graphs), False
+            options[KEY] = run
             try:
                 with sizes_explained(executor, args), size_remembered(executor, args, cache, lease):
-                    return executor(*args, **kwargs)
+                    out = executor(*args, **kwargs)
+                is_finished = True
+                return out
             finally:
                 options.pop(KEY, None)
                 lease.uses = uses(executor, args, run.contexts)
                 stack.close()
-                run.emit_totals()
+                run.emit_totals(is_finished)
 
     return wrapper
 
