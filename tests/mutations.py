@@ -41,10 +41,9 @@ MUTATIONS = [
     ),
     Mutation(
         "stand-in left in place after an exception",
-        "            yield\n        finally:\n            with _changing:\n"
-        "                for place in self._places[:placed]:",
-        "            yield\n        except Exception:\n            placed = 0\n            raise\n"
-        "        finally:\n            with _changing:\n                for place in self._places[:placed]:",
+        "            yield\n        finally:\n            with _changing:\n                there = list(",
+        "            yield\n        except ArithmeticError:\n            raise\n        else:\n"
+        "            with _changing:\n                there = list(",
         "unit/test_substitution.py::test_exception_puts_modules_back",
     ),
     Mutation(

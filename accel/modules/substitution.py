@@ -8,10 +8,11 @@ the two compose; leaving the context restores the module exactly.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
 from typing import Any
@@ -68,13 +69,9 @@ class StandIn(functools.partial):
             items = tuple(sorted(items, key=operator.itemgetter(0)))
         return self.of(self.own, self.is_foreign, items)
 
-    def minus(self, layer: Layer) -> StandIn | None:
-        """Without the latest occurrence of `layer`; None if no layer is left."""
-        items = self.items
-        for index in range(len(items) - 1, -1, -1):
-            if items[index][2] is layer:
-                items = items[:index] + items[index + 1 :]
-                break
+    def minus(self, item: _Item) -> StandIn | None:
+        """Without this very item; None if no layer is left."""
+        items = tuple(kept for kept in self.items if kept is not item)
         return self.of(self.own, self.is_foreign, items) if items else None
 
     def end(self) -> None:
@@ -147,63 +144,94 @@ class Substitution:
     """
 
     def __init__(self, layers: Mapping[torch.nn.Module, Layer], order: Order, thread: int | None = None):
-        self._modules = list(layers)
-        self._classes = set(map(type, layers))
-        self._forwards: list[Any] = []
-        self._places = [[module.__dict__, (order, thread, layer), None, None] for module, layer in layers.items()]
-        """For each module its attributes, its item, the stand-in for its class's forward once that is made, and the
-        newest of the others."""
+        self._layers, self._order, self._thread = list(layers.items()), order, thread
+        self._places = [module.__dict__ for module in layers]
+        self._classes = list(set(map(type, layers)))
+        self._ready: tuple[list[Forward], list[StandIn]] = [], []
+        """The classes' forwards, and for each module the stand-in for that of its class; none while a context has them.
+        """
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The context. It may be entered again before it ends, by other threads too."""
-        placed = 0
+        forwards, ready = [], []
+        made: dict[int, tuple[StandIn, Forward]] = {}
         try:
             with _changing:
-                self._forget_outdated()
-                # Between two calls of a model this memory gets cold, so as little of each module's as possible is read.
-                for placed, place in enumerate(self._places, 1):
-                    attributes, item, ready, _ = place
-                    there = attributes.get("forward")
-                    if there is None:
-                        if ready is None:
-                            ready = place[2] = StandIn.of(self._modules[placed - 1].forward, False, (item,))
-                        attributes["forward"] = ready
-                    elif type(there) is StandIn:
-                        attributes["forward"] = place[3] = there.plus(item)
-                    else:
-                        attributes["forward"] = place[3] = StandIn.of(there, True, (item,))
+                forwards, ready = self._taken()
+                # Between two calls of a model this memory gets cold, so each module's is read once, and by no loop of
+                # Python's.
+                there = list(map(dict.setdefault, self._places, _FORWARD, ready))
+                if there != ready:
+                    for at, (place, forward, stand_in) in enumerate(zip(self._places, there, ready, strict=True)):
+                        if forward is not stand_in:
+                            is_ours, items = type(forward) is StandIn, stand_in.items
+                            over = forward.plus(*items) if is_ours else StandIn.of(forward, True, items)
+                            made[at] = over, forward
+                            place["forward"] = over
             yield
         finally:
             with _changing:
-                for place in self._places[:placed]:
-                    attributes, item, ready, other = place
-                    there = attributes.get("forward")
-                    if type(there) is not StandIn:  # somebody has put another forward in its place, which may call it
-                        for made in filter(None, (ready, other)):
-                            made.end()
-                        place[2:] = None, None
-                        continue
-                    left = None if there is ready else there.minus(item[2])
-                    if left is not None:
-                        attributes["forward"] = left
-                    elif there.is_foreign:
-                        attributes["forward"] = there.own
-                    else:
-                        del attributes["forward"]
+                there = list(map(dict.get, self._places, _FORWARD))
+                if there == ready:
+                    for place in self._places:
+                        del place["forward"]
+                else:
+                    self._take_back(there, ready, made)
+                self._ready = forwards, ready
 
-    def _forget_outdated(self) -> None:
-        """Have the stand-ins made again where a class has got another forward since."""
-        forwards = list(map(_forward_of, self._classes))
-        if forwards != self._forwards:
-            for place in self._places:
-                place[2] = None
-            self._forwards = forwards
+    def _taken(self) -> tuple[list[Forward], list[StandIn]]:
+        """What no context has; made where another has it, or where a class has got another forward."""
+        forwards = list(map(_forward, self._classes))
+        (known, ready), self._ready = self._ready, ([], [])
+        if known != forwards:
+            ready = [
+                StandIn.of(_own_forward(module), False, ((self._order, self._thread, layer),))
+                for module, layer in self._layers
+            ]
+        return forwards, ready
+
+    def _take_back(
+        self, there: Sequence[Forward | None], ready: list[StandIn], made: dict[int, tuple[StandIn, Forward]]
+    ) -> None:
+        """Leave the forwards that are there without our layers, where others came before, after or in their place.
+
+        made: by module, where there was a forward: what was put in its place, and that forward.
+        """
+        for at, (place, forward, stand_in) in enumerate(zip(self._places, there, ready, strict=False)):
+            put, under = made.get(at, (stand_in, None))
+            if type(forward) is not StandIn:  # somebody has put another in its place, which may call it
+                stand_in.end()
+                put.end()
+                ready[at] = StandIn.of(stand_in.own, False, stand_in.items)
+                continue
+            left = under if forward is put else forward.minus(stand_in.items[0])
+            if left is None and forward.is_foreign:
+                left = forward.own
+            if left is not None:
+                place["forward"] = left
+            else:
+                del place["forward"]
 
 
 def _forward_of(cls: type) -> Any:
     """The forward of a class, as it stands there."""
-    return next(vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base))
+    for base in cls.__mro__:
+        if "forward" in base.__dict__:
+            break
+    return base.__dict__["forward"]
+
+
+def _own_forward(module: torch.nn.Module) -> Forward:
+    """The module's forward without what stands on the module itself."""
+    if "forward" not in module.__dict__:
+        return module.forward
+    forward = _forward_of(type(module))
+    return forward.__get__(module, type(module)) if hasattr(forward, "__get__") else forward
+
+
+_forward = operator.attrgetter("forward")
+_FORWARD = itertools.repeat("forward")
 
 
 def substituted(

@@ -90,13 +90,14 @@ def share_memory(tensors: Sequence[torch.Tensor], changed: Sequence[int]) -> boo
 
 
 Pairs = Sequence[tuple[int, int, int, int]]
-"""(one, its extent, another, its extent), each pair once."""
+"""(one, another, low, high), each pair once: they overlap where the other starts between these bytes, seen from where
+the one does."""
 
 
 def pairs(changed: Sequence[int], extents: Sequence[int]) -> Pairs:
     """Each changed tensor with each other one. extents: of all tensors."""
     return [
-        (one, extents[one], other, extents[other])
+        (one, other, -extents[other], extents[one])
         for at, one in enumerate(changed)
         for other in range(len(extents))
         if other not in changed[: at + 1]
@@ -106,9 +107,8 @@ def pairs(changed: Sequence[int], extents: Sequence[int]) -> Pairs:
 def overlap(tensors: Sequence[torch.Tensor], pairs: Pairs) -> bool:
     """Whether the two tensors of a pair overlap in memory."""
     starts = list(map(torch.Tensor.data_ptr, tensors))
-    for one, extent_of_one, other, extent_of_other in pairs:
-        start, begin = starts[one], starts[other]
-        if begin < start + extent_of_one and start < begin + extent_of_other:
+    for one, other, low, high in pairs:
+        if low < starts[other] - starts[one] < high:
             return True
     return False
 

@@ -247,3 +247,59 @@ def test_stand_in_that_somebody_has_kept_calls_nothing_but_the_forward_when_the_
             assert module(1) == 120 + 5 * others
         assert module.forward is kept and module(1) == 102
         del module.forward
+
+
+def test_stand_ins_are_made_once_also_beside_a_forward_of_somebody_else():
+    modules = [AddOne(), AddOne()]
+    modules[1].forward = foreign = lambda x: x + 100
+    again, there = Substitution(dict.fromkeys(modules, times_ten), Order.COMPILED), []
+    for _ in range(2):
+        with again.in_place():
+            there.append(modules[0].__dict__["forward"])
+            assert [module(1) for module in modules] == [20, 1010]
+        assert "forward" not in modules[0].__dict__ and modules[1].__dict__["forward"] is foreign
+    assert there[0] is there[1]
+
+
+def test_context_that_is_entered_within_itself_takes_nothing_from_the_outer_one():
+    module = AddOne()
+    again = Substitution({module: times_ten}, Order.COMPILED)
+    for _ in range(2):
+        with again.in_place():
+            outer = module.__dict__["forward"]
+            with again.in_place():
+                assert module(1) == 200 and len(module.__dict__["forward"].items) == 2
+            assert module(1) == 20 and module.__dict__["forward"].items == outer.items
+        assert "forward" not in module.__dict__
+
+
+def test_interrupt_while_stand_ins_are_put_in_place_leaves_none(monkeypatch):
+    modules = [AddOne(), AddOne(), AddOne()]
+    modules[1].forward = foreign = lambda x: x + 100
+    again, make = Substitution(dict.fromkeys(modules, times_ten), Order.COMPILED), StandIn.of
+
+    def interrupt(own, is_foreign, items):
+        if is_foreign:
+            raise KeyboardInterrupt
+        return make(own, is_foreign, items)
+
+    with substituted({modules[2]: plus_five}, Order.CACHED):
+        with monkeypatch.context() as patch:
+            patch.setattr(StandIn, "of", staticmethod(interrupt))
+            with pytest.raises(KeyboardInterrupt), again.in_place():
+                pytest.fail("was entered")
+        assert [module(1) for module in modules] == [2, 101, 7] and modules[1].__dict__["forward"] is foreign
+        with again.in_place():
+            assert [module(1) for module in modules] == [20, 1010, 25]
+    assert ["forward" in module.__dict__ for module in modules] == [False, True, False]
+
+
+def test_stand_ins_of_a_forward_that_the_class_has_no_more_are_not_used_again(monkeypatch):
+    module = AddOne()
+    again = Substitution({module: times_ten}, Order.COMPILED)
+    with again.in_place():
+        monkeypatch.setattr(AddOne, "forward", lambda self, x: x + 2)
+        with again.in_place():
+            pass
+    with again.in_place():
+        assert module(1) == 30

@@ -109,6 +109,7 @@ def test_memory_is_shared_by_overlapping_views_alone():
     base = torch.zeros(4, 3)
     assert share_memory([base, base[2:]], (0,))
     assert not share_memory([base[:2], base[2:]], (0, 1))
+    assert not share_memory([base[:2], base[2:]], (1,)) and not share_memory([base[2:], base[:2]], (0,))
     assert not share_memory([base, base[2:]], ())
     assert share_memory([torch.zeros(2), base[:3], base[3:], base[2:]], (2, 3)), "both of them changed"
     assert share_memory([base[2:], torch.zeros(2), base], (1, 2)), "the changed one behind the other"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -230,10 +230,11 @@ def _apply_model(settings: CompileSettings, cache: GraphCache):
     @torch.compiler.disable
     def wrapper(executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
         options = {} if transformer_options is None else transformer_options
-        with ExitStack() as stack:
-            # Other code may call the model outside of a sampler.
-            run = options.get(KEY) or Run(settings, cache, stack.enter_context(cache.lease()))
-            options = stack.enter_context(run.call(executor.class_obj, options, c_crossattn))
-            return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+        run = options.get(KEY)
+        # Other code may call the model outside of a sampler.
+        with nullcontext() if run is not None else cache.lease() as lease:
+            run = run or Run(settings, cache, lease)
+            with run.call(executor.class_obj, options, c_crossattn) as options:
+                return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
 
     return wrapper

@@ -47,17 +47,17 @@ def simplifier(region: Region) -> Callable[[dict], dict]:
     """
     strings = region.strings
     readable = strings - _FOR_PATCHES_ONLY
+    asked = readable | {"patches", "patches_replace", _OVERRIDE}
 
     def simplify(options: dict) -> dict:
         # Runs at every call of a block, so the usual case comes first.
-        if _FOR_PATCHES_ONLY.isdisjoint(options) and _OVERRIDE not in options:
+        if asked.isdisjoint(options):
+            return options if _FOR_PATCHES_ONLY.isdisjoint(options) else {}
+        if not is_transformer_options(options):
             return options
-        if "patches" in options or "patches_replace" in options or _OVERRIDE in options:
-            reason = _concern(options, strings)
-            if reason is not None:
-                raise RunEagerly(reason)
-        if readable.isdisjoint(options):
-            return {}
+        reason = _concern(options, strings)
+        if reason is not None:
+            raise RunEagerly(reason)
         return _only(readable, options, _is_constant)
 
     return simplify
