@@ -183,10 +183,10 @@ class DeepCacheRun:
             self.target.note_reach(step, self._angle)
         if step != self._step:
             self._step = step
-            self._began.append((step, time.perf_counter()))
             if self._refresh is not None and step < self._refresh - LOOK_AHEAD:
                 self._forget()  # a restarting sampler went back up: the features are from the future
             if step not in self._full:
+                self._began.append((step, time.perf_counter()))
                 self._full[step] = self._must_refresh(step)
                 self.is_probing = self._full[step] and self._probes(step)
             if self.is_probing:

@@ -128,6 +128,8 @@ def test_steps_are_skipped_whole_and_every_third_is_full(small_unet, sample, cal
     assert all(level == pytest.approx(actual, rel=1e-4) for level, actual in reckoned)
     assert out.isfinite().all()
     assert calls() == STATED.get(sampler, ONE_CALL)
+    steps = {group[0]: group[1].upper() for group in calls().split()}  # once each, however often it is come back to
+    assert records.deep_cache()["steps"] == "".join(steps[step] for step in sorted(steps))
 
 
 def test_dpm_adaptive_decides_by_the_steps_that_its_levels_fall_in(small_unet, sample, calls):
