@@ -185,7 +185,8 @@ class DeepCacheRun:
             self._step = step
             if self._refresh is not None and step < self._refresh - LOOK_AHEAD:
                 self._forget()  # a restarting sampler went back up: the features are from the future
-            if step not in self._full:
+            is_new = step not in self._full
+            if is_new:
                 self._began.append((step, time.perf_counter()))
                 self._full[step] = self._must_refresh(step)
                 self.is_probing = self._full[step] and self._probes(step)
@@ -193,9 +194,9 @@ class DeepCacheRun:
                 self._full[step] = False
             elif self._full[step]:
                 self._start_cycle(step)
-                if self.target is not None and self.guidance is None:
+                if is_new and self.target is not None and self.guidance is None:
                     self.target.note_full(step)
-            elif self.target is not None:
+            elif is_new and self.target is not None:
                 self.target.note_skipped(step)
         for sibling in self._siblings.values():
             sibling.begin_evaluation(sigma)

@@ -71,6 +71,16 @@ def test_lower_target_and_smaller_errors_skip_more():
     assert skipped[0] < skipped[1] < skipped[2]
 
 
+def test_step_that_a_sampler_comes_back_to_counts_once():
+    run, told = DeepCacheRun(DeepCacheSettings(quality=40.0)), []
+    run.set_schedule(EVEN)
+    run.target.should_refresh = lambda step, drift: step.index == 3
+    run.target.note_skipped = run.target.note_full = told.append
+    for step in (0, 1, 2, 1, 2, 3, 2, 3, 4):  # as Heun++2
+        run.begin_evaluation(EVEN[step])
+    assert told == [0, 1, 2, 3, 4]
+
+
 def test_evaluation_farther_on_in_a_step_is_farther_from_what_stands_in():
     policy = DeepCacheSettings(quality=40.0).policy()
     policy.begin(ANGLES)
