@@ -78,8 +78,10 @@ class DeepCacheRun:
         self.policy = settings.policy()
         self.target = self.policy if isinstance(self.policy, QualityRefresh) else None
         """The quality target, where there is one."""
-        self.carries: tuple[float, float] = (1.0, 1.0)
-        """The sampler's `kept` and `factor`, as `policies.quality.Carried` has them; set by the host."""
+        self.carries: tuple[float, float] = (1.0, 0.0)
+        """The sampler's `kept` and `beyond`, as `policies.quality.Carried` has them; set by the host."""
+        self.models = 1
+        """How many models make a prediction, each with a run of its own; set by the host."""
         self.guidance: Guidance | None = None
         """Set by the host where skipped steps leave out the prediction without the prompt, and nothing else."""
         self.is_probing = False
@@ -152,10 +154,12 @@ class DeepCacheRun:
         elif self.target is not None and self.schedule and self.schedule[0] < self.schedule[-1]:
             self.run_in_full("a quality is that of an image, and this run makes noise of one")
         elif self.target is not None:
-            kept, factor = self.carries
-            # An error of the guidance is as lasting as the prompt.
-            passed_on = PASSED_ON if self.guidance is None else 1.0
-            self.target.begin([angle(level, self.is_flow) for level in self.schedule], kept, passed_on * factor)
+            kept, beyond = self.carries
+            # An error of the guidance is as lasting as the prompt, and one that a sampler extrapolates lasts too.
+            passed_on = 1.0 if self.guidance is not None or beyond else PASSED_ON
+            # Other models are taken to add as much as this one.
+            factor = passed_on * math.sqrt(self.models)
+            self.target.begin([angle(level, self.is_flow) for level in self.schedule], kept, beyond, factor)
 
     def run_in_full(self, reason: str) -> None:
         """Skip nothing from now on; the first reason is logged."""

@@ -12,7 +12,6 @@ from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import last_run
 from comfy_accel.accel.hosts.comfyui.models.noise_levels import NoiseLevels, reckons
 from comfy_accel.accel.report.run_record import records
-from comfy_accel.accel.step_cache.policies.quality import EXTRAPOLATED
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from deep_cache_runs import cached, counts
 
@@ -281,9 +280,9 @@ def test_run_tells_what_it_did(small_unet, sample):
 
 def test_quality_knows_which_samplers_add_noise_and_which_extrapolate():
     known = {name: host._carried_by(comfy.samplers.sampler_object(name)) for name in comfy.samplers.SAMPLER_NAMES}
-    assert {known[name] for name in ("euler", "heun", "dpm_2", "ddim")} == {(1.0, 1.0)}
-    assert {known[name] for name in ("ddpm", "seeds_2", "seeds_3", "euler_ancestral", "dpmpp_sde")} == {(2.0, 1.0)}
+    assert {known[name] for name in ("euler", "heun", "dpm_2", "ddim")} == {(1.0, 0.0)}
+    assert {known[name] for name in ("ddpm", "seeds_2", "seeds_3", "euler_ancestral", "dpmpp_sde")} == {(2.0, 0.0)}
     extrapolate = ("dpmpp_2m", "uni_pc", "uni_pc_bh2", "ipndm", "deis", "lms", "res_multistep", "gradient_estimation")
-    assert {known[name] for name in extrapolate} == {(1.0, EXTRAPOLATED)}
-    assert {known[name] for name in ("dpmpp_2m_sde", "dpmpp_3m_sde", "sa_solver")} == {(2.0, EXTRAPOLATED)}
+    assert {known[name] for name in extrapolate} == {(1.0, 1.0)}
+    assert {known[name] for name in ("dpmpp_2m_sde", "dpmpp_3m_sde", "sa_solver")} == {(2.0, 1.0)}
     assert known["lcm"][0] == float("inf")

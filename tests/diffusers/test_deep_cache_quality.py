@@ -14,7 +14,7 @@ from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E40
 from comfy_accel.accel.hosts.diffusers.predictions import carried_by, combined, denoised  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.schedule import PipelineSchedule  # noqa: E402
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
-from comfy_accel.accel.step_cache.policies.quality import EXTRAPOLATED, PASSED_ON, QualityRefresh  # noqa: E402
+from comfy_accel.accel.step_cache.policies.quality import QualityRefresh  # noqa: E402
 from comfy_accel.accel.step_cache.step_schedule import angle  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
@@ -84,16 +84,16 @@ def test_two_transformers_share_a_quality(monkeypatch):
     """Each takes the other to add as much; what was asked is told as it was."""
     factors, begin = [], QualityRefresh.begin
 
-    def noted(policy, angles, kept, factor):
+    def noted(policy, angles, kept, beyond, factor):
         factors.append(factor)
-        begin(policy, angles, kept, factor)
+        begin(policy, angles, kept, beyond, factor)
 
     monkeypatch.setattr(QualityRefresh, "begin", noted)
     pipe = deep_transformers.pipeline(
         "WanPipeline", transformer_2=deep_transformers.transformer("Wan", 1, num_layers=9), boundary_ratio=0.6
     )
     _, told = asked(40.0, pipe, deep_transformers.sample, steps=8)
-    assert factors == [pytest.approx(math.sqrt(2) * PASSED_ON * carried_by(pipe.scheduler)[1])] * 2
+    assert factors == [pytest.approx(math.sqrt(2))] * 2, "UniPC extrapolates, so all is passed on"
     assert told["target_db"] == 40.0
 
 
@@ -211,13 +211,13 @@ def test_predictions_that_do_not_fit_are_not_combined(output):
 
 def test_noise_of_a_schedulers_own_is_told_apart():
     kept = {
-        "EulerDiscreteScheduler": (1.0, 1.0),
-        "EulerAncestralDiscreteScheduler": (2.0, 1.0),
-        "DPMSolverMultistepScheduler": (1.0, EXTRAPOLATED),
-        "LCMScheduler": (math.inf, 1.0),
+        "EulerDiscreteScheduler": (1.0, 0.0),
+        "EulerAncestralDiscreteScheduler": (2.0, 0.0),
+        "DPMSolverMultistepScheduler": (1.0, 1.0),
+        "LCMScheduler": (math.inf, 0.0),
     }
     assert {name: carried_by(getattr(diffusers, name)()) for name in kept} == kept
-    assert carried_by(diffusers.DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++")) == (2.0, EXTRAPOLATED)
+    assert carried_by(diffusers.DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++")) == (2.0, 1.0)
     assert carried_by(diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True))[0] == math.inf
     assert carried_by(diffusers.EDMEulerScheduler()) is None
 

@@ -26,6 +26,22 @@ def test_step_injects_the_share_of_the_prediction_that_it_takes():
     assert Carried(ANGLES, kept=2.0, factor=1.5).at_end(1) == pytest.approx(1.5 * 0.75)
 
 
+def test_extrapolating_over_even_steps_enlarges_nothing():
+    assert [Carried(ANGLES, beyond=1.0).at_end(step) for step in range(4)] == pytest.approx([0.5, 0.5, 0.5, 1])
+
+
+def test_long_step_after_a_short_one_enlarges_its_error_and_those_before():
+    carried = Carried(tuple(map(angle, (4.0, 2.0, 1.0, 0.125, 0.0))), beyond=1.0)
+    long = 0.875 * 2.5
+    assert [carried.at_end(step) for step in range(4)] == pytest.approx([0.5 * long, 0.5 * long, 0.875 * long, 1])
+    assert Carried(carried.angles).at_end(2) == pytest.approx(0.875), "a sampler that does not extrapolate"
+
+
+def test_levels_that_stay_are_no_step():
+    carried = Carried((ANGLES[0], ANGLES[1], ANGLES[1], 0.0), beyond=1.0)
+    assert [carried.at_end(step) for step in range(3)] == pytest.approx([0.5, 0, 1])
+
+
 def test_sampler_that_begins_anew_from_each_prediction_passes_all_of_its_error_on():
     assert [Carried(ANGLES, kept=math.inf).at_end(step) for step in range(4)] == [1, 1, 1, 1]
 
@@ -214,7 +230,7 @@ class Split:
 def run_with_probes(steps, share, error, calls=(True,), kept=1.0, window=(math.inf, 0.0)):
     """A run whose calls are skipped in a probe as `calls` says; the forecast is off by `error` of the range."""
     run = DeepCacheRun(DeepCacheSettings(quality=40.0))
-    run.split, run.carries, run.window = Split(share), (kept, 1.0), window
+    run.split, run.carries, run.window = Split(share), (kept, 0.0), window
     levels = [2.0 * 0.8**step for step in range(steps)] + [0.0]
     run.set_schedule(levels)
     truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)

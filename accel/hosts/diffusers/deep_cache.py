@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -240,8 +239,7 @@ class _Cache:
             if carried is None:
                 run.run_in_full(f"how {type(schedule.scheduler).__name__} carries errors on is not known to a quality")
             else:
-                # The others are taken to add as much.
-                run.carries = (carried[0], carried[1] * math.sqrt(self.models))
+                run.carries, run.models = carried, self.models
         run.window = tuple(schedule.level_at(p) for p in (self.settings.start_percent, self.settings.end_percent))
         run.set_schedule(schedule.run_from(place))
         return run

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from ...step_cache.policies.quality import EXTRAPOLATED
-
-_PLAIN, _MULTISTEP, _ANCESTRAL, _FROM_PREDICTION = (1.0, 1.0), (1.0, EXTRAPOLATED), (2.0, 1.0), (math.inf, 1.0)
+_PLAIN, _MULTISTEP, _ANCESTRAL, _FROM_PREDICTION = (1.0, 0.0), (1.0, 1.0), (2.0, 0.0), (math.inf, 0.0)
 
 _CARRIED = {
     **dict.fromkeys(("DDIM", "EulerDiscrete", "HeunDiscrete", "KDPM2Discrete"), _PLAIN),
@@ -22,7 +20,7 @@ _CARRIED = {
     **dict.fromkeys(("EulerAncestralDiscrete", "KDPM2AncestralDiscrete", "DPMSolverSDE", "DDPM"), _ANCESTRAL),
     **dict.fromkeys(("LCM", "TCD", "FlowMatchLCM"), _FROM_PREDICTION),
 }
-"""Names of schedulers, each with `kept` and `factor` of `policies.quality.Carried`."""
+"""Names of schedulers, each with `kept` and `beyond` of `policies.quality.Carried`."""
 
 MOST_LEFT = 0.5
 """The share of what a scheduler is given that may be something else than a sum of predictions. It is 0.2 with guidance
@@ -30,7 +28,7 @@ that scales each place by itself (Lumina 2's), and 1 with predictions that were 
 
 
 def carried_by(scheduler: Any) -> tuple[float, float] | None:
-    """How a scheduler carries errors on: `kept` and `factor` of `policies.quality.Carried`; None for one that is not
+    """How a scheduler carries errors on: `kept` and `beyond` of `policies.quality.Carried`; None for one that is not
     known."""
     names = (one.__name__.removesuffix("Scheduler") for one in type(scheduler).__mro__)
     known = next((_CARRIED[name] for name in names if name in _CARRIED), None)

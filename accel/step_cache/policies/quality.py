@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -33,10 +35,6 @@ PASSED_ON = 0.6
 """The share of a skipped step's error that later steps pass on to the final latent. On the trained networks they take a
 third to a half of it back below a noise level of 2, and enlarge it above, by how much being the picture's."""
 
-EXTRAPOLATED = 2.5
-"""By how much samplers that go beyond their newest prediction enlarge its error, beside the others. They weigh it by
-1.5, and in their runs on the trained networks later steps take nothing back."""
-
 APART = 0.35
 """The most radians of the noise level from one comparison to the next. What an error of the feature does to the
 prediction changes slowly with the noise level, and hardly with the distance: from 0.12 to 0.02 over a run of the
@@ -58,12 +56,14 @@ class Carried:
     angles: of the steps' noise levels and of the end (`step_schedule.angle`). kept: of the difference between the
     latent and the prediction that a sampler keeps in a step, as a power of the ratio of both noise levels: 1 for
     samplers without noise of their own, 2 for ancestral ones (with eta 1), infinite where each step begins anew from
-    the prediction, as LCM's. factor: by which an error is enlarged, by a sampler that extrapolates its predictions, or
-    made smaller.
+    the prediction, as LCM's. beyond: how far a sampler follows its predictions beyond the newest one, in units of
+    DPM-Solver++ 2M (Lu et al., arXiv 2211.01095): 0 for those that do not. factor: by which an error is enlarged or
+    made smaller beside all that.
     """
 
     angles: tuple[float, ...]
     kept: float = 1.0
+    beyond: float = 0.0
     factor: float = 1.0
 
     def share_kept(self, step: int) -> float:
@@ -74,7 +74,21 @@ class Carried:
 
     def at_end(self, step: int) -> float:
         """The factor by which an error in the prediction of `step` reaches the final latent."""
-        return self.factor * (1 - self.share_kept(step))
+        return self.factor * (1 - self.share_kept(step)) * max(self._enlarged[step:])
+
+    @cached_property
+    def _enlarged(self) -> Sequence[float]:
+        """By how much each step enlarges errors, its own and those of earlier steps: at least 1.
+
+        An extrapolating step takes its prediction more than once, and the one before from it. Where steps are equally
+        long in the logarithm of the noise level, errors of neighbours cancel what that adds. In a step that is much
+        longer than the one before, as many schedules end with, they do not.
+        """
+        lengths = [
+            math.log(math.tan(one) / math.tan(other)) if other > 0 else 0.0 for one, other in pairwise(self.angles)
+        ]
+        beyond = [0.0, *(self.beyond * now / max(2 * before, 1e-9) for before, now in pairwise(lengths))]
+        return [max(1.0, (1 - self.share_kept(step)) * (1 + reach)) for step, reach in enumerate(beyond)]
 
 
 Skipped = tuple[float, float]
@@ -143,9 +157,9 @@ class QualityRefresh:
         self._features: dict[int, HostCopy] = {}
         """The same of the full steps before."""
 
-    def begin(self, angles: Sequence[float], kept: float = 1.0, factor: float = 1.0) -> None:
-        """Note the run's noise levels. kept, factor: see `Carried`."""
-        self.carried = Carried(tuple(angles), kept, factor)
+    def begin(self, angles: Sequence[float], kept: float = 1.0, beyond: float = 0.0, factor: float = 1.0) -> None:
+        """Note the run's noise levels. kept, beyond, factor: see `Carried`."""
+        self.carried = Carried(tuple(angles), kept, beyond, factor)
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         if self.carried is None or self._full is None or not 1 <= step.since_refresh < self.longest:

@@ -23,7 +23,6 @@ from ....report.run_record import QUALITY_FACTS, records
 from ....step_cache.cached_call import cached_call
 from ....step_cache.config import DeepCacheSettings
 from ....step_cache.guidance import MOST_STEPS, Guidance
-from ....step_cache.policies.quality import EXTRAPOLATED
 from ....step_cache.run import BranchKey, DeepCacheRun
 from ....step_cache.split_points import find_split, why_no_split
 from ....step_cache.step_schedule import angle
@@ -131,12 +130,12 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
 
 
 def _carried_by(sampler: Any) -> tuple[float, float]:
-    """How a sampler carries errors on: `kept` and `factor` of `policies.quality.Carried`."""
+    """How a sampler carries errors on: `kept` and `beyond` of `policies.quality.Carried`."""
     name = getattr(getattr(sampler, "sampler_function", None), "__name__", "")
     if name.startswith("sample_lcm"):
-        return math.inf, 1.0
+        return math.inf, 0.0
     is_noisy, extrapolates = (any(part in name for part in parts) for parts in (_NOISY, _EXTRAPOLATE))
-    return 2.0 if is_noisy else 1.0, EXTRAPOLATED if extrapolates else 1.0
+    return 2.0 if is_noisy else 1.0, 1.0 if extrapolates else 0.0
 
 
 def _report(run: DeepCacheRun) -> None:
