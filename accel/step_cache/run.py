@@ -35,6 +35,9 @@ FULL, SKIPPED = "FS"
 COMPARED = "C"
 """In `DeepCacheRun.plan`, a full step that was also run as a skipped one, to compare."""
 
+PLAIN = (1.0, 0.0)
+"""`DeepCacheRun.carries` of samplers that add no noise and do not extrapolate."""
+
 LOOK_AHEAD = 2
 """The most steps that a sampler evaluates ahead of its own; heunpp2 does."""
 
@@ -78,8 +81,9 @@ class DeepCacheRun:
         self.policy = settings.policy()
         self.target = self.policy if isinstance(self.policy, QualityRefresh) else None
         """The quality target, where there is one."""
-        self.carries: tuple[float, float] = (1.0, 0.0)
-        """The sampler's `kept` and `beyond`, as `policies.quality.Carried` has them; set by the host."""
+        self.carries: tuple[float, float] | None = PLAIN
+        """The sampler's `kept` and `beyond`, as `policies.quality.Carried` has them; None where they are not known. Set
+        by the host."""
         self.models = 1
         """How many models make a prediction, each with a run of its own; set by the host."""
         self.guidance: Guidance | None = None
@@ -141,6 +145,7 @@ class DeepCacheRun:
                 made = self._siblings[model] = DeepCacheRun(self.settings)
                 for name in ("schedule", "window", "is_flow", "guidance", "_step", "_angle", "_refresh", "_full"):
                     setattr(made, name, getattr(self, name))
+                made.carries = self.carries
                 made.target = None  # this run decides, by its own features
                 made.split = find(model)
             made = self._siblings[model]
@@ -153,7 +158,7 @@ class DeepCacheRun:
             self.run_in_full("the noise levels of this run go up and down")
         elif self.target is not None and self.schedule and self.schedule[0] < self.schedule[-1]:
             self.run_in_full("a quality is that of an image, and this run makes noise of one")
-        elif self.target is not None:
+        elif self.target is not None and self.carries is not None:
             kept, beyond = self.carries
             # An error of the guidance is as lasting as the prompt, and one that a sampler extrapolates lasts too.
             passed_on = 1.0 if self.guidance is not None or beyond else PASSED_ON
@@ -372,6 +377,12 @@ class DeepCacheRun:
             self._occurrences[first] = before + 1
         return keys
 
+    @property
+    def _gives_back(self) -> bool:
+        """Whether forecasts give back what those before them lacked. It makes images of samplers that add noise or
+        extrapolate worse, and adds little where a quality keeps stretches short."""
+        return self.settings.quality is None and self.carries == PLAIN
+
     def _has_all(self, key: BranchKey) -> bool:
         """Whether every part that this run ever exchanged is there for the branch, from the last full step on."""
         known = [self._histories.get((key, part)) for part in self._parts]
@@ -383,7 +394,7 @@ class DeepCacheRun:
 
     def gather(self, keys: Sequence[BranchKey], part: Hashable = 0) -> torch.Tensor:
         """The branches' features for the current evaluation as one batch, in memory of its own."""
-        features = [self._histories[key, part].value(self._angle) for key in keys]
+        features = [self._histories[key, part].value(self._angle, self._gives_back) for key in keys]
         return torch.cat(features) if len(features) > 1 else features[0]
 
     def exchange(
@@ -410,7 +421,7 @@ class DeepCacheRun:
         owned = owned and not any(is_known)
         for index, (key, history) in enumerate(zip(keys, histories, strict=True)):
             if is_known[index]:
-                chunks[index] = history.value(self._angle)
+                chunks[index] = history.value(self._angle, self._gives_back)
                 continue
             if history is None:
                 history = self._histories[key, part] = History(ORDER + 1 if self.settings.between == "forecast" else 1)

@@ -103,3 +103,39 @@ def test_error_of_a_forecast_is_measured_without_copies_in_single_precision():
     assert error.item() == pytest.approx(0.25) and error.dtype == torch.float32
     assert max(made) == truth.nbytes
     assert history.error(0.0, truth[:1]) is None
+
+
+def bent(places=(1.5, 1.0, 0.5), skipped=(0.75,), dtype=torch.float32):
+    """A history of the square, with forecasts at the `skipped` places."""
+    history = history_of(lambda at: at**2, places[:2], dtype=dtype)
+    for at in skipped:
+        assert torch.equal(history.value(at, gives_back=True), history.value(at))
+    history.record(2, places[2], torch.full((1, 3, 2, 2), places[2] ** 2, dtype=dtype))
+    return history
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_a_stretch_lacked_is_given_back_in_equal_parts_by_the_next(dtype):
+    history = bent(skipped=(0.9, 0.75), dtype=dtype)
+    plain = [history.value(at) for at in (0.4, 0.3, 0.2)]
+    given = [history.value(at, gives_back=True) - before for at, before in zip((0.4, 0.3, 0.2), plain, strict=True)]
+    lacked = 0.25 - (1.0 + (1.0 - 2.25))  # at 0.5: the square, less the line through those before
+    expected = lacked * (0.2**forecast.LACKS + 0.5**forecast.LACKS) / 2
+    rel = 1e-5 if dtype == torch.float32 else 0.05
+    assert [part.mean().item() for part in given] == pytest.approx([expected, expected, 0], rel=rel, abs=1e-6)
+    assert torch.equal(history.value(0.4, gives_back=True) - plain[0], given[0]), "a second evaluation of a step"
+    assert all(part.dtype == dtype for part in given)
+
+
+def test_what_a_shorter_stretch_did_not_give_back_is_left_for_the_next():
+    history = bent(skipped=(0.9, 0.75))
+    left = (history.value(0.4, gives_back=True) - history.value(0.4)).mean().item()
+    history.record(3, 0.25, history.value(0.25))
+    assert (history.value(0.2, gives_back=True) - history.value(0.2)).mean().item() == pytest.approx(left, rel=1e-5)
+
+
+def test_nothing_is_given_back_to_a_feature_of_another_shape():
+    history = bent()
+    for step, at in ((3, 0.4), (4, 0.3)):
+        history.record(step, at, torch.full((2, 3), at))
+    assert torch.equal(history.value(0.2, gives_back=True), history.value(0.2))

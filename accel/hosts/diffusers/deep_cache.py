@@ -177,7 +177,9 @@ class _Cache:
         self.compared = []
         if run is None:
             return
-        if given.get("eta") and run.carries[0] == 1.0:  # DDIM's noise of its own, which it is only told now
+        if (
+            given.get("eta") and run.carries is not None and run.carries[0] == 1.0
+        ):  # DDIM's noise of its own, which it is only told now
             run.carries = (2.0, run.carries[1])
             run.set_schedule(run.schedule)
         if not run.is_probing:
@@ -234,12 +236,9 @@ class _Cache:
         run = DeepCacheRun(self.settings)
         run.split = find_split(self.model, self.settings.depth)
         run.is_flow = schedule.is_flow
-        if run.target is not None:
-            carried = carried_by(schedule.scheduler)
-            if carried is None:
-                run.run_in_full(f"how {type(schedule.scheduler).__name__} carries errors on is not known to a quality")
-            else:
-                run.carries, run.models = carried, self.models
+        run.carries, run.models = carried_by(schedule.scheduler), self.models
+        if run.target is not None and run.carries is None:
+            run.run_in_full(f"how {type(schedule.scheduler).__name__} carries errors on is not known to a quality")
         run.window = tuple(schedule.level_at(p) for p in (self.settings.start_percent, self.settings.end_percent))
         run.set_schedule(schedule.run_from(place))
         return run
