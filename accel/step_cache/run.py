@@ -159,12 +159,10 @@ class DeepCacheRun:
         elif self.target is not None and self.schedule and self.schedule[0] < self.schedule[-1]:
             self.run_in_full("a quality is that of an image, and this run makes noise of one")
         elif self.target is not None and self.carries is not None:
-            kept, beyond = self.carries
-            # An error of the guidance is as lasting as the prompt, and one that a sampler extrapolates lasts too.
-            passed_on = 1.0 if self.guidance is not None or beyond else PASSED_ON
-            # Other models are taken to add as much as this one.
-            factor = passed_on * math.sqrt(self.models)
-            self.target.begin([angle(level, self.is_flow) for level in self.schedule], kept, beyond, factor)
+            # An error of the guidance is as lasting as the prompt. Other models are taken to add as much as this one.
+            passed_on = PASSED_ON if self.guidance is None else 1.0
+            angles = [angle(level, self.is_flow) for level in self.schedule]
+            self.target.begin(angles, *self.carries, passed_on, math.sqrt(self.models))
 
     def run_in_full(self, reason: str) -> None:
         """Skip nothing from now on; the first reason is logged."""

@@ -37,6 +37,11 @@ def test_long_step_after_a_short_one_enlarges_its_error_and_those_before():
     assert Carried(carried.angles).at_end(2) == pytest.approx(0.875), "a sampler that does not extrapolate"
 
 
+def test_later_steps_take_nothing_back_of_what_is_extrapolated():
+    assert Carried(ANGLES, passed_on=0.5).at_end(1) == pytest.approx(0.25)
+    assert Carried(ANGLES, beyond=1.0, passed_on=0.5).at_end(1) == pytest.approx(0.5)
+
+
 def test_levels_that_stay_are_no_step():
     carried = Carried((ANGLES[0], ANGLES[1], ANGLES[1], 0.0), beyond=1.0)
     assert [carried.at_end(step) for step in range(3)] == pytest.approx([0.5, 0, 1])
@@ -208,7 +213,7 @@ def test_skipped_steps_that_were_never_compared_count():
 
 def test_sampler_that_begins_each_step_anew_is_not_compared():
     policy = DeepCacheSettings(quality=30.0).policy()
-    policy.begin(list(map(angle, EVEN)), kept=math.inf)
+    policy.begin(list(map(angle, EVEN)), math.inf)
     policy.note_full(0)
     assert not policy.wants_probe(1)
 

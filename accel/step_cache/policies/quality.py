@@ -57,13 +57,14 @@ class Carried:
     latent and the prediction that a sampler keeps in a step, as a power of the ratio of both noise levels: 1 for
     samplers without noise of their own, 2 for ancestral ones (with eta 1), infinite where each step begins anew from
     the prediction, as LCM's. beyond: how far a sampler follows its predictions beyond the newest one, in units of
-    DPM-Solver++ 2M (Lu et al., arXiv 2211.01095): 0 for those that do not. factor: by which an error is enlarged or
-    made smaller beside all that.
+    DPM-Solver++ 2M (Lu et al., arXiv 2211.01095): 0 for those that do not. passed_on: the share of an error that later
+    steps pass on. factor: by which an error is enlarged beside all that.
     """
 
     angles: tuple[float, ...]
     kept: float = 1.0
     beyond: float = 0.0
+    passed_on: float = 1.0
     factor: float = 1.0
 
     def share_kept(self, step: int) -> float:
@@ -74,11 +75,13 @@ class Carried:
 
     def at_end(self, step: int) -> float:
         """The factor by which an error in the prediction of `step` reaches the final latent."""
-        return self.factor * (1 - self.share_kept(step)) * max(self._enlarged[step:])
+        # Later steps take nothing back of what is extrapolated.
+        least = 1.0 if self.beyond else self.passed_on
+        return self.factor * (1 - self.share_kept(step)) * max(least, self.passed_on * max(self._enlarged[step:]))
 
     @cached_property
     def _enlarged(self) -> Sequence[float]:
-        """By how much each step enlarges errors, its own and those of earlier steps: at least 1.
+        """By how much each step enlarges errors, its own and those of earlier steps.
 
         An extrapolating step takes its prediction more than once, and the one before from it. Where steps are equally
         long in the logarithm of the noise level, errors of neighbours cancel what that adds. In a step that is much
@@ -88,7 +91,7 @@ class Carried:
             math.log(math.tan(one) / math.tan(other)) if other > 0 else 0.0 for one, other in pairwise(self.angles)
         ]
         beyond = [0.0, *(self.beyond * now / max(2 * before, 1e-9) for before, now in pairwise(lengths))]
-        return [max(1.0, (1 - self.share_kept(step)) * (1 + reach)) for step, reach in enumerate(beyond)]
+        return [(1 - self.share_kept(step)) * (1 + reach) for step, reach in enumerate(beyond)]
 
 
 Skipped = tuple[float, float]
@@ -157,9 +160,9 @@ class QualityRefresh:
         self._features: dict[int, HostCopy] = {}
         """The same of the full steps before."""
 
-    def begin(self, angles: Sequence[float], kept: float = 1.0, beyond: float = 0.0, factor: float = 1.0) -> None:
-        """Note the run's noise levels. kept, beyond, factor: see `Carried`."""
-        self.carried = Carried(tuple(angles), kept, beyond, factor)
+    def begin(self, angles: Sequence[float], *carries: float) -> None:
+        """Note the run's noise levels. carries: the other fields of `Carried`, in their order."""
+        self.carried = Carried(tuple(angles), *carries)
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         if self.carried is None or self._full is None or not 1 <= step.since_refresh < self.longest:
