@@ -232,6 +232,13 @@ def test_plans_measure_every_model():
     assert set(MODELS) <= set(asked.split())
 
 
+def test_plans_measure_single_images_before_batches():
+    """A batch of four takes the time of four sizes, and a stage is cut at its limit."""
+    stages = [stage.arguments.split() for stages in gpu_plan.PLANS.values() for stage in stages if stage.arguments]
+    batches = [gpu._parse(arguments).batches for arguments in stages if "--batches" in arguments]
+    assert [1, 4] in batches and batches == list(map(sorted, batches))
+
+
 def test_stage_that_fails_costs_no_other(tmp_path, monkeypatch):
     (tmp_path / "benchmarks.json").write_text('{"rows": [1]}')
     ran = []
@@ -243,7 +250,7 @@ def test_stage_that_fails_costs_no_other(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, returncode=3 if len(ran) == 1 else 0)
 
     monkeypatch.setattr(gpu_plan.subprocess, "run", run)
-    with pytest.raises(Problem, match="ended with 3; .* cut after its time"):
+    with pytest.raises(Problem, match="ended with 3; .* cut after its time, with what it had measured kept"):
         gpu_plan.run(2, tmp_path, None, quick=True)
     assert len(ran) == len(gpu_plan.PLANS[2])
     assert all(command[-1] == "--quick" and str(tmp_path / "benchmarks.json") in command for command in ran)
