@@ -24,7 +24,8 @@ fast anything is. `dev.py test --all tests/comfyui/test_models.py --write-models
   prompt beside it, another size, a longer prompt, a batch of 3 and a LoRA compiled nothing more.
 - **DeepCache**: of a run of 4 steps with interval 2 and the uniform schedule.
 - **ControlNet**: run compiled beside the model, where the tests have one for it. Those that come as model patches
-  (Qwen-Image DiffSynth, Z-Image Fun) run uncompiled between the model's compiled blocks, with DeepCache too.
+  (Qwen-Image DiffSynth, Z-Image Fun, Uni3C) run uncompiled between the model's compiled blocks, with DeepCache too;
+  for these and other nodes see [compatibility.md](compatibility.md#nodes-that-change-the-model).
 - **quantised**: weights stored in fp8, with a LoRA too.
 - **streamed**: weights that ComfyUI streams (DynamicVRAM), on a stand-in for its allocator that takes them away at
   random, with a LoRA and with other weights of the family in between; the device never held more than its capacity and

@@ -48,7 +48,7 @@ class TinyFamily:
     @property
     def is_known(self) -> bool:
         """Whether this core has it."""
-        return not self.needs or importlib.util.find_spec(self.needs) is not None
+        return not self.needs or is_there(self.needs)
 
     def load(self, seed: int = 0, stored: torch.dtype | None = None) -> Any:
         """A ModelPatcher, as from a checkpoint. stored: of the matrices, which core then casts in each call."""
@@ -89,6 +89,14 @@ class TinyFamily:
             mask = None if self.mask is None else self.mask(shapes)
             finished = sample(model, latent, *conds, steps, self.cfg, sampler, "simple", noise_mask=mask)
         return finished.unbind() if len(shapes) > 1 else [finished]
+
+
+def is_there(module: str) -> bool:
+    """Whether core has a module, and the packages that it is in."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def nested(parts: list[torch.Tensor]) -> Any:

@@ -96,8 +96,10 @@ class _Plain:
             made = self._made[module] = object.__new__(type(module))
             kept = {name: value for name, value in vars(module).items() if name not in _OURS}
             if _is_prepared(module):
-                for name in ("comfy_cast_weights", "prev_comfy_cast_weights"):
-                    kept.pop(name, None)  # the class's own again, as for weights in place
+                kept.pop("prev_comfy_cast_weights", None)
+                # The class's own again, as for weights in place, but where they are cast there too (ModelComputeDtype).
+                if not kept.get("comfy_force_cast_weights"):
+                    kept.pop("comfy_cast_weights", None)
                 for name in ("weight_function", "bias_function"):
                     if all(map(_is_lowvram_patch, kept.get(name, ()))):
                         kept.pop(name, None)

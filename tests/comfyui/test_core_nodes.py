@@ -1,0 +1,94 @@
+"""Every node of core that returns a MODEL, beside Accelerate Model and DeepCache, in either order of the nodes."""
+
+import functools
+
+import pytest
+import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.report.run_record import records
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
+from comfy_accel.accel.step_cache.split_points import why_no_split
+from core_nodes import ALL_ROWS, ELSEWHERE, FAMILIES_OF_NODES, LOADERS, NO_NODES, ROWS, nodes_of_core
+from thorough import thorough_except
+from torch._dynamo.utils import counters
+from uniform_hold import uniform_hold
+
+pytestmark = pytest.mark.usefixtures("own_garbage", "clean_counters")
+
+QUICK = ["GLIGEN", "Uni3C"]
+
+TOLERANCE = 1e-5
+"""Of the largest value: a copy made contiguous is summed in another order."""
+
+models = functools.cache(lambda family: FAMILIES_OF_NODES[family].load())
+caches = functools.cache(lambda family: GraphCache())
+"""One for each family: what a node leaves alone is compiled once."""
+
+every_row = pytest.mark.parametrize("name", thorough_except(ROWS, *QUICK))
+
+
+def fast(row, model):
+    return accelerate(model, CompileSettings(backend="eager"), caches(row.family))
+
+
+def assert_close(one, other):
+    assert one.isfinite().all() and (one - other).abs().max() <= TOLERANCE * other.abs().max()
+
+
+def skips():
+    return bool(last_run()) and last_run()["skipped_steps"] > 0
+
+
+@every_row
+def test_compiled_blocks_beside_a_node_give_the_eager_image_and_compile_nothing_at_a_second_size(name):
+    row = ROWS[name]
+    model, made, said = models(row.family), [], set()
+    for size in (0, 1):
+        expected = row.image(row.on(model, size), size)
+        assert not row.changes or not torch.equal(row.image(model, size, bare=True), expected)
+        for patched in (fast(row, row.on(model, size)), row.on(fast(row, model), size)):
+            assert_close(row.image(patched, size), expected)
+            made.append(counters["stats"]["unique_graphs"])
+            run = records.last()
+            said.update(why.code for why in (*run.uncompiled(), *run.left_eager))
+            assert run.compiled_calls or said
+    assert made[0] == made[-1] or row.compiles
+    assert said == set(row.eager)
+
+
+@every_row
+def test_deep_cache_beside_a_node_skips_alike_in_either_order_or_says_why_it_does_not(name):
+    row = ROWS[name]
+    model = models(row.family)
+    plain = row.image(row.on(model))
+    for off in (apply_deep_cache(row.on(model), uniform_hold(1)), row.on(apply_deep_cache(model, uniform_hold(1)))):
+        assert torch.equal(row.image(off), plain)
+    records.clear()
+    deep = row.image(apply_deep_cache(row.on(model), uniform_hold(2)))
+    assert deep.isfinite().all()
+    if row.full:
+        why = why_no_split(model.model.diffusion_model) if last_run() is None else records.deep_cache()["why_full"]
+        assert why.startswith(row.full)
+        assert_close(deep, plain)
+    else:
+        assert not torch.equal(deep, plain)
+    assert skips() != bool(row.full)
+    assert_close(row.image(row.on(apply_deep_cache(model, uniform_hold(2)))), deep)
+    assert skips() != bool(row.full)
+    for both in (
+        fast(row, apply_deep_cache(row.on(model), uniform_hold(2))),
+        row.on(apply_deep_cache(fast(row, model), uniform_hold(2))),
+    ):
+        assert_close(row.image(both), deep)
+        assert skips() != bool(row.full)
+    for settings in (DeepCacheSettings(), DeepCacheSettings(quality=20.0)):
+        assert row.image(apply_deep_cache(row.on(model), settings)).isfinite().all()
+    assert torch.equal(row.image(row.on(model)), plain)
+
+
+def test_every_node_of_core_that_returns_a_model_is_tried():
+    tried = {row.node for row in ALL_ROWS.values()} | LOADERS | ELSEWHERE | NO_NODES
+    assert [name for name in nodes_of_core() if name not in tried] == []
