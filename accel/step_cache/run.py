@@ -35,9 +35,6 @@ FULL, SKIPPED = "FS"
 COMPARED = "C"
 """In `DeepCacheRun.plan`, a full step that was also run as a skipped one, to compare."""
 
-PLAIN = (1.0, 0.0)
-"""`DeepCacheRun.carries` of samplers that add no noise and do not extrapolate."""
-
 LOOK_AHEAD = 2
 """The most steps that a sampler evaluates ahead of its own; heunpp2 does."""
 
@@ -81,9 +78,12 @@ class DeepCacheRun:
         self.policy = settings.policy()
         self.target = self.policy if isinstance(self.policy, QualityRefresh) else None
         """The quality target, where there is one."""
-        self.carries: tuple[float, float] | None = PLAIN
+        self.carries: tuple[float, float] | None = (1.0, 0.0)
         """The sampler's `kept` and `beyond`, as `policies.quality.Carried` has them; None where they are not known. Set
         by the host."""
+        self.gives_back = False
+        """Whether forecasts give back what those before them lacked; set by the host, for samplers whose images that
+        brings closer."""
         self.models = 1
         """How many models make a prediction, each with a run of its own; set by the host."""
         self.guidance: Guidance | None = None
@@ -145,7 +145,7 @@ class DeepCacheRun:
                 made = self._siblings[model] = DeepCacheRun(self.settings)
                 for name in ("schedule", "window", "is_flow", "guidance", "_step", "_angle", "_refresh", "_full"):
                     setattr(made, name, getattr(self, name))
-                made.carries = self.carries
+                made.gives_back = self._gives_back
                 made.target = None  # this run decides, by its own features
                 made.split = find(model)
             made = self._siblings[model]
@@ -377,9 +377,8 @@ class DeepCacheRun:
 
     @property
     def _gives_back(self) -> bool:
-        """Whether forecasts give back what those before them lacked. It makes images of samplers that add noise or
-        extrapolate worse, and adds little where a quality keeps stretches short."""
-        return self.settings.quality is None and self.carries == PLAIN
+        """A quality keeps stretches short, where it adds little."""
+        return self.gives_back and self.settings.quality is None
 
     def _has_all(self, key: BranchKey) -> bool:
         """Whether every part that this run ever exchanged is there for the branch, from the last full step on."""

@@ -286,3 +286,9 @@ def test_quality_knows_which_samplers_add_noise_and_which_extrapolate():
     assert {known[name] for name in extrapolate} == {(1.0, 1.0)}
     assert {known[name] for name in ("dpmpp_2m_sde", "dpmpp_3m_sde", "sa_solver")} == {(2.0, 1.0)}
     assert known["lcm"][0] == float("inf")
+
+
+def test_only_samplers_that_were_measured_give_back_what_forecasts_lacked():
+    objects = {name: comfy.samplers.sampler_object(name) for name in comfy.samplers.SAMPLER_NAMES}
+    found = {name for name, sampler in objects.items() if host._name(sampler) in host._GIVE_BACK}
+    assert found == {"euler", "heun", "dpm_2", "ddim"}

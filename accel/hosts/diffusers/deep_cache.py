@@ -21,7 +21,7 @@ from ...step_cache.split_points import find_split, why_no_split
 from ...step_cache.token_streams import NoStreams, arguments
 from ...step_cache.unet_split import DownUpUNetSplit
 from .denoising_loop import around_loops
-from .predictions import around_steps, carried_by, combined, denoised
+from .predictions import PLAIN, around_steps, carried_by, combined, denoised
 from .schedule import PipelineSchedule
 
 DENOISERS = ("unet", "transformer", "transformer_2")
@@ -180,7 +180,7 @@ class _Cache:
         if (
             given.get("eta") and run.carries is not None and run.carries[0] == 1.0
         ):  # DDIM's noise of its own, which it is only told now
-            run.carries = (2.0, run.carries[1])
+            run.carries, run.gives_back = (2.0, run.carries[1]), False
             run.set_schedule(run.schedule)
         if not run.is_probing:
             return
@@ -237,6 +237,7 @@ class _Cache:
         run.split = find_split(self.model, self.settings.depth)
         run.is_flow = schedule.is_flow
         run.carries, run.models = carried_by(schedule.scheduler), self.models
+        run.gives_back = run.carries == PLAIN
         if run.target is not None and run.carries is None:
             run.run_in_full(f"how {type(schedule.scheduler).__name__} carries errors on is not known to a quality")
         run.window = tuple(schedule.level_at(p) for p in (self.settings.start_percent, self.settings.end_percent))

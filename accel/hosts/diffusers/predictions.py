@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-_PLAIN, _MULTISTEP, _ANCESTRAL, _FROM_PREDICTION = (1.0, 0.0), (1.0, 1.0), (2.0, 0.0), (math.inf, 0.0)
+PLAIN, _MULTISTEP, _ANCESTRAL, _FROM_PREDICTION = (1.0, 0.0), (1.0, 1.0), (2.0, 0.0), (math.inf, 0.0)
 
 _CARRIED = {
-    **dict.fromkeys(("DDIM", "EulerDiscrete", "HeunDiscrete", "KDPM2Discrete"), _PLAIN),
-    **dict.fromkeys(("FlowMatchEulerDiscrete", "FlowMatchHeunDiscrete"), _PLAIN),
+    **dict.fromkeys(("DDIM", "EulerDiscrete", "HeunDiscrete", "KDPM2Discrete"), PLAIN),
+    **dict.fromkeys(("FlowMatchEulerDiscrete", "FlowMatchHeunDiscrete"), PLAIN),
     **dict.fromkeys(("DPMSolverMultistep", "DPMSolverSinglestep", "UniPCMultistep", "DEISMultistep"), _MULTISTEP),
     **dict.fromkeys(("LMSDiscrete", "PNDM"), _MULTISTEP),
     **dict.fromkeys(("EulerAncestralDiscrete", "KDPM2AncestralDiscrete", "DPMSolverSDE", "DDPM"), _ANCESTRAL),

@@ -45,6 +45,10 @@ _NOISY = ("ancestral", "sde", "ddpm", "seeds", "sa_solver")
 _EXTRAPOLATE = ("_2m", "_3m", "multistep", "ipndm", "deis", "lms", "unipc", "sa_solver", "gradient_estimation")
 """Parts of the names of samplers that add noise in each step, and that go beyond their newest prediction."""
 
+_GIVE_BACK = ("sample_euler", "sample_heun", "sample_dpm_2")
+"""Samplers whose forecasts give back what those before them lacked, as measured (docs/measurements.md); core's ddim is
+the first. Those that add noise, extrapolate or look ahead (heunpp2) come out worse."""
+
 _GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
 """Keys of model_options: functions of other nodes that change how predictions are combined."""
 
@@ -111,6 +115,7 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         run.is_flow = isinstance(sampling, CONST)
         patcher = executor.class_obj.model_patcher
         run.carries = _carried_by(args[2] if len(args) > 2 else None)
+        run.gives_back = _name(args[2] if len(args) > 2 else None) in _GIVE_BACK
         run.levels = NoiseLevels(reckons(args[2] if len(args) > 2 else None, patcher.load_device))
         if get_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_COMPILE, options):
             log.warning("DeepCache: TorchCompileModel compiles nothing beside it; use Accelerate Model instead.")
@@ -129,9 +134,13 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
     return sample_in_run
 
 
+def _name(sampler: Any) -> str:
+    return getattr(getattr(sampler, "sampler_function", None), "__name__", "")
+
+
 def _carried_by(sampler: Any) -> tuple[float, float]:
     """How a sampler carries errors on: `kept` and `beyond` of `policies.quality.Carried`."""
-    name = getattr(getattr(sampler, "sampler_function", None), "__name__", "")
+    name = _name(sampler)
     if name.startswith("sample_lcm"):
         return math.inf, 0.0
     is_noisy, extrapolates = (any(part in name for part in parts) for parts in (_NOISY, _EXTRAPOLATE))
