@@ -186,7 +186,7 @@ class DeepCacheRun:
         self._evaluations += 1
         self._angle = angle(sigma, self.is_flow)
         step = step_of(sigma, self.schedule)
-        if self.guidance is not None and not self.failed:
+        if self.target is not None and self.guidance is not None and not self.failed:
             self.target.note_reach(step, self._angle)
         if step != self._step:
             self._step = step

@@ -180,9 +180,14 @@ def test_interrupts_and_lack_of_memory_are_passed_on(small_unet, sample, name):
 def test_models_on_other_devices_leave_out_the_same():
     run = DeepCacheRun(LITTLE)
     run.guidance = Guidance(lambda: 5.0)
+    run.set_schedule([14.6, 8.0, 4.0, 2.0, 1.0, 0.5, 0.0])
     one, other = (tiny_models.small_unet().model.diffusion_model for _ in range(2))
     assert run.of(one, lambda model: find_split(model, None)) is run
-    assert run.of(other, lambda model: find_split(model, None)).guidance is run.guidance
+    sibling = run.of(other, lambda model: find_split(model, None))
+    assert sibling.guidance is run.guidance
+    for level in run.schedule[:-1]:
+        run.begin_evaluation(level)
+        assert (sibling.angle, sibling.is_full) == (run.angle, run.is_full)
 
 
 def with_both(model):
