@@ -111,8 +111,12 @@ class BlockRunner:
         except RunEagerly:
             return False
 
+    @torch.compiler.disable
     def _call_unmatched(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A call that no guard matched: described in full, and looked up or resolved."""
+        """A call that no guard matched: described in full, and looked up or resolved.
+
+        Not for Dynamo: within core's TorchCompileModel it would trace the compiler.
+        """
         inputs: list[torch.Tensor] = []
         try:
             spec = tree_spec.flatten((args, kwargs), inputs, self._simplify)
