@@ -212,7 +212,7 @@ def test_network_that_is_compiled_already_is_left_to_whoever_compiled_it(by_othe
 def test_network_of_which_no_block_can_be_compiled_runs_as_it_is_and_says_so():
     net = unet_control(**SMALL)
     for _, block in blocks(net.control_model):
-        block.forward = block.forward  # as an extension replaces it
+        block.forward = functools.partial(block.forward)  # as an extension replaces it
     assert_same_image((net, 0.8, 0.0, 1.0))
     assert [row["reason"] for row in fallbacks.rows()] == ["none of its repeated blocks can be compiled"]
 
