@@ -9,9 +9,10 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import last_run
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
 from comfy_accel.accel.hosts.comfyui.models.noise_levels import NoiseLevels, reckons
 from comfy_accel.accel.report.run_record import records
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from deep_cache_runs import cached, counts
 
@@ -265,6 +266,13 @@ def test_run_knows_the_window_and_the_kind_of_its_noise_levels(small_unet, sampl
     assert runs == [(expected, flow, pytest.approx(1.0 if flow else 14.61, abs=0.01))]
 
 
+def test_quality_leaves_dpm_adaptive_alone(small_unet, sample):
+    run = {"steps": 20, "sampler": "dpm_adaptive"}
+    model = apply_deep_cache(small_unet, DeepCacheSettings(quality=20.0))
+    assert torch.equal(sample(model, 64, 64, **run), sample(small_unet, 64, 64, **run))
+    assert "DPM adaptive" in records.deep_cache()["why_full"]
+
+
 def test_run_tells_what_it_did(small_unet, sample):
     events = []
     stop = subscribe(lambda name, data: events.append((name, data)))
@@ -279,7 +287,8 @@ def test_run_tells_what_it_did(small_unet, sample):
 
 
 def test_quality_knows_which_samplers_add_noise_and_which_extrapolate():
-    known = {name: host._carried_by(comfy.samplers.sampler_object(name)) for name in comfy.samplers.SAMPLER_NAMES}
+    objects = {name: comfy.samplers.sampler_object(name) for name in comfy.samplers.SAMPLER_NAMES}
+    known = {name: host._carried_by(host._name(sampler)) for name, sampler in objects.items()}
     assert {known[name] for name in ("euler", "heun", "dpm_2", "ddim")} == {(1.0, 0.0)}
     assert {known[name] for name in ("ddpm", "seeds_2", "seeds_3", "euler_ancestral", "dpmpp_sde")} == {(2.0, 0.0)}
     extrapolate = ("dpmpp_2m", "uni_pc", "uni_pc_bh2", "ipndm", "deis", "lms", "res_multistep", "gradient_estimation")

@@ -114,9 +114,13 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         run.window = tuple(float(sampling.percent_to_sigma(p)) for p in (settings.start_percent, settings.end_percent))
         run.is_flow = isinstance(sampling, CONST)
         patcher = executor.class_obj.model_patcher
-        run.carries = _carried_by(args[2] if len(args) > 2 else None)
-        run.gives_back = _name(args[2] if len(args) > 2 else None) in _GIVE_BACK
-        run.levels = NoiseLevels(reckons(args[2] if len(args) > 2 else None, patcher.load_device))
+        sampler = args[2] if len(args) > 2 else None
+        name = _name(sampler)
+        run.carries = _carried_by(name)
+        run.gives_back = name in _GIVE_BACK
+        run.levels = NoiseLevels(reckons(sampler, patcher.load_device))
+        if run.target is not None and "dpm_adaptive" in name:
+            run.run_in_full("no quality can be kept with DPM adaptive, which chooses steps of its own")
         if get_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_COMPILE, options):
             log.warning("DeepCache: TorchCompileModel compiles nothing beside it; use Accelerate Model instead.")
         with run_events(executor, args, caching={**asdict(settings), "node": node_id}):
@@ -138,9 +142,8 @@ def _name(sampler: Any) -> str:
     return getattr(getattr(sampler, "sampler_function", None), "__name__", "")
 
 
-def _carried_by(sampler: Any) -> tuple[float, float]:
-    """How a sampler carries errors on: `kept` and `beyond` of `policies.quality.Carried`."""
-    name = _name(sampler)
+def _carried_by(name: str) -> tuple[float, float]:
+    """How the sampler function of this name carries errors on: `kept` and `beyond` of `policies.quality.Carried`."""
     if name.startswith("sample_lcm"):
         return math.inf, 0.0
     is_noisy, extrapolates = (any(part in name for part in parts) for parts in (_NOISY, _EXTRAPOLATE))
