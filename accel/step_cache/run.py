@@ -143,9 +143,9 @@ class DeepCacheRun:
                 return self
             if model not in self._siblings:
                 made = self._siblings[model] = DeepCacheRun(self.settings)
-                for name in ("schedule", "window", "is_flow", "guidance", "_step", "_angle", "_refresh", "_full"):
+                shared = ("schedule", "window", "is_flow", "gives_back", "guidance")
+                for name in (*shared, "_step", "_angle", "_refresh", "_full"):
                     setattr(made, name, getattr(self, name))
-                made.gives_back = self._gives_back
                 made.target = None  # this run decides, by its own features
                 made.split = find(model)
             made = self._siblings[model]

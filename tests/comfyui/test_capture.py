@@ -55,6 +55,14 @@ def fast(model, cache, settings=EAGER_BLOCKS):
     return accelerate(model, settings, cache, graphs=True)
 
 
+def fast_and_cached(model, settings, cached_first, cache):
+    return (
+        fast(apply_deep_cache(model, settings), cache)
+        if cached_first
+        else apply_deep_cache(fast(model, cache), settings)
+    )
+
+
 def assert_reads_only_weights_and_buffers(capturer, cache, *networks):
     own = [tensor for member in cache.captures.members for tensor in member._buffers.tensors]
     weights = [tensor for network in networks for tensor in (*network.parameters(), *network.buffers())]
@@ -93,11 +101,7 @@ def test_deep_cache_has_a_capture_for_full_and_one_for_skipped_steps(name, cache
     model, run = load(name)
     expected = run(apply_deep_cache(model, SKIPS_ALL_IT_MAY))
     steps = last_run()
-    both = (
-        fast(apply_deep_cache(model, SKIPS_ALL_IT_MAY), cache)
-        if cached_first
-        else apply_deep_cache(fast(model, cache), SKIPS_ALL_IT_MAY)
-    )
+    both = fast_and_cached(model, SKIPS_ALL_IT_MAY, cached_first, cache)
     for _ in range(2):
         assert torch.equal(run(both), expected) and last_run() == steps
     assert steps["skipped_steps"] > 4
@@ -112,11 +116,7 @@ def test_the_half_of_a_batch_that_a_skipped_step_makes_has_a_capture_of_its_own(
     model, settings = unet(), DeepCacheSettings(quality=15.0)
     expected = image(apply_deep_cache(model, settings), steps=16)
     steps = last_run()
-    both = (
-        fast(apply_deep_cache(model, settings), cache)
-        if cached_first
-        else apply_deep_cache(fast(model, cache), settings)
-    )
+    both = fast_and_cached(model, settings, cached_first, cache)
     for _ in range(2):
         assert torch.equal(image(both, steps=16), expected) and last_run() == steps
     assert steps["skipped_steps"] > 4

@@ -177,9 +177,8 @@ class _Cache:
         self.compared = []
         if run is None:
             return
-        if (
-            given.get("eta") and run.carries is not None and run.carries[0] == 1.0
-        ):  # DDIM's noise of its own, which it is only told now
+        if given.get("eta") and run.carries is not None and run.carries[0] == 1.0:
+            # DDIM's noise of its own, which it is only told now.
             run.carries, run.gives_back = (2.0, run.carries[1]), False
             run.set_schedule(run.schedule)
         if not run.is_probing:
