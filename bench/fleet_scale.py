@@ -246,7 +246,7 @@ def _of_a_store(rows: Sequence[report.Row]) -> dict[str, tuple[float, str]]:
 
 def _of_a_card(rows: Sequence[report.Row]) -> dict[str, tuple[float, str]]:
     """What `bench gpu` has measured on a GPU, with compiled blocks and captured calls."""
-    ours = [row for row in rows if row["gpu"] and row.get("contender") == "both" and row.get("captures")]
+    ours = [row for row in rows if row["gpu"] and row.get("contender") == "cuda-graphs" and row.get("captures")]
     steps = 20
     values = {
         "image_s": [steps / row["steps_per_s"] for row in ours if row["part"] == "steps" and row["batch"] == 1],

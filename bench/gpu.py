@@ -21,8 +21,9 @@ from .comfyui import tree
 from .compilations import STORE_KEY, RecompileLimit
 from .gpu_cases import (
     BATCHES,
-    BOTH,
+    CAPTURED,
     CHANNELS_LAST,
+    COMPILED,
     COMPILING,
     CONTENDERS,
     EAGER,
@@ -35,7 +36,6 @@ from .gpu_cases import (
     QUICK_SIZES,
     SESSION,
     SIZES,
-    TIER_ONE,
     Case,
     TimeBudget,
     cases,
@@ -201,7 +201,7 @@ def of_model(
                 names = [name for name in contenders if not CONTENDERS[name].caches]
                 case = cases(options.sizes, options.batches)[0]
                 yield from gpu_profile.rows(model, runs, lineup, case, names, budget, subject.device)
-            elif part == "sizes40" and BOTH in contenders:
+            elif part == "sizes40" and CAPTURED in contenders:
                 yield from gpu_forty.rows(model, runs, lineup, budget)
             if part not in IN_PROCESS:
                 runs = lineup = steps = None
@@ -213,8 +213,8 @@ def of_model(
                 )
             elif part == "cold":
                 case = next(iter(begun.values()), COLD_CASE)
-                # Tier one's kernels are those of both tiers.
-                known = {*begun, *([TIER_ONE] if BOTH in begun else [])}
+                # Compiled blocks have the same kernels without CUDA graphs as with them.
+                known = {*begun, *([COMPILED] if CAPTURED in begun else [])}
                 yield from gpu_cold.rows(model, compiling(part), case, options.quick, budget, work / "steps", known)
         runs = lineup = steps = None
         _free()

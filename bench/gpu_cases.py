@@ -24,12 +24,13 @@ SHARES = {"steps": 0.52, "profile": 0.04, "sizes40": 0.08, "session": 0.2, "cold
 
 PARTS = tuple(SHARES)
 
-EAGER, CORE, BLOCKS, TIER_ONE, BOTH, EASY_CACHE = "eager", "core", "blocks", "tier-one", "both", "easycache"
+EAGER, CORE, BLOCKS, EASY_CACHE = "eager", "core", "blocks", "easycache"
+COMPILED, CAPTURED = "compiled-blocks", "cuda-graphs"
 SHIPPED = "shipped"
 """Accelerate Model with its inputs as they come: graphs are compared with their blocks first."""
 
 CHANNELS_LAST = "channels-last"
-"""Both tiers on a copy of the model whose convolutions have channels-last weights; of models with convolutions."""
+"""`CAPTURED` on a copy of the model whose convolutions have channels-last weights; of models with convolutions."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Contender:
 
 CONTENDERS = {
     EAGER: Contender("eager"),
-    BOTH: Contender("ours, both tiers", has_graphs=True),
-    TIER_ONE: Contender("ours, tier one"),
+    CAPTURED: Contender("ours, CUDA graphs", has_graphs=True),
+    COMPILED: Contender("ours, compiled blocks"),
     SHIPPED: Contender("ours, as shipped"),
     "deepcache-3": Contender("ours + DeepCache 3", has_graphs=True, interval=3, caches=True),
     CHANNELS_LAST: Contender("ours, channels-last", has_graphs=True),
@@ -58,7 +59,7 @@ CONTENDERS = {
 }
 """In the order in which each case takes them: those that the goals are about before the others."""
 
-COMPILING = (BOTH, TIER_ONE, CORE, BLOCKS)
+COMPILING = (CAPTURED, COMPILED, CORE, BLOCKS)
 """Those that compile, without a cache policy beside: of the session, and of cold and warm starts."""
 
 SAMPLED = 3
@@ -67,7 +68,7 @@ SAMPLED = 3
 MADE_TO_SKIP = 30
 """Steps of a caching contender's timed run after its first: a multiple of every interval."""
 
-QUICK_COMPILING = {"session": (BOTH, CORE), "cold": (BOTH,)}
+QUICK_COMPILING = {"session": (CAPTURED, CORE), "cold": (CAPTURED,)}
 """Of the same parts, with --quick."""
 
 COLD, WARM, NEW_PROCESS = "cold", "warm", "new process"
@@ -110,7 +111,7 @@ def turns(names: Sequence[str]) -> list[list[str]]:
     theirs = [name for name in names if name in (CORE, BLOCKS)]
     if not theirs or ours == [EAGER]:
         return [list(names)]
-    return [ours, [*(name for name in (EAGER, BOTH) if name in names), *theirs]]
+    return [ours, [*(name for name in (EAGER, CAPTURED) if name in names), *theirs]]
 
 
 def forty_sizes() -> list[tuple[int, int]]:

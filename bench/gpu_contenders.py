@@ -30,7 +30,8 @@ from comfy_accel.nodes.compile_inputs import settings as compiling
 from . import deepcache, gpu_device, session
 from .compilations import RecompileLimit, compiling_into, counts
 from .deepcache_plan import Contender as Skipping
-from .gpu_cases import BLOCKS, BOTH, CHANNELS_LAST, CONTENDERS, CORE, EAGER, EASY_CACHE, SHIPPED, TIER_ONE
+from .gpu_cases import BLOCKS, CAPTURED, CHANNELS_LAST, COMPILED, CONTENDERS, CORE, EAGER, EASY_CACHE, SHIPPED
+from .gpu_goals import NO_REPLAYS
 from .report import Row
 
 CACHE_BYTES = 24 << 30
@@ -40,7 +41,7 @@ GRAPHS = "graphs"
 """Folder of saved graphs, beside inductor's."""
 
 MOSTLY = 0.9
-"""Of a contender's model calls that must be replays for it to count as both tiers."""
+"""Of a contender's model calls that must be replays for it to count as CUDA graphs."""
 
 EASY_THRESHOLD = 0.2
 """Default of core's node."""
@@ -51,12 +52,12 @@ _BLOCK_LISTS = ("double_blocks", "single_blocks", "joint_blocks", "transformer_b
 class Lineup:
     """All contenders on one ModelPatcher; none finds what another compiled, but for those with a cache policy.
 
-    These are "both" with one more node, so they share its GraphCache, as they would in ComfyUI. "tier-one" has a cache
-    of its own, and traces for itself; what inductor has on disk of "both" it finds.
+    These are `CAPTURED` with one more node, so they share its GraphCache, as they would in ComfyUI. `COMPILED` has one
+    of its own, and traces for itself; what inductor has on disk of `CAPTURED` it finds.
 
     model: for `patcher`; None where only `applied` is used. backend: inductor, or eager for graphs alone.
-    folder: for what inductor keeps on disk. shared: the process' own cache for "tier-one" and "both", with its store on
-    disk. capturer: in place of CUDA's. keeps: the graphs of the first of ours are saved, in `folder` / `GRAPHS`.
+    folder: for what inductor keeps on disk. shared: the process' own cache for `COMPILED` and `CAPTURED`, with its
+    store on disk. capturer: in place of CUDA's. keeps: the first of ours saves its graphs, in `folder` / `GRAPHS`.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Lineup:
         self._gave_up: set[str] = set()
         self._network = ""
         """The model's class, under whose name captured calls are known."""
-        self.tier_one_cache = shared or GraphCache(max_bytes=CACHE_BYTES)
+        self.blocks_cache = shared or GraphCache(max_bytes=CACHE_BYTES)
         self.cache = shared or GraphCache(max_bytes=CACHE_BYTES)
         self._keeps = keeps
         if capturer is not None:
@@ -98,15 +99,15 @@ class Lineup:
         settings = CompileSettings(backend=self._backend)
         if self._keeps:
             self._keeps = False
-            cache = self.tier_one_cache if name in (TIER_ONE, SHIPPED) else self.cache
+            cache = self.blocks_cache if name in (COMPILED, SHIPPED) else self.cache
             cache.store = GraphStore(location.at(str(self._folder / GRAPHS)), None)
-        if name == TIER_ONE:
-            return accelerate(model, settings, self.tier_one_cache)
+        if name == COMPILED:
+            return accelerate(model, settings, self.blocks_cache)
         if name == SHIPPED:
             settings, graphs = as_shipped(self._backend)
-            return accelerate(model, settings, self.tier_one_cache, graphs=graphs)
+            return accelerate(model, settings, self.blocks_cache, graphs=graphs)
         model = accelerate(model, settings, self.cache, graphs=True)
-        if name in (BOTH, CHANNELS_LAST):
+        if name in (CAPTURED, CHANNELS_LAST):
             return model
         if name == EASY_CACHE:
             return deepcache.apply(Skipping(deepcache.EASY_CACHE, threshold=EASY_THRESHOLD), model)
@@ -189,8 +190,8 @@ def ran_as(name: str, replays: int, calls: int) -> str:
     if not CONTENDERS[name].has_graphs:
         return CONTENDERS[name].label
     if not replays:
-        return "tier one"
-    return "both tiers" if replays >= MOSTLY * calls else "both tiers in part"
+        return NO_REPLAYS
+    return "CUDA graphs" if replays >= MOSTLY * calls else "CUDA graphs in part"
 
 
 def channels_last(model: Any) -> Any:

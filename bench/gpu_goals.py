@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from .gpu_cases import BOTH, CONTENDERS, CORE, EAGER, PARTS
+from .gpu_cases import CAPTURED, CONTENDERS, CORE, EAGER, PARTS
 from .report import Row
 
 REACHED, MISSED, NOT_MEASURED = "reached", "missed", "not measured"
@@ -17,7 +17,7 @@ MINUTES = 9.0
 MOST_GROWTH = 1.03
 """Memory held at the last ten sizes, over the most held before."""
 
-NO_REPLAYS = "tier one"
+NO_REPLAYS = "compiled blocks"
 
 
 class Goal(NamedTuple):
@@ -78,29 +78,29 @@ def speedups(rows: Iterable[Row], contender: str, over: str) -> dict[tuple[str, 
 def _of_core(rows: Sequence[Row], skips: Sequence[Row]) -> list[Goal]:
     made = []
     for model in _models(rows, "steps"):
-        what = f"{model}: both tiers at least as fast as core's TorchCompileModel at every size"
-        times = {case: value for case, value in speedups(rows, BOTH, CORE).items() if case[0] == model}
-        unreplayed = [_name(case) for case in times if not _replays(rows, case, BOTH)]
-        missing = [row["what"] for row in skips if _is_skip(row, "steps", model, (BOTH, CORE))]
+        what = f"{model}: CUDA graphs at least as fast as core's TorchCompileModel at every size"
+        times = {case: value for case, value in speedups(rows, CAPTURED, CORE).items() if case[0] == model}
+        unreplayed = [_name(case) for case in times if not _replays(rows, case, CAPTURED)]
+        missing = [row["what"] for row in skips if _is_skip(row, "steps", model, (CAPTURED, CORE))]
         if not times:
             made.append(_goal(what, None, "no case has both"))
             continue
         worst = min(times, key=times.__getitem__)
         figure = f"{times[worst]:.2f} times as fast at the worst of {len(times)} cases, {_name(worst)}"
         if unreplayed:
-            made.append(_goal(what, None, f"{figure}, but no second tier at {', '.join(unreplayed)}"))
+            made.append(_goal(what, None, f"{figure}, but no CUDA graphs at {', '.join(unreplayed)}"))
         elif times[worst] < 1:
             made.append(_goal(what, False, figure))
         elif missing:
             made.append(_goal(what, None, f"{figure}; left out: {', '.join(dict.fromkeys(missing))}"))
         else:
             made.append(_goal(what, True, figure))
-    return made or [_goal("Both tiers at least as fast as core's TorchCompileModel at every size", None, "no rows")]
+    return made or [_goal("CUDA graphs at least as fast as core's TorchCompileModel at every size", None, "no rows")]
 
 
 def _of_eager(rows: Sequence[Row]) -> list[Goal]:
     made = []
-    wanted = [(BOTH, "both tiers", least) for least in OF_EAGER.values()]
+    wanted = [(CAPTURED, "with CUDA graphs", least) for least in OF_EAGER.values()]
     wanted = [*zip(OF_EAGER, wanted, strict=True)]
     wanted += [(size, ("deepcache-3", "with DeepCache 3", WITH_DEEP_CACHE)) for size in OF_EAGER]
     for size, (contender, label, least) in wanted:
@@ -110,7 +110,7 @@ def _of_eager(rows: Sequence[Row]) -> list[Goal]:
         if times is None:
             made.append(_goal(what, None, "no such row"))
         elif not _replays(rows, case, contender):
-            made.append(_goal(what, None, f"{times:.2f}, but as tier one"))
+            made.append(_goal(what, None, f"{times:.2f}, but as compiled blocks alone"))
         else:
             made.append(_goal(what, times >= least, f"{times:.2f}"))
     return made
@@ -119,8 +119,8 @@ def _of_eager(rows: Sequence[Row]) -> list[Goal]:
 def _of_sessions(rows: Sequence[Row]) -> list[Goal]:
     made = []
     for model in _models(rows, "session"):
-        what = f"{model}: the session's stalls with both tiers at most {STALLS_OF_CORE:.0%} of core's"
-        own, core = (_stalls(rows, model, contender) for contender in (BOTH, CORE))
+        what = f"{model}: the session's stalls with CUDA graphs at most {STALLS_OF_CORE:.0%} of core's"
+        own, core = (_stalls(rows, model, contender) for contender in (CAPTURED, CORE))
         common = [step for step in own if step in core]
         if not common:
             made.append(_goal(what, None, "not run by both"))
@@ -134,7 +134,7 @@ def _of_sessions(rows: Sequence[Row]) -> list[Goal]:
             made.append(_goal(what, True, figure))
         else:
             made.append(_goal(what, False if len(core) == len(own) else None, figure))
-    return made or [_goal("The session's stalls with both tiers at most 10% of core's", None, "no rows")]
+    return made or [_goal("The session's stalls with CUDA graphs at most 10% of core's", None, "no rows")]
 
 
 def _of_forty(rows: Sequence[Row]) -> list[Goal]:

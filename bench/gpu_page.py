@@ -32,8 +32,8 @@ LEGEND = """\
 - Weights are random, at the models' published sizes. CFG everywhere, also where a model is published for use without.
   Wan: clips of 17 frames (5 latent frames). DeepCache: uniform schedule, so that the interval is what is measured.
 - Cold starts have folders of their own, empty at first. Ours share theirs among them: the first of them starts cold,
-  the others trace for themselves and find its kernels on disk; those with a cache policy are "both tiers" with one node
-  more, in its graph cache.
+  the others trace for themselves and find its kernels on disk; those with a cache policy are "CUDA graphs" with one
+  node more, in its graph cache.
 - Ours: *Accelerate Model*'s defaults without `check_gain`, which would run some calls of the first images twice.
 - A prompt's stall: its seconds minus those of the same prompt once more."""
 
@@ -174,7 +174,7 @@ def forty_table(rows: Sequence[Row]) -> str:
         for row in picked
     ]
     late = sum(row["compilations"] for row in own[1:])
-    text = f"Both tiers. Of {len(own)} sizes some; after the first, {late} graphs were compiled."
+    text = f"With CUDA graphs. Of {len(own)} sizes some; after the first, {late} graphs were compiled."
     return f"### Forty sizes in a row\n\n{text}\n\n{_table(shown)}"
 
 

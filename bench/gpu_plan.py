@@ -31,8 +31,8 @@ class Stage:
     arguments: str = ""
 
 
-_OURS = "--contenders both tier-one shipped deepcache-3"
-_BESIDE_CORE = "--contenders both core"
+_OURS = "--contenders cuda-graphs compiled-blocks shipped deepcache-3"
+_BESIDE_CORE = "--contenders cuda-graphs core"
 
 PLANS = {
     1: (
@@ -46,7 +46,7 @@ PLANS = {
         Stage(
             MINUTES,
             "--models SDXL --parts steps sizes40 --sizes 720x960 768x768 1280x720 1024x1024 --batches 1 4"
-            " --contenders both deepcache-3",
+            " --contenders cuda-graphs deepcache-3",
         ),
     ),
     3: (

@@ -18,15 +18,15 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import last_run
 from . import gpu_device
 from .gpu_cases import (
     BLOCKS,
-    BOTH,
+    CAPTURED,
     COLD,
+    COMPILED,
     CONTENDERS,
     CORE,
     EAGER,
     MADE_TO_SKIP,
     SAMPLED,
     SHIPPED,
-    TIER_ONE,
     WARM,
     Case,
     TimeBudget,
@@ -178,7 +178,7 @@ class Steps:
     def _is_cold(self, case: Case, name: str) -> bool:
         """Whether this is the contender's first image, and nobody has compiled anything that it finds."""
         self._first = self._first or case
-        alone = name in (EAGER, BOTH, CORE, BLOCKS) or (name == TIER_ONE and BOTH not in self.begun)
+        alone = name in (EAGER, CAPTURED, CORE, BLOCKS) or (name == COMPILED and CAPTURED not in self.begun)
         return alone and case == self._first and name not in self.begun
 
     def _turn(self, case: Case, name: str, done: _Turns) -> str | None:

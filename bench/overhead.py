@@ -16,18 +16,18 @@ from .overhead_blocks import of_a_warm_call as of_a_warm_call  # for bench.cold
 COLUMNS = ("layout", "part", "us", "per", "target_us", "verdict")
 TARGETS = {
     "block": 4.0,
-    "step, tier one": 400.0,
+    "step, compiled blocks": 400.0,
     "replay, before the launch": 60.0,
     "replay, after the launch": 1000.0,
 }
-"""Microseconds. A step of 20 ms with 100 blocks may lose 2 % on tier one, which is 4 a block; on tier two a call may
-take 60 until the device is at work, and what comes after that must be over long before the device is."""
+"""Microseconds. A step of 20 ms with 100 blocks may lose 2 % on compiled blocks, which is 4 a block; with CUDA graphs a
+call may take 60 until the device is at work, and what comes after that must be over long before the device is."""
 
 LEGEND = """\
 block: all that a warm call of a block costs beside its graph; stand-in, arguments (with options), weights and check are
-parts of it. block, anew: the same where the call is not like the ones before. step, tier one: all blocks and our
-APPLY_MODEL wrapper. Of wrappers, what is inside of them is not counted. replay: of our DIFFUSION_MODEL wrapper, with
-copying inputs in before the launch and outputs out after it."""
+parts of it. block, anew: the same where the call is not like the ones before. step, compiled blocks: all of
+them and our APPLY_MODEL wrapper. Of wrappers, what is inside of them is not counted. replay: of our DIFFUSION_MODEL
+wrapper, with copying inputs in before the launch and outputs out after it."""
 LATENT_SIDE = 16
 
 
@@ -70,7 +70,7 @@ def measure(family: Any) -> list[report.Row]:
     with torch.inference_mode():
         calls = overhead_calls.of_calls(model, image, cache)
         blocks, each = overhead_blocks.of_blocks(model, image, cache)
-    step = {"step, tier one": sum(each) + calls["APPLY_MODEL, ours"]}
+    step = {"step, compiled blocks": sum(each) + calls["APPLY_MODEL, ours"]}
     return [
         *(_row(family.name, part, us, "block") for part, us in blocks.items()),
         *(_row(family.name, part, us, "run" if part.startswith("OUTER") else "call") for part, us in calls.items()),

@@ -14,7 +14,7 @@ from thorough import thorough_except
 
 from bench import ROOT, gpu, gpu_goals, gpu_models
 from bench.gpu_cases import (
-    BOTH,
+    CAPTURED,
     CORE,
     EAGER,
     NEW_PROCESS,
@@ -39,7 +39,7 @@ PUBLISHED = {
 }
 """Parameters, from and to."""
 
-CONTENDERS = [EAGER, BOTH, "deepcache-3"]
+CONTENDERS = [EAGER, CAPTURED, "deepcache-3"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -56,12 +56,12 @@ def test_full_size_model_is_the_published_one_and_core_detects_the_same_config(n
 
 
 # Contenders run one after the other through the same code.
-@pytest.mark.parametrize("ours", thorough_except([[BOTH], [BOTH, "deepcache-2", "blocks"]], [BOTH]))
+@pytest.mark.parametrize("ours", thorough_except([[CAPTURED], [CAPTURED, "deepcache-2", "blocks"]], [CAPTURED]))
 def test_small_model_runs_as_every_sort_of_contender(ours):
     rows = quick("Qwen-Image", [EAGER, *ours])
     assert [row["contender"] for row in rows] == [EAGER, *ours]
     assert gpu_goals.failures(rows) == []
-    assert {row["ran_as"] for row in rows[1:3]} == {"both tiers"}
+    assert {row["ran_as"] for row in rows[1:3]} == {"CUDA graphs"}
 
 
 def test_defaults_of_the_node_are_a_contender():
@@ -89,13 +89,13 @@ def quick(model, contenders, *more):
 
 @pytest.mark.thorough  # four contenders, one of them core's own node
 def test_captured_calls_are_counted_where_they_can_be_captured():
-    eager, both, cached, core = quick("Flux", [EAGER, BOTH, "deepcache-3", CORE])
-    assert both["ran_as"] == cached["ran_as"] == "both tiers"
-    assert both["captures"] == 1 and both["replays"] == both["steps_timed"] + 2 and both["compilations"] > 0
+    eager, ours, cached, core = quick("Flux", [EAGER, CAPTURED, "deepcache-3", CORE])
+    assert ours["ran_as"] == cached["ran_as"] == "CUDA graphs"
+    assert ours["captures"] == 1 and ours["replays"] == ours["steps_timed"] + 2 and ours["compilations"] > 0
     assert cached["captures"] >= 1 and cached["skipped_steps"] == 20 and cached["compilations"] == 0
-    assert both["answer_diff"] == cached["answer_diff"] == eager["answer_diff"] == 0
+    assert ours["answer_diff"] == cached["answer_diff"] == eager["answer_diff"] == 0
     assert core["ran_as"] == "core's TorchCompileModel" and core["captures"] == 0 and core["compilations"] > 0
-    assert min(row["steps_timed"] for row in (eager, both, cached, core)) >= 10
+    assert min(row["steps_timed"] for row in (eager, ours, cached, core)) >= 10
     assert eager["tflop_a_step"] > 0 and eager["share_of_matrix"] > 0 and cached["share_of_matrix"] is None
 
 
@@ -119,10 +119,10 @@ def test_no_time_leaves_everything_out_and_says_so():
 
 def test_profile_tells_what_a_step_spends_in_each_kernel():
     options = gpu._parse(
-        ["--quick", "--models", "Wan", "--sizes", "512x512", "--parts", "profile", "--contenders", BOTH]
+        ["--quick", "--models", "Wan", "--sizes", "512x512", "--parts", "profile", "--contenders", CAPTURED]
     )
     rows = list(gpu.of_model("Wan", options, TimeBudget(None), 1, {"matrix_tflops": 0.1}))
-    for contender in (EAGER, BOTH):
+    for contender in (EAGER, CAPTURED):
         own = [row for row in rows if row["contender"] == contender]
         assert sum(row["share"] for row in own) == pytest.approx(1, abs=0.01)
         assert own[0]["kernel_ms"] >= own[1]["kernel_ms"] > 0 and own[-1]["kernel"] == "others"
@@ -158,20 +158,20 @@ def test_whole_run_has_every_part_and_outputs_that_are_eagers(written):
 
 
 @pytest.mark.thorough  # a whole bench as a subprocess
-def test_whole_run_says_why_there_is_no_second_tier(written):
+def test_whole_run_says_why_there_are_no_cuda_graphs(written):
     content, page = written
-    (row,) = of(content, "steps", BOTH)
-    assert row["ran_as"] == "tier one" and "need a CUDA device" in row["reasons"][0]
+    (row,) = of(content, "steps", CAPTURED)
+    assert row["ran_as"] == "compiled blocks" and "need a CUDA device" in row["reasons"][0]
     assert "need a CUDA device" in page
 
 
 @pytest.mark.thorough  # a whole bench as a subprocess
 def test_whole_run_compiles_in_the_first_image_of_each_part_alone(written):
     content, _ = written
-    assert of(content, "steps", BOTH)[0]["compilations"] > 0
+    assert of(content, "steps", CAPTURED)[0]["compilations"] > 0
     sizes = of(content, "sizes40")
     assert len(sizes) == 40 and not any(row["compilations"] or row["uncompiled"] for row in sizes)
-    session = of(content, "session", BOTH)
+    session = of(content, "session", CAPTURED)
     assert len(session) == len(in_session(False, QUICK_SESSION))
     assert [row["compilations"] > 0 for row in session] == [True] + [False] * (len(session) - 1)
 
@@ -179,6 +179,6 @@ def test_whole_run_compiles_in_the_first_image_of_each_part_alone(written):
 @pytest.mark.thorough  # a whole bench as a subprocess
 def test_whole_run_starts_a_new_process_for_a_contender(written):
     content, _ = written
-    starts = {row["start"]: row for row in of(content, "cold", BOTH)}
+    starts = {row["start"]: row for row in of(content, "cold", CAPTURED)}
     assert len(starts) == 3 and starts[WARM]["compilations"] == 0
     assert starts[NEW_PROCESS]["answer_diff"] == 0 and starts[NEW_PROCESS]["process_s"] > 0

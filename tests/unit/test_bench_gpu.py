@@ -13,7 +13,8 @@ from bench import ROOT, Problem, gpu, gpu_goals, gpu_page, gpu_plan, gpu_prepare
 from bench.comfyui import tree
 from bench.gpu_cases import (
     BLOCKS,
-    BOTH,
+    CAPTURED,
+    COMPILED,
     CONTENDERS,
     CORE,
     EAGER,
@@ -22,7 +23,6 @@ from bench.gpu_cases import (
     PARTS,
     SESSION,
     SHARES,
-    TIER_ONE,
     TimeBudget,
     cases,
     forty_sizes,
@@ -43,7 +43,7 @@ def step(contender, step_ms, eager_ms=20.0, size="512x512", batch=1, model="SDXL
     row |= {"contender": contender, "step_ms": step_ms, "eager_ms": eager_ms, "steps_per_s": 1000 / step_ms}
     row |= {"first_image_s": 1.0, "compilations": 0, "captures": 1, "gave_up": False, "uncompiled": 0, "reasons": []}
     row |= {"answer_diff": 1e-3, "tolerance": 2e-2, "psnr_db": None, "peak_mb": 9000, "graphs_mb": 100.0}
-    row |= {"ran_as": "both tiers", "share_of_matrix": 0.4}
+    row |= {"ran_as": "CUDA graphs", "share_of_matrix": 0.4}
     return row | changes
 
 
@@ -54,14 +54,21 @@ def prompt(contender, stall_s, name="512x512", **changes):
 
 
 def forty(number, **changes):
-    row = {"part": "sizes40", "model": "SDXL", "contender": BOTH, "number": number, "size": "512x512", "image_s": 0.5}
-    row |= {"cache_mb": 5000.0, "budget_mb": 6144, "held_mb": 12000.0, "ran_as": "both tiers", "evictions": 0}
+    row = {"part": "sizes40", "model": "SDXL", "contender": CAPTURED, "number": number, "size": "512x512"}
+    row |= {
+        "image_s": 0.5,
+        "cache_mb": 5000.0,
+        "budget_mb": 6144,
+        "held_mb": 12000.0,
+        "ran_as": "CUDA graphs",
+        "evictions": 0,
+    }
     return row | {"compilations": 0, "captures": 1, "reasons": []} | changes
 
 
 def start(contender, which, **changes):
     row = {"part": "cold", "model": "SDXL", "contender": contender, "start": which, "size": "512x512", "loaded": 0}
-    row |= {"first_image_s": 60.0, "compilations": 13, "peak_mb": 8000, "held_mb": None, "ran_as": "both tiers"}
+    row |= {"first_image_s": 60.0, "compilations": 13, "peak_mb": 8000, "held_mb": None, "ran_as": "CUDA graphs"}
     return row | {"answer_diff": 0.0, "reasons": []} | changes
 
 
@@ -74,10 +81,10 @@ def everything():
     """Rows of a run in which every goal of SDXL is reached."""
     rows = []
     for size in ("512x512", "1024x1024"):
-        rows += [step(EAGER, 20.0, size=size), step(BOTH, 12.0, size=size), step(CORE, 13.0, size=size)]
+        rows += [step(EAGER, 20.0, size=size), step(CAPTURED, 12.0, size=size), step(CORE, 13.0, size=size)]
         rows.append(step(DEEP_3, 7.0, size=size, psnr_db=30.0, full_steps=11, skipped_steps=20, share_of_matrix=None))
-    rows += [prompt(BOTH, 5.0), prompt(CORE, 80.0), *(forty(number) for number in range(1, 41))]
-    return [*rows, start(BOTH, "cold"), kernel(BOTH, "gemm")]
+    rows += [prompt(CAPTURED, 5.0), prompt(CORE, 80.0), *(forty(number) for number in range(1, 41))]
+    return [*rows, start(CAPTURED, "cold"), kernel(CAPTURED, "gemm")]
 
 
 def judged(rows, skips=(), has_gpu=True, seconds=500.0):
@@ -122,9 +129,9 @@ def test_every_interval_of_deep_cache_divides_the_timed_steps():
 
 def test_cores_contenders_come_after_all_that_are_cheap_with_those_they_are_beside():
     assert turns(list(CONTENDERS))[0] == [name for name in CONTENDERS if name not in (CORE, BLOCKS)]
-    assert turns(list(CONTENDERS))[1] == [EAGER, BOTH, CORE, BLOCKS]
+    assert turns(list(CONTENDERS))[1] == [EAGER, CAPTURED, CORE, BLOCKS]
     assert turns([EAGER, CORE]) == [[EAGER, CORE]]
-    assert turns([EAGER, BOTH, TIER_ONE]) == [[EAGER, BOTH, TIER_ONE]]
+    assert turns([EAGER, CAPTURED, COMPILED]) == [[EAGER, CAPTURED, COMPILED]]
 
 
 @pytest.mark.parametrize("text", ["512", "512x500", "0x512", "axb", "8x8"])
@@ -136,8 +143,8 @@ def test_size_that_is_none_is_refused(text):
 
 
 def test_asking_for_some_keeps_the_order_and_eager():
-    options = gpu._parse(["--contenders", "core", "both", "--parts", "cold", "steps", "--sizes", "720x960"])
-    assert options.contenders == [EAGER, BOTH, CORE]
+    options = gpu._parse(["--contenders", "core", "cuda-graphs", "--parts", "cold", "steps", "--sizes", "720x960"])
+    assert options.contenders == [EAGER, CAPTURED, CORE]
     assert options.parts == ["steps", "cold"] and options.sizes == [(720, 960)]
     assert options.models == list(MODELS) and named(None, PARTS) == list(PARTS)
 
@@ -194,21 +201,22 @@ def test_what_does_not_fit_any_more_is_told_and_the_next_model_has_its_part():
 
 
 def test_a_later_row_about_the_same_stands_in_place_of_the_earlier():
-    rows = [step(BOTH, 12.0), step(BOTH, 30.0, size="1024x1024")]
-    assert replaced(rows, step(BOTH, 11.0)) == [rows[1], step(BOTH, 11.0)]
+    rows = [step(CAPTURED, 12.0), step(CAPTURED, 30.0, size="1024x1024")]
+    assert replaced(rows, step(CAPTURED, 11.0)) == [rows[1], step(CAPTURED, 11.0)]
     assert len(replaced(rows, step(CORE, 11.0))) == 3
-    assert len(replaced([start(BOTH, "cold")], start(BOTH, "warm"))) == 2
+    assert len(replaced([start(CAPTURED, "cold")], start(CAPTURED, "warm"))) == 2
 
 
 def test_rows_of_an_earlier_run_stay_where_the_same_was_not_measured_again():
-    old = [step(BOTH, 12.0), start(BOTH, "cold"), step(BOTH, 9.0, model="Flux"), step(BOTH, 30.0, size="1024x1024")]
-    new = [step(BOTH, 11.0), step(CORE, 13.0)]
+    old = [step(CAPTURED, 12.0), start(CAPTURED, "cold")]
+    old += [step(CAPTURED, 9.0, model="Flux"), step(CAPTURED, 30.0, size="1024x1024")]
+    new = [step(CAPTURED, 11.0), step(CORE, 13.0)]
     assert merged(old, new) == [*old[1:], *new]
 
 
 def test_kernels_of_an_earlier_run_go_with_the_contender_that_is_profiled_again():
-    old = [kernel(BOTH, "gemm"), kernel(BOTH, "norm"), kernel(CORE, "gemm")]
-    new = [kernel(BOTH, "gemm_norm")]
+    old = [kernel(CAPTURED, "gemm"), kernel(CAPTURED, "norm"), kernel(CORE, "gemm")]
+    new = [kernel(CAPTURED, "gemm_norm")]
     assert merged(old, new) == [old[2], *new]
     assert "| `gemm_norm` |" in gpu_page.profile_table(new)
 
@@ -288,7 +296,7 @@ def test_all_goals_are_reached_where_they_are():
 
 
 def test_a_slower_case_than_cores_misses_and_is_named():
-    rows = [*everything(), step(BOTH, 14.0, size="720x960"), step(CORE, 13.0, size="720x960")]
+    rows = [*everything(), step(CAPTURED, 14.0, size="720x960"), step(CORE, 13.0, size="720x960")]
     goal = about(judged(rows), "TorchCompileModel at every size")
     assert goal.state == gpu_goals.MISSED and "0.93" in goal.sentence and "720x960" in goal.sentence
 
@@ -299,11 +307,11 @@ def test_a_case_left_out_leaves_the_goal_of_every_size_open():
     assert goal.state == gpu_goals.NOT_MEASURED and "768x768" in goal.sentence
 
 
-def test_what_never_replayed_is_no_second_tier():
-    rows = [row | {"ran_as": "tier one"} if row["contender"] == BOTH else row for row in everything()]
+def test_what_never_replayed_does_not_count_as_cuda_graphs():
+    rows = [row | {"ran_as": "compiled blocks"} if row["contender"] == CAPTURED else row for row in everything()]
     goals = judged(rows)
     assert about(goals, "TorchCompileModel at every size").state == gpu_goals.NOT_MEASURED
-    assert about(goals, "512x512, both tiers").state == gpu_goals.NOT_MEASURED
+    assert about(goals, "512x512, with CUDA graphs").state == gpu_goals.NOT_MEASURED
     assert about(goals, "forty sizes").state == gpu_goals.NOT_MEASURED
     assert about(goals, "512x512, with DeepCache 3").state == gpu_goals.REACHED
 
@@ -311,8 +319,8 @@ def test_what_never_replayed_is_no_second_tier():
 @pytest.mark.parametrize(
     ("contender", "size", "step_ms", "words"),
     [
-        (BOTH, "512x512", 16.0, "512x512, both tiers: at least 1.3"),
-        (BOTH, "1024x1024", 18.0, "1024x1024, both tiers: at least 1.15"),
+        (CAPTURED, "512x512", 16.0, "512x512, with CUDA graphs: at least 1.3"),
+        (CAPTURED, "1024x1024", 18.0, "1024x1024, with CUDA graphs: at least 1.15"),
         (DEEP_3, "1024x1024", 8.1, "1024x1024, with DeepCache 3"),
     ],
 )
@@ -334,7 +342,7 @@ def test_too_slow_beside_eager_misses(contender, size, step_ms, words):
 )
 def test_sessions_are_compared_by_all_their_stalls(ours, cores, state):
     names = "one", "two"
-    rows = [prompt(BOTH, stall, name) for stall, name in zip(ours, names, strict=False)]
+    rows = [prompt(CAPTURED, stall, name) for stall, name in zip(ours, names, strict=False)]
     rows += [prompt(CORE, stall, name) for stall, name in zip(cores, names, strict=False)]
     assert about(judged(rows), "stalls").state == state
 
@@ -373,19 +381,19 @@ def test_without_rows_nothing_is_reached():
 
 @pytest.mark.parametrize("value", [2.1e-2, float("inf"), float("nan")])
 def test_output_that_is_not_eagers_is_a_failure_and_named(value):
-    rows = [*everything(), step(TIER_ONE, 13.0, answer_diff=value)]
+    rows = [*everything(), step(COMPILED, 13.0, answer_diff=value)]
     (sentence,) = gpu_goals.failures(rows)
-    assert sentence.startswith("SDXL, 512x512 batch 1, ours, tier one: differs")
+    assert sentence.startswith("SDXL, 512x512 batch 1, ours, compiled blocks: differs")
     assert about(judged(rows), "eager's within tolerance").state == gpu_goals.MISSED
 
 
 def test_start_whose_output_is_not_eagers_is_a_failure():
-    (sentence,) = gpu_goals.failures([{**start(BOTH, "new process"), "answer_diff": 0.1, "tolerance": 2e-2}])
-    assert "new process start, ours, both tiers: differs" in sentence
+    (sentence,) = gpu_goals.failures([{**start(CAPTURED, "new process"), "answer_diff": 0.1, "tolerance": 2e-2}])
+    assert "new process start, ours, CUDA graphs: differs" in sentence
 
 
 def test_outputs_without_values_are_not_called_equal():
-    rows = [step(contender, 13.0, answer_diff=float("inf"), tolerance=None) for contender in (EAGER, BOTH)]
+    rows = [step(contender, 13.0, answer_diff=float("inf"), tolerance=None) for contender in (EAGER, CAPTURED)]
     assert about(gpu_goals.goals(rows, [], False, {}), "eager's within tolerance").state == gpu_goals.NOT_MEASURED
 
 
@@ -419,7 +427,7 @@ def test_page_tells_device_driver_torch_date_and_every_goal():
     assert "No GPU was measured" not in text
     assert "on 22 November 2026, 03:00 UTC: H200, driver 570.1; ComfyUI 0.3.75, torch 2.11.0 (CUDA 13.0)" in text
     assert text.count(": reached (") == 9
-    assert "| 512x512 | 1 | ours, both tiers | 83.33 | 1.67 | 40.0% |" in text
+    assert "| 512x512 | 1 | ours, CUDA graphs | 83.33 | 1.67 | 40.0% |" in text
     assert "20 of 31 steps skipped, 30.0 dB" in text
 
 
@@ -430,10 +438,10 @@ def test_page_of_a_cpu_says_so_first():
 
 
 def test_page_lists_what_was_left_out_what_failed_and_why_calls_were_not_replayed():
-    rows = [*everything(), step(TIER_ONE, 13.0, answer_diff=1.0, reasons=["memory is short"])]
+    rows = [*everything(), step(COMPILED, 13.0, answer_diff=1.0, reasons=["memory is short"])]
     text = page(rows, [skipped("cold", "SDXL", "new process start", CORE)])
     assert "| SDXL | cold | new process start | core | no time left |" in text
-    assert "## What failed" in text and "ours, tier one: differs from eager by 1.0e+00" in text
+    assert "## What failed" in text and "ours, compiled blocks: differs from eager by 1.0e+00" in text
     assert "- SDXL: memory is short" in text
 
 
@@ -444,11 +452,11 @@ def test_page_without_a_finished_row_of_a_part_is_written_all_the_same():
 
 
 def test_rows_of_a_case_stand_together_in_the_order_of_contenders():
-    rows = [step(TIER_ONE, 13.0), step(EAGER, 20.0, batch=4), step(CORE, 13.0), step(EAGER, 20.0)]
+    rows = [step(COMPILED, 13.0), step(EAGER, 20.0, batch=4), step(CORE, 13.0), step(EAGER, 20.0)]
     told = [line.split(" | ")[1:3] for line in gpu_page.steps_table(rows).splitlines()[4:]]
     assert [(int(batch), label) for batch, label in told] == [
         (1, "eager"),
-        (1, "ours, tier one"),
+        (1, "ours, compiled blocks"),
         (1, "core's TorchCompileModel"),
         (4, "eager"),
     ]

@@ -18,10 +18,10 @@ RESTART = [
 LOAD = dict(route="graph", prompts=200, met_graph=0.92, seconds=120.0, replicas=3)
 FLEET = [LOAD, dict(store="shared", replicas=3, compilations=2, store_mb=0.5), dict(store="none", store_mb=0.0)]
 CARD = [
-    dict(part="steps", contender="both", batch=1, captures=1, compilations=3, steps_per_s=10.0),
-    dict(part="session", contender="both", captures=1, compilations=0, stall_s=0.7),
-    dict(part="session", contender="both", captures=1, compilations=3, stall_s=70.0),
-    dict(part="sizes40", contender="both", captures=1, compilations=0, number=1, graphs_mb=120.0),
+    dict(part="steps", contender="cuda-graphs", batch=1, captures=1, compilations=3, steps_per_s=10.0),
+    dict(part="session", contender="cuda-graphs", captures=1, compilations=0, stall_s=0.7),
+    dict(part="session", contender="cuda-graphs", captures=1, compilations=3, stall_s=70.0),
+    dict(part="sizes40", contender="cuda-graphs", captures=1, compilations=0, number=1, graphs_mb=120.0),
     dict(part="steps", contender="eager", batch=1, captures=0, compilations=0, steps_per_s=7.0),
 ]
 
