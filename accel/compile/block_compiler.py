@@ -213,6 +213,13 @@ def traced() -> None:
     emit("compile_stage", stage=GENERATE)
 
 
+def _bound_sizes(inputs: Sequence[torch.Tensor]) -> None:
+    """Inductor asks whether a slice to the end goes past the end, which nothing says of a size without bound."""
+    for tensor in inputs:
+        for size in tensor.shape:
+            torch._check(size <= LARGEST_SIZE)
+
+
 def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec, sizes: TracedSizes) -> Callable:
     names, forms, count = kind.weights, kind.forms, len(kind.tensors)
 
@@ -223,10 +230,7 @@ def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec,
 
     def block(*tensors):
         observe_sizes()  # noqa: F821 of its own scope, below
-        # Inductor asks whether a slice to the end goes past the end, which nothing says of a size without bound.
-        for tensor in tensors[count:]:
-            for size in tensor.shape:
-                torch._check(size <= LARGEST_SIZE)
+        bound_sizes(tensors[count:])  # noqa: F821
         args, kwargs = tree_spec.rebuild(spec, tensors[count:])
         out = torch.func.functional_call(template, dict(zip(names, tensors[:count])), args, kwargs)  # noqa: B905
         traced()
@@ -234,9 +238,7 @@ def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec,
 
     def block_of_stored(*tensors):
         observe_sizes()  # noqa: F821
-        for tensor in tensors[count:]:
-            for size in tensor.shape:
-                torch._check(size <= LARGEST_SIZE)
+        bound_sizes(tensors[count:])  # noqa: F821
         out = run(*tensors)  # noqa: F821
         traced()
         return out
@@ -244,7 +246,7 @@ def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec,
     # A code object and globals of its own: torch counts recompilations per code object, which kinds must
     # not share, and leaves what it compiled in the function's globals, which must go when the graph goes.
     scope = {"__builtins__": __builtins__, "__name__": __name__, "torch": torch, "tree_spec": tree_spec}
-    scope |= {"LARGEST_SIZE": LARGEST_SIZE, "observe_sizes": sizes.observer(), "traced": traced}
+    scope |= {"bound_sizes": _bound_sizes, "observe_sizes": sizes.observer(), "traced": traced}
     function = block
     if forms:
         # Dynamo follows little of what classes of tensors do; the stage after it runs their code.

@@ -52,6 +52,32 @@ class ResolvedGraph:
         return self.benchmark if self.benchmark is not None and self.benchmark.done else self.entry
 
 
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of the block, and which graphs serve it.
+
+    tensors: weights, then inputs. key: of the graphs' entry.
+    values: the numbers and texts among the arguments, which a graph has compiled in.
+    """
+
+    spec: tree_spec.Spec
+    weights: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
+    tensors: tuple[torch.Tensor, ...]
+    key: GraphKey
+    values: tuple[str, ...]
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {tensor.device for tensor in self.tensors}
+
+    def could_fit(self, facts: Facts) -> bool:
+        return facts.values == self.values and facts.allow(self.tensors)
+
+    def fits(self, graph: CompiledGraph) -> bool:
+        return graph.facts.values == self.values and graph.accepts(self.tensors)
+
+
 @dataclass(eq=False)
 class GraphResolver:
     """Finds, loads or compiles the graphs of one block; the fields are as for `block_runner.BlockRunner`."""
@@ -74,82 +100,87 @@ class GraphResolver:
 
         Raises NoGraph.
         """
-        region, settings = self.region, self.settings
+        name = self.region.kind.name
         device = elsewhere(weights, inputs)
         if device is not None:
             # A graph would serve only this split of the weights, and the next run splits them differently.
-            fallbacks.note(region.kind.name, Reason("weights_elsewhere", device=str(device)))
+            fallbacks.note(name, Reason("weights_elsewhere", device=str(device)))
             return None
-        tensors = (*weights, *inputs)
-        call, values = tree_spec.without_values(spec)
-        key = GraphKey(
-            kind=region.kind,
-            call=call,
-            # The kind describes the weights at the start of the run; they may have been moved or cast since.
-            inputs=tuple(tensor_spec(tensor) for tensor in tensors),
-            backend=settings.backend,
-            sizes=None if settings.any_size else tuple(tensor.shape for tensor in inputs),
-        )
-
-        store, name = self.cache.store, region.kind.name
-        devices = {tensor.device for tensor in tensors}
-
-        def fits(graph: CompiledGraph) -> bool:
-            return graph.facts.values == values and graph.accepts(tensors)
-
-        def load_graph() -> CompiledGraph | None:
-            def build(data: bytes, facts: Facts) -> CompiledGraph:
-                template = kinds.template_of(region.plain(region.block, None), region.wraps)
-                return block_compiler.load_block(
-                    template, region.kind, spec, data, facts, self.interrupts, settings.backend
-                )
-
-            def could_fit(facts: Facts) -> bool:
-                return facts.values == values and facts.allow(tensors)
-
-            return store and store.load(key, name, devices, build, fits, values, self.interrupts, could_fit, ending)
-
-        def compile_for(larger: Sequence[torch.Size] | None) -> CompiledGraph:
-            try:
-                template = kinds.template_of(region.plain(region.block, None), region.wraps)
-            except Exception as error:
-                raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
-            with silent(), self._nothing_fake_left(), region.traceable():
-                return block_compiler.compile_block(
-                    template,
-                    region.kind,
-                    weights,
-                    spec,
-                    inputs,
-                    settings.backend,
-                    settings.any_size,
-                    larger,
-                    self.interrupts,
-                    savable=store is not None,
-                )
-
-        def compile_graph() -> CompiledGraph:
-            if observer is not None:
-                observer.is_stable = False
-            larger = self.dry_run.larger(region.block, inputs) if self.dry_run and settings.any_size else None
-            graph = compile_for(larger)
-            if settings.any_size and not fits(graph):
-                # The block's code fixed a size that was traced larger than it is: it is traced as it is.
-                graph = compile_for([tensor.shape for tensor in inputs])
-            if store is not None:
-                store.save(key, name, devices, graph, self.interrupts)
-            return graph
-
+        call = self._call(spec, weights, inputs)
         try:
             with ExitStack() as ending:
-                entry, graph = self.cache.find(key, name, fits, compile_graph, self.lease, load_graph)
-            if not settings.measured and not torch_internals.is_untried():
+                made, loaded = lambda: self._compiled(call, observer), lambda: self._loaded(call, ending)
+                entry, graph = self.cache.find(call.key, name, call.fits, made, self.lease, loaded)
+            if not self.settings.measured and not torch_internals.is_untried():
                 return ResolvedGraph(entry, graph, None)
             may_capture = observer is not None and observer.may_capture
             return ResolvedGraph(entry, graph, entry.benchmark(graph, inputs, may_capture))
         except torch.OutOfMemoryError as error:
             reason = Reason("compile_out_of_memory", error=one_line(error))
-        raise NoGraph(key, reason)  # outside of the handler, whose exception would keep the compiler's tensors
+        raise NoGraph(call.key, reason)  # outside of the handler, whose exception would keep the compiler's tensors
+
+    def _call(self, spec: tree_spec.Spec, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> _Call:
+        call, values = tree_spec.without_values(spec)
+        tensors = (*weights, *inputs)
+        key = GraphKey(
+            kind=self.region.kind,
+            call=call,
+            # The kind describes the weights at the start of the run; they may have been moved or cast since.
+            inputs=tuple(tensor_spec(tensor) for tensor in tensors),
+            backend=self.settings.backend,
+            sizes=None if self.settings.any_size else tuple(tensor.shape for tensor in inputs),
+        )
+        return _Call(spec, weights, inputs, tensors, key, values)
+
+    def _loaded(self, call: _Call, ending: ExitStack) -> CompiledGraph | None:
+        kind, store = self.region.kind, self.cache.store
+        if store is None:
+            return None
+
+        def build(data: bytes, facts: Facts) -> CompiledGraph:
+            return block_compiler.load_block(
+                self._template(), kind, call.spec, data, facts, self.interrupts, self.settings.backend
+            )
+
+        return store.load(
+            call.key, kind.name, call.devices, build, call.fits, call.values, self.interrupts, call.could_fit, ending
+        )
+
+    def _compiled(self, call: _Call, observer: BlockObserver | None) -> CompiledGraph:
+        """A new graph, saved where there is a store."""
+        store, any_size = self.cache.store, self.settings.any_size
+        if observer is not None:
+            observer.is_stable = False
+        larger = self.dry_run.larger(self.region.block, call.inputs) if self.dry_run and any_size else None
+        graph = self._compiled_for(call, larger, savable=store is not None)
+        if any_size and not call.fits(graph):
+            # The block's code fixed a size that was traced larger than it is: it is traced as it is.
+            graph = self._compiled_for(call, [tensor.shape for tensor in call.inputs], savable=store is not None)
+        if store is not None:
+            store.save(call.key, self.region.kind.name, call.devices, graph, self.interrupts)
+        return graph
+
+    def _compiled_for(self, call: _Call, larger: Sequence[torch.Size] | None, savable: bool) -> CompiledGraph:
+        try:
+            template = self._template()
+        except Exception as error:
+            raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
+        with silent(), self._nothing_fake_left(), self.region.traceable():
+            return block_compiler.compile_block(
+                template,
+                self.region.kind,
+                call.weights,
+                call.spec,
+                call.inputs,
+                self.settings.backend,
+                self.settings.any_size,
+                larger,
+                self.interrupts,
+                savable,
+            )
+
+    def _template(self) -> torch.nn.Module:
+        return kinds.template_of(self.region.plain(self.region.block, None), self.region.wraps)
 
     def _nothing_fake_left(self) -> AbstractContextManager:
         """Around tracing, which runs the code of weights' classes as it is: what that caches has no values there."""
