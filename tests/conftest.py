@@ -24,6 +24,14 @@ def pytest_addoption(parser):
     parser.addoption("--write-models", action="store_true", help="write docs/models.json and its page anew")
 
 
+@pytest.fixture(autouse=True)
+def own_counts():
+    """Each test begins with no reason for running uncompiled, and with torch's counts at zero."""
+    for module, counts in ((f"{pack.NAME}.accel.core.fallbacks", "fallbacks"), ("torch._dynamo.utils", "counters")):
+        if module in sys.modules:  # what nobody has imported has counted nothing
+            getattr(sys.modules[module], counts).clear()
+
+
 @pytest.fixture(scope="module")
 def own_garbage():
     """Collections look at what the file makes alone: at all that other files have left, each takes seconds."""

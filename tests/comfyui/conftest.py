@@ -19,9 +19,7 @@ os.environ["ACCEL_STORE"] = "off"  # no test finds what another left; those of t
 import comfy.model_management  # noqa: E402
 import tiny_models  # noqa: E402
 from capture_kit import capturing_cache  # noqa: E402
-from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
 from cpu_capturer import CpuCapturer  # noqa: E402
-from torch._dynamo.utils import counters  # noqa: E402
 
 SLOW_TO_VALIDATE = """
 import asyncio, nodes
@@ -91,10 +89,3 @@ def vae():
     from bench import tiny_vaes  # it imports every kind of VAE that core has
 
     return tiny_vaes.sd15()
-
-
-@pytest.fixture
-def clean_counters():
-    """Torch's counts, and our reasons for running uncompiled, begin anew."""
-    counters.clear()
-    fallbacks.clear()

@@ -16,8 +16,6 @@ from comfy_accel.accel.modules.substitution import StandIn
 from thorough import thorough_except
 from torch._dynamo.utils import counters
 
-pytestmark = pytest.mark.usefixtures("clean_counters")
-
 TOLERANCE = 2e-3  # of the largest value: another order of float32 additions over a few sampler steps
 
 warm = GraphCache()

@@ -16,7 +16,6 @@ from comfy.ldm.modules import attention
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models import capture
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
@@ -36,11 +35,6 @@ from bench.tiny_models import Family
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
 SKIPS_ALL_IT_MAY = DeepCacheSettings(threshold=1000.0)
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    fallbacks.clear()
 
 
 def unet(**changes):

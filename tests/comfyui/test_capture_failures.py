@@ -1,5 +1,5 @@
 """Capturing calls may fail at any point, the image may not: whatever goes wrong, this image and all later ones are
-those of the first tier, nothing but an interrupt reaches the sampler, and the report says why.
+those of compiled blocks, nothing but an interrupt reaches the sampler, and the report says why.
 
 What fails is a capturer on the CPU (`cpu_capturer`); the models, samplers, LoRAs and DeepCache are the real ones.
 """
@@ -53,7 +53,6 @@ class Troubled(CpuCapturer):
 
 @pytest.fixture(autouse=True)
 def clean():
-    fallbacks.clear()
     yield
     comfy.model_management.unload_all_models()
 

@@ -29,7 +29,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def clean():
     core.unload_all_models()
-    fallbacks.clear()
     yield
     core.unload_all_models()
 

@@ -18,8 +18,6 @@ from tiny_controlnets import CONTROLS, SMALL, TinyControl, adapter, image, unet_
 from tiny_zoo import Noise, Size
 from torch._dynamo.utils import counters
 
-pytestmark = pytest.mark.usefixtures("clean_counters")
-
 SIZES = [
     Size(height=16, width=16, batch=1),
     Size(height=10, width=15, batch=4, tokens=40),

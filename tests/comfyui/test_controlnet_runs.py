@@ -23,8 +23,6 @@ from tiny_controlnets import SMALL, adapter, control_lora, taesd, unet_control
 from tiny_dits import CONTROLLED
 from torch._dynamo.utils import counters
 
-pytestmark = pytest.mark.usefixtures("clean_counters")
-
 SETTINGS = CompileSettings(backend="eager")
 
 cache = GraphCache()

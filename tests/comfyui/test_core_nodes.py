@@ -16,7 +16,7 @@ from thorough import thorough_except
 from torch._dynamo.utils import counters
 from uniform_hold import uniform_hold
 
-pytestmark = pytest.mark.usefixtures("own_garbage", "clean_counters")
+pytestmark = pytest.mark.usefixtures("own_garbage")
 
 QUICK = ["GLIGEN", "Uni3C"]
 

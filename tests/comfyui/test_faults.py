@@ -20,11 +20,6 @@ from bench.tiny_models import FLUX_FAMILY
 from bench.tiny_models import sample as sample_family
 
 
-@pytest.fixture(autouse=True)
-def clean():
-    fallbacks.clear()
-
-
 @pytest.fixture(scope="module")
 def small():
     return tiny_models.res_blocks()

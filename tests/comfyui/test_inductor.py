@@ -35,8 +35,6 @@ class DoubleStream(torch.nn.Module):
 
 
 def test_joint_attention_blocks_compile_once_and_match_eager():
-    fallbacks.clear()
-    counters.clear()
     model, embed = DoubleStream(), EmbedND(32, 10000, [8, 12, 12])
     layers = block_layers(model, INDUCTOR, GraphCache())
     with torch.inference_mode():

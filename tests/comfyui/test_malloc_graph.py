@@ -39,7 +39,6 @@ SINGLE = TinyDiT(Family("Flux", "Flux", {**FLUX, "depth": 0, "depth_single_block
 
 @pytest.fixture
 def fake(monkeypatch):
-    fallbacks.clear()
     return installed(monkeypatch)
 
 

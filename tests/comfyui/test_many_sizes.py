@@ -29,8 +29,6 @@ def test_many_sizes_compile_once_and_keep_memory_flat(sample, sizes):
     cache = GraphCache()
     model = tiny_models.small_unet()
     fast_model = accelerate(model, CompileSettings(backend="eager"), cache)
-    fallbacks.clear()
-    counters.clear()
     assert len(sizes) in (40, 200)
     after_20 = 0
     # Without oneDNN, which keeps what it prepared for 1024 sizes: with it the plain model, too, grows by 6 to 8 %.
@@ -65,7 +63,6 @@ def test_exact_sizes_stay_within_the_budget_in_bytes(sample, monkeypatch):
     # One level: few kinds, of which each size compiles its own graphs.
     one_level = {"channel_mult": [1], "num_res_blocks": [1], "transformer_depth": [0]}
     model = tiny_models.small_unet(**one_level, transformer_depth_output=[0, 0])
-    fallbacks.clear()
     expected = {side: sample(model, side, 64, steps=1) for side in (64, 80, 96)}
     cache = GraphCache()
     fast_model = accelerate(model, CompileSettings(backend="eager", any_size=False), cache)
@@ -89,7 +86,6 @@ def test_image_whose_deepest_level_is_one_pixel_needs_no_graphs_of_its_own(sampl
     levels = {"channel_mult": [1] * 4, "num_res_blocks": [1] * 4, "transformer_depth": [0] * 4}
     model = tiny_models.unet(**levels, transformer_depth_output=[0] * 8)
     fast_model = accelerate(model, CompileSettings(backend="eager"), cache := GraphCache())
-    fallbacks.clear()
     graphs = []
     for width, height, batch in ((64, 64, 1), (128, 128, 1), (64, 160, 2)):
         image = sample(fast_model, width, height, batch, steps=1)

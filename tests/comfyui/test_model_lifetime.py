@@ -4,7 +4,6 @@ import gc
 import weakref
 
 import comfy.model_management
-import pytest
 import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -12,8 +11,6 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from tiny_models import sample
-
-pytestmark = pytest.mark.usefixtures("clean_counters")
 
 SETTINGS = CompileSettings(backend="eager")
 

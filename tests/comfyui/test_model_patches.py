@@ -21,8 +21,6 @@ from tiny_dits import DITS
 from torch._dynamo.utils import counters
 from uniform_hold import uniform_hold
 
-pytestmark = pytest.mark.usefixtures("clean_counters")
-
 Z_IMAGE = dataclasses.replace(
     DITS["Z-Image"],
     family=dataclasses.replace(

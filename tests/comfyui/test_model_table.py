@@ -143,8 +143,6 @@ def graphs() -> int:
 @pytest.mark.parametrize("name", thorough_except([row.model for row in TABLE], *QUICK))
 def test_model(name):
     (row,) = (row for row in TABLE if row.model == name)
-    counters.clear()
-    fallbacks.clear()
     torch._dynamo.reset()
     sizes = [Size(), *LATER]
     model = ZOO[row.model].build()

@@ -56,8 +56,6 @@ with text and without. MiniMax H3's first step has one time for sound and pictur
 @pytest.fixture(autouse=True)
 def clean():
     torch._dynamo.reset()
-    counters.clear()
-    fallbacks.clear()
 
 
 def graphs() -> int:

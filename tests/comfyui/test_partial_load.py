@@ -36,8 +36,6 @@ LOAD = comfy.model_patcher.ModelPatcher.load
 
 @pytest.fixture
 def model():
-    counters.clear()
-    fallbacks.clear()
     return tiny_models.res_blocks(model_channels=64)
 
 
@@ -131,7 +129,6 @@ def test_lora_in_another_type_than_that_of_the_weights_says_so(monkeypatch):
     patched = comfy.sd.load_lora_for_models(model, None, lora_file(model, 1), 1.0, 0)[0]
     (expected,) = FAMILIES["Flux"].sample(patched)
     fast = accelerate(patched, CompileSettings(backend="eager"), GraphCache())
-    fallbacks.clear()
     assert torch.equal(FAMILIES["Flux"].sample(fast)[0], expected)
     assert {row["reason"] for row in fallbacks.rows()} == {str(Reason("lora_waiting", stored="float8_e4m3fn"))}
     model.detach()

@@ -18,8 +18,6 @@ from thorough import thorough_except
 from tiny_models import conditioning, sample
 from torch._dynamo.utils import counters
 
-pytestmark = pytest.mark.usefixtures("clean_counters")
-
 cache = GraphCache()
 """One for the file: what a patch leaves alone is compiled in the first test and never again."""
 

@@ -12,7 +12,6 @@ from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.compile.generated_code import STAGES
 from comfy_accel.accel.core import events
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES, Settings
 from comfy_accel.accel.hosts.comfyui import preferences
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
@@ -31,7 +30,6 @@ UNIFORM = DeepCacheSettings(interval=3, schedule="uniform", between="hold")
 @pytest.fixture(autouse=True)
 def clean():
     records.clear()
-    fallbacks.clear()
 
 
 @pytest.fixture(scope="module")

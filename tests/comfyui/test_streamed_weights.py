@@ -61,8 +61,6 @@ warm = GraphCache()
 
 @pytest.fixture
 def card():
-    counters.clear()
-    fallbacks.clear()
     with kit.streaming() as card:
         yield card
 

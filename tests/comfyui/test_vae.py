@@ -16,8 +16,6 @@ from torch._dynamo.utils import counters
 
 from bench import tiny_vaes
 
-pytestmark = pytest.mark.usefixtures("clean_counters")
-
 CACHE = GraphCache()
 """Shared by the tests that do not count graphs, so that each kind is captured once."""
 

@@ -3,7 +3,6 @@
 import time
 
 import comfy.model_management
-import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
@@ -11,8 +10,6 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.sizing.vae import AUTO, VaePolicy
 from torch._dynamo.utils import counters
-
-pytestmark = pytest.mark.usefixtures("clean_counters")
 
 
 def auto(vae, after=2, cache=None, **settings):

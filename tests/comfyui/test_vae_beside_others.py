@@ -13,8 +13,6 @@ from torch._dynamo.utils import counters
 
 from bench import tiny_vaes
 
-pytestmark = pytest.mark.usefixtures("clean_counters")
-
 CACHE = GraphCache()
 
 POLICIES = (None, COMPILE_DECODER, COMPILE_BOTH)

@@ -15,8 +15,6 @@ from torch._dynamo.utils import counters
 from bench import tiny_vaes
 from bench.vae import MOST_GROWTH, SIZES, resident_mb
 
-pytestmark = pytest.mark.usefixtures("clean_counters")
-
 REPORTED = ((896, 768), (960, 720), (1280, 1280), (720, 720))
 """In pixels: the order in which OneDiff's users met their trouble."""
 

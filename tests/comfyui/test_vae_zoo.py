@@ -42,7 +42,6 @@ def cache():
 
 @pytest.fixture(scope="module")
 def views(vae, cache):
-    fallbacks.clear()
     return vae_view(vae, VaePolicy()), vae_view(vae, VaePolicy(COMPILE_BOTH), CompileSettings(backend="eager"), cache)
 
 
@@ -146,7 +145,6 @@ def _decoder(vae):
 
 @torch.inference_mode()
 def test_what_is_compiled_is_what_can_be(name, vae, cache):
-    fallbacks.clear()
     view = vae_view(vae, VaePolicy(COMPILE_BOTH), CompileSettings(backend="eager"), cache)
     before = cache.statistics()["hits"]
     view.decode(tiny_vaes.latent(vae, 4, 4))

@@ -133,7 +133,6 @@ def test_kind_that_computes_something_else_goes_back_to_eager(small, sample):
     def off_by_half(graph, examples):
         return lambda *args: [out * 1.5 for out in graph(*args)]
 
-    fallbacks.clear()
     cache = GraphCache()
     fast = accelerate(small, CompileSettings(backend=off_by_half, measured=True), cache)
     assert torch.equal(sample(fast, 64, 64), sample(small, 64, 64))
@@ -153,7 +152,6 @@ def test_kind_that_is_slower_goes_back_to_eager_at_that_size(small, sample):
 
         return run
 
-    fallbacks.clear()
     cache = GraphCache()
     fast = accelerate(small, CompileSettings(backend=slow_at_8_by_8, measured=True, stop_on_trouble=True), cache)
     assert torch.equal(sample(fast, 64, 64, steps=8), sample(small, 64, 64, steps=8))

@@ -88,7 +88,6 @@ class Pair:
     def check(self, do=lambda pipe: None, same_as=None, steps=2, **arguments):
         """Nothing is compiled, all blocks run compiled, and the image is the eager one; another than before, or
         `same_as`."""
-        fallbacks.clear()
         hits, graphs = self._hits(), compiled()
         self.both(do)
         expected = image(self.plain, steps, **arguments)
@@ -247,7 +246,6 @@ def hooked(unet):
 )
 def test_adapter_that_is_no_sum_of_weights_runs_as_it_is_with_the_reason(sdxl, change, reason):
     kept = copy.deepcopy(sdxl.model)
-    fallbacks.clear()
     with accelerated(
         pipeline_zoo.pipeline("StableDiffusionXLPipeline", unet=kept), ignores=("vae",), backend="eager"
     ) as pipe:

@@ -42,13 +42,6 @@ SIZES = ((32, 32, 1), (48, 32, 1), (32, 80, 2))
 """Width, height, batch."""
 
 
-@pytest.fixture(autouse=True)
-def nothing_said():
-    fallbacks.clear()
-    yield
-    fallbacks.clear()
-
-
 @pytest.fixture(scope="module")
 def sd():
     """A pipeline for those tests that leave it as it was; its models are accelerated in each."""

@@ -30,9 +30,7 @@ def hits():
 
 @pytest.fixture
 def pipe():
-    fallbacks.clear()
-    yield zoo.pipeline("StableDiffusionPipeline")
-    fallbacks.clear()
+    return zoo.pipeline("StableDiffusionPipeline")
 
 
 @pytest.fixture(scope="module")

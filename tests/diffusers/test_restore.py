@@ -265,7 +265,6 @@ def test_two_threads_with_pipelines_of_the_same_models_get_their_own_images(pipe
         together.wait(60)
         made[index] = image(pipes[index], seed=index, steps=6, **calls[index])
 
-    fallbacks.clear()
     threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
     for thread in threads:
         thread.start()

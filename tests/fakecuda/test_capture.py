@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 from capture_kit import WIDTH, Toy, capturing_cache, latent, reasons, run, settle, times
-from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.cuda_graphs import cuda
 from comfy_accel.accel.cuda_graphs.cuda import CudaCapturer
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,7 +16,6 @@ from bench import made_up_device as device
 
 @pytest.fixture(autouse=True)
 def clean():
-    fallbacks.clear()
     free_bytes()
 
 

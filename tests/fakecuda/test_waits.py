@@ -49,7 +49,6 @@ def levels_are_known(monkeypatch):
     monkeypatch.setattr(call_capture, "largest_difference", lambda actual, expected: None)
     monkeypatch.setattr(comfy.samplers, "calculate_sigmas", lambda _, name, steps: torch.linspace(10, 0, steps + 1))
     monkeypatch.setattr(noise_levels, "_is_same", lambda level, expected: True)
-    fallbacks.clear()
 
 
 def look():

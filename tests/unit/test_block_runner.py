@@ -36,11 +36,6 @@ def reasons():
     return [row["reason"] for row in fallbacks.rows()]
 
 
-@pytest.fixture(autouse=True)
-def clean():
-    fallbacks.clear()
-
-
 def test_weights_that_are_not_where_the_inputs_are_run_as_they_are():
     block, cache = Block(), GraphCache()
     block.second.to("meta")  # as a partly loaded model's weights wait elsewhere until their layer is called

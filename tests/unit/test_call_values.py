@@ -22,7 +22,6 @@ class Scaled(nn.Module):
 
 @pytest.fixture
 def block():
-    fallbacks.clear()
     return Scaled().eval().requires_grad_(False)
 
 

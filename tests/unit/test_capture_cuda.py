@@ -15,11 +15,6 @@ from cpu_capturer import CpuCapturer
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
 
-@pytest.fixture(autouse=True)
-def clean():
-    fallbacks.clear()
-
-
 def test_it_offers_what_the_capturer_of_tests_does():
     def asked(cls):
         return {

@@ -5,15 +5,9 @@ import threading
 import pytest
 from capture_kit import Toy, capturing_cache, check_calls, reasons, run
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph
-from comfy_accel.accel.core.fallbacks import fallbacks
 from cpu_capturer import left
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    fallbacks.clear()
 
 
 def held(cache, capturer):

@@ -67,7 +67,6 @@ def check(stand_in, block, *args, is_matched=False, **kwargs):
 
 @pytest.fixture(params=[True, False], ids=["torch's check", "in Python"], autouse=True)
 def native(request, monkeypatch):
-    fallbacks.clear()
     if request.param:
         assert argument_guard.has_native_guard()
     else:

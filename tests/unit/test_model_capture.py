@@ -9,7 +9,6 @@ import weakref
 import pytest
 import torch
 from capture_kit import Toy, capturing_cache, check_calls, latent, reasons, run, settle, times
-from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.cuda_graphs import model_capture
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
@@ -19,11 +18,6 @@ from comfy_accel.accel.modules.substitution import Substitution
 from cpu_capturer import STAGES, CpuCapturer, left, storage
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    fallbacks.clear()
 
 
 def test_third_call_is_captured_and_the_rest_are_replays_in_this_run_and_the_next():

@@ -93,7 +93,6 @@ QUICK = (
 @torch.inference_mode()
 def test_renamed_in_a_new_torch_each_name_leaves_the_output_right(name, hide):
     hide(name)
-    fallbacks.clear()
     model = Model().eval().requires_grad_(False)
     region, *_ = survey(model).regions
     dry_run = BatchDryRun(model, {region.block: lambda call: list(call[0])})

@@ -87,11 +87,6 @@ def runner(made, cache, index=0):
 X = torch.randn(2, 4, 5, 6, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture(autouse=True)
-def clean():
-    fallbacks.clear()
-
-
 def test_wrapped_block_is_found_copied_and_called_as_the_bare_one():
     made = model()
     bare = survey(made).regions
