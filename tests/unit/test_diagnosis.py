@@ -29,6 +29,7 @@ def facts(run=None, **changes):
         "device": "cuda",
         "torch": "2.11.0",
         "comfyui": "0.3.75",
+        "oldest_comfyui": (0, 3, 75),
         "memory_total": 24 * GIB,
         "memory_free": 12 * GIB,
         "memory_ours": 11 * GIB,

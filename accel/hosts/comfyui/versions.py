@@ -20,6 +20,9 @@ from comfy_api.latest import io
 from ...core.reasons import Reason, RunEagerly
 from . import kitchen_kernels
 
+OLDEST = (0, 3, 75)
+"""The oldest ComfyUI that this pack is tested with."""
+
 NO_RESULT_DEPENDS_ON = frozenset(
     {
         ("comfy.model_management", "MAX_PINNED_MEMORY"),

@@ -10,9 +10,6 @@ from typing import Any
 from ....core.sentences import OF_CUDA_GRAPHS, counted
 from ....report.headline import FEW_STEPS
 
-OLDEST_COMFYUI = (0, 3, 75)
-"""The oldest version that this pack is tested with."""
-
 _CACHE_FULL = ("cache_entries_full", "cache_bytes_full")
 _PATCHES = ("patched", "attention_replaced", "attention_override")
 """Codes of reasons (`core.reasons`)."""
@@ -29,6 +26,7 @@ class Facts:
 
     run: the last one (`run_record.Run.as_json`). cache: totals of the graph cache (`GraphCache.statistics`).
     nodes: of the workflow that contains the report. device: torch's type of the device that models run on.
+    oldest_comfyui: that this pack is tested with.
     tool_missing: what torch does not find for compiling (`toolchain.lacking`).
     low_vram: ComfyUI's memory-saving mode, if it is in one. streams_weights: whether it streams weights (dynamic VRAM).
     memory_total, memory_free, memory_ours: bytes of the device; ours is what this process has reserved.
@@ -40,6 +38,7 @@ class Facts:
     device: str = "cpu"
     torch: str = ""
     comfyui: str | None = None
+    oldest_comfyui: tuple[int, ...] = ()
     compiles: bool = True
     tool_missing: str | None = None
     low_vram: str | None = None
@@ -296,9 +295,9 @@ def tool_missing(facts: Facts) -> str | None:
 
 def comfyui_too_old(facts: Facts) -> str | None:
     parts = re.findall(r"\d+", facts.comfyui or "")[:3]
-    if not parts or tuple(map(int, parts)) >= OLDEST_COMFYUI:
+    if not parts or tuple(map(int, parts)) >= facts.oldest_comfyui:
         return None
-    oldest = ".".join(map(str, OLDEST_COMFYUI))
+    oldest = ".".join(map(str, facts.oldest_comfyui))
     return f"ComfyUI {facts.comfyui} is older than {oldest}, the oldest tested with this pack: update it."
 
 

@@ -10,7 +10,7 @@ import torch
 from ....compile.registry import DEFAULT, backend_named
 from ....core import toolchain
 from ....core.events import log
-from ..versions import comfyui_version, streams_weights
+from ..versions import OLDEST, comfyui_version, streams_weights
 from .diagnosis import Facts, nodes_of
 
 
@@ -25,6 +25,7 @@ def facts(state: dict[str, Any], prompt: Any = None) -> Facts:
         device="cpu" if device is None else device.type,
         torch=torch.__version__,
         comfyui=_or_none(comfyui_version),
+        oldest_comfyui=OLDEST,
         compiles=backend_named(DEFAULT).missing() is None,
         tool_missing=_or_none(lambda: _tool_missing(device)),
         low_vram=_or_none(_low_vram),
