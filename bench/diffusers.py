@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from . import Problem, child, command, pack, report
 from .compilations import RecompileLimit, counts, empty_inductor_cache
-from .session_plan import SCALE, TOLERANCE, latent_side
+from .session_plan import SCALE, failure, latent_side
 
 MODELS = ("sdxl", "flux")
 CONTENDERS = PLAIN, BLOCKS, BLOCKS_DYNAMIC, WHOLE, OURS = ("plain", "blocks", "blocks dynamic", "whole", "ours")
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
                 rows += made
                 print(report.table(totals(made), COLUMNS).splitlines()[-1], file=sys.stderr, flush=True)
     print(f"\n{report.table(totals(rows), COLUMNS)}\n\n{LEGEND}")
-    report.finish(options.json, rows, failure(rows))
+    report.finish(options.json, rows, failure(rows, STEPS[0].name))
     print("Ours compiled in the first image of each model alone, and is within tolerance in every one.")
 
 
@@ -178,23 +178,6 @@ def totals(rows: Sequence[report.Row]) -> list[report.Row]:
             }
         )
     return table
-
-
-def failure(rows: Sequence[report.Row]) -> str | None:
-    """One sentence about the first of our rows that is not as promised; None where all are."""
-    for row in rows:
-        if row["contender"] != OURS:
-            continue
-        where = f"{row['model']}, {row['step']}"
-        if row["compilations"] and row["step"] != STEPS[0].name:
-            return f"{where}: compiled {row['compilations']} graphs, and only the first image may compile."
-        if not row["compilations"] and row["step"] == STEPS[0].name:
-            return f"{where}: nothing was compiled, so nothing was measured."
-        if row["uncompiled"]:
-            return f"{where}: {row['uncompiled']} calls of blocks ran uncompiled."
-        if not row["relative_diff"] <= TOLERANCE[row["dtype"]]:
-            return f"{where}: differs from plain by {row['relative_diff']:.1e}."
-    return None
 
 
 def _on_cuda() -> bool:

@@ -89,21 +89,24 @@ def with_waiting(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, "waiting_s": waited(row)} for row in rows]
 
 
-def failure(rows: Iterable[dict[str, Any]]) -> str | None:
-    """What the promise "compiled once, and the same image" does not hold of in our rows, as one sentence; else None."""
+def failure(rows: Iterable[dict[str, Any]], first: str = STEPS[0].name) -> str | None:
+    """What the promise "compiled once, and the same image" does not hold of in our rows, as one sentence; else None.
+
+    first: the name of the session's first step.
+    """
     for row in rows:
         if row["contender"] != "ours":
             continue
         where = f"{row['model']}, step {row['step']}"
-        if row["compilations"] and row["step"] != STEPS[0].name:
-            return f"{where}: compiled {row['compilations']} graphs, and only the first step may compile."
-        if not row["compilations"] and row["step"] == STEPS[0].name:
+        if row["compilations"] and row["step"] != first:
+            return f"{where}: compiled {row['compilations']} graphs, and only the first image may compile."
+        if not row["compilations"] and row["step"] == first:
             return f"{where}: nothing was compiled, so nothing was measured."
-        if row["graph_breaks"]:
+        if row.get("graph_breaks"):
             return f"{where}: {row['graph_breaks']} graph breaks."
         if row["uncompiled"]:
             return f"{where}: {row['uncompiled']} calls of blocks ran uncompiled."
         tolerance = TOLERANCE[row["dtype"]]
         if not row["relative_diff"] <= tolerance:
-            return f"{where}: differs from eager by {row['relative_diff']:.1e}, more than {tolerance:.0e}."
+            return f"{where}: differs from uncompiled by {row['relative_diff']:.1e}, more than {tolerance:.0e}."
     return None
