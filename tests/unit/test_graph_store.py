@@ -17,11 +17,6 @@ from comfy_accel.accel.store.prune import prune
 from store_kit import CPU, graph, key, load, reasons, save, store
 
 
-@pytest.fixture(autouse=True)
-def without_key(monkeypatch):
-    monkeypatch.delenv(signing.KEY_VARIABLE, raising=False)
-
-
 def entry(path, end):
     (found,) = (path / "graphs").glob(f"*{end}")
     return found

@@ -13,8 +13,6 @@ from comfy_accel.accel.store import bundle as store_bundle
 from comfy_accel.accel.store import location, manifest
 from store_kit import load, reasons, run_command, save, store
 
-pytestmark = pytest.mark.usefixtures("plain_environment")
-
 
 @pytest.fixture
 def bundle(tmp_path):

@@ -11,8 +11,6 @@ from comfy_accel.accel.compile import block_compiler
 from comfy_accel.accel.core import torch_internals
 from store_kit import CPU, key, reasons, run_command, save, store
 
-pytestmark = pytest.mark.usefixtures("plain_environment")
-
 
 class Hostile:
     """Unpickled, it makes a folder."""

@@ -7,16 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfy_accel.accel.store import key as store_key
-from comfy_accel.accel.store import signing
 from store_kit import CPU, graph, key, load, reasons, save, store
 
 THREADS = torch.get_num_threads()
 PRECISION = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
-
-
-@pytest.fixture(autouse=True)
-def without_key(monkeypatch):
-    monkeypatch.delenv(signing.KEY_VARIABLE, raising=False)
 
 
 def other_math_sdp():

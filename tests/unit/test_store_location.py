@@ -14,8 +14,6 @@ from comfy_accel.accel.store import graph_store, location, signing
 from comfy_accel.accel.store.graph_store import GraphStore
 from store_kit import load, reasons, run_command, save, store
 
-pytestmark = pytest.mark.usefixtures("plain_environment")
-
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "a key of sixteen letters"
 

@@ -15,11 +15,6 @@ from odd_disks import without_links
 posix = pytest.mark.skipif(os.name != "posix", reason="only there a mode says who can read")
 
 
-@pytest.fixture(autouse=True)
-def without_key(monkeypatch):
-    monkeypatch.delenv(signing.KEY_VARIABLE, raising=False)
-
-
 def test_seal_is_good_for_its_manifest_and_its_secret():
     seal = Seals(b"a" * 32).make(b"manifest")
     assert Seals(b"a" * 32).check(seal, b"manifest")
