@@ -1,5 +1,6 @@
 """A real ComfyUI in this process, on the CPU, and tiny models of its own classes."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ import comfy.model_management  # noqa: E402
 import tiny_models  # noqa: E402
 from capture_kit import capturing_cache  # noqa: E402
 from cpu_capturer import CpuCapturer  # noqa: E402
+from deep_cache_runs import said_of_fallbacks  # noqa: E402
 
 SLOW_TO_VALIDATE = """
 import asyncio, nodes
@@ -89,3 +91,11 @@ def vae():
     from bench import tiny_vaes  # it imports every kind of VAE that core has
 
     return tiny_vaes.sd15()
+
+
+@pytest.fixture
+def no_fallback(caplog):
+    """The log says of no skipped call that it fell back to a full one."""
+    caplog.set_level(logging.WARNING)
+    yield
+    assert not said_of_fallbacks(caplog)

@@ -1,6 +1,5 @@
 """DeepCache in a real ComfyUI: every size, and streams that never mix."""
 
-import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +14,6 @@ from deep_cache_runs import (
     call_unet,
     counts,
     full_and_skipped,
-    said_of_fallbacks,
     split_chunks,
 )
 from thorough import thorough_except
@@ -25,13 +23,6 @@ pytestmark = pytest.mark.usefixtures("own_garbage")
 
 # Latents 16×16, 20×30 (720×960 at this scale), 30×20, 23×31, 25×33, 11×17; pixels here.
 SIZES = [(128, 128), (240, 160), (160, 240), (248, 184), (264, 200), (136, 88)]
-
-
-@pytest.fixture
-def no_fallback(caplog):
-    caplog.set_level(logging.WARNING)
-    yield
-    assert not said_of_fallbacks(caplog)
 
 
 # Identity

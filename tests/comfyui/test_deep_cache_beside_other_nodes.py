@@ -3,7 +3,6 @@
 Most of it is one table, `BESIDE`; what has an assertion of its own follows, by what acts.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -92,13 +91,6 @@ WIDE = {"width": 192, "height": 64}
 @pytest.fixture
 def small_unet():
     return tiny_models.unet(**SMALL)
-
-
-@pytest.fixture
-def no_fallback(caplog):
-    caplog.set_level(logging.WARNING)
-    yield
-    assert not said_of_fallbacks(caplog)
 
 
 def plain():

@@ -20,7 +20,6 @@ from deep_cache_runs import (
     cached,
     counts,
     full_and_skipped_flops,
-    said_of_fallbacks,
     split_chunks,
 )
 from thorough import thorough_except
@@ -37,13 +36,6 @@ LARGEST_DISTANCE = 0.7
 """Of the plain image, in the 2-norm: at interval 3 over four steps random networks give 0.2 to 0.5."""
 
 every_dit = pytest.mark.parametrize("name", DITS)
-
-
-@pytest.fixture
-def no_fallback(caplog):
-    caplog.set_level(logging.WARNING)
-    yield
-    assert not said_of_fallbacks(caplog)
 
 
 @every_dit
