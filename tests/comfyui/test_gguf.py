@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 
 @pytest.fixture(autouse=True)
-def counted():
+def without_gradients():
     with torch.inference_mode():
         yield
 

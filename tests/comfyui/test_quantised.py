@@ -19,7 +19,7 @@ BY_KERNELS = "convrot_w4a4", "asym_w4a8_int8"
 
 
 @pytest.fixture(autouse=True)
-def counted():
+def without_gradients():
     with torch.inference_mode():
         yield
 

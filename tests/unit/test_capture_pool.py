@@ -1,6 +1,6 @@
 """The memory that captured calls share: how it is counted, and which are evicted when it is too much."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from capture_kit import Toy, capturing_cache, check_calls, reasons, run
@@ -138,24 +138,16 @@ def test_models_captures_leave_with_it():
 
 
 def test_threads_of_one_run_each_capture_the_calls_of_a_model_of_their_own():
-    (cache, capturer), failed = capturing_cache(), []
+    cache, capturer = capturing_cache()
 
-    def calls(seed):
-        try:
-            model = Toy(seed)
-            models.append(model)
-            with run(model, cache) as call:
-                for tokens in (5, 6, 7):
-                    check_calls(model, call, 5, tokens=tokens)
-        except BaseException as error:
-            failed.append(error)
+    def calls(model):
+        with run(model, cache) as call:
+            for tokens in (5, 6, 7):
+                check_calls(model, call, 5, tokens=tokens)
 
-    models: list[Toy] = []
-    threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == [] and reasons() == []
+    models = [Toy(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(calls, models))
+    assert reasons() == []
     assert capturer.captures == left(capturer) == cache.statistics()["captures"] == 12
     assert abs(cache.statistics()["bytes"] - held(cache, capturer)) <= 12

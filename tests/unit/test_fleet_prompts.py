@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -108,18 +109,15 @@ def test_second_run_of_a_prompt_publishes_nothing_and_has_the_first_ones_history
 
 
 def test_of_runs_that_end_at_once_one_is_published(tmp_path, made):
-    begin, got = threading.Barrier(6), []
+    begin = threading.Barrier(6)
 
-    def run():
+    def run(_):
         begin.wait()
-        got.append(Results(tmp_path / "results").publish("id", entry(), made))
+        return Results(tmp_path / "results").publish("id", entry(), made)
 
-    threads = [threading.Thread(target=run) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(got) == 6 and all(one == got[0] for one in got)
+    with ThreadPoolExecutor(6) as threads:
+        got = list(threads.map(run, range(6)))
+    assert all(one == got[0] for one in got)
     assert [path.name for path in (tmp_path / "results").iterdir()] == ["id"]
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,18 +29,14 @@ def test_all_who_begin_at_once_have_the_same_secret(tmp_path, monkeypatch, links
     if not links:
         without_links(monkeypatch)
     for round in range(20):
-        file, made = tmp_path / str(round) / "secret", []
-        begin = threading.Barrier(8)
+        file, begin = tmp_path / str(round) / "secret", threading.Barrier(8)
 
-        def start(file=file, made=made, begin=begin):
+        def start(_, file=file, begin=begin):
             begin.wait()
-            made.append(seals(file).make(b""))
+            return seals(file).make(b"")
 
-        threads = [threading.Thread(target=start) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as threads:
+            made = list(threads.map(start, range(8)))
         assert made == [seals(file).make(b"")] * 8
         assert [left.name for left in file.parent.iterdir()] == ["secret"]
 
