@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ os.environ["ACCEL_STORE"] = "off"  # no test finds what another left; those of t
 
 import comfy.model_management  # noqa: E402
 import tiny_models  # noqa: E402
+import torch  # noqa: E402
 from capture_kit import capturing_cache  # noqa: E402
 from cpu_capturer import CpuCapturer  # noqa: E402
 from deep_cache_runs import said_of_fallbacks  # noqa: E402
@@ -91,6 +93,29 @@ def vae():
     from bench import tiny_vaes  # it imports every kind of VAE that core has
 
     return tiny_vaes.sd15()
+
+
+@pytest.fixture
+def out_of_memory_once():
+    """Within it, a module's first call runs out of memory; there must be one."""
+
+    @contextmanager
+    def once(module):
+        failed = []
+
+        def fail(*_):
+            if not failed:
+                failed.append(1)
+                raise torch.OutOfMemoryError("simulated")
+
+        hook = module.register_forward_pre_hook(fail)
+        try:
+            yield
+        finally:
+            hook.remove()
+        assert failed
+
+    return once
 
 
 @pytest.fixture

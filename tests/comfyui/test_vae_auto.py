@@ -60,23 +60,13 @@ def test_eager_where_memory_is_short(vae, monkeypatch):
 
 
 @torch.inference_mode()
-def test_size_that_ran_out_of_memory_stays_eager_and_smaller_ones_do_not(vae):
+def test_size_that_ran_out_of_memory_stays_eager_and_smaller_ones_do_not(vae, out_of_memory_once):
     cache = GraphCache()
     view = auto(vae, after=1, cache=cache)
-    failed = []
-
-    def out_of_memory_once(*_):
-        if not failed:
-            failed.append(1)
-            raise torch.OutOfMemoryError("simulated")
-
     view.decode(latent(8))
-    hook = vae.first_stage_model.decoder.conv_out.register_forward_pre_hook(out_of_memory_once)
-    try:
+    with out_of_memory_once(vae.first_stage_model.decoder.conv_out):
         view.decode(latent(8))
-    finally:
-        hook.remove()
-    assert failed and graphs() > 0
+    assert graphs() > 0
     hits = cache.statistics()["hits"]
     for side in (8, 9, 9):
         assert torch.equal(view.decode(latent(side)), vae.decode(latent(side)))

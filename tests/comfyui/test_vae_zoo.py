@@ -98,24 +98,13 @@ def test_tiles(vae, views):
 
 
 @torch.inference_mode()
-def test_tiles_after_running_out_of_memory(vae, views):
+def test_tiles_after_running_out_of_memory(vae, views, out_of_memory_once):
     convolution = next(part for part in _decoder(vae).modules() if isinstance(part, (torch.nn.Conv2d, torch.nn.Conv3d)))
     given = tiny_vaes.latent(vae, 4, 5, frames=2)
-    failed = []
-
-    def out_of_memory_once(*_):
-        if not failed:
-            failed.append(1)
-            raise torch.OutOfMemoryError("simulated")
 
     def tiled(view):
-        failed.clear()
-        hook = convolution.register_forward_pre_hook(out_of_memory_once)
-        try:
+        with out_of_memory_once(convolution):
             return view.decode(given)
-        finally:
-            hook.remove()
-            assert failed
 
     same(views, vae, tiled)
 
