@@ -107,21 +107,24 @@ class History:
         """Compute what the forecasts since the newest point lacked, from what one at the place `at` would lack."""
         newest = self._points[0][1]
         given = len(self._places)
-        if given:
+        if not given:
+            self._lacked = None  # it is too long ago
+        else:
             times = sum(min(abs(place - newest) / abs(at - newest), 1.0) ** LACKS for place in self._places)
             lacked = self.value(at).sub_(feature).mul_(-times)
             if self._lacked is not None and given < self._shares:
                 lacked.add_(self._lacked, alpha=1 - given / self._shares)
             self._lacked, self._shares = lacked, given
 
-    def error(self, at: float, feature: torch.Tensor) -> torch.Tensor | None:
-        """The mean squared error of the forecast of `feature`, which is at the place `at`; None where it does not
-        fit."""
+    def error(self, at: float, feature: torch.Tensor, samples: int) -> torch.Tensor | None:
+        """The mean squared error of the forecast of `feature`, which is at the place `at`: of each sample, where the
+        feature's first dimension has so many, else of all [1]. None where it does not fit."""
         if not self.fits(feature):
             return None
+        difference = self.value(at).sub_(feature)
+        rows = difference.reshape(samples if difference.shape[0] == samples else 1, -1)
         # Adds up in float32 without a copy in it.
-        norm = torch.linalg.vector_norm(self.value(at).sub_(feature), dtype=torch.float32)
-        return norm.square() / max(feature.numel(), 1)
+        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).square() / max(rows.shape[1], 1)
 
 
 def _is_same(one: float, other: float) -> bool:

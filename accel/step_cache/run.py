@@ -26,6 +26,7 @@ from .forecast import ORDER, History
 from .guidance import Guidance
 from .policies.drift import Drift
 from .policies.quality import PASSED_ON, QualityRefresh
+from .policies.sensitivity import Learnt, key_of
 from .refresh import Step
 from .step_schedule import angle, in_window, is_in_order, step_of
 
@@ -84,6 +85,12 @@ class DeepCacheRun:
         self.gives_back = False
         """Whether forecasts give back what those before them lacked; set by the host, for samplers whose images that
         brings closer."""
+        self.learnt: Learnt | None = None
+        """What earlier runs with a quality learnt; set by the host, None for nothing."""
+        self.guided_by = ""
+        """What else decides how errors reach the prediction, as the scale of the guidance; set by the host."""
+        self._key: str | None = None
+        """Of what this run learns, where it does."""
         self.models = 1
         """How many models make a prediction, each with a run of its own; set by the host."""
         self.guidance: Guidance | None = None
@@ -207,6 +214,7 @@ class DeepCacheRun:
                 self.target.note_skipped(step)
         for sibling in self._siblings.values():
             sibling.begin_evaluation(sigma)
+            sibling.is_probing = self.is_probing
 
     def _probes(self, step: int) -> bool:
         if self.target is None or self.failed or self.guidance is not None or not self.target.wants_probe(step):
@@ -232,9 +240,10 @@ class DeepCacheRun:
                 raise
             self.give_up(error)
         finally:
-            self.is_probing, self._full[step] = False, True
+            self._full[step] = True
             self._occurrences.clear()
             for run in (self, *self._siblings.values()):
+                run.is_probing = False
                 run._start_cycle(step)
         skipped, self._calls = self._calls, []
         result, truth = evaluate(False)
@@ -324,6 +333,7 @@ class DeepCacheRun:
         log.debug("DeepCache: where it failed", exc_info=True)
 
     def _must_refresh(self, step: int) -> bool:
+        self._recall()
         if self.settings.is_off or self._refresh is None or not in_window(self.schedule[step], self.window):
             return True
         if self.guidance is not None and (step == len(self.schedule) - 2 or not self.guidance.is_known(self._angle)):
@@ -332,6 +342,13 @@ class DeepCacheRun:
             return True
         start, end = (angle(sigma, self.is_flow) for sigma in self.schedule[step : step + 2])
         return self.policy.should_refresh(Step(step, step - self._refresh, start, end), self._drift)
+
+    def _recall(self) -> None:
+        """Take what earlier runs of this model learnt; not of the guidance, whose errors are seen whole."""
+        can_learn = self.target is not None and self.learnt is not None and self.guidance is None
+        if can_learn and self.split is not None and self._key is None:
+            self._key = key_of(self.split.model, self.split.layout, self.carries, self.guided_by)
+            self.target.sensitivity = self.learnt.of(self._key)
 
     def _start_cycle(self, step: int) -> None:
         """`step` is full: drop what later steps cannot use."""
@@ -377,8 +394,8 @@ class DeepCacheRun:
 
     @property
     def _gives_back(self) -> bool:
-        """A quality keeps stretches short, where it adds little."""
-        return self.gives_back and self.settings.quality is None
+        """What a probe forecasts reaches no latent."""
+        return self.gives_back and not self.is_probing
 
     def _has_all(self, key: BranchKey) -> bool:
         """Whether every part that this run ever exchanged is there for the branch, from the last full step on."""
@@ -423,7 +440,7 @@ class DeepCacheRun:
             if history is None:
                 history = self._histories[key, part] = History(ORDER + 1 if self.settings.between == "forecast" else 1)
             elif self.target is not None and self._full[self._step] and history.newest != self._step:
-                error = history.error(self._angle, chunks[index])
+                error = history.error(self._angle, chunks[index], key.shape[0])
                 if error is not None:
                     self.target.note_feature(self._step, error)
             history.record(self._step, self._angle, chunks[index], owned)
@@ -546,6 +563,8 @@ class DeepCacheRun:
             self.target.close()
         self._parts.clear()
         self._step = self.split = None
+        if self._key is not None:
+            self.learnt.add(self._key, self.target.lessons)
 
 
 def _is_alike(one: Any, other: Any) -> bool:

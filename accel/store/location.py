@@ -33,12 +33,21 @@ def folder(home: Path | None) -> Folder | None:
 
     Raises OSError: ACCEL_STORE is no address.
     """
-    named = os.environ.get(VARIABLE, "").strip().strip('"')  # Windows' `set` keeps the quotes
-    if named.lower() == OFF:
+    if is_off():
         return None
+    named = _named()
     if named:
         return at(named)
     return LocalFolder(home / "graphs") if home is not None else None
+
+
+def is_off() -> bool:
+    """Whether ACCEL_STORE says that nothing is kept."""
+    return _named().lower() == OFF
+
+
+def _named() -> str:
+    return os.environ.get(VARIABLE, "").strip().strip('"')  # Windows' `set` keeps the quotes
 
 
 def at(named: str) -> Folder:

@@ -141,7 +141,7 @@ def test_where_what_is_asked_changes_both_predictions_are_made(small_unet, sampl
     sampling = model.get_model_object("model_sampling")
     half = sampling.percent_to_sigma(0.5)
     sample(
-        watched(apply_deep_cache(model, DeepCacheSettings(quality=5.0)), "after", calls),
+        watched(apply_deep_cache(model, DeepCacheSettings(interval=8, quality=5.0)), "after", calls),
         **{**RUN, "steps": 12},
         **prompts,
     )

@@ -145,3 +145,30 @@ def test_few_steps_are_computed_in_full_by_default(network, caplog):
     assert torch.equal(sampled(apply_deep_cache(network, DeepCacheSettings()), 16, 16, 1, steps=4), plain)
     assert counts() == (4, 0)
     assert "skipped none of 4 steps" in caplog.text
+
+
+def test_tenth_image_skips_more_than_the_first(network, tmp_path, monkeypatch):
+    """What an error of the feature does to the prediction is learnt from the images before, and kept."""
+    import folder_paths
+
+    from bench import toy
+
+    def made(model, seed):
+        with torch.inference_mode():
+            return toy.sample(model, torch.tensor([3]), 16, 16, 30, "dpmpp_2m", seed=seed)
+
+    monkeypatch.delenv("ACCEL_STORE")
+    monkeypatch.setattr(folder_paths, "get_user_directory", lambda: str(tmp_path))
+    asked, told = apply_deep_cache(network, DeepCacheSettings(quality=40.0)), []
+    for seed in (1, *range(20, 28), 1):
+        last = made(asked, seed)
+        told.append(last_run())
+    assert told[0]["probes"] >= 3 and told[-1]["probes"] == 1
+    assert told[-1]["skipped_work"] > told[0]["skipped_work"]
+    assert (tmp_path / "__accel" / "sensitivity.json").stat().st_size < 2000
+    plain = made(network, 1)
+    error = (last - plain).square().mean().sqrt()
+    assert 20 * torch.log10((plain.max() - plain.min()) / error) >= 39
+    monkeypatch.setenv("ACCEL_STORE", "off")
+    made(asked, 1)
+    assert last_run()["probes"] == told[0]["probes"], "nothing is kept, so nothing is known"

@@ -16,6 +16,7 @@ from comfy_accel.accel.hosts.diffusers.schedule import PipelineSchedule  # noqa:
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
 from comfy_accel.accel.step_cache.policies.quality import QualityRefresh  # noqa: E402
 from comfy_accel.accel.step_cache.step_schedule import angle  # noqa: E402
+from comfy_accel.accel.store import location  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
@@ -61,6 +62,17 @@ def test_quality_is_reached_with_any_scheduler(scheduler):
     assert told["skipped_steps"] >= 3 and told["target_db"] == 40.0
     assert reached(made, plain) >= 39
     assert told["estimated_db"] >= 39 and told["probes"] == sum(letter == "C" for letter, _, _ in told["plan"])
+
+
+def test_later_images_of_a_pipeline_compare_once(tmp_path, monkeypatch):
+    """What the first ones showed is kept in this person's own folder, for each scale of the guidance."""
+    monkeypatch.delenv("ACCEL_STORE")
+    monkeypatch.setattr(location, "personal_home", lambda: tmp_path)
+    pipe = tiny_pipelines.pipeline("DDIMScheduler")
+    told = [asked(40.0, pipe, tiny_pipelines.sample, steps=30, seed=seed)[1] for seed in range(6)]
+    assert told[0]["probes"] >= 2 and told[-1]["probes"] == 1
+    assert told[-1]["skipped_work"] >= told[0]["skipped_work"]
+    assert (tmp_path / "sensitivity.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -99,10 +99,10 @@ def test_error_of_a_forecast_is_measured_without_copies_in_single_precision():
         history.record(step, 2.0 - step, torch.full((2, 3, 8, 8), value, dtype=torch.float16))
     truth = torch.full((2, 3, 8, 8), 2.5, dtype=torch.float16)
     with Noting():
-        error = history.error(0.0, truth)
-    assert error.item() == pytest.approx(0.25) and error.dtype == torch.float32
+        error = history.error(0.0, truth, samples=2)
+    assert error.tolist() == pytest.approx([0.25, 0.25]) and error.dtype == torch.float32
     assert max(made) == truth.nbytes
-    assert history.error(0.0, truth[:1]) is None
+    assert history.error(0.0, truth[:1], samples=1) is None
 
 
 def bent(places=(1.5, 1.0, 0.5), skipped=(0.75,), dtype=torch.float32):
@@ -112,6 +112,15 @@ def bent(places=(1.5, 1.0, 0.5), skipped=(0.75,), dtype=torch.float32):
         assert torch.equal(history.value(at, gives_back=True), history.value(at))
     history.record(2, places[2], torch.full((1, 3, 2, 2), places[2] ** 2, dtype=dtype))
     return history
+
+
+def test_what_was_lacked_is_given_back_in_the_next_stretch_or_never():
+    """Later steps are of another length, and their errors of another direction."""
+    history = bent()
+    assert not torch.equal(history.value(0.4, gives_back=True), history.value(0.4))
+    history = bent()
+    history.record(3, 0.25, torch.full((1, 3, 2, 2), 0.0625))
+    assert torch.equal(history.value(0.1, gives_back=True), history.value(0.1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

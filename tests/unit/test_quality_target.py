@@ -26,25 +26,30 @@ def test_step_injects_the_share_of_the_prediction_that_it_takes():
     assert Carried(ANGLES, kept=2.0, factor=1.5).at_end(1) == pytest.approx(1.5 * 0.75)
 
 
+def extrapolated(carried):
+    """What reaches the end of errors of each step, over what a sampler passes on that extrapolates."""
+    return [carried.at_end(step) / quality.PASSED_ON_EXTRAPOLATED for step in range(len(carried.angles) - 1)]
+
+
 def test_extrapolating_over_even_steps_enlarges_nothing():
-    assert [Carried(ANGLES, beyond=1.0).at_end(step) for step in range(4)] == pytest.approx([0.5, 0.5, 0.5, 1])
+    assert extrapolated(Carried(ANGLES, beyond=1.0)) == pytest.approx([0.5, 0.5, 0.5, 1])
 
 
 def test_long_step_after_a_short_one_enlarges_its_error_and_those_before():
     carried = Carried(tuple(map(angle, (4.0, 2.0, 1.0, 0.125, 0.0))), beyond=1.0)
     long = 0.875 * 2.5
-    assert [carried.at_end(step) for step in range(4)] == pytest.approx([0.5 * long, 0.5 * long, 0.875 * long, 1])
+    assert extrapolated(carried) == pytest.approx([0.5 * long, 0.5 * long, 0.875 * long, 1])
     assert Carried(carried.angles).at_end(2) == pytest.approx(0.875), "a sampler that does not extrapolate"
 
 
 def test_later_steps_take_nothing_back_of_what_is_extrapolated():
     assert Carried(ANGLES, passed_on=0.5).at_end(1) == pytest.approx(0.25)
-    assert Carried(ANGLES, beyond=1.0, passed_on=0.5).at_end(1) == pytest.approx(0.5)
+    assert extrapolated(Carried(ANGLES, beyond=1.0, passed_on=0.5))[1] == pytest.approx(0.5)
 
 
 def test_levels_that_stay_are_no_step():
     carried = Carried((ANGLES[0], ANGLES[1], ANGLES[1], 0.0), beyond=1.0)
-    assert [carried.at_end(step) for step in range(3)] == pytest.approx([0.5, 0, 1])
+    assert extrapolated(carried) == pytest.approx([0.5, 0, 1])
 
 
 def test_sampler_that_begins_anew_from_each_prediction_passes_all_of_its_error_on():
@@ -72,7 +77,7 @@ def run_of(target, errors, levels):
             continue
         off = errors * (angles[last] - angles[index]) / 0.1 if last is not None else 0.0
         if last is not None:
-            policy.note_feature(index, torch.tensor(off**2))
+            policy.note_feature(index, torch.tensor([off**2], dtype=torch.float64))
         if policy.wants_probe(index):
             policy.probes += 1
             truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
@@ -116,7 +121,7 @@ def test_evaluation_farther_on_in_a_step_is_farther_from_what_stands_in():
 
 def test_errors_of_a_stretch_add_up_and_those_of_two_stretches_in_squares():
     policy, _ = run_of(40, 0.01, EVEN)
-    known = quality._Full(6, 0.1, (), None)
+    known = quality._Full(6, 0.1, ())
     one = policy._enlarged([(0.1, 0.5)], known)
     assert policy._enlarged([(0.1, 0.5), (0.1, 0.5)], known) == pytest.approx(4 * one)
 
@@ -151,7 +156,7 @@ def test_newest_comparison_is_read_a_step_late_where_the_device_would_be_waited_
             self.tensor, self.made = tensor, now[0]
 
         def read(self):
-            waits.append((self.made, now[0], self.tensor.ndim > 0))
+            waits.append((self.made, now[0], self.tensor.dtype is torch.float32))
             return self.tensor
 
     now, waits = [0], []
@@ -224,7 +229,7 @@ def test_prediction_of_another_size_is_not_compared():
     for step, size in enumerate((8, 4), 1):
         policy.note_full(step - 1)
         policy.compare(step, torch.zeros(1, 1, size), torch.linspace(0, 1, size).reshape(1, 1, size))
-    assert policy._compared.step == 1
+    assert policy._compared == 1
 
 
 class Split:
@@ -329,3 +334,49 @@ def test_nothing_is_compared_outside_the_part_that_may_be_skipped():
     run = run_with_probes(20, 0.1, 0.01, window=(EVEN[6], EVEN[10]))
     assert run.skipped_steps
     assert run._compared and run._compared <= set(range(5, 10))
+
+
+def test_samples_that_become_fewer_count_as_the_farthest():
+    """As frames in a last context window."""
+    policy = DeepCacheSettings(quality=30.0).policy()
+    policy.begin(ANGLES_OF_EVEN)
+    truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
+    for step, features in enumerate(((), ([1.0, 4.0], [2.0]), ([1.0, 1.0, 9.0],), ([4.0, 1.0],))):
+        for squares in features:
+            policy.note_feature(step, torch.tensor(squares))
+        if step == 1:
+            policy.compare(step, truth + 0.1, truth)
+        policy.note_full(step)
+    assert policy.should_refresh(Step(4, 1, *ANGLES_OF_EVEN[4:6]), None)
+    assert [policy._features[step].read().tolist() for step in (1, 2, 3)] == [[3.0, 6.0], [9.0], [4.0, 1.0]]
+
+
+def test_run_whose_model_is_never_called_goes_on():
+    run = DeepCacheRun(DeepCacheSettings(quality=40.0))
+    run.learnt = object()
+    run.set_schedule(EVEN)
+    for level in EVEN[:-1]:
+        run.begin_evaluation(level)
+        assert run.is_full or run.is_probing
+    run.close()
+
+
+def test_models_on_other_devices_know_of_a_probe():
+    """What they forecast in it reaches no latent either."""
+    run = DeepCacheRun(DeepCacheSettings(quality=40.0))
+    run.gives_back = True
+
+    def found(model):
+        split = Split(0.1)
+        split.model = model
+        return split
+
+    one, other = torch.nn.Identity(), torch.nn.Identity()
+    assert run.of(one, found) is run
+    run.set_schedule(EVEN)
+    run.begin_evaluation(EVEN[0])
+    sibling = run.of(other, found)
+    run.begin_evaluation(EVEN[1])
+    assert run.is_probing and sibling.is_probing and not sibling._gives_back
+    run.probed(lambda is_probe: (torch.zeros(1, 4), torch.zeros(1, 4)), lambda error: True)
+    assert not sibling.is_probing and sibling._gives_back and sibling.is_full

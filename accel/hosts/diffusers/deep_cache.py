@@ -16,10 +16,12 @@ from ...core.events import emit, log
 from ...modules.substitution import Order, substituted
 from ...step_cache.cached_call import cached_call
 from ...step_cache.config import DeepCacheSettings
+from ...step_cache.policies.sensitivity import learnt_in
 from ...step_cache.run import DeepCacheRun
 from ...step_cache.split_points import find_split, why_no_split
 from ...step_cache.token_streams import NoStreams, arguments
 from ...step_cache.unet_split import DownUpUNetSplit
+from ...store import location
 from .denoising_loop import around_loops
 from .predictions import PLAIN, around_steps, carried_by, combined, denoised
 from .schedule import PipelineSchedule
@@ -237,6 +239,10 @@ class _Cache:
         run.is_flow = schedule.is_flow
         run.carries, run.models = carried_by(schedule.scheduler), self.models
         run.gives_back = run.carries == PLAIN
+        home = location.personal_home()
+        if run.target is not None and not location.is_off() and home is not None:
+            run.learnt = learnt_in(home)
+        run.guided_by = str(getattr(self.pipe, "guidance_scale", ""))
         if run.target is not None and run.carries is None:
             run.run_in_full(f"how {type(schedule.scheduler).__name__} carries errors on is not known to a quality")
         run.window = tuple(schedule.level_at(p) for p in (self.settings.start_percent, self.settings.end_percent))

@@ -2,8 +2,9 @@
 
 In the spirit of SpeCa (Liu et al., arXiv 2509.11628: forecast, then verify) and ERTACache (Peng et al., arXiv
 2508.21091: an error is injected by one step and amplified or damped by the later ones). No calibration: at each full
-step the deep feature's forecast is compared with the feature itself, which is there anyway; now and then the skipped
-path runs beside the full one, and tells what such an error of the feature does to the prediction.
+step the deep feature's forecast is compared with the feature itself, which is there anyway. What such an error of the
+feature does to the prediction is learnt: in a model's first runs the skipped path now and then runs beside the full
+one.
 """
 
 from __future__ import annotations
@@ -19,26 +20,36 @@ import torch
 from ...core.host_copy import HostCopy
 from ..refresh import Step
 from .drift import Drift
+from .sensitivity import Sensitivity
 
-LONGEST = 8
-"""The most steps from one full step to the next, where the settings' interval is not above it."""
-
-GROWS, FALLS = 1.7, 1.0
-"""Exponents of a forecast's error over the distance from the last full step, in radians of the noise level: beyond the
-distance at which it was measured, and below. As measured on the trained UNet, over intervals of 2 to 5 steps."""
+LONGEST, LONGEST_SHARE = 4, 1 / 8
+"""The most steps from one full step to the next, at least and as a share of the run's, where the settings' interval is
+not above it. After a longer stretch the next forecasts, which begin from points as far apart, are worse."""
 
 PRICE = 3.0
 """What skipping one step may add, over the even share of a step of what the steps left may add. Somewhat more than half
 of them are skipped, most for less than the price."""
 
-PASSED_ON = 0.6
+SUNK = 0.15
+"""The share of what is spent that the steps left may add in any case: 0.6 dB. An estimate that rises in mid-run may
+leave nothing; steps that cost next to nothing beside what cannot be undone are skipped all the same."""
+
+PASSED_ON = 0.75
 """The share of a skipped step's error that later steps pass on to the final latent. On the trained networks they take a
 third to a half of it back below a noise level of 2, and enlarge it above, by how much being the picture's."""
 
+PASSED_ON_EXTRAPOLATED = 1.2
+"""The same where a sampler extrapolates. Later steps take nothing back of that."""
+
 APART = 0.35
-"""The most radians of the noise level from one comparison to the next. What an error of the feature does to the
-prediction changes slowly with the noise level, and hardly with the distance: from 0.12 to 0.02 over a run of the
+"""The least radians of the noise level from one comparison of a run to the next. What an error of the feature does to
+the prediction changes slowly with the noise level, and hardly with the distance: from 0.12 to 0.02 over a run of the
 trained UNet."""
+
+OWN = 1.0
+"""Radians of the noise level from which on a run compares once, whatever earlier ones showed. Images differ little
+above and by 3 to 7 dB below; what one comparison shows holds for the rest (correlation 0.7 on the trained DiT, 0.9 on
+the UNet)."""
 
 OVERHEAD, OVERHEAD_OF_LONG_RUNS = 0.02, 0.1
 """The most of a run's work that comparisons may take beyond what skipped steps have saved. More is staked where it has
@@ -75,9 +86,8 @@ class Carried:
 
     def at_end(self, step: int) -> float:
         """The factor by which an error in the prediction of `step` reaches the final latent."""
-        # Later steps take nothing back of what is extrapolated.
-        least = 1.0 if self.beyond else self.passed_on
-        return self.factor * (1 - self.share_kept(step)) * max(least, self.passed_on * max(self._enlarged[step:]))
+        passed_on = PASSED_ON_EXTRAPOLATED if self.beyond else self.passed_on
+        return self.factor * (1 - self.share_kept(step)) * passed_on * max(1.0, *self._enlarged[step:])
 
     @cached_property
     def _enlarged(self) -> Sequence[float]:
@@ -99,22 +109,12 @@ Skipped = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class _Compared:
-    """step: the full step that was compared. numbers: error of each sample's prediction [B], as a share of the
-    latent's range."""
-
-    step: int
-    numbers: HostCopy
-
-
-@dataclass(frozen=True)
 class _Full:
-    """distance: to the full step before, in radians. skipped: between the two. compared: the newest comparison."""
+    """distance: to the full step before, in radians. skipped: between the two."""
 
     step: int
     distance: float
     skipped: Sequence[Skipped]
-    compared: _Compared | None
 
 
 class QualityRefresh:
@@ -135,7 +135,13 @@ class QualityRefresh:
 
     def __init__(self, target: float, interval: int):
         self.target = target
+        self.sensitivity = Sensitivity()
+        """What is known of the model; may be set before the second step."""
+        self.lessons: list[tuple[float, float]] = []
+        """What this run's comparisons showed: noise level and ratio of each, as `Sensitivity.learn` takes them; all of
+        them once it is closed."""
         self.longest = max(interval, LONGEST)
+        """The most steps from one full step to the next."""
         self.carried: Carried | None = None
         self.probes = 0
         """Extra passes of the shallow part, to compare; counted by the run."""
@@ -152,17 +158,23 @@ class QualityRefresh:
         """The full steps from the newest known one on."""
         self._settled = torch.zeros(1, dtype=torch.float64)
         """The squared error of the final latent [B] by what was skipped before them."""
-        self._compared: _Compared | None = None
+        self._compared: int | None = None
+        """The full step that was compared last."""
+        self._comparisons: dict[int, HostCopy] = {}
+        """Those not learnt from yet: error of each sample's prediction [B], as a share of the latent's range."""
         self._size: torch.Size | None = None
         """Of the first latent that was compared."""
+        self._samples = 0
+        """How many the first feature told apart."""
         self._squares: tuple[int, torch.Tensor] | None = None
-        """The newest full step, and the sum over its features of their forecasts' mean squared errors."""
+        """The newest full step, and the sum over its features of their forecasts' mean squared errors [B]."""
         self._features: dict[int, HostCopy] = {}
         """The same of the full steps before."""
 
     def begin(self, angles: Sequence[float], *carries: float) -> None:
         """Note the run's noise levels. carries: the other fields of `Carried`, in their order."""
         self.carried = Carried(tuple(angles), *carries)
+        self.longest = max(self.longest, int((len(angles) - 1) * LONGEST_SHARE))
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         if self.carried is None or self._full is None or not 1 <= step.since_refresh < self.longest:
@@ -174,7 +186,7 @@ class QualityRefresh:
         before = self._enlarged(self._skipped, known)
         after = self._enlarged([*self._skipped, self._as_skipped(step.index)], known)
         self.estimates[step.index] = (spent + each * after).max().sqrt().item()
-        room = ((self._allowed**2 - spent) / each).min().item()
+        room = (torch.maximum(self._allowed**2 - spent, SUNK * spent) / each).min().item()
         # `not <=` instead of `>`: NaN refreshes.
         left = len(self.carried.angles) - 1 - step.index
         return not after - before <= PRICE * (room - before) / max(left, PRICE)
@@ -191,7 +203,9 @@ class QualityRefresh:
         if math.isinf(self.carried.kept) or (self.carried.kept != 1 and 2 * step < len(self.carried.angles) - 1):
             return False
         angles = self.carried.angles
-        return self._compared is None or abs(angles[self._compared.step] - angles[step]) >= APART
+        if self.sensitivity.is_sure(angles[step]):
+            return self._compared is None and angles[step] <= OWN
+        return self._compared is None or abs(angles[self._compared] - angles[step]) >= APART
 
     def overhead(self) -> float:
         """What comparisons may cost beyond what skipped steps have saved, in full steps."""
@@ -210,7 +224,13 @@ class QualityRefresh:
             self._reach = max(self._reach, min((angle - start) / (end - start), 1.0))
 
     def note_feature(self, step: int, squares: torch.Tensor) -> None:
-        """Note the mean squared error that the forecast of one of the features has at full `step`, on the device."""
+        """Note the mean squared error that the forecast of one of the features has at full `step`, on the device: of
+        each sample [B], or [1] where samples are not told apart. Where their number changes, as that of the frames in a
+        context window may, the farthest stands for all."""
+        squares = squares.reshape(-1)
+        self._samples = self._samples or squares.numel()
+        if squares.numel() != self._samples:
+            squares = squares.amax(0, keepdim=True)
         if self._squares is not None and self._squares[0] == step:
             squares = squares.to(self._squares[1].device) + self._squares[1]
         else:
@@ -221,7 +241,7 @@ class QualityRefresh:
         if self.carried is None:
             return
         if self._full is not None and self._full != step:
-            self._fulls.append(_Full(step, self._distance(step), self._skipped, self._compared))
+            self._fulls.append(_Full(step, self._distance(step), self._skipped))
         self._full, self._skipped = step, []
 
     def compare(self, step: int, forecast: torch.Tensor, truth: torch.Tensor) -> None:
@@ -234,7 +254,8 @@ class QualityRefresh:
             flat = truth.flatten(1)
             peak = (flat.amax(1) - flat.amin(1)).float()
             error = (forecast - truth).float().flatten(1).square().mean(1).sqrt()
-            self._compared = _Compared(step, HostCopy(error / peak))
+            self._compared = step
+            self._comparisons[step] = HostCopy(error / peak)
 
     def estimated_db(self) -> float | None:
         """PSNR of the final latent by estimate; None before anything is known, infinite where nothing was skipped."""
@@ -250,7 +271,9 @@ class QualityRefresh:
         self._skipped = []
 
     def close(self) -> None:
-        self._squares = self._compared = None
+        self._send()
+        self._learn(math.inf)
+        self._comparisons.clear()
         self._fulls.clear()
         self._features.clear()
 
@@ -270,20 +293,27 @@ class QualityRefresh:
 
     def _error(self, full: _Full) -> torch.Tensor:
         """What skipping the full step would have done to its prediction: squares [B]."""
-        now, then = (self._features[step].read().item() for step in (full.step, full.compared.step))
-        # NaN stays NaN, which refreshes.
-        grown = 0.0 if now == 0 else now / then if then > 0 else math.inf
-        return full.compared.numbers.read().double().square() * grown
+        self._learn(full.step)
+        squares = self._features[full.step].read().double()
+        ratio = self.sensitivity.at(self.carried.angles[full.step])
+        # Where nothing is known, only no error of the feature is none of the prediction. NaN refreshes.
+        return torch.where(squares == 0, squares, squares * (math.inf if ratio is None else ratio**2))
+
+    def _learn(self, last: float) -> None:
+        """Learn from this run's comparisons up to the step `last`."""
+        for step in [step for step in self._comparisons if step <= last and step in self._features]:
+            # Of the farthest in each: hosts that join the branches of the guidance have more samples of the feature.
+            error, square = (copy.read().double().max() for copy in (self._comparisons.pop(step), self._features[step]))
+            ratio = (error / square.sqrt()).item()
+            if 0 < ratio < math.inf:
+                self.lessons.append((self.carried.angles[step], ratio))
+                self.sensitivity.learn(*self.lessons[-1])
 
     @staticmethod
     def _enlarged(stretch: Sequence[Skipped], known: _Full) -> float:
         """By how much the squared error of the final latent by a stretch of skipped steps exceeds that of `known` in
-        its prediction."""
-        total = 0.0
-        for distance, at_end in stretch:
-            reach = distance / known.distance
-            total += reach ** (GROWS if reach > 1 else FALLS) * at_end
-        return total**2
+        its prediction. Errors grow with the distance: as measured on the trained networks."""
+        return sum(distance / known.distance * at_end for distance, at_end in stretch) ** 2
 
     def _expected(self, stretch: Sequence[Skipped], known: _Full) -> torch.Tensor:
         """What a stretch of skipped steps adds to the squared error of the final latent [B]."""
@@ -297,10 +327,14 @@ class QualityRefresh:
 
     def _of_stretch(self, full: _Full, known: _Full) -> torch.Tensor:
         """What was skipped before `full` adds, by its own features where they are known."""
+        if not full.skipped:
+            return torch.zeros(1, dtype=torch.float64)
         return self._expected(full.skipped, full if full.step <= known.step and self._is_known(full) else known)
 
     def _is_known(self, full: _Full) -> bool:
-        return full.compared is not None and {full.step, full.compared.step} <= self._features.keys()
+        """Without reading anything."""
+        can_learn = any(step <= full.step and step in self._features for step in self._comparisons)
+        return full.step in self._features and (bool(self.sensitivity) or can_learn)
 
     def _known(self, step: float) -> _Full | None:
         """The full step to decide `step` by: the newest one, or one before where the device would be waited for."""

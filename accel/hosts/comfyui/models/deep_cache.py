@@ -23,9 +23,12 @@ from ....report.run_record import QUALITY_FACTS, records
 from ....step_cache.cached_call import cached_call
 from ....step_cache.config import DeepCacheSettings
 from ....step_cache.guidance import MOST_STEPS, Guidance
+from ....step_cache.policies.sensitivity import learnt_in
 from ....step_cache.run import BranchKey, DeepCacheRun
 from ....step_cache.split_points import find_split, why_no_split
 from ....step_cache.step_schedule import angle
+from ....store import location
+from ..home import running_home
 from ..sizes.shape_errors import sizes_explained
 from ..versions import unrecorded_context
 from .noise_levels import NoiseLevels, reckons
@@ -118,6 +121,10 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         name = _name(sampler)
         run.carries = _carried_by(name)
         run.gives_back = name in _GIVE_BACK
+        if run.target is not None and not location.is_off():
+            run.learnt = learnt_in(running_home())
+        scales = [getattr(executor.class_obj, name, None) for name in ("cfg", "cfg1", "cfg2")]
+        run.guided_by = f"{type(executor.class_obj).__name__} {scales}"
         run.levels = NoiseLevels(reckons(sampler, patcher.load_device))
         if run.target is not None and "dpm_adaptive" in name:
             run.run_in_full("no quality can be kept with DPM adaptive, which chooses steps of its own")
