@@ -6,9 +6,12 @@ Each contender makes the same samples as the uncached run, from the same noise, 
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import WORK, command, deepcache_page, pack, report, similarity
@@ -19,6 +22,7 @@ from .deepcache_plan import (
     CASES,
     EASY_CACHE,
     FEWER_STEPS,
+    FIRST_IMAGE,
     IN_DETAIL,
     SAMPLERS,
     STEPS,
@@ -44,7 +48,9 @@ THRESHOLDS = {
 EASY_THRESHOLDS = (0.02, 0.05, 0.1, 0.4)
 QUICK_CASES = (Case(16, 16, batch=2), Case(15, 20, batch=1))
 FORECASTS = ("hold", "forecast")
-PARTS = ("targets", "default", "fewer", "policies")
+FIRST_SEED = 1000
+"""Of the images that a quality learns from: others than those that are measured."""
+PARTS = ("targets", "first", "default", "fewer", "policies")
 NETWORKS = ("unet", "dit")
 
 
@@ -67,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     for network in options.networks:
         model = toy.load(network, options.weights)
         depth = find_split(model.model.diffusion_model, options.depth).depth
-        bench = Bench(network, model)
+        bench = Bench(network, model, options.learn)
         for steps in options.steps:
             given = []
             if "default" in options.parts:
@@ -81,6 +87,8 @@ def main(arguments: list[str] | None = None) -> None:
                 thresholds = {name: THRESHOLDS[name] for name in THRESHOLDS if name in POLICIES}
                 policies = of_policies(thresholds, options.forecasts, options.easy_thresholds, depth)
                 given += policies[:: len(policies) // 4] if options.quick else policies
+            if "first" in options.parts and (steps == IN_DETAIL or options.quick):
+                given += of_targets(options.targets, options.depth, FIRST_IMAGE)
             for sampler in options.samplers if given else ():
                 started = time.perf_counter()
                 with torch.inference_mode():  # as ComfyUI runs every node
@@ -97,13 +105,18 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class Bench:
-    """One trained network: its uncached samples, and what each contender makes in their place."""
+    """One trained network: its uncached samples, and what each contender makes in their place.
 
-    def __init__(self, network: str, model):
+    earlier: images of which a quality has learnt before it is asked, with each sampler.
+    """
+
+    def __init__(self, network: str, model, earlier: int):
         from .flops import Flops
 
-        self._network, self._model = network, model
+        self._network, self._model, self._earlier = network, model, earlier
         self._flops = Flops(model.model.diffusion_model)
+        self._homes = tempfile.TemporaryDirectory()
+        """Of what is learnt, a folder for each sampler."""
 
     def rows(self, sampler: str, steps: int, case: Case, given: Sequence[Contender]) -> list[report.Row]:
         """One row for each contender."""
@@ -115,7 +128,8 @@ class Bench:
         from . import toy_data
 
         model = apply(contender, self._model)
-        actual, taken, estimates = self._sample(model, sampler, contender.fewer_steps or steps, case)
+        with self._learnt(sampler) if contender.method == TARGET else _nothing_kept():
+            actual, taken, estimates = self._sample(model, sampler, contender.fewer_steps or steps, case)
         decibels = similarity.latent_psnr(actual, expected)
         views = toy_data.view(actual), toy_data.view(expected)
         row = {
@@ -132,7 +146,7 @@ class Bench:
             "ssim": round(similarity.ssim(*views).mean().item(), 5),
             "latent_db": round(decibels.mean().item(), 3),
         }
-        if contender.method == TARGET:
+        if contender.target_db is not None:
             row |= {
                 "reached_db": row["latent_db"],
                 "reached_least_db": round(decibels.min().item(), 3),
@@ -142,6 +156,27 @@ class Bench:
                 "estimated_db": estimates,
             }
         return row
+
+    @contextmanager
+    def _learnt(self, sampler: str) -> Iterator[None]:
+        """Within it, a quality knows what earlier images showed; they are made at the first call."""
+        import folder_paths
+
+        home = Path(self._homes.name, sampler)
+        with _nothing_kept():
+            before, is_new = folder_paths.get_user_directory(), not home.exists()
+            home.mkdir(exist_ok=True)
+            folder_paths.set_user_directory(str(home))
+            if self._earlier:
+                del os.environ["ACCEL_STORE"]
+            try:
+                for image in range(self._earlier if is_new else 0):
+                    asked = Contender(TARGET, target_db=TARGETS[image % len(TARGETS)])
+                    self._latent(apply(asked, self._model), sampler, IN_DETAIL, CASES[0], FIRST_SEED + image)
+                self._flops.take()
+                yield
+            finally:
+                folder_paths.set_user_directory(before)
 
     def _sample(self, model, sampler: str, steps: int, case: Case):
         """Latents [samples, 4, H, W], FLOPs of all runs, and what each run estimated its quality to be."""
@@ -163,6 +198,18 @@ class Bench:
         return toy.sample(model, classes, case.height, case.width, steps, sampler, seed=run)
 
 
+@contextmanager
+def _nothing_kept() -> Iterator[None]:
+    before = os.environ.get("ACCEL_STORE")
+    os.environ["ACCEL_STORE"] = "off"
+    try:
+        yield
+    finally:
+        os.environ.pop("ACCEL_STORE", None)
+        if before is not None:
+            os.environ["ACCEL_STORE"] = before
+
+
 def apply(contender: Contender, model):
     """A clone of the ModelPatcher, as the contender's node gives it."""
     if contender.method == FEWER_STEPS:
@@ -175,7 +222,7 @@ def apply(contender: Contender, model):
     from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
     from comfy_accel.accel.step_cache.config import DeepCacheSettings
 
-    if contender.method == TARGET:
+    if contender.target_db is not None:
         return apply_deep_cache(model, DeepCacheSettings(depth=contender.depth, quality=contender.target_db))
     settings = {"schedule": contender.schedule, "between": contender.between}
     if contender.threshold is not None:
@@ -202,6 +249,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--targets", nargs="+", type=float, default=TARGETS, help="qualities to ask for, in dB")
     parser.add_argument("--forecasts", nargs="+", default=FORECASTS, help=f"default: {' '.join(FORECASTS)}")
     parser.add_argument("--easy-thresholds", nargs="+", type=float, default=EASY_THRESHOLDS, help="of EasyCache's")
+    parser.add_argument("--learn", type=int, default=8, help="earlier images that a quality learns from")
     parser.add_argument("--depth", type=int, help="DeepCache's (default: chosen by the model)")
     parser.add_argument("--weights", type=Path, help="of one network (default: bench/data/toy_NETWORK.safetensors)")
     parser.add_argument("--threads", type=int, default=1)

@@ -32,8 +32,9 @@ LEGEND = f"""\
 layer by layer, as a share of the uncached run's. **dB** is the PSNR to the uncached run, averaged over samples, on the
 network's fixed linear RGB view in 0 to 1, one pixel per latent pixel (`psnr_db`). Targets are about the PSNR of the
 final latent, relative to its own range of values (`latent_db`, `reached_db`). A sample reached its target if it is at
-most {BELOW:g} dB below it, and is above it if more than {ABOVE:g} dB. {FEWER_STEPS.capitalize()}: the same sampler with
-fewer steps and no caching, compared with the full run."""
+most {BELOW:g} dB below it, and is above it if more than {ABOVE:g} dB. Targets were asked for after eight other images
+with the same sampler, of which a quality learns; where it is the first image, that is said.
+{FEWER_STEPS.capitalize()}: the same sampler with fewer steps and no caching, compared with the full run."""
 
 
 def save(folder: Path, rows: Sequence[report.Row]) -> str:

@@ -29,7 +29,9 @@ SHORT, SHORT_DB, SHORT_GAIN = 8, 35.0, 1.25
 BELOW, ABOVE = 1.0, 6.0
 """How many dB below and above its target a sample may end."""
 
-DEEP_CACHE, TARGET, FEWER_STEPS, EASY_CACHE = "DeepCache", "quality target", "fewer steps", "EasyCache"
+DEEP_CACHE, FEWER_STEPS, EASY_CACHE = "DeepCache", "fewer steps", "EasyCache"
+TARGET, FIRST_IMAGE = "quality target", "quality target, first image"
+"""A quality learns from earlier images of the same model, sampler and guidance; the first image has none."""
 DEFAULT = "the default"
 SETTING = ("method", "interval", "schedule", "between", "threshold", "depth", "target_db", "fewer_steps", "on_curve")
 PLACE = ("network", "sampler", "steps")
@@ -78,9 +80,9 @@ class Contender:
         return self.method if self.schedule is None else f"{self.schedule}, {self.between}"
 
 
-def of_targets(targets: Sequence[float], depth: int | None = None) -> list[Contender]:
+def of_targets(targets: Sequence[float], depth: int | None = None, method: str = TARGET) -> list[Contender]:
     """DeepCache, asked for a quality."""
-    return [Contender(TARGET, target_db=target, depth=depth) for target in targets]
+    return [Contender(method, target_db=target, depth=depth) for target in targets]
 
 
 def of_fewer_steps(steps: int) -> list[Contender]:
