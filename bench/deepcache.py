@@ -11,8 +11,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from . import WORK, command, deepcache_page, pack, report, similarity
 from .comfyui import has_accelerator
@@ -128,7 +129,7 @@ class Bench:
         from . import toy_data
 
         model = apply(contender, self._model)
-        with self._learnt(sampler) if contender.method == TARGET else _nothing_kept():
+        with self._learnt(sampler) if contender.method == TARGET else _store("off"):
             actual, taken, estimates = self._sample(model, sampler, contender.fewer_steps or steps, case)
         decibels = similarity.latent_psnr(actual, expected)
         views = toy_data.view(actual), toy_data.view(expected)
@@ -163,20 +164,18 @@ class Bench:
         import folder_paths
 
         home = Path(self._homes.name, sampler)
-        with _nothing_kept():
-            before, is_new = folder_paths.get_user_directory(), not home.exists()
-            home.mkdir(exist_ok=True)
-            folder_paths.set_user_directory(str(home))
-            if self._earlier:
-                del os.environ["ACCEL_STORE"]
-            try:
+        before, is_new = folder_paths.get_user_directory(), not home.exists()
+        home.mkdir(exist_ok=True)
+        folder_paths.set_user_directory(str(home))
+        try:
+            with _store("" if self._earlier else "off"):
                 for image in range(self._earlier if is_new else 0):
                     asked = Contender(TARGET, target_db=TARGETS[image % len(TARGETS)])
                     self._latent(apply(asked, self._model), sampler, IN_DETAIL, CASES[0], FIRST_SEED + image)
                 self._flops.take()
                 yield
-            finally:
-                folder_paths.set_user_directory(before)
+        finally:
+            folder_paths.set_user_directory(before)
 
     def _sample(self, model, sampler: str, steps: int, case: Case):
         """Latents [samples, 4, H, W], FLOPs of all runs, and what each run estimated its quality to be."""
@@ -198,16 +197,9 @@ class Bench:
         return toy.sample(model, classes, case.height, case.width, steps, sampler, seed=run)
 
 
-@contextmanager
-def _nothing_kept() -> Iterator[None]:
-    before = os.environ.get("ACCEL_STORE")
-    os.environ["ACCEL_STORE"] = "off"
-    try:
-        yield
-    finally:
-        os.environ.pop("ACCEL_STORE", None)
-        if before is not None:
-            os.environ["ACCEL_STORE"] = before
+def _store(named: str) -> AbstractContextManager:
+    """Within it, ACCEL_STORE is this."""
+    return patch.dict(os.environ, ACCEL_STORE=named)
 
 
 def apply(contender: Contender, model):

@@ -165,7 +165,7 @@ class QualityRefresh:
         self._size: torch.Size | None = None
         """Of the first latent that was compared."""
         self._samples = 0
-        """How many the first feature told apart."""
+        """How many the first feature had."""
         self._squares: tuple[int, torch.Tensor] | None = None
         """The newest full step, and the sum over its features of their forecasts' mean squared errors [B]."""
         self._features: dict[int, HostCopy] = {}
@@ -225,8 +225,8 @@ class QualityRefresh:
 
     def note_feature(self, step: int, squares: torch.Tensor) -> None:
         """Note the mean squared error that the forecast of one of the features has at full `step`, on the device: of
-        each sample [B], or [1] where samples are not told apart. Where their number changes, as that of the frames in a
-        context window may, the farthest stands for all."""
+        each sample [B], or [1] where the feature has no batch dimension. Where their number changes, as that of the
+        frames in a context window may, the farthest stands for all."""
         squares = squares.reshape(-1)
         self._samples = self._samples or squares.numel()
         if squares.numel() != self._samples:

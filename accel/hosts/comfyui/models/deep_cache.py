@@ -123,7 +123,7 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         run.gives_back = name in _GIVE_BACK
         if run.target is not None and not location.is_off():
             run.learnt = learnt_in(running_home())
-        scales = [getattr(executor.class_obj, name, None) for name in ("cfg", "cfg1", "cfg2")]
+        scales = [getattr(executor.class_obj, scale, None) for scale in ("cfg", "cfg1", "cfg2")]
         run.guided_by = f"{type(executor.class_obj).__name__} {scales}"
         run.levels = NoiseLevels(reckons(sampler, patcher.load_device))
         if run.target is not None and "dpm_adaptive" in name:
