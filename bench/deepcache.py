@@ -63,7 +63,6 @@ def main(arguments: list[str] | None = None) -> None:
     pack.load()
     import torch
     from comfy_accel.accel.step_cache.config import POLICIES, DeepCacheSettings
-    from comfy_accel.accel.step_cache.split_points import find_split
 
     from . import toy
 
@@ -73,20 +72,19 @@ def main(arguments: list[str] | None = None) -> None:
     rows = []
     for network in options.networks:
         model = toy.load(network, options.weights)
-        depth = find_split(model.model.diffusion_model, options.depth).depth
         bench = Bench(network, model, options.learn)
         for steps in options.steps:
             given = []
             if "default" in options.parts:
                 schedule = (defaults.schedule, defaults.between, defaults.threshold)
-                given.append(of_default(defaults.interval, *schedule, depth=depth))
+                given.append(of_default(defaults.interval, *schedule, depth=options.depth))
             if "targets" in options.parts:
                 given += of_targets(options.targets, options.depth)
             if "fewer" in options.parts:
                 given += of_fewer_steps(steps)
             if "policies" in options.parts and (steps == IN_DETAIL or options.quick):
                 thresholds = {name: THRESHOLDS[name] for name in THRESHOLDS if name in POLICIES}
-                policies = of_policies(thresholds, options.forecasts, options.easy_thresholds, depth)
+                policies = of_policies(thresholds, options.forecasts, options.easy_thresholds, options.depth)
                 given += policies[:: len(policies) // 4] if options.quick else policies
             if "first" in options.parts and (steps == IN_DETAIL or options.quick):
                 given += of_targets(options.targets, options.depth, FIRST_IMAGE)

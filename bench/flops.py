@@ -29,7 +29,9 @@ class Flops:
                 module.register_forward_hook(self._on_call)
 
     def _on_call(self, layer: torch.nn.Module, _, out: torch.Tensor) -> None:
-        self._rows[layer] += out.shape[0]
+        made = out.shape[-1] if isinstance(layer, torch.nn.Linear) else out.shape[1]
+        if made == layer.weight.shape[0]:  # a layer that is left out itself passes something else on
+            self._rows[layer] += out.shape[0]
 
     def learn(self, call: Callable[[], object]) -> None:
         """Learn from `call`, which calls the model in full, what later ones at its size take."""

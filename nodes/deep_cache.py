@@ -59,8 +59,9 @@ class AccelDeepCache(io.ComfyNode):
                     max=100,
                     advanced=True,
                     tooltip=(
-                        "How much of the model still runs on the steps in between. 0 = automatic, 1 = skip most "
-                        "(fastest), higher = more exact and slower (SD1.5 up to 11, SDXL up to 8, Flux up to 28)."
+                        "How much of the model still runs on the steps in between. 0 = automatic: nothing, or the "
+                        "outermost layers of a UNet where the sampler adds noise. 1 and up = so many layers, which is "
+                        "slower (SD1.5 up to 11, SDXL up to 8, Flux up to 28)."
                     ),
                 ),
                 make_input(

@@ -154,7 +154,10 @@ class Sampler:
         stand_ins = self.split.skip_layers if self.skipped else self.split.full_layers
         given = {} if control is None else {"control": self.split.withhold(control) if self.skipped else control}
         with substituted(stand_ins(self.run, keys), Order.CACHED):
-            return self.model(x, *args, **given)
+            out = self.model(x, *args, **given)
+        if self.skipped:
+            self.split.check_done()
+        return out
 
 
 def tokens(*values, count=3):

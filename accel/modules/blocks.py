@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -105,20 +105,6 @@ def trunk_of(model: torch.nn.Module) -> tuple[BlockList, ...]:
     heaviest = max(lists.values(), key=lambda found: found.weight)
     others = sum(found.weight for found in lists.values()) - heaviest.weight
     return (heaviest,) if heaviest.weight > others else ()
-
-
-def largest_depth_within(share: float, lists: Sequence[BlockList]) -> int:
-    """The number of blocks, at least 1, that can be kept at either end within `share` of all matrix weights.
-
-    The cost of every block grows with the tokens in the same way, so the choice is right at any size.
-    """
-    weights = [matrix_weights(block) for found in lists for block in found.blocks]
-    depth = 1
-    while 2 * depth + 3 <= len(weights):
-        if sum(weights[: depth + 1]) + sum(weights[-depth - 1 :]) > share * sum(weights):
-            break
-        depth += 1
-    return depth
 
 
 def matrix_weights(module: torch.nn.Module) -> int:

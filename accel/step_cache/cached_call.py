@@ -19,6 +19,7 @@ def cached_call(
     run: DeepCacheRun,
     split: Split,
     keys: Sequence[BranchKey] | None,
+    latent: torch.Tensor,
     full: Callable[[], Any],
     skipped: Callable[[], Any],
     must_raise: Callable[[Exception], bool],
@@ -27,7 +28,8 @@ def cached_call(
 ) -> Any:
     """The model's output; counts the call in its run.
 
-    keys: the call's branches; None for a call that must be plain. full: calls the model with the given arguments.
+    keys: the call's branches; None for a call that must be plain. latent: what the model is given [len(keys) * B,
+    ...]. full: calls the model with the given arguments.
     skipped: calls it without what `split.withhold` removes. must_raise: tells the exceptions that the host handles; any
     other ends skipping for the rest of the run, and this call is made plainly. capture: a context around calls that
     may be replayed from a CUDA graph; it learns what they exchange with the run. apart: where the split's layers do
@@ -40,11 +42,18 @@ def cached_call(
             layers = {module: set_apart(layer, apart) for module, layer in layers.items()}
         return substituted(layers, Order.CACHED)
 
+    if keys is not None and split.depth == 0:
+
+        def measure(nothing_further: Callable[[], None]) -> None:
+            run.measure(keys, latent)
+
+        (measure if apart is None else set_apart(measure, apart))(lambda: None)
     if keys is not None and run.can_skip(keys):
         try:
             proxy = RunProxy(run, split, keys, skips=True)
             with placed(split.skip_layers(proxy, keys)), within(proxy):
                 out = skipped()
+            split.check_done()
             run.count(skipped=True)
             return out
         except OutdatedFeature as error:

@@ -35,8 +35,8 @@ class DeepCacheSettings:
     interval: the most sampler steps from one full step to the next; 1 switches caching off, more is faster and less
         exact.
     depth: how much of the model still runs on a skipped step, counted in skip connections of a UNet, from the
-        outermost, and in blocks at either end of a transformer; more is slower and more exact. None (or 0) chooses by
-        the model.
+        outermost, and in blocks at either end of a transformer; more is slower. None (or 0): nothing, but where a
+        sampler adds noise in its steps, of which a UNet's deep part knows nothing, a UNet's outermost layers.
     start_percent, end_percent: the part of sampling, as fractions of the noise schedule, in which steps are skipped.
         Every step outside it is full; equal values switch caching off.
     schedule: a key of `POLICIES`. "uniform" refreshes every `interval` steps. "adaptive" refreshes after `interval`
@@ -87,6 +87,12 @@ class DeepCacheSettings:
             raise ValueError(f"DeepCache: quality {self.quality} is not a number of dB above 0 (None sets no target).")
         if self.depth == 0:
             object.__setattr__(self, "depth", None)
+
+    @property
+    def split_depth(self) -> int | None:
+        """`depth`, and at least 1 for a rule that asks the first block."""
+        asks_block = self.quality is None and POLICIES[self.schedule] is FirstBlockRefresh
+        return 1 if asks_block and self.depth is None else self.depth
 
     @property
     def is_off(self) -> bool:

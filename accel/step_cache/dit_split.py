@@ -15,17 +15,11 @@ from typing import Any
 import torch
 
 from ..core.events import log
-from ..modules.blocks import BlockList, largest_depth_within, matrix_weights, trunk_of
+from ..modules.blocks import BlockList, matrix_weights, trunk_of
 from ..modules.substitution import Forward, Layer
 from .config import checked_depth
 from .run import BranchKey, DeepCacheRun, OutdatedFeature
 from .token_streams import NoStreams, StreamFinder, Streams, arguments, parts_of, possible_streams
-
-DEFAULT_SHARE = 0.3
-"""Largest share of the blocks' weights that a skipped step may use when no depth is given.
-
-Interval 3 then executes (1 + 2 × 0.3) / 3, about half of the work.
-"""
 
 _CONTROLS = {
     "double_blocks": "input",
@@ -72,7 +66,8 @@ class Span:
 
 
 class DiTSplit:
-    """A transformer split with `depth` shallow blocks at its front and as many at its end.
+    """A transformer split with `depth` shallow blocks at its front and as many at its end. Without a depth all blocks
+    are deep: what they add to the tokens, which carry the latent around them, is forecast as well as any part of it.
 
     For one run: it keeps what the run's full calls show of the blocks. The run stores one tensor of the tokens' size
     for each list and token stream; Flux at 1024² in half precision 53 MiB an image. Raises ValueError for a depth
@@ -83,9 +78,10 @@ class DiTSplit:
         self.model = model
         self.lists = trunk_of(model)
         self.count = sum(len(found.blocks) for found in self.lists)
-        depth = largest_depth_within(DEFAULT_SHARE, self.lists) if depth is None else depth
-        self.depth = checked_depth(depth, self.max_depth)
+        self.depth = 0 if depth is None else checked_depth(depth, self.max_depth)
         self.spans: list[Span] = []
+        self._calls: Sequence[_SkippedCall] = ()
+        """Of the newest skipped call."""
         before = 0
         for found in self.lists:
             start = max(self.depth - before, 0)
@@ -93,9 +89,7 @@ class DiTSplit:
             if start < stop:
                 self.spans.append(Span(found, start, stop))
             before += len(found.blocks)
-        deep = sum(matrix_weights(block) for span in self.spans for block in span.blocks)
-        self.shallow_share = 1 - deep / max(sum(found.weight for found in self.lists), 1)
-        self._tail = [block for found in self.lists for block in found.blocks][-self.depth :]
+        self._measure_share()
 
     @property
     def max_depth(self) -> int:
@@ -121,6 +115,7 @@ class DiTSplit:
         """Do nothing: shapes are compared when residuals are added."""
 
     def full_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+        self._calls = ()
         layers: dict[torch.nn.Module, Layer] = {}
         for span in self.spans:
             if span.was_placed and span.streams is None and not span.is_excluded and not span.finder.saw_any:
@@ -128,19 +123,27 @@ class DiTSplit:
             span.was_placed = True
         spans = [span for span in self.spans if not span.is_excluded]
         for span in spans:
-            full = _FullCall(self, span, run, keys, measures_drift=span is spans[0])
+            full = _FullCall(self, span, run, keys, measures_drift=bool(self.depth) and span is spans[0])
             blocks = {span.first, span.last} if span.streams else span.found.blocks
             layers.update({block: partial(_call, full, block) for block in blocks})
         return layers
 
     def skip_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
-        """As of any split. They raise RuntimeError for a patch in the place of the first or the last skipped block, and
+        """As of any split. They raise RuntimeError for a patch in the place of the first skipped block, and
         OutdatedFeature for another shape than that of the last full call, as where reference tokens are left out from
         the second step on."""
         spans = [span for span in self.spans if span.has_residual]
-        calls = [_SkippedCall(span, run, keys, measures_drift=span is spans[0]) for span in spans]
-        layers = {block: partial(_call, call, block) for call in calls for block in call.span.blocks}
-        return layers | {block: partial(_require_done, calls) for block in self._tail}
+        self._calls = [
+            _SkippedCall(span, run, keys, measures_drift=bool(self.depth) and span is spans[0]) for span in spans
+        ]
+        return {block: partial(_call, call, block) for call in self._calls for block in call.span.blocks}
+
+    def check_done(self) -> None:
+        """As of any split, for a patch in the place of the last skipped block."""
+        calls, self._calls = self._calls, ()
+        for call in calls:
+            if call.inputs is not None and not call.is_done:
+                raise RuntimeError(f"the last skipped block of {call.span.found.path} was not called")
 
     def withhold(self, control: Mapping[str, list] | None) -> dict[str, list] | None:
         """A copy of `control` without the ControlNet residuals that the stored ones already contain: those added
@@ -155,9 +158,14 @@ class DiTSplit:
                     residuals[index] = None
         return kept
 
+    def _measure_share(self) -> None:
+        deep = sum(matrix_weights(block) for span in self.spans if not span.is_excluded for block in span.blocks)
+        self.shallow_share = 1 - deep / max(sum(found.weight for found in self.lists), 1)
+
     def exclude(self, span: Span, run: DeepCacheRun, reason: str) -> None:
         """Run the blocks of `span` on every step from now on."""
         span.is_excluded, span.has_residual = True, False
+        self._measure_share()
         message = f"cannot skip {span.found.path} of {type(self.model).__name__}: {reason}"
         if all(other.is_excluded for other in self.spans):
             run.run_in_full(message)
@@ -299,6 +307,7 @@ class _SkippedCall:
         """Copies of the first block's, which the model may write to or drop before the last one."""
         self.passed: dict[str, torch.Tensor] = {}
         self.is_done = False
+        """Whether the last block was ever called: a call that is captured is made several times."""
 
     def __call__(self, block: torch.nn.Module, inner: Forward, args: tuple, kwargs: dict) -> Any:
         """The first block's input, from every block but the last; from the last the input plus the residual.
@@ -339,13 +348,6 @@ class _SkippedCall:
 
 def _items(value: dict | list) -> list:
     return [*value, *value.values()] if type(value) is dict else list(value)
-
-
-def _require_done(calls: Sequence[_SkippedCall], inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
-    for call in calls:
-        if not call.is_done:
-            raise RuntimeError(f"the last skipped block of {call.span.found.path} was not called")
-    return inner(*args, **kwargs)
 
 
 def _image(span: Span, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:

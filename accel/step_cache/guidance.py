@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 MOST_STEPS = 16
-"""Of runs that leave it out. In such runs neighbouring steps are too far apart to skip the model's deep part, which
-saves more in longer ones."""
+"""Of runs that leave it out, with samplers that add noise: their neighbouring steps are then too far apart to skip the
+model's deep part, which saves more in longer ones and with other samplers."""
 
 
 class Guidance:

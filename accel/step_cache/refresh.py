@@ -14,13 +14,15 @@ class Step:
     """A step that a run may skip.
 
     index: its place in the run's schedule. since_refresh: steps since the last full one; below 1 where a sampler that
-    looked ahead comes back. start, end: its noise levels as angles in radians (`step_schedule.angle`).
+    looked ahead comes back. start, end: its noise levels as angles in radians (`step_schedule.angle`). drift_scale:
+    what drift counts; above 1 where it is that of the latent instead of features.
     """
 
     index: int
     since_refresh: int
     start: float
     end: float
+    drift_scale: float = 1.0
 
 
 class RefreshPolicy(Protocol):
@@ -31,7 +33,8 @@ class RefreshPolicy(Protocol):
     """
 
     uses_drift: bool
-    """Whether the run measures the drift of its shallow features; that takes one copy of them for each CFG branch."""
+    """Whether the run measures the drift of its shallow features, or of the latent where it has none; that takes one
+    copy of them for each CFG branch."""
     uses_magnitudes: bool
     """Whether it measures how large its deep features are."""
     compares_neighbours: bool
@@ -64,6 +67,6 @@ class AdaptiveRefresh(UniformRefresh):
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         if super().should_refresh(step, drift):
             return True
-        expected = drift.predicted(step.index)
+        expected, weight = drift.predicted(step.index), step.drift_scale * step_weight(step.start, step.end)
         # `not <=` instead of `>`: NaN refreshes.
-        return expected is None or not expected * step_weight(step.start, step.end) <= self.threshold
+        return expected is None or not expected * weight <= self.threshold

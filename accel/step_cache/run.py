@@ -2,7 +2,8 @@
 
 Neighbouring sampler steps have nearly equal deep features (Ma, Fang, Wang: "DeepCache", CVPR 2024,
 arXiv 2312.00858). A full step stores the feature that the deep part of the model hands to the shallow part; a skipped
-step runs the shallow part alone.
+step runs the shallow part alone. Unless the settings or the sampler's noise ask for one, there is none: all blocks are
+deep, as in TaylorSeer (Liu et al., arXiv 2503.06923) and AdaptiveDiffusion (Ye et al., arXiv 2410.09873).
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ FULL, SKIPPED = "FS"
 
 COMPARED = "C"
 """In `DeepCacheRun.plan`, a full step that was also run as a skipped one, to compare."""
+
+LATENT_DRIFT = 1.25
+"""What the drift of the latent counts beside that of shallow features: with that, skipping all blocks at a threshold
+leaves the trained networks' images as close as skipping most of them, with a tenth to a third less work."""
 
 LOOK_AHEAD = 2
 """The most steps that a sampler evaluates ahead of its own; heunpp2 does."""
@@ -82,6 +87,8 @@ class DeepCacheRun:
         self.carries: tuple[float, float] | None = (1.0, 0.0)
         """The sampler's `kept` and `beyond`, as `policies.quality.Carried` has them; None where they are not known. Set
         by the host."""
+        self.adds_noise = True
+        """Whether the sampler adds noise in a step, or may; set by the host."""
         self.gives_back = False
         """Whether forecasts give back what those before them lacked; set by the host, for samplers whose images that
         brings closer."""
@@ -91,12 +98,16 @@ class DeepCacheRun:
         """What else decides how errors reach the prediction, as the scale of the guidance; set by the host."""
         self._key: str | None = None
         """Of what this run learns, where it does."""
+        self.has_company = False
+        """Whether more than the model takes part in an evaluation, as ControlNets; set by the host."""
         self.models = 1
         """How many models make a prediction, each with a run of its own; set by the host."""
         self.guidance: Guidance | None = None
         """Set by the host where skipped steps leave out the prediction without the prompt, and nothing else."""
         self.is_probing = False
         """Whether the current step, which is full, is being run by the skipped path for comparison."""
+        self._broken = 0
+        """Probes that told nothing: calls of theirs ran in full, or another cache answered those of their step."""
         self._compared: set[int] = set()
         """The steps that it was so for."""
         self._calls: list[bool] = []
@@ -217,11 +228,13 @@ class DeepCacheRun:
             sibling.is_probing = self.is_probing
 
     def _probes(self, step: int) -> bool:
-        if self.target is None or self.failed or self.guidance is not None or not self.target.wants_probe(step):
+        if self.target is None or self.failed or self.guidance is not None:
             return False
-        if not in_window(self.schedule[step + 1], self.window):
+        share = self._shallow_share()
+        is_free = share == 0 and not self.has_company and not self._broken
+        if not self.target.wants_probe(step, is_free) or not in_window(self.schedule[step + 1], self.window):
             return False
-        return self._saved_steps() - self._shallow_share() >= -self.target.overhead()
+        return self._saved_steps() - share - self._broken >= -self.target.overhead()
 
     def probed(self, evaluate: Callable[[bool], tuple[Any, Any]], must_raise: Callable[[Exception], bool]) -> Any:
         """The result of the evaluation that was begun, where `is_probing`: it is made twice, first with the step
@@ -249,6 +262,7 @@ class DeepCacheRun:
         result, truth = evaluate(False)
         # Another cache may have answered calls of either; then the difference says nothing.
         are_whole = bool(skipped) and all(skipped) and not any(self._calls) and len(self._calls) >= len(skipped)
+        self._broken += not are_whole
         if are_whole and not self.failed and _is_alike(forecast, truth):
             self.target.compare(step, forecast, truth)
         self.target.note_full(step)
@@ -320,6 +334,7 @@ class DeepCacheRun:
         self.is_probing, self._full[step] = False, True
         self._start_cycle(step)
         are_whole = bool(self._calls) and all(self._calls[::2]) and not any(self._calls[1::2])
+        self._broken += not are_whole
         if are_whole and not self.failed and _is_alike(forecast, truth):
             self.target.compare(step, forecast, truth)
         self.target.note_full(step)
@@ -341,7 +356,8 @@ class DeepCacheRun:
             # level.
             return True
         start, end = (angle(sigma, self.is_flow) for sigma in self.schedule[step : step + 2])
-        return self.policy.should_refresh(Step(step, step - self._refresh, start, end), self._drift)
+        scale = LATENT_DRIFT if self.split is not None and self.split.depth == 0 else 1.0
+        return self.policy.should_refresh(Step(step, step - self._refresh, start, end, scale), self._drift)
 
     def _recall(self) -> None:
         """Take what earlier runs of this model learnt; not of the guidance, whose errors are seen whole."""
@@ -449,7 +465,8 @@ class DeepCacheRun:
         return torch.cat(chunks) if any(is_known) else feature
 
     def measure(self, keys: Sequence[BranchKey], shallow: torch.Tensor, owned: bool = False) -> None:
-        """Measure the drift of `shallow` [len(keys) * B, ...], which the deep part is computed from.
+        """Measure the drift of `shallow` [len(keys) * B, ...], which the deep part is computed from: a feature, or the
+        latent where all of the model is deep.
 
         To be called on full and skipped calls alike, before `exchange`. Does nothing where the policy does not use
         drift. owned: nobody writes to `shallow` any more, so it need not be copied.

@@ -23,6 +23,8 @@ class Split(Protocol):
     """The features that a skipped call reads."""
     layout: Hashable
     """Tells this split from others of the model."""
+    depth: int
+    """How much of the model is shallow; 0 where a skipped call runs none of its blocks."""
     shallow_share: float
     """Of the model's work, what a skipped call costs, by estimate."""
     is_stable: bool
@@ -37,6 +39,9 @@ class Split(Protocol):
         They raise OutdatedFeature where a full call would renew the features, RuntimeError where skipping fails.
         """
 
+    def check_done(self) -> None:
+        """Raise RuntimeError where the skipped call that is over went on without a feature."""
+
     def withhold(self, control: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """A copy of `control` without the ControlNet residuals that a skipped call must not add."""
 
@@ -47,16 +52,16 @@ class Split(Protocol):
         """Raise OutdatedFeature where the features were not computed from a tensor of the size of `shallow`."""
 
 
-def find_split(model: Any, depth: int | None) -> Split | None:
+def find_split(model: Any, depth: int | None, adds_noise: bool = True) -> Split | None:
     """A split for one run of `model`; None where it has none of the layouts (`why_no_split` says what is missing).
 
-    depth: how much of the model still runs on a skipped step; None chooses by the model. Raises ValueError, with the
-    range, for a depth outside the model's.
+    depth: how much of the model still runs on a skipped step; None chooses. adds_noise: whether the sampler adds noise
+    in a step, or may. Raises ValueError, with the range, for a depth outside the model's.
     """
     if has_unet_layout(model):
-        return UNetSplit(model, depth)
+        return UNetSplit(model, depth, adds_noise)
     if has_down_up_layout(model):
-        return DownUpUNetSplit(model, depth)
+        return DownUpUNetSplit(model, depth, adds_noise)
     if has_dit_layout(model) and not _is_unet(model):
         return DiTSplit(model, depth)
     return None

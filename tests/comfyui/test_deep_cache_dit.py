@@ -32,8 +32,8 @@ from bench.tiny_models import with_control
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
-LARGEST_DISTANCE = 0.7
-"""Of the plain image, in the 2-norm: at interval 3 over four steps random networks give 0.2 to 0.5."""
+LARGEST_DISTANCE = 0.8
+"""Of the plain image, in the 2-norm: at interval 3 over four steps random networks give 0.2 to 0.7."""
 
 every_dit = pytest.mark.parametrize("name", DITS)
 
@@ -190,14 +190,15 @@ def test_accelerate_model_in_either_order_compiles_nothing_more(no_fallback):
 # What a skipped step costs
 
 
-def test_skipped_step_of_flux_at_default_depth_costs_at_most_35_percent():
+@pytest.mark.parametrize("depth, blocks, most", [(None, 0, 0.01), (7, 14, 0.35)])
+def test_skipped_step_of_flux_costs_what_its_blocks_do(depth, blocks, most):
     config = FLUX_DEV.config
     model = Flux(**config, device="meta", dtype=torch.float16, operations=comfy.ops.disable_weight_init)
-    split = find_split(model, None)
-    assert split.depth == 7
+    split = find_split(model, depth)
+    assert split.count - sum(len(span.blocks) for span in split.spans) == blocks
     empty = lambda *shape: torch.empty(shape, device="meta", dtype=torch.float16)  # noqa: E731
     x = empty(2, 16, 90, 120)
     others = empty(2), empty(2, 256, config["context_in_dim"]), empty(2, config["vec_in_dim"]), empty(2)
     spent = full_and_skipped_flops(split, x, lambda: model(x, *others))
     print(f"{spent[1] / spent[0]:.3f}")
-    assert spent[1] <= 0.35 * spent[0]
+    assert spent[1] <= most * spent[0]

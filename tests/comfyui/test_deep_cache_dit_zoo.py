@@ -30,8 +30,8 @@ STREAMS = {
     "Flux 2": DOUBLE_AND_SINGLE,
     "Chroma": DOUBLE_AND_SINGLE,
     "Chroma Radiance": DOUBLE_AND_SINGLE,
-    "SD3": (("args[0]", "args[1]"),),
-    "SD3.5 medium": (("args[0]", "args[1]"),),
+    "SD3": ((None, "args[1]"),),
+    "SD3.5 medium": ((None, "args[1]"),),
     "AuraFlow": (("c", "x"), ("cx",)),
     "PixArt Alpha": (("x",),),
     "PixArt Sigma": (("x",),),
@@ -61,7 +61,7 @@ STREAMS = {
     "Hunyuan3D 2": DOUBLE_AND_SINGLE,
     "Hunyuan3D 2.1": (("hidden_states",),),
 }
-"""What is remembered: for each list of blocks the arguments whose change is."""
+"""What is remembered: for each list of blocks the arguments whose change is; None for one that ends with it."""
 
 
 def call(model, name, stand_ins):

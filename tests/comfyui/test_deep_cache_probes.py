@@ -11,7 +11,7 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, 
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from deep_cache_reference import SMALL
 from deep_cache_runs import assert_no_trace, counts
-from other_nodes import control_net, controlled, easy_cache, in_areas, with_momentum
+from other_nodes import control_net, controlled, easy_cache, in_areas, lazy_cache, with_momentum
 
 SIZE = {"width": 72, "height": 88, "steps": 24}
 NEVER_ENOUGH = DeepCacheSettings(quality=300.0)
@@ -69,11 +69,14 @@ def test_interrupt_in_a_probe_ends_the_run(small_unet, sample):
     assert_no_trace(model)
 
 
-def test_steps_that_another_cache_answers_are_not_taken_for_right_forecasts(small_unet, sample):
-    both = apply_deep_cache(easy_cache(small_unet), NEVER_ENOUGH)
-    sample(both, **SIZE)
-    assert counts()[1] == 0
-    assert_no_trace(both)
+@pytest.mark.parametrize("other", [easy_cache, lazy_cache])
+def test_quality_leaves_all_to_a_cache_of_whole_steps(small_unet, sample, other):
+    """Which would answer the full call by what the probe came to."""
+    expected = sample(other(small_unet), **SIZE)
+    for both in (apply_deep_cache(other(small_unet), LITTLE), other(apply_deep_cache(small_unet, LITTLE))):
+        assert torch.equal(sample(both, **SIZE), expected)
+        assert counts()[1] == 0 and last_run()["probes"] == 0
+        assert_no_trace(both)
 
 
 @pytest.mark.thorough  # tracing takes 20 seconds; how compiled blocks and DeepCache go together is asked elsewhere

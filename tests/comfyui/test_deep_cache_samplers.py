@@ -1,5 +1,7 @@
 """What DeepCache does with each sampler of core: nothing when it is off, and whole steps when it is on."""
 
+import functools
+
 import comfy.model_sampling
 import comfy.sample
 import comfy.samplers
@@ -295,6 +297,19 @@ def test_quality_knows_which_samplers_add_noise_and_which_extrapolate():
     assert {known[name] for name in extrapolate} == {(1.0, 1.0)}
     assert {known[name] for name in ("dpmpp_2m_sde", "dpmpp_3m_sde", "sa_solver")} == {(2.0, 1.0)}
     assert known["lcm"][0] == float("inf")
+
+
+def test_samplers_that_add_noise_or_may_are_told_from_the_others():
+    of = {name: comfy.samplers.sampler_object(name) for name in comfy.samplers.SAMPLER_NAMES}
+    plain = ("euler", "heun", "dpm_2", "lms", "dpm_fast", "dpmpp_2m", "uni_pc", "ddim", "ipndm", "res_multistep")
+    assert not any(host._may_add_noise(of[name]) for name in plain)
+    assert host._may_add_noise(comfy.samplers.KSAMPLER(of["euler"].sampler_function, {"s_churn": 1.0}))
+
+    @functools.wraps(of["euler"].sampler_function)
+    def with_noise(*args, **kwargs):
+        """A node pack's."""
+
+    assert host._may_add_noise(comfy.samplers.KSAMPLER(with_noise))
 
 
 def test_only_samplers_that_were_measured_give_back_what_forecasts_lacked():

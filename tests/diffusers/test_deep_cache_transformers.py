@@ -159,22 +159,20 @@ def test_image_is_that_of_shorter_lists_of_blocks(kind, streams, calls, argument
         ("LTXPipeline", {}),
     ],
 )
-def test_skipped_step_costs_at_most_its_share(kind, arguments):
+def test_skipped_step_runs_no_block(kind, arguments):
     pipe = pipeline(kind)
     total = sum(len(blocks) for blocks in trunks(pipe.transformer).values())
     with FlopCounterMode(display=False) as flops, blocks_called(pipe.transformer) as calls:
         cached, counts = sample_cached(pipe, **arguments)
     assert counts == [(2, 4)]
     each = len(calls) // 6
-    full = list(range(total))
     assert [len(call) < total for call in calls[::each]] == [False, True, True] * 2
-    skipped = calls[each]
-    assert skipped == [0, total - 1] and all(call in (full, skipped) for call in calls)
+    assert all(call in ([], list(range(total))) for call in calls)
     with FlopCounterMode(display=False) as plain_flops, deep_cache(pipe, uniform_hold(1)):
         plain = sample(pipe, **arguments)
     full_step = plain_flops.get_total_flops() / 6
     share = (flops.get_total_flops() - 2 * full_step) / 4 / full_step
-    assert 1 / total < share < 0.45, share
+    assert share < 0.25, share  # its other layers: of the small Z-Image, blocks that refine noise and text
     assert not torch.equal(flat(cached), flat(plain))
 
 
@@ -236,7 +234,7 @@ def test_image_to_image_counts_from_its_first_step(kind):
         arguments |= {"mask_image": torch.ones(1, 1, 64, 96), "masked_image_latents": torch.randn(1, 16, 8, 12)}
     with blocks_called(pipe.transformer) as calls:
         assert sample_cached(pipe, **arguments)[1] == [(2, 4)]
-    assert [len(call) for call in calls] == [9, 2, 2] * 2
+    assert [len(call) for call in calls] == [9, 0, 0] * 2
 
 
 def test_two_transformers_have_a_part_of_the_schedule_each():
@@ -246,7 +244,7 @@ def test_two_transformers_have_a_part_of_the_schedule_each():
     plain = sample(pipe, steps=8)
     with blocks_called(pipe.transformer) as first, blocks_called(pipe.transformer_2) as second:
         cached, counts = sample_cached(pipe, uniform_hold(3), steps=8)
-    assert [len(call) for call in first[::2] + second[::2]] == [8, 2, 2, 8, 9, 2, 2, 9]
+    assert [len(call) for call in first[::2] + second[::2]] == [8, 0, 0, 8, 9, 0, 0, 9]
     assert counts == [(2, 2), (2, 2)]
     assert not torch.equal(cached, plain) and torch.equal(sample(pipe, steps=8), plain)
 
@@ -281,7 +279,7 @@ def test_guidance_that_begins_late_is_computed_in_full_once():
                 ask(pipe, step)
                 if step > 1:
                     ask(pipe, step, texts=6)
-    assert [len(call) for call in calls] == [9, 2, 2, 9, 2, 2, 2, 2]
+    assert [len(call) for call in calls] == [9, 0, 0, 9, 0, 0, 0, 0]
 
 
 @contextmanager
@@ -356,7 +354,7 @@ def test_controlnet_that_ends_has_no_say_in_what_follows():
     control = {"controlnet_block_samples": residuals(3, 0, 12)}
     with blocks_called(pipe.transformer) as calls, deep_cache(pipe, uniform_hold(6)), pipe_loop(pipe, 6) as loop:
         outs = [ask(pipe, step, **(control if step < 2 else {})) for step in loop]
-    assert [len(call) for call in calls] == [9, 2, 9, 2, 2, 2]
+    assert [len(call) for call in calls] == [9, 0, 9, 0, 0, 0]
     pipe.scheduler.set_timesteps(6)
     assert torch.equal(outs[2], ask(pipe, 2)) and not torch.equal(outs[1], ask(pipe, 1))
 

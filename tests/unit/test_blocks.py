@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from comfy_accel.accel.modules.blocks import largest_depth_within, trunk_of
+from comfy_accel.accel.modules.blocks import trunk_of
 from comfy_accel.accel.step_cache.dit_split import DiTSplit, has_dit_layout
 from comfy_accel.accel.step_cache.split_points import find_split, why_no_split
 from comfy_accel.accel.step_cache.unet_split import UNetSplit
@@ -19,12 +19,10 @@ def test_depth_outside_the_range_is_refused_with_it(count, largest):
     assert DiTSplit(Chain(count), largest).depth == largest
 
 
-def test_default_depth_is_the_largest_within_its_share():
-    blocks = trunk_of(Chain(20))
-    for share, depth in ((0.0, 1), (0.1, 1), (0.29, 2), (0.3, 3), (0.55, 5), (1.0, 9)):
-        assert largest_depth_within(share, blocks) == depth
-    assert DiTSplit(Chain(20), None).depth == 3
-    assert DiTSplit(Chain(3), None).depth == 1
+def test_all_blocks_are_skipped_by_default():
+    split = DiTSplit(Chain(20), None)
+    assert split.depth == split.shallow_share == 0
+    assert [len(span.blocks) for span in split.spans] == [20]
 
 
 def test_trunk_is_two_lists_in_turn_or_the_one_that_outweighs_the_others():

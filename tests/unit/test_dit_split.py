@@ -36,6 +36,13 @@ def test_skipped_call_adds_the_remembered_residual_to_fresh_tokens():
     assert torch.equal(sampler.model(tokens(1)), tokens(32)) and untouched(sampler.model)
 
 
+def test_skipped_call_without_a_depth_runs_no_block():
+    sampler = Sampler(Chain(), None)
+    assert torch.equal(sampler.call(FULL, tokens(1)), tokens(32))
+    assert torch.equal(sampler.call(SKIPPED, tokens(3)), tokens(34))
+    assert sampler.skipped and sampler.model.called == []
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_both_lists_and_both_streams_are_remembered(depth):
     sampler = Sampler(Doubles(), depth)
@@ -247,12 +254,14 @@ def test_patch_in_the_place_of_an_end_of_the_middle_keeps_steps_full(index):
             assert not sampler.skipped
 
 
-@pytest.mark.parametrize("index, end", [(1, "first"), (3, "last")])
-def test_patch_that_comes_between_full_and_skipped_raises(index, end):
+@pytest.mark.parametrize("depth, first, last", [(1, 1, 3), (None, 0, 4)])
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_patch_that_comes_between_full_and_skipped_raises(depth, first, last, end):
     model = Chain()
-    sampler = Sampler(model)
+    sampler = Sampler(model, depth)
     sampler.call(FULL, tokens(1))
-    with substituted({model.blocks[index]: lambda inner, x, **rest: x + 1}, Order.CACHED + 1):
+    patched = model.blocks[first if end == "first" else last]
+    with substituted({patched: lambda inner, x, **rest: x + 1}, Order.CACHED + 1):
         with pytest.raises(RuntimeError, match=f"the {end} skipped block of blocks was not called"):
             sampler.call(SKIPPED, tokens(1))
     assert untouched(model)

@@ -233,6 +233,8 @@ def test_prediction_of_another_size_is_not_compared():
 
 
 class Split:
+    depth = 1
+
     def __init__(self, share):
         self.shallow_share = share
 
@@ -274,6 +276,12 @@ def test_what_another_cache_answered_is_not_taken_for_a_right_forecast():
     for answered in ((), (True, False)):
         run = run_with_probes(20, 0.1, 0.0, calls=answered)
         assert run.target.probes and not run.skipped_steps
+
+
+@pytest.mark.parametrize("answered", [(True,), (True, False)])
+def test_every_full_step_compares_while_that_runs_no_block(answered):
+    run = run_with_probes(20, 0.0, 0.3, calls=answered)
+    assert run.target.probes > 15 if all(answered) else run.target.probes <= 3
 
 
 def test_nothing_is_compared_where_nothing_could_be_skipped():

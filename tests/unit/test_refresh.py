@@ -99,7 +99,7 @@ def test_change_that_is_not_a_number_refreshes(equal_weights):
     for sigma in EVEN[:3]:
         run.begin_evaluation(sigma)
         keys = run.branches(torch.zeros(1, 4), ["a"], [0], None)
-        run.measure(keys, torch.zeros(1, 4))
+        run.measure(keys, torch.full((1, 4), math.nan))
         assert not run.can_skip(keys)
         run.exchange(keys, torch.zeros(1, 4))
 

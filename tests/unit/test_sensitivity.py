@@ -132,7 +132,7 @@ def test_models_of_a_class_with_other_weights_are_other_models():
 
 
 class Split:
-    shallow_share, layout = 0.1, ("transformer", 2)
+    shallow_share, depth, layout = 0.1, 2, ("transformer", 2)
 
     def __init__(self, model):
         self.model = model
@@ -171,7 +171,7 @@ def test_tenth_image_compares_once_and_skips_more_than_the_first(tmp_path):
     probes = [facts["probes"] for facts in images]
     assert probes[0] >= 3 and probes[-1] == 1
     compared = [level for letter, level, _ in images[-1]["plan"] if letter == "C"]
-    assert angle(compared[0]) <= OWN < angle(compared[0] / 0.85)
+    assert angle(compared[0]) <= OWN < angle(compared[0] / 0.85**2)
     assert images[-1]["skipped_work"] > images[0]["skipped_work"]
     assert images[-1] == images[-2], "what was learnt still changes"
     assert image(Learnt(tmp_path / "file.json"), model) == images[-1], "another process"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.step_cache.run import DeepCacheRun
-from comfy_accel.accel.step_cache.unet_split import UNetSplit, default_depth, has_unet_layout
+from comfy_accel.accel.step_cache.unet_split import UNetSplit, has_unet_layout
 from toy_unets import Scale
 from uniform_hold import uniform_hold
 
@@ -124,12 +124,15 @@ class Levels(torch.nn.Module):
         self.output_blocks = torch.nn.ModuleList(conv(1) for _ in range(6))
 
 
-def test_default_depth_is_the_largest_within_its_share(monkeypatch):
+def test_default_depth_is_none_or_the_largest_within_its_share_where_noise_is_added(monkeypatch):
     # Work of the pairs of blocks: 2, 2, 1/2, 1/2, 1/8, 1/8, and 1/16 in the middle: 5.3 in all.
     model = Levels()
     for share, depth in ((0.1, 1), (0.4, 1), (0.76, 2), (0.86, 3), (1.0, 5)):
-        monkeypatch.setattr("comfy_accel.accel.step_cache.unet_split.DEFAULT_SHARE", share)
-        assert default_depth(model) == depth
+        monkeypatch.setattr("comfy_accel.accel.step_cache.unet_split.NOISE_SHARE", share)
+        assert UNetSplit(model, None).depth == depth
+    split = UNetSplit(model, None, adds_noise=False)
+    assert split.depth == split.shallow_share == 0
+    assert UNetSplit(model, 2, adds_noise=False).depth == 2
 
 
 def test_layout_of_a_unet_is_recognised():

@@ -23,7 +23,7 @@ from ...step_cache.token_streams import NoStreams, arguments
 from ...step_cache.unet_split import DownUpUNetSplit
 from ...store import location
 from .denoising_loop import around_loops
-from .predictions import PLAIN, around_steps, carried_by, combined, denoised
+from .predictions import PLAIN, around_steps, carried_by, combined, denoised, may_add_noise
 from .schedule import PipelineSchedule
 
 DENOISERS = ("unet", "transformer", "transformer_2")
@@ -157,6 +157,7 @@ class _Cache:
             # Cond and uncond are one batch from the first step to the last, so one branch; or separate calls, in the
             # same order at every step.
             run.branches(latent, ("batch",), (0,), _layout(named)),
+            latent,
             lambda: inner(*args, **kwargs),
             # A transformer's residuals stay: what skipped blocks are given has no effect.
             lambda: inner(*args, **(split.withhold(kwargs) if isinstance(split, DownUpUNetSplit) else kwargs)),
@@ -235,9 +236,10 @@ class _Cache:
 
     def _start_run(self, schedule: PipelineSchedule, place: int) -> DeepCacheRun:
         run = DeepCacheRun(self.settings)
-        run.split = find_split(self.model, self.settings.depth)
         run.is_flow = schedule.is_flow
         run.carries, run.models = carried_by(schedule.scheduler), self.models
+        run.adds_noise = may_add_noise(schedule.scheduler)
+        run.split = find_split(self.model, self.settings.split_depth, run.adds_noise)
         run.gives_back = run.carries == PLAIN
         home = location.personal_home()
         if run.target is not None and not location.is_off() and home is not None:
@@ -268,11 +270,11 @@ class _Cache:
 
 
 def _joined(latent: Any) -> torch.Tensor | None:
-    """The latents [B, ...] of a call, without a copy; None for several of different sizes."""
+    """The latents [B, ...] of a call; None for several of different sizes."""
     if isinstance(latent, list) and latent and all(isinstance(one, torch.Tensor) for one in latent):
         first = latent[0]
         is_even = all(one.shape == first.shape and one.dtype == first.dtype for one in latent)
-        return first.expand(len(latent), *first.shape) if is_even else None  # Z-Image takes a list of them
+        return torch.stack(latent) if is_even else None  # Z-Image takes a list of them
     return latent if isinstance(latent, torch.Tensor) and latent.ndim else None
 
 

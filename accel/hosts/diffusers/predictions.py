@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,12 @@ def carried_by(scheduler: Any) -> tuple[float, float] | None:
         return _FROM_PREDICTION
     adds_noise = str(getattr(config, "algorithm_type", "")).startswith("sde")
     return (_ANCESTRAL[0], known[1]) if adds_noise else known
+
+
+def may_add_noise(scheduler: Any) -> bool:
+    """Whether a scheduler adds noise in a step, is not known, or is told only in mid-run, by an eta."""
+    carried, step = carried_by(scheduler), getattr(type(scheduler), "step", None)
+    return carried is None or carried[0] != 1.0 or step is None or "eta" in inspect.signature(step).parameters
 
 
 def denoised(scheduler: Any, output: torch.Tensor, timestep: Any, sample: torch.Tensor, angle: float) -> torch.Tensor:

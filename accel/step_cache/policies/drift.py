@@ -106,5 +106,8 @@ class Drift:
 
 
 def relative_change(now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
-    """Mean |now - then| over mean |then|, 0-dim in float32; not finite where `then` is all zeros."""
-    return (now - then).abs().mean(dtype=torch.float32) / then.abs().mean(dtype=torch.float32)
+    """Sum of |now - then| over that of |then|, 0-dim in float32, of the values that changed: what never does, as the
+    picture that an edit model is given, would only dilute it. 0 where none did."""
+    change = (now - then).abs()
+    size = (then.abs() * (change != 0)).sum(dtype=torch.float32)
+    return change.sum(dtype=torch.float32) / size.clamp_min(torch.finfo(torch.float32).tiny)

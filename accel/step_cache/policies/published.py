@@ -30,8 +30,8 @@ class TeaRefresh(UniformRefresh):
     """Refreshes when the changes of the deep part's input from step to step add up to more than `threshold`.
 
     TeaCache (Liu et al., arXiv 2411.19108). It rescales each change of the modulated timestep input by a polynomial
-    fit to the model's outputs; here the sum is taken of what the shallow part makes, which contains the prompt and the
-    blocks that the polynomial stands for, and is not rescaled.
+    fit to the model's outputs; here the changes are the latent's, or those of what the shallow part makes, and are not
+    rescaled.
     """
 
     uses_drift = True

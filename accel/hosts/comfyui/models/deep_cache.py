@@ -31,7 +31,7 @@ from ....store import location
 from ..home import running_home
 from ..sizes.shape_errors import sizes_explained
 from ..versions import unrecorded_context
-from .noise_levels import NoiseLevels, reckons
+from .noise_levels import NoiseLevels, is_of_core, reckons
 from .options import CAPTURE, INTERRUPTS, asks_wrappers
 from .run_events import run_events, sampling_begins
 
@@ -120,14 +120,19 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         sampler = args[2] if len(args) > 2 else None
         name = _name(sampler)
         run.carries = _carried_by(name)
+        run.adds_noise = run.carries[0] != 1.0 or _may_add_noise(sampler)
         run.gives_back = name in _GIVE_BACK
         if run.target is not None and not location.is_off():
             run.learnt = learnt_in(running_home())
         scales = [getattr(executor.class_obj, scale, None) for scale in ("cfg", "cfg1", "cfg2")]
+        conds = [cond for group in getattr(executor.class_obj, "conds", {}).values() for cond in group or ()]
+        run.has_company = any(cond.get("control") or cond.get("hooks") for cond in conds)
         run.guided_by = f"{type(executor.class_obj).__name__} {scales}"
         run.levels = NoiseLevels(reckons(sampler, patcher.load_device))
         if run.target is not None and "dpm_adaptive" in name:
             run.run_in_full("no quality can be kept with DPM adaptive, which chooses steps of its own")
+        if run.target is not None and "easycache" in options:
+            run.run_in_full("no quality can be kept beside EasyCache or LazyCache, which skip steps of their own")
         if get_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_COMPILE, options):
             log.warning("DeepCache: TorchCompileModel compiles nothing beside it; use Accelerate Model instead.")
         with run_events(executor, args, caching={**asdict(settings), "node": node_id}):
@@ -147,6 +152,12 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
 
 def _name(sampler: Any) -> str:
     return getattr(getattr(sampler, "sampler_function", None), "__name__", "")
+
+
+def _may_add_noise(sampler: Any) -> bool:
+    """Whether it is none of core's, or one that is asked for noise of its own."""
+    options = getattr(sampler, "extra_options", None) or {}
+    return not is_of_core(sampler) or bool(options.get("eta") or options.get("s_churn"))
 
 
 def _carried_by(name: str) -> tuple[float, float]:
@@ -231,10 +242,10 @@ def _evaluate(
 
 
 def _guidance_of(run: DeepCacheRun, steps: int, guider: Any, model_options: dict[str, Any]) -> Guidance | None:
-    """What lets a short run leave out predictions without the prompt, where a quality is asked; None where another
-    node has a part in the guidance."""
+    """What lets a short run whose sampler adds noise leave out predictions without the prompt, where a quality is
+    asked; None where another node has a part in the guidance."""
     is_plain = getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise
-    if run.target is None or steps > MOST_STEPS or not is_plain:
+    if run.target is None or steps > MOST_STEPS or not run.adds_noise or not is_plain:
         return None
     is_guided = guider.conds.get("negative") is not None and not math.isclose(guider.cfg, 1.0)
     if not is_guided or any(model_options.get(name) for name in _ASKS_BOTH):
@@ -292,7 +303,9 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     options = named.get("transformer_options") or {}
     run: DeepCacheRun | None = options.get(KEY)
-    run = None if run is None else run.of(model, functools.partial(find_split, depth=run.settings.depth))
+    if run is not None:
+        depth, adds_noise = run.settings.split_depth, run.adds_noise
+        run = run.of(model, functools.partial(find_split, depth=depth, adds_noise=adds_noise))
     split = None if run is None else run.split
     x = args[0] if args else named.get("x")
     if type(x) is list and x and all(isinstance(part, torch.Tensor) for part in x):
@@ -310,7 +323,7 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
     capture: ModelCapture | None = options.get(CAPTURE)
     within = None if capture is None else capture.during
     full = functools.partial(call, *args, **kwargs)
-    return cached_call(run, split, keys, full, skipped, _must_raise, within, unrecorded_context())
+    return cached_call(run, split, keys, x, full, skipped, _must_raise, within, unrecorded_context())
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,8 +56,16 @@ class NoiseLevels:
 def reckons(sampler: Any, device: torch.device) -> bool:
     """Whether levels need not all be read: the sampler is one of core's, none of which changes its ways in mid-run, and
     reading would wait for the device."""
-    module = getattr(getattr(sampler, "sampler_function", None), "__module__", None) or ""
-    return module.partition(".")[0] == "comfy" and device.type == "cuda"
+    return is_of_core(sampler) and device.type == "cuda"
+
+
+def is_of_core(sampler: Any) -> bool:
+    """Whether it is none of a node pack, which may bear the name of the one that it wraps."""
+    function = getattr(sampler, "sampler_function", None)
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    if module is None or module.__name__.partition(".")[0] != "comfy":
+        return False
+    return getattr(module, function.__name__, function) is function
 
 
 def _is_same(level: float, expected: float) -> bool:
