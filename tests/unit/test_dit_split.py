@@ -267,6 +267,20 @@ def test_patch_that_comes_between_full_and_skipped_raises(depth, first, last, en
     assert untouched(model)
 
 
+def test_call_that_is_made_again_and_ends_midway_is_done_and_leaves_no_tensor():
+    """As where a capture is tried after the call was made."""
+    sampler = Sampler(Chain())
+    sampler.call(FULL, tokens(1))
+    sampler.run.begin_evaluation(SKIPPED)
+    keys = sampler.run.branches(tokens(1), ["a"], [0], None)
+    with substituted(sampler.split.skip_layers(sampler.run, keys), Order.CACHED):
+        assert torch.equal(sampler.model(tokens(1)), tokens(32))
+        sampler.model.blocks[1](tokens(1), vec=torch.ones(1, 2))
+    assert any(call.inputs for call in sampler.split._calls)
+    sampler.split.check_done()
+    assert not sampler.split._calls
+
+
 def test_layers_further_in_are_called_for_shallow_blocks_alone():
     model = Chain()
     seen = []
