@@ -98,6 +98,9 @@ class RunProxy:
         self._run.run_in_full(reason)
 
     def measure(self, keys: Sequence[BranchKey], shallow: torch.Tensor, owned: bool = False) -> None:
+        """As the run's; nothing where there is no shallow part, and the latent is measured around the call."""
+        if self._split.depth == 0:
+            return
         for io in (self._io, self._copies):
             if io is not None:
                 io.add(None, shallow, owned)

@@ -123,7 +123,7 @@ class DiTSplit:
             span.was_placed = True
         spans = [span for span in self.spans if not span.is_excluded]
         for span in spans:
-            full = _FullCall(self, span, run, keys, measures_drift=bool(self.depth) and span is spans[0])
+            full = _FullCall(self, span, run, keys, measures_drift=span is spans[0])
             blocks = {span.first, span.last} if span.streams else span.found.blocks
             layers.update({block: partial(_call, full, block) for block in blocks})
         return layers
@@ -133,9 +133,7 @@ class DiTSplit:
         OutdatedFeature for another shape than that of the last full call, as where reference tokens are left out from
         the second step on."""
         spans = [span for span in self.spans if span.has_residual]
-        self._calls = [
-            _SkippedCall(span, run, keys, measures_drift=bool(self.depth) and span is spans[0]) for span in spans
-        ]
+        self._calls = [_SkippedCall(span, run, keys, measures_drift=span is spans[0]) for span in spans]
         return {block: partial(_call, call, block) for call in self._calls for block in call.span.blocks}
 
     def check_done(self) -> None:

@@ -91,7 +91,8 @@ class UNetSplit:
         self._entered.update(dict.fromkeys(keys, x.shape[2:]))
 
     def check_skipped(self, keys: Sequence[BranchKey], x: torch.Tensor) -> None:
-        for size in {self._entered.get(key) for key in keys}:
+        # Without a shallow part it is the latent itself, whose size is in the keys.
+        for size in {self._entered.get(key) for key in keys} if self.depth else ():
             if size != x.shape[2:]:
                 raise OutdatedFeature(f"made from {size}, and {x.shape[2:]} is here")
 
@@ -101,8 +102,7 @@ class UNetSplit:
     def full_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         def enter(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self.note_full(keys, x)
-            if self.depth:
-                run.measure(keys, x)
+            run.measure(keys, x)
             return inner(x, *args, **kwargs)
 
         return {
@@ -113,8 +113,7 @@ class UNetSplit:
     def skip_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         def enter(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             self.check_skipped(keys, x)
-            if self.depth:
-                run.measure(keys, x)
+            run.measure(keys, x)
             # Patches may work in place, and `x` is also a skip connection of the shallow part.
             return _pass_nothing(inner, x).clone()
 

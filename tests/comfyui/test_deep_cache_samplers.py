@@ -303,6 +303,7 @@ def test_samplers_that_add_noise_or_may_are_told_from_the_others():
     of = {name: comfy.samplers.sampler_object(name) for name in comfy.samplers.SAMPLER_NAMES}
     plain = ("euler", "heun", "dpm_2", "lms", "dpm_fast", "dpmpp_2m", "uni_pc", "ddim", "ipndm", "res_multistep")
     assert not any(host._may_add_noise(of[name]) for name in plain)
+    assert all(host._may_add_noise(of[name]) for name in ("euler_ancestral", "dpmpp_2m_sde", "ddpm", "seeds_2", "lcm"))
     assert host._may_add_noise(comfy.samplers.KSAMPLER(of["euler"].sampler_function, {"s_churn": 1.0}))
 
     @functools.wraps(of["euler"].sampler_function)

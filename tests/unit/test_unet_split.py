@@ -3,7 +3,7 @@
 import pytest
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.run import DeepCacheRun
+from comfy_accel.accel.step_cache.run import DeepCacheRun, OutdatedFeature
 from comfy_accel.accel.step_cache.unet_split import UNetSplit, has_unet_layout
 from toy_unets import Scale
 from uniform_hold import uniform_hold
@@ -133,6 +133,14 @@ def test_default_depth_is_none_or_the_largest_within_its_share_where_noise_is_ad
     split = UNetSplit(model, None, adds_noise=False)
     assert split.depth == split.shallow_share == 0
     assert UNetSplit(model, 2, adds_noise=False).depth == 2
+
+
+def test_size_of_what_enters_the_deep_part_is_compared_where_it_is_not_the_latent():
+    """A full call that is replayed from a graph notes nothing at depth 0, where it measures nothing either."""
+    x = torch.zeros(1, 4, 8, 8)
+    UNetSplit(Levels(), None, adds_noise=False).check_skipped(["a"], x)
+    with pytest.raises(OutdatedFeature):
+        UNetSplit(Levels(), 1).check_skipped(["a"], x)
 
 
 def test_layout_of_a_unet_is_recognised():

@@ -120,7 +120,7 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         sampler = args[2] if len(args) > 2 else None
         name = _name(sampler)
         run.carries = _carried_by(name)
-        run.adds_noise = run.carries[0] != 1.0 or _may_add_noise(sampler)
+        run.adds_noise = _may_add_noise(sampler)
         run.gives_back = name in _GIVE_BACK
         if run.target is not None and not location.is_off():
             run.learnt = learnt_in(running_home())
@@ -155,9 +155,10 @@ def _name(sampler: Any) -> str:
 
 
 def _may_add_noise(sampler: Any) -> bool:
-    """Whether it is none of core's, or one that is asked for noise of its own."""
+    """Whether it adds noise in a step, is none of core's, or is asked for noise of its own."""
     options = getattr(sampler, "extra_options", None) or {}
-    return not is_of_core(sampler) or bool(options.get("eta") or options.get("s_churn"))
+    is_plain = is_of_core(sampler) and _carried_by(_name(sampler))[0] == 1.0
+    return not is_plain or bool(options.get("eta") or options.get("s_churn"))
 
 
 def _carried_by(name: str) -> tuple[float, float]:
