@@ -202,7 +202,7 @@ def test_users_folder_is_one_that_no_request_reaches(home):
     assert running_home() == home
     public = getattr(folder_paths, "get_public_user_directory", None)
     if public is None:
-        pytest.skip("this core has no such protection")
+        pytest.skip("this ComfyUI keeps no users' folders from requests (get_public_user_directory)")
     assert public(home.name) is None
 
 

@@ -33,7 +33,7 @@ QWEN = dataclasses.replace(DITS["Qwen-Image"], latents=((1, 16, 1, 12, 12), (1, 
 
 def z_image(mask=None, **config):
     if not hasattr(core_nodes, "ZImageFunControlnet"):
-        pytest.skip("this core has no ControlNet for Z-Image, or an earlier one")
+        pytest.skip("this ComfyUI has no ControlNet for Z-Image, or an earlier one")
     net = network(core_nodes.comfy.ldm.lumina.controlnet.ZImage_Control, dim=288, n_heads=3, n_kv_heads=3, **config)
     return Z_IMAGE, net, core_nodes.ZImageFunControlnet(), taesd(16), mask
 

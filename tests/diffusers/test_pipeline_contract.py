@@ -47,7 +47,7 @@ def pipes(request):
 @pytest.fixture(scope="module")
 def unet_pipes(pipes):
     if type(pipes[0]).__name__ not in UNETS:
-        pytest.skip("for pipelines with a UNet")
+        pytest.skip("this pipeline has no UNet")
     return pipes
 
 

@@ -152,7 +152,7 @@ def test_asking_for_some_keeps_the_order_and_eager():
 def test_without_a_gpu_one_sentence_names_quick():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
-        pytest.skip("there is one")
+        pytest.skip("the refusal is for machines without a GPU, and this one has one")
     with pytest.raises(Problem, match="--quick"):
         gpu._require_device(quick=False)
     gpu._require_device(quick=True)

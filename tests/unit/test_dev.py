@@ -260,7 +260,7 @@ def test_base_shows_the_pack_and_removing_it_leaves_the_pack(tmp_path):
 
 def test_pack_is_copied_where_links_are_not_allowed(tmp_path, monkeypatch):
     if sys.platform == "win32":
-        pytest.skip("junctions need no right")
+        pytest.skip("Windows makes junctions, which need no right")
 
     def refuse(*_, **__):
         raise PermissionError

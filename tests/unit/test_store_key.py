@@ -100,7 +100,7 @@ def test_name_of_the_cpp_compiler_is_not_in_the_environment():
 
 def test_precision_that_was_set_through_torchs_newer_name_turns_nothing_off(tmp_path):
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip("this torch has the older name alone")
+        pytest.skip("this torch knows no fp32_precision, the newer name")
     before, usual = torch.backends.cuda.matmul.fp32_precision, store_key.environment(CPU)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
