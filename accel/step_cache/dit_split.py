@@ -91,6 +91,9 @@ class DiTSplit:
             before += len(found.blocks)
         self._measure_share()
 
+    takes_control = True
+    """Models add the last residual of a list behind its last block, where it is not part of what is stored."""
+
     @property
     def max_depth(self) -> int:
         return (self.count - 1) // 2

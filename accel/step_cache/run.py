@@ -99,7 +99,9 @@ class DeepCacheRun:
         self._key: str | None = None
         """Of what this run learns, where it does."""
         self.has_company = False
-        """Whether more than the model takes part in an evaluation, as ControlNets; set by the host."""
+        """Whether more than the model takes part in each evaluation, as hooks; set by the host."""
+        self.has_controls = False
+        """Whether ControlNets do where `leaves_controls_out` is not true; set by the host."""
         self.models = 1
         """How many models make a prediction, each with a run of its own; set by the host."""
         self.guidance: Guidance | None = None
@@ -231,7 +233,8 @@ class DeepCacheRun:
         if self.target is None or self.failed or self.guidance is not None:
             return False
         share = self._shallow_share()
-        is_free = share == 0 and not self.has_company and not self._broken
+        has_company = self.has_company or (self.has_controls and self._takes_control)
+        is_free = share == 0 and not has_company and not self._broken
         if not self.target.wants_probe(step, is_free) or not in_window(self.schedule[step + 1], self.window):
             return False
         return self._saved_steps() - share - self._broken >= -self.target.overhead()
@@ -476,6 +479,16 @@ class DeepCacheRun:
         for key, chunk in zip(keys, shallow.chunk(len(keys)), strict=True):
             renew = self._full[self._step] or not self._has_all(key) or self.policy.compares_neighbours
             self._drift.measure(key, chunk, self._step, renew, owned and self._full[self._step])
+
+    @property
+    def _takes_control(self) -> bool:
+        return self.split is None or self.split.takes_control
+
+    @property
+    def leaves_controls_out(self) -> bool:
+        """Whether the current evaluation's calls, as far as they can be skipped, read nothing that ControlNets give."""
+        is_skipped = self._step is not None and not self.failed and not self._full[self._step]
+        return is_skipped and self.guidance is None and not self._takes_control
 
     @property
     def angle(self) -> float:

@@ -27,6 +27,8 @@ class Split(Protocol):
     """How much of the model is shallow; 0 where a skipped call runs none of its blocks."""
     shallow_share: float
     """Of the model's work, what a skipped call costs, by estimate."""
+    takes_control: bool
+    """Whether a skipped call reads what ControlNets give."""
     is_stable: bool
     """Whether calls of one phase do the same from now on."""
 

@@ -87,6 +87,11 @@ class UNetSplit:
     def layout(self) -> Hashable:
         return "unet", self.depth
 
+    @property
+    def takes_control(self) -> bool:
+        """Residuals are added before the last output block, all of which is deep without a shallow part."""
+        return self.depth > 0
+
     def note_full(self, keys: Sequence[BranchKey], x: torch.Tensor) -> None:
         self._entered.update(dict.fromkeys(keys, x.shape[2:]))
 

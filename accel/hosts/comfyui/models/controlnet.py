@@ -59,6 +59,13 @@ def accelerate_control(
     return copied
 
 
+def own_get_control(control: Any) -> Any:
+    """What replaces the `get_control` of its class, other than ours; None where nothing does."""
+    method = vars(control).get("get_control")
+    ours = getattr(method, "__self__", None)
+    return ours._before["get_control"] if isinstance(ours, _Calls) else method
+
+
 class _OpenRuns:
     """The open runs of control objects, each with its lease in the cache.
 

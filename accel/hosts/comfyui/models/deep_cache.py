@@ -31,6 +31,7 @@ from ....store import location
 from ..home import running_home
 from ..sizes.shape_errors import sizes_explained
 from ..versions import unrecorded_context
+from .late_control import LateControl, can_wait, postponed
 from .noise_levels import NoiseLevels, is_of_core, reckons
 from .options import CAPTURE, INTERRUPTS, asks_wrappers
 from .run_events import run_events, sampling_begins
@@ -79,8 +80,7 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: s
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings, node_id))
         clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, sampling_begins)
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, _begin_evaluation)
-        if settings.quality is not None:
-            clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _predict)
+        clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _predict)
         if asks_wrappers(_uncompiled(model)):
             clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _call_model)
         else:
@@ -125,8 +125,6 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         if run.target is not None and not location.is_off():
             run.learnt = learnt_in(running_home())
         scales = [getattr(executor.class_obj, scale, None) for scale in ("cfg", "cfg1", "cfg2")]
-        conds = [cond for group in getattr(executor.class_obj, "conds", {}).values() for cond in group or ()]
-        run.has_company = any(cond.get("control") or cond.get("hooks") for cond in conds)
         run.guided_by = f"{type(executor.class_obj).__name__} {scales}"
         run.levels = NoiseLevels(reckons(sampler, patcher.load_device))
         if run.target is not None and "dpm_adaptive" in name:
@@ -210,12 +208,21 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
         schedule = options.get("sample_sigmas")
         if not run.schedule and schedule is not None:
             run.guidance = _guidance_of(run, len(schedule) - 1, executor.class_obj, model_options)
+            _note_company(run, executor.class_obj, model_options)
             run.set_schedule(schedule.tolist())
         run.begin_evaluation(run.levels.read(torch.as_tensor(timestep), run.schedule))
         if run.is_probing:
             evaluate = functools.partial(_evaluate, executor, x, timestep, model_options, seed)
             return run.probed(evaluate, lambda error: isinstance(error, INTERRUPTS))
     return executor(x, timestep, model_options, seed)
+
+
+def _note_company(run: DeepCacheRun, guider: Any, model_options: dict[str, Any]) -> None:
+    conds = [cond for group in getattr(guider, "conds", {}).values() for cond in group or ()]
+    controls = [cond["control"] for cond in conds if cond.get("control") is not None]
+    run.has_controls = bool(controls)
+    run.has_company = any(cond.get("hooks") for cond in conds)
+    run.has_company |= any(not can_wait(control, model_options) for control in controls)
 
 
 def _evaluate(
@@ -269,6 +276,8 @@ def _changes(cond: dict[str, Any]) -> Iterator[float]:
 def _predict(executor: Any, model: Any, conds: list, x: torch.Tensor, timestep: Any, model_options: dict) -> Any:
     """Around the predictions with and without the prompt, and any that other nodes ask for."""
     run: DeepCacheRun | None = model_options.get("transformer_options", {}).get(KEY)
+    if run is not None and run.leaves_controls_out:
+        conds = postponed(conds, model_options)
     if run is None or run.guidance is None or len(conds) != 2 or None in conds:
         return executor(model, conds, x, timestep, model_options)
 
@@ -313,18 +322,29 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
         x = x[0]  # of several latents that are sampled together, the video's
     if split is not None and not isinstance(x, torch.Tensor):
         run.run_in_full(f"{type(model).__name__} takes several latents at once")
+
+    def full() -> Any:
+        given, named = _with_control(args, kwargs, names, _computed)
+        return call(*given, **named)
+
     if split is None:
-        return call(*args, **kwargs)
+        return full()
 
     def skipped() -> Any:
-        kept, named = _with_control(args, kwargs, names, split.withhold)
+        def withhold(control: Any) -> Any:
+            return None if isinstance(control, LateControl) else split.withhold(control)
+
+        kept, named = _with_control(args, kwargs, names, withhold)
         return call(*kept, **named)
 
     keys = _branches(run, x, options)
     capture: ModelCapture | None = options.get(CAPTURE)
     within = None if capture is None else capture.during
-    full = functools.partial(call, *args, **kwargs)
     return cached_call(run, split, keys, x, full, skipped, _must_raise, within, unrecorded_context())
+
+
+def _computed(control: Any) -> Any:
+    return control.computed if isinstance(control, LateControl) else control
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -1,0 +1,394 @@
+"""ControlNets under DeepCache where a skipped step runs no block: they run in full steps alone, for the same image."""
+
+import gc
+import weakref
+
+import comfy.controlnet
+import comfy.model_management
+import comfy.samplers
+import pytest
+import tiny_controlnets
+import tiny_models
+import torch
+from capture_kit import EAGER_BLOCKS, reasons
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
+from comfy_accel.accel.hosts.comfyui.models import late_control
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
+from deep_cache_reference import SMALL
+from deep_cache_runs import assert_close, assert_no_trace, cached, counts, split_chunks
+from other_nodes import (
+    SD15,
+    adapter,
+    both_attentions,
+    control_net,
+    controlled,
+    easy_cache,
+    perpendicular,
+    tiled,
+    watched,
+    windowed,
+)
+from tiny_dits import CONTROLLED
+from torch._dynamo.utils import counters
+
+from bench.tiny_models import sample as sample_latent
+from bench.tiny_models import with_control
+
+RUN = {"width": 72, "height": 88, "steps": 6}
+
+
+@pytest.fixture
+def model():
+    return tiny_models.unet(**SMALL)
+
+
+@pytest.fixture
+def control():
+    return control_net(**SMALL)
+
+
+@pytest.fixture
+def as_core_does(monkeypatch):
+    """What a call gives, and its full and skipped steps, with each ControlNet run before the model is called."""
+
+    def call(make):
+        with monkeypatch.context() as patch:
+            patch.setattr(host, "postponed", lambda conds, model_options: conds)
+            return make(), counts()
+
+    return call
+
+
+def another():
+    control = control_net(**SMALL)
+    tiny_models.randomize(control.control_model, seed=8)
+    return control
+
+
+def for_part(*controls, **extra):
+    """A prompt for the whole image, and one with `extra`, both with the controls."""
+    whole, part = (controlled(*controls, seed=seed) for seed in (1, 5))
+    return [*whole, [part[0][0], {**part[0][1], **extra}]]
+
+
+PROMPTS = {
+    "both prompts": controlled,
+    "the positive prompt": lambda control: controlled(control, both=False),
+    "a chain": lambda control: controlled(control, another(), ends=(1.0, 0.5)),
+    "until half": lambda control: controlled(control, ends=(0.5,)),
+    "areas": lambda control: for_part(control, area=(6, 5, 2, 1), strength=0.8),
+    "a prompt that begins on a skipped step": lambda control: for_part(control, start_percent=0.15),
+}
+ADAPTIVE = {"schedule": "adaptive", "between": "forecast", "threshold": 9.0}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize(
+    "settings, batch, split", [({}, 1, False), (ADAPTIVE, 2, True)], ids=["uniform, joined", "adaptive, batch, apart"]
+)
+def test_image_is_the_one_with_the_control_net_run_on_every_step(
+    model, control, as_core_does, no_fallback, prompt, settings, batch, split
+):
+    run = {**RUN, "batch": batch, "positive": PROMPTS[prompt](control)}
+    skipping = cached(split_chunks(model) if split else model, **settings)
+    expected, steps = as_core_does(lambda: tiny_models.sample(skipping, **run))
+    before = len(control.calls)
+    assert torch.equal(tiny_models.sample(skipping, **run), expected)
+    assert counts() == steps and steps[1] >= 2
+    assert 0 < len(control.calls) - before < before
+    assert not torch.equal(expected, tiny_models.sample(skipping, **{**run, "positive": None}))
+    assert_no_trace(skipping)
+
+
+def test_control_net_runs_in_full_steps_alone(model, control, sample):
+    sample(cached(model), **RUN, positive=controlled(control))
+    assert counts() == (2, 4) and len(control.calls) == 2
+
+
+@pytest.mark.parametrize("depth, sampler", [(1, "euler"), (None, "euler_ancestral")])
+def test_control_net_runs_on_every_step_where_layers_do(model, control, sample, depth, sampler):
+    sample(cached(model, depth=depth), **RUN, sampler=sampler, positive=controlled(control))
+    assert counts() == (2, 4) and len(control.calls) == 6
+
+
+def test_control_net_of_a_transformer_runs_on_every_step():
+    """Its last residual of a list is added behind the last block, so that skipped steps use it."""
+    control = watched(CONTROLLED.family.control_net(torch.float32))
+    prompts = {"positive": with_control(CONTROLLED.conditioning(1), control)}
+    CONTROLLED.sample(cached(CONTROLLED.load()), **prompts)
+    full, skipped = counts()
+    assert skipped and len(control.calls) >= full + skipped
+
+
+@pytest.mark.parametrize(
+    "layout, make", [(SMALL, lambda: tiny_controlnets.control_lora(**SMALL)), (SD15, adapter)], ids=["LoRA", "T2I"]
+)
+def test_other_control_objects_of_core_wait_too(layout, make, as_core_does, monkeypatch):
+    skipping, control = cached(tiny_models.unet(**layout)), make()
+    run = {**RUN, "width": 64, "height": 128, "positive": controlled(control)}
+    asked, get = [], type(control).get_control
+    monkeypatch.setattr(type(control), "get_control", lambda *args: asked.append(1) or get(*args))
+    expected, steps = as_core_does(lambda: tiny_models.sample(skipping, **run))
+    assert torch.equal(tiny_models.sample(skipping, **run), expected)
+    assert counts() == steps == (2, 4) and len(asked) == 6 + 2
+    assert not torch.equal(expected, tiny_models.sample(skipping, **{**run, "positive": None}))
+
+
+# What asks more than once, or by ways of its own
+
+BESIDE = {
+    "guidance that asks three times": (both_attentions, {}, 3 * 2),
+    "guidance with an empty prompt": (perpendicular, {}, 2),
+    "two evaluations a step": (lambda model: model, {"sampler": "heun"}, None),
+    # As many noise levels as frames: core 0.3.75 compares the two element by element.
+    "context windows": (lambda model: windowed(model, "standard_static"), {"batch": 5, "steps": 4}, None),
+    "EasyCache": (easy_cache, {"steps": 12}, None),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_other_nodes_the_image_is_the_same(model, control, as_core_does, name):
+    patch, changes, calls = BESIDE[name]
+    run = {**RUN, **changes, "positive": controlled(control)}
+    for skipping in (patch(cached(model)), cached(patch(model))):
+        control.calls.clear()
+        expected, steps = as_core_does(lambda skipping=skipping: tiny_models.sample(skipping, **run))
+        before = len(control.calls)
+        assert torch.equal(tiny_models.sample(skipping, **run), expected)
+        assert counts() == steps and steps[1] >= 2
+        assert len(control.calls) - before < before
+        assert calls is None or len(control.calls) - before == calls
+
+
+def test_guider_of_three_prompts(model, control, as_core_does):
+    from comfy_extras.nodes_custom_sampler import Guider_DualCFG
+
+    def image():
+        guider = Guider_DualCFG(skipping)
+        guider.set_conds(*(controlled(control, seed=seed) for seed in (1, 5, 2)))
+        guider.set_cfg(4.0, 2.0)
+        latent, noise = torch.zeros(1, 4, 11, 9), torch.randn(1, 4, 11, 9, generator=torch.Generator().manual_seed(0))
+        sigmas = comfy.samplers.calculate_sigmas(skipping.get_model_object("model_sampling"), "normal", 6)
+        sampler = comfy.samplers.sampler_object("euler")
+        return guider.sample(noise, latent, sampler, sigmas, disable_pbar=True, seed=0)
+
+    skipping = cached(model)
+    expected, steps = as_core_does(image)
+    before = len(control.calls)
+    assert torch.equal(image(), expected)
+    assert counts() == steps == (2, 4) and 3 * (len(control.calls) - before) == before
+
+
+# Steps that turn out not to be skippable
+
+
+def failing(model, error, at):
+    """The model, raising `error` in the skipped call of this number."""
+    calls = []
+
+    def patch(h, transformer_options):
+        if h.shape[1] == 1 and transformer_options["block"] == ("input", 0):
+            calls.append(1)
+            if len(calls) == at:
+                raise error
+        return h
+
+    model = model.clone()
+    model.set_model_input_block_patch(patch)
+    return model
+
+
+def test_control_net_is_back_in_the_call_that_could_not_be_skipped(model, control, as_core_does, caplog):
+    run = {**RUN, "positive": controlled(control)}
+    expected, steps = as_core_does(lambda: tiny_models.sample(cached(failing(model, ValueError("odd"), 2)), **run))
+    before = len(control.calls)
+    assert torch.equal(tiny_models.sample(cached(failing(model, ValueError("odd"), 2)), **run), expected)
+    assert counts() == steps == (5, 1)
+    assert len(control.calls) - before == 5
+    assert "a skipped step failed (odd)" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["OOM_EXCEPTION", "InterruptProcessingException"])
+def test_error_of_a_control_net_that_runs_late_is_passed_on(model, control, sample, name):
+    error = getattr(comfy.model_management, name)
+
+    def fail(*args):
+        if len(control.calls) == 2:  # in the call that was to be skipped
+            raise error("late")
+
+    control.control_model.register_forward_hook(fail)
+    skipping = cached(failing(model, ValueError("odd"), 1))
+    with pytest.raises(error):
+        sample(skipping, **RUN, positive=controlled(control))
+    assert len(control.calls) == 2
+    assert_no_trace(skipping)
+
+
+def test_nothing_of_a_call_is_kept_for_a_control_net_that_never_runs(model, control, sample, monkeypatch):
+    made = []
+
+    class Watched(late_control.LateControl):
+        def __init__(self, compute):
+            super().__init__(compute)
+            assert not any(known() is not None for known in made[:-1])  # core's own variable keeps the newest
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(late_control, "LateControl", Watched)
+    monkeypatch.setattr(host, "LateControl", Watched)
+    gc.disable()
+    try:
+        sample(cached(model), **RUN, positive=controlled(control))
+        assert len(made) == 4 and not any(known() is not None for known in made)
+    finally:
+        gc.enable()
+
+
+def test_wrapper_of_another_node_reads_residuals_as_before(model, control, sample, as_core_does):
+    """Those that read them have them computed."""
+    seen = []
+
+    def read(executor, x, t, c_concat=None, c_crossattn=None, control=None, *args, **kwargs):
+        seen.append(sorted((name, len(values)) for name, values in control.items()))
+        assert len(control) == len(dict(control)) and control.get("middle") is control["middle"]
+        return executor(x, t, c_concat, c_crossattn, control, *args, **kwargs)
+
+    skipping = cached(model).clone()
+    skipping.add_wrapper_with_key("apply_model", "read", read)
+    run = {**RUN, "positive": controlled(control)}
+    expected, steps = as_core_does(lambda: sample(skipping, **run))
+    assert torch.equal(sample(skipping, **run), expected)
+    assert counts() == steps == (2, 4) and len(control.calls) == 12
+    assert seen[:6] == seen[6:]
+
+
+# Control objects that are left alone
+
+
+class OfAnotherPack(comfy.controlnet.ControlNet):
+    """As Advanced-ControlNet's, which count the steps they run in."""
+
+    def copy(self):
+        copied = OfAnotherPack(None, load_device=self.load_device)
+        copied.control_model, copied.control_model_wrapped = self.control_model, self.control_model_wrapped
+        self.copy_to(copied)
+        return copied
+
+
+def of_another_pack(control):
+    made = OfAnotherPack(control.control_model, load_device=control.load_device)
+    return controlled(made)
+
+
+def chained_to_one(control):
+    return controlled(OfAnotherPack(another().control_model, load_device=control.load_device), control)
+
+
+def with_a_method_of_its_own(control):
+    positive = controlled(control)
+    own = positive[0][1]["control"]
+    own.get_control = own.get_control
+    return positive
+
+
+@pytest.mark.parametrize("make", [of_another_pack, chained_to_one, with_a_method_of_its_own])
+def test_control_object_of_another_pack_runs_on_every_step(model, control, sample, make):
+    sample(cached(model), **RUN, positive=make(control))
+    assert counts() == (2, 4) and len(control.calls) == 6
+
+
+def test_wrapper_around_the_model_gets_what_it_always_got(model, control, sample, as_core_does):
+    run = {**RUN, "positive": controlled(control)}
+    expected, steps = as_core_does(lambda: sample(tiled(cached(model)), **run))
+    assert torch.equal(sample(tiled(cached(model)), **run), expected)
+    assert counts() == steps and len(control.calls) == 12
+
+
+def test_clones_on_several_devices_have_control_objects_of_their_own(control):
+    assert late_control.can_wait(control, {})
+    assert not late_control.can_wait(control, {"multigpu_clones": {torch.device("cpu"): None}})
+
+
+# Quality
+
+
+def test_comparisons_of_a_quality_run_no_control_net(model, control, sample):
+    run = {**RUN, "steps": 24, "positive": controlled(control)}
+    expected = sample(model, **run)
+    control.calls.clear()
+    out = sample(apply_deep_cache(model, DeepCacheSettings(quality=300.0)), **run)
+    assert torch.equal(out, expected)
+    assert last_run()["probes"] > 15 and counts() == (24, 0) and len(control.calls) == 24
+
+
+def test_control_net_that_cannot_be_left_out_is_not_run_for_every_comparison(model, control, sample):
+    run = {**RUN, "steps": 24, "positive": of_another_pack(control)}
+    expected = sample(model, **run)
+    control.calls.clear()
+    assert torch.equal(sample(apply_deep_cache(model, DeepCacheSettings(quality=300.0)), **run), expected)
+    assert 1 <= last_run()["probes"] <= 6 and len(control.calls) == 24 + last_run()["probes"]
+
+
+@pytest.mark.parametrize("target", [40.0, pytest.param(50.0, marks=pytest.mark.thorough)])
+def test_quality_is_reached_with_a_control_net(target):
+    """On the trained network; the ControlNet changes its image at 33 dB."""
+    from bench import toy
+
+    network = toy.load()
+    control = watched(toy.NETWORKS["unet"].family.control_net(torch.float32))
+    positive = with_control(toy.conditioning(torch.tensor([3])), control)
+    positive[0][1]["control"].strength = 0.1
+    negative = toy.conditioning(torch.tensor([toy.NULL_CLASS]))
+
+    def made(model):
+        control.calls.clear()
+        empty = torch.zeros(1, toy.CHANNELS, 16, 16)
+        with torch.inference_mode():
+            return sample_latent(model, empty, positive, negative, 30, toy.CFG, "euler", "normal", 1)
+
+    plain = made(network)
+    error = (made(apply_deep_cache(network, DeepCacheSettings(quality=target))) - plain).square().mean().sqrt()
+    assert 20 * torch.log10((plain.max() - plain.min()) / error) >= target - 1
+    full, skipped = counts()
+    assert skipped >= 6 and len(control.calls) == full
+
+
+# Beside Accelerate Model and Accelerate ControlNet
+
+
+WITHOUT_ATTENTION = {"channel_mult": [1, 2], "num_res_blocks": [0, 1], "transformer_depth": [0]}
+
+
+def test_compiled_in_either_order_the_control_net_waits_and_nothing_compiles_twice(sample):
+    control = watched(tiny_controlnets.unet_control(**WITHOUT_ATTENTION, transformer_depth_middle=-2))
+    model, settings, graphs = tiny_models.res_blocks(), CompileSettings(backend="eager"), GraphCache()
+    run = {**RUN, "positive": controlled(accelerate_control(control, settings, graphs))}
+    expected = sample(cached(model), **{**RUN, "positive": controlled(control)})
+    sample(accelerate(model, settings, graphs), **run)
+    before = counters["stats"]["unique_graphs"]
+    assert before
+    for both in (accelerate(cached(model), settings, graphs), cached(accelerate(model, settings, graphs))):
+        control.calls.clear()
+        assert_close(sample(both, **run), expected)
+        assert counts() == (2, 4) and len(control.calls) == 2
+        assert_no_trace(both)
+    assert counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.parametrize("cached_first", [True, False])
+def test_captured_calls_of_skipped_steps_are_without_residuals(model, control, sample, capturer, cache, cached_first):
+    run = {**RUN, "width": 64, "steps": 16, "positive": controlled(control, ends=(0.5,))}
+    expected = sample(cached(model, 2), **run)
+    steps = counts()
+    captured = lambda model: accelerate(model, EAGER_BLOCKS, cache, graphs=True)  # noqa: E731
+    both = captured(cached(model, 2)) if cached_first else cached(captured(model), 2)
+    for _ in range(2):
+        control.calls.clear()
+        assert torch.equal(sample(both, **run), expected)
+        assert counts() == steps == (8, 8) and len(control.calls) == 4
+    # Full steps with residuals and without, and skipped ones.
+    assert capturer.captures == 3 and reasons() == []
