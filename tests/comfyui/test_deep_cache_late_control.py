@@ -1,5 +1,6 @@
 """ControlNets under DeepCache where a skipped step runs no block: they run in full steps alone, for the same image."""
 
+import copy
 import gc
 import weakref
 
@@ -248,22 +249,39 @@ def test_nothing_of_a_call_is_kept_for_a_control_net_that_never_runs(model, cont
         gc.enable()
 
 
-def test_wrapper_of_another_node_reads_residuals_as_before(model, control, sample, as_core_does):
-    """Those that read them have them computed."""
-    seen = []
+def changed_residuals(executor, x, t, c_concat=None, c_crossattn=None, control=None, *args, **kwargs):
+    """As code does that takes them for a dict of its own."""
+    if isinstance(control, dict):
+        control = copy.deepcopy(control)
+        control["output"] = [residual if residual is None else residual / 2 for residual in control["output"]]
+    return executor(x, t, c_concat, c_crossattn, control, *args, **kwargs)
 
-    def read(executor, x, t, c_concat=None, c_crossattn=None, control=None, *args, **kwargs):
-        seen.append(sorted((name, len(values)) for name, values in control.items()))
-        assert len(control) == len(dict(control)) and control.get("middle") is control["middle"]
-        return executor(x, t, c_concat, c_crossattn, control, *args, **kwargs)
 
-    skipping = cached(model).clone()
-    skipping.add_wrapper_with_key("apply_model", "read", read)
-    run = {**RUN, "positive": controlled(control)}
-    expected, steps = as_core_does(lambda: sample(skipping, **run))
-    assert torch.equal(sample(skipping, **run), expected)
-    assert counts() == steps == (2, 4) and len(control.calls) == 12
-    assert seen[:6] == seen[6:]
+def changed_control(executor, model, conds, x, timestep, model_options):
+    for cond in (cond for group in conds for cond in group):
+        assert isinstance(cond["control"], comfy.controlnet.ControlBase)
+        cond["control"].strength = timestep[0].item() / 10
+    return executor(model, conds, x, timestep, model_options)
+
+
+@pytest.mark.parametrize("cached_first", [True, False])
+@pytest.mark.parametrize(
+    "kind, wrapper",
+    [("apply_model", changed_residuals), ("diffusion_model", changed_residuals), ("calc_cond_batch", changed_control)],
+)
+def test_wrapper_of_another_node_gets_what_it_always_got(model, control, as_core_does, kind, wrapper, cached_first):
+    def wrapped(model):
+        model = model.clone()
+        model.add_wrapper_with_key(kind, "another", wrapper)
+        return model
+
+    skipping = wrapped(cached(model)) if cached_first else cached(wrapped(model))
+    run = {**RUN, "positive": PROMPTS["a prompt that begins on a skipped step"](control)}
+    expected, steps = as_core_does(lambda: tiny_models.sample(skipping, **run))
+    before = len(control.calls)
+    assert torch.equal(tiny_models.sample(skipping, **run), expected)
+    assert counts() == steps and steps[1] >= 2
+    assert len(control.calls) == 2 * before
 
 
 # Control objects that are left alone

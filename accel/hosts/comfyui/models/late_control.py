@@ -10,11 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import comfy.controlnet
+from comfy.patcher_extension import WrappersMP
 
 from .controlnet import own_get_control
 
 _TAKES_CONTROL = ("model_function_wrapper", "multigpu_clones")
 """Keys of model_options: other code than core's usual reads the residuals, or chooses the control object."""
+
+_BETWEEN = (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
+"""Kinds of wrappers that are given control objects or their residuals, which may need to be what core makes."""
+
+_PASS_ON = ("accel", "torch.compile", "easycache")
+"""How the keys of wrappers begin that only pass them on: ours and core's."""
 
 
 class LateControl(Mapping):
@@ -53,7 +60,9 @@ class _Waiting:
 
 def can_wait(control: Any, model_options: dict[str, Any]) -> bool:
     """Whether nothing but the residuals tells if a control object ran, or those chained to it: all are core's."""
-    if any(model_options.get(name) for name in _TAKES_CONTROL):
+    wrappers = model_options.get("transformer_options", {}).get("wrappers", {})
+    keys = [str(key) for kind in _BETWEEN for key, given in wrappers.get(kind, {}).items() if given]
+    if any(model_options.get(name) for name in _TAKES_CONTROL) or not all(key.startswith(_PASS_ON) for key in keys):
         return False
     while control is not None:
         if type(control).__module__ != comfy.controlnet.__name__ or own_get_control(control) is not None:
