@@ -52,6 +52,13 @@ def test_levels_that_stay_are_no_step():
     assert extrapolated(carried) == pytest.approx([0.5, 0, 1])
 
 
+def test_long_step_enlarges_what_the_few_steps_before_it_lack():
+    """Full steps take back what earlier ones lack."""
+    levels = [*(0.8**step for step in range(10)), 0.01, 0.0]
+    enlarged = [value > 1 for value in extrapolated(Carried(tuple(map(angle, levels)), beyond=1.0))]
+    assert enlarged == [False] * 5 + [True] * 5 + [False]
+
+
 def test_sampler_that_begins_anew_from_each_prediction_passes_all_of_its_error_on():
     assert [Carried(ANGLES, kept=math.inf).at_end(step) for step in range(4)] == [1, 1, 1, 1]
 
