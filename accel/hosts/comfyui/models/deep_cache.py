@@ -33,7 +33,7 @@ from ..sizes.shape_errors import sizes_explained
 from ..versions import unrecorded_context
 from .late_control import LateControl, can_wait, postponed
 from .noise_levels import NoiseLevels, is_of_core, reckons
-from .options import CAPTURE, INTERRUPTS, asks_wrappers
+from .options import CAPTURE, CORE_CACHE, CORE_COMPILE, INTERRUPTS, asks_wrappers
 from .run_events import run_events, sampling_begins
 
 if TYPE_CHECKING:
@@ -58,9 +58,6 @@ _GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_c
 
 _ASKS_BOTH = (*_GUIDANCE, "sampler_calc_cond_batch_function", "disable_cfg1_optimization")
 """Keys of model_options: other nodes make the predictions, or need both where one would do, as NAG."""
-
-_CORE_COMPILE = "torch.compile"
-"""The key of the wrapper that core's TorchCompileModel adds."""
 
 
 def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: str | None = None) -> Any:
@@ -129,9 +126,9 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         run.levels = NoiseLevels(reckons(sampler, patcher.load_device))
         if run.target is not None and "dpm_adaptive" in name:
             run.run_in_full("no quality can be kept with DPM adaptive, which chooses steps of its own")
-        if run.target is not None and "easycache" in options:
+        if run.target is not None and CORE_CACHE in options:
             run.run_in_full("no quality can be kept beside EasyCache or LazyCache, which skip steps of their own")
-        if get_wrappers_with_key(WrappersMP.APPLY_MODEL, _CORE_COMPILE, options):
+        if get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options):
             log.warning("DeepCache: TorchCompileModel compiles nothing beside it; use Accelerate Model instead.")
         with run_events(executor, args, caching={**asdict(settings), "node": node_id}):
             try:

@@ -13,6 +13,7 @@ import comfy.controlnet
 from comfy.patcher_extension import WrappersMP
 
 from .controlnet import own_get_control
+from .options import CORE_CACHE, CORE_COMPILE
 
 _TAKES_CONTROL = ("model_function_wrapper", "multigpu_clones")
 """Keys of model_options: other code than core's usual reads the residuals, or chooses the control object."""
@@ -20,7 +21,7 @@ _TAKES_CONTROL = ("model_function_wrapper", "multigpu_clones")
 _BETWEEN = (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 """Kinds of wrappers that are given control objects or their residuals, which may need to be what core makes."""
 
-_PASS_ON = ("accel", "torch.compile", "easycache")
+_PASS_ON = ("accel", CORE_COMPILE, CORE_CACHE)
 """How the keys of wrappers begin that only pass them on: ours and core's."""
 
 

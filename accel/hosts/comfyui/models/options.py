@@ -27,6 +27,10 @@ CAPTURE = "accel.capture"
 It is here and not in `capture`, which is slow to import and only imported when calls are captured.
 """
 
+CORE_COMPILE, CORE_CACHE = "torch.compile", "easycache"
+"""The keys of the wrappers that core's TorchCompileModel and EasyCache put around the model; the second is also that of
+EasyCache's and LazyCache's state in `transformer_options`."""
+
 _NOT_IN_A_CALL = frozenset(
     "activations_shape block block_index block_type callbacks img_slice original_shape patches patches_replace "
     "sample_sigmas sigmas total_blocks transformer_index uuids wrappers".split()
