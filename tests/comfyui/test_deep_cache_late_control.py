@@ -5,6 +5,7 @@ import gc
 import weakref
 
 import comfy.controlnet
+import comfy.hooks
 import comfy.model_management
 import comfy.samplers
 import pytest
@@ -282,6 +283,21 @@ def test_wrapper_of_another_node_gets_what_it_always_got(model, control, as_core
     assert torch.equal(tiny_models.sample(skipping, **run), expected)
     assert counts() == steps and steps[1] >= 2
     assert len(control.calls) == 2 * before
+
+
+@pytest.mark.parametrize("kind", ["apply_model", "diffusion_model"])
+def test_wrapper_that_a_hook_of_the_prompt_adds_gets_what_it_always_got(model, control, as_core_does, kind):
+    only = comfy.hooks.EnumHookScope.HookedOnly
+    hooks = comfy.hooks.HookGroup()
+    options = {"wrappers": {kind: {"another": [changed_residuals]}}}
+    hooks.add(comfy.hooks.TransformerOptionsHook(options, hook_scope=only))
+    skipping = cached(model)
+    run = {**RUN, "positive": PROMPTS["a prompt that begins on a skipped step"](control)}
+    hooked = {**run, "positive": comfy.hooks.set_hooks_for_conditioning(run["positive"], hooks)}
+    expected, steps = as_core_does(lambda: tiny_models.sample(skipping, **hooked))
+    assert torch.equal(tiny_models.sample(skipping, **hooked), expected)
+    assert counts() == steps and steps[1] >= 2
+    assert not torch.equal(expected, tiny_models.sample(skipping, **run))
 
 
 # Control objects that are left alone

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import comfy.controlnet
+import comfy.hooks
 from comfy.patcher_extension import WrappersMP
 
 from .controlnet import own_get_control
@@ -72,13 +73,18 @@ def can_wait(control: Any, model_options: dict[str, Any]) -> bool:
     return True
 
 
+def _adds_wrappers(cond: dict[str, Any]) -> bool:
+    """Whether hooks of the prompt may: core adds theirs after this, for its calls alone. Those of LoRAs do not."""
+    return any(type(hook) is not comfy.hooks.WeightHook for hook in getattr(cond.get("hooks"), "hooks", ()))
+
+
 def postponed(conds: Sequence[list | None], model_options: dict[str, Any]) -> list[list | None]:
     """The conds of one batch of predictions with LateControls in place of what ControlNets give."""
     waiting: dict[int, _Waiting] = {}  # one for each, as core batches only those of the same object
 
     def with_late_control(cond: dict[str, Any]) -> dict[str, Any]:
         control = cond.get("control")
-        if control is None or not can_wait(control, model_options):
+        if control is None or _adds_wrappers(cond) or not can_wait(control, model_options):
             return cond
         return {**cond, "control": waiting.setdefault(id(control), _Waiting(control))}
 
