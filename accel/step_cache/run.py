@@ -23,11 +23,12 @@ from ..core.errors import one_line
 from ..core.events import log
 from ..core.sentences import counted
 from .config import DeepCacheSettings
-from .forecast import ORDER, History
-from .guidance import Guidance
 from .policies.drift import Drift
 from .policies.quality import PASSED_ON, QualityRefresh
 from .policies.sensitivity import Learnt, key_of
+from .predictions.correction import Correction
+from .predictions.forecast import ORDER, History
+from .predictions.guidance import Guidance
 from .refresh import Step
 from .step_schedule import angle, in_window, is_in_order, step_of
 
@@ -92,6 +93,10 @@ class DeepCacheRun:
         self.gives_back = False
         """Whether forecasts give back what those before them lacked; set by the host, for samplers whose images that
         brings closer."""
+        self.correction: Correction | None = None
+        """Corrects what the sampler is given; set by the host."""
+        self.sampler: Any = None
+        """The host's; set by the host."""
         self.learnt: Learnt | None = None
         """What earlier runs with a quality learnt; set by the host, None for nothing."""
         self.guided_by = ""
@@ -184,6 +189,24 @@ class DeepCacheRun:
             angles = [angle(level, self.is_flow) for level in self.schedule]
             self.target.begin(angles, *self.carries, passed_on, math.sqrt(self.models))
 
+    def corrected(self, latent: torch.Tensor, level: float, prediction: torch.Tensor, scale: Hashable) -> torch.Tensor:
+        """What the sampler is given in place of `prediction` [B, ...], of the evaluation that is over.
+
+        The arguments are those of `Correction.corrected`.
+        """
+        calls = [skipped for run in (self, *self._siblings.values()) for skipped in run._calls]
+        if self.correction is None or not calls or any(calls) != all(calls) or self.split is None or self.split.depth:
+            self.correction = (
+                None  # where another cache answered, or some calls were full, it knows no more what is true
+            )
+            return prediction
+        try:
+            return self.correction.corrected(latent, level, self._angle, prediction, any(calls), scale)
+        except Exception as error:
+            log.warning("DeepCache corrects nothing from here on: %s", one_line(error))
+            self.correction = None
+            return prediction
+
     def run_in_full(self, reason: str) -> None:
         """Skip nothing from now on; the first reason is logged."""
         if not self.failed:
@@ -258,10 +281,11 @@ class DeepCacheRun:
         finally:
             self._full[step] = True
             self._occurrences.clear()
+            skipped = self._calls
             for run in (self, *self._siblings.values()):
                 run.is_probing = False
                 run._start_cycle(step)
-        skipped, self._calls = self._calls, []
+                run._calls = []
         result, truth = evaluate(False)
         # Another cache may have answered calls of either; then the difference says nothing.
         are_whole = bool(skipped) and all(skipped) and not any(self._calls) and len(self._calls) >= len(skipped)
@@ -592,7 +616,7 @@ class DeepCacheRun:
         if self.target is not None:
             self.target.close()
         self._parts.clear()
-        self._step = self.split = None
+        self._step = self.split = self.correction = self.sampler = None
         if self._key is not None:
             self.learnt.add(self._key, self.target.lessons)
 

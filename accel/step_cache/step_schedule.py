@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 SIGMA_TOLERANCE = 1e-4
@@ -58,3 +58,9 @@ def step_weight(start: float, end: float) -> float:
     """
     noise = sorted((math.tan(start), math.tan(end)))
     return (noise[1] - noise[0]) / max(noise[1], 1e-9) * min(1 / max(math.cos(start), 1e-9), LARGEST_SCALE)
+
+
+def stretch_of(place: float, changes: Sequence[float]) -> tuple[int, int]:
+    """Which of the stretches between `changes`, noise levels in radians, lowest first, `place` is in."""
+    # Both, since prompts begin at and below their level, and end below theirs.
+    return bisect_left(changes, place), bisect_right(changes, place)

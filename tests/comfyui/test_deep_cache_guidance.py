@@ -12,7 +12,7 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from comfy_accel.accel.step_cache.guidance import MOST_STEPS, Guidance
+from comfy_accel.accel.step_cache.predictions.guidance import MOST_STEPS, Guidance
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.split_points import find_split
 from deep_cache_reference import SMALL

@@ -12,7 +12,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
-from comfy_accel.accel.hosts.comfyui.models.noise_levels import NoiseLevels, reckons
+from comfy_accel.accel.hosts.comfyui.models.samplers import NoiseLevels, reckons
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.run import DeepCacheRun

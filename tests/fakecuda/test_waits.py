@@ -11,7 +11,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache  # noqa: E402
 from comfy_accel.accel.core.compile_settings import CompileSettings  # noqa: E402
 from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
 from comfy_accel.accel.cuda_graphs import call_capture  # noqa: E402
-from comfy_accel.accel.hosts.comfyui.models import noise_levels  # noqa: E402
+from comfy_accel.accel.hosts.comfyui.models import samplers  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.server import panel, report  # noqa: E402
@@ -48,7 +48,7 @@ def levels_are_known(monkeypatch):
     """Nothing is computed on the device: outputs are what was in the memory, and the sampler's own levels are zero."""
     monkeypatch.setattr(call_capture, "largest_difference", lambda actual, expected: None)
     monkeypatch.setattr(comfy.samplers, "calculate_sigmas", lambda _, name, steps: torch.linspace(10, 0, steps + 1))
-    monkeypatch.setattr(noise_levels, "_is_same", lambda level, expected: True)
+    monkeypatch.setattr(samplers, "is_near", lambda one, other: True)
 
 
 def look():

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from comfy_accel.accel.step_cache import forecast
-from comfy_accel.accel.step_cache.forecast import History, weights
+from comfy_accel.accel.step_cache.predictions import forecast
+from comfy_accel.accel.step_cache.predictions.forecast import History, weights
 from torch.overrides import TorchFunctionMode
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from comfy_accel.accel.step_cache import config, refresh
-from comfy_accel.accel.step_cache.forecast import LACKS, ORDER, REACH
+from comfy_accel.accel.step_cache.predictions.forecast import LACKS, ORDER, REACH
 from deep_cache_sampler import ADAPTIVE, SCHEDULE, Sampler
 
 # Which steps are full

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import torch
-from comfy.model_sampling import CONST
+from comfy.model_sampling import CONST, EPS
 from comfy.patcher_extension import WrappersMP, get_wrappers_with_key
 from comfy.samplers import CFGGuider
 
@@ -22,8 +22,9 @@ from ....report.headline import FEW_STEPS
 from ....report.run_record import QUALITY_FACTS, records
 from ....step_cache.cached_call import cached_call
 from ....step_cache.config import DeepCacheSettings
-from ....step_cache.guidance import MOST_STEPS, Guidance
 from ....step_cache.policies.sensitivity import learnt_in
+from ....step_cache.predictions.correction import Correction
+from ....step_cache.predictions.guidance import MOST_STEPS, Guidance
 from ....step_cache.run import BranchKey, DeepCacheRun
 from ....step_cache.split_points import find_split, why_no_split
 from ....step_cache.step_schedule import angle
@@ -32,9 +33,9 @@ from ..home import running_home
 from ..sizes.shape_errors import sizes_explained
 from ..versions import unrecorded_context
 from .late_control import LateControl, can_wait, postponed
-from .noise_levels import NoiseLevels, is_of_core, reckons
 from .options import CAPTURE, CORE_CACHE, CORE_COMPILE, INTERRUPTS, asks_wrappers
 from .run_events import run_events, sampling_begins
+from .samplers import NoiseLevels, is_of_core, reckons, sampler_response
 
 if TYPE_CHECKING:
     from ....cuda_graphs.model_capture import ModelCapture
@@ -50,8 +51,9 @@ _EXTRAPOLATE = ("_2m", "_3m", "multistep", "ipndm", "deis", "lms", "unipc", "sa_
 """Parts of the names of samplers that add noise in each step, and that go beyond their newest prediction."""
 
 _GIVE_BACK = ("sample_euler", "sample_heun", "sample_dpm_2")
-"""Samplers whose forecasts give back what those before them lacked, as measured (docs/measurements.md); core's ddim is
-the first. Those that add noise, extrapolate or look ahead (heunpp2) come out worse."""
+"""Samplers whose forecasts give back what those before them lacked, where the run is not corrected, as measured
+(docs/measurements.md); core's ddim is the first. Those that add noise, extrapolate or look ahead (heunpp2) come out
+worse."""
 
 _GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
 """Keys of model_options: functions of other nodes that change how predictions are combined."""
@@ -119,6 +121,8 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         run.carries = _carried_by(name)
         run.adds_noise = _may_add_noise(sampler)
         run.gives_back = name in _GIVE_BACK
+        mask = args[4] if len(args) > 4 else kwargs.get("denoise_mask")
+        run.sampler = sampler if mask is None else None  # masked places take other ways to the latent
         if run.target is not None and not location.is_off():
             run.learnt = learnt_in(running_home())
         scales = [getattr(executor.class_obj, scale, None) for scale in ("cfg", "cfg1", "cfg2")]
@@ -206,12 +210,40 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
         if not run.schedule and schedule is not None:
             run.guidance = _guidance_of(run, len(schedule) - 1, executor.class_obj, model_options)
             _note_company(run, executor.class_obj, model_options)
+            _correct(run, executor.class_obj, model_options, schedule)
             run.set_schedule(schedule.tolist())
-        run.begin_evaluation(run.levels.read(torch.as_tensor(timestep), run.schedule))
+        level = run.levels.read(torch.as_tensor(timestep), run.schedule)
+        run.begin_evaluation(level)
         if run.is_probing:
             evaluate = functools.partial(_evaluate, executor, x, timestep, model_options, seed)
-            return run.probed(evaluate, lambda error: isinstance(error, INTERRUPTS))
+            out = run.probed(evaluate, lambda error: isinstance(error, INTERRUPTS))
+        else:
+            out = executor(x, timestep, model_options, seed)
+        return run.corrected(x, level, out, getattr(executor.class_obj, "cfg", None))
     return executor(x, timestep, model_options, seed)
+
+
+def _correct(run: DeepCacheRun, guider: Any, model_options: dict[str, Any], schedule: torch.Tensor) -> None:
+    """Let the run correct what the sampler is given, where nothing else has a part in it."""
+    if run.sampler is None or run.adds_noise or run.settings.between != "forecast" or run.settings.split_depth:
+        return
+    is_plain = getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise
+    if not is_plain or CORE_CACHE in model_options.get("transformer_options", {}):
+        return
+    if any(model_options.get(name) for name in (*_GUIDANCE, "sampler_calc_cond_batch_function")):
+        return
+    sampling = type(guider.model_patcher.get_model_object("model_sampling"))
+    if sampling.calculate_denoised not in (EPS.calculate_denoised, CONST.calculate_denoised):
+        return  # forecasts of other kinds of predictions follow the latent less
+    try:
+        levels = [level for conds in guider.conds.values() for cond in conds or () for level in _changes(cond)]
+        response = sampler_response(run.sampler, guider, schedule)
+    except Exception as error:  # a sampler that needs more of the model than its predictions, or another pack's prompt
+        log.debug("DeepCache corrects nothing with %s: %s", _name(run.sampler), error)
+        return
+    if response is not None:
+        changes = [angle(float(level), run.is_flow) for level in levels]
+        run.correction, run.gives_back = Correction(response, changes), False
 
 
 def _note_company(run: DeepCacheRun, guider: Any, model_options: dict[str, Any]) -> None:

@@ -1,7 +1,9 @@
-"""The noise level of each evaluation of a run, for the most part without waiting for the device."""
+"""What is known of a sampler: the noise level of each evaluation, for the most part without waiting for the device, and
+how predictions reach its later latents."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 
 from ....core.events import log
 from ....core.host_copy import HostCopy
-from ....step_cache.step_schedule import SIGMA_TOLERANCE
+from ....step_cache.predictions.correction import Predict, Response, is_near, response_of
 
 LEARNED = 4
 """Evaluations at the schedule's levels, one after the other, after which the sampler is taken to go on like that. All
@@ -42,13 +44,13 @@ class NoiseLevels:
             self._reckoned.append((expected, HostCopy(timestep.max())))
             return expected
         level = float(timestep.max())
-        self._reckons = self._reckons and expected is not None and _is_same(level, expected)
+        self._reckons = self._reckons and expected is not None and is_near(expected, level)
         return level
 
     def _check(self) -> None:
         while self._reckoned and self._reckoned[0][1].has_come():
             expected, level = self._reckoned.pop(0)
-            if self._reckons and not _is_same(float(level.read()), expected):
+            if self._reckons and not is_near(expected, float(level.read())):
                 log.warning("DeepCache: this sampler left the schedule on its way; its levels are read one by one.")
                 self._reckons = False
 
@@ -68,5 +70,30 @@ def is_of_core(sampler: Any) -> bool:
     return getattr(module, function.__name__, function) is function
 
 
-def _is_same(level: float, expected: float) -> bool:
-    return abs(level - expected) <= SIGMA_TOLERANCE * abs(expected)
+def sampler_response(sampler: Any, guider: Any, sigmas: torch.Tensor) -> Response | None:
+    """The response of a sampler that adds no noise on this schedule, without calling the model; None where it has none.
+
+    sampler: core's KSAMPLER. guider: what it would call, for samplers that ask about the model. Raises whatever a
+    sampler raises that needs more of the model than its predictions.
+    """
+    function, options = sampler.sampler_function, dict(sampler.extra_options)
+    if "noise_sampler" in inspect.signature(function).parameters:
+        options["noise_sampler"] = lambda *_: 0.0
+    sigmas = sigmas.detach().cpu().clone()
+
+    def sample(predict: Predict, latent: torch.Tensor) -> torch.Tensor:
+        given = {"model_options": {"transformer_options": {}}, "seed": 0}
+        return function(_Model(guider, predict), latent, sigmas, extra_args=given, disable=True, **options)
+
+    with torch.random.fork_rng(devices=[]):
+        return response_of(sigmas.tolist(), sample)
+
+
+class _Model:
+    """What core's samplers call, with predictions from elsewhere. They find the rest of the model as `inner_model`."""
+
+    def __init__(self, guider: Any, predict: Predict):
+        self.inner_model, self._predict = guider, predict
+
+    def __call__(self, latent: torch.Tensor, sigma: torch.Tensor, **_: Any) -> torch.Tensor:
+        return self._predict(latent, float(sigma.max()))

@@ -6,11 +6,12 @@ arXiv 2312.12487; Lyu et al., "FasterCache", arXiv 2410.19355).
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+
+from ..step_schedule import stretch_of
 
 MOST_STEPS = 16
 """Of runs that leave it out, with samplers that add noise: their neighbouring steps are then too far apart to skip the
@@ -41,7 +42,7 @@ class Guidance:
         return self._step == step
 
     def record(self, step: int, angle: float, cond: torch.Tensor, uncond: torch.Tensor) -> None:
-        self._step, self._stretch, self._difference = step, self._stretch_of(angle), cond - uncond
+        self._step, self._stretch, self._difference = step, stretch_of(angle, self._changes), cond - uncond
         self._strength = abs(1 - self._scale())
 
     def forget(self) -> None:
@@ -53,7 +54,7 @@ class Guidance:
 
     def is_known(self, angle: float) -> bool:
         """Whether the difference is of the same prompts as those at this noise level."""
-        return self._stretch == self._stretch_of(angle)
+        return self._stretch == stretch_of(angle, self._changes)
 
     def fits(self, shape: torch.Size, angle: float) -> bool:
         return self.is_known(angle) and self._difference.shape == shape
@@ -76,7 +77,3 @@ class Guidance:
     def share(self) -> float:
         """The share of a full step's work that the prediction without the prompt takes."""
         return self._work[1] / max(self._work.total(), 1)
-
-    def _stretch_of(self, angle: float) -> tuple[int, int]:
-        # Both, since prompts begin at and below their level, and end below theirs.
-        return bisect_left(self._changes, angle), bisect_right(self._changes, angle)

@@ -91,7 +91,7 @@ class History:
         result = newest.clone()
         if len(self._points) > 1:
             points = [place for _, place, _ in self._points]
-            for weight, (_, _, older) in zip(weights(points, _reachable(points, at)), self._points, strict=True):
+            for weight, (_, _, older) in zip(weights(points, reachable(points, at)), self._points, strict=True):
                 if older is not newest:
                     # The weights add up to 1. Differences of neighbours keep their digits in half precision.
                     result.add_(older - newest, alpha=weight)
@@ -131,7 +131,7 @@ def _is_same(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
 
 
-def _reachable(points: Sequence[float], at: float) -> float:
+def reachable(points: Sequence[float], at: float) -> float:
     """`at`, or as far towards it from the newest point as the last segment is long, times `REACH`."""
     reach = REACH * abs(points[0] - points[1])
     return points[0] + min(max(at - points[0], -reach), reach)

@@ -1,0 +1,123 @@
+"""Which of core's samplers are corrected, what that brings on the trained networks, and where it must not be done."""
+
+import comfy.model_sampling
+import comfy.samplers
+import pytest
+import torch
+from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
+from comfy_accel.accel.hosts.comfyui.models.samplers import sampler_response
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
+from comfy_accel.accel.step_cache.run import DeepCacheRun
+
+from bench import similarity, tiny_models, toy
+
+CORRECTED = {
+    *("euler", "ddim", "lms", "ipndm", "ipndm_v", "deis", "dpmpp_2m", "res_multistep", "gradient_estimation"),
+    *("uni_pc", "uni_pc_bh2"),
+}
+"""They evaluate each step once, add no noise, and are linear in their predictions."""
+
+SEEDS = (11, 12, 13, 14)
+
+
+@pytest.fixture(scope="module")
+def network():
+    return toy.load("unet")
+
+
+@pytest.fixture
+def corrections(monkeypatch):
+    """Whether each run from now on corrects, when it ends."""
+    seen = []
+
+    class Watched(DeepCacheRun):
+        def close(self):
+            seen.append(self.correction is not None)
+            super().close()
+
+    monkeypatch.setattr(host, "DeepCacheRun", Watched)
+    return seen
+
+
+def sampled(model, sampler, steps=24):
+    with torch.inference_mode():
+        return [toy.sample(model, torch.tensor([seed % 5]), 16, 16, steps, sampler, seed) for seed in SEEDS]
+
+
+def a_few_steps(network, sampler="euler", change=lambda model: None, settings=None, **others):
+    """The latent of four steps, every second one skipped."""
+    model = apply_deep_cache(network, DeepCacheSettings(interval=2, schedule="uniform", **settings or {}))
+    change(model)
+    prompts = (toy.conditioning(torch.tensor([which])) for which in (1, toy.NULL_CLASS))
+    return tiny_models.sample(model, torch.zeros(1, 4, 16, 16), *prompts, 4, toy.CFG, sampler, **others)
+
+
+@pytest.mark.parametrize("sampler", comfy.samplers.SAMPLER_NAMES)
+def test_samplers_that_evaluate_each_step_once_are_corrected(network, corrections, sampler):
+    a_few_steps(network, sampler)
+    assert corrections == [sampler in CORRECTED]
+
+
+@pytest.mark.parametrize("name", ["unet", "dit"])
+def test_corrected_images_are_closer(monkeypatch, name):
+    """Measured for the four seeds, in dB over the same steps uncorrected: see docs/measurements.md."""
+    model, closer = toy.load(name), []
+    cached = apply_deep_cache(model, DeepCacheSettings(interval=2, schedule="uniform", start_percent=0.3))
+    for sampler in ("euler", "dpmpp_2m"):
+        plain, corrected = sampled(model, sampler), sampled(cached, sampler)
+        with monkeypatch.context() as without:
+            without.setattr(host, "_correct", lambda *_: None)
+            without.setattr(host, "_GIVE_BACK", ())
+            uncorrected = sampled(cached, sampler)
+        decibels = (similarity.latent_psnr(torch.cat(made), torch.cat(plain)) for made in (corrected, uncorrected))
+        closer.append((next(decibels) - next(decibels)).mean())
+    assert min(closer) > 0.5, closer
+    assert sum(closer) / 2 > 1.5, closer
+
+
+def test_settings_that_skip_nothing_are_bit_identical_beside_it(network, corrections):
+    cached = apply_deep_cache(network, DeepCacheSettings(schedule="adaptive", threshold=0.0))
+    assert all(map(torch.equal, sampled(cached, "dpmpp_2m", steps=6), sampled(network, "dpmpp_2m", steps=6)))
+    assert corrections == [True] * len(SEEDS)
+
+
+def test_finding_a_response_draws_no_random_numbers_and_calls_no_model():
+    state = torch.get_rng_state()
+    for name in sorted(CORRECTED):
+        sampler_response(comfy.samplers.sampler_object(name), None, torch.tensor([14.0, 5.0, 1.0, 0.0]))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def guided_by_another_node(model):
+    model.set_model_sampler_post_cfg_function(lambda args: args["denoised"])
+
+
+def predicts_v(model):
+    class Sampling(comfy.model_sampling.ModelSamplingDiscrete, comfy.model_sampling.V_PREDICTION):
+        pass
+
+    model.add_object_patch("model_sampling", Sampling(model.model.model_config))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"settings": {"depth": 1}},
+        {"settings": {"between": "hold"}},
+        {"change": guided_by_another_node},
+        {"change": predicts_v},
+        {"noise_mask": torch.ones(1, 1, 16, 16)},
+    ],
+    ids=["depth", "hold", "guidance", "v prediction", "mask"],
+)
+def test_run_is_not_corrected_with(network, corrections, how):
+    a_few_steps(network, **how)
+    assert corrections == [False]
+
+
+def test_failing_correction_leaves_the_image(network, caplog, monkeypatch):
+    """It is made as without it from there on."""
+    monkeypatch.setattr(host.Correction, "corrected", lambda *_: 1 / 0)
+    assert a_few_steps(network, "dpmpp_2m").isfinite().all()
+    assert "corrects nothing from here on: ZeroDivisionError" in caplog.text
