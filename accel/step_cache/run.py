@@ -196,9 +196,8 @@ class DeepCacheRun:
         """
         calls = [skipped for run in (self, *self._siblings.values()) for skipped in run._calls]
         if self.correction is None or not calls or any(calls) != all(calls) or self.split is None or self.split.depth:
-            self.correction = (
-                None  # where another cache answered, or some calls were full, it knows no more what is true
-            )
+            # Another cache answered, or only some calls were skipped: what is true is no longer known.
+            self.correction = None
             return prediction
         try:
             return self.correction.corrected(latent, level, self._angle, prediction, any(calls), scale)
