@@ -96,7 +96,7 @@ class DeepCacheRun:
         self.correction: Correction | None = None
         """Corrects what the sampler is given; set by the host."""
         self.sampler: Any = None
-        """The host's; set by the host."""
+        """The host's, where it may be corrected; set by the host."""
         self.learnt: Learnt | None = None
         """What earlier runs with a quality learnt; set by the host, None for nothing."""
         self.guided_by = ""
@@ -192,10 +192,12 @@ class DeepCacheRun:
     def corrected(self, latent: torch.Tensor, level: float, prediction: torch.Tensor, scale: Hashable) -> torch.Tensor:
         """What the sampler is given in place of `prediction` [B, ...], of the evaluation that is over.
 
-        The arguments are those of `Correction.corrected`.
+        latent, level, scale: as for `Correction.corrected`.
         """
-        calls = [skipped for run in (self, *self._siblings.values()) for skipped in run._calls]
-        if self.correction is None or not calls or any(calls) != all(calls) or self.split is None or self.split.depth:
+        if self.correction is None:
+            return prediction
+        calls = {skipped for run in (self, *self._siblings.values()) for skipped in run._calls}
+        if len(calls) != 1 or self.split is None or self.split.depth:
             # Another cache answered, or only some calls were skipped: what is true is no longer known.
             self.correction = None
             return prediction

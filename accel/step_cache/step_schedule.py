@@ -29,6 +29,11 @@ def step_of(sigma: float, schedule: Sequence[float]) -> int:
     return min(max(passed - 1, 0), len(starts) - 1)
 
 
+def is_near(one: float, other: float) -> bool:
+    """Whether they are the same noise level, as samplers compute it."""
+    return abs(one - other) <= SIGMA_TOLERANCE * abs(one)
+
+
 def is_in_order(schedule: Sequence[float]) -> bool:
     """Whether the noise levels only fall or only rise, as `step_of` assumes."""
     return list(schedule) in (sorted(schedule), sorted(schedule, reverse=True))

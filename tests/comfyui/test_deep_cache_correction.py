@@ -82,10 +82,10 @@ def test_settings_that_skip_nothing_are_bit_identical_beside_it(network, correct
     assert corrections == [True] * len(SEEDS)
 
 
-def test_finding_a_response_draws_no_random_numbers_and_calls_no_model():
-    state = torch.get_rng_state()
+def test_finding_a_response_draws_no_random_numbers_and_calls_no_model(network):
+    guider, state = comfy.samplers.CFGGuider(network), torch.get_rng_state()
     for name in sorted(CORRECTED):
-        sampler_response(comfy.samplers.sampler_object(name), None, torch.tensor([14.0, 5.0, 1.0, 0.0]))
+        sampler_response(comfy.samplers.sampler_object(name), guider, torch.tensor([14.0, 5.0, 1.0, 0.0]))
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import torch
 
-from ..step_schedule import SIGMA_TOLERANCE, stretch_of
+from ..step_schedule import is_near, stretch_of
 from .forecast import reachable, weights
 
 FOLLOWS = 0.5
@@ -34,7 +34,6 @@ LARGEST_FACTOR = 200.0
 its prediction leaves that to the next one."""
 
 _INEXACT = 1e-4
-_MOST_EVALUATIONS = 1000
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,10 @@ Predict = Callable[[torch.Tensor, float], torch.Tensor]
 """Gives a prediction for a latent [B, ...] at a noise level."""
 
 
+class _LeavesSchedule(Exception):
+    """A sampler evaluates more than once in a step, or at levels of its own."""
+
+
 def response_of(schedule: Sequence[float], sample: Callable[[Predict, torch.Tensor], torch.Tensor]) -> Response | None:
     """The response of a sampler, by running it on impulses; None unless it is linear and evaluates each step once.
 
@@ -64,33 +67,29 @@ def response_of(schedule: Sequence[float], sample: Callable[[Predict, torch.Tens
     schedule: noise levels of its steps, and the last one. sample: runs the sampler with the given predictions, from the
     given latent [B, 1, 1, 1] to the final one, without noise.
     """
-    levels: list[float] = []
-    anything = torch.rand(_MOST_EVALUATIONS, generator=torch.Generator().manual_seed(0))
+    count = len(schedule) - 1
+    anything = torch.rand(count, generator=torch.Generator().manual_seed(0))
+    latents = []
 
-    def run(impulses: int) -> torch.Tensor:
-        levels.clear()
-        latents = []
+    def predict(latent: torch.Tensor, level: float) -> torch.Tensor:
+        place = len(latents)
+        if place == count or not is_near(schedule[place], level):
+            raise _LeavesSchedule
+        latents.append(latent.detach().reshape(-1).clone())
+        prediction = torch.zeros_like(latent)
+        prediction[0], prediction[place + 1] = anything[place], 1.0
+        return prediction
 
-        def predict(latent: torch.Tensor, level: float) -> torch.Tensor:
-            latents.append(latent.detach().reshape(-1).clone())
-            levels.append(level)
-            prediction = torch.zeros_like(latent)
-            prediction[0] = anything[len(latents) - 1]
-            if len(latents) <= impulses:
-                prediction[len(latents)] = 1.0
-            return prediction
-
-        latents.append(sample(predict, torch.zeros(impulses + 1, 1, 1, 1)).reshape(-1))
-        return torch.stack(latents).double()
-
-    count = len(run(0)) - 1
-    moved = run(count)
-    effects = moved[:, 1:]
-    is_known = len(levels) == len(schedule) - 1 and all(map(is_near, schedule, levels))
-    is_falling = all(one > other for one, other in pairwise([*levels, 0.0]))
-    if not (is_known and is_falling) or effects.shape != (count + 1, count):
+    try:
+        final = sample(predict, torch.zeros(count + 1, 1, 1, 1))
+    except _LeavesSchedule:
         return None
-    if not torch.allclose(moved[:, 0], effects @ anything[:count].double(), rtol=_INEXACT, atol=_INEXACT):
+    levels = tuple(schedule[:count])
+    if len(latents) != count or any(one <= other for one, other in pairwise([*levels, 0.0])):
+        return None
+    moved = torch.stack([*latents, final.reshape(-1)]).double()
+    effects = moved[:, 1:]
+    if not torch.allclose(moved[:, 0], effects @ anything.double(), rtol=_INEXACT, atol=_INEXACT):
         return None
     folds = []
     for evaluation in range(count):
@@ -104,12 +103,7 @@ def response_of(schedule: Sequence[float], sample: Callable[[Predict, torch.Tens
         if (since @ fold - oldest).norm() > _INEXACT * (oldest.norm() + 1e-9):
             return None
         folds.append(fold.flatten().tolist())
-    return Response(tuple(levels), effects.tolist(), folds)
-
-
-def is_near(one: float, other: float) -> bool:
-    """Whether they are the same noise level, as samplers compute it."""
-    return abs(one - other) <= SIGMA_TOLERANCE * abs(one)
+    return Response(levels, effects.tolist(), folds)
 
 
 @dataclass(frozen=True)
@@ -126,7 +120,7 @@ class _Evaluation:
 
 
 class Correction:
-    """Of one run. Memory: about twelve latents, and two for each step that is skipped in a row.
+    """Of one run. Memory: about twelve latents, and three for each step that is skipped in a row.
 
     Where the run leaves the response, as at another level or size, predictions stay as they are from there on.
 
@@ -193,8 +187,7 @@ class Correction:
         levels = self._response.levels
         if self._index >= len(levels) or not is_near(levels[self._index], level):
             return False
-        known = [one.latent for one in self._full] or [prediction]
-        return latent.shape == prediction.shape and all(one.shape == prediction.shape for one in known)
+        return all(one.shape == prediction.shape for one in (latent, *(full.latent for full in self._full)))
 
     def _extrapolated(self, now: _Evaluation) -> torch.Tensor:
         """The prediction of a skipped evaluation, as far as it should follow the latent."""

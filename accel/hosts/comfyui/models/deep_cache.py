@@ -58,7 +58,10 @@ worse."""
 _GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
 """Keys of model_options: functions of other nodes that change how predictions are combined."""
 
-_ASKS_BOTH = (*_GUIDANCE, "sampler_calc_cond_batch_function", "disable_cfg1_optimization")
+_PREDICTS = (*_GUIDANCE, "sampler_calc_cond_batch_function")
+"""Keys of model_options: the same, and functions that make the predictions."""
+
+_ASKS_BOTH = (*_PREDICTS, "disable_cfg1_optimization")
 """Keys of model_options: other nodes make the predictions, or need both where one would do, as NAG."""
 
 
@@ -227,27 +230,25 @@ def _correct(run: DeepCacheRun, guider: Any, model_options: dict[str, Any], sche
     """Let the run correct what the sampler is given, where nothing else has a part in it."""
     if run.sampler is None or run.adds_noise or run.settings.between != "forecast" or run.settings.split_depth:
         return
-    is_plain = getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise
-    if not is_plain or CORE_CACHE in model_options.get("transformer_options", {}):
+    if not _is_plain(guider) or CORE_CACHE in model_options.get("transformer_options", {}):
         return
-    if any(model_options.get(name) for name in (*_GUIDANCE, "sampler_calc_cond_batch_function")):
+    if any(model_options.get(name) for name in _PREDICTS):
         return
     sampling = type(guider.model_patcher.get_model_object("model_sampling"))
     if sampling.calculate_denoised not in (EPS.calculate_denoised, CONST.calculate_denoised):
         return  # forecasts of other kinds of predictions follow the latent less
     try:
-        levels = [level for conds in guider.conds.values() for cond in conds or () for level in _changes(cond)]
+        changes = _changes(run, guider)
         response = sampler_response(run.sampler, guider, schedule)
     except Exception as error:  # a sampler that needs more of the model than its predictions, or another pack's prompt
         log.debug("DeepCache corrects nothing with %s: %s", _name(run.sampler), error)
         return
     if response is not None:
-        changes = [angle(float(level), run.is_flow) for level in levels]
         run.correction, run.gives_back = Correction(response, changes), False
 
 
 def _note_company(run: DeepCacheRun, guider: Any, model_options: dict[str, Any]) -> None:
-    conds = [cond for group in getattr(guider, "conds", {}).values() for cond in group or ()]
+    conds = _conds(guider)
     controls = [cond["control"] for cond in conds if cond.get("control") is not None]
     run.has_controls = bool(controls)
     run.has_company = any(cond.get("hooks") for cond in conds)
@@ -281,17 +282,30 @@ def _evaluate(
 def _guidance_of(run: DeepCacheRun, steps: int, guider: Any, model_options: dict[str, Any]) -> Guidance | None:
     """What lets a short run whose sampler adds noise leave out predictions without the prompt, where a quality is
     asked; None where another node has a part in the guidance."""
-    is_plain = getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise
-    if run.target is None or steps > MOST_STEPS or not run.adds_noise or not is_plain:
+    if run.target is None or steps > MOST_STEPS or not run.adds_noise or not _is_plain(guider):
         return None
     is_guided = guider.conds.get("negative") is not None and not math.isclose(guider.cfg, 1.0)
     if not is_guided or any(model_options.get(name) for name in _ASKS_BOTH):
         return None
-    levels = (level for conds in guider.conds.values() for cond in conds for level in _changes(cond))
-    return Guidance(lambda: guider.cfg, [angle(float(level), run.is_flow) for level in levels])
+    return Guidance(lambda: guider.cfg, _changes(run, guider))
 
 
-def _changes(cond: dict[str, Any]) -> Iterator[float]:
+def _is_plain(guider: Any) -> bool:
+    """Whether it combines predictions as core's CFGGuider does."""
+    return getattr(type(guider), "predict_noise", None) is CFGGuider.predict_noise
+
+
+def _conds(guider: Any) -> list[dict[str, Any]]:
+    """Its prompts, positive, negative and any other."""
+    return [cond for group in getattr(guider, "conds", {}).values() for cond in group or ()]
+
+
+def _changes(run: DeepCacheRun, guider: Any) -> list[float]:
+    """The noise levels, as angles, at which what the model is asked becomes another."""
+    return [angle(float(level), run.is_flow) for cond in _conds(guider) for level in _levels_of_change(cond)]
+
+
+def _levels_of_change(cond: dict[str, Any]) -> Iterator[float]:
     """The noise levels at which a prompt, its ControlNets or its hooks begin, end or change in strength."""
     yield from (cond[name] for name in ("timestep_start", "timestep_end") if cond.get(name) is not None)
     control = cond.get("control")

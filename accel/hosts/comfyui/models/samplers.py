@@ -12,7 +12,8 @@ import torch
 
 from ....core.events import log
 from ....core.host_copy import HostCopy
-from ....step_cache.predictions.correction import Predict, Response, is_near, response_of
+from ....step_cache.predictions.correction import Predict, Response, response_of
+from ....step_cache.step_schedule import is_near
 
 LEARNED = 4
 """Evaluations at the schedule's levels, one after the other, after which the sampler is taken to go on like that. All
