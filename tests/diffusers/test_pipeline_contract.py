@@ -31,11 +31,11 @@ def accelerate(pipe):
     return accelerate_pipeline(pipe, ignores=("vae",), backend="eager", stop_on_trouble=True)
 
 
-# The adapters' tests run those two compiled, and each takes seconds to warm up.
-@pytest.fixture(
-    scope="module",
-    params=thorough_except(KINDS, *(set(KINDS) - {"StableDiffusionXLPipeline", "StableDiffusion3Pipeline"})),
-)
+QUICK = set(KINDS) - {"StableDiffusionXLPipeline", "StableDiffusion3Pipeline"}
+"""The adapters' tests run those two compiled, and each takes seconds to warm up."""
+
+
+@pytest.fixture(scope="module", params=thorough_except(KINDS, *QUICK))
 def pipes(request):
     """A pipeline, plain, and one of the same weights that is accelerated and warmed up at another size."""
     plain, fast = zoo.pipeline(request.param), accelerate(zoo.pipeline(request.param))
@@ -44,11 +44,7 @@ def pipes(request):
     return plain, fast
 
 
-@pytest.fixture(scope="module")
-def unet_pipes(pipes):
-    if type(pipes[0]).__name__ not in UNETS:
-        pytest.skip("this pipeline has no UNet")
-    return pipes
+of_unets = pytest.mark.parametrize("pipes", thorough_except(UNETS, *QUICK), indirect=True)
 
 
 @pytest.fixture
@@ -91,9 +87,10 @@ def first_rows(pipe):
 
 
 @warmed
+@of_unets
 @pytest.mark.parametrize("images", [1, 3])
-def test_images_per_prompt(unet_pipes, images):
-    plain, fast = unet_pipes
+def test_images_per_prompt(pipes, images):
+    plain, fast = pipes
     given = {"batch": 2, "num_images_per_prompt": images, "generator": torch.Generator().manual_seed(0)}
     if "ControlNet" in type(fast).__name__:
         given["image"] = torch.rand(1, 3, 48, 32)
@@ -182,8 +179,9 @@ def test_attention_in_slices_and_whole_again():
 
 
 @warmed
-def test_another_pipeline_from_its_models(unet_pipes):
-    plain, fast = unet_pipes
+@of_unets
+def test_another_pipeline_from_its_models(pipes):
+    plain, fast = pipes
     target = getattr(diffusers, type(fast).__name__.replace("Pipeline", "Img2ImgPipeline"))
     image = torch.rand(1, 3, 48, 32, generator=torch.Generator().manual_seed(5))
     given = {"image": image, "strength": 0.5, "num_inference_steps": 4}
