@@ -187,7 +187,8 @@ class DeepCacheRun:
             # An error of the guidance is as lasting as the prompt. Other models are taken to add as much as this one.
             passed_on = PASSED_ON if self.guidance is None else 1.0
             angles = [angle(level, self.is_flow) for level in self.schedule]
-            self.target.begin(angles, *self.carries, passed_on, math.sqrt(self.models))
+            carries = (*self.carries, passed_on, math.sqrt(self.models))
+            self.target.begin(angles, *carries, is_corrected=self.correction is not None)
 
     def corrected(self, latent: torch.Tensor, level: float, prediction: torch.Tensor, scale: Hashable) -> torch.Tensor:
         """What the sampler is given in place of `prediction` [B, ...], of the evaluation that is over.
@@ -199,14 +200,22 @@ class DeepCacheRun:
         calls = {skipped for run in (self, *self._siblings.values()) for skipped in run._calls}
         if len(calls) != 1 or self.split is None or self.split.depth:
             # Another cache answered, or only some calls were skipped: what is true is no longer known.
-            self.correction = None
+            self._stop_correcting()
             return prediction
         try:
-            return self.correction.corrected(latent, level, self._angle, prediction, any(calls), scale)
+            prediction = self.correction.corrected(latent, level, self._angle, prediction, any(calls), scale)
         except Exception as error:
             log.warning("DeepCache corrects nothing from here on: %s", one_line(error))
-            self.correction = None
+            self._stop_correcting()
             return prediction
+        if self.correction.is_over:
+            self._stop_correcting()
+        return prediction
+
+    def _stop_correcting(self) -> None:
+        self.correction = None
+        if self.target is not None:
+            self.target.stop_correcting()
 
     def run_in_full(self, reason: str) -> None:
         """Skip nothing from now on; the first reason is logged."""

@@ -8,6 +8,7 @@ from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.hosts.comfyui.models.samplers import sampler_response
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
+from comfy_accel.accel.step_cache.predictions.correction import Correction
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 
 from bench import similarity, tiny_models, toy
@@ -34,6 +35,20 @@ def corrections(monkeypatch):
     class Watched(DeepCacheRun):
         def close(self):
             seen.append(self.correction is not None)
+            super().close()
+
+    monkeypatch.setattr(host, "DeepCacheRun", Watched)
+    return seen
+
+
+@pytest.fixture
+def counted_on(monkeypatch):
+    """Whether the quality of each run from now on counts on corrections, when it ends."""
+    seen = []
+
+    class Watched(DeepCacheRun):
+        def close(self):
+            seen.append(self.target.carried.is_corrected)
             super().close()
 
     monkeypatch.setattr(host, "DeepCacheRun", Watched)
@@ -74,6 +89,22 @@ def test_corrected_images_are_closer(monkeypatch, name):
         closer.append((next(decibels) - next(decibels)).mean())
     assert min(closer) > 0.5, closer
     assert sum(closer) / 2 > 1.5, closer
+
+
+@pytest.mark.parametrize("sampler", ["euler", "heun"])
+def test_quality_counts_on_corrections_where_there_are_some(network, counted_on, sampler):
+    a_few_steps(network, sampler, settings={"quality": 40.0})
+    assert counted_on == [sampler in CORRECTED]
+
+
+@pytest.mark.parametrize("leaves", ["by failing", "by leaving the response"])
+def test_quality_no_longer_counts_on_corrections_that_ended(network, counted_on, monkeypatch, leaves):
+    if leaves == "by failing":
+        monkeypatch.setattr(Correction, "corrected", property(lambda self: 1 / 0))
+    else:
+        monkeypatch.setattr(Correction, "_fits", lambda *_: False)
+    a_few_steps(network, settings={"quality": 40.0})
+    assert counted_on == [False]
 
 
 def test_settings_that_skip_nothing_are_bit_identical_beside_it(network, corrections):

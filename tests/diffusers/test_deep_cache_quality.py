@@ -96,9 +96,9 @@ def test_two_transformers_share_a_quality(monkeypatch):
     """Each takes the other to add as much; what was asked is told as it was."""
     factors, begin = [], QualityRefresh.begin
 
-    def noted(policy, angles, *carries):
+    def noted(policy, angles, *carries, **others):
         factors.append(carries[-1])
-        begin(policy, angles, *carries)
+        begin(policy, angles, *carries, **others)
 
     monkeypatch.setattr(QualityRefresh, "begin", noted)
     pipe = deep_transformers.pipeline(

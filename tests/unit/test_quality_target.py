@@ -47,6 +47,16 @@ def test_later_steps_take_nothing_back_of_what_is_extrapolated():
     assert extrapolated(Carried(ANGLES, beyond=1.0, passed_on=0.5))[1] == pytest.approx(0.5)
 
 
+def test_errors_that_full_steps_correct_count_less_the_more_noise_is_left():
+    carried = Carried(ANGLES, is_corrected=True)
+    shares = [carried.at_end(step) / Carried(ANGLES).at_end(step) for step in range(4)]
+    assert shares == sorted(shares)
+    assert shares[1] == pytest.approx(quality.CORRECTED_EARLY**0.5), "a step that ends halfway, at a noise level of 1"
+    assert shares[-1] == pytest.approx(1)
+    extrapolating = Carried(ANGLES, beyond=1.0, is_corrected=True).at_end(3)
+    assert extrapolating == pytest.approx(quality.CORRECTED_EXTRAPOLATED)
+
+
 def test_levels_that_stay_are_no_step():
     carried = Carried((ANGLES[0], ANGLES[1], ANGLES[1], 0.0), beyond=1.0)
     assert extrapolated(carried) == pytest.approx([0.5, 0, 1])

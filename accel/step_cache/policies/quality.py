@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -40,6 +40,14 @@ third to two thirds of it back below a noise level of 2, and enlarge it above, b
 
 PASSED_ON_EXTRAPOLATED = 1.2
 """The same where a sampler extrapolates. Later steps take nothing back of that."""
+
+CORRECTED_EARLY = 0.4
+"""The same where full steps correct skipped ones, of errors at pure noise. Without noise all is passed on; between them
+it changes geometrically with the noise level in radians. With one share for all, the cost of skipped steps was
+estimated 5 to 14 dB too high in the middle of a run, and about right at its end (docs/measurements.md)."""
+
+CORRECTED_EXTRAPOLATED = 1.6
+"""How many times as much of that is passed on where a sampler extrapolates."""
 
 UNCORRECTED = 2.5
 """How many times as much of an error is passed on where no full step follows. With 0.75 passed on of any, a skipped
@@ -73,9 +81,10 @@ class Carried:
     samplers without noise of their own, 2 for ancestral ones (with eta 1), infinite where each step begins anew from
     the prediction, as LCM's. beyond: how far a sampler follows its predictions beyond the newest one, in units of
     DPM-Solver++ 2M (Lu et al., arXiv 2211.01095): 0 for those that do not. passed_on: the share of an error that later
-    steps pass on. factor: by which an error is enlarged beside all that. enlarged_back: how many steps back a step that
-    enlarges errors does so: as many as may be skipped at once, since the full steps between take back what it adds to
-    earlier ones (on the trained UNet, 8 dB).
+    steps pass on, where nothing is corrected. factor: by which an error is enlarged beside all that. enlarged_back: how
+    many steps back a step that enlarges errors does so: as many as may be skipped at once, since the full steps between
+    take back what it adds to earlier ones (on the trained UNet, 8 dB). is_corrected: whether full steps correct what
+    those before them got wrong.
     """
 
     angles: tuple[float, ...]
@@ -84,6 +93,7 @@ class Carried:
     passed_on: float = 1.0
     factor: float = 1.0
     enlarged_back: int = LONGEST
+    is_corrected: bool = False
 
     def share_kept(self, step: int) -> float:
         """The share of the difference between latent and prediction that the sampler keeps in `step`."""
@@ -93,9 +103,19 @@ class Carried:
 
     def at_end(self, step: int) -> float:
         """The factor by which an error in the prediction of `step` reaches the final latent."""
-        passed_on = PASSED_ON_EXTRAPOLATED if self.beyond else self.passed_on
         enlarged = max(1.0, *self._enlarged[step : step + self.enlarged_back + 1])
-        return self.factor * (1 - self.share_kept(step)) * passed_on * enlarged
+        return self.factor * (1 - self.share_kept(step)) * self._passed_on(step) * enlarged
+
+    @property
+    def at_last(self) -> float:
+        """By how much an error is enlarged where no full step follows: correcting others changes nothing there."""
+        return UNCORRECTED * (PASSED_ON if self.is_corrected else 1.0)
+
+    def _passed_on(self, step: int) -> float:
+        if not self.is_corrected:
+            return PASSED_ON_EXTRAPOLATED if self.beyond else self.passed_on
+        passed_on = CORRECTED_EARLY ** (self.angles[step + 1] / (math.pi / 2))
+        return passed_on * (CORRECTED_EXTRAPOLATED if self.beyond else 1.0)
 
     @cached_property
     def _enlarged(self) -> Sequence[float]:
@@ -179,10 +199,10 @@ class QualityRefresh:
         self._features: dict[int, HostCopy] = {}
         """The same of the full steps before."""
 
-    def begin(self, angles: Sequence[float], *carries: float) -> None:
+    def begin(self, angles: Sequence[float], *carries: float, is_corrected: bool = False) -> None:
         """Note the run's noise levels. carries: the fields of `Carried` from `kept` to `factor`."""
         self.longest = max(self.longest, int((len(angles) - 1) * LONGEST_SHARE))
-        self.carried = Carried(tuple(angles), *carries, enlarged_back=self.longest)
+        self.carried = Carried(tuple(angles), *carries, enlarged_back=self.longest, is_corrected=is_corrected)
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         if self.carried is None or self._full is None or not 1 <= step.since_refresh < self.longest:
@@ -194,7 +214,7 @@ class QualityRefresh:
         before = self._enlarged(self._skipped, known)
         after = self._enlarged([*self._skipped, self._as_skipped(step.index)], known)
         if step.index == len(self.carried.angles) - 2:
-            after *= UNCORRECTED**2
+            after *= self.carried.at_last**2
         self.estimates[step.index] = (spent + each * after).max().sqrt().item()
         room = (torch.maximum(self._allowed**2 - spent, SUNK * spent) / each).min().item()
         # `not <=` instead of `>`: NaN refreshes.
@@ -276,9 +296,14 @@ class QualityRefresh:
         known = self._known(math.inf)
         if known is None:
             return None
-        last = self._expected(self._skipped, known) * UNCORRECTED**2
+        last = self._expected(self._skipped, known) * self.carried.at_last**2
         error = (self._spent(known) + last).max().item()
         return -10 * math.log10(error) if error > 0 else math.inf
+
+    def stop_correcting(self) -> None:
+        """Note that full steps from here on correct nothing."""
+        if self.carried is not None:
+            self.carried = replace(self.carried, is_corrected=False)
 
     def restart(self) -> None:
         """Note that the sampler went back up: what it skipped since the last full step is not known to matter."""

@@ -141,7 +141,8 @@ class Correction:
         before are folded."""
         self._off_before: dict[int, torch.Tensor] = {}
         """The same at the newest full one."""
-        self._is_over = False
+        self.is_over = False
+        """Whether the run has left the response."""
 
     def corrected(
         self,
@@ -159,10 +160,8 @@ class Correction:
         asked.
         """
         self._index += 1
-        if self._is_over or not self._fits(latent, level, prediction):
-            self._is_over = True
-            self._full.clear()
-            self._skipped.clear()
+        if self.is_over or not self._fits(latent, level, prediction):
+            self.is_over = True
             return prediction
         situation = scale, stretch_of(place, self._changes)
         if situation != self._situation:
