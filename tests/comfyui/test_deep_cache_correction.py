@@ -28,31 +28,33 @@ def network():
 
 
 @pytest.fixture
-def corrections(monkeypatch):
-    """Whether each run from now on corrects, when it ends."""
-    seen = []
+def noted_at_end(monkeypatch):
+    """Makes a list to which each run from now on adds a fact of itself when it ends. fact: gives it."""
 
-    class Watched(DeepCacheRun):
-        def close(self):
-            seen.append(self.correction is not None)
-            super().close()
+    def noted(fact):
+        seen = []
 
-    monkeypatch.setattr(host, "DeepCacheRun", Watched)
-    return seen
+        class Watched(DeepCacheRun):
+            def close(self):
+                seen.append(fact(self))
+                super().close()
+
+        monkeypatch.setattr(host, "DeepCacheRun", Watched)
+        return seen
+
+    return noted
 
 
 @pytest.fixture
-def counted_on(monkeypatch):
+def corrections(noted_at_end):
+    """Whether each run from now on corrects, when it ends."""
+    return noted_at_end(lambda run: run.correction is not None)
+
+
+@pytest.fixture
+def counted_on(noted_at_end):
     """Whether the quality of each run from now on counts on corrections, when it ends."""
-    seen = []
-
-    class Watched(DeepCacheRun):
-        def close(self):
-            seen.append(self.target.carried.is_corrected)
-            super().close()
-
-    monkeypatch.setattr(host, "DeepCacheRun", Watched)
-    return seen
+    return noted_at_end(lambda run: run.target.carried.is_corrected)
 
 
 def sampled(model, sampler, steps=24):
@@ -100,7 +102,7 @@ def test_quality_counts_on_corrections_where_there_are_some(network, counted_on,
 @pytest.mark.parametrize("leaves", ["by failing", "by leaving the response"])
 def test_quality_no_longer_counts_on_corrections_that_ended(network, counted_on, monkeypatch, leaves):
     if leaves == "by failing":
-        monkeypatch.setattr(Correction, "corrected", property(lambda self: 1 / 0))
+        monkeypatch.setattr(Correction, "corrected", lambda *_: 1 / 0)
     else:
         monkeypatch.setattr(Correction, "_fits", lambda *_: False)
     a_few_steps(network, settings={"quality": 40.0})

@@ -108,8 +108,8 @@ class Carried:
 
     @property
     def at_last(self) -> float:
-        """By how much an error is enlarged where no full step follows: correcting others changes nothing there."""
-        return UNCORRECTED * (PASSED_ON if self.is_corrected else 1.0)
+        """By how much an error is enlarged where no full step follows, since none corrects it."""
+        return UNCORRECTED * (self.passed_on if self.is_corrected else 1.0)
 
     def _passed_on(self, step: int) -> float:
         if not self.is_corrected:
