@@ -91,8 +91,8 @@ class DeepCacheRun:
         self.adds_noise = True
         """Whether the sampler adds noise in a step, or may; set by the host."""
         self.gives_back = False
-        """Whether forecasts give back what those before them lacked; set by the host, for samplers whose images that
-        brings closer."""
+        """Whether forecasts give back what those before them lacked, where nothing is corrected; set by the host, for
+        samplers whose images that brings closer."""
         self.correction: Correction | None = None
         """Corrects what the sampler is given; set by the host."""
         self.sampler: Any = None
@@ -168,7 +168,8 @@ class DeepCacheRun:
                 return self
             if model not in self._siblings:
                 made = self._siblings[model] = DeepCacheRun(self.settings)
-                shared = ("schedule", "window", "is_flow", "gives_back", "guidance")
+                shared = ("schedule", "window", "is_flow", "guidance")
+                made.gives_back = self.gives_back and self.correction is None
                 for name in (*shared, "_step", "_angle", "_refresh", "_full"):
                     setattr(made, name, getattr(self, name))
                 made.target = None  # this run decides, by its own features
@@ -200,19 +201,20 @@ class DeepCacheRun:
         calls = {skipped for run in (self, *self._siblings.values()) for skipped in run._calls}
         if len(calls) != 1 or self.split is None or self.split.depth:
             # Another cache answered, or only some calls were skipped: what is true is no longer known.
-            self._stop_correcting()
+            self.stop_correcting()
             return prediction
         try:
             prediction = self.correction.corrected(latent, level, self._angle, prediction, any(calls), scale)
         except Exception as error:
             log.warning("DeepCache corrects nothing from here on: %s", one_line(error))
-            self._stop_correcting()
+            self.stop_correcting()
             return prediction
         if self.correction.is_over:
-            self._stop_correcting()
+            self.stop_correcting()
         return prediction
 
-    def _stop_correcting(self) -> None:
+    def stop_correcting(self) -> None:
+        """Correct nothing from here on."""
         self.correction = None
         if self.target is not None:
             self.target.stop_correcting()
@@ -370,7 +372,8 @@ class DeepCacheRun:
         self._compared.add(step)
         self.is_probing, self._full[step] = False, True
         self._start_cycle(step)
-        are_whole = bool(self._calls) and all(self._calls[::2]) and not any(self._calls[1::2])
+        skipped, self._calls = self._calls[::2], self._calls[1::2]
+        are_whole = bool(skipped) and all(skipped) and not any(self._calls)
         self._broken += not are_whole
         if are_whole and not self.failed and _is_alike(forecast, truth):
             self.target.compare(step, forecast, truth)
@@ -448,7 +451,7 @@ class DeepCacheRun:
     @property
     def _gives_back(self) -> bool:
         """What a probe forecasts reaches no latent."""
-        return self.gives_back and not self.is_probing
+        return self.gives_back and self.correction is None and not self.is_probing
 
     def _has_all(self, key: BranchKey) -> bool:
         """Whether every part that this run ever exchanged is there for the branch, from the last full step on."""

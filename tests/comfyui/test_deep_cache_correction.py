@@ -93,6 +93,30 @@ def test_corrected_images_are_closer(monkeypatch, name):
     assert sum(closer) / 2 > 1.5, closer
 
 
+@pytest.mark.parametrize("name", ["unet", "dit"])
+def test_corrected_images_of_pipelines_are_closer(monkeypatch, name):
+    """The same in diffusers' own schedulers."""
+    pytest.importorskip("diffusers", reason="needs the package diffusers: tests/requirements.txt")
+    import toy_pipelines
+    from comfy_accel.accel.hosts.diffusers import deep_cache as pipelines
+
+    def made(pipe, **settings):
+        with pipelines.deep_cache(pipe, DeepCacheSettings(**settings)):
+            return torch.cat([pipe(20, seed) for seed in SEEDS[:2]])
+
+    closer, kept = [], []
+    for make in toy_pipelines.SCHEDULERS[name].values():
+        pipe = toy_pipelines.ToyPipeline(name, make())
+        plain = made(pipe, interval=1)
+        corrected = similarity.latent_psnr(made(pipe), plain)
+        with monkeypatch.context() as without:
+            without.setattr(pipelines._Cache, "_response", lambda *_: None)
+            closer.append((corrected - similarity.latent_psnr(made(pipe), plain)).mean())
+        kept.append(similarity.latent_psnr(made(pipe, quality=40.0), plain).min())
+    assert min(closer) > 0.5 and sum(closer) / len(closer) > 1.5, closer
+    assert min(kept) > 39, kept
+
+
 @pytest.mark.parametrize("sampler", ["euler", "heun"])
 def test_quality_counts_on_corrections_where_there_are_some(network, counted_on, sampler):
     a_few_steps(network, sampler, settings={"quality": 40.0})

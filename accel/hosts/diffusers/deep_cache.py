@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -17,13 +17,24 @@ from ...modules.substitution import Order, substituted
 from ...step_cache.cached_call import cached_call
 from ...step_cache.config import DeepCacheSettings
 from ...step_cache.policies.sensitivity import learnt_in
+from ...step_cache.predictions.correction import Correction, Response
 from ...step_cache.run import DeepCacheRun
 from ...step_cache.split_points import find_split, why_no_split
 from ...step_cache.token_streams import NoStreams, arguments
 from ...step_cache.unet_split import DownUpUNetSplit
 from ...store import location
 from .denoising_loop import around_loops
-from .predictions import PLAIN, around_steps, carried_by, combined, denoised, may_add_noise
+from .predictions import (
+    PLAIN,
+    around_steps,
+    carried_by,
+    combined,
+    denoised,
+    may_add_noise,
+    noisy,
+    scheduler_response,
+    share_of,
+)
 from .schedule import PipelineSchedule
 
 DENOISERS = ("unet", "transformer", "transformer_2")
@@ -31,6 +42,9 @@ DENOISERS = ("unet", "transformer", "transformer_2")
 
 _TIMESTEPS = ("timestep", "timesteps", "t")
 """Names of the argument that says where in the schedule a call is."""
+
+_PLAIN_STEP = ("model_output", "timestep", "sample", "generator", "return_dict")
+"""Arguments of a scheduler's step that change nothing of how predictions reach its later latents."""
 
 _called: ContextVar[tuple[torch.nn.Module, ...]] = ContextVar("accel_deep_cache_called", default=())
 """Models that are in a cached call. Where the contexts of several pipelines share a model, the innermost one caches."""
@@ -105,8 +119,8 @@ class _Images:
                 undo.callback(cache.end_image)
                 undo.enter_context(substituted({model: cache.call}, Order.CACHED, this_thread_only=True))
                 scheduler = getattr(pipe, "scheduler", None)
-                if settings.quality is not None and callable(getattr(scheduler, "step", None)):
-                    undo.enter_context(around_steps(scheduler, cache.before_step))
+                if callable(getattr(scheduler, "step", None)):
+                    undo.enter_context(around_steps(scheduler, cache.before_step, cache.after_step))
             yield
 
     def _models(self, pipe: Any) -> list[torch.nn.Module]:
@@ -131,6 +145,10 @@ class _Cache:
         """Index in the schedule and the scheduler's step counts: the calls of one evaluation share them."""
         self.compared: list[tuple[Any, Any]] = []
         """Of each call of the current evaluation, where it is compared, the result as a skipped and as a full one."""
+        self.layouts: list[Hashable] = []
+        """Of each call of the current evaluation."""
+        self.made: Callable[[], Any] | None = None
+        """Gives the latent of the scheduler's last step, as long as somebody has it; None before its first."""
 
     @torch.compiler.disable
     def call(self, inner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,13 +168,14 @@ class _Cache:
         self.cached_calls += 1
         before = _called.set((*_called.get(), self.model))
         split = run.split
+        self.layouts.append(_layout(named))
         once = functools.partial(
             cached_call,
             run,
             split,
             # Cond and uncond are one batch from the first step to the last, so one branch; or separate calls, in the
             # same order at every step.
-            run.branches(latent, ("batch",), (0,), _layout(named)),
+            run.branches(latent, ("batch",), (0,), self.layouts[-1]),
             latent,
             lambda: inner(*args, **kwargs),
             # A transformer's residuals stay: what skipped blocks are given has no effect.
@@ -174,18 +193,23 @@ class _Cache:
         finally:
             _called.reset(before)
 
-    def before_step(self, given: Mapping[str, Any]) -> None:
-        """Before the scheduler's step, with its arguments: compare, where the evaluation that led to it is compared."""
-        run, compared = self.run, self.compared
-        self.compared = []
+    def before_step(self, given: Mapping[str, Any]) -> torch.Tensor | None:
+        """Before the scheduler's step, with its arguments: compare, where the evaluation that led to it is compared,
+        and correct. Returns what the scheduler is to be given in place of the model's output, if anything."""
+        run, compared, layouts = self.run, self.compared, tuple(self.layouts)
+        self.compared, self.layouts = [], []
         if run is None:
-            return
+            return None
         if given.get("eta") and run.carries is not None and run.carries[0] == 1.0:
             # DDIM's noise of its own, which it is only told now.
             run.carries, run.gives_back = (2.0, run.carries[1]), False
             run.set_schedule(run.schedule)
-        if not run.is_probing:
-            return
+        if run.is_probing:
+            self._compare(given, compared)
+        return self._corrected(given, layouts) if run.correction is not None else None
+
+    def _compare(self, given: Mapping[str, Any], compared: Sequence[tuple[Any, Any]]) -> None:
+        run = self.run
         forecast = truth = None
         try:
             output, timestep, sample = (given[name] for name in ("model_output", "timestep", "sample"))
@@ -198,6 +222,32 @@ class _Cache:
         except Exception as error:
             run.run_in_full(f"a quality cannot be measured in this pipeline ({error})")
         run.end_probe(forecast, truth)
+
+    def _corrected(self, given: Mapping[str, Any], layouts: tuple[Hashable, ...]) -> torch.Tensor | None:
+        """The model's output with what it takes for the latent to be what it should be; None for as it is."""
+        run, scheduler = self.run, self.schedule.scheduler
+        try:
+            output, timestep, sample = (given[name] for name in ("model_output", "timestep", "sample"))
+            others = [name for name, value in given.items() if value is not None and name not in _PLAIN_STEP]
+            if not layouts or others or output.shape != sample.shape:
+                raise ValueError("this step is not the scheduler's plain one")
+            if self.made is not None and self.made() is not sample:
+                raise ValueError("the latent was changed between steps")  # as for a mask
+            share, level = share_of(scheduler, run.angle), self.schedule.level(self.evaluation[0])
+            latent = noisy(scheduler, timestep, sample, run.angle)
+            prediction = latent + share * output.float()
+            asked = getattr(self.pipe, "guidance_scale", None), layouts
+            corrected = run.corrected(latent, level, prediction, asked)
+            return None if corrected is prediction else output + ((corrected - prediction) / share).to(output.dtype)
+        except Exception as error:
+            log.debug("DeepCache corrects nothing from here on: %s", error)
+            run.stop_correcting()
+            return None
+
+    def after_step(self, result: Any) -> None:
+        """After the scheduler's step, with what it returned."""
+        latent = result[0] if isinstance(result, tuple) and result else getattr(result, "prev_sample", None)
+        self.made = weakref.ref(latent) if isinstance(latent, torch.Tensor) else lambda: None
 
     def _begin(self, timestep: Any) -> DeepCacheRun | None:
         """The run of a call at `timestep`; None for one outside the scheduler's schedule."""
@@ -214,6 +264,7 @@ class _Cache:
                 self.run.run_in_full("a quality cannot be measured in this pipeline (its scheduler is not asked)")
                 self.run.end_probe(None, None)
                 self.compared.clear()
+                self.layouts.clear()
             self.run.begin_evaluation(schedule.level(place))
             self.evaluation = (place, *counted)
         return self.run
@@ -240,6 +291,8 @@ class _Cache:
         run.carries, run.models = carried_by(schedule.scheduler), self.models
         run.adds_noise = may_add_noise(schedule.scheduler)
         run.split = find_split(self.model, self.settings.split_depth, run.adds_noise)
+        response = self._response(run, schedule, place)
+        run.correction = None if response is None else Correction(response)
         run.gives_back = run.carries == PLAIN
         home = location.personal_home()
         if run.target is not None and not location.is_off() and home is not None:
@@ -250,6 +303,18 @@ class _Cache:
         run.window = tuple(schedule.level_at(p) for p in (self.settings.start_percent, self.settings.end_percent))
         run.set_schedule(schedule.run_from(place))
         return run
+
+    def _response(self, run: DeepCacheRun, schedule: PipelineSchedule, place: int) -> Response | None:
+        """Of the scheduler; None where nothing is corrected."""
+        if run.adds_noise or self.settings.between != "forecast" or self.models > 1:
+            return None
+        if run.split is None or run.split.depth:
+            return None
+        try:
+            return scheduler_response(schedule, place)
+        except Exception as error:
+            log.debug("DeepCache corrects nothing with %s: %s", type(schedule.scheduler).__name__, error)
+            return None
 
     def end_image(self) -> None:
         self.end_run()
@@ -265,8 +330,9 @@ class _Cache:
             counts = {"full_steps": self.run.full_steps, "skipped_steps": self.run.skipped_steps}
             self.run.close()
             emit("deep_cache_run", **counts, why_full=self.run.why_full, **facts)
-        self.run, self.evaluation = None, (-1,)
+        self.run, self.evaluation, self.made = None, (-1,), None
         self.compared.clear()
+        self.layouts.clear()
 
 
 def _joined(latent: Any) -> torch.Tensor | None:

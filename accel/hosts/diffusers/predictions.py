@@ -1,7 +1,9 @@
-"""What a pipeline's scheduler is given at each step, and what it would have been given had the step been skipped."""
+"""What a pipeline's scheduler is given at each step, what it would have been given had the step been skipped, and how
+that reaches its later latents."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -10,6 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from ...step_cache.predictions.correction import Predict, Response, response_of
+from ...step_cache.step_schedule import angle as angle_of
+from .schedule import PipelineSchedule
 
 PLAIN, _MULTISTEP, _ANCESTRAL, _FROM_PREDICTION = (1.0, 0.0), (1.0, 1.0), (2.0, 0.0), (math.inf, 0.0)
 
@@ -55,19 +61,71 @@ def denoised(scheduler: Any, output: torch.Tensor, timestep: Any, sample: torch.
 
     Raises ValueError for a prediction of a kind that is not known.
     """
-    output, kind = output.float(), getattr(scheduler.config, "prediction_type", "flow_prediction")
-    cosine, sine = math.cos(angle), math.sin(angle)
-    if kind == "flow_prediction":
-        return sample.float() - sine / (sine + cosine) * output
+    share = share_of(scheduler, angle)
+    kept = {"v_prediction": math.cos(angle) ** 2, "sample": 0.0}.get(_kind(scheduler), 1.0)
+    return kept * noisy(scheduler, timestep, sample, angle) + share * output.float()
+
+
+def noisy(scheduler: Any, timestep: Any, sample: torch.Tensor, angle: float) -> torch.Tensor:
+    """The noisy latent [B, ...] in float32, in which the image has its own size, or its share of it with a flow.
+
+    Arguments as for `denoised`.
+    """
+    if _kind(scheduler) == "flow_prediction":
+        return sample.float()
     # All of diffusers' schedulers scale what the model gets to unit variance, whatever they keep themselves.
-    scaled = scheduler.scale_model_input(sample, timestep).float()
-    if kind == "epsilon":
-        return (scaled - sine * output) / cosine
-    if kind == "v_prediction":
-        return cosine * scaled - sine * output
-    if kind == "sample":
-        return output
-    raise ValueError(f"its scheduler predicts {kind}")
+    return scheduler.scale_model_input(sample, timestep).float() / math.cos(angle)
+
+
+def share_of(scheduler: Any, angle: float) -> float:
+    """By how much the denoised latent changes where what the model returns changes by 1.
+
+    Raises ValueError for a prediction of a kind that is not known.
+    """
+    cosine, sine, kind = math.cos(angle), math.sin(angle), _kind(scheduler)
+    shares = {"flow_prediction": -sine / (sine + cosine), "epsilon": -sine / cosine}
+    shares |= {"v_prediction": -sine, "sample": 1.0}
+    if kind not in shares:
+        raise ValueError(f"its scheduler predicts {kind}")
+    return shares[kind]
+
+
+def _kind(scheduler: Any) -> str:
+    return getattr(scheduler.config, "prediction_type", "flow_prediction")
+
+
+def scheduler_response(schedule: PipelineSchedule, place: int) -> Response | None:
+    """How predictions reach the later latents of a run from the step at `place` on; None where they may not be
+    corrected. Runs a copy of the scheduler on the CPU, without calling the model."""
+    original = schedule.scheduler
+    if _kind(original) != ("flow_prediction" if schedule.is_flow else "epsilon"):
+        return None  # forecasts of other kinds of predictions follow the latent less
+    levels, timesteps = schedule.run_from(place), schedule.timesteps[place:].cpu()
+    if len(timesteps) != len(levels) - 1 or getattr(original.config, "thresholding", False):
+        return None  # it evaluates steps more than once, or is not linear
+    if getattr(original, "step_index", None) not in (None, place):
+        return None  # it went on or back
+
+    def sample(predict: Predict, latent: torch.Tensor) -> torch.Tensor:
+        scheduler = _on_cpu(original)
+        for timestep, level in zip(timesteps, levels, strict=False):
+            angle = angle_of(level, schedule.is_flow)
+            seen = noisy(scheduler, timestep, latent, angle)
+            output = (predict(seen, level) - seen) / share_of(scheduler, angle)
+            latent = scheduler.step(output, timestep, latent, return_dict=False)[0]
+        return latent
+
+    with torch.random.fork_rng(devices=[]):  # older Euler schedulers draw noise and scale it by 0
+        return response_of(levels, sample)
+
+
+def _on_cpu(scheduler: Any) -> Any:
+    """A copy, without what contexts have made of its step."""
+    shallow = copy.copy(scheduler)
+    vars(shallow).pop("step", None)
+    tensors = {name: one.cpu() for name, one in vars(shallow).items() if isinstance(one, torch.Tensor)}
+    vars(shallow).update(tensors)
+    return copy.deepcopy(shallow)
 
 
 def combined(forecasts: Sequence[Any], truths: Sequence[Any], given: torch.Tensor) -> torch.Tensor | None:
@@ -120,16 +178,13 @@ def _rows(output: Any, given: torch.Tensor) -> list[torch.Tensor] | None:
 
 
 @contextmanager
-def around_steps(scheduler: Any, note: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """Within it, `note` gets the arguments of each `scheduler.step` before that runs."""
-    before, own = vars(scheduler).get("step"), scheduler.step
-
-    @functools.wraps(own)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        note({**dict(zip(("model_output", "timestep", "sample"), args, strict=False)), **kwargs})
-        return own(*args, **kwargs)
-
-    scheduler.step = step
+def around_steps(
+    scheduler: Any, begin: Callable[[dict[str, Any]], torch.Tensor | None], end: Callable[[Any], None]
+) -> Iterator[None]:
+    """Within it, `begin` gets the arguments of each `scheduler.step` before that runs, and returns what it is to be
+    given in place of the model's output, if anything; `end` gets what it returns."""
+    before = vars(scheduler).get("step")
+    step = scheduler.step = _Step(scheduler.step, begin, end)
     try:
         yield
     finally:
@@ -137,3 +192,25 @@ def around_steps(scheduler: Any, note: Callable[[dict[str, Any]], None]) -> Iter
             del scheduler.step
             if before is not None:
                 scheduler.step = before
+
+
+class _Step:
+    """In place of a scheduler's `step`."""
+
+    def __init__(self, own: Callable[..., Any], begin: Callable[..., Any], end: Callable[..., Any]):
+        functools.update_wrapper(self, own)  # pipelines ask for its parameters
+        self._own, self._begin, self._end = own, begin, end
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = inspect.signature(self._own).parameters
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        output = self._begin(given)
+        if output is not None:
+            args, kwargs = (), {**given, "model_output": output}
+        result = self._own(*args, **kwargs)
+        self._end(result)
+        return result
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """The scheduler's own method, bound to the copy of the scheduler."""
+        return copy.deepcopy(self._own, memo)

@@ -244,7 +244,7 @@ def _correct(run: DeepCacheRun, guider: Any, model_options: dict[str, Any], sche
         log.debug("DeepCache corrects nothing with %s: %s", _name(run.sampler), error)
         return
     if response is not None:
-        run.correction, run.gives_back = Correction(response, changes), False
+        run.correction = Correction(response, changes)
 
 
 def _note_company(run: DeepCacheRun, guider: Any, model_options: dict[str, Any]) -> None:

@@ -1,0 +1,228 @@
+"""Which of diffusers' schedulers are corrected, and where they must not be."""
+
+import copy
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+diffusers = pytest.importorskip("diffusers", reason="needs the package diffusers: tests/requirements.txt")
+
+import deep_transformers  # noqa: E402
+import tiny_pipelines  # noqa: E402
+from comfy_accel.accel.hosts.diffusers import deep_cache as host  # noqa: E402
+from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
+from comfy_accel.accel.hosts.diffusers.predictions import _on_cpu, scheduler_response  # noqa: E402
+from comfy_accel.accel.hosts.diffusers.schedule import PipelineSchedule  # noqa: E402
+from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
+from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("own_garbage")
+
+EVERY_SECOND = DeepCacheSettings(interval=2, schedule="uniform")
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Of each run that ended: whether it corrects, gives back, and counts on corrections."""
+    seen = []
+
+    class Watched(DeepCacheRun):
+        def close(self):
+            counts = self.target is not None and self.target.carried.is_corrected
+            seen.append((self.correction is not None, self._gives_back, counts))
+            super().close()
+
+    monkeypatch.setattr(host, "DeepCacheRun", Watched)
+    return seen
+
+
+def cached(pipe, sample=tiny_pipelines.sample, settings=EVERY_SECOND, **arguments):
+    with deep_cache(pipe, settings):
+        return sample(pipe, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "is_corrected"),
+    [
+        *((f"{name}Scheduler", True) for name in ("EulerDiscrete", "DPMSolverMultistep", "UniPCMultistep")),
+        *((f"{name}Scheduler", True) for name in ("DEISMultistep", "LMSDiscrete")),
+        *((f"{name}Scheduler", False) for name in ("DDIM", "EulerAncestralDiscrete", "LCM")),  # may add noise
+        *((f"{name}Scheduler", False) for name in ("HeunDiscrete", "KDPM2Discrete", "PNDM")),  # more than once a step
+    ],
+)
+def test_schedulers_that_evaluate_each_step_once_are_corrected(ended, scheduler, is_corrected):
+    cached(tiny_pipelines.pipeline(scheduler), steps=20)
+    assert [corrects for corrects, *_ in ended] == [is_corrected]
+
+
+def test_what_is_corrected_is_not_given_back(ended):
+    for scheduler in ("EulerDiscreteScheduler", "HeunDiscreteScheduler"):
+        cached(tiny_pipelines.pipeline(scheduler), steps=8, settings=DeepCacheSettings(quality=40.0))
+    assert ended == [(True, False, True), (False, True, False)]
+
+
+@pytest.mark.parametrize("kind", ["FluxPipeline", "StableDiffusion3Pipeline"])
+def test_flows_are_corrected(ended, kind):
+    pipe = deep_transformers.pipeline(kind)
+    plain = deep_transformers.sample(pipe, steps=8)
+    made = cached(pipe, deep_transformers.sample, steps=8)
+    assert [corrects for corrects, *_ in ended] == [True]
+    assert made.isfinite().all() and not torch.equal(made, plain)
+
+
+def test_two_transformers_are_not_corrected(ended):
+    second = deep_transformers.transformer("Wan", 1, num_layers=9)
+    pipe = deep_transformers.pipeline("WanPipeline", transformer_2=second, boundary_ratio=0.6)
+    cached(pipe, deep_transformers.sample, steps=8)
+    assert [corrects for corrects, *_ in ended] == [False, False]
+
+
+@pytest.mark.parametrize("settings", [{"between": "hold"}, {"depth": 1}], ids=["hold", "outer layers"])
+def test_settings_that_are_not_corrected(ended, settings):
+    cached(tiny_pipelines.pipeline("EulerDiscreteScheduler"), settings=DeepCacheSettings(**settings))
+    assert [corrects for corrects, *_ in ended] == [False]
+
+
+def test_settings_that_skip_nothing_are_bit_identical(ended):
+    pipe = tiny_pipelines.pipeline("DPMSolverMultistepScheduler")
+    made = cached(pipe, settings=DeepCacheSettings(threshold=0.0))
+    assert torch.equal(made, tiny_pipelines.sample(pipe))
+    assert [corrects for corrects, *_ in ended] == [True]
+
+
+def test_latent_that_somebody_changes_is_no_longer_corrected(ended):
+    """As pipelines do for a mask."""
+
+    def changed(pipe, step, timestep, tensors):
+        return {"latents": tensors["latents"] + (step == 3)}
+
+    pipe = tiny_pipelines.pipeline("EulerDiscreteScheduler")
+    made = cached(pipe, steps=8, callback_on_step_end=changed, callback_on_step_end_tensor_inputs=["latents"])
+    assert made.isfinite().all()
+    assert ended == [(False, True, False)]
+
+
+def by_hand(pipe, **told):
+    """A loop that tells each of its scheduler's steps more than a pipeline does."""
+    pipe.scheduler.set_timesteps(8)
+    latent = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)) * pipe.scheduler.init_noise_sigma
+    context = torch.zeros(1, 5, tiny_pipelines.CONTEXT_DIM)
+    with pipe.progress_bar(total=8), torch.no_grad():
+        for time in pipe.scheduler.timesteps:
+            given = pipe.scheduler.scale_model_input(latent, time)
+            out = pipe.unet(given, time, encoder_hidden_states=context).sample
+            latent = pipe.scheduler.step(out, time, latent, **told).prev_sample
+    return latent
+
+
+@pytest.mark.parametrize(("told", "is_corrected"), [({}, True), ({"generator": None}, True), ({"s_noise": 1.1}, False)])
+def test_step_that_is_told_more_is_not_corrected(ended, told, is_corrected):
+    """As tokens' own noise levels, or noise to add."""
+    cached(tiny_pipelines.pipeline("EulerDiscreteScheduler"), by_hand, **told)
+    assert [corrects for corrects, *_ in ended] == [is_corrected]
+
+
+def test_step_of_a_copied_scheduler_is_the_copys(ended):
+    """As pipelines do that try a step out."""
+
+    def copied(pipe, step, timestep, tensors):
+        other, before = copy.deepcopy(pipe.scheduler), pipe.scheduler.step_index
+        other.step(torch.zeros(1, 4, 8, 8), pipe.scheduler.timesteps[before], torch.zeros(1, 4, 8, 8))
+        steps.append((other.step_index - before, pipe.scheduler.step_index - before))
+        return {}
+
+    steps = []
+    pipe = tiny_pipelines.pipeline("DPMSolverMultistepScheduler")
+    made = cached(pipe, steps=8, callback_on_step_end=lambda *given: copied(*given) if given[1] < 7 else {})
+    assert steps == [(1, 0)] * 7
+    assert torch.equal(made, cached(pipe, steps=8))
+    assert [corrects for corrects, *_ in ended] == [True, True]
+
+
+def test_guidance_that_changes_is_not_interpolated_across(monkeypatch):
+    """What was asked of the model is told with each prediction."""
+    asked = []
+    corrected = DeepCacheRun.corrected
+
+    def noted(run, latent, level, prediction, scale):
+        asked.append(scale[0])
+        return corrected(run, latent, level, prediction, scale)
+
+    def changed(pipe, step, timestep, tensors):
+        pipe._guidance_scale = 5.0 if step >= 3 else 7.5
+        return tensors
+
+    monkeypatch.setattr(DeepCacheRun, "corrected", noted)
+    cached(tiny_pipelines.pipeline("EulerDiscreteScheduler"), steps=8, callback_on_step_end=changed)
+    assert asked == [7.5] * 4 + [5.0] * 4
+
+
+def test_half_precision_stays(ended):
+    pipe = tiny_pipelines.pipeline("DPMSolverMultistepScheduler")
+    pipe.unet.to(torch.bfloat16)
+    given, forward = set(), pipe.unet.forward
+
+    def noted(sample, *args, **kwargs):
+        given.add(sample.dtype)
+        return forward(sample, *args, **kwargs)
+
+    pipe.unet.forward = noted
+    contexts = torch.randn(2, 1, 5, tiny_pipelines.CONTEXT_DIM, dtype=torch.bfloat16)
+    names = ("prompt_embeds", "negative_prompt_embeds")
+    with deep_cache(pipe, EVERY_SECOND):
+        pipe(
+            **dict(zip(names, contexts, strict=True)), num_inference_steps=8, output_type="latent", height=64, width=64
+        )
+    assert given == {torch.bfloat16}
+    assert [corrects for corrects, *_ in ended] == [True]
+
+
+def test_image_to_image_begins_in_the_middle(ended):
+    pipe = tiny_pipelines.pipeline("EulerDiscreteScheduler", "StableDiffusionImg2ImgPipeline")
+    image = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(5))
+    made = cached(pipe, image=image, strength=0.5, steps=20)
+    assert made.isfinite().all()
+    assert [corrects for corrects, *_ in ended] == [True]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_karras_sigmas": True}, {"solver_order": 3}])
+def test_response_tells_where_the_scheduler_leads(options):
+    """Of predictions that it has never seen; the scheduler itself and random numbers stay as they are."""
+    scheduler = diffusers.DPMSolverMultistepScheduler(beta_schedule="scaled_linear", **options)
+    scheduler.set_timesteps(12)
+    state, random = torch.get_rng_state(), torch.Generator().manual_seed(0)
+    response = scheduler_response(PipelineSchedule(scheduler), 0)
+    assert scheduler.step_index is None and torch.equal(state, torch.get_rng_state())
+    predictions = torch.randn(12, 4, generator=random)
+    latent = torch.zeros(4)
+    for time, level, prediction in zip(scheduler.timesteps, response.levels, predictions, strict=True):
+        output = (latent * (1 + level**2) ** 0.5 - prediction) / level  # its latents have unit variance
+        latent = scheduler.step(output, time, latent).prev_sample
+    torch.testing.assert_close(torch.tensor(response.effects[-1]).float() @ predictions, latent, rtol=1e-2, atol=1e-3)
+
+
+def test_scheduler_that_went_on_has_no_response():
+    scheduler = diffusers.EulerDiscreteScheduler()
+    scheduler.set_timesteps(6)
+    latent = torch.zeros(1, 4, 8, 8)
+    scheduler.step(latent, scheduler.timesteps[0], scheduler.scale_model_input(latent, scheduler.timesteps[0]))
+    assert scheduler_response(PipelineSchedule(scheduler), 0) is None
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_copy_of_a_scheduler_is_on_the_cpu():
+    """Flow matching's keeps its noise levels on the device."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        scheduler.set_timesteps(6, device="cuda")
+        copied = _on_cpu(scheduler)
+        assert scheduler.sigmas.device.type == "cuda"
+    assert {one.device.type for one in vars(copied).values() if isinstance(one, torch.Tensor)} == {"cpu"}
+
+
+def test_levels_of_another_kind_than_the_prediction_have_no_response():
+    """As Cosmos has: noise levels far above 1, and a flow that is predicted."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(sigmas=[80.0, 10.0, 1.0])
+    assert scheduler_response(PipelineSchedule(scheduler), 0) is None
