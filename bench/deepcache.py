@@ -25,6 +25,8 @@ from .deepcache_plan import (
     FEWER_STEPS,
     FIRST_IMAGE,
     IN_DETAIL,
+    OUTER,
+    OUTER_DEPTH,
     SAMPLERS,
     STEPS,
     TARGET,
@@ -76,8 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
         for steps in options.steps:
             given = []
             if "default" in options.parts:
-                schedule = (defaults.schedule, defaults.between, defaults.threshold)
-                given.append(of_default(defaults.interval, *schedule, depth=options.depth))
+                given.append(of_default(defaults, options.depth))
+                given.append(of_default(defaults, OUTER_DEPTH[network], OUTER))
             if "targets" in options.parts:
                 given += of_targets(options.targets, options.depth)
             if "fewer" in options.parts:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from .report import Row
+
+if TYPE_CHECKING:
+    from comfy_accel.accel.step_cache.config import DeepCacheSettings
 
 Point = tuple[float, float]
 """Share of FLOPs, PSNR in dB."""
@@ -32,7 +36,9 @@ BELOW, ABOVE = 1.0, 6.0
 DEEP_CACHE, FEWER_STEPS, EASY_CACHE = "DeepCache", "fewer steps", "EasyCache"
 TARGET, FIRST_IMAGE = "quality target", "quality target, first image"
 """A quality learns from earlier images of the same model, sampler and guidance; the first image has none."""
-DEFAULT = "the default"
+DEFAULT, OUTER = "the default", "the default while outer blocks run"
+OUTER_DEPTH = {"unet": 2, "dit": 1}
+"""Of `OUTER`, by network: as much as ran in skipped steps up to version 0.1."""
 SETTING = ("method", "interval", "schedule", "between", "threshold", "depth", "target_db", "fewer_steps", "on_curve")
 PLACE = ("network", "sampler", "steps")
 CASE = ("width", "height", "batch")
@@ -52,8 +58,8 @@ class Case:
         return self.batch * self.runs
 
 
-CASES = (Case(16, 16, batch=1), Case(15, 20, batch=4))
-"""A square one by itself, and a batch of an odd height: five samples for each sampler and number of steps."""
+CASES = (Case(16, 16, batch=1, runs=4), Case(20, 15, batch=1, runs=2), Case(15, 20, batch=4))
+"""Single images, as most people make them, and a batch: ten samples for each sampler and number of steps."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +97,10 @@ def of_fewer_steps(steps: int) -> list[Contender]:
     return [Contender(FEWER_STEPS, fewer_steps=number) for number in fewer]
 
 
-def of_default(interval: int, schedule: str, between: str, threshold: float, depth: int | None = None) -> Contender:
+def of_default(settings: DeepCacheSettings, depth: int | None = None, method: str = DEEP_CACHE) -> Contender:
     """DeepCache as its node is when it is added."""
-    return Contender(DEEP_CACHE, interval, schedule, between, threshold, depth, on_curve=False)
+    own = (settings.interval, settings.schedule, settings.between, settings.threshold)
+    return Contender(method, *own, depth=depth, on_curve=False)
 
 
 def of_policies(
@@ -161,9 +168,9 @@ def curves(rows: Iterable[Row]) -> dict[str, list[Point]]:
     }
 
 
-def default_point(rows: Iterable[Row]) -> list[Point]:
-    """Share and PSNR of the default, in one point, or none."""
-    own = [row for row in summary(rows) if row["method"] == DEEP_CACHE and not row["on_curve"]]
+def default_point(rows: Iterable[Row], method: str = DEEP_CACHE) -> list[Point]:
+    """Share and PSNR of the default, in one point, or none. method: or of `OUTER`."""
+    own = [row for row in summary(rows) if row["method"] == method and not row["on_curve"]]
     return [(_mean(own, "flops_share"), _mean(own, "psnr_db"))] if own else []
 
 
@@ -242,10 +249,10 @@ def _of_gains(rows: Sequence[Row]) -> list[str]:
     sentences = []
     for steps in sorted({row["steps"] for row in rows}):
         own = [row for row in rows if row["steps"] == steps]
-        for name in (DEFAULT, *(name for name in curves(own) if name != TARGET)):
+        for name in (DEFAULT, OUTER, *(name for name in curves(own) if name != TARGET)):
             found = _gain_by_sampler(own, name)
             if found:
-                goal = GOAL_DB if name == DEFAULT else 0.0
+                goal = GOAL_DB if name in (DEFAULT, OUTER) else 0.0
                 sentences.append(f"{steps} steps, {TARGET} over {name} at equal FLOPs: {verdict(found, goal)}")
     return sentences
 
@@ -256,7 +263,8 @@ def _gain_by_sampler(rows: Sequence[Row], name: str) -> dict[str, float]:
     for sampler in dict.fromkeys(row["sampler"] for row in rows):
         own = [row for row in rows if row["sampler"] == sampler]
         known = curves(own)
-        base = default_point(own) if name == DEFAULT else known.get(name, [])
+        points = {DEFAULT: DEEP_CACHE, OUTER: OUTER}
+        base = default_point(own, points[name]) if name in points else known.get(name, [])
         # At the whole work the image is the uncached one, and the PSNR says nothing.
         target, base = ([point for point in curve if point[0] < 1] for curve in (known.get(TARGET, []), base))
         values = [gain for _, gain in gains(target, base)]

@@ -166,8 +166,7 @@ class Bench:
 def _default() -> Contender:
     from comfy_accel.accel.step_cache.config import DeepCacheSettings
 
-    usual = DeepCacheSettings()
-    return of_default(usual.interval, usual.schedule, usual.between, usual.threshold)
+    return of_default(DeepCacheSettings())
 
 
 def _name(contender: Contender) -> str:
