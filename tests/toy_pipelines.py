@@ -14,9 +14,7 @@ _NOISE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0
 _FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
 SCHEDULERS = {
     "unet": {
-        "Euler": lambda: diffusers.EulerDiscreteScheduler(**_NOISE),
         "Euler, Karras": lambda: diffusers.EulerDiscreteScheduler(**_NOISE, use_karras_sigmas=True),
-        "DPM-Solver++ 2M": lambda: diffusers.DPMSolverMultistepScheduler(**_NOISE),
         "DPM-Solver++ 2M, Karras": lambda: diffusers.DPMSolverMultistepScheduler(**_NOISE, use_karras_sigmas=True),
         "UniPC": lambda: diffusers.UniPCMultistepScheduler(**_NOISE),
     },

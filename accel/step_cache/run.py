@@ -219,6 +219,16 @@ class DeepCacheRun:
         if self.target is not None:
             self.target.stop_correcting()
 
+    def add_noise(self, carries: tuple[float, float], split: Any) -> None:
+        """Note that the sampler adds noise after all. What was stored is of another split, so that the next step is
+        full."""
+        self.carries, self.split, self.adds_noise, self.gives_back = carries, split, True, False
+        self.stop_correcting()
+        self._forget()
+        self._parts.clear()
+        self._step = self._key = None
+        self.set_schedule(self.schedule)
+
     def run_in_full(self, reason: str) -> None:
         """Skip nothing from now on; the first reason is logged."""
         if not self.failed:

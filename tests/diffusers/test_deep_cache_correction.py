@@ -46,8 +46,8 @@ def cached(pipe, sample=tiny_pipelines.sample, settings=EVERY_SECOND, **argument
     ("scheduler", "is_corrected"),
     [
         *((f"{name}Scheduler", True) for name in ("EulerDiscrete", "DPMSolverMultistep", "UniPCMultistep")),
-        *((f"{name}Scheduler", True) for name in ("DEISMultistep", "LMSDiscrete")),
-        *((f"{name}Scheduler", False) for name in ("DDIM", "EulerAncestralDiscrete", "LCM")),  # may add noise
+        *((f"{name}Scheduler", True) for name in ("DEISMultistep", "LMSDiscrete", "DDIM")),
+        *((f"{name}Scheduler", False) for name in ("EulerAncestralDiscrete", "LCM")),  # add noise
         *((f"{name}Scheduler", False) for name in ("HeunDiscrete", "KDPM2Discrete", "PNDM")),  # more than once a step
     ],
 )
@@ -60,6 +60,29 @@ def test_what_is_corrected_is_not_given_back(ended):
     for scheduler in ("EulerDiscreteScheduler", "HeunDiscreteScheduler"):
         cached(tiny_pipelines.pipeline(scheduler), steps=8, settings=DeepCacheSettings(quality=40.0))
     assert ended == [(True, False, True), (False, True, False)]
+
+
+def test_noise_that_a_scheduler_is_told_to_add_ends_correcting(ended, monkeypatch):
+    """DDIM's eta. From its second step on it is as an ancestral sampler: a UNet's outermost layers run."""
+    splits, count = [], DeepCacheRun.count
+
+    def noted(run, skipped):
+        splits.append((run.split.depth, skipped))
+        count(run, skipped)
+
+    monkeypatch.setattr(DeepCacheRun, "count", noted)
+    made = cached(tiny_pipelines.pipeline("DDIMScheduler"), steps=6, eta=1.0)
+    assert made.isfinite().all()
+    assert ended == [(False, False, False)]
+    assert splits[0] == (0, False) and all(depth > 0 for depth, _ in splits[1:])
+    assert [skipped for _, skipped in splits] == [False, False, True, False, True, False]
+
+
+def test_clipped_predictions_are_not_corrected(ended):
+    pipe = tiny_pipelines.pipeline("DDIMScheduler")
+    pipe.scheduler.register_to_config(clip_sample=True)
+    cached(pipe)
+    assert ended == [(False, True, False)]
 
 
 @pytest.mark.parametrize("kind", ["FluxPipeline", "StableDiffusion3Pipeline"])

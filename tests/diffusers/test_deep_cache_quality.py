@@ -24,12 +24,12 @@ EXACT = 300.0
 """dB: nothing can be skipped, so that all there is are comparisons."""
 
 
-def asked(quality, pipe, sample, **arguments):
+def asked(quality, pipe, sample, depth=None, **arguments):
     """Latents of one call with a quality target, and what was told of it."""
     told = []
     unsubscribe = subscribe(lambda name, data: told.append(data) if name == "deep_cache_run" else None)
     try:
-        with deep_cache(pipe, DeepCacheSettings(quality=quality)):
+        with deep_cache(pipe, DeepCacheSettings(quality=quality, depth=depth)):
             latents = sample(pipe, **arguments)
     finally:
         unsubscribe()
@@ -69,7 +69,7 @@ def test_later_images_of_a_pipeline_compare_once(tmp_path, monkeypatch):
     monkeypatch.delenv("ACCEL_STORE")
     monkeypatch.setattr(location, "personal_home", lambda: tmp_path)
     pipe = tiny_pipelines.pipeline("DDIMScheduler")
-    told = [asked(40.0, pipe, tiny_pipelines.sample, steps=30, seed=seed)[1] for seed in range(10)]
+    told = [asked(40.0, pipe, tiny_pipelines.sample, depth=2, steps=30, seed=seed)[1] for seed in range(10)]
     assert told[0]["probes"] >= 2 and told[-1]["probes"] == 1
     assert told[-1]["skipped_work"] >= told[0]["skipped_work"]
     assert (tmp_path / "sensitivity.json").is_file()

@@ -34,6 +34,7 @@ from .predictions import (
     noisy,
     scheduler_response,
     share_of,
+    told_to_add_noise,
 )
 from .schedule import PipelineSchedule
 
@@ -43,8 +44,9 @@ DENOISERS = ("unet", "transformer", "transformer_2")
 _TIMESTEPS = ("timestep", "timesteps", "t")
 """Names of the argument that says where in the schedule a call is."""
 
-_PLAIN_STEP = ("model_output", "timestep", "sample", "generator", "return_dict")
-"""Arguments of a scheduler's step that change nothing of how predictions reach its later latents."""
+_PLAIN_STEP = ("model_output", "timestep", "sample", "eta", "generator", "return_dict")
+"""Arguments of a scheduler's step that change nothing of how predictions reach its later latents, as long as it adds no
+noise."""
 
 _called: ContextVar[tuple[torch.nn.Module, ...]] = ContextVar("accel_deep_cache_called", default=())
 """Models that are in a cached call. Where the contexts of several pipelines share a model, the innermost one caches."""
@@ -200,12 +202,11 @@ class _Cache:
         self.compared, self.layouts = [], []
         if run is None:
             return None
-        if given.get("eta") and run.carries is not None and run.carries[0] == 1.0:
-            # DDIM's noise of its own, which it is only told now.
-            run.carries, run.gives_back = (2.0, run.carries[1]), False
-            run.set_schedule(run.schedule)
         if run.is_probing:
             self._compare(given, compared)
+        if given.get("eta") and run.carries is not None and not run.adds_noise:
+            # DDIM's noise of its own, which it is only told now.
+            run.add_noise(told_to_add_noise(run.carries), find_split(self.model, self.settings.split_depth, True))
         return self._corrected(given, layouts) if run.correction is not None else None
 
     def _compare(self, given: Mapping[str, Any], compared: Sequence[tuple[Any, Any]]) -> None:

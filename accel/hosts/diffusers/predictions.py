@@ -45,13 +45,18 @@ def carried_by(scheduler: Any) -> tuple[float, float] | None:
     if getattr(config, "stochastic_sampling", False):  # of FlowMatchEulerDiscreteScheduler: as LCM's
         return _FROM_PREDICTION
     adds_noise = str(getattr(config, "algorithm_type", "")).startswith("sde")
-    return (_ANCESTRAL[0], known[1]) if adds_noise else known
+    return told_to_add_noise(known) if adds_noise else known
+
+
+def told_to_add_noise(carried: tuple[float, float]) -> tuple[float, float]:
+    """How a scheduler carries errors on once it adds noise."""
+    return _ANCESTRAL[0], carried[1]
 
 
 def may_add_noise(scheduler: Any) -> bool:
-    """Whether a scheduler adds noise in a step, is not known, or is told only in mid-run, by an eta."""
-    carried, step = carried_by(scheduler), getattr(type(scheduler), "step", None)
-    return carried is None or carried[0] != 1.0 or step is None or "eta" in inspect.signature(step).parameters
+    """Whether a scheduler adds noise in a step, or is not known. DDIM is only told in mid-run, by an eta."""
+    carried = carried_by(scheduler)
+    return carried is None or carried[0] != 1.0
 
 
 def denoised(scheduler: Any, output: torch.Tensor, timestep: Any, sample: torch.Tensor, angle: float) -> torch.Tensor:
@@ -101,8 +106,9 @@ def scheduler_response(schedule: PipelineSchedule, place: int) -> Response | Non
     if _kind(original) != ("flow_prediction" if schedule.is_flow else "epsilon"):
         return None  # forecasts of other kinds of predictions follow the latent less
     levels, timesteps = schedule.run_from(place), schedule.timesteps[place:].cpu()
-    if len(timesteps) != len(levels) - 1 or getattr(original.config, "thresholding", False):
-        return None  # it evaluates steps more than once, or is not linear
+    is_clipped = any(getattr(original.config, name, False) for name in ("clip_sample", "thresholding"))
+    if is_clipped or len(timesteps) != len(levels) - 1:
+        return None  # it is not linear, or evaluates steps more than once
     if getattr(original, "step_index", None) not in (None, place):
         return None  # it went on or back
 
