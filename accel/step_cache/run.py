@@ -220,8 +220,8 @@ class DeepCacheRun:
             self.target.stop_correcting()
 
     def add_noise(self, carries: tuple[float, float], split: Any) -> None:
-        """Note that the sampler adds noise after all. What was stored is of another split, so that the next step is
-        full."""
+        """Note, before any step was skipped, that the sampler adds noise after all: the next step is full, since what
+        was stored is of another split."""
         self.carries, self.split, self.adds_noise, self.gives_back = carries, split, True, False
         self.stop_correcting()
         self._forget()

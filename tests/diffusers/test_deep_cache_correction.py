@@ -85,6 +85,20 @@ def test_clipped_predictions_are_not_corrected(ended):
     assert ended == [(False, True, False)]
 
 
+def test_what_another_schedulers_config_says_of_clipping_is_ignored(ended):
+    pipe = tiny_pipelines.pipeline("DDIMScheduler")
+    pipe.scheduler.register_to_config(clip_sample=True)
+    pipe.scheduler = diffusers.DPMSolverMultistepScheduler.from_config({**pipe.scheduler.config, "clip_sample": True})
+    assert pipe.scheduler.config.clip_sample
+    cached(pipe, steps=12)
+    assert [corrects for corrects, *_ in ended] == [True]
+
+
+def test_noise_that_comes_after_skipped_steps_skips_nothing_more(ended, caplog):
+    made = cached(tiny_pipelines.pipeline("DDIMScheduler"), by_hand, begin=4, eta=1.0)
+    assert made.isfinite().all() and "began to add noise" in caplog.text
+
+
 @pytest.mark.parametrize("kind", ["FluxPipeline", "StableDiffusion3Pipeline"])
 def test_flows_are_corrected(ended, kind):
     pipe = deep_transformers.pipeline(kind)
@@ -126,16 +140,16 @@ def test_latent_that_somebody_changes_is_no_longer_corrected(ended):
     assert ended == [(False, True, False)]
 
 
-def by_hand(pipe, **told):
-    """A loop that tells each of its scheduler's steps more than a pipeline does."""
+def by_hand(pipe, begin=0, **told):
+    """A loop that tells its scheduler's steps more than a pipeline does, from the one at `begin` on."""
     pipe.scheduler.set_timesteps(8)
     latent = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)) * pipe.scheduler.init_noise_sigma
     context = torch.zeros(1, 5, tiny_pipelines.CONTEXT_DIM)
     with pipe.progress_bar(total=8), torch.no_grad():
-        for time in pipe.scheduler.timesteps:
+        for index, time in enumerate(pipe.scheduler.timesteps):
             given = pipe.scheduler.scale_model_input(latent, time)
             out = pipe.unet(given, time, encoder_hidden_states=context).sample
-            latent = pipe.scheduler.step(out, time, latent, **told).prev_sample
+            latent = pipe.scheduler.step(out, time, latent, **(told if index >= begin else {})).prev_sample
     return latent
 
 

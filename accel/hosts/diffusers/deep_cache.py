@@ -204,9 +204,12 @@ class _Cache:
             return None
         if run.is_probing:
             self._compare(given, compared)
-        if given.get("eta") and run.carries is not None and not run.adds_noise:
+        if not run.adds_noise and given.get("eta"):
             # DDIM's noise of its own, which it is only told now.
-            run.add_noise(told_to_add_noise(run.carries), find_split(self.model, self.settings.split_depth, True))
+            if run.skipped_steps:
+                run.run_in_full("its scheduler began to add noise after it had skipped steps without")
+            else:
+                run.add_noise(told_to_add_noise(run.carries), find_split(self.model, self.settings.split_depth, True))
         return self._corrected(given, layouts) if run.correction is not None else None
 
     def _compare(self, given: Mapping[str, Any], compared: Sequence[tuple[Any, Any]]) -> None:

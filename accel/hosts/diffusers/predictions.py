@@ -106,7 +106,9 @@ def scheduler_response(schedule: PipelineSchedule, place: int) -> Response | Non
     if _kind(original) != ("flow_prediction" if schedule.is_flow else "epsilon"):
         return None  # forecasts of other kinds of predictions follow the latent less
     levels, timesteps = schedule.run_from(place), schedule.timesteps[place:].cpu()
-    is_clipped = any(getattr(original.config, name, False) for name in ("clip_sample", "thresholding"))
+    # Configs made from another scheduler's have fields that the class ignores.
+    own = inspect.signature(type(original).__init__).parameters
+    is_clipped = any(getattr(original.config, name, False) for name in ("clip_sample", "thresholding") if name in own)
     if is_clipped or len(timesteps) != len(levels) - 1:
         return None  # it is not linear, or evaluates steps more than once
     if getattr(original, "step_index", None) not in (None, place):
