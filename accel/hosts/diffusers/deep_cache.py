@@ -30,7 +30,6 @@ from .predictions import (
     carried_by,
     combined,
     denoised,
-    may_add_noise,
     noisy,
     scheduler_response,
     share_of,
@@ -293,7 +292,7 @@ class _Cache:
         run = DeepCacheRun(self.settings)
         run.is_flow = schedule.is_flow
         run.carries, run.models = carried_by(schedule.scheduler), self.models
-        run.adds_noise = may_add_noise(schedule.scheduler)
+        run.adds_noise = run.carries is None or run.carries[0] != PLAIN[0]  # DDIM is told later, by an eta
         run.split = find_split(self.model, self.settings.split_depth, run.adds_noise)
         response = self._response(run, schedule, place)
         run.correction = None if response is None else Correction(response)

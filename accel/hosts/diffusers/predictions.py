@@ -53,12 +53,6 @@ def told_to_add_noise(carried: tuple[float, float]) -> tuple[float, float]:
     return _ANCESTRAL[0], carried[1]
 
 
-def may_add_noise(scheduler: Any) -> bool:
-    """Whether a scheduler adds noise in a step, or is not known. DDIM is only told in mid-run, by an eta."""
-    carried = carried_by(scheduler)
-    return carried is None or carried[0] != 1.0
-
-
 def denoised(scheduler: Any, output: torch.Tensor, timestep: Any, sample: torch.Tensor, angle: float) -> torch.Tensor:
     """The denoised latent [B, ...] in float32 that `output` stands for.
 
@@ -208,10 +202,10 @@ class _Step:
     def __init__(self, own: Callable[..., Any], begin: Callable[..., Any], end: Callable[..., Any]):
         functools.update_wrapper(self, own)  # pipelines ask for its parameters
         self._own, self._begin, self._end = own, begin, end
+        self._names = tuple(inspect.signature(own).parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        names = inspect.signature(self._own).parameters
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         output = self._begin(given)
         if output is not None:
             args, kwargs = (), {**given, "model_output": output}
