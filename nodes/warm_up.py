@@ -72,7 +72,8 @@ class AccelWarmUpGraphs(io.ComfyNode):
     def validate_inputs(cls, sizes=None) -> bool | str:
         # ComfyUI marks every input that this is given; of the others it compares the numbers itself.
         try:
-            parse_runs(sizes or "", "1", "")
+            if not parse_runs(sizes or "", "1", "")[0]:
+                return "Give at least one size: width x height in pixels, as in 1024x1024."
         except ValueError as error:
             return str(error)
         return True

@@ -130,7 +130,7 @@ def _place(across: int, down: int, anchor: str, unit: int) -> tuple[int, int]:
 
 
 def _stretch(asked: Size, snapped: Size) -> str:
-    sides = ((asked.width, snapped.width, "narrower", "wider"), (asked.height, snapped.height, "lower", "higher"))
+    sides = ((asked.width, snapped.width, "narrower", "wider"), (asked.height, snapped.height, "shorter", "taller"))
     return " and ".join(
         f"{abs(after - before) / before:.1%}".replace("%", " %") + f" {less if after < before else more}"
         for before, after, less, more in sides

@@ -11,7 +11,8 @@ from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings, Trouble
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.hosts.comfyui.models.accelerate import KEY, Run, accelerate
+from comfy_accel.accel.dispatch.compiled_layers import survey_model
+from comfy_accel.accel.hosts.comfyui.models.accelerate import HOST, KEY, Run, accelerate
 from comfy_accel.accel.modules.substitution import StandIn
 from thorough import thorough_except
 from torch._dynamo.utils import counters
@@ -116,6 +117,14 @@ def test_stop_with_the_reason_raises_instead(small_unet, sample):
     with pytest.raises(Trouble, match="the compiler is not installed"):
         sample(fast(small_unet, backend=broken, stop_on_trouble=True))
     assert forwards_in_place(small_unet) == []
+
+
+def test_model_without_repeated_blocks_is_told_or_stops(caplog):
+    model = torch.nn.Conv2d(1, 1, 1)
+    survey_model(model, CompileSettings(backend="eager"), HOST)
+    assert "Conv2d runs uncompiled: it has no repeated blocks" in caplog.text
+    with pytest.raises(Trouble, match="Conv2d cannot run compiled: it has no repeated blocks"):
+        survey_model(model, CompileSettings(backend="eager", stop_on_trouble=True), HOST)
 
 
 def test_graph_that_fails_at_run_time_gives_the_eager_image(sample):

@@ -483,6 +483,12 @@ def test_cache_of_whole_steps_takes_some_and_deep_cache_skips_in_the_rest(small_
     assert torch.equal(sample(other(model), **run), plain)
 
 
+def test_cache_of_whole_steps_is_named_where_it_leaves_nothing_to_skip(small_unet, sample, caplog):
+    with caplog.at_level("INFO"):
+        sample(easy_cache(cached(small_unet, schedule="adaptive", threshold=1e-9)), **SIZE, steps=6)
+    assert "EasyCache or LazyCache skips steps of its own (use one of the two)" in caplog.text
+
+
 @pytest.mark.parametrize("cached_first", [True, False])
 def test_core_compile_node_in_either_order_gives_the_same_and_compiles_nothing_on_later_steps(
     small_unet, sample, cached_first, caplog

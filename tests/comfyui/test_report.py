@@ -180,6 +180,11 @@ def test_images_of_two_sizes_are_not_compared_and_do_no_harm():
     assert "Not compared: the image is 16x8 (1) and the reference 8x8 (2)" in text
 
 
+def test_image_alone_is_not_compared_and_the_missing_one_is_named():
+    assert "connect `reference` too" in AccelReport.execute(None, torch.zeros(1, 8, 8, 3)).args[0]
+    assert "connect `image` too" in AccelReport.execute(None, None, torch.zeros(1, 8, 8, 3)).args[0]
+
+
 def test_bar_of_the_node_fills_while_compiling_and_the_samplers_stays(unet):
     from comfy_execution import progress
     from comfy_execution.graph import DynamicPrompt

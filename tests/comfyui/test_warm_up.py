@@ -19,6 +19,7 @@ from comfy_accel.accel.hosts.comfyui.sizes.size_text import parse_numbers, parse
 from comfy_accel.accel.sizing.resolution import Size
 from comfy_accel.nodes.clear_cache import AccelClearGraphCache
 from comfy_accel.nodes.warm_up import AccelWarmUpGraphs
+from deep_cache_runs import cached
 from thorough import thorough_except
 
 EAGER = CompileSettings(backend="eager")
@@ -39,6 +40,12 @@ def test_warmed_up_model_compiles_nothing_for_the_first_image(small_unet, sample
     assert compiled > 0
     assert torch.equal(sample(fast, 128, 64, tokens=231), sample(small_unet, 128, 64, tokens=231))
     assert cache.statistics()["compilations"] == compiled
+
+
+def test_nothing_is_said_of_steps_that_are_thrown_away(small_unet, caplog):
+    caplog.set_level("INFO")
+    warm_up(cached(small_unet, schedule="adaptive"), tiny_models.conditioning(), [Size(64, 64)], [1])
+    assert [record.getMessage() for record in caplog.records if "DeepCache" in record.getMessage()] == []
 
 
 def test_exact_sizes_are_warmed_up_one_by_one(sample):

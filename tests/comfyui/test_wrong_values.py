@@ -19,7 +19,8 @@ def wrong_values():
             elif getattr(declared, "min", None) is not None:
                 yield name, declared.id, declared.min - 1
                 yield name, declared.id, declared.max + 1
-    yield "AccelWarmUpGraphs", "sizes", "10x"
+    for value in ("10x", "", " , "):
+        yield "AccelWarmUpGraphs", "sizes", value
     for value in ("1, two", "0", "1, 65"):
         yield "AccelWarmUpGraphs", "batches", value
     for value in ("77 154", "4097"):

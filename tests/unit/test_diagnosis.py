@@ -61,6 +61,7 @@ SAID = [
     (diagnosis.tool_missing, facts(tool_missing="torch needs Triton"), "Nothing is compiled: torch needs Triton."),
     (diagnosis.comfyui_too_old, facts(comfyui="0.3.74"), "update it"),
     (diagnosis.no_compiling_node, facts({"compiling": None}, nodes={"KSampler": [{}]}), "put Speed Up between"),
+    (diagnosis.no_compiling_node, facts(nodes={"KSampler": [{}]}), "of an earlier workflow"),
     (diagnosis.whole_model_compiled_too, facts(nodes={"TorchCompileModel": [{}], "AccelModel": [{}]}), "Take it out"),
     (diagnosis.backend_compiles_nothing, facts(compiling(backend="eager")), "choose inductor"),
     (diagnosis.cache_is_off, facts(cache={"max_bytes": 0, "max_entries": 9}), "raise its limits"),
@@ -127,7 +128,7 @@ SAID = [
     ),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping(steps=6)), "about 20 steps on"),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping(sampler="euler_ancestral")), "Use euler"),
-    (diagnosis.deep_cache_skipped_nothing, facts(skipping()), "raise its threshold"),
+    (diagnosis.deep_cache_skipped_nothing, facts(skipping()), "raise the threshold"),
     (diagnosis.no_gpu, facts(device="cpu"), "on the CPU"),
     (diagnosis.partly_loaded, facts({"loaded_share": 0.4}), "Only 40%"),
     (diagnosis.saves_memory, facts(low_vram="lowvram"), "mode lowvram"),
@@ -153,6 +154,23 @@ def test_every_cause_is_tested_and_silent_where_all_is_well(cause):
 @pytest.mark.parametrize("cause", CAUSES, ids=[cause.__name__ for cause in CAUSES])
 def test_cause_lives_without_facts(cause):
     assert isinstance(cause(Facts()), (str, type(None)))
+
+
+def test_figures_of_an_earlier_workflow_bring_no_advice():
+    given = facts(skipping(steps=6), device="cpu", nodes={"KSampler": [{}]})
+    assert diagnose(given) == [diagnosis.no_compiling_node(given)]
+
+
+def test_speed_up_that_should_skip_is_told_where_it_cannot():
+    nodes = {"AccelSpeedUp": [{"quality": "Balanced"}]}
+    assert "it cannot split this model" in diagnosis.deep_cache_found_no_place(facts(nodes=nodes))
+    assert diagnosis.deep_cache_found_no_place(facts(nodes={"AccelSpeedUp": [{"quality": "Exact"}]})) is None
+
+
+def test_blocks_are_not_called_compiled_where_none_are():
+    run = {"model_calls": 12, "fallbacks": rows(Reason("not_captured", why=Reason("weights_streamed")))}
+    compiled, not_compiled = (diagnosis.not_captured(facts({**run, "compiled_calls": calls})) for calls in (48, 0))
+    assert "compiled all the same" in compiled and "compiled all the same" not in not_compiled
 
 
 def test_what_stops_all_comes_before_what_costs_little():

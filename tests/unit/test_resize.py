@@ -105,7 +105,7 @@ def test_padding_never_enlarges_and_shrinks_only_what_is_too_large():
     ("asked", "snapped", "how", "said"),
     [
         ((720, 960), (704, 960), "resize", "720×960 → 704×960, 2.2 % narrower"),
-        ((720, 960), (768, 1024), "resize", "720×960 → 768×1024, 6.7 % wider and 6.7 % higher"),
+        ((720, 960), (768, 1024), "resize", "720×960 → 768×1024, 6.7 % wider and 6.7 % taller"),
         ((720, 960), (720, 960), "crop", "720×960, as asked"),
         ((720, 960), (704, 960), "crop", "720×960 → 704×960, 16 px cut from the width"),
         ((720, 960), (768, 960), "pad edge", "720×960 → 768×960, 48 px added to the width"),

@@ -99,8 +99,6 @@ def _why_not(model: torch.nn.Module) -> Reason | None:
 
 
 def _note_eager_blocks(model: torch.nn.Module, found: Survey) -> None:
-    if not found.regions and not found.left_eager:
-        fallbacks.note(type(model).__name__, Reason("no_blocks"))
     if found.left_eager:
         parts = dict(modules(model, HOST.wraps))
         for path, reason in found.left_eager:

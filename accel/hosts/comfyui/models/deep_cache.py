@@ -33,7 +33,7 @@ from ..home import running_home
 from ..sizes.shape_errors import sizes_explained
 from ..versions import unrecorded_context
 from .late_control import LateControl, can_wait, postponed
-from .options import CAPTURE, CORE_CACHE, CORE_COMPILE, INTERRUPTS, asks_wrappers
+from .options import CAPTURE, CORE_CACHE, CORE_COMPILE, INTERRUPTS, WARMS_UP, asks_wrappers
 from .run_events import run_events, sampling_begins
 from .samplers import NoiseLevels, is_of_core, reckons, sampler_response
 
@@ -137,16 +137,21 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
             run.run_in_full("no quality can be kept beside EasyCache or LazyCache, which skip steps of their own")
         if get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options):
             log.warning("DeepCache: TorchCompileModel compiles nothing beside it; use Accelerate Model instead.")
+        is_finished = False
         with run_events(executor, args, caching={**asdict(settings), "node": node_id}):
             try:
                 with sizes_explained(executor, args):
-                    return executor(*args, **kwargs)
+                    out = executor(*args, **kwargs)
+                is_finished = True
+                return out
             finally:
                 if before is None:
                     options.pop(KEY, None)
                 else:
                     options[KEY] = before
-                _report(run)
+                if not run.skipped_steps and run.why_full is None and CORE_CACHE in options:
+                    run.why_full = "EasyCache or LazyCache skips steps of its own (use one of the two)"
+                _report(run, is_quiet=not is_finished or bool(options.get(WARMS_UP)))
                 run.close()
 
     return sample_in_run
@@ -171,7 +176,8 @@ def _carried_by(name: str) -> tuple[float, float]:
     return 2.0 if is_noisy else 1.0, 1.0 if extrapolates else 0.0
 
 
-def _report(run: DeepCacheRun) -> None:
+def _report(run: DeepCacheRun, is_quiet: bool) -> None:
+    """Emit what the run came to, and log it unless `is_quiet`, as where it was stopped and its steps say little."""
     facts = run.quality_facts()
     emit(
         "deep_cache_run",
@@ -182,18 +188,20 @@ def _report(run: DeepCacheRun) -> None:
         why_full=run.why_full,
         **facts,
     )
-    if run.log_quality(facts):
+    if is_quiet or run.log_quality(facts):
         return
-    if run.policy.uses_drift and not run.skipped_steps and not run.failed and run.full_steps < FEW_STEPS:
+    if run.why_full is not None and not run.skipped_steps and not run.failed:
+        log.info("DeepCache skipped none of %s: %s.", counted(run.full_steps, "step"), run.why_full)
+    elif run.policy.uses_drift and not run.skipped_steps and not run.failed and run.full_steps < FEW_STEPS:
         log.info(
             "DeepCache skipped none of %s: with so few, each changes too much. It pays from about 20 steps on; "
-            "with fewer and CFG above 1, a quality may gain a little. Accelerate Model helps at any number.",
+            "with fewer and CFG above 1, a quality in dB (DeepCache's input) may gain a little.",
             counted(run.full_steps, "step"),
         )
     elif run.policy.uses_drift and not run.skipped_steps and not run.failed:
         log.info(
-            "DeepCache skipped none of %s: too much changed between them. Raise the threshold, sample more "
-            "steps, or choose the uniform schedule.",
+            "DeepCache skipped none of %s: too much changed between them. Sample more steps, choose Fast in "
+            "Speed Up, or raise the threshold in DeepCache.",
             counted(run.full_steps, "step"),
         )
     else:

@@ -27,6 +27,9 @@ CAPTURE = "accel.capture"
 It is here and not in `capture`, which is slow to import and only imported when calls are captured.
 """
 
+WARMS_UP = "accel.warms_up"
+"""Key in `transformer_options` of runs whose images are thrown away."""
+
 CORE_COMPILE, CORE_CACHE = "torch.compile", "easycache"
 """The keys of the wrappers that core's TorchCompileModel and EasyCache put around the model; the second is also that of
 EasyCache's and LazyCache's state in `transformer_options`."""

@@ -15,7 +15,7 @@ from ....core.events import emit
 from ....sizing.resolution import Size
 from ..sizes.model_sizes import latent_layout
 from ..sizes.size_text import parse_numbers, parse_sizes
-from .options import is_captured
+from .options import WARMS_UP, is_captured
 
 MOST = 1000
 """Runs allowed in one warm-up; a typing error must not occupy the machine for hours."""
@@ -81,6 +81,8 @@ def warm_up(
     if not runs:
         raise ValueError("Nothing to run: give at least one size and one batch.")
     layout = latent_layout(model)
+    model = model.clone()
+    model.model_options["transformer_options"][WARMS_UP] = True
     steps = _STEPS_TO_CAPTURE if is_captured(model) else 1
     progress = comfy.utils.ProgressBar(len(runs))
     started = time.perf_counter()

@@ -9,6 +9,7 @@ from typing import Any
 
 from ....core.sentences import OF_CUDA_GRAPHS, counted
 from ....report.headline import FEW_STEPS
+from ....step_cache.config import QUALITIES
 
 _CACHE_FULL = ("cache_entries_full", "cache_bytes_full")
 _PATCHES = ("patched", "attention_replaced", "attention_override")
@@ -58,6 +59,12 @@ class Facts:
         return bool(self.nodes.get("AccelModel") or self.nodes.get("AccelSpeedUp"))
 
     @property
+    def has_skipping_node(self) -> bool:
+        """Whether a node that skips steps is in the workflow."""
+        speeds_up = self.nodes.get("AccelSpeedUp", ())
+        return bool(self.nodes.get("AccelDeepCache")) or any(QUALITIES.get(one.get("quality")) for one in speeds_up)
+
+    @property
     def caching(self) -> Mapping[str, Any]:
         """The settings of DeepCache in the last run; empty without it."""
         return self.run.get("caching") or {}
@@ -94,7 +101,7 @@ def nodes_of(prompt: Any) -> Nodes:
 def no_run(facts: Facts) -> str | None:
     if facts.run:
         return None
-    if facts.has_compiling_node or facts.nodes.get("AccelDeepCache"):
+    if facts.has_compiling_node or facts.has_skipping_node:
         return (
             "No image was made with these nodes yet: connect the image to `anything` of this node, so that it reports "
             "after the image."
@@ -112,18 +119,18 @@ def run_failed(facts: Facts) -> str | None:
 
 
 def no_compiling_node(facts: Facts) -> str | None:
-    if not facts.nodes or facts.compiling or facts.caching or facts.has_compiling_node:
+    if not facts.run or not facts.nodes or facts.has_compiling_node or facts.has_skipping_node:
         return None
-    return "Nothing in this workflow speeds the model up: put Speed Up between the loaders and the sampler."
+    return (
+        "Nothing in this workflow speeds the model up: put Speed Up between the loaders and the sampler. The figures "
+        "are of an earlier workflow."
+    )
 
 
 def whole_model_compiled_too(facts: Facts) -> str | None:
     if not facts.nodes.get("TorchCompileModel") or not (facts.has_compiling_node or facts.caching):
         return None
-    return (
-        "TorchCompileModel is in this workflow too: it recompiles the whole model for new sizes, and nothing of this "
-        "pack works inside it. Take it out."
-    )
+    return "TorchCompileModel is in this workflow too: it recompiles the whole model for new sizes. Take it out."
 
 
 def backend_compiles_nothing(facts: Facts) -> str | None:
@@ -207,7 +214,8 @@ def not_captured(facts: Facts) -> str | None:
     text = f"{calls - replays} of {calls} model calls did not replay a CUDA graph"
     reasons = facts.reasons_not_captured()
     if reasons:
-        return f"{text}, mostly because: {reasons[0]['reason'].rstrip('.')}. Their blocks ran compiled all the same."
+        text = f"{text}, mostly because: {reasons[0]['reason'].rstrip('.')}."
+        return f"{text} Their blocks ran compiled all the same." if facts.run.get("compiled_calls") else text
     return f"{text}, because a new size is captured at its third call or later: the next image of this size replays."
 
 
@@ -250,7 +258,7 @@ def deep_cache_is_off(facts: Facts) -> str | None:
 
 
 def deep_cache_found_no_place(facts: Facts) -> str | None:
-    if not facts.nodes.get("AccelDeepCache") or facts.caching or not facts.run or deep_cache_is_off(facts):
+    if not facts.has_skipping_node or facts.caching or not facts.run or deep_cache_is_off(facts):
         return None
     return "DeepCache did nothing in the last run: it cannot split this model, and the log says why."
 
@@ -268,14 +276,17 @@ def deep_cache_skipped_nothing(facts: Facts) -> str | None:
     if steps / run.get("samplings", 1) < FEW_STEPS:
         return (
             f"DeepCache skipped none of {all_steps}: with so few, each changes too much. It pays from about 20 steps "
-            "on; with fewer and CFG above 1, a quality may gain a little."
+            "on; with fewer and CFG above 1, a quality in dB (DeepCache's input) may gain a little."
         )
     if "ancestral" in sampler or "sde" in sampler or sampler == "lcm":
         return (
             f"DeepCache skipped none of {all_steps}: {sampler} adds new noise in each. Use euler or dpmpp_2m, or a "
             "higher threshold."
         )
-    return f"DeepCache skipped none of {all_steps} with {sampler}: raise its threshold, or choose the uniform schedule."
+    return (
+        f"DeepCache skipped none of {all_steps} with {sampler}: sample more steps, choose Fast in Speed Up, or raise "
+        "the threshold in DeepCache."
+    )
 
 
 def torch_cannot_compile(facts: Facts) -> str | None:
@@ -351,7 +362,7 @@ def gpu_is_shared(facts: Facts) -> str | None:
 
 CAUSES: tuple[Callable[[Facts], str | None], ...] = (
     *(no_run, run_failed, torch_cannot_compile, tool_missing, backend_compiles_nothing),
-    *(cache_is_off, partly_loaded, cache_too_small, sizes_were_cold, whole_model_compiled_too, no_compiling_node),
+    *(cache_is_off, partly_loaded, cache_too_small, sizes_were_cold, whole_model_compiled_too),
     *(deep_cache_is_off, deep_cache_found_no_place, deep_cache_skipped_nothing, blocks_fell_back, blocks_left_out),
     *(not_captured, exact_size, loading_took_long, gpu_is_shared, saves_memory, no_gpu),
     *(weights_are_streamed, nothing_measured, gain_is_small, comfyui_too_old),
@@ -360,5 +371,9 @@ CAUSES: tuple[Callable[[Facts], str | None], ...] = (
 
 
 def diagnose(facts: Facts) -> list[str]:
-    """One or two sentences for each thing that reduces the gain, in the order to change them."""
+    """One or two sentences for each thing that reduces the gain, in the order to change them; where the workflow gains
+    nothing, that alone."""
+    idle = no_compiling_node(facts)
+    if idle is not None:
+        return [idle]
     return [sentence for sentence in (cause(facts) for cause in CAUSES) if sentence is not None]

@@ -27,6 +27,9 @@ def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = Non
     """The report now. image, reference: compared where both are given, [B, H, W, C]. prompt: the report's workflow."""
     state = panel.state(rows=_ROWS)
     decibels = comparison = None
+    if (image is None) != (reference is None):
+        missing = "image" if image is None else "reference"
+        comparison = f"Not compared: connect `{missing}` too."
     if image is not None and reference is not None:
         decibels = psnr(image, reference)
         comparison = _unlike(image, reference) if decibels is None else report.comparison(decibels)
