@@ -136,7 +136,7 @@ class BoundedEntries:
             entry.drop(graph)
             self.generation += 1
 
-    # With the lock held, but for the last
+    # Called with the lock held, except the last
 
     def _require_room(self, key: Hashable, lease: Lease | None) -> None:
         """Raises NoGraph where one more graph of this key does not fit beside those in use.

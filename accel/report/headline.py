@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..core.reasons import Reason
+from ..step_cache.run import SKIPPED
 from .run import Run, rounded
 
 FEW_STEPS = 12
@@ -47,7 +48,7 @@ def _compiled(run: Run) -> list[Reason]:
 
 
 def _skipped(run: Run) -> list[Reason]:
-    steps, skipped = len(run.steps_taken), run.steps_taken.count("S")
+    steps, skipped = len(run.steps_taken), run.steps_taken.count(SKIPPED)
     if not steps:
         return []
     if skipped and run.estimated_db is not None:

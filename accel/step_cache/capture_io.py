@@ -35,7 +35,7 @@ class CaptureIO:
 
 
 class RunProxy:
-    """Stands between a split's layers and their DeepCacheRun, whose methods it has, for one call.
+    """Stands between a split's layers and their DeepCacheRun, with the methods that they call, for one call.
 
     keys: the call's branches. skips: whether it leaves the deep part out.
     """

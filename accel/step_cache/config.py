@@ -19,7 +19,7 @@ POLICIES: dict[str, Callable[[int, float], RefreshPolicy]] = {
 }
 """Values of `schedule`, each with what makes its policy from `interval` and `threshold`.
 
-A new caching method is a class in a file of its own and one entry here.
+A new caching method is a class that follows `refresh.RefreshPolicy` and one entry here.
 """
 
 BETWEEN = ("hold", "forecast")
@@ -49,8 +49,8 @@ class DeepCacheSettings:
         last full steps.
     quality: PSNR in dB of the final latent to the uncached run's, of the farthest sample of a batch, with the latent's
         own range (max - min) as the peak. The run skips what that allows, by its own estimate: schedule and threshold
-        have no say, and `interval` bounds only above
-        `policies.quality.LONGEST` steps. None leaves it to them.
+        have no say; from one full step to the next there are at most as many steps as the largest of `interval`,
+        `policies.quality.LONGEST` and `LONGEST_SHARE` of the run's. None leaves it to them.
 
     Raises ValueError, with the valid range, for anything else.
     """

@@ -46,6 +46,10 @@ LOOK_AHEAD = 2
 """The most steps that a sampler evaluates ahead of its own; heunpp2 does."""
 
 
+_SHARED = ("schedule", "window", "is_flow", "guidance", "_step", "_angle", "_refresh", "_full")
+"""What a run has in common with its siblings (`DeepCacheRun.of`)."""
+
+
 class OutdatedFeature(Exception):
     """A stored feature does not fit this call, as when Kohya's Deep Shrink ends; a full call renews it."""
 
@@ -103,7 +107,7 @@ class DeepCacheRun:
         """What else decides how errors reach the prediction, as the scale of the guidance; set by the host."""
         self._key: str | None = None
         """Of what this run learns, where it does."""
-        self.has_company = False
+        self.has_other_nodes = False
         """Whether more than the model takes part in each evaluation, as hooks; set by the host."""
         self.has_controls = False
         """Whether ControlNets do where `leaves_controls_out` is not true; set by the host."""
@@ -114,7 +118,7 @@ class DeepCacheRun:
         self.is_probing = False
         """Whether the current step, which is full, is being run by the skipped path for comparison."""
         self._broken = 0
-        """Probes that told nothing: calls of theirs ran in full, or another cache answered those of their step."""
+        """Inconclusive probes: calls of theirs ran in full, or another cache answered those of their step."""
         self._compared: set[int] = set()
         """The steps that it was so for."""
         self._calls: list[bool] = []
@@ -168,10 +172,9 @@ class DeepCacheRun:
                 return self
             if model not in self._siblings:
                 made = self._siblings[model] = DeepCacheRun(self.settings)
-                shared = ("schedule", "window", "is_flow", "guidance")
-                made.gives_back = self.gives_back and self.correction is None
-                for name in (*shared, "_step", "_angle", "_refresh", "_full"):
+                for name in _SHARED:
                     setattr(made, name, getattr(self, name))
+                made.gives_back = self.gives_back and self.correction is None
                 made.target = None  # this run decides, by its own features
                 made.split = find(model)
             made = self._siblings[model]
@@ -188,8 +191,14 @@ class DeepCacheRun:
             # An error of the guidance is as lasting as the prompt. Other models are taken to add as much as this one.
             passed_on = PASSED_ON if self.guidance is None else 1.0
             angles = [angle(level, self.is_flow) for level in self.schedule]
-            carries = (*self.carries, passed_on, math.sqrt(self.models))
-            self.target.begin(angles, *carries, is_corrected=self.correction is not None)
+            others = {"factor": math.sqrt(self.models), "is_corrected": self.correction is not None}
+            self.target.begin(angles, *self.carries, passed_on=passed_on, **others)
+
+    @property
+    def may_correct(self) -> bool:
+        """Whether skipped steps extrapolate the only model as a whole, and no noise is added."""
+        is_whole = not self.settings.split_depth and self.models == 1
+        return is_whole and not self.adds_noise and self.settings.between == "forecast"
 
     def corrected(self, latent: torch.Tensor, level: float, prediction: torch.Tensor, scale: Hashable) -> torch.Tensor:
         """What the sampler is given in place of `prediction` [B, ...], of the evaluation that is over.
@@ -199,7 +208,7 @@ class DeepCacheRun:
         if self.correction is None:
             return prediction
         calls = {skipped for run in (self, *self._siblings.values()) for skipped in run._calls}
-        if len(calls) != 1 or self.split is None or self.split.depth:
+        if len(calls) != 1:
             # Another cache answered, or only some calls were skipped: what is true is no longer known.
             self.stop_correcting()
             return prediction
@@ -251,7 +260,7 @@ class DeepCacheRun:
         self._evaluations += 1
         self._angle = angle(sigma, self.is_flow)
         step = step_of(sigma, self.schedule)
-        if self.target is not None and self.guidance is not None and not self.failed:
+        if self.target is not None and not self.failed and (self.guidance is not None or not self.adds_noise):
             self.target.note_reach(step, self._angle)
         if step != self._step:
             self._step = step
@@ -278,8 +287,8 @@ class DeepCacheRun:
         if self.target is None or self.failed or self.guidance is not None:
             return False
         share = self._shallow_share()
-        has_company = self.has_company or (self.has_controls and self._takes_control)
-        is_free = share == 0 and not has_company and not self._broken
+        has_more = self.has_other_nodes or (self.has_controls and self._takes_control)
+        is_free = share == 0 and not has_more and not self._broken
         if not self.target.wants_probe(step, is_free) or not in_window(self.schedule[step + 1], self.window):
             return False
         return self._saved_steps() - share - self._broken >= -self.target.overhead()
@@ -309,13 +318,17 @@ class DeepCacheRun:
                 run._start_cycle(step)
                 run._calls = []
         result, truth = evaluate(False)
+        self._conclude(step, skipped, self._calls, forecast, truth)
+        return result
+
+    def _conclude(self, step: int, skipped: Sequence[bool], full: Sequence[bool], forecast: Any, truth: Any) -> None:
+        """Compare what `step` gave as a skipped and as a full one; of each, which of its calls were skipped."""
         # Another cache may have answered calls of either; then the difference says nothing.
-        are_whole = bool(skipped) and all(skipped) and not any(self._calls) and len(self._calls) >= len(skipped)
+        are_whole = bool(skipped) and all(skipped) and not any(full) and len(full) >= len(skipped)
         self._broken += not are_whole
         if are_whole and not self.failed and _is_alike(forecast, truth):
             self.target.compare(step, forecast, truth)
         self.target.note_full(step)
-        return result
 
     def guided(
         self,
@@ -383,11 +396,7 @@ class DeepCacheRun:
         self.is_probing, self._full[step] = False, True
         self._start_cycle(step)
         skipped, self._calls = self._calls[::2], self._calls[1::2]
-        are_whole = bool(skipped) and all(skipped) and not any(self._calls)
-        self._broken += not are_whole
-        if are_whole and not self.failed and _is_alike(forecast, truth):
-            self.target.compare(step, forecast, truth)
-        self.target.note_full(step)
+        self._conclude(step, skipped, self._calls, forecast, truth)
 
     def give_up(self, error: Exception) -> None:
         """Skip nothing from now on, since a skipped call failed."""
@@ -407,7 +416,11 @@ class DeepCacheRun:
             return True
         start, end = (angle(sigma, self.is_flow) for sigma in self.schedule[step : step + 2])
         scale = LATENT_DRIFT if self.split is not None and self.split.depth == 0 else 1.0
-        return self.policy.should_refresh(Step(step, step - self._refresh, start, end, scale), self._drift)
+        try:
+            return self.policy.should_refresh(Step(step, step - self._refresh, start, end, scale), self._drift)
+        except Exception as error:
+            self.run_in_full(f"whether to skip a step cannot be judged ({one_line(error)})")
+            return True
 
     def _recall(self) -> None:
         """Take what earlier runs of this model learnt; not of the guidance, whose errors are seen whole."""
@@ -562,7 +575,7 @@ class DeepCacheRun:
         return sum(self._skipped.values())
 
     def quality_facts(self) -> dict[str, Any]:
-        """What is told of a run with a quality target; before `close`."""
+        """Facts reported of a run with a quality target; before `close`."""
         if self.target is None:
             return {}
         steps = len(self._skipped)

@@ -1,8 +1,11 @@
 """What DeepCache costs on the trained networks: a stated distance to the uncached run, at every kind of size."""
 
+import comfy.sample
+import comfy.samplers
 import pytest
 import torch
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from deep_cache_runs import assert_close, counts, split_chunks
 from uniform_hold import uniform_hold
@@ -128,6 +131,19 @@ def test_quality_is_kept_where_a_sampler_evaluates_within_its_steps(network):
     error = (made(apply_deep_cache(network, DeepCacheSettings(quality=50.0))) - plain).square().mean((1, 2, 3))
     peak = plain.amax((1, 2, 3)) - plain.amin((1, 2, 3))
     assert (20 * torch.log10(peak / error.sqrt())).min() >= 49
+
+
+def test_quality_is_left_to_samplers_that_are_told_to_extrapolate_farther(network):
+    from bench import toy
+
+    sampler = comfy.samplers.ksampler("lms", {"order": 7})
+    sigmas = torch.cat([torch.logspace(1, -1, 12), torch.zeros(1)])
+    prompts = (toy.conditioning(torch.tensor([which])) for which in (1, toy.NULL_CLASS))
+    latent = torch.zeros(1, 4, 16, 16)
+    model = apply_deep_cache(network, DeepCacheSettings(quality=32.0))
+    comfy.sample.sample_custom(model, torch.randn_like(latent), 3.0, sampler, sigmas, *prompts, latent, seed=0)
+    assert counts() == (12, 0)
+    assert "order is above 4" in records.deep_cache()["why_full"]
 
 
 def test_quality_at_few_steps_skips_nothing_that_would_cost_more(network, caplog):

@@ -136,6 +136,36 @@ def test_evaluation_farther_on_in_a_step_is_farther_from_what_stands_in():
     assert halfway == pytest.approx(ANGLES[0] - (ANGLES[1] + ANGLES[2]) / 2)
 
 
+@pytest.mark.parametrize("adds_noise", [False, True])
+def test_run_notes_how_far_on_samplers_evaluate_where_no_layer_follows_the_latent(adds_noise):
+    run = DeepCacheRun(DeepCacheSettings(quality=40.0))
+    run.adds_noise = adds_noise
+    run.set_schedule(EVEN)
+    for step in range(3):
+        run.begin_evaluation(EVEN[step])
+        run.begin_evaluation((EVEN[step] * EVEN[step + 1]) ** 0.5)
+    assert (run.target._reach > 0.4) is not adds_noise
+
+
+def test_flow_that_begins_above_a_noise_level_of_1_is_judged_too():
+    run = DeepCacheRun(DeepCacheSettings(quality=40.0))
+    run.is_flow, run.carries = True, (1.0, 1.0)
+    run.set_schedule((1.05, 1.02, 0.9, 0.7, 0.4, 0.0))
+    for level in run.schedule[:-1]:
+        run.begin_evaluation(level)
+    assert run.full_steps == 0 and not run.failed
+    assert all(0 <= run.target.carried.at_end(step) < math.inf for step in range(5))
+
+
+def test_step_that_cannot_be_judged_is_full_and_so_are_the_rest(monkeypatch):
+    run = DeepCacheRun(DeepCacheSettings(quality=40.0))
+    run.set_schedule(EVEN)
+    run.begin_evaluation(EVEN[0])
+    monkeypatch.setattr(run.target, "should_refresh", lambda *_: 1 / 0)
+    run.begin_evaluation(EVEN[1])
+    assert run.is_full and run.failed and "cannot be judged (ZeroDivisionError" in run.why_full
+
+
 def test_errors_of_a_stretch_add_up_and_those_of_two_stretches_in_squares():
     policy, _ = run_of(40, 0.01, EVEN)
     known = quality._Full(6, 0.1, ())

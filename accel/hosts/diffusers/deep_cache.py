@@ -309,9 +309,7 @@ class _Cache:
 
     def _response(self, run: DeepCacheRun, schedule: PipelineSchedule, place: int) -> Response | None:
         """Of the scheduler; None where nothing is corrected."""
-        if run.adds_noise or self.settings.between != "forecast" or self.models > 1:
-            return None
-        if run.split is None or run.split.depth:
+        if not run.may_correct:
             return None
         try:
             return scheduler_response(schedule, place)

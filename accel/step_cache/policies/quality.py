@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ leave nothing; steps that cost next to nothing beside what cannot be undone are 
 
 PASSED_ON = 0.65
 """The share of a skipped step's error that later steps pass on to the final latent. On the trained networks they take a
-third to two thirds of it back below a noise level of 2, and enlarge it above, by how much being the picture's."""
+third to two thirds of it back below a noise level of 2, and enlarge it above, by how much differs between images."""
 
 PASSED_ON_EXTRAPOLATED = 1.2
 """The same where a sampler extrapolates. Later steps take nothing back of that."""
@@ -64,8 +65,8 @@ above and by 3 to 7 dB below; what one comparison shows holds for the rest (corr
 the UNet)."""
 
 OVERHEAD, OVERHEAD_OF_LONG_RUNS = 0.02, 0.1
-"""The most of a run's work that comparisons may take beyond what skipped steps have saved. More is staked where it has
-always come back on the trained networks: in long runs of samplers without noise of their own."""
+"""The most of a run's work that comparisons may take beyond what skipped steps have saved. More may be spent where
+it was always recovered on the trained networks: in long runs of samplers without noise of their own."""
 
 LONG_RUN = 16
 """Steps."""
@@ -199,10 +200,11 @@ class QualityRefresh:
         self._features: dict[int, HostCopy] = {}
         """The same of the full steps before."""
 
-    def begin(self, angles: Sequence[float], *carries: float, is_corrected: bool = False) -> None:
-        """Note the run's noise levels. carries: the fields of `Carried` from `kept` to `factor`."""
+    def begin(self, angles: Sequence[float], kept: float = 1.0, beyond: float = 0.0, **others: Any) -> None:
+        """Note the run's noise levels. kept, beyond, others: fields of `Carried`."""
         self.longest = max(self.longest, int((len(angles) - 1) * LONGEST_SHARE))
-        self.carried = Carried(tuple(angles), *carries, enlarged_back=self.longest, is_corrected=is_corrected)
+        angles = tuple(min(at, math.pi / 2) for at in angles)  # a flow may begin above a noise level of 1
+        self.carried = Carried(angles, kept, beyond, enlarged_back=self.longest, **others)
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         if self.carried is None or self._full is None or not 1 <= step.since_refresh < self.longest:
@@ -253,6 +255,8 @@ class QualityRefresh:
     def note_reach(self, step: int, angle: float) -> None:
         """Note that the sampler evaluates `step` at this noise level, where what stands in for the skipped part is of
         the first evaluation of its full step: the farther on others are, the farther from it."""
+        if self.carried is None:
+            return
         start, end = self.carried.angles[step : step + 2]
         if start != end:
             self._reach = max(self._reach, min((angle - start) / (end - start), 1.0))

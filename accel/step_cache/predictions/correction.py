@@ -29,6 +29,10 @@ errors back by themselves."""
 MEMORY = 4
 """The most predictions that a sampler's step depends on beside the latent."""
 
+LEAST_AT_END = 0.5
+"""The least of its last prediction that a sampler takes into the final latent for that to be corrected. A run that ends
+above a noise level of 0 takes little, and may show the prediction itself."""
+
 LARGEST_FACTOR = 200.0
 """The most by which what the latent lacks is multiplied for a prediction to make up for it. A step that uses less of
 its prediction leaves that to the next one."""
@@ -169,6 +173,9 @@ class Correction:
             self._full.clear()
             self._skipped.clear()
         now = _Evaluation(self._index, place, level, latent, prediction)
+        is_last = self._index == len(self._response.levels) - 1
+        if is_last and abs(self._response.effects[-1][-1]) < LEAST_AT_END:
+            return self._extrapolated(now) if is_skipped else prediction
         if is_skipped:
             prediction = self._extrapolated(now)
             given = self._balanced(now.index, prediction)
@@ -196,7 +203,7 @@ class Correction:
         factors = weights(places, reachable(places, now.place)) if len(places) > 1 else [1.0]
         held, moved = _mixed(self._full, factors, now.latent, now.level)
         # What the skipped path makes follows it all the way, as is right where there is little noise.
-        return now.prediction + (1 - FOLLOWS) * min(math.tan(now.place), 1.0) * (held - moved)
+        return now.prediction + (1 - FOLLOWS) * math.tan(min(now.place, math.pi / 4)) * (held - moved)
 
     def _look_back(self, points: Sequence[_Evaluation]) -> None:
         """Note what the skipped evaluations between two full ones should have given."""

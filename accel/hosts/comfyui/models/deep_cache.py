@@ -50,6 +50,10 @@ _NOISY = ("ancestral", "sde", "ddpm", "seeds", "sa_solver")
 _EXTRAPOLATE = ("_2m", "_3m", "multistep", "ipndm", "deis", "lms", "unipc", "sa_solver", "gradient_estimation")
 """Parts of the names of samplers that add noise in each step, and that go beyond their newest prediction."""
 
+_FARTHEST = {"ge_gamma": 2, "order": 4}
+"""The most of sampler options (of gradient_estimation and lms) with which a quality was kept. Above, it missed by up to
+15 dB."""
+
 _GIVE_BACK = ("sample_euler", "sample_heun", "sample_dpm_2")
 """Samplers whose forecasts give back what those before them lacked, where the run is not corrected, as measured
 (docs/measurements.md); core's ddim is the first. Those that add noise, extrapolate or look ahead (heunpp2) come out
@@ -133,6 +137,9 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         run.levels = NoiseLevels(reckons(sampler, patcher.load_device))
         if run.target is not None and "dpm_adaptive" in name:
             run.run_in_full("no quality can be kept with DPM adaptive, which chooses steps of its own")
+        far = next((one for one, most in _FARTHEST.items() if abs(_options(sampler).get(one) or 0) > most), None)
+        if run.target is not None and far is not None:
+            run.run_in_full(f"no quality can be kept where {far} is above {_FARTHEST[far]}, which enlarges errors")
         if run.target is not None and CORE_CACHE in options:
             run.run_in_full("no quality can be kept beside EasyCache or LazyCache, which skip steps of their own")
         if get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options):
@@ -161,9 +168,13 @@ def _name(sampler: Any) -> str:
     return getattr(getattr(sampler, "sampler_function", None), "__name__", "")
 
 
+def _options(sampler: Any) -> dict[str, Any]:
+    return getattr(sampler, "extra_options", None) or {}
+
+
 def _may_add_noise(sampler: Any) -> bool:
     """Whether it adds noise in a step, is none of core's, or is asked for noise of its own."""
-    options = getattr(sampler, "extra_options", None) or {}
+    options = _options(sampler)
     is_plain = is_of_core(sampler) and _carried_by(_name(sampler))[0] == 1.0
     return not is_plain or bool(options.get("eta") or options.get("s_churn"))
 
@@ -220,7 +231,7 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
         schedule = options.get("sample_sigmas")
         if not run.schedule and schedule is not None:
             run.guidance = _guidance_of(run, len(schedule) - 1, executor.class_obj, model_options)
-            _note_company(run, executor.class_obj, model_options)
+            _note_other_nodes(run, executor.class_obj, model_options)
             _correct(run, executor.class_obj, model_options, schedule)
             run.set_schedule(schedule.tolist())
         level = run.levels.read(torch.as_tensor(timestep), run.schedule)
@@ -236,9 +247,9 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
 
 def _correct(run: DeepCacheRun, guider: Any, model_options: dict[str, Any], schedule: torch.Tensor) -> None:
     """Let the run correct what the sampler is given, where nothing else has a part in it."""
-    if run.sampler is None or run.adds_noise or run.settings.between != "forecast" or run.settings.split_depth:
+    if run.sampler is None or not run.may_correct or not _is_plain(guider):
         return
-    if not _is_plain(guider) or CORE_CACHE in model_options.get("transformer_options", {}):
+    if CORE_CACHE in model_options.get("transformer_options", {}):
         return
     if any(model_options.get(name) for name in _PREDICTS):
         return
@@ -255,12 +266,12 @@ def _correct(run: DeepCacheRun, guider: Any, model_options: dict[str, Any], sche
         run.correction = Correction(response, changes)
 
 
-def _note_company(run: DeepCacheRun, guider: Any, model_options: dict[str, Any]) -> None:
+def _note_other_nodes(run: DeepCacheRun, guider: Any, model_options: dict[str, Any]) -> None:
     conds = _conds(guider)
     controls = [cond["control"] for cond in conds if cond.get("control") is not None]
     run.has_controls = bool(controls)
-    run.has_company = any(cond.get("hooks") for cond in conds)
-    run.has_company |= any(not can_wait(control, model_options) for control in controls)
+    run.has_other_nodes = any(cond.get("hooks") for cond in conds)
+    run.has_other_nodes |= any(not can_wait(control, model_options) for control in controls)
 
 
 def _evaluate(

@@ -10,6 +10,7 @@ from typing import Any
 from ....core.sentences import OF_CUDA_GRAPHS, counted
 from ....report.headline import FEW_STEPS
 from ....step_cache.config import QUALITIES
+from ....step_cache.run import SKIPPED
 
 _CACHE_FULL = ("cache_entries_full", "cache_bytes_full")
 _PATCHES = ("patched", "attention_replaced", "attention_override")
@@ -265,7 +266,7 @@ def deep_cache_found_no_place(facts: Facts) -> str | None:
 
 def deep_cache_skipped_nothing(facts: Facts) -> str | None:
     run = facts.run
-    if not facts.caching or "S" in run.get("steps_taken", "") or deep_cache_is_off(facts):
+    if not facts.caching or SKIPPED in run.get("steps_taken", "") or deep_cache_is_off(facts):
         return None
     if run.get("why_full"):
         return f"DeepCache skipped nothing: {run['why_full']}."
