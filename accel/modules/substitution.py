@@ -79,8 +79,10 @@ class StandIn(functools.partial):
         self.__setstate__((_call, ((), self.own), {}, None))
 
     def __deepcopy__(self, memo: dict) -> StandIn:
-        """Itself: whoever copies a module removes the copy's stand-in."""
-        return self
+        """What it stands for, bound to the copy of the module; itself where that is no method of a module that is
+        being copied."""
+        copied = memo.get(id(getattr(self.own, "__self__", None)))
+        return self if copied is None else types.MethodType(self.own.__func__, copied)
 
 
 def _call(items: tuple[_Item, ...], forward: Forward, /, *args: Any, **kwargs: Any) -> Any:

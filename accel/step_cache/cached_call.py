@@ -40,7 +40,7 @@ def cached_call(
     def placed(layers: Mapping[torch.nn.Module, Layer]) -> AbstractContextManager:
         if apart is not None:
             layers = {module: set_apart(layer, apart) for module, layer in layers.items()}
-        return substituted(layers, Order.CACHED)
+        return substituted(layers, Order.CACHED, this_thread_only=True)
 
     if keys is not None and split.depth == 0:
 

@@ -499,8 +499,16 @@ class DeepCacheRun:
         feature, the others go on with theirs, as they would in a call of their own.
 
         part: which of the split's features this is. owned: nobody writes to `feature` any more, so it need not be
-        copied.
+        copied. Where that fails, as for lack of memory, nothing is skipped any more.
         """
+        try:
+            return self._exchanged(keys, feature, part, owned)
+        except Exception as error:
+            self._histories.clear()
+            self.run_in_full(f"a feature could not be kept ({one_line(error)})")
+            return feature
+
+    def _exchanged(self, keys: Sequence[BranchKey], feature: torch.Tensor, part: Hashable, owned: bool) -> torch.Tensor:
         self._parts.add(part)
         if not isinstance(feature, torch.Tensor) or feature.shape[0] % len(keys):
             return feature

@@ -263,3 +263,9 @@ def test_levels_of_another_kind_than_the_prediction_have_no_response():
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(sigmas=[80.0, 10.0, 1.0])
     assert scheduler_response(PipelineSchedule(scheduler), 0) is None
+
+
+def test_levels_of_continuous_timesteps_are_the_schedulers_sigmas():
+    scheduler = diffusers.EulerDiscreteScheduler(prediction_type="v_prediction", timestep_type="continuous")
+    scheduler.set_timesteps(5)
+    assert list(PipelineSchedule(scheduler).levels.values()) == scheduler.sigmas.tolist()[:5]

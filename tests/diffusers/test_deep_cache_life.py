@@ -13,9 +13,13 @@ pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers:
 
 import deep_transformers  # noqa: E402
 import diffusers  # noqa: E402
+import tiny_pipelines  # noqa: E402
 from comfy_accel.accel import accelerate_pipeline, restore  # noqa: E402
 from comfy_accel.accel.core.events import subscribe  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
+from comfy_accel.accel.hosts.diffusers.predictions import around_steps  # noqa: E402
+from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
+from comfy_accel.accel.step_cache.predictions.forecast import History  # noqa: E402
 from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
 from deep_transformers import pipeline, sample, sample_cached  # noqa: E402
 from uniform_hold import uniform_hold  # noqa: E402
@@ -275,3 +279,103 @@ def test_models_compiled_by_somebody_else_are_divided_too(counts):
     with deep_cache(pipe, EVERY_THIRD):
         assert torch.allclose(sample(pipe, **SMALL), expected, atol=1e-5)
     assert counts == [CACHED] * 3
+
+
+def test_plain_pipeline_in_another_thread_with_the_same_unet_gets_its_own_image():
+    one = tiny_pipelines.pipeline("EulerDiscreteScheduler")
+    other = tiny_pipelines.pipeline("EulerDiscreteScheduler", unet=one.unet)
+    plain, images = tiny_pipelines.sample(other), []
+
+    def meanwhile(*_):
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=lambda: images.append(tiny_pipelines.sample(other)))
+            thread.start()
+            thread.join()
+
+    with deep_cache(one, EVERY_THIRD):
+        alone = tiny_pipelines.sample(one)
+        with one.unet.mid_block.register_forward_pre_hook(meanwhile):
+            assert torch.equal(tiny_pipelines.sample(one), alone)
+    assert len(images) == tiny_pipelines.STEPS
+    assert all(torch.equal(image, plain) for image in images)
+
+
+def test_scheduler_is_as_it_was_whatever_is_copied_and_put_back():
+    scheduler = diffusers.EulerDiscreteScheduler()
+    with around_steps(scheduler, lambda given: None, lambda result: None):
+        state = copy.deepcopy(vars(scheduler))  # as the panorama pipeline does
+        vars(scheduler).update(state)
+        copied = copy.deepcopy(scheduler)
+        assert copied.step.__self__ is copied
+    assert "step" not in vars(scheduler)
+
+
+def test_runs_that_overlap_on_one_scheduler_leave_nothing_on_it():
+    scheduler, told = diffusers.EulerDiscreteScheduler(), []
+    first, second = (around_steps(scheduler, lambda given, n=n: told.append(n), lambda result: None) for n in (1, 2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    scheduler.set_timesteps(4)
+    scheduler.step(torch.zeros(1, 4, 2, 2), scheduler.timesteps[0], torch.zeros(1, 4, 2, 2))
+    assert told == [2]
+    second.__exit__(None, None, None)
+    assert "step" not in vars(scheduler)
+
+
+def test_call_that_gradients_go_through_is_plain():
+    unet = tiny_pipelines.unet()
+    pipe = tiny_pipelines.pipeline(unet=unet)
+
+    def guide(pipe, step, timestep, values):
+        latent = values["latents"].detach().requires_grad_()
+        with torch.enable_grad():
+            unet(latent, timestep, torch.zeros(1, 5, tiny_pipelines.CONTEXT_DIM)).sample.square().sum().backward()
+        assert latent.grad.abs().sum() > 0
+        return values
+
+    with deep_cache(pipe, EVERY_THIRD):
+        assert tiny_pipelines.sample(pipe, callback_on_step_end=guide).isfinite().all()
+
+
+def test_layers_that_a_hook_reads_run_in_every_step(counts):
+    pipe = tiny_pipelines.pipeline()
+    plain = tiny_pipelines.sample(pipe)
+    with pipe.unet.mid_block.register_forward_hook(lambda *_: None), deep_cache(pipe, EVERY_THIRD):
+        assert torch.equal(tiny_pipelines.sample(pipe), plain)
+    assert counts == [(tiny_pipelines.STEPS, 0)]
+
+
+@pytest.mark.parametrize("settings", [EVERY_THIRD, DeepCacheSettings(quality=32.0)])
+def test_feature_that_cannot_be_kept_ends_skipping_and_the_image_is_made(monkeypatch, settings, counts):
+    def full(*_):
+        raise torch.OutOfMemoryError("full")
+
+    pipe = tiny_pipelines.pipeline()
+    plain = tiny_pipelines.sample(pipe)
+    monkeypatch.setattr(History, "record", full)
+    with deep_cache(pipe, settings):
+        assert torch.equal(tiny_pipelines.sample(pipe), plain)
+    assert counts == [(tiny_pipelines.STEPS, 0)]
+
+
+def test_copy_of_a_model_in_mid_run_is_a_model_of_its_own(pipe):
+    copies = []
+
+    def copied(pipe, step, timestep, values):
+        copies.append(copy.deepcopy(pipe.transformer))
+        return values
+
+    with deep_cache(pipe, EVERY_THIRD):
+        sample(pipe, **SMALL, callback_on_step_end=copied)
+    forward = copies[0].forward
+    assert forward.__self__ is copies[0] and forward.__func__ is type(pipe.transformer).forward
+
+
+def test_refused_acceleration_leaves_the_one_before(pipe):
+    accelerate_pipeline(pipe, backend="eager", deep_cache=EVERY_THIRD)
+    before = vars(pipe)["_accel"]
+    with pytest.raises(ValueError, match="depth"):
+        accelerate_pipeline(pipe, backend="eager", deep_cache=uniform_hold(3, 99))
+    assert vars(pipe)["_accel"] is before
+    restore(pipe)

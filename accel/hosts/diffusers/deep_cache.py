@@ -65,14 +65,14 @@ def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
     ValueError when the depth is beyond a model.
     """
     with ExitStack() as undo:
-        if _models_to_split(pipe, settings.depth, log.warning) and not settings.is_off:
+        if models_to_split(pipe, settings.depth, log.warning) and not settings.is_off:
             images = undo.enter_context(_Images(pipe, settings))
             undo.enter_context(around_loops(pipe, images.one))
         del pipe  # the context must not keep its memory
         yield
 
 
-def _models_to_split(pipe: Any, depth: int | None, report: Callable[..., None]) -> list[torch.nn.Module]:
+def models_to_split(pipe: Any, depth: int | None, report: Callable[..., None]) -> list[torch.nn.Module]:
     """The pipeline's models that have a split at `depth`; `report` gets the reason for each of the others."""
     models = [getattr(pipe, name, None) for name in DENOISERS]
     models = [getattr(model, "_orig_mod", model) for model in models if model is not None]
@@ -126,7 +126,7 @@ class _Images:
 
     def _models(self, pipe: Any) -> list[torch.nn.Module]:
         try:
-            return _models_to_split(pipe, self.settings.depth, log.debug)
+            return models_to_split(pipe, self.settings.depth, log.debug)
         except ValueError as error:
             log.warning("%s Every step runs in full.", error)  # a model replaced since the context began
             return []
@@ -162,7 +162,10 @@ class _Cache:
             return inner(*args, **kwargs)  # raises the error of wrong arguments
         timestep = next((named.pop(name) for name in _TIMESTEPS if name in named), None)
         latent = _joined(next(iter(named.values()), None))
-        run = None if timestep is None or latent is None else self._begin(timestep)
+        is_known = timestep is not None and latent is not None
+        # What guides by gradients needs a call that leads back to the latent.
+        has_gradients = is_known and torch.is_grad_enabled() and latent.requires_grad
+        run = self._begin(timestep) if is_known and not has_gradients else None
         if run is None:
             self.plain_calls += 1
             return inner(*args, **kwargs)
@@ -303,6 +306,8 @@ class _Cache:
         run.guided_by = str(getattr(self.pipe, "guidance_scale", ""))
         if run.target is not None and run.carries is None:
             run.run_in_full(f"how {type(schedule.scheduler).__name__} carries errors on is not known to a quality")
+        if any(module._forward_hooks for module in self.model.modules() if module is not self.model):
+            run.run_in_full("a hook reads what layers give at every step")  # self-attention guidance
         run.window = tuple(schedule.level_at(p) for p in (self.settings.start_percent, self.settings.end_percent))
         run.set_schedule(schedule.run_from(place))
         return run

@@ -12,6 +12,7 @@ import torch
 from ...cache.graph_cache import GraphCache, shared
 from ...compile.registry import BACKENDS, DEFAULT
 from ...core.compile_settings import CompileSettings
+from ...core.events import log
 from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
 from ...report import log as report_log
@@ -21,6 +22,7 @@ from ...store.location import personal_home
 from . import component_call
 from .components import chosen, components, without_weights
 from .deep_cache import deep_cache as deep_cache_of
+from .deep_cache import models_to_split
 from .denoising_loop import around_loops
 from .runs import new_run
 
@@ -70,6 +72,8 @@ def accelerate_pipeline(
             raise ValueError(
                 f"{name} is not loaded: its {weight} is on the meta device. Load it, or put it in ignores."
             )
+    if deep_cache is not None:
+        models_to_split(pipe, deep_cache.depth, log.debug)  # raises before anything is changed
     restore(pipe)
     report_log.obey_environment()
     attach(shared, personal_home)
@@ -96,9 +100,8 @@ def accelerated(pipe: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """
     before = _acceleration_of(pipe)
     placed = component_call.placed(components(pipe).values())  # by another pipeline with the same models too
-    accelerate_pipeline(pipe, *args, **kwargs)
     try:
-        yield pipe
+        yield accelerate_pipeline(pipe, *args, **kwargs)
     finally:
         restore(pipe)
         if before is not None:

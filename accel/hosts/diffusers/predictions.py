@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -185,26 +186,33 @@ def around_steps(
 ) -> Iterator[None]:
     """Within it, `begin` gets the arguments of each `scheduler.step` before that runs, and returns what it is to be
     given in place of the model's output, if anything; `end` gets what it returns."""
-    before = vars(scheduler).get("step")
-    step = scheduler.step = _Step(scheduler.step, begin, end)
+    own = vars(scheduler)
+    before = own.get("step")
+    step = own["step"] = _Step(scheduler.step, before, begin, end)
     try:
         yield
     finally:
-        if vars(scheduler).get("step") is step:
-            del scheduler.step
-            if before is not None:
-                scheduler.step = before
+        step.is_over = True
+        # Runs of other threads with this scheduler may have begun after this one, or ended before it.
+        while isinstance(top := own.get("step"), _Step) and top.is_over:
+            if top.before is None:
+                del own["step"]
+            else:
+                own["step"] = top.before
 
 
 class _Step:
-    """In place of a scheduler's `step`."""
+    """In place of a scheduler's `step`. before: what stood on the scheduler itself."""
 
-    def __init__(self, own: Callable[..., Any], begin: Callable[..., Any], end: Callable[..., Any]):
+    def __init__(self, own: Callable[..., Any], before: Any, begin: Callable[..., Any], end: Callable[..., Any]):
         functools.update_wrapper(self, own)  # pipelines ask for its parameters
-        self._own, self._begin, self._end = own, begin, end
+        self._own, self.before, self._begin, self._end = own, before, begin, end
+        self.is_over = False
         self._names = tuple(inspect.signature(own).parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_over:
+            return self._own(*args, **kwargs)
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         output = self._begin(given)
         if output is not None:
@@ -214,5 +222,9 @@ class _Step:
         return result
 
     def __deepcopy__(self, memo: dict) -> Any:
-        """The scheduler's own method, bound to the copy of the scheduler."""
-        return copy.deepcopy(self._own, memo)
+        """The scheduler's own method, bound to the copy of the scheduler; itself where only its attributes are copied,
+        to be put back."""
+        if not isinstance(self._own, MethodType):
+            return copy.deepcopy(self._own, memo)
+        copied = memo.get(id(self._own.__self__))
+        return self if copied is None else MethodType(self._own.__func__, copied)

@@ -33,6 +33,9 @@ def noise_levels(scheduler: Any, timesteps: list[float]) -> list[float]:
         levels = getattr(scheduler, "sigmas", torch.tensor(timesteps)).tolist()[: len(timesteps)]
         is_inverted = getattr(getattr(scheduler, "config", None), "invert_sigmas", False)  # Mochi's are shares of image
         return [1 - level for level in levels] if is_inverted else levels
+    config = getattr(scheduler, "config", None)
+    if getattr(config, "timestep_type", None) == "continuous" and config.prediction_type == "v_prediction":
+        return scheduler.sigmas.tolist()[: len(timesteps)]  # its timesteps are logarithms of them (EDM)
     alphas = scheduler.alphas_cumprod.detach().cpu().double().clamp(SMALLEST_ALPHA, 1 - SMALLEST_ALPHA)
     log_sigmas = ((1 - alphas) / alphas).log() / 2
     places = torch.tensor(timesteps, dtype=torch.float64).clamp(0, len(alphas) - 1)
