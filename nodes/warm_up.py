@@ -72,7 +72,7 @@ class AccelWarmUpGraphs(io.ComfyNode):
     def validate_inputs(cls, sizes=None) -> bool | str:
         # ComfyUI marks every input that this is given; of the others it compares the numbers itself.
         try:
-            if not parse_runs(sizes or "", "1", "")[0]:
+            if sizes is not None and not parse_runs(sizes, "1", "")[0]:  # None is linked
                 return "Give at least one size: width x height in pixels, as in 1024x1024."
         except ValueError as error:
             return str(error)

@@ -11,7 +11,7 @@ import torch
 
 from ..cache.entry import Lease
 from ..cache.graph_cache import GraphCache, shared
-from ..core.compile_settings import CompileSettings, Trouble
+from ..core.compile_settings import CompileSettings
 from ..core.errors import one_line
 from ..core.events import emit, log
 from ..core.fallbacks import fallbacks
@@ -57,10 +57,7 @@ def survey_model(model: torch.nn.Module, settings: CompileSettings, host: Host) 
     """Survey the model's blocks as they are now; emits "survey" and logs what stays eager."""
     found = survey(model, settings.min_repetitions, host.ignored, host.wraps, host.plain, host.traceable)
     if not found.regions and not found.left_eager:
-        reason = Reason("no_blocks")
-        if settings.stop_on_trouble:
-            raise Trouble(f"{type(model).__name__} cannot run compiled: {reason}")
-        fallbacks.note(type(model).__name__, reason)
+        fallbacks.note(type(model).__name__, Reason("no_blocks"))
     for path, reason in found.left_eager:
         log.debug("%s stays eager: %s", path, reason)
     emit(

@@ -88,7 +88,7 @@ def _skipped(run: Mapping[str, Any] | None) -> list[str]:
         return []
     steps = run["steps_taken"]
     shown = steps if len(steps) <= _LONGEST_TIMELINE else f"{steps[:_LONGEST_TIMELINE]}..."
-    lines = [f"DeepCache: {steps.count('S')} of {counted(len(steps), 'step')} skipped."]
+    lines = [f"DeepCache: {steps.count(SKIPPED)} of {counted(len(steps), 'step')} skipped."]
     return [*lines, f"  {shown}   (F full, S skipped)", *_plan(run)] if steps else lines
 
 

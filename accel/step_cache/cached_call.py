@@ -25,6 +25,7 @@ def cached_call(
     must_raise: Callable[[Exception], bool],
     capture: Callable[[RunProxy], AbstractContextManager] | None = None,
     apart: Apart | None = None,
+    this_thread_only: bool = False,
 ) -> Any:
     """The model's output; counts the call in its run.
 
@@ -33,14 +34,14 @@ def cached_call(
     skipped: calls it without what `split.withhold` removes. must_raise: tells the exceptions that the host handles; any
     other ends skipping for the rest of the run, and this call is made plainly. capture: a context around calls that
     may be replayed from a CUDA graph; it learns what they exchange with the run. apart: where the split's layers do
-    their own work.
+    their own work. this_thread_only: other threads may be calling the same model.
     """
     within = capture or nullcontext
 
     def placed(layers: Mapping[torch.nn.Module, Layer]) -> AbstractContextManager:
         if apart is not None:
             layers = {module: set_apart(layer, apart) for module, layer in layers.items()}
-        return substituted(layers, Order.CACHED, this_thread_only=True)
+        return substituted(layers, Order.CACHED, this_thread_only)
 
     if keys is not None and split.depth == 0:
 

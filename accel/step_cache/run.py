@@ -504,9 +504,13 @@ class DeepCacheRun:
         try:
             return self._exchanged(keys, feature, part, owned)
         except Exception as error:
-            self._histories.clear()
-            self.run_in_full(f"a feature could not be kept ({one_line(error)})")
+            self._cannot_keep(error)
             return feature
+
+    def _cannot_keep(self, error: Exception) -> None:
+        self._histories.clear()
+        self._drift.forget()
+        self.run_in_full(f"a feature could not be kept ({one_line(error)})")
 
     def _exchanged(self, keys: Sequence[BranchKey], feature: torch.Tensor, part: Hashable, owned: bool) -> torch.Tensor:
         self._parts.add(part)
@@ -544,9 +548,12 @@ class DeepCacheRun:
         """
         if not self.policy.uses_drift or not isinstance(shallow, torch.Tensor) or shallow.shape[0] % len(keys):
             return
-        for key, chunk in zip(keys, shallow.chunk(len(keys)), strict=True):
-            renew = self._full[self._step] or not self._has_all(key) or self.policy.compares_neighbours
-            self._drift.measure(key, chunk, self._step, renew, owned and self._full[self._step])
+        try:
+            for key, chunk in zip(keys, shallow.chunk(len(keys)), strict=True):
+                renew = self._full[self._step] or not self._has_all(key) or self.policy.compares_neighbours
+                self._drift.measure(key, chunk, self._step, renew, owned and self._full[self._step])
+        except Exception as error:
+            self._cannot_keep(error)
 
     @property
     def _takes_control(self) -> bool:

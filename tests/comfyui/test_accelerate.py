@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import comfy.model_management
 import pytest
@@ -121,10 +122,13 @@ def test_stop_with_the_reason_raises_instead(small_unet, sample):
 
 def test_model_without_repeated_blocks_is_told_or_stops(caplog):
     model = torch.nn.Conv2d(1, 1, 1)
-    survey_model(model, CompileSettings(backend="eager"), HOST)
+    settings = CompileSettings(backend="eager")
+    survey_model(model, settings, HOST)
     assert "Conv2d runs uncompiled: it has no repeated blocks" in caplog.text
-    with pytest.raises(Trouble, match="Conv2d cannot run compiled: it has no repeated blocks"):
-        survey_model(model, CompileSettings(backend="eager", stop_on_trouble=True), HOST)
+    with warm.lease() as lease:
+        assert Run(settings, warm, lease)._state_of(model).kinds == 0
+        with pytest.raises(Trouble, match="Conv2d cannot run compiled: none of its repeated blocks"):
+            Run(replace(settings, stop_on_trouble=True), warm, lease)._state_of(model)
 
 
 def test_graph_that_fails_at_run_time_gives_the_eager_image(sample):

@@ -485,7 +485,7 @@ def test_cache_of_whole_steps_takes_some_and_deep_cache_skips_in_the_rest(small_
 
 def test_cache_of_whole_steps_is_named_where_it_leaves_nothing_to_skip(small_unet, sample, caplog):
     with caplog.at_level("INFO"):
-        sample(easy_cache(cached(small_unet, schedule="adaptive", threshold=1e-9)), **SIZE, steps=6)
+        sample(easy_cache(cached(small_unet, schedule="adaptive", threshold=1e-9)), **SIZE, steps=12)
     assert "EasyCache or LazyCache skips steps of its own (use one of the two)" in caplog.text
 
 

@@ -46,6 +46,10 @@ def marked(name, changes):
     return {error["extra_info"]["input_name"] for error in errors if error["type"] != "required_input_missing"}
 
 
+def test_linked_sizes_are_not_judged_before_the_run():
+    assert RIGHT["AccelWarmUpGraphs"].validate_inputs(sizes=None) is True
+
+
 @pytest.mark.parametrize(("name", "wrong", "value"), list(wrong_values()), ids=lambda value: str(value))
 def test_only_the_wrong_input_is_marked(name, wrong, value, registered):
     assert marked(name, {}) == set()

@@ -83,7 +83,6 @@ def exactly(monkeypatch):
     """All is corrected, of predictions that do not follow the latent."""
     monkeypatch.setattr(correction, "GAIN", 1.0)
     monkeypatch.setattr(correction, "FOLLOWS", 0.0)
-    monkeypatch.setattr(correction, "LEAST_AT_END", 0.0)
 
 
 @pytest.mark.parametrize("memory", [0, 1, 3])
@@ -107,29 +106,6 @@ def test_nothing_is_interpolated_where_another_thing_is_asked_from_then_on(monke
     wrong = run(sampler(0), {4, 5}, False)
     assert torch.allclose(run(sampler(0), {4, 5}, True, **how), wrong, rtol=1e-6)
     assert not torch.allclose(run(sampler(0), {4, 5}, True), wrong, rtol=1e-3)
-
-
-@pytest.mark.parametrize("end, is_corrected", [(0.35, False), (0.0, True)])
-def test_last_prediction_is_corrected_where_the_latent_is_made_of_it(end, is_corrected):
-    """Where the run ends above a noise level of 0, samplers may show it as the image so far."""
-    schedule = (*SCHEDULE[:-1], end)
-
-    def euler(predict, latent):
-        for now, then in zip(schedule, schedule[1:], strict=False):
-            latent = latent * then / now + (1 - then / now) * predict(latent, now)
-        return latent
-
-    corrections, given = Correction(response_of(schedule, euler)), []
-
-    def predict(latent, level):
-        is_skipped = len(given) in (8, 9)
-        prediction = torch.full_like(latent, 2.0 + angle(level) + is_skipped)
-        given.append(corrections.corrected(latent, level, angle(level), prediction, is_skipped))
-        return given[-1]
-
-    euler(predict, torch.full((1, 4, 3, 5), SCHEDULE[0]))
-    untouched = torch.full_like(given[-1], 2.0 + angle(schedule[-2]))
-    assert torch.equal(given[-1], untouched) is not is_corrected
 
 
 def test_predictions_stay_as_they_are_once_the_run_leaves_the_response():

@@ -115,7 +115,11 @@ SAID = [
         facts(nodes={"AccelDeepCache": [{"interval": 3, "schedule": "adaptive", "threshold": 0.0}]}),
         "0.05 is the default",
     ),
-    (diagnosis.deep_cache_found_no_place, facts(nodes={"AccelDeepCache": [{"interval": 3}]}), "the log says why"),
+    (
+        diagnosis.deep_cache_found_no_place,
+        facts({"prompt": "a"}, nodes={"AccelDeepCache": [{"interval": 3}]}, prompt="a"),
+        "the log says why",
+    ),
     (
         diagnosis.deep_cache_skipped_nothing,
         facts(skipping(steps=8, target_db=50.0)),
@@ -159,12 +163,16 @@ def test_cause_lives_without_facts(cause):
 def test_figures_of_an_earlier_workflow_bring_no_advice():
     given = facts(skipping(steps=6), device="cpu", nodes={"KSampler": [{}]})
     assert diagnose(given) == [diagnosis.no_compiling_node(given)]
+    of_this = facts({"prompt": "a"}, nodes={"KSampler": [{}]}, prompt="a")
+    assert diagnosis.no_compiling_node(of_this) is None, "nodes that another node made are in no workflow"
 
 
 def test_speed_up_that_should_skip_is_told_where_it_cannot():
-    nodes = {"AccelSpeedUp": [{"quality": "Balanced"}]}
-    assert "it cannot split this model" in diagnosis.deep_cache_found_no_place(facts(nodes=nodes))
-    assert diagnosis.deep_cache_found_no_place(facts(nodes={"AccelSpeedUp": [{"quality": "Exact"}]})) is None
+    balanced, exact = ({"AccelSpeedUp": [{"quality": quality}]} for quality in ("Balanced", "Exact"))
+    told = diagnosis.deep_cache_found_no_place
+    assert "it cannot split this model" in told(facts({"prompt": "a"}, nodes=balanced, prompt="a"))
+    assert told(facts({"prompt": "a"}, nodes=exact, prompt="a")) is None
+    assert told(facts({"prompt": "a"}, nodes=balanced, prompt="b")) is None, "of an earlier workflow"
 
 
 def test_blocks_are_not_called_compiled_where_none_are():

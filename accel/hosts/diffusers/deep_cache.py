@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...core.events import emit, log
+from ...modules.first_call import is_compiled
 from ...modules.substitution import Order, substituted
 from ...step_cache.cached_call import cached_call
 from ...step_cache.config import DeepCacheSettings
@@ -137,6 +138,8 @@ class _Cache:
 
     def __init__(self, pipe: Any, model: torch.nn.Module, settings: DeepCacheSettings, models: int):
         self.pipe, self.model, self.settings, self.models = pipe, model, settings, models
+        self.is_compiled = is_compiled(model)
+        """Whether torch traces into its layers, where it could not ask for the thread."""
         self.schedule: PipelineSchedule | None = None
         self.unknown_timesteps: Any = None
         """The scheduler's timesteps where no schedule could be made of them."""
@@ -185,6 +188,7 @@ class _Cache:
             # A transformer's residuals stay: what skipped blocks are given has no effect.
             lambda: inner(*args, **(split.withhold(kwargs) if isinstance(split, DownUpUNetSplit) else kwargs)),
             lambda error: isinstance(error, torch.OutOfMemoryError),
+            this_thread_only=not self.is_compiled,
         )
         try:
             if not run.is_probing:
@@ -307,7 +311,7 @@ class _Cache:
         if run.target is not None and run.carries is None:
             run.run_in_full(f"how {type(schedule.scheduler).__name__} carries errors on is not known to a quality")
         if any(module._forward_hooks for module in self.model.modules() if module is not self.model):
-            run.run_in_full("a hook reads what layers give at every step")  # self-attention guidance
+            run.run_in_full("a hook may read what its layers give")  # self-attention guidance
         run.window = tuple(schedule.level_at(p) for p in (self.settings.start_percent, self.settings.end_percent))
         run.set_schedule(schedule.run_from(place))
         return run

@@ -224,7 +224,10 @@ class _Step:
     def __deepcopy__(self, memo: dict) -> Any:
         """The scheduler's own method, bound to the copy of the scheduler; itself where only its attributes are copied,
         to be put back."""
-        if not isinstance(self._own, MethodType):
-            return copy.deepcopy(self._own, memo)
-        copied = memo.get(id(self._own.__self__))
-        return self if copied is None else MethodType(self._own.__func__, copied)
+        own = self._own
+        while isinstance(own, _Step):  # of a context around this one
+            own = own._own
+        if not isinstance(own, MethodType):
+            return copy.deepcopy(own, memo)
+        copied = memo.get(id(own.__self__))
+        return self if copied is None else MethodType(own.__func__, copied)

@@ -29,10 +29,6 @@ errors back by themselves."""
 MEMORY = 4
 """The most predictions that a sampler's step depends on beside the latent."""
 
-LEAST_AT_END = 0.5
-"""The least of its last prediction that a sampler takes into the final latent for that to be corrected. A run that ends
-above a noise level of 0 takes little, and may show the prediction itself."""
-
 LARGEST_FACTOR = 200.0
 """The most by which what the latent lacks is multiplied for a prediction to make up for it. A step that uses less of
 its prediction leaves that to the next one."""
@@ -173,9 +169,6 @@ class Correction:
             self._full.clear()
             self._skipped.clear()
         now = _Evaluation(self._index, place, level, latent, prediction)
-        is_last = self._index == len(self._response.levels) - 1
-        if is_last and abs(self._response.effects[-1][-1]) < LEAST_AT_END:
-            return self._extrapolated(now) if is_skipped else prediction
         if is_skipped:
             prediction = self._extrapolated(now)
             given = self._balanced(now.index, prediction)

@@ -13,7 +13,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ....cache.entry import Lease
 from ....cache.graph_cache import GraphCache, shared
-from ....core.compile_settings import CompileSettings
+from ....core.compile_settings import CompileSettings, Trouble
 from ....core.events import emit
 from ....core.fallbacks import fallbacks
 from ....core.reasons import Reason
@@ -146,9 +146,10 @@ class Run:
             state = self._states.get(model)
             if state is None:
                 layers = block_layers(model, self._settings, self._cache, self._lease)
-                state = self._states[model] = _ModelState(
-                    layers, Substitution(layers, Order.COMPILED), count_kinds(layers)
-                )
+                kinds = count_kinds(layers)
+                if self._settings.stop_on_trouble and not kinds:
+                    raise Trouble(f"{type(model).__name__} cannot run compiled: {Reason('no_block_compilable')}")
+                state = self._states[model] = _ModelState(layers, Substitution(layers, Order.COMPILED), kinds)
             return state
 
 

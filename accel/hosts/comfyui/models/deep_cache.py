@@ -135,13 +135,9 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         scales = [getattr(executor.class_obj, scale, None) for scale in ("cfg", "cfg1", "cfg2")]
         run.guided_by = f"{type(executor.class_obj).__name__} {scales}"
         run.levels = NoiseLevels(reckons(sampler, patcher.load_device))
-        if run.target is not None and "dpm_adaptive" in name:
-            run.run_in_full("no quality can be kept with DPM adaptive, which chooses steps of its own")
-        far = next((one for one, most in _FARTHEST.items() if abs(_options(sampler).get(one) or 0) > most), None)
-        if run.target is not None and far is not None:
-            run.run_in_full(f"no quality can be kept where {far} is above {_FARTHEST[far]}, which enlarges errors")
-        if run.target is not None and CORE_CACHE in options:
-            run.run_in_full("no quality can be kept beside EasyCache or LazyCache, which skip steps of their own")
+        against = _against_quality(sampler, options)
+        if run.target is not None and against is not None:
+            run.run_in_full(f"no quality can be kept {against}")
         if get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options):
             log.warning("DeepCache: TorchCompileModel compiles nothing beside it; use Accelerate Model instead.")
         is_finished = False
@@ -156,7 +152,8 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
                     options.pop(KEY, None)
                 else:
                     options[KEY] = before
-                if not run.skipped_steps and run.why_full is None and CORE_CACHE in options:
+                has_many = is_finished and len(run.schedule) > FEW_STEPS
+                if has_many and not run.skipped_steps and not run.why_full and CORE_CACHE in options:
                     run.why_full = "EasyCache or LazyCache skips steps of its own (use one of the two)"
                 _report(run, is_quiet=not is_finished or bool(options.get(WARMS_UP)))
                 run.close()
@@ -168,13 +165,20 @@ def _name(sampler: Any) -> str:
     return getattr(getattr(sampler, "sampler_function", None), "__name__", "")
 
 
-def _options(sampler: Any) -> dict[str, Any]:
-    return getattr(sampler, "extra_options", None) or {}
+def _against_quality(sampler: Any, options: dict[str, Any]) -> str | None:
+    """Where no quality can be kept: the circumstances, if there are any."""
+    if "dpm_adaptive" in _name(sampler):
+        return "with DPM adaptive, which chooses steps of its own"
+    if CORE_CACHE in options:
+        return "beside EasyCache or LazyCache, which skip steps of their own"
+    given = sampler.extra_options if is_of_core(sampler) else {}
+    far = (name for name, most in _FARTHEST.items() if abs(given.get(name) or 0) > most)
+    return next((f"where {name} is above {_FARTHEST[name]}: it enlarges errors" for name in far), None)
 
 
 def _may_add_noise(sampler: Any) -> bool:
     """Whether it adds noise in a step, is none of core's, or is asked for noise of its own."""
-    options = _options(sampler)
+    options = getattr(sampler, "extra_options", None) or {}
     is_plain = is_of_core(sampler) and _carried_by(_name(sampler))[0] == 1.0
     return not is_plain or bool(options.get("eta") or options.get("s_churn"))
 

@@ -27,7 +27,8 @@ class Facts:
     """What a diagnosis is made from; None, or empty, where it is unknown.
 
     run: the last one (`run_record.Run.as_json`). cache: totals of the graph cache (`GraphCache.statistics`).
-    nodes: of the workflow that contains the report. device: torch's type of the device that models run on.
+    nodes: of the workflow that contains the report. prompt: its id.
+    device: torch's type of the device that models run on.
     oldest_comfyui: that this pack is tested with.
     tool_missing: what torch does not find for compiling (`toolchain.lacking`).
     low_vram: ComfyUI's memory-saving mode, if it is in one. streams_weights: whether it streams weights (dynamic VRAM).
@@ -37,6 +38,7 @@ class Facts:
     run: Mapping[str, Any] = field(default_factory=dict)
     cache: Mapping[str, Any] = field(default_factory=dict)
     nodes: Nodes = field(default_factory=dict)
+    prompt: str | None = None
     device: str = "cpu"
     torch: str = ""
     comfyui: str | None = None
@@ -53,6 +55,11 @@ class Facts:
     def compiling(self) -> Mapping[str, Any]:
         """The settings of Accelerate Model in the last run; empty without it."""
         return self.run.get("compiling") or {}
+
+    @property
+    def is_of_this_prompt(self) -> bool:
+        """Whether the run was of the prompt that contains the report, and not of one before."""
+        return self.prompt is not None and self.run.get("prompt") == self.prompt
 
     @property
     def has_compiling_node(self) -> bool:
@@ -120,7 +127,9 @@ def run_failed(facts: Facts) -> str | None:
 
 
 def no_compiling_node(facts: Facts) -> str | None:
-    if not facts.run or not facts.nodes or facts.has_compiling_node or facts.has_skipping_node:
+    if not facts.run or not facts.nodes or facts.is_of_this_prompt:
+        return None
+    if facts.has_compiling_node or facts.has_skipping_node:
         return None
     return (
         "Nothing in this workflow speeds the model up: put Speed Up between the loaders and the sampler. The figures "
@@ -259,7 +268,7 @@ def deep_cache_is_off(facts: Facts) -> str | None:
 
 
 def deep_cache_found_no_place(facts: Facts) -> str | None:
-    if not facts.has_skipping_node or facts.caching or not facts.run or deep_cache_is_off(facts):
+    if not facts.is_of_this_prompt or not facts.has_skipping_node or facts.caching or deep_cache_is_off(facts):
         return None
     return "DeepCache did nothing in the last run: it cannot split this model, and the log says why."
 

@@ -10,7 +10,7 @@ import torch
 from ....compile.registry import DEFAULT, backend_named
 from ....core import toolchain
 from ....core.events import log
-from ..versions import OLDEST, comfyui_version, streams_weights
+from ..versions import OLDEST, comfyui_version, running_prompt, streams_weights
 from .diagnosis import Facts, nodes_of
 
 
@@ -22,6 +22,7 @@ def facts(state: dict[str, Any], prompt: Any = None) -> Facts:
         run=state["last_run"] or {},
         cache=state["graph_cache"],
         nodes=nodes_of(prompt),
+        prompt=_or_none(running_prompt),
         device="cpu" if device is None else device.type,
         torch=torch.__version__,
         comfyui=_or_none(comfyui_version),
