@@ -103,7 +103,7 @@ F, S = False, True
 def test_steps_are_counted_where_schedulers_call_more_often(scheduler, skipped):
     pipe = pipeline(scheduler)
     ran, found = [], []
-    pipe.unet.mid_block.resnets[0].norm1.register_forward_hook(lambda *_: ran.append(True))
+    pipe.unet.mid_block.resnets[0].norm1.register_forward_pre_hook(lambda *_: ran.append(True))
     pipe.unet.register_forward_hook(lambda *_: found.append(not ran) or ran.clear())
     _, counts = sample_cached(pipe, 3, 2, steps=5 if scheduler != "PNDMScheduler" else 4)
     assert found == skipped

@@ -97,7 +97,7 @@ def test_two_transformers_share_a_quality(monkeypatch):
     factors, begin = [], QualityRefresh.begin
 
     def noted(policy, angles, *carries, **others):
-        factors.append(carries[-1])
+        factors.append(others["factor"])
         begin(policy, angles, *carries, **others)
 
     monkeypatch.setattr(QualityRefresh, "begin", noted)
