@@ -44,6 +44,12 @@ _Item = tuple[int, int | None, Layer]
 """(order, thread, layer). thread: the only one whose calls go to the layer; None for all threads."""
 
 
+def rebound(method: Any, memo: dict, otherwise: Any) -> Any:
+    """The method bound to the copy of its object, within a deep copy that has made one; `otherwise` without."""
+    copied = memo.get(id(getattr(method, "__self__", None)))
+    return otherwise if copied is None else types.MethodType(method.__func__, copied)
+
+
 class StandIn(functools.partial):
     """A module's `forward` while at least one layer is in place. It does not change: more layers make another.
 
@@ -81,8 +87,7 @@ class StandIn(functools.partial):
     def __deepcopy__(self, memo: dict) -> StandIn:
         """What it stands for, bound to the copy of the module; itself where that is no method of a module that is
         being copied."""
-        copied = memo.get(id(getattr(self.own, "__self__", None)))
-        return self if copied is None else types.MethodType(self.own.__func__, copied)
+        return rebound(self.own, memo, self)
 
 
 def _call(items: tuple[_Item, ...], forward: Forward, /, *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
+from ...modules.substitution import rebound
+
 _NAME = "progress_bar"
 
 MakeContext = Callable[[], AbstractContextManager[Any]]
@@ -54,10 +56,7 @@ class _ProgressBar:
     def __deepcopy__(self, memo: dict) -> Any:
         """The pipeline's own method, bound to the copy of the pipeline, which `memo` already has."""
         own = self._own()
-        if not isinstance(own, MethodType):
-            return copy.deepcopy(own, memo)
-        copied = memo.get(id(own.__self__))
-        return own if copied is None else MethodType(own.__func__, copied)
+        return rebound(own, memo, own) if isinstance(own, MethodType) else copy.deepcopy(own, memo)
 
 
 class _Loop:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...modules.substitution import rebound
 from ...step_cache.predictions.correction import Predict, Response, response_of
 from ...step_cache.step_schedule import angle as angle_of
 from .schedule import PipelineSchedule
@@ -227,7 +228,4 @@ class _Step:
         own = self._own
         while isinstance(own, _Step):  # of a context around this one
             own = own._own
-        if not isinstance(own, MethodType):
-            return copy.deepcopy(own, memo)
-        copied = memo.get(id(own.__self__))
-        return self if copied is None else MethodType(own.__func__, copied)
+        return rebound(own, memo, self) if isinstance(own, MethodType) else copy.deepcopy(own, memo)

@@ -205,22 +205,22 @@ def _report(run: DeepCacheRun, is_quiet: bool) -> None:
     )
     if is_quiet or run.log_quality(facts):
         return
-    if run.why_full is not None and not run.skipped_steps and not run.failed:
+    if run.skipped_steps or run.failed or not (run.why_full or run.policy.uses_drift):
+        log.info("DeepCache: %d of %d steps ran in full.", run.full_steps, run.full_steps + run.skipped_steps)
+    elif run.why_full is not None:
         log.info("DeepCache skipped none of %s: %s.", counted(run.full_steps, "step"), run.why_full)
-    elif run.policy.uses_drift and not run.skipped_steps and not run.failed and run.full_steps < FEW_STEPS:
+    elif run.full_steps < FEW_STEPS:
         log.info(
             "DeepCache skipped none of %s: with so few, each changes too much. It pays from about 20 steps on; "
             "with fewer and CFG above 1, a quality in dB (DeepCache's input) may gain a little.",
             counted(run.full_steps, "step"),
         )
-    elif run.policy.uses_drift and not run.skipped_steps and not run.failed:
+    else:
         log.info(
             "DeepCache skipped none of %s: too much changed between them. Sample more steps, choose Fast in "
             "Speed Up, or raise the threshold in DeepCache.",
             counted(run.full_steps, "step"),
         )
-    else:
-        log.info("DeepCache: %d of %d steps ran in full.", run.full_steps, run.full_steps + run.skipped_steps)
 
 
 def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:
