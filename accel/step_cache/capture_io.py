@@ -97,6 +97,12 @@ class RunProxy:
     def run_in_full(self, reason: str) -> None:
         self._run.run_in_full(reason)
 
+    def cannot_keep(self, error: Exception) -> None:
+        """As the run's; raises `error` within a capture, which would lack the feature ever after."""
+        if self._io is not None:
+            raise error
+        self._run.cannot_keep(error)
+
     def measure(self, keys: Sequence[BranchKey], shallow: torch.Tensor, owned: bool = False) -> None:
         """As the run's; nothing where there is no shallow part, and the latent is measured around the call."""
         if self._split.depth == 0:

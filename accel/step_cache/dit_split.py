@@ -210,7 +210,7 @@ class _FullCall:
                 if self.is_learning:
                     held = [(n, value, _items(value)) for n, value in named.items() if type(value) in (dict, list)]
                 self._before(block, given)
-        except NoStreams as reason:
+        except Exception as reason:
             self._not_stored(reason)
         out = inner(*args, **kwargs)
         try:
@@ -223,7 +223,7 @@ class _FullCall:
                 if block is span.found.blocks[-1]:
                     span.finder.forget_tensors()
             return self._store(out) if block is span.last and self.inputs is not None else out
-        except NoStreams as reason:
+        except Exception as reason:
             self._not_stored(reason)
             return out
 
@@ -258,10 +258,12 @@ class _FullCall:
             if block is not self.span.last:
                 self.hidden += [weakref.ref(part) for part in parts]
 
-    def _not_stored(self, reason: NoStreams) -> None:
-        """Exclude the span for good, unless an earlier call was understood."""
+    def _not_stored(self, reason: Exception) -> None:
+        """Exclude the span for good, unless an earlier call was understood; skip nothing more where memory is short."""
         self.inputs = None
-        if self.is_learning:
+        if not isinstance(reason, NoStreams):
+            self.run.cannot_keep(reason)
+        elif self.is_learning:
             self.split.exclude(self.span, self.run, str(reason))
         else:
             log.debug("DeepCache: a call of %s is not remembered: %s", self.span.found.path, reason)

@@ -504,10 +504,11 @@ class DeepCacheRun:
         try:
             return self._exchanged(keys, feature, part, owned)
         except Exception as error:
-            self._cannot_keep(error)
+            self.cannot_keep(error)
             return feature
 
-    def _cannot_keep(self, error: Exception) -> None:
+    def cannot_keep(self, error: Exception) -> None:
+        """Note that a feature could not be stored, as for lack of memory: nothing is skipped any more."""
         self._histories.clear()
         self._drift.forget()
         self.run_in_full(f"a feature could not be kept ({one_line(error)})")
@@ -553,7 +554,7 @@ class DeepCacheRun:
                 renew = self._full[self._step] or not self._has_all(key) or self.policy.compares_neighbours
                 self._drift.measure(key, chunk, self._step, renew, owned and self._full[self._step])
         except Exception as error:
-            self._cannot_keep(error)
+            self.cannot_keep(error)
 
     @property
     def _takes_control(self) -> bool:

@@ -18,6 +18,7 @@ from comfy_accel.accel import accelerate_pipeline, restore  # noqa: E402
 from comfy_accel.accel.core.events import subscribe  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.predictions import around_steps  # noqa: E402
+from comfy_accel.accel.step_cache import dit_split  # noqa: E402
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
 from comfy_accel.accel.step_cache.predictions.forecast import History  # noqa: E402
 from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
@@ -357,6 +358,19 @@ def test_feature_that_cannot_be_kept_ends_skipping_and_the_image_is_made(monkeyp
     with deep_cache(pipe, settings):
         assert torch.equal(tiny_pipelines.sample(pipe), plain)
     assert counts == [(tiny_pipelines.STEPS, 0)]
+
+
+@pytest.mark.parametrize("where", ["possible_streams", "_image"])  # before the blocks that are skipped, and after
+def test_lack_of_memory_for_a_transformers_residuals_ends_skipping_and_the_image_is_made(
+    pipe, plain, counts, monkeypatch, where
+):
+    def full(*_):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(dit_split, where, full)
+    with deep_cache(pipe, EVERY_THIRD):
+        assert torch.equal(sample(pipe, **SMALL), plain)
+    assert counts == [(4, 0)]
 
 
 def test_copy_of_a_model_in_mid_run_is_a_model_of_its_own(pipe):
