@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..core.reasons import Reason
+from ..core.sentences import counted
 from ..step_cache.run import SKIPPED
 from .run import Run, rounded
 
@@ -28,6 +29,31 @@ def headline(run: Run, node: str) -> list[Reason]:
     compiles, skips = (bool(settings) and settings.get("node") == node for settings in (run.compiling, run.caching))
     own = [saving for saving, is_own in ((run.by_compiling, compiles), (run.by_skipping, skips)) if is_own]
     return [*run.gain_by(*own), *(_compiled(run) if compiles else ()), *(_skipped(run) if skips else ())]
+
+
+def why_none_skipped(
+    steps: int, sampler: str | None, why_full: str | None, target_db: float | None, samplings: int = 1
+) -> str:
+    """A sentence for a run in which DeepCache skipped none of all `steps`, and what to do about it.
+
+    sampler: its name in the host. samplings: how many times the run sampled.
+    """
+    begin = f"DeepCache skipped none of {counted(steps, 'step')}"
+    if why_full:
+        return f"{begin}: {why_full}."
+    if target_db is not None:
+        return f"{begin}: there is nothing to gain at the {target_db:g} dB asked."
+    if steps / samplings < FEW_STEPS:
+        return (
+            f"{begin}: with so few, each changes too much. It pays from about 20 steps on; with fewer and CFG above 1, "
+            "a quality in dB (DeepCache's input) may gain a little."
+        )
+    if sampler and ("ancestral" in sampler or "sde" in sampler or sampler == "lcm"):
+        return f"{begin}: {sampler} adds new noise in each. Use euler or dpmpp_2m, or a higher threshold."
+    return (
+        f"{begin}: too much changed between them. Sample more steps, choose Fast in Speed Up, or raise the threshold "
+        "in DeepCache."
+    )
 
 
 def _compiled(run: Run) -> list[Reason]:

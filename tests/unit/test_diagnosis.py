@@ -123,12 +123,12 @@ SAID = [
     (
         diagnosis.deep_cache_skipped_nothing,
         facts(skipping(steps=8, target_db=50.0)),
-        "nothing is gained at the 50 dB asked",
+        "nothing to gain at the 50 dB asked",
     ),
     (
         diagnosis.deep_cache_skipped_nothing,
         facts(skipping(steps=4, why_full="the noise levels of this run go up and down")),
-        "DeepCache skipped nothing: the noise levels",
+        "DeepCache skipped none of 4 steps: the noise levels",
     ),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping(steps=6)), "about 20 steps on"),
     (diagnosis.deep_cache_skipped_nothing, facts(skipping(sampler="euler_ancestral")), "Use euler"),

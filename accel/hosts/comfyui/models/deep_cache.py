@@ -16,9 +16,8 @@ from comfy.patcher_extension import WrappersMP, get_wrappers_with_key
 from comfy.samplers import CFGGuider
 
 from ....core.events import emit, log
-from ....core.sentences import counted
 from ....modules.substitution import Order, substituted
-from ....report.headline import FEW_STEPS
+from ....report.headline import FEW_STEPS, why_none_skipped
 from ....report.run_record import QUALITY_FACTS, records
 from ....step_cache.cached_call import cached_call
 from ....step_cache.config import DeepCacheSettings
@@ -155,7 +154,7 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
                 has_many = is_finished and len(run.schedule) > FEW_STEPS
                 if has_many and not run.skipped_steps and not run.why_full and CORE_CACHE in options:
                     run.why_full = "EasyCache or LazyCache skips steps of its own (use one of the two)"
-                _report(run, is_quiet=not is_finished or bool(options.get(WARMS_UP)))
+                _report(run, name.removeprefix("sample_"), not is_finished or bool(options.get(WARMS_UP)))
                 run.close()
 
     return sample_in_run
@@ -191,7 +190,7 @@ def _carried_by(name: str) -> tuple[float, float]:
     return 2.0 if is_noisy else 1.0, 1.0 if extrapolates else 0.0
 
 
-def _report(run: DeepCacheRun, is_quiet: bool) -> None:
+def _report(run: DeepCacheRun, sampler: str, is_quiet: bool) -> None:
     """Emit what the run came to, and log it unless `is_quiet`, as where it was stopped and its steps say little."""
     facts = run.quality_facts()
     emit(
@@ -207,20 +206,8 @@ def _report(run: DeepCacheRun, is_quiet: bool) -> None:
         return
     if run.skipped_steps or run.failed or not (run.why_full or run.policy.uses_drift):
         log.info("DeepCache: %d of %d steps ran in full.", run.full_steps, run.full_steps + run.skipped_steps)
-    elif run.why_full is not None:
-        log.info("DeepCache skipped none of %s: %s.", counted(run.full_steps, "step"), run.why_full)
-    elif run.full_steps < FEW_STEPS:
-        log.info(
-            "DeepCache skipped none of %s: with so few, each changes too much. It pays from about 20 steps on; "
-            "with fewer and CFG above 1, a quality in dB (DeepCache's input) may gain a little.",
-            counted(run.full_steps, "step"),
-        )
     else:
-        log.info(
-            "DeepCache skipped none of %s: too much changed between them. Sample more steps, choose Fast in "
-            "Speed Up, or raise the threshold in DeepCache.",
-            counted(run.full_steps, "step"),
-        )
+        log.info("%s", why_none_skipped(run.full_steps, sampler, run.why_full, facts.get("target_db")))
 
 
 def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:

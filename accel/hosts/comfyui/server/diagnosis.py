@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....core.sentences import OF_CUDA_GRAPHS, counted
-from ....report.headline import FEW_STEPS
+from ....report.headline import why_none_skipped
 from ....step_cache.config import QUALITIES
 from ....step_cache.run import SKIPPED
 
@@ -277,26 +277,9 @@ def deep_cache_skipped_nothing(facts: Facts) -> str | None:
     run = facts.run
     if not facts.caching or SKIPPED in run.get("steps_taken", "") or deep_cache_is_off(facts):
         return None
-    if run.get("why_full"):
-        return f"DeepCache skipped nothing: {run['why_full']}."
-    steps, sampler = run.get("steps") or len(run.get("steps_taken", "")), run.get("sampler") or "this sampler"
-    all_steps = counted(steps, "step")
-    if run.get("target_db") is not None:
-        return f"DeepCache skipped none of {all_steps}: nothing is gained at the {run['target_db']:g} dB asked."
-    if steps / run.get("samplings", 1) < FEW_STEPS:
-        return (
-            f"DeepCache skipped none of {all_steps}: with so few, each changes too much. It pays from about 20 steps "
-            "on; with fewer and CFG above 1, a quality in dB (DeepCache's input) may gain a little."
-        )
-    if "ancestral" in sampler or "sde" in sampler or sampler == "lcm":
-        return (
-            f"DeepCache skipped none of {all_steps}: {sampler} adds new noise in each. Use euler or dpmpp_2m, or a "
-            "higher threshold."
-        )
-    return (
-        f"DeepCache skipped none of {all_steps} with {sampler}: sample more steps, choose Fast in Speed Up, or raise "
-        "the threshold in DeepCache."
-    )
+    steps = run.get("steps") or len(run.get("steps_taken", ""))
+    facts_of_run = (run.get(name) for name in ("sampler", "why_full", "target_db"))
+    return why_none_skipped(steps, *facts_of_run, samplings=run.get("samplings", 1))
 
 
 def torch_cannot_compile(facts: Facts) -> str | None:
