@@ -24,7 +24,7 @@ from ..core.events import log
 from ..core.sentences import counted
 from .config import DeepCacheSettings
 from .policies.drift import Drift
-from .policies.quality import PASSED_ON, QualityRefresh
+from .policies.quality import PASSED_ON, Carried, QualityRefresh
 from .policies.sensitivity import Learnt, key_of
 from .predictions.correction import Correction
 from .predictions.forecast import ORDER, History
@@ -190,9 +190,10 @@ class DeepCacheRun:
         elif self.target is not None and self.carries is not None:
             # An error of the guidance is as lasting as the prompt. Other models are taken to add as much as this one.
             passed_on = PASSED_ON if self.guidance is None else 1.0
-            angles = [angle(level, self.is_flow) for level in self.schedule]
-            others = {"factor": math.sqrt(self.models), "is_corrected": self.correction is not None}
-            self.target.begin(angles, *self.carries, passed_on=passed_on, **others)
+            angles = tuple(angle(level, self.is_flow) for level in self.schedule)
+            is_corrected = self.correction is not None
+            factor = math.sqrt(self.models)
+            self.target.begin(Carried(angles, *self.carries, passed_on, factor, is_corrected=is_corrected))
 
     @property
     def may_correct(self) -> bool:

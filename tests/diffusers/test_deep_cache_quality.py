@@ -96,9 +96,9 @@ def test_two_transformers_share_a_quality(monkeypatch):
     """Each takes the other to add as much; what was asked is told as it was."""
     factors, begin = [], QualityRefresh.begin
 
-    def noted(policy, angles, *carries, **others):
-        factors.append(others["factor"])
-        begin(policy, angles, *carries, **others)
+    def noted(policy, carried):
+        factors.append(carried.factor)
+        begin(policy, carried)
 
     monkeypatch.setattr(QualityRefresh, "begin", noted)
     pipe = deep_transformers.pipeline(

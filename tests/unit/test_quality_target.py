@@ -84,7 +84,7 @@ def run_of(target, errors, levels):
     from the last full one."""
     policy = DeepCacheSettings(quality=target).policy()
     angles = list(map(angle, levels))
-    policy.begin(angles)
+    policy.begin(Carried(tuple(angles)))
     letters, last = "", None
     for index in range(len(levels) - 1):
         step = Step(index, index - last if last is not None else 0, *map(angle, levels[index : index + 2]))
@@ -126,7 +126,7 @@ def test_step_that_a_sampler_comes_back_to_counts_once():
 
 def test_evaluation_farther_on_in_a_step_is_farther_from_what_stands_in():
     policy = DeepCacheSettings(quality=40.0).policy()
-    policy.begin(ANGLES)
+    policy.begin(Carried(ANGLES))
     policy.note_full(0)
     for place in (ANGLES[0], (ANGLES[0] + ANGLES[1]) / 2):
         policy.note_reach(0, place)
@@ -176,7 +176,7 @@ def test_errors_of_a_stretch_add_up_and_those_of_two_stretches_in_squares():
 def test_no_skip_takes_all_that_the_steps_left_may_add():
     """Early skips cost most; later ones could not be paid for."""
     policy = DeepCacheSettings(quality=30.0).policy()
-    policy.begin(list(map(angle, EVEN)))
+    policy.begin(Carried(tuple(map(angle, EVEN))))
     truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
     for step in range(3):
         if step:
@@ -228,7 +228,7 @@ def test_newest_comparison_is_read_a_step_late_where_the_device_would_be_waited_
 def test_error_of_the_feature_tells_what_a_step_costs_between_comparisons():
     def estimate(grown):
         policy = DeepCacheSettings(quality=30.0).policy()
-        policy.begin(list(map(angle, EVEN)))
+        policy.begin(Carried(tuple(map(angle, EVEN))))
         truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
         for step in range(6):
             if step:
@@ -244,7 +244,7 @@ def test_error_of_the_feature_tells_what_a_step_costs_between_comparisons():
 
 def test_late_steps_are_compared_again_and_neighbours_are_not():
     policy = DeepCacheSettings(quality=30.0).policy()
-    policy.begin(list(map(angle, EVEN)))
+    policy.begin(Carried(tuple(map(angle, EVEN))))
     truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
     policy.note_full(1)
     policy.compare(2, truth, truth)
@@ -265,14 +265,14 @@ def test_skipped_steps_that_were_never_compared_count():
 
 def test_sampler_that_begins_each_step_anew_is_not_compared():
     policy = DeepCacheSettings(quality=30.0).policy()
-    policy.begin(list(map(angle, EVEN)), math.inf)
+    policy.begin(Carried(tuple(map(angle, EVEN)), math.inf))
     policy.note_full(0)
     assert not policy.wants_probe(1)
 
 
 def test_prediction_of_another_size_is_not_compared():
     policy = DeepCacheSettings(quality=30.0).policy()
-    policy.begin(list(map(angle, EVEN)))
+    policy.begin(Carried(tuple(map(angle, EVEN))))
     for step, size in enumerate((8, 4), 1):
         policy.note_full(step - 1)
         policy.compare(step, torch.zeros(1, 1, size), torch.linspace(0, 1, size).reshape(1, 1, size))
@@ -355,7 +355,7 @@ def test_plan_tells_of_each_step_what_was_decided_and_by_which_estimate():
 
 def test_feature_that_is_not_a_number_skips_nothing():
     policy = DeepCacheSettings(quality=30.0).policy()
-    policy.begin(ANGLES_OF_EVEN)
+    policy.begin(Carried(ANGLES_OF_EVEN))
     truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
     for step, feature in enumerate((None, 1.0, math.nan)):
         if feature is not None:
@@ -394,7 +394,7 @@ def test_nothing_is_compared_outside_the_part_that_may_be_skipped():
 def test_samples_that_become_fewer_count_as_the_farthest():
     """As frames in a last context window."""
     policy = DeepCacheSettings(quality=30.0).policy()
-    policy.begin(ANGLES_OF_EVEN)
+    policy.begin(Carried(ANGLES_OF_EVEN))
     truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
     for step, features in enumerate(((), ([1.0, 4.0], [2.0]), ([1.0, 1.0, 9.0],), ([4.0, 1.0],))):
         for squares in features:

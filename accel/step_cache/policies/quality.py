@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -200,11 +199,11 @@ class QualityRefresh:
         self._features: dict[int, HostCopy] = {}
         """The same of the full steps before."""
 
-    def begin(self, angles: Sequence[float], kept: float = 1.0, beyond: float = 0.0, **others: Any) -> None:
-        """Note the run's noise levels. kept, beyond, others: fields of `Carried`."""
-        self.longest = max(self.longest, int((len(angles) - 1) * LONGEST_SHARE))
-        angles = tuple(min(at, math.pi / 2) for at in angles)  # a flow may begin above a noise level of 1
-        self.carried = Carried(angles, kept, beyond, enlarged_back=self.longest, **others)
+    def begin(self, carried: Carried) -> None:
+        """Note the run's noise levels, and what its sampler does; `enlarged_back` is seen to."""
+        self.longest = max(self.longest, int((len(carried.angles) - 1) * LONGEST_SHARE))
+        angles = tuple(min(at, math.pi / 2) for at in carried.angles)  # a flow may begin above a noise level of 1
+        self.carried = replace(carried, angles=angles, enlarged_back=self.longest)
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         if self.carried is None or self._full is None or not 1 <= step.since_refresh < self.longest:
