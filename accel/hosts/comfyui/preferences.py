@@ -84,7 +84,7 @@ def state() -> dict[str, Any]:
 
 def store_mb() -> int | None:
     """Disk space for saved graphs, MB; None as in `state`."""
-    if shared.store is None and os.environ.get(location.VARIABLE, "").strip().lower() == location.OFF:
+    if shared.store is None and location.is_off():
         return None
     try:
         return location.max_bytes(running_home()) >> 20

@@ -137,8 +137,12 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         against = _against_quality(sampler, options)
         if run.target is not None and against is not None:
             run.run_in_full(f"no quality can be kept {against}")
+        wrappers = options.get("wrappers")
         if get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options):
             log.warning("DeepCache: TorchCompileModel compiles nothing beside it; use Accelerate Model instead.")
+            # Newer cores' does not look at patches: what it compiled without DeepCache would run in place of it.
+            others = {key: own for key, own in wrappers[WrappersMP.APPLY_MODEL].items() if key != CORE_COMPILE}
+            options["wrappers"] = {**wrappers, WrappersMP.APPLY_MODEL: others}
         is_finished = False
         with run_events(executor, args, caching={**asdict(settings), "node": node_id}):
             try:
@@ -151,6 +155,8 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
                     options.pop(KEY, None)
                 else:
                     options[KEY] = before
+                if wrappers is not None:
+                    options["wrappers"] = wrappers
                 has_many = is_finished and len(run.schedule) > FEW_STEPS
                 if has_many and not run.skipped_steps and not run.why_full and CORE_CACHE in options:
                     run.why_full = "EasyCache or LazyCache skips steps of its own (use one of the two)"
