@@ -67,7 +67,7 @@ def main(arguments: Sequence[str], command: str = "comfy-accel store") -> int:
     try:
         folder = location.folder(None if home is None else home.path)
         if folder is None:
-            if os.environ.get(location.VARIABLE):
+            if location.is_off():
                 raise Refused(f"{location.VARIABLE} turns the store off.")
             raise Refused(NO_HOME)
         if home is not None and not os.environ.get(location.VARIABLE):
