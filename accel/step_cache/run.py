@@ -223,6 +223,10 @@ class DeepCacheRun:
             self.stop_correcting()
         return prediction
 
+    def prediction_in(self, given: torch.Tensor) -> torch.Tensor:
+        """As `Correction.without`."""
+        return given if self.correction is None else self.correction.without(given)
+
     def stop_correcting(self) -> None:
         """Correct nothing from here on."""
         self.correction = None

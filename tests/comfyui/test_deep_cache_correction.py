@@ -10,6 +10,7 @@ from comfy_accel.accel.hosts.comfyui.models.samplers import sampler_response
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.predictions.correction import Correction
 from comfy_accel.accel.step_cache.run import DeepCacheRun
+from comfy_extras.nodes_custom_sampler import SamplerCustom
 
 from bench import similarity, tiny_models, toy
 
@@ -178,3 +179,28 @@ def test_failing_correction_leaves_the_image(network, caplog, monkeypatch):
     monkeypatch.setattr(host.Correction, "corrected", lambda *_: 1 / 0)
     assert a_few_steps(network, "dpmpp_2m").isfinite().all()
     assert "corrects nothing from here on: ZeroDivisionError" in caplog.text
+
+
+def test_denoised_output_of_half_a_run_is_the_prediction_alone(network, monkeypatch):
+    """Without what the sampler is given for the latent's sake, it is closer; the latent is the same."""
+    sampler = comfy.samplers.sampler_object("euler")
+    sigmas = comfy.samplers.calculate_sigmas(network.get_model_object("model_sampling"), "normal", 24)[:14]
+    cached = apply_deep_cache(network, DeepCacheSettings(interval=2, schedule="uniform"))
+
+    def outputs(model):
+        found = []
+        for seed in SEEDS:
+            prompts = (toy.conditioning(torch.tensor([which])) for which in (seed % 5, toy.NULL_CLASS))
+            latent = {"samples": torch.zeros(1, 4, 16, 16)}
+            out = SamplerCustom.execute(model, True, seed, toy.CFG, *prompts, sampler, sigmas, latent).args
+            found.append([one["samples"] for one in out])
+        return [torch.cat(samples) for samples in zip(*found, strict=True)]
+
+    with torch.inference_mode():
+        _, expected = outputs(network)
+        latent, denoised = outputs(cached)
+        monkeypatch.setattr(host, "_showing", lambda run, args: args)
+        same, given = outputs(cached)
+    assert torch.equal(latent, same)
+    closer = similarity.latent_psnr(denoised, expected) - similarity.latent_psnr(given, expected)
+    assert closer.mean() > 2, closer

@@ -141,6 +141,8 @@ class Correction:
         before are folded."""
         self._off_before: dict[int, torch.Tensor] = {}
         """The same at the newest full one."""
+        self._newest: tuple[torch.Tensor, torch.Tensor] | None = None
+        """What the sampler was given last, and the prediction in it; None where they are the same."""
         self.is_over = False
         """Whether the run has left the response."""
 
@@ -160,6 +162,7 @@ class Correction:
         asked.
         """
         self._index += 1
+        self._newest = None
         if self.is_over or not self._fits(latent, level, prediction):
             self.is_over = True
             return prediction
@@ -181,6 +184,11 @@ class Correction:
         given = self._balanced(now.index, prediction + FOLLOWS * self._deviation(now.index))
         self._off_before = self._off
         return given
+
+    def without(self, given: torch.Tensor) -> torch.Tensor:
+        """The prediction in what the sampler was `given` for its newest evaluation, for somebody to look at; `given`
+        itself where it is anything else, or becomes the latent as it is."""
+        return self._newest[1] if self._newest is not None and given is self._newest[0] else given
 
     def _fits(self, latent: torch.Tensor, level: float, prediction: torch.Tensor) -> bool:
         levels = self._response.levels
@@ -214,6 +222,8 @@ class Correction:
         missing = self._deviation(index + 1)
         if isinstance(missing, torch.Tensor) and abs(effect) * LARGEST_FACTOR > 1:
             given = prediction + missing / effect
+            if effect < 1 - _INEXACT:
+                self._newest = given, prediction
             self._note(index, prediction - given)
             return given
         if self._off:

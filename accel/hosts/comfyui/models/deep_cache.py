@@ -147,7 +147,7 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         with run_events(executor, args, caching={**asdict(settings), "node": node_id}):
             try:
                 with sizes_explained(executor, args):
-                    out = executor(*args, **kwargs)
+                    out = executor(*_showing(run, args), **kwargs)
                 is_finished = True
                 return out
             finally:
@@ -164,6 +164,19 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
                 run.close()
 
     return sample_in_run
+
+
+def _showing(run: DeepCacheRun, args: tuple) -> tuple:
+    """The arguments of a sampling with a callback that gets predictions alone, for previews and denoised outputs,
+    without what was added to them for the latent's sake."""
+    if len(args) < 6 or args[5] is None:
+        return args
+    callback = args[5]
+
+    def show(step: int, denoised: Any, *rest: Any) -> Any:
+        return callback(step, run.prediction_in(denoised), *rest)
+
+    return (*args[:5], show, *args[6:])
 
 
 def _name(sampler: Any) -> str:
