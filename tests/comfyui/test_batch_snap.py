@@ -80,7 +80,7 @@ def test_the_images_are_those_of_the_smaller_batch(sampler, tiny_unet):
         )
 
     # Bit by bit the noise is; what a convolution sums up in another order at another batch is not.
-    torch.testing.assert_close(sampled(padded)[:3], sampled(given), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sampled(padded)[:3], sampled(given), rtol=1e-3, atol=1e-3)
 
 
 def test_padded_batches_share_exact_size_graphs():
