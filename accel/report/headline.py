@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..core.reasons import Reason
 from ..core.sentences import counted
+from ..step_cache.config import NOISY
 from ..step_cache.run import SKIPPED
 from .run import Run, rounded
 
@@ -48,7 +49,7 @@ def why_none_skipped(
             f"{begin}: with so few, each changes too much. It pays from about 20 steps on; with fewer and CFG above 1, "
             "a quality in dB (DeepCache's input) may gain a little."
         )
-    if sampler and ("ancestral" in sampler or "sde" in sampler or sampler == "lcm"):
+    if sampler and any(part in sampler for part in (*NOISY, "lcm")):
         return f"{begin}: {sampler} adds new noise in each. Use euler or dpmpp_2m, or a higher threshold."
     return (
         f"{begin}: too much changed between them. Sample more steps, choose Fast in Speed Up, or raise the threshold "

@@ -259,7 +259,8 @@ class _FullCall:
                 self.hidden += [weakref.ref(part) for part in parts]
 
     def _not_stored(self, reason: Exception) -> None:
-        """Exclude the span for good, unless an earlier call was understood; skip nothing more where memory is short."""
+        """Exclude the span for good, unless an earlier call was understood. Anything but NoStreams, as lack of memory,
+        ends skipping."""
         self.inputs = None
         if not isinstance(reason, NoStreams):
             self.run.cannot_keep(reason)

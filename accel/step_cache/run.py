@@ -192,8 +192,8 @@ class DeepCacheRun:
             passed_on = PASSED_ON if self.guidance is None else 1.0
             angles = tuple(angle(level, self.is_flow) for level in self.schedule)
             is_corrected = self.correction is not None
-            factor = math.sqrt(self.models)
-            self.target.begin(Carried(angles, *self.carries, passed_on, factor, is_corrected=is_corrected))
+            others = {"passed_on": passed_on, "factor": math.sqrt(self.models), "is_corrected": is_corrected}
+            self.target.begin(Carried(angles, *self.carries, **others))
 
     @property
     def may_correct(self) -> bool:
@@ -224,8 +224,8 @@ class DeepCacheRun:
         return prediction
 
     def prediction_in(self, given: torch.Tensor) -> torch.Tensor:
-        """As `Correction.without`."""
-        return given if self.correction is None else self.correction.without(given)
+        """As `Correction.prediction_in`."""
+        return given if self.correction is None else self.correction.prediction_in(given)
 
     def stop_correcting(self) -> None:
         """Correct nothing from here on."""
@@ -506,6 +506,8 @@ class DeepCacheRun:
         part: which of the split's features this is. owned: nobody writes to `feature` any more, so it need not be
         copied. Where that fails, as for lack of memory, nothing is skipped any more.
         """
+        if self.failed:
+            return feature
         try:
             return self._exchanged(keys, feature, part, owned)
         except Exception as error:
@@ -514,6 +516,7 @@ class DeepCacheRun:
 
     def cannot_keep(self, error: Exception) -> None:
         """Note that a feature could not be stored, as for lack of memory: nothing is skipped any more."""
+        log.debug("DeepCache: why a feature could not be kept", exc_info=error)
         self._histories.clear()
         self._drift.forget()
         self.run_in_full(f"a feature could not be kept ({one_line(error)})")

@@ -517,6 +517,22 @@ def test_core_compile_node_in_either_order_gives_the_same_and_compiles_nothing_o
     assert caplog.text.count("TorchCompileModel compiles nothing") == 2  # runs
 
 
+def test_blocks_that_another_pack_compiles_one_by_one_stay_compiled(small_unet, sample, caplog):
+    """As KJNodes' compile nodes do, by core's own helper."""
+    expected = sample(held(small_unet), **SIZE, steps=4)
+    torch._dynamo.reset()
+    ran = []
+
+    def backend(graph, inputs):
+        return lambda *args: ran.append(1) or graph.forward(*args)
+
+    model = held(small_unet)
+    block = next(name for name, _ in model.model.named_modules() if name.endswith("transformer_blocks.0"))
+    set_torch_compile_wrapper(model, backend=backend, keys=[block])
+    assert_close(sample(model, **SIZE, steps=4), expected)
+    assert ran and "compiles nothing" not in caplog.text
+
+
 def test_accelerated_blocks_with_everything_around_compile_nothing_more_in_either_order(sample):
     small = {**SMALL, "transformer_depth": [1, 0], "transformer_depth_output": [1, 1, 0, 0]}
     small["transformer_depth_middle"] = -1  # few kinds: tracing is most of the time

@@ -200,7 +200,7 @@ class QualityRefresh:
         """The same of the full steps before."""
 
     def begin(self, carried: Carried) -> None:
-        """Note the run's noise levels, and what its sampler does; `enlarged_back` is seen to."""
+        """Note the run's noise levels and what its sampler does. `enlarged_back` is set here."""
         self.longest = max(self.longest, int((len(carried.angles) - 1) * LONGEST_SHARE))
         angles = tuple(min(at, math.pi / 2) for at in carried.angles)  # a flow may begin above a noise level of 1
         self.carried = replace(carried, angles=angles, enlarged_back=self.longest)

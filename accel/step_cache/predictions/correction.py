@@ -185,9 +185,9 @@ class Correction:
         self._off_before = self._off
         return given
 
-    def without(self, given: torch.Tensor) -> torch.Tensor:
-        """The prediction in what the sampler was `given` for its newest evaluation, for somebody to look at; `given`
-        itself where it is anything else, or becomes the latent as it is."""
+    def prediction_in(self, given: torch.Tensor) -> torch.Tensor:
+        """The prediction in what the sampler was `given` for its newest evaluation, without what the latent lacked, for
+        previews; `given` itself where it is anything else, or where it becomes the latent."""
         return self._newest[1] if self._newest is not None and given is self._newest[0] else given
 
     def _fits(self, latent: torch.Tensor, level: float, prediction: torch.Tensor) -> bool:
@@ -222,7 +222,7 @@ class Correction:
         missing = self._deviation(index + 1)
         if isinstance(missing, torch.Tensor) and abs(effect) * LARGEST_FACTOR > 1:
             given = prediction + missing / effect
-            if effect < 1 - _INEXACT:
+            if abs(effect - 1) > _INEXACT:
                 self._newest = given, prediction
             self._note(index, prediction - given)
             return given

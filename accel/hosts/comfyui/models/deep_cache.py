@@ -20,7 +20,7 @@ from ....modules.substitution import Order, substituted
 from ....report.headline import FEW_STEPS, why_none_skipped
 from ....report.run_record import QUALITY_FACTS, records
 from ....step_cache.cached_call import cached_call
-from ....step_cache.config import DeepCacheSettings
+from ....step_cache.config import NOISY, DeepCacheSettings
 from ....step_cache.policies.sensitivity import learnt_in
 from ....step_cache.predictions.correction import Correction
 from ....step_cache.predictions.guidance import MOST_STEPS, Guidance
@@ -32,7 +32,7 @@ from ..home import running_home
 from ..sizes.shape_errors import sizes_explained
 from ..versions import unrecorded_context
 from .late_control import LateControl, can_wait, postponed
-from .options import CAPTURE, CORE_CACHE, CORE_COMPILE, INTERRUPTS, WARMS_UP, asks_wrappers
+from .options import CAPTURE, CORE_CACHE, CORE_COMPILE, INTERRUPTS, WARMS_UP, asks_wrappers, compiles_whole
 from .run_events import run_events, sampling_begins
 from .samplers import NoiseLevels, is_of_core, reckons, sampler_response
 
@@ -45,9 +45,8 @@ KEY = "accel_deep_cache"
 _WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE)
 _WRAPPED += (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 
-_NOISY = ("ancestral", "sde", "ddpm", "seeds", "sa_solver")
 _EXTRAPOLATE = ("_2m", "_3m", "multistep", "ipndm", "deis", "lms", "unipc", "sa_solver", "gradient_estimation")
-"""Parts of the names of samplers that add noise in each step, and that go beyond their newest prediction."""
+"""Parts of the names of samplers that go beyond their newest prediction."""
 
 _FARTHEST = {"ge_gamma": 2, "order": 4}
 """The most of sampler options (of gradient_estimation and lms) with which a quality was kept. Above, it missed by up to
@@ -137,10 +136,10 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         against = _against_quality(sampler, options)
         if run.target is not None and against is not None:
             run.run_in_full(f"no quality can be kept {against}")
-        wrappers = options.get("wrappers")
-        if get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options):
+        if any(map(compiles_whole, get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options))):
             log.warning("DeepCache: TorchCompileModel compiles nothing beside it; use Accelerate Model instead.")
             # Newer cores' does not look at patches: what it compiled without DeepCache would run in place of it.
+            wrappers = options["wrappers"]
             others = {key: own for key, own in wrappers[WrappersMP.APPLY_MODEL].items() if key != CORE_COMPILE}
             options["wrappers"] = {**wrappers, WrappersMP.APPLY_MODEL: others}
         is_finished = False
@@ -155,8 +154,6 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
                     options.pop(KEY, None)
                 else:
                     options[KEY] = before
-                if wrappers is not None:
-                    options["wrappers"] = wrappers
                 has_many = is_finished and len(run.schedule) > FEW_STEPS
                 if has_many and not run.skipped_steps and not run.why_full and CORE_CACHE in options:
                     run.why_full = "EasyCache or LazyCache skips steps of its own (use one of the two)"
@@ -173,8 +170,14 @@ def _showing(run: DeepCacheRun, args: tuple) -> tuple:
         return args
     callback = args[5]
 
-    def show(step: int, denoised: Any, *rest: Any) -> Any:
-        return callback(step, run.prediction_in(denoised), *rest)
+    def show(step: int, denoised: Any, *rest: Any) -> None:
+        prediction = run.prediction_in(denoised)
+        if prediction is denoised:
+            callback(step, denoised, *rest)
+        else:
+            shown = prediction.clone()
+            callback(step, shown, *rest)
+            denoised += shown - prediction  # some packs change it in place, for the sampler to go on with
 
     return (*args[:5], show, *args[6:])
 
@@ -205,7 +208,7 @@ def _carried_by(name: str) -> tuple[float, float]:
     """How the sampler function of this name carries errors on: `kept` and `beyond` of `policies.quality.Carried`."""
     if name.startswith("sample_lcm"):
         return math.inf, 0.0
-    is_noisy, extrapolates = (any(part in name for part in parts) for parts in (_NOISY, _EXTRAPOLATE))
+    is_noisy, extrapolates = (any(part in name for part in parts) for parts in (NOISY, _EXTRAPOLATE))
     return 2.0 if is_noisy else 1.0, 1.0 if extrapolates else 0.0
 
 
@@ -226,7 +229,7 @@ def _report(run: DeepCacheRun, sampler: str, is_quiet: bool) -> None:
     if run.skipped_steps or run.failed or not (run.why_full or run.policy.uses_drift):
         log.info("DeepCache: %d of %d steps ran in full.", run.full_steps, run.full_steps + run.skipped_steps)
     else:
-        log.info("%s", why_none_skipped(run.full_steps, sampler, run.why_full, facts.get("target_db")))
+        log.info("%s", why_none_skipped(run.full_steps, sampler, run.why_full, None))
 
 
 def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:

@@ -7,6 +7,7 @@ block runs eagerly, as ComfyUI would run it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,14 @@ WARMS_UP = "accel.warms_up"
 CORE_COMPILE, CORE_CACHE = "torch.compile", "easycache"
 """The keys of the wrappers that core's TorchCompileModel and EasyCache put around the model; the second is also that of
 EasyCache's and LazyCache's state in `transformer_options`."""
+
+
+def compiles_whole(wrapper: Callable[..., Any]) -> bool:
+    """Whether a wrapper with the key CORE_COMPILE compiles all of the model, as TorchCompileModel's does, and not just
+    its blocks, as other packs' may. Core keeps the modules in the wrapper's closure."""
+    modules = inspect.getclosurevars(wrapper).nonlocals.get("compiled_module_dict", ("diffusion_model",))
+    return "diffusion_model" in modules
+
 
 _NOT_IN_A_CALL = frozenset(
     "activations_shape block block_index block_type callbacks img_slice original_shape patches patches_replace "
