@@ -68,19 +68,20 @@ def test_a_mask_for_each_image_is_padded_with_them():
 
 
 @pytest.mark.parametrize("sampler", ["euler", "dpmpp_2m", "heun"])
-def test_the_images_are_those_of_the_smaller_batch(sampler, tiny_unet):
+def test_the_images_are_those_of_the_smaller_batch(sampler):
+    model = tiny_models.unet(dtype=torch.float64)  # in single precision, rounding is above the bounds on some CPUs
     given = {"samples": torch.zeros(3, 4, 8, 8)}
     padded, _ = pad_batch(given, SIZES)
 
     def sampled(latent):
         return comfy.sample.sample(
-            *(tiny_unet, noise(latent), 3, 5.0, sampler, "normal"),
+            *(model, noise(latent), 3, 5.0, sampler, "normal"),
             *(tiny_models.conditioning(seed=1), tiny_models.conditioning(seed=2), latent["samples"]),
             **{"disable_pbar": True, "seed": 7},
         )
 
     # Bit by bit the noise is; what a convolution sums up in another order at another batch is not.
-    torch.testing.assert_close(sampled(padded)[:3], sampled(given), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(sampled(padded)[:3], sampled(given), rtol=1e-4, atol=1e-4)
 
 
 def test_padded_batches_share_exact_size_graphs():
