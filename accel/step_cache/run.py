@@ -21,7 +21,6 @@ import torch
 
 from ..core.errors import one_line
 from ..core.events import log
-from ..core.sentences import counted
 from .config import DeepCacheSettings
 from .policies.drift import Drift
 from .policies.quality import PASSED_ON, Carried, QualityRefresh
@@ -191,9 +190,10 @@ class DeepCacheRun:
             # An error of the guidance is as lasting as the prompt. Other models are taken to add as much as this one.
             passed_on = PASSED_ON if self.guidance is None else 1.0
             angles = tuple(angle(level, self.is_flow) for level in self.schedule)
-            is_corrected = self.correction is not None
-            others = {"passed_on": passed_on, "factor": math.sqrt(self.models), "is_corrected": is_corrected}
-            self.target.begin(Carried(angles, *self.carries, **others))
+            factor, is_corrected = math.sqrt(self.models), self.correction is not None
+            self.target.begin(
+                Carried(angles, *self.carries, passed_on=passed_on, factor=factor, is_corrected=is_corrected)
+            )
 
     @property
     def may_correct(self) -> bool:
@@ -613,26 +613,18 @@ class DeepCacheRun:
         }
 
     def log_quality(self, facts: dict[str, Any]) -> bool:
-        """Log what a quality target came to, if there is one and it was not given up; whether that was said."""
-        if self.target is None or (self.failed and not self.skipped_steps):
+        """Log what a quality target came to, if there is one and it skipped anything; whether that was said."""
+        if self.target is None or not self.skipped_steps:
             return False
-        steps = self.full_steps + self.skipped_steps
-        if self.skipped_steps:
-            log.info(
-                "DeepCache: %g dB asked, about %.0f reached by estimate; %d of %d steps were computed in full, %.0f %% "
-                "of the work was skipped.",
-                facts["target_db"],
-                facts["estimated_db"] or math.inf,
-                self.full_steps,
-                steps,
-                100 * facts["skipped_work"],
-            )
-        else:
-            log.info(
-                "DeepCache skipped none of %s: there is nothing to gain at the %g dB asked.",
-                counted(steps, "step"),
-                self.target.target,
-            )
+        log.info(
+            "DeepCache: %g dB asked, about %.0f reached by estimate; %d of %d steps were computed in full, %.0f %% "
+            "of the work was skipped.",
+            facts["target_db"],
+            facts["estimated_db"] or math.inf,
+            self.full_steps,
+            self.full_steps + self.skipped_steps,
+            100 * facts["skipped_work"],
+        )
         return True
 
     @property

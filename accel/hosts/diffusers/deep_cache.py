@@ -15,6 +15,7 @@ import torch
 from ...core.events import emit, log
 from ...modules.first_call import is_compiled
 from ...modules.substitution import Order, substituted
+from ...report.headline import why_none_skipped
 from ...step_cache.cached_call import cached_call
 from ...step_cache.config import DeepCacheSettings
 from ...step_cache.policies.sensitivity import learnt_in
@@ -336,7 +337,8 @@ class _Cache:
         """Close the run and report it."""
         if self.run is not None:
             facts = self.run.quality_facts()
-            self.run.log_quality(facts)
+            if not self.run.log_quality(facts) and self.run.target is not None and not self.run.failed:
+                log.info("%s", why_none_skipped(self.run.full_steps, None, self.run.why_full, facts["target_db"]))
             counts = {"full_steps": self.run.full_steps, "skipped_steps": self.run.skipped_steps}
             self.run.close()
             emit("deep_cache_run", **counts, why_full=self.run.why_full, **facts)

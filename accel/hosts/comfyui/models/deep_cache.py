@@ -226,10 +226,11 @@ def _report(run: DeepCacheRun, sampler: str, is_quiet: bool) -> None:
     )
     if is_quiet or run.log_quality(facts):
         return
-    if run.skipped_steps or run.failed or not (run.why_full or run.policy.uses_drift):
+    may_advise = run.why_full or run.policy.uses_drift or run.target is not None
+    if run.skipped_steps or run.failed or not may_advise:
         log.info("DeepCache: %d of %d steps ran in full.", run.full_steps, run.full_steps + run.skipped_steps)
     else:
-        log.info("%s", why_none_skipped(run.full_steps, sampler, run.why_full, None))
+        log.info("%s", why_none_skipped(run.full_steps, sampler, run.why_full, facts.get("target_db")))
 
 
 def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:

@@ -35,14 +35,6 @@ CORE_COMPILE, CORE_CACHE = "torch.compile", "easycache"
 """The keys of the wrappers that core's TorchCompileModel and EasyCache put around the model; the second is also that of
 EasyCache's and LazyCache's state in `transformer_options`."""
 
-
-def compiles_whole(wrapper: Callable[..., Any]) -> bool:
-    """Whether a wrapper with the key CORE_COMPILE compiles all of the model, as TorchCompileModel's does, and not just
-    its blocks, as other packs' may. Core keeps the modules in the wrapper's closure."""
-    modules = inspect.getclosurevars(wrapper).nonlocals.get("compiled_module_dict", ("diffusion_model",))
-    return "diffusion_model" in modules
-
-
 _NOT_IN_A_CALL = frozenset(
     "activations_shape block block_index block_type callbacks img_slice original_shape patches patches_replace "
     "sample_sigmas sigmas total_blocks transformer_index uuids wrappers".split()
@@ -54,6 +46,13 @@ _FOR_PATCHES_ONLY = _NOT_IN_A_CALL | {"cond_or_uncond", "context_window"}
 
 _HOOKS = frozenset(("callbacks", "patches", "patches_replace", "wrappers"))
 _OVERRIDE = "optimized_attention_override"
+
+
+def compiles_whole(wrapper: Callable[..., Any]) -> bool:
+    """Whether a wrapper with the key CORE_COMPILE compiles all of the model, as TorchCompileModel's does, and not just
+    its blocks, as other packs' may. Core keeps the modules in the wrapper's closure."""
+    modules = inspect.getclosurevars(wrapper).nonlocals.get("compiled_module_dict", ("diffusion_model",))
+    return "diffusion_model" in modules
 
 
 def simplifier(region: Region) -> Callable[[dict], dict]:

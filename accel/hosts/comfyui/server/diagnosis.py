@@ -278,8 +278,8 @@ def deep_cache_skipped_nothing(facts: Facts) -> str | None:
     if not facts.caching or SKIPPED in run.get("steps_taken", "") or deep_cache_is_off(facts):
         return None
     steps = run.get("steps") or len(run.get("steps_taken", ""))
-    facts_of_run = (run.get(name) for name in ("sampler", "why_full", "target_db"))
-    return why_none_skipped(steps, *facts_of_run, samplings=run.get("samplings", 1))
+    sampler, why_full, target_db = run.get("sampler"), run.get("why_full"), run.get("target_db")
+    return why_none_skipped(steps, sampler, why_full, target_db, run.get("samplings", 1))
 
 
 def torch_cannot_compile(facts: Facts) -> str | None:
