@@ -7,6 +7,9 @@ import { lineText, reasonText, t } from "./texts.js";
 
 const MOST_CELLS = 400;
 
+/** Classes of the letters of a run's steps. */
+const CELLS = { F: "accel-full", H: "accel-half", S: "accel-skipped" };
+
 export function runSection() {
   const gain = h("p", { class: "accel-gain", title: t("gainTip") });
   const facts = h("dl", { class: "accel-facts" });
@@ -91,15 +94,18 @@ function stepTimeline() {
     show(element, Boolean(cached));
     if (!cached) return;
     setText(heading, t(isEarlier ? "deepCacheEarlier" : "deepCache"));
-    const steps = typeof cached.steps === "string" ? cached.steps.replace(/[^FS]/g, "") : "";
-    const full = cached.full_steps ?? [...steps].filter((step) => step === "F").length;
-    const skipped = cached.skipped_steps ?? steps.length - full;
-    const summary = t("stepsSummary", { full: count(full), skipped: count(skipped) });
+    const steps = typeof cached.steps === "string" ? cached.steps.replace(/[^FHS]/g, "") : "";
+    const of = (letter) => [...steps].filter((step) => step === letter).length;
+    const half = of("H");
+    const full = (cached.full_steps ?? of("F") + half) - half;
+    const skipped = cached.skipped_steps ?? of("S");
+    const numbers = { full: count(full), half: count(half), skipped: count(skipped) };
+    const summary = t(half ? "stepsSummaryHalf" : "stepsSummary", numbers);
     setText(words, summary);
     show(cells, steps.length > 0);
     cells.setAttribute("aria-label", `${summary} ${t("fullSteps", { list: fullSteps(steps) })}`);
     const shown = [...steps.slice(0, MOST_CELLS)];
-    cells.replaceChildren(...shown.map((step) => h("span", { class: step === "F" ? "accel-full" : "accel-skipped" })));
+    cells.replaceChildren(...shown.map((step) => h("span", { class: CELLS[step] })));
   }
 
   return { element, update };

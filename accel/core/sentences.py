@@ -155,6 +155,9 @@ _SAVED = {
     "skipping_saved": "DeepCache: the median time of a full step ({full} s), minus that of a skipped one "
     "({skipped} s), times the number skipped ({steps}). The first and last step, and any that compiled something, are "
     "left out.",
+    "skipping_saved_halves": "DeepCache: the median time of a full step ({full} s), minus those of skipped and half "
+    "skipped ones, times their number ({steps}, {halves} of them half skipped). The first and last step, and any that "
+    "compiled something, are left out.",
 }
 
 _LINE = {

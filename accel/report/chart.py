@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.sentences import counted
-from ..step_cache.run import COMPARED, SKIPPED
-from .text import megabytes, quality_of, seconds, size_of
+from ..step_cache.run import COMPARED, HALF, SKIPPED
+from .text import megabytes, quality_of, seconds, size_of, skipped_of
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
@@ -93,15 +93,15 @@ class _Sheet:
 
     def _steps(self, steps: str) -> None:
         self._gap()
-        self._write(f"DeepCache: {steps.count(SKIPPED)} of {len(steps)} steps skipped")
+        self._write(f"DeepCache: {skipped_of(steps)}")
         self._step_bars(steps)
-        self._legend([(BLUE, "full (high)"), (SKY, "skipped (low)")])
+        self._legend([(BLUE, "full (high)"), *_halves(steps), (SKY, "skipped (low)")])
 
     def _plan(self, run: Mapping[str, Any]) -> None:
         """What a quality target decided: above each step's bar its estimate, below it the noise level."""
         letters, levels, decibels = zip(*run["plan"], strict=True)
         self._gap()
-        self._write(f"DeepCache: {letters.count(SKIPPED)} of {len(letters)} steps skipped")
+        self._write(f"DeepCache: {skipped_of(letters)}")
         self._write(quality_of(run))
         self._estimates(letters[:_MOST_STEPS], decibels[:_MOST_STEPS], run["target_db"])
         self._step_bars("".join(letters))
@@ -112,7 +112,7 @@ class _Sheet:
             left = _MARGIN + (place + 0.5) * wide - self._draw.textlength(label, self._font) / 2
             self._draw.text((max(left, _MARGIN), self._y - 2), label, fill=_GREY, font=self._font)
         self._y += _LINE
-        bars = [(BLUE, "full (high)"), (BLUE, "compared too (dot)"), (SKY, "skipped (low)")]
+        bars = [(BLUE, "full (high)"), (BLUE, "compared too (dot)"), *_halves(letters), (SKY, "skipped (low)")]
         self._legend([*bars, (SKY, "dB by estimate"), (None, "if it had been skipped")])
         self._write("Numbers below the steps: noise level", colour=_GREY)
 
@@ -143,7 +143,7 @@ class _Sheet:
         for index, step in enumerate(shown):
             left = _MARGIN + index * wide
             # A skipped step is lower as well as paler, so colour is not needed to tell.
-            top = self._y + (_BAR * 0.6 if step == SKIPPED else 0)
+            top = self._y + _BAR * {SKIPPED: 0.6, HALF: 0.3}.get(step, 0.0)
             box = (left, top, left + max(wide - 2, 1), self._y + _BAR)
             self._draw.rectangle(box, fill=SKY if step == SKIPPED else BLUE)
             if step == COMPARED:
@@ -200,3 +200,7 @@ class _Sheet:
 
     def _gap(self) -> None:
         self._y += 10
+
+
+def _halves(letters: Sequence[str]) -> list[tuple[str, str]]:
+    return [(BLUE, "half skipped (medium)")] if HALF in letters else []

@@ -78,7 +78,7 @@ def _skipped(run: Run) -> list[Reason]:
     steps, skipped = len(run.steps_taken), run.steps_taken.count(SKIPPED)
     if not steps:
         return []
-    if skipped and run.estimated_db is not None:
+    if run.estimated_db is not None:
         reached, share = f"{run.estimated_db:.0f}", f"{run.skipped_work:.0%}"
         return [Reason("line_quality", asked=f"{run.target_db:g}", reached=reached, share=share)]
     if skipped:

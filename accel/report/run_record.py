@@ -18,7 +18,7 @@ from ..compile.benchmark import Benchmark
 from ..core.events import emit, subscribe
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason
-from ..step_cache.run import FULL, SKIPPED
+from ..step_cache.run import FULL, HALF, SKIPPED
 from .headline import headline, nodes_of
 from .run import Run, Saving, together
 
@@ -157,7 +157,8 @@ class RunRecords:
         whole = self._last = self._last.with_next(run) if is_next else run
         if is_next and whole.steps_taken:
             steps = whole.steps_taken
-            together = _skipping(steps.count(FULL), steps.count(SKIPPED), steps, whole.why_full, whole.by_skipping)
+            skipped = steps.count(SKIPPED)
+            together = _skipping(len(steps) - skipped, skipped, steps, whole.why_full, whole.by_skipping)
             self._deep_cache = {**(self._deep_cache or {}), **together}  # a quality is that of the last sampler
 
     def _on_run_calls(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:
@@ -257,25 +258,29 @@ def by_compiling(calls: int, measured: Mapping[Benchmark, int], is_measured: boo
 
 
 def by_skipping(steps: str, began: Sequence[float], disturbed: Sequence[float] = ()) -> Saving:
-    """The time saved by skipped steps, against full ones.
+    """The time saved by steps that were skipped, in whole or in half, against full ones.
 
-    steps: FULL or SKIPPED for each step, in order. began: the start of each, in seconds of one clock. The first step
+    steps: FULL, HALF or SKIPPED for each step, in order. began: the start of each, in seconds of one clock. The first step
         and the last, whose end is unknown, are left out.
     disturbed: times at which something was compiled, loaded or compared; steps that contain one are left out.
     """
-    if SKIPPED not in steps:
+    kinds = [kind for kind in (SKIPPED, HALF) if kind in steps]
+    if not kinds:
         return Saving(None, Reason("skipping_unused"))
-    taken: dict[str, list[float]] = {FULL: [], SKIPPED: []}
+    taken: dict[str, list[float]] = {FULL: [], HALF: [], SKIPPED: []}
     for index in range(1, min(len(steps), len(began)) - 1):
         start, end = began[index], began[index + 1]
         if not any(start <= moment <= end for moment in disturbed):
             taken[steps[index]].append(end - start)
-    if not taken[FULL] or not taken[SKIPPED]:
+    if not all(taken[kind] for kind in (FULL, *kinds)):
         return Saving(None, Reason("skipping_unsure"))
-    full, skipped = statistics.median(taken[FULL]), statistics.median(taken[SKIPPED])
-    count = steps.count(SKIPPED)
-    how = Reason("skipping_saved", steps=count, skipped=f"{skipped:.3g}", full=f"{full:.3g}")
-    return Saving(count * (full - skipped), how)
+    full, *medians = (statistics.median(taken[kind]) for kind in (FULL, *kinds))
+    counts = [steps.count(kind) for kind in kinds]
+    if HALF in kinds:
+        how = Reason("skipping_saved_halves", full=f"{full:.3g}", steps=sum(counts), halves=counts[-1])
+    else:
+        how = Reason("skipping_saved", steps=counts[0], skipped=f"{medians[0]:.3g}", full=f"{full:.3g}")
+    return Saving(sum(count * (full - median) for count, median in zip(counts, medians, strict=True)), how)
 
 
 records = RunRecords()

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from ..core.sentences import counted
-from ..step_cache.run import COMPARED, FULL, SKIPPED
+from ..step_cache.run import COMPARED, FULL, HALF, SKIPPED
 
 ALIKE_DB = 40.0
 """PSNR above which a difference between two images is hard to see; at 30 dB it is visible side by side."""
@@ -15,7 +15,7 @@ ALIKE_DB = 40.0
 _MOST_REASONS = 8
 _LONGEST_TIMELINE = 100
 _MOST_STRETCHES = 40
-_WORDS = {FULL: "full", SKIPPED: "skipped", COMPARED: "full, compared"}
+_WORDS = {FULL: "full", HALF: "half skipped", SKIPPED: "skipped", COMPARED: "full, compared"}
 
 
 def text(state: Mapping[str, Any], diagnosis: Sequence[str], comparison: str | None = None) -> str:
@@ -88,8 +88,15 @@ def _skipped(run: Mapping[str, Any] | None) -> list[str]:
         return []
     steps = run["steps_taken"]
     shown = steps if len(steps) <= _LONGEST_TIMELINE else f"{steps[:_LONGEST_TIMELINE]}..."
-    lines = [f"DeepCache: {steps.count(SKIPPED)} of {counted(len(steps), 'step')} skipped."]
-    return [*lines, f"  {shown}   (F full, S skipped)", *_plan(run)] if steps else lines
+    lines = [f"DeepCache: {skipped_of(steps)}."]
+    legend = "F full, H half skipped, S skipped" if HALF in shown else "F full, S skipped"
+    return [*lines, f"  {shown}   ({legend})", *_plan(run)] if steps else lines
+
+
+def skipped_of(letters: Sequence[str]) -> str:
+    """How many of a run's steps were skipped: "8 of 20 steps skipped, 5 more in half"."""
+    halves = f", {letters.count(HALF)} more in half" if HALF in letters else ""
+    return f"{letters.count(SKIPPED)} of {counted(len(letters), 'step')} skipped{halves}"
 
 
 def quality_of(run: Mapping[str, Any]) -> str:

@@ -31,8 +31,8 @@ from .predictions.guidance import Guidance
 from .refresh import Step
 from .step_schedule import angle, in_window, is_in_order, step_of
 
-FULL, SKIPPED = "FS"
-"""A step of a run, as a letter."""
+FULL, HALF, SKIPPED = "FHS"
+"""A step of a run, as a letter. HALF: full, but one of its two evaluations took the features of the other."""
 
 COMPARED = "C"
 """In `DeepCacheRun.plan`, a full step that was also run as a skipped one, to compare."""
@@ -149,6 +149,10 @@ class DeepCacheRun:
         self._occurrences: Counter[BranchKey] = Counter()
         self._skipped: dict[int, bool] = {}
         self._evaluations = 0
+        self._repeated: int | None = None
+        """The full step whose current evaluation takes the features of its first one, at the same noise level."""
+        self._halves: set[int] = set()
+        """The full steps of which one did."""
         self._began: list[tuple[int, float]] = []
         """Steps in the order in which they came, each with its start in seconds of `time.perf_counter`."""
         self._siblings: dict[torch.nn.Module, DeepCacheRun] = {}
@@ -257,14 +261,19 @@ class DeepCacheRun:
         """
         self._occurrences.clear()
         self._calls.clear()
+        if self._repeated is not None:
+            self._full[self._repeated] = True
+            self._repeated = None
         if self.guidance is not None:
             self.guidance.is_asked = False
         if len(self.schedule) < 2:
             self._step = None
             return
         self._evaluations += 1
-        self._angle = angle(sigma, self.is_flow)
+        before, self._angle = self._angle, angle(sigma, self.is_flow)
         step = step_of(sigma, self.schedule)
+        if step == self._step and self._angle == before and self._may_repeat(step):
+            self._full[step], self._repeated = False, step
         if self.target is not None and not self.failed and (self.guidance is not None or not self.adds_noise):
             self.target.note_reach(step, self._angle)
         if step != self._step:
@@ -288,13 +297,29 @@ class DeepCacheRun:
             sibling.begin_evaluation(sigma)
             sibling.is_probing = self.is_probing
 
+    @property
+    def _is_free(self) -> bool:
+        """Whether a skipped evaluation costs next to nothing."""
+        has_more = self.has_other_nodes or (self.has_controls and self._takes_control)
+        return self._shallow_share() == 0 and not has_more and not self._broken
+
+    @property
+    def _has_pairs(self) -> bool:
+        """Whether the second evaluation of a noise level is as Heun's, which begins a step: the latent has only been
+        moved by what the end of the step before corrected. Others' predictions may count for more."""
+        is_heun = self.carries == (1.0, 0.0) and not self.adds_noise
+        return is_heun and self.target is not None and not self.failed and not self._siblings
+
+    def _may_repeat(self, step: int) -> bool:
+        """Whether the current evaluation, the second of its noise level, takes the features of the first."""
+        may_skip = self._full[step] and self._has_pairs and self._is_free
+        return may_skip and in_window(self.schedule[step], self.window) and self.target.may_repeat(step)
+
     def _probes(self, step: int) -> bool:
         if self.target is None or self.failed or self.guidance is not None:
             return False
         share = self._shallow_share()
-        has_more = self.has_other_nodes or (self.has_controls and self._takes_control)
-        is_free = share == 0 and not has_more and not self._broken
-        if not self.target.wants_probe(step, is_free) or not in_window(self.schedule[step + 1], self.window):
+        if not self.target.wants_probe(step, self._is_free) or not in_window(self.schedule[step + 1], self.window):
             return False
         return self._saved_steps() - share - self._broken >= -self.target.overhead()
 
@@ -406,7 +431,7 @@ class DeepCacheRun:
     def give_up(self, error: Exception) -> None:
         """Skip nothing from now on, since a skipped call failed."""
         self.failed = True
-        if not self.skipped_steps:
+        if not self.has_skipped:
             self.why_full = f"a skipped step failed ({one_line(error)})"
         log.warning("DeepCache: a skipped step failed (%s); the rest of this run is computed in full.", error)
         log.debug("DeepCache: where it failed", exc_info=True)
@@ -478,8 +503,8 @@ class DeepCacheRun:
 
     @property
     def _gives_back(self) -> bool:
-        """What a probe forecasts reaches no latent."""
-        return self.gives_back and self.correction is None and not self.is_probing
+        """What a probe forecasts reaches no latent. What another evaluation of the level had is no forecast."""
+        return self.gives_back and self.correction is None and not self.is_probing and self._repeated is None
 
     def _has_all(self, key: BranchKey) -> bool:
         """Whether every part that this run ever exchanged is there for the branch, from the last full step on."""
@@ -539,14 +564,22 @@ class DeepCacheRun:
                 continue
             if history is None:
                 history = self._histories[key, part] = History(ORDER + 1 if self.settings.between == "forecast" else 1)
-            elif self.target is not None and self._full[self._step] and history.newest != self._step:
+            elif (note := self._noted_by(history)) is not None:
                 error = history.error(self._angle, chunks[index], key.shape[0])
                 if error is not None:
-                    self.target.note_feature(self._step, error)
+                    note(self._step, error)
             history.record(self._step, self._angle, chunks[index], owned)
             if self.policy.uses_magnitudes and self._full[self._step]:
                 self._drift.note_magnitude((key, part), chunks[index], self._step)
         return torch.cat(chunks) if any(is_known) else feature
+
+    def _noted_by(self, history: History) -> Callable[[int, torch.Tensor], None] | None:
+        """What a quality notes the error of, where `history` gives the feature of the current evaluation."""
+        if self.target is None or not self._full[self._step]:
+            return None
+        if history.newest != self._step:
+            return self.target.note_feature
+        return self.target.note_repeat if self._has_pairs and history.newest_place == self._angle else None
 
     def measure(self, keys: Sequence[BranchKey], shallow: torch.Tensor, owned: bool = False) -> None:
         """Measure the drift of `shallow` [len(keys) * B, ...], which the deep part is computed from: a feature, or the
@@ -587,23 +620,31 @@ class DeepCacheRun:
     def count(self, skipped: bool) -> None:
         """Count a finished model call, but none of a probe; a step with one skipped call is a skipped step."""
         self._calls.append(skipped)
-        if self._step is not None and not self.is_probing:
+        if self._repeated is not None:
+            self._halves.update({self._repeated} if skipped else ())
+        elif self._step is not None and not self.is_probing:
             self._skipped[self._step] = self._skipped.get(self._step, False) or skipped
 
     @property
     def full_steps(self) -> int:
+        """With those of which an evaluation was skipped."""
         return len(self._skipped) - self.skipped_steps
 
     @property
     def skipped_steps(self) -> int:
         return sum(self._skipped.values())
 
+    @property
+    def has_skipped(self) -> bool:
+        """Whether steps were skipped, or halves of them."""
+        return bool(self.skipped_steps or self._halves)
+
     def quality_facts(self) -> dict[str, Any]:
         """Facts reported of a run with a quality target; before `close`."""
         if self.target is None:
             return {}
         steps = len(self._skipped)
-        estimated = self.target.estimated_db() if self.skipped_steps else None
+        estimated = self.target.estimated_db() if self.has_skipped else None
         return {
             "target_db": self.target.target,
             "estimated_db": estimated if estimated is not None and math.isfinite(estimated) else None,
@@ -614,26 +655,27 @@ class DeepCacheRun:
 
     def log_quality(self, facts: dict[str, Any]) -> bool:
         """Log what a quality target came to, if there is one and it skipped anything; whether that was said."""
-        if self.target is None or not self.skipped_steps:
+        if self.target is None or not self.has_skipped:
             return False
         log.info(
-            "DeepCache: %g dB asked, about %.0f reached by estimate; %d of %d steps were computed in full, %.0f %% "
+            "DeepCache: %g dB asked, about %.0f reached by estimate; %d of %d steps were computed in full%s, %.0f %% "
             "of the work was skipped.",
             facts["target_db"],
             facts["estimated_db"] or math.inf,
-            self.full_steps,
+            self.full_steps - len(self._halves),
             self.full_steps + self.skipped_steps,
+            f", {len(self._halves)} in half" if self._halves else "",
             100 * facts["skipped_work"],
         )
         return True
 
     @property
     def plan(self) -> list[tuple[str, float, float | None]]:
-        """Each step of a run with a quality target, in the order in which they came: FULL, SKIPPED or COMPARED, its
-        noise level, and the final latent's PSNR in dB by estimate if it is skipped; None where that was not asked."""
+        """Each step of a run with a quality target, in the order in which they came: FULL, HALF, SKIPPED or COMPARED
+        (where it is not HALF), its noise level, and the final latent's PSNR in dB by estimate if it is skipped; None where that was not asked."""
         rows = []
-        for step, _ in self._began:
-            letter = SKIPPED if self._skipped.get(step) else COMPARED if step in self._compared else FULL
+        for (step, _), letter in zip(self._began, self.letters, strict=True):
+            letter = COMPARED if letter == FULL and step in self._compared else letter
             error = self.target.estimates.get(step, 0.0)
             decibels = round(-20 * math.log10(error), 1) if 0 < error < math.inf else None
             rows.append((letter, float(f"{self.schedule[step]:.3g}"), decibels))
@@ -641,8 +683,9 @@ class DeepCacheRun:
 
     def _saved_steps(self) -> float:
         """The work that was saved, in full steps, less what comparing cost: of a step's evaluations it repeats one."""
-        probes = self.target.probes * len(self._began) / max(self._evaluations, 1)
-        return self.skipped_steps * (1 - self._shallow_share()) - probes * self._shallow_share()
+        evaluation = len(self._began) / max(self._evaluations, 1)
+        saved = self.skipped_steps + len(self._halves) * evaluation
+        return saved * (1 - self._shallow_share()) - self.target.probes * evaluation * self._shallow_share()
 
     def _shallow_share(self) -> float:
         if self.guidance is not None:
@@ -651,8 +694,9 @@ class DeepCacheRun:
 
     @property
     def letters(self) -> str:
-        """FULL or SKIPPED for each step, in the order in which they came."""
-        return "".join(SKIPPED if self._skipped.get(step) else FULL for step, _ in self._began)
+        """FULL, HALF or SKIPPED for each step, in the order in which they came."""
+        steps = [step for step, _ in self._began]
+        return "".join(SKIPPED if self._skipped.get(step) else HALF if step in self._halves else FULL for step in steps)
 
     @property
     def began(self) -> tuple[float, ...]:

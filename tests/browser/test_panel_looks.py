@@ -284,3 +284,16 @@ def test_every_sentence_is_said_somewhere():
     scripts = "".join(path.read_text(encoding="utf-8") for path in Path(ROOT / "web").glob("*.js"))
     unused = [key for key in sentences if not re.search(rf"\b({key}|{key.removesuffix('Tip')})\b", scripts)]
     assert [key for key in unused if not key.startswith(("store_", "stage_"))] == []
+
+
+@in_both
+def test_half_skipped_steps_are_told_apart(page):
+    last = {"full_steps": 14, "skipped_steps": 11, "steps": "FFFF" + "HHSS" * 4 + "HSSSF"}
+    with answering(page, state(deep_cache={"last_run": last})):
+        panel = open_panel(page)
+        panel.get_by_text("Full steps: 5, half skipped: 9, skipped: 11.").wait_for()
+        shown = panel.locator(".accel-steps")
+        assert [shown.locator(f".accel-{kind}").count() for kind in ("full", "half", "skipped")] == [5, 9, 11]
+        assert "Full: 1-4, 25." in shown.get_attribute("aria-label")
+        screenshot(page, "panel_half_steps")
+        close_panel(page)

@@ -188,3 +188,21 @@ def test_tenth_image_skips_more_than_the_first(network, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCEL_STORE", "off")
     made(asked, 1)
     assert last_run()["probes"] == told[0]["probes"], "nothing is kept, so nothing is known"
+
+
+@pytest.mark.parametrize("name", ["unet", "dit"])
+def test_heun_evaluates_most_levels_once(name):
+    """Measured: 45 to 60 dB."""
+    from bench import toy
+
+    model, decibels = toy.load(name), []
+    for seed in range(3):
+        with torch.inference_mode():
+            plain, made = (
+                toy.sample(one, torch.tensor([seed]), 16, 16, 24, "heun", seed)
+                for one in (model, apply_deep_cache(model, DeepCacheSettings(quality=40.0)))
+            )
+        told = last_run()
+        assert told["skipped_work"] > told["skipped_steps"] / 24 + 0.1
+        decibels.append(similarity.latent_psnr(made, plain).item())
+    assert min(decibels) >= 39, decibels

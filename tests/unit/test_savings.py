@@ -62,6 +62,14 @@ def test_skipped_steps_cost_less_than_full_ones():
     assert "(3)" in str(saved.how)
 
 
+def test_half_skipped_steps_save_what_they_took_less():
+    # Durations: F 5 (the first, left out), F 4, H 2, S 1, H 2, and the last, which has no end.
+    saved = by_skipping("FFHSHF", (0.0, 5.0, 9.0, 11.0, 12.0, 14.0))
+    assert saved.seconds == (4.0 - 1.0) + 2 * (4.0 - 2.0)
+    assert "(3, 2 of them half skipped)" in str(saved.how)
+    assert by_skipping("FFHHF", (0.0, 5.0, 9.0, 11.0, 13.0)).seconds == 2 * (4.0 - 2.0)
+
+
 def test_steps_in_which_something_was_compiled_are_left_out():
     began = (0.0, 5.0, 6.0, 16.0, 17.0, 21.0, 22.0)
     assert by_skipping("FSFSFSF", began).seconds == 3 * (7.0 - 1.0)

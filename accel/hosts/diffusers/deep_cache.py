@@ -213,7 +213,7 @@ class _Cache:
             self._compare(given, compared)
         if not run.adds_noise and given.get("eta"):
             # DDIM's noise of its own, which it is only told now.
-            if run.skipped_steps:
+            if run.has_skipped:
                 run.run_in_full("its scheduler began to add noise after it had skipped steps without")
             else:
                 run.add_noise(told_to_add_noise(run.carries), find_split(self.model, self.settings.split_depth, True))

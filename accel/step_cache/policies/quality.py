@@ -53,6 +53,17 @@ UNCORRECTED = 2.5
 """How many times as much of an error is passed on where no full step follows. With 0.75 passed on of any, a skipped
 last step came out as estimated, and a single one before it 5 to 8 dB better."""
 
+REPEATED = 4.0
+"""How many times as much of an error is passed on where an evaluation takes the features of another at the same noise
+level. The newest known pair is some steps old, and says less of the present one than a forecast's error does."""
+
+REPEATED_BELOW = 1.35
+"""Radians of the noise level above which all evaluations run: what repeating one costs there was estimated up to 20 dB
+too low. From there to the two last steps it is the least that a run can leave out (docs/measurements.md)."""
+
+HALF = 0.5
+"""The share of a step's work, and of the prediction in it, that one of Heun's two evaluations is."""
+
 APART = 0.35
 """The least radians of the noise level from one comparison of a run to the next. What an error of the feature does to
 the prediction changes slowly with the noise level, and hardly with the distance: from 0.12 to 0.02 over a run of the
@@ -184,6 +195,8 @@ class QualityRefresh:
         """The last full step."""
         self._fulls: list[_Full] = []
         """The full steps from the newest known one on."""
+        self._repeated = torch.zeros(1, dtype=torch.float64)
+        """The error of the final latent [B] by evaluations that took the features of others. They have one sign."""
         self._settled = torch.zeros(1, dtype=torch.float64)
         """The squared error of the final latent [B] by what was skipped before them."""
         self._compared: int | None = None
@@ -194,9 +207,9 @@ class QualityRefresh:
         """Of the first latent that was compared."""
         self._samples = 0
         """How many the first feature had."""
-        self._squares: tuple[int, torch.Tensor] | None = None
+        self._squares: tuple[float, torch.Tensor] | None = None
         """The newest full step, and the sum over its features of their forecasts' mean squared errors [B]."""
-        self._features: dict[int, HostCopy] = {}
+        self._features: dict[float, HostCopy] = {}
         """The same of the full steps before."""
 
     def begin(self, carried: Carried) -> None:
@@ -221,6 +234,35 @@ class QualityRefresh:
         # `not <=` instead of `>`: NaN refreshes.
         left = len(self.carried.angles) - 1 - step.index
         return not after - before <= PRICE * (room - before) / max(left, PRICE)
+
+    def may_repeat(self, step: int) -> bool:
+        """Whether the second evaluation of a noise level, in full `step`, may take the features of the first.
+
+        What that costs is known from the newest step in which both ran in full, which may not be long ago nor the only
+        one: the first, where there is most noise, says little of the next.
+        """
+        known = self._known(step)
+        left = 0 if self.carried is None else len(self.carried.angles) - 1 - step
+        pairs = [at for at, copy in self._features.items() if at % 1 and not (copy.is_later and at + 1 > step)]
+        if known is None or left < 3 or len(pairs) < 2 or step - pairs[-1] > self.longest:
+            return False
+        self._learn(known.step)
+        ratio = self.sensitivity.at(self.carried.angles[int(pairs[-1])])
+        if ratio is None or self.carried.angles[step] > REPEATED_BELOW:
+            return False
+        each = self._features[pairs[-1]].read().double().sqrt() * ratio
+        after = self._repeated + REPEATED * HALF * self.carried.at_end(step) * each
+        spent = self._spent(known)
+        room = torch.maximum(self._allowed**2 - spent, SUNK * spent)
+        # `not <=` instead of `>`: NaN runs.
+        if not bool((after**2 - self._repeated**2 <= HALF * PRICE * room / max(left, PRICE)).all()):
+            return False
+        self._repeated = after
+        return True
+
+    def note_repeat(self, step: int, squares: torch.Tensor) -> None:
+        """As `note_feature`, of what the feature of the first evaluation of a noise level lacks of the second's."""
+        self.note_feature(step + 0.5, squares)
 
     def wants_probe(self, step: int, is_free: bool = False) -> bool:
         """Whether `step`, which will be full, is to be run by the skipped path first.
@@ -260,7 +302,7 @@ class QualityRefresh:
         if start != end:
             self._reach = max(self._reach, min((angle - start) / (end - start), 1.0))
 
-    def note_feature(self, step: int, squares: torch.Tensor) -> None:
+    def note_feature(self, step: float, squares: torch.Tensor) -> None:
         """Note the mean squared error that the forecast of one of the features has at full `step`, on the device: of
         each sample [B], or [1] where the feature has no batch dimension. Where their number changes, as that of the
         frames in a context window may, the farthest stands for all."""
@@ -366,7 +408,7 @@ class QualityRefresh:
         """The squared error of the final latent [B] by what was skipped before the last full step."""
         while self._fulls[0].step < known.step:
             self._settled = self._settled + self._of_stretch(self._fulls.pop(0), known)
-        return sum((self._of_stretch(full, known) for full in self._fulls), self._settled)
+        return sum((self._of_stretch(full, known) for full in self._fulls), self._settled + self._repeated**2)
 
     def _of_stretch(self, full: _Full, known: _Full) -> torch.Tensor:
         """What was skipped before `full` adds, by its own features where they are known."""

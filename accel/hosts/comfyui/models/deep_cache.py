@@ -93,7 +93,8 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: s
 
 
 def last_run() -> dict[str, Any] | None:
-    """Of the last DeepCache run of this process: full_steps, skipped_steps; and of one with a quality target:
+    """Of the last DeepCache run of this process: full_steps, also those of which one of two evaluations was skipped,
+    and skipped_steps; and of one with a quality target:
 
     target_db: what was asked. estimated_db: what the run takes the farthest sample to have reached; None where nothing
     was skipped. probes: extra passes of the shallow part, to compare.
@@ -155,7 +156,7 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
                 else:
                     options[KEY] = before
                 has_many = is_finished and len(run.schedule) > FEW_STEPS
-                if has_many and not run.skipped_steps and not run.why_full and CORE_CACHE in options:
+                if has_many and not run.has_skipped and not run.why_full and CORE_CACHE in options:
                     run.why_full = "EasyCache or LazyCache skips steps of its own (use one of the two)"
                 _report(run, name.removeprefix("sample_"), not is_finished or bool(options.get(WARMS_UP)))
                 run.close()

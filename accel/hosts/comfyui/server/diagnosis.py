@@ -10,7 +10,7 @@ from typing import Any
 from ....core.sentences import OF_CUDA_GRAPHS, counted
 from ....report.headline import why_none_skipped
 from ....step_cache.config import QUALITIES
-from ....step_cache.run import SKIPPED
+from ....step_cache.run import HALF, SKIPPED
 
 _CACHE_FULL = ("cache_entries_full", "cache_bytes_full")
 _PATCHES = ("patched", "attention_replaced", "attention_override")
@@ -275,7 +275,8 @@ def deep_cache_found_no_place(facts: Facts) -> str | None:
 
 def deep_cache_skipped_nothing(facts: Facts) -> str | None:
     run = facts.run
-    if not facts.caching or SKIPPED in run.get("steps_taken", "") or deep_cache_is_off(facts):
+    has_skipped = {SKIPPED, HALF} & set(run.get("steps_taken", ""))
+    if not facts.caching or has_skipped or deep_cache_is_off(facts):
         return None
     steps = run.get("steps") or len(run.get("steps_taken", ""))
     sampler, why_full, target_db = run.get("sampler"), run.get("why_full"), run.get("target_db")
