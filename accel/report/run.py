@@ -52,7 +52,8 @@ class Run:
     target_db: the quality that DeepCache was asked for. estimated_db: what it takes to be reached, None where it
         skipped nothing. skipped_work: the share of the work that it saved.
     plan: the steps of the last sampler with a quality, as `DeepCacheRun.plan` has them.
-    steps_taken: DeepCache's steps, such as "FSSF", as `DeepCacheRun.letters` has them; why_full: what of the model or the sampler made all of them full.
+    steps_taken: DeepCache's steps, such as "FSSF", as `DeepCacheRun.letters` has them; why_full: what of the model or
+        the sampler made all of them full.
     model_calls: calls of the whole model, where capturing is on; replays: those of them that replayed a CUDA graph.
     captures: calls captured in this run, in capture_seconds.
     pixels: width and height of the image; None where the latent is none of an image. prepare_seconds: before the

@@ -260,8 +260,8 @@ def by_compiling(calls: int, measured: Mapping[Benchmark, int], is_measured: boo
 def by_skipping(steps: str, began: Sequence[float], disturbed: Sequence[float] = ()) -> Saving:
     """The time saved by steps that were skipped, in whole or in half, against full ones.
 
-    steps: FULL, HALF or SKIPPED for each step, in order. began: the start of each, in seconds of one clock. The first step
-        and the last, whose end is unknown, are left out.
+    steps: FULL, HALF or SKIPPED for each step, in order. began: the start of each, in seconds of one clock. The first
+        step and the last, whose end is unknown, are left out.
     disturbed: times at which something was compiled, loaded or compared; steps that contain one are left out.
     """
     kinds = [kind for kind in (SKIPPED, HALF) if kind in steps]

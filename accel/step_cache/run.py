@@ -672,7 +672,8 @@ class DeepCacheRun:
     @property
     def plan(self) -> list[tuple[str, float, float | None]]:
         """Each step of a run with a quality target, in the order in which they came: FULL, HALF, SKIPPED or COMPARED
-        (where it is not HALF), its noise level, and the final latent's PSNR in dB by estimate if it is skipped; None where that was not asked."""
+        (where it is not HALF), its noise level, and the final latent's PSNR in dB by estimate if it is skipped; None
+        where that was not asked."""
         rows = []
         for (step, _), letter in zip(self._began, self.letters, strict=True):
             letter = COMPARED if letter == FULL and step in self._compared else letter
