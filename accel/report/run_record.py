@@ -264,15 +264,15 @@ def by_skipping(steps: str, began: Sequence[float], disturbed: Sequence[float] =
         step and the last, whose end is unknown, are left out.
     disturbed: times at which something was compiled, loaded or compared; steps that contain one are left out.
     """
-    kinds = [kind for kind in (SKIPPED, HALF) if kind in steps]
-    if not kinds:
+    if SKIPPED not in steps and HALF not in steps:
         return Saving(None, Reason("skipping_unused"))
     taken: dict[str, list[float]] = {FULL: [], HALF: [], SKIPPED: []}
     for index in range(1, min(len(steps), len(began)) - 1):
         start, end = began[index], began[index + 1]
         if not any(start <= moment <= end for moment in disturbed):
             taken[steps[index]].append(end - start)
-    if not all(taken[kind] for kind in (FULL, *kinds)):
+    kinds = [kind for kind in (SKIPPED, HALF) if taken[kind]]
+    if not taken[FULL] or not kinds or (SKIPPED in steps and not taken[SKIPPED]):
         return Saving(None, Reason("skipping_unsure"))
     full, *medians = (statistics.median(taken[kind]) for kind in (FULL, *kinds))
     counts = [steps.count(kind) for kind in kinds]

@@ -149,8 +149,11 @@ class DeepCacheRun:
         self._occurrences: Counter[BranchKey] = Counter()
         self._skipped: dict[int, bool] = {}
         self._evaluations = 0
-        self._repeated: int | None = None
-        """The full step whose current evaluation takes the features of its first one, at the same noise level."""
+        self._is_second = False
+        """Whether the current evaluation is the second of a noise level, as where a step of Heun's begins: the latent
+        has only been moved by what the end of the step before corrected."""
+        self._is_repeat = False
+        """Whether it takes the features of the first, in a full step."""
         self._halves: set[int] = set()
         """The full steps of which one did."""
         self._began: list[tuple[int, float]] = []
@@ -261,9 +264,8 @@ class DeepCacheRun:
         """
         self._occurrences.clear()
         self._calls.clear()
-        if self._repeated is not None:
-            self._full[self._repeated] = True
-            self._repeated = None
+        if self._is_repeat:
+            self._full[self._step], self._is_repeat = True, False
         if self.guidance is not None:
             self.guidance.is_asked = False
         if len(self.schedule) < 2:
@@ -272,8 +274,9 @@ class DeepCacheRun:
         self._evaluations += 1
         before, self._angle = self._angle, angle(sigma, self.is_flow)
         step = step_of(sigma, self.schedule)
-        if step == self._step and self._angle == before and self._may_repeat(step):
-            self._full[step], self._repeated = False, step
+        self._is_second = step == self._step and math.isclose(before, self._angle, rel_tol=1e-6) and self._has_pairs
+        if self._is_second and self._may_repeat(step):
+            self._full[step], self._is_repeat = False, True
         if self.target is not None and not self.failed and (self.guidance is not None or not self.adds_noise):
             self.target.note_reach(step, self._angle)
         if step != self._step:
@@ -305,15 +308,14 @@ class DeepCacheRun:
 
     @property
     def _has_pairs(self) -> bool:
-        """Whether the second evaluation of a noise level is as Heun's, which begins a step: the latent has only been
-        moved by what the end of the step before corrected. Others' predictions may count for more."""
+        """Whether the second evaluation of a noise level may take the features of the first. With samplers that add
+        noise or extrapolate, it counts for more than half of a step."""
         is_heun = self.carries == (1.0, 0.0) and not self.adds_noise
-        return is_heun and self.target is not None and not self.failed and not self._siblings
+        return is_heun and self.target is not None and not self.failed and not self._siblings and self._is_free
 
     def _may_repeat(self, step: int) -> bool:
-        """Whether the current evaluation, the second of its noise level, takes the features of the first."""
-        may_skip = self._full[step] and self._has_pairs and self._is_free
-        return may_skip and in_window(self.schedule[step], self.window) and self.target.may_repeat(step)
+        is_possible = self._full[step] and in_window(self.schedule[step], self.window)
+        return is_possible and self.target.may_repeat(step)
 
     def _probes(self, step: int) -> bool:
         if self.target is None or self.failed or self.guidance is not None:
@@ -504,7 +506,7 @@ class DeepCacheRun:
     @property
     def _gives_back(self) -> bool:
         """What a probe forecasts reaches no latent. What another evaluation of the level had is no forecast."""
-        return self.gives_back and self.correction is None and not self.is_probing and self._repeated is None
+        return self.gives_back and self.correction is None and not self.is_probing and not self._is_repeat
 
     def _has_all(self, key: BranchKey) -> bool:
         """Whether every part that this run ever exchanged is there for the branch, from the last full step on."""
@@ -579,7 +581,7 @@ class DeepCacheRun:
             return None
         if history.newest != self._step:
             return self.target.note_feature
-        return self.target.note_repeat if self._has_pairs and history.newest_place == self._angle else None
+        return self.target.note_repeat if self._is_second else None
 
     def measure(self, keys: Sequence[BranchKey], shallow: torch.Tensor, owned: bool = False) -> None:
         """Measure the drift of `shallow` [len(keys) * B, ...], which the deep part is computed from: a feature, or the
@@ -620,8 +622,8 @@ class DeepCacheRun:
     def count(self, skipped: bool) -> None:
         """Count a finished model call, but none of a probe; a step with one skipped call is a skipped step."""
         self._calls.append(skipped)
-        if self._repeated is not None:
-            self._halves.update({self._repeated} if skipped else ())
+        if self._is_repeat and skipped:
+            self._halves.add(self._step)
         elif self._step is not None and not self.is_probing:
             self._skipped[self._step] = self._skipped.get(self._step, False) or skipped
 

@@ -68,6 +68,8 @@ def test_half_skipped_steps_save_what_they_took_less():
     assert saved.seconds == (4.0 - 1.0) + 2 * (4.0 - 2.0)
     assert "(3, 2 of them half skipped)" in str(saved.how)
     assert by_skipping("FFHHF", (0.0, 5.0, 9.0, 11.0, 13.0)).seconds == 2 * (4.0 - 2.0)
+    # Where something was compiled in all of them, they count nothing.
+    assert by_skipping("FFHSF", (0.0, 5.0, 9.0, 11.0, 12.0), disturbed=(10.0,)).seconds == 4.0 - 1.0
 
 
 def test_steps_in_which_something_was_compiled_are_left_out():

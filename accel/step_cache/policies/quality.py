@@ -53,16 +53,13 @@ UNCORRECTED = 2.5
 """How many times as much of an error is passed on where no full step follows. With 0.75 passed on of any, a skipped
 last step came out as estimated, and a single one before it 5 to 8 dB better."""
 
-REPEATED = 4.0
+REPEATED = 1.5
 """How many times as much of an error is passed on where an evaluation takes the features of another at the same noise
-level. The newest known pair is some steps old, and says less of the present one than a forecast's error does."""
+level. It is half of a step; but what it costs is known of an earlier pair alone."""
 
-REPEATED_BELOW = 1.35
+REPEATED_BELOW = 1.25
 """Radians of the noise level above which all evaluations run: what repeating one costs there was estimated up to 20 dB
 too low. From there to the two last steps it is the least that a run can leave out (docs/measurements.md)."""
-
-HALF = 0.5
-"""The share of a step's work, and of the prediction in it, that one of Heun's two evaluations is."""
 
 APART = 0.35
 """The least radians of the noise level from one comparison of a run to the next. What an error of the feature does to
@@ -230,35 +227,34 @@ class QualityRefresh:
         if step.index == len(self.carried.angles) - 2:
             after *= self.carried.at_last**2
         self.estimates[step.index] = (spent + each * after).max().sqrt().item()
-        room = (torch.maximum(self._allowed**2 - spent, SUNK * spent) / each).min().item()
+        room = (self._room(spent) / each).min().item()
         # `not <=` instead of `>`: NaN refreshes.
         left = len(self.carried.angles) - 1 - step.index
         return not after - before <= PRICE * (room - before) / max(left, PRICE)
 
     def may_repeat(self, step: int) -> bool:
-        """Whether the second evaluation of a noise level, in full `step`, may take the features of the first.
+        """Whether the second evaluation of a noise level, in full `step`, may take the features of the first. Where it
+        may, it is counted as if it did.
 
-        What that costs is known from the newest step in which both ran in full, which may not be long ago nor the only
-        one: the first, where there is most noise, says little of the next.
+        What that costs is taken from the newest step in which both ran in full, however long ago: pairs come closer to
+        each other with less noise. The first, where there is most, says little of the next.
         """
         known = self._known(step)
         left = 0 if self.carried is None else len(self.carried.angles) - 1 - step
         pairs = [at for at, copy in self._features.items() if at % 1 and not (copy.is_later and at + 1 > step)]
-        if known is None or left < 3 or len(pairs) < 2 or step - pairs[-1] > self.longest:
+        if known is None or left < 3 or len(pairs) < 2:
             return False
         self._learn(known.step)
         ratio = self.sensitivity.at(self.carried.angles[int(pairs[-1])])
         if ratio is None or self.carried.angles[step] > REPEATED_BELOW:
             return False
         each = self._features[pairs[-1]].read().double().sqrt() * ratio
-        after = self._repeated + REPEATED * HALF * self.carried.at_end(step) * each
-        spent = self._spent(known)
-        room = torch.maximum(self._allowed**2 - spent, SUNK * spent)
-        # `not <=` instead of `>`: NaN runs.
-        if not bool((after**2 - self._repeated**2 <= HALF * PRICE * room / max(left, PRICE)).all()):
-            return False
-        self._repeated = after
-        return True
+        after = self._repeated + REPEATED * self.carried.at_end(step) * each
+        price = PRICE / 2 * self._room(self._spent(known)) / max(left, PRICE)  # of half a step
+        may = bool((after**2 - self._repeated**2 <= price).all())
+        if may:
+            self._repeated = after
+        return may
 
     def note_repeat(self, step: int, squares: torch.Tensor) -> None:
         """As `note_feature`, of what the feature of the first evaluation of a noise level lacks of the second's."""
@@ -409,6 +405,10 @@ class QualityRefresh:
         while self._fulls[0].step < known.step:
             self._settled = self._settled + self._of_stretch(self._fulls.pop(0), known)
         return sum((self._of_stretch(full, known) for full in self._fulls), self._settled + self._repeated**2)
+
+    def _room(self, spent: torch.Tensor) -> torch.Tensor:
+        """What the steps left may add to the squared error [B]."""
+        return torch.maximum(self._allowed**2 - spent, SUNK * spent)
 
     def _of_stretch(self, full: _Full, known: _Full) -> torch.Tensor:
         """What was skipped before `full` adds, by its own features where they are known."""

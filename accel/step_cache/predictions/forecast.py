@@ -60,11 +60,6 @@ class History:
         """The step that was recorded last."""
         return self._points[0][0]
 
-    @property
-    def newest_place(self) -> float:
-        """Its place on the curve."""
-        return self._points[0][1]
-
     def fits(self, feature: torch.Tensor) -> bool:
         """Whether all points have the shape and dtype of `feature`."""
         return all(known.shape == feature.shape and known.dtype == feature.dtype for _, _, known in self._points)
