@@ -193,8 +193,9 @@ class Bench:
 
         from . import toy, toy_data
 
-        classes = (torch.arange(case.batch) + run) % len(toy_data.CLASSES)
-        return toy.sample(model, classes, case.height, case.width, steps, sampler, seed=run)
+        seed = case.first + run
+        classes = (torch.arange(case.batch) + seed) % len(toy_data.CLASSES)
+        return toy.sample(model, classes, case.height, case.width, steps, sampler, seed=seed)
 
 
 def _store(named: str) -> AbstractContextManager:

@@ -46,20 +46,23 @@ CASE = ("width", "height", "batch")
 
 @dataclass(frozen=True)
 class Case:
-    """`runs` runs of the sampler, each of `batch` samples; height and width in latent pixels."""
+    """`runs` runs of the sampler, each of `batch` samples; height and width in latent pixels. first: the class of the
+    first sample, and the seed of the first run."""
 
     height: int
     width: int
     batch: int
     runs: int = 1
+    first: int = 0
 
     @property
     def samples(self) -> int:
         return self.batch * self.runs
 
 
-CASES = (Case(16, 16, batch=1, runs=4), Case(20, 15, batch=1, runs=2), Case(15, 20, batch=4))
-"""Single images, as most people make them, and a batch: ten samples for each sampler and number of steps."""
+CASES = (Case(16, 16, batch=1, runs=4), Case(20, 15, batch=1, runs=2, first=4), Case(15, 20, batch=4, first=6))
+"""Single images, as most people make them, and a batch: ten samples of all eight classes for each sampler and number of
+steps."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ function stepTimeline() {
     const steps = typeof cached.steps === "string" ? cached.steps.replace(/[^FHS]/g, "") : "";
     const of = (letter) => [...steps].filter((step) => step === letter).length;
     const half = of("H");
-    const full = (cached.full_steps ?? of("F") + half) - half;
+    const full = cached.full_steps ?? of("F");
     const skipped = cached.skipped_steps ?? of("S");
     const numbers = { full: count(full), half: count(half), skipped: count(skipped) };
     const summary = t(half ? "stepsSummaryHalf" : "stepsSummary", numbers);

@@ -155,8 +155,8 @@ _SAVED = {
     "skipping_saved": "DeepCache: the median time of a full step ({full} s), minus that of a skipped one "
     "({skipped} s), times the number skipped ({steps}). The first and last step, and any that compiled something, are "
     "left out.",
-    "skipping_saved_halves": "DeepCache: the median time of a full step ({full} s), minus those of skipped and half "
-    "skipped ones, times their number ({steps}, {halves} of them half skipped). The first and last step, and any that "
+    "skipping_saved_halves": "DeepCache: the median time of a full step ({full} s), minus that of a skipped or half "
+    "skipped one, for each of these ({steps}, {halves} of them half skipped). The first and last step, and any that "
     "compiled something, are left out.",
 }
 

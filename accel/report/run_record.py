@@ -157,8 +157,7 @@ class RunRecords:
         whole = self._last = self._last.with_next(run) if is_next else run
         if is_next and whole.steps_taken:
             steps = whole.steps_taken
-            skipped = steps.count(SKIPPED)
-            together = _skipping(len(steps) - skipped, skipped, steps, whole.why_full, whole.by_skipping)
+            together = _skipping(steps.count(FULL), steps.count(SKIPPED), steps, whole.why_full, whole.by_skipping)
             self._deep_cache = {**(self._deep_cache or {}), **together}  # a quality is that of the last sampler
 
     def _on_run_calls(self, thread: int, now: _Open | None, data: dict[str, Any]) -> None:

@@ -94,8 +94,8 @@ def _skipped(run: Mapping[str, Any] | None) -> list[str]:
 
 
 def skipped_of(letters: Sequence[str]) -> str:
-    """How many of a run's steps were skipped: "8 of 20 steps skipped, 5 in half"."""
-    halves = f", {letters.count(HALF)} in half" if HALF in letters else ""
+    """How many of a run's steps were skipped: "8 of 20 steps skipped, 5 half skipped"."""
+    halves = f", {letters.count(HALF)} half skipped" if HALF in letters else ""
     return f"{letters.count(SKIPPED)} of {counted(len(letters), 'step')} skipped{halves}"
 
 

@@ -29,10 +29,10 @@ from .predictions.correction import Correction
 from .predictions.forecast import ORDER, History
 from .predictions.guidance import Guidance
 from .refresh import Step
-from .step_schedule import angle, in_window, is_in_order, step_of
+from .step_schedule import angle, in_window, is_in_order, is_near, step_of
 
 FULL, HALF, SKIPPED = "FHS"
-"""A step of a run, as a letter. HALF: full, but one of its two evaluations took the features of the other."""
+"""A step of a run, as a letter. HALF: the second of its two evaluations reused the features of the first."""
 
 COMPARED = "C"
 """In `DeepCacheRun.plan`, a full step that was also run as a skipped one, to compare."""
@@ -149,13 +149,15 @@ class DeepCacheRun:
         self._occurrences: Counter[BranchKey] = Counter()
         self._skipped: dict[int, bool] = {}
         self._evaluations = 0
+        self._level = math.inf
+        """Of the current evaluation, as the sampler has it."""
         self._is_second = False
-        """Whether the current evaluation is the second of a noise level, as where a step of Heun's begins: the latent
-        has only been moved by what the end of the step before corrected."""
-        self._is_repeat = False
-        """Whether it takes the features of the first, in a full step."""
+        """Whether it is the second of a noise level, as where a step of Heun's begins: the latent has only been moved
+        by what the end of the step before corrected."""
+        self._reuses = False
+        """Whether it reuses the features of the first, in a full step."""
         self._halves: set[int] = set()
-        """The full steps of which one did."""
+        """The steps in which one did."""
         self._began: list[tuple[int, float]] = []
         """Steps in the order in which they came, each with its start in seconds of `time.perf_counter`."""
         self._siblings: dict[torch.nn.Module, DeepCacheRun] = {}
@@ -264,19 +266,19 @@ class DeepCacheRun:
         """
         self._occurrences.clear()
         self._calls.clear()
-        if self._is_repeat:
-            self._full[self._step], self._is_repeat = True, False
+        if self._reuses:
+            self._full[self._step], self._reuses = True, False
         if self.guidance is not None:
             self.guidance.is_asked = False
         if len(self.schedule) < 2:
             self._step = None
             return
         self._evaluations += 1
-        before, self._angle = self._angle, angle(sigma, self.is_flow)
+        before, self._level, self._angle = self._level, sigma, angle(sigma, self.is_flow)
         step = step_of(sigma, self.schedule)
-        self._is_second = step == self._step and math.isclose(before, self._angle, rel_tol=1e-6) and self._has_pairs
-        if self._is_second and self._may_repeat(step):
-            self._full[step], self._is_repeat = False, True
+        self._is_second = step == self._step and is_near(before, sigma)
+        if self._is_second and self._may_reuse(step):
+            self._full[step], self._reuses = False, True
         if self.target is not None and not self.failed and (self.guidance is not None or not self.adds_noise):
             self.target.note_reach(step, self._angle)
         if step != self._step:
@@ -306,16 +308,13 @@ class DeepCacheRun:
         has_more = self.has_other_nodes or (self.has_controls and self._takes_control)
         return self._shallow_share() == 0 and not has_more and not self._broken
 
-    @property
-    def _has_pairs(self) -> bool:
-        """Whether the second evaluation of a noise level may take the features of the first. With samplers that add
-        noise or extrapolate, it counts for more than half of a step."""
-        is_heun = self.carries == (1.0, 0.0) and not self.adds_noise
-        return is_heun and self.target is not None and not self.failed and not self._siblings and self._is_free
-
-    def _may_repeat(self, step: int) -> bool:
-        is_possible = self._full[step] and in_window(self.schedule[step], self.window)
-        return is_possible and self.target.may_repeat(step)
+    def _may_reuse(self, step: int) -> bool:
+        """With samplers that add noise or extrapolate, the second evaluation counts for more than half a step."""
+        is_halved = self.carries == (1.0, 0.0) and not self.adds_noise
+        if self.target is None or self.failed or not is_halved or not self._full[step]:
+            return False
+        may = self._is_free and not self._siblings and in_window(self.schedule[step], self.window)
+        return may and self.target.may_reuse(step)
 
     def _probes(self, step: int) -> bool:
         if self.target is None or self.failed or self.guidance is not None:
@@ -505,8 +504,8 @@ class DeepCacheRun:
 
     @property
     def _gives_back(self) -> bool:
-        """What a probe forecasts reaches no latent. What another evaluation of the level had is no forecast."""
-        return self.gives_back and self.correction is None and not self.is_probing and not self._is_repeat
+        """What a probe forecasts reaches no latent, and reused features are no forecast."""
+        return self.gives_back and self.correction is None and not self.is_probing and not self._reuses
 
     def _has_all(self, key: BranchKey) -> bool:
         """Whether every part that this run ever exchanged is there for the branch, from the last full step on."""
@@ -576,12 +575,12 @@ class DeepCacheRun:
         return torch.cat(chunks) if any(is_known) else feature
 
     def _noted_by(self, history: History) -> Callable[[int, torch.Tensor], None] | None:
-        """What a quality notes the error of, where `history` gives the feature of the current evaluation."""
+        """Where to note the error of what `history` gives for the current evaluation; None where it says nothing."""
         if self.target is None or not self._full[self._step]:
             return None
         if history.newest != self._step:
             return self.target.note_feature
-        return self.target.note_repeat if self._is_second else None
+        return self.target.note_reuse if self._is_second else None
 
     def measure(self, keys: Sequence[BranchKey], shallow: torch.Tensor, owned: bool = False) -> None:
         """Measure the drift of `shallow` [len(keys) * B, ...], which the deep part is computed from: a feature, or the
@@ -622,15 +621,14 @@ class DeepCacheRun:
     def count(self, skipped: bool) -> None:
         """Count a finished model call, but none of a probe; a step with one skipped call is a skipped step."""
         self._calls.append(skipped)
-        if self._is_repeat and skipped:
+        if self._reuses and skipped:
             self._halves.add(self._step)
         elif self._step is not None and not self.is_probing:
             self._skipped[self._step] = self._skipped.get(self._step, False) or skipped
 
     @property
     def full_steps(self) -> int:
-        """With those of which an evaluation was skipped."""
-        return len(self._skipped) - self.skipped_steps
+        return len(self._skipped) - self.skipped_steps - len(self._halves)
 
     @property
     def skipped_steps(self) -> int:
@@ -638,7 +636,7 @@ class DeepCacheRun:
 
     @property
     def has_skipped(self) -> bool:
-        """Whether steps were skipped, or halves of them."""
+        """Whether any step was skipped, or half skipped."""
         return bool(self.skipped_steps or self._halves)
 
     def quality_facts(self) -> dict[str, Any]:
@@ -664,9 +662,9 @@ class DeepCacheRun:
             "of the work was skipped.",
             facts["target_db"],
             facts["estimated_db"] or math.inf,
-            self.full_steps - len(self._halves),
-            self.full_steps + self.skipped_steps,
-            f", {len(self._halves)} in half" if self._halves else "",
+            self.full_steps,
+            len(self._skipped),
+            f", {len(self._halves)} half skipped" if self._halves else "",
             100 * facts["skipped_work"],
         )
         return True

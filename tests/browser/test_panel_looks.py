@@ -288,7 +288,7 @@ def test_every_sentence_is_said_somewhere():
 
 @in_both
 def test_half_skipped_steps_are_told_apart(page):
-    last = {"full_steps": 14, "skipped_steps": 11, "steps": "FFFF" + "HHSS" * 4 + "HSSSF"}
+    last = {"full_steps": 5, "skipped_steps": 11, "steps": "FFFF" + "HHSS" * 4 + "HSSSF"}
     with answering(page, state(deep_cache={"last_run": last})):
         panel = open_panel(page)
         panel.get_by_text("Full steps: 5, half skipped: 9, skipped: 11.").wait_for()

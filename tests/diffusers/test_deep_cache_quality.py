@@ -94,6 +94,16 @@ def test_quality_is_reached_with_transformers(kind):
     assert reached(made, plain) >= 39
 
 
+def test_flows_of_heun_leave_out_second_evaluations():
+    pipe = deep_transformers.pipeline(
+        "StableDiffusion3Pipeline", scheduler=diffusers.FlowMatchHeunDiscreteScheduler(shift=3.0)
+    )
+    plain = deep_transformers.sample(pipe, steps=20)
+    made, told = asked(40.0, pipe, deep_transformers.sample, steps=20)
+    assert "H" in {letter for letter, *_ in told["plan"]}
+    assert reached(made, plain) >= 39
+
+
 def test_two_transformers_share_a_quality(monkeypatch):
     """Each takes the other to add as much; what was asked is told as it was."""
     factors, begin = [], QualityRefresh.begin

@@ -448,28 +448,28 @@ def repeating(squares, pairs=2, angles=ANGLES_OF_EVEN):
         policy.compare(step, truth + 1e-3, truth)
         policy.note_full(step)
         if step > 2 - pairs:
-            policy.note_repeat(step, torch.tensor([squares]))
+            policy.note_reuse(step, torch.tensor([squares]))
     return policy
 
 
 def test_evaluation_repeats_another_of_its_level_where_that_is_known_to_cost_little():
-    assert repeating(1e-8).may_repeat(3)
-    assert not repeating(1e-2).may_repeat(3) and not repeating(math.nan).may_repeat(3)
+    assert repeating(1e-8).may_reuse(3)
+    assert not repeating(1e-2).may_reuse(3) and not repeating(math.nan).may_reuse(3)
 
 
 def test_evaluation_does_not_repeat_another_where_estimates_are_unsure():
-    assert not repeating(1e-8, pairs=1).may_repeat(3), "the first pair says little"
+    assert not repeating(1e-8, pairs=1).may_reuse(3), "the first pair says little"
     short, noisy = ANGLES_OF_EVEN[-6:], tuple(map(angle, (level * 3.3 for level in EVEN)))
-    assert repeating(1e-12, angles=short[:1] + short).may_repeat(3)
-    assert not repeating(1e-12, angles=short).may_repeat(3), "the last two steps"
-    assert not repeating(1e-12, angles=noisy).may_repeat(3) and repeating(1e-12, angles=noisy).may_repeat(4)
+    assert repeating(1e-12, angles=short[:1] + short).may_reuse(3)
+    assert not repeating(1e-12, angles=short).may_reuse(3), "the last two steps"
+    assert not repeating(1e-12, angles=noisy).may_reuse(3) and repeating(1e-12, angles=noisy).may_reuse(4)
 
 
 def test_what_repeating_cost_is_part_of_the_estimate():
     policy = repeating(1e-6)
-    assert policy.estimated_db() == math.inf and policy.may_repeat(3)
+    assert policy.estimated_db() == math.inf and policy.may_reuse(3)
     once = policy.estimated_db()
-    assert 40 < once < math.inf and policy.may_repeat(4) and policy.estimated_db() < once
+    assert 40 < once < math.inf and policy.may_reuse(4) and policy.estimated_db() < once
 
 
 def evaluated(run, steps):
@@ -491,10 +491,10 @@ def test_second_evaluation_of_a_level_takes_the_features_of_the_first(carries, a
     run.split, run.carries, run.adds_noise = Split(0.0), carries, adds_noise
     run.set_schedule(EVEN)
     run.target.wants_probe = lambda *_: False
-    run.target.may_repeat = lambda step: step > 2
+    run.target.may_reuse = lambda step: step > 2
     heun = (0, 1, 1, 2, 2, 3, 3, 4, 4, 5)
     assert evaluated(run, heun) == [place not in repeats for place in range(10)]
-    assert run.full_steps == 6 and run.skipped_steps == 0 and run.has_skipped == bool(repeats)
+    assert (run.full_steps, run.skipped_steps, run.has_skipped) == (6 - len(repeats), 0, bool(repeats))
     assert run.letters == ("FFFHHF" if repeats else "FFFFFF") == "".join(letter for letter, _, _ in run.plan)
     facts = run.quality_facts()
     assert facts["skipped_work"] == pytest.approx(len(repeats) / 10) and run.log_quality(facts) == bool(repeats)
@@ -504,7 +504,7 @@ def test_evaluation_that_ran_after_all_is_not_counted_as_skipped():
     run = DeepCacheRun(DeepCacheSettings(quality=40.0))
     run.split, run.adds_noise = Split(0.0), False
     run.set_schedule(EVEN)
-    run.target.wants_probe, run.target.may_repeat = lambda *_: False, lambda step: True
+    run.target.wants_probe, run.target.may_reuse = lambda *_: False, lambda step: True
     for step in (0, 1, 1):
         run.begin_evaluation(EVEN[step])
         run.count(False)

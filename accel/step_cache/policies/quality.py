@@ -53,13 +53,13 @@ UNCORRECTED = 2.5
 """How many times as much of an error is passed on where no full step follows. With 0.75 passed on of any, a skipped
 last step came out as estimated, and a single one before it 5 to 8 dB better."""
 
-REPEATED = 1.5
-"""How many times as much of an error is passed on where an evaluation takes the features of another at the same noise
-level. It is half of a step; but what it costs is known of an earlier pair alone."""
+REUSED = 1.5
+"""How much more than the newest known pair shows an evaluation that reuses features is taken to cost. It makes up half
+a step, but its own error is not seen."""
 
-REPEATED_BELOW = 1.25
-"""Radians of the noise level above which all evaluations run: what repeating one costs there was estimated up to 20 dB
-too low. From there to the two last steps it is the least that a run can leave out (docs/measurements.md)."""
+REUSED_BELOW = 1.25
+"""Radians of the noise level above which every evaluation runs: there, reusing features cost up to 26 times what the
+pair before showed (docs/measurements.md)."""
 
 APART = 0.35
 """The least radians of the noise level from one comparison of a run to the next. What an error of the feature does to
@@ -192,8 +192,8 @@ class QualityRefresh:
         """The last full step."""
         self._fulls: list[_Full] = []
         """The full steps from the newest known one on."""
-        self._repeated = torch.zeros(1, dtype=torch.float64)
-        """The error of the final latent [B] by evaluations that took the features of others. They have one sign."""
+        self._reused = torch.zeros(1, dtype=torch.float64)
+        """The error of the final latent [B] by reused features; they add up."""
         self._settled = torch.zeros(1, dtype=torch.float64)
         """The squared error of the final latent [B] by what was skipped before them."""
         self._compared: int | None = None
@@ -207,7 +207,7 @@ class QualityRefresh:
         self._squares: tuple[float, torch.Tensor] | None = None
         """The newest full step, and the sum over its features of their forecasts' mean squared errors [B]."""
         self._features: dict[float, HostCopy] = {}
-        """The same of the full steps before."""
+        """The same of the full steps before; of second evaluations of a noise level, half a step later."""
 
     def begin(self, carried: Carried) -> None:
         """Note the run's noise levels and what its sampler does. `enlarged_back` is set here."""
@@ -232,32 +232,31 @@ class QualityRefresh:
         left = len(self.carried.angles) - 1 - step.index
         return not after - before <= PRICE * (room - before) / max(left, PRICE)
 
-    def may_repeat(self, step: int) -> bool:
-        """Whether the second evaluation of a noise level, in full `step`, may take the features of the first. Where it
-        may, it is counted as if it did.
+    def may_reuse(self, step: int) -> bool:
+        """Whether the second evaluation of a noise level, in full `step`, may reuse the features of the first. Where it
+        may, that is counted as done.
 
-        What that costs is taken from the newest step in which both ran in full, however long ago: pairs come closer to
-        each other with less noise. The first, where there is most, says little of the next.
+        What that costs is taken from the newest step in which both ran, however long ago: pairs come closer to each
+        other with less noise. The first, where there is most, says little of the next.
         """
-        known = self._known(step)
-        left = 0 if self.carried is None else len(self.carried.angles) - 1 - step
-        pairs = [at for at, copy in self._features.items() if at % 1 and not (copy.is_later and at + 1 > step)]
-        if known is None or left < 3 or len(pairs) < 2:
+        known, left = self._known(step), len(self.carried.angles) - 1 - step
+        pairs = [at for at in self._features if at % 1 and not self._waits(at, step)]
+        if known is None or len(pairs) < 2 or left < 3 or self.carried.angles[step] > REUSED_BELOW:
             return False
         self._learn(known.step)
         ratio = self.sensitivity.at(self.carried.angles[int(pairs[-1])])
-        if ratio is None or self.carried.angles[step] > REPEATED_BELOW:
+        if ratio is None:
             return False
         each = self._features[pairs[-1]].read().double().sqrt() * ratio
-        after = self._repeated + REPEATED * self.carried.at_end(step) * each
-        price = PRICE / 2 * self._room(self._spent(known)) / max(left, PRICE)  # of half a step
-        may = bool((after**2 - self._repeated**2 <= price).all())
+        after = self._reused + REUSED * self.carried.at_end(step) * each
+        price = PRICE / 2 * self._room(self._spent(known)) / left  # of half a step
+        may = bool((after**2 - self._reused**2 <= price).all())
         if may:
-            self._repeated = after
+            self._reused = after
         return may
 
-    def note_repeat(self, step: int, squares: torch.Tensor) -> None:
-        """As `note_feature`, of what the feature of the first evaluation of a noise level lacks of the second's."""
+    def note_reuse(self, step: int, squares: torch.Tensor) -> None:
+        """As `note_feature`, of the first evaluation's feature in place of the second's of the same noise level."""
         self.note_feature(step + 0.5, squares)
 
     def wants_probe(self, step: int, is_free: bool = False) -> bool:
@@ -404,7 +403,7 @@ class QualityRefresh:
         """The squared error of the final latent [B] by what was skipped before the last full step."""
         while self._fulls[0].step < known.step:
             self._settled = self._settled + self._of_stretch(self._fulls.pop(0), known)
-        return sum((self._of_stretch(full, known) for full in self._fulls), self._settled + self._repeated**2)
+        return sum((self._of_stretch(full, known) for full in self._fulls), self._settled + self._reused**2)
 
     def _room(self, spent: torch.Tensor) -> torch.Tensor:
         """What the steps left may add to the squared error [B]."""
@@ -425,6 +424,10 @@ class QualityRefresh:
         """The full step to decide `step` by: the newest one, or one before where the device would be waited for."""
         self._send()
         known = [full for full in self._fulls if self._is_known(full)]
-        if len(known) > 1 and self._features[known[-1].step].is_later and known[-1].step + 1 >= step:
+        if len(known) > 1 and self._waits(known[-1].step, step):
             return known[-2]
         return known[-1] if known else None
+
+    def _waits(self, at: float, step: float) -> bool:
+        """Whether the host would wait for the device to know at `step` what the features `at` another showed."""
+        return self._features[at].is_later and int(at) + 1 >= step

@@ -93,8 +93,7 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: s
 
 
 def last_run() -> dict[str, Any] | None:
-    """Of the last DeepCache run of this process: full_steps, also those of which one of two evaluations was skipped,
-    and skipped_steps; and of one with a quality target:
+    """Of the last DeepCache run of this process: full_steps, skipped_steps; and of one with a quality target:
 
     target_db: what was asked. estimated_db: what the run takes the farthest sample to have reached; None where nothing
     was skipped. probes: extra passes of the shallow part, to compare.
