@@ -265,21 +265,21 @@ def by_skipping(steps: str, began: Sequence[float], disturbed: Sequence[float] =
     """
     if SKIPPED not in steps and HALF not in steps:
         return Saving(None, Reason("skipping_unused"))
-    taken: dict[str, list[float]] = {FULL: [], HALF: [], SKIPPED: []}
+    taken: dict[str, list[float]] = {FULL: [], SKIPPED: [], HALF: []}
     for index in range(1, min(len(steps), len(began)) - 1):
         start, end = began[index], began[index + 1]
         if not any(start <= moment <= end for moment in disturbed):
             taken[steps[index]].append(end - start)
-    kinds = [kind for kind in (SKIPPED, HALF) if taken[kind]]
-    if not taken[FULL] or not kinds or (SKIPPED in steps and not taken[SKIPPED]):
+    medians = {kind: statistics.median(times) for kind, times in taken.items() if times}
+    if FULL not in medians or len(medians) == 1 or (SKIPPED in steps and SKIPPED not in medians):
         return Saving(None, Reason("skipping_unsure"))
-    full, *medians = (statistics.median(taken[kind]) for kind in (FULL, *kinds))
-    counts = [steps.count(kind) for kind in kinds]
-    if HALF in kinds:
-        how = Reason("skipping_saved_halves", full=f"{full:.3g}", steps=sum(counts), halves=counts[-1])
+    full = medians.pop(FULL)
+    counts = {kind: steps.count(kind) for kind in medians}
+    if HALF in medians:
+        how = Reason("skipping_saved_halves", full=f"{full:.3g}", steps=sum(counts.values()), halves=counts[HALF])
     else:
-        how = Reason("skipping_saved", steps=counts[0], skipped=f"{medians[0]:.3g}", full=f"{full:.3g}")
-    return Saving(sum(count * (full - median) for count, median in zip(counts, medians, strict=True)), how)
+        how = Reason("skipping_saved", steps=counts[SKIPPED], skipped=f"{medians[SKIPPED]:.3g}", full=f"{full:.3g}")
+    return Saving(sum(counts[kind] * (full - median) for kind, median in medians.items()), how)
 
 
 records = RunRecords()

@@ -23,7 +23,7 @@ from ..core.errors import one_line
 from ..core.events import log
 from .config import DeepCacheSettings
 from .policies.drift import Drift
-from .policies.quality import PASSED_ON, Carried, QualityRefresh
+from .policies.quality import PASSED_ON, PLAIN, Carried, QualityRefresh
 from .policies.sensitivity import Learnt, key_of
 from .predictions.correction import Correction
 from .predictions.forecast import ORDER, History
@@ -88,7 +88,7 @@ class DeepCacheRun:
         self.policy = settings.policy()
         self.target = self.policy if isinstance(self.policy, QualityRefresh) else None
         """The quality target, where there is one."""
-        self.carries: tuple[float, float] | None = (1.0, 0.0)
+        self.carries: tuple[float, float] | None = PLAIN
         """The sampler's `kept` and `beyond`, as `policies.quality.Carried` has them; None where they are not known. Set
         by the host."""
         self.adds_noise = True
@@ -152,8 +152,8 @@ class DeepCacheRun:
         self._level = math.inf
         """Of the current evaluation, as the sampler has it."""
         self._is_second = False
-        """Whether it is the second of a noise level, as where a step of Heun's begins: the latent has only been moved
-        by what the end of the step before corrected."""
+        """Whether it is the second of a noise level that could reuse the features of the first, as where a step of
+        Heun's begins: the latent has only been moved by what the end of the step before corrected."""
         self._reuses = False
         """Whether it reuses the features of the first, in a full step."""
         self._halves: set[int] = set()
@@ -276,7 +276,7 @@ class DeepCacheRun:
         self._evaluations += 1
         before, self._level, self._angle = self._level, sigma, angle(sigma, self.is_flow)
         step = step_of(sigma, self.schedule)
-        self._is_second = step == self._step and is_near(before, sigma)
+        self._is_second = step == self._step and is_near(before, sigma) and self._could_reuse
         if self._is_second and self._may_reuse(step):
             self._full[step], self._reuses = False, True
         if self.target is not None and not self.failed and (self.guidance is not None or not self.adds_noise):
@@ -308,13 +308,15 @@ class DeepCacheRun:
         has_more = self.has_other_nodes or (self.has_controls and self._takes_control)
         return self._shallow_share() == 0 and not has_more and not self._broken
 
-    def _may_reuse(self, step: int) -> bool:
+    @property
+    def _could_reuse(self) -> bool:
         """With samplers that add noise or extrapolate, the second evaluation counts for more than half a step."""
-        is_halved = self.carries == (1.0, 0.0) and not self.adds_noise
-        if self.target is None or self.failed or not is_halved or not self._full[step]:
-            return False
-        may = self._is_free and not self._siblings and in_window(self.schedule[step], self.window)
-        return may and self.target.may_reuse(step)
+        is_halved = self.carries == PLAIN and not self.adds_noise
+        return is_halved and self.target is not None and not self.failed and not self._siblings and self._is_free
+
+    def _may_reuse(self, step: int) -> bool:
+        is_possible = self._full[step] and in_window(self.schedule[step], self.window)
+        return is_possible and self.target.may_reuse(step)
 
     def _probes(self, step: int) -> bool:
         if self.target is None or self.failed or self.guidance is not None:

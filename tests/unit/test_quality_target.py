@@ -437,8 +437,8 @@ def test_models_on_other_devices_know_of_a_probe():
     assert not sibling.is_probing and sibling._gives_back and sibling.is_full
 
 
-def repeating(squares, pairs=2, angles=ANGLES_OF_EVEN):
-    """A policy that knows what repeating an evaluation costs: a mean squared error of the feature of `squares`."""
+def reusing(squares, pairs=2, angles=ANGLES_OF_EVEN):
+    """A policy that knows what reusing features costs: a mean squared error of the feature of `squares`."""
     policy = DeepCacheSettings(quality=40.0).policy()
     policy.begin(Carried(angles))
     truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
@@ -452,21 +452,21 @@ def repeating(squares, pairs=2, angles=ANGLES_OF_EVEN):
     return policy
 
 
-def test_evaluation_repeats_another_of_its_level_where_that_is_known_to_cost_little():
-    assert repeating(1e-8).may_reuse(3)
-    assert not repeating(1e-2).may_reuse(3) and not repeating(math.nan).may_reuse(3)
+def test_features_are_reused_where_that_is_known_to_cost_little():
+    assert reusing(1e-8).may_reuse(3)
+    assert not reusing(1e-2).may_reuse(3) and not reusing(math.nan).may_reuse(3)
 
 
-def test_evaluation_does_not_repeat_another_where_estimates_are_unsure():
-    assert not repeating(1e-8, pairs=1).may_reuse(3), "the first pair says little"
+def test_features_are_not_reused_where_estimates_are_unsure():
+    assert not reusing(1e-8, pairs=1).may_reuse(3), "the first pair says little"
     short, noisy = ANGLES_OF_EVEN[-6:], tuple(map(angle, (level * 3.3 for level in EVEN)))
-    assert repeating(1e-12, angles=short[:1] + short).may_reuse(3)
-    assert not repeating(1e-12, angles=short).may_reuse(3), "the last two steps"
-    assert not repeating(1e-12, angles=noisy).may_reuse(3) and repeating(1e-12, angles=noisy).may_reuse(4)
+    assert reusing(1e-12, angles=short[:1] + short).may_reuse(3)
+    assert not reusing(1e-12, angles=short).may_reuse(3), "the last two steps"
+    assert not reusing(1e-12, angles=noisy).may_reuse(3) and reusing(1e-12, angles=noisy).may_reuse(4)
 
 
-def test_what_repeating_cost_is_part_of_the_estimate():
-    policy = repeating(1e-6)
+def test_what_reusing_cost_is_part_of_the_estimate():
+    policy = reusing(1e-6)
     assert policy.estimated_db() == math.inf and policy.may_reuse(3)
     once = policy.estimated_db()
     assert 40 < once < math.inf and policy.may_reuse(4) and policy.estimated_db() < once
@@ -483,21 +483,21 @@ def evaluated(run, steps):
 
 
 @pytest.mark.parametrize(
-    ("carries", "adds_noise", "repeats"),
+    ("carries", "adds_noise", "reused"),
     [((1.0, 0.0), False, {6, 8}), ((1.0, 0.0), True, ()), ((1.0, 1.0), False, ()), ((2.0, 0.0), True, ())],
 )
-def test_second_evaluation_of_a_level_takes_the_features_of_the_first(carries, adds_noise, repeats):
+def test_second_evaluation_of_a_level_reuses_the_features_of_the_first(carries, adds_noise, reused):
     run = DeepCacheRun(DeepCacheSettings(quality=40.0))
     run.split, run.carries, run.adds_noise = Split(0.0), carries, adds_noise
     run.set_schedule(EVEN)
     run.target.wants_probe = lambda *_: False
     run.target.may_reuse = lambda step: step > 2
     heun = (0, 1, 1, 2, 2, 3, 3, 4, 4, 5)
-    assert evaluated(run, heun) == [place not in repeats for place in range(10)]
-    assert (run.full_steps, run.skipped_steps, run.has_skipped) == (6 - len(repeats), 0, bool(repeats))
-    assert run.letters == ("FFFHHF" if repeats else "FFFFFF") == "".join(letter for letter, _, _ in run.plan)
+    assert evaluated(run, heun) == [place not in reused for place in range(10)]
+    assert (run.full_steps, run.skipped_steps, run.has_skipped) == (6 - len(reused), 0, bool(reused))
+    assert run.letters == ("FFFHHF" if reused else "FFFFFF") == "".join(letter for letter, _, _ in run.plan)
     facts = run.quality_facts()
-    assert facts["skipped_work"] == pytest.approx(len(repeats) / 10) and run.log_quality(facts) == bool(repeats)
+    assert facts["skipped_work"] == pytest.approx(len(reused) / 10) and run.log_quality(facts) == bool(reused)
 
 
 def test_evaluation_that_ran_after_all_is_not_counted_as_skipped():

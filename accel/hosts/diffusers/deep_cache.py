@@ -18,6 +18,7 @@ from ...modules.substitution import Order, substituted
 from ...report.headline import why_none_skipped
 from ...step_cache.cached_call import cached_call
 from ...step_cache.config import DeepCacheSettings
+from ...step_cache.policies.quality import PLAIN
 from ...step_cache.policies.sensitivity import learnt_in
 from ...step_cache.predictions.correction import Correction, Response
 from ...step_cache.run import DeepCacheRun
@@ -27,7 +28,6 @@ from ...step_cache.unet_split import DownUpUNetSplit
 from ...store import location
 from .denoising_loop import around_loops
 from .predictions import (
-    PLAIN,
     around_steps,
     carried_by,
     combined,

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from ...modules.substitution import rebound
+from ...step_cache.policies.quality import PLAIN
 from ...step_cache.predictions.correction import Predict, Response, response_of
 from ...step_cache.step_schedule import angle as angle_of
 from .schedule import PipelineSchedule
 
-PLAIN, _MULTISTEP, _ANCESTRAL, _FROM_PREDICTION = (1.0, 0.0), (1.0, 1.0), (2.0, 0.0), (math.inf, 0.0)
+_MULTISTEP, _ANCESTRAL, _FROM_PREDICTION = (1.0, 1.0), (2.0, 0.0), (math.inf, 0.0)
 
 _CARRIED = {
     **dict.fromkeys(("DDIM", "EulerDiscrete", "HeunDiscrete", "KDPM2Discrete"), PLAIN),

@@ -79,6 +79,10 @@ LONG_RUN = 16
 """Steps."""
 
 
+PLAIN = (1.0, 0.0)
+"""`Carried.kept` and `beyond` of samplers that add no noise and do not extrapolate."""
+
+
 @dataclass(frozen=True)
 class Carried:
     """How errors of a run's steps reach its final latent, all as factors.
