@@ -1,4 +1,4 @@
-"""Twelve defects put into a copy of the working tree, one at a time: is each caught by the quick test that should?
+"""Thirteen defects put into a copy of the working tree, one at a time: is each caught by the quick test that should?
 
     .venv/bin/python tests/mutations.py [part of a name]
 
@@ -51,6 +51,12 @@ MUTATIONS = [
         "weights = list(map(operator.getitem, self.holders, self.names))",
         'weights = self.__dict__.setdefault("kept", list(map(operator.getitem, self.holders, self.names)))',
         "unit/test_block_compiler.py::test_new_weights_are_seen_at_the_next_call",
+    ),
+    Mutation(
+        "graph run though its code has been replaced",
+        "            holds = self._now is self._first and stands(self._first.survey)\n",
+        "            holds = True\n",
+        "unit/test_code_snapshot.py::test_code_that_changes_again_and_again_runs_eagerly_after_a_while",
     ),
     Mutation(
         "graph used at a wrong size",

@@ -7,6 +7,7 @@ its own.
 
 from __future__ import annotations
 
+import os
 import threading
 import types
 import weakref
@@ -20,6 +21,7 @@ from ..core import torch_internals
 from ..core.errors import cause_among, one_line, pass_on
 from ..core.events import emit
 from ..core.reasons import Reason
+from ..fingerprint.code_hash import unread_code
 from ..fingerprint.kinds import Kind
 from ..modules.stored_form import is_data, restored
 from ..signature import tree_spec
@@ -55,6 +57,7 @@ def compile_block(
     larger: Sequence[Sequence[int]] | None = None,
     interrupts: tuple[type[BaseException], ...] = (),
     savable: bool = True,
+    codes: frozenset[types.CodeType] | None = None,
 ) -> CompiledGraph:
     """Compile a block for calls like this one, at any size.
 
@@ -67,6 +70,7 @@ def compile_block(
     larger: sizes of the inputs in a call where only what is always 1 is 1; None where they are not known.
     interrupts: exceptions that mean "stop the run"; one that the compiler met is raised as it was.
     savable: the graph is going to be saved if it can be.
+    codes: of the functions that the kind was told by: nothing is kept of other code. None asks for nothing.
 
     Raises:
         CompileFailed: the compiler is missing, failed, or met an operator it does not know.
@@ -90,7 +94,12 @@ def compile_block(
         lifted = None
     examples, static_ones = _examples(lifted or inputs, dynamic)
     tensors = (*_example_weights(weights, kind), *examples)
-    artifact, fixed = _compile(template, kind, spec, tensors, compiler, dynamic, interrupts, savable)
+    artifact, fixed, traced_code = _compile(template, kind, spec, tensors, compiler, dynamic, interrupts, savable)
+    unread = None if codes is None else unread_code(traced_code, codes)
+    if unread is not None:
+        artifact.release()
+        file = os.path.basename(unread.co_filename)
+        raise CompileFailed(Reason("code_unread", function=unread.co_name, file=file))
     facts = Facts(
         static_ones=tuple((i + len(weights), d) for i, d in static_ones),
         weights=len(weights),
@@ -180,8 +189,8 @@ def _compile(
     dynamic: bool,
     interrupts: tuple[type[BaseException], ...],
     savable: bool,
-) -> tuple[Artifact, tuple[tuple[int, int, int], ...]]:
-    """The artifact, and the sizes that it is specialised on.
+) -> tuple[Artifact, tuple[tuple[int, int, int], ...], Sequence[types.CodeType]]:
+    """The artifact, the sizes that it is specialised on, and the code that was traced.
 
     A size of 1 is traced like others where that leaves no question open that tracing must answer.
     """
@@ -191,7 +200,7 @@ def _compile(
         function = _block_function(template, kind, spec, sizes)
         try:
             with _one_at_a_time, _tracing(dynamic, oblivious):
-                return backend.compile(function, tensors, savable), sizes.fixed(tensors)
+                return backend.compile(function, tensors, savable), sizes.fixed(tensors), sizes.codes
         except Exception as error:
             pass_on(error, (*interrupts, torch.OutOfMemoryError))
             if cause_among(error, (MemoryError,)) is not None:

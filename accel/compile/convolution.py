@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable
 
 import torch
+from torch.nn.modules import conv
 
 from ..signature.tensors import CHANNELS_LAST, is_channels_last
 
@@ -95,12 +96,21 @@ def _calls_cudnn(function: Callable) -> bool:
     return "cudnn_convolution" in getattr(getattr(function, "__code__", None), "co_names", ())
 
 
+def _is_torchs_own(cls: type) -> bool:
+    """Whether nobody has put something else in place of what this class of convolutions runs."""
+    method = vars(cls)["_conv_forward"]
+    function = vars(torch.nn.functional)[cls.__name__.lower()]
+    is_own = getattr(method, "__code__", None) is not None and method.__code__.co_filename == conv.__file__
+    return is_own and isinstance(function, types.BuiltinFunctionType)
+
+
 def leave_to_library(template: torch.nn.Module) -> None:
     """Make every plain convolution of a template (never of a user's model) call the opaque operator."""
     _define()
+    own = tuple(cls for cls in _CONVOLUTIONS if _is_torchs_own(cls))
     for module in template.modules():
         if (
-            isinstance(module, _CONVOLUTIONS)
+            isinstance(module, own)
             and module.padding_mode == "zeros"
             and not isinstance(module.padding, str)
             and "_conv_forward" not in vars(module)

@@ -8,6 +8,7 @@ against a size of 1 are mostly needless, and a run on tensors without values tel
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,14 @@ _PLAIN = (bool, float, str, type(None), torch.dtype)
 
 
 class TracedSizes:
-    """What torch knows of the sizes of one function's tensors once it has traced it."""
+    """What torch knows of one function, and of the sizes of its tensors, once it has traced it.
+
+    codes: all code that it traced; empty where this torch does not say.
+    """
 
     def __init__(self) -> None:
         self._shape_env: Any = None
+        self.codes: Sequence[types.CodeType] = ()
 
     def observer(self) -> Callable[[], None]:
         """For the function to call. Torch calls it while tracing, and leaves it out of the graph."""
@@ -37,6 +42,7 @@ class TracedSizes:
         def observe() -> None:
             context = tracing_context.try_get()
             self._shape_env = None if context is None else context.fake_mode.shape_env
+            self.codes = getattr(context, "traced_code", ())  # a list that torch goes on filling
 
         return observe
 

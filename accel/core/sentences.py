@@ -37,6 +37,10 @@ _A_GRAPH = {
     "another format is compiled, for GGUF Q4_K instead of IQ4_NL or IQ4_XS",
     "compile_out_of_memory": "out of memory while compiling: {error}",
     "interrupted": "interrupted",
+    "code_changes": "another extension keeps replacing its code during the run",
+    "code_unread": "it runs {function} ({file}), which the analysis of its code did not find, so changes there would "
+    "go unnoticed",
+    "torch_functions_changed": "another extension changes what PyTorch's functions do during its calls",
     "no_graph_fits": "none of its {graphs} graphs fits this call",
     "cache_entries_full": "the graph cache is full: all block types that it may hold ({kinds}) are in use",
     "cache_bytes_full": "the graphs of this run need more than the memory limit of {megabytes} MB",
@@ -93,6 +97,7 @@ _CAPTURING = {
     "hooks_everywhere": "another extension has hooks on all modules",
     "hooked": "another extension has a hook on {module}",
     "code_replaced": "another extension has replaced code of {module}",
+    "code_swapped": "another extension replaces its code during calls",
     "code_unknown": "its code cannot be analysed: {what}",
     "patch_runs": "a patch ({patch}) runs its own code in each call",
     "memory_needed": "the memory of its captures is needed elsewhere during this run",

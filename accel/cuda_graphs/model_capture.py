@@ -291,7 +291,7 @@ class ModelCapture:
         self._observer.reset()
         with proxy.copied() if proxy is not None and is_due else nullcontext(CaptureIO()) as handed:
             out = self._alone(inner, args, kwargs)
-        progress.made = held if self._observer.is_stable else None
+        progress.made = held if self._observer.is_stable and self._host.unchanged() else None
         if not is_due or progress.made is None or self._hold() is not None or self._held != held:
             return out
         if entry is not None and entry.graphs:  # captured with weights that this run does without

@@ -24,6 +24,7 @@ class CaptureHost:
         `RunEagerly` where something in it must run in each call. token: changes whenever the host moves or patches
         weights; cheap. why_not: why nothing can be captured or replayed now; cheap. of_module: why a module cannot be
         captured. interrupts: exceptions that mean "stop the run". snapshot: of the model's weights.
+    unchanged: whether the blocks' settings and parts are those that the run began with; some tenths of a millisecond.
     hold: where the host streams weights, keep all on the device until `release`; which of them have the values that
         they are to have, the others being brought by the calls that need them. None, and nothing is held: not all can
         be there at once. Held already, they are asked about anew. cheap.
@@ -36,6 +37,7 @@ class CaptureHost:
     of_module: Callable[[torch.nn.Module], Reason | None] = lambda module: None
     interrupts: tuple[type[BaseException], ...] = ()
     snapshot: Callable[[torch.nn.Module], WeightSnapshot] = WeightSnapshot
+    unchanged: Callable[[], bool] = lambda: True
     hold: Callable[[], frozenset | None] = frozenset
     release: Callable[[], None] = lambda: None
 
@@ -62,7 +64,7 @@ class ModelGuard:
 
         outline: `WeightSnapshot.outline` as it must be.
         """
-        if self.weights.is_current() and self.weights.outline() == outline:
+        if self.weights.is_current() and self.weights.outline() == outline and self._host.unchanged():
             return True
         self.weights = None
         self._changes += 1

@@ -26,6 +26,7 @@ from ..fingerprint.plain_values import is_plain_object
 from ..modules.stored_form import standing_for
 from ..modules.streamed_weights import Plain, in_place
 from ..signature.tensors import CHANNELS_LAST
+from .current_code import CurrentCode
 from .global_state_guard import DICTS, global_state_restored
 
 SMALL = 16
@@ -40,6 +41,8 @@ class BatchDryRun:
     interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
     dry: the host's context for a call without values.
     plain: shows the model with its weights in place.
+    code: told of each call of the model. between: whether others' code runs between the blocks in a call with these
+        arguments.
     """
 
     def __init__(
@@ -50,8 +53,11 @@ class BatchDryRun:
         interrupts: tuple[type[BaseException], ...] = (),
         dry: Callable[[], AbstractContextManager] = nullcontext,
         plain: Plain = in_place,
+        code: CurrentCode | None = None,
+        between: Callable[[tuple, dict[str, Any]], bool] = lambda args, kwargs: False,
     ):
         self._model = model
+        self.code, self._between = code, between
         self._plain = plain
         self._tensors_of = tensors_of
         self._without_hooks = without_hooks
@@ -62,6 +68,8 @@ class BatchDryRun:
 
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
         self._arguments, self._shapes = (args, kwargs), None
+        if self.code is not None:
+            self.code.begin(self._between(args, kwargs))
         try:
             return inner(*args, **kwargs)
         finally:

@@ -24,6 +24,7 @@ from ..signature import tree_spec
 from ..signature.tensors import dense, share_memory
 from .batch_dry_run import BatchDryRun
 from .block_observer import BlockObserver
+from .current_code import CurrentCode
 from .inline_cache import InlineCache, call_key
 from .lora import Added, AddedWeights, with_added
 from .resolver import GraphResolver, ResolvedGraph
@@ -43,7 +44,10 @@ class BlockRunner:
     lease: keeps the run's graphs in the cache; None outside of a run.
     on_shortage: called when a graph ran out of memory, before the block runs eagerly.
     source: of the block's weights, where these are not in place.
+    still: whether the block is still of the kind that its region says.
     """
+
+    for_own_alone = True
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class BlockRunner:
         lease: Lease | None = None,
         on_shortage: Callable[[], None] = lambda: None,
         source: WeightSource | None = None,
+        still: Callable[[Region], bool] = lambda region: True,
     ):
         self._region = region
         self._cache = cache
@@ -63,7 +68,7 @@ class BlockRunner:
         self._simplify = simplify_options
         self._interrupts = interrupts
         self._on_shortage = on_shortage
-        self._resolver = GraphResolver(region, cache, settings, interrupts, dry_run, lease)
+        self._resolver = GraphResolver(region, cache, settings, interrupts, dry_run, lease, still)
         kind, wraps = region.kind, region.wraps
         self._weights = source or kinds.weight_slots(region.block, kind.weights, wraps, kind.forms)
         self._lora = None if wraps is None else AddedWeights(region.block, kind.tensors, wraps)
@@ -72,6 +77,10 @@ class BlockRunner:
         """Calls that ran without a graph."""
         self.observer: BlockObserver | None = None
         """Set while whole model calls are captured."""
+        self.code: CurrentCode | None = None
+        self.instead: BlockRunner | Reason | None = None
+        """As of `current_code.InPlace`, of the runner that is in place."""
+        self._passing: object = None
 
     @property
     def kind(self) -> kinds.Kind:
@@ -87,6 +96,13 @@ class BlockRunner:
         observer = self.observer
         if observer is not None and observer.runs_eagerly:
             return inner(*args, **kwargs)
+        code = self.code
+        if code is not None:
+            if code.is_due or self._passing is code.passing:
+                code.compare(self._region.block, self._passing is code.passing)
+            self._passing = code.passing
+            if self.instead is not None:
+                return self._call_instead(self.instead, inner, args, kwargs)
         if self._lora is None or self._are_bare():
             hit = self._inline.match(args, kwargs)
             if hit is not None:
@@ -103,6 +119,15 @@ class BlockRunner:
                     del hit, tensors  # the block may bring its weights itself
                     return self._recover(failure, resolved, inner, args, kwargs)
         return self._call_unmatched(inner, args, kwargs)
+
+    def _call_instead(self, other: BlockRunner | Reason, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if isinstance(other, Reason):
+            return self._eagerly(inner, args, kwargs, other, is_trouble=False)
+        other.observer, before = self.observer, other.eager_calls
+        try:
+            return other(inner, *args, **kwargs)
+        finally:
+            self.eager_calls += other.eager_calls - before
 
     def _are_bare(self) -> bool:
         """Whether nothing is added to the weights in this call."""
@@ -125,6 +150,8 @@ class BlockRunner:
                 raise RunEagerly(verdict)
             added = () if self._lora is None else self._lora.read()
             weights = self._weights.take(inputs)
+            if any(weight is None for weight in weights):  # taken away since
+                raise RunEagerly(Reason("code_changes"))
         except RunEagerly as refusal:
             return self._eagerly(inner, args, kwargs, refusal.reason, is_trouble=False)
         except tree_spec.UnsupportedArgument as why:

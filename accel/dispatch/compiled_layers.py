@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,13 +16,14 @@ from ..core.compile_settings import CompileSettings
 from ..core.errors import one_line
 from ..core.events import emit, log
 from ..core.fallbacks import fallbacks
-from ..core.reasons import Reason
+from ..core.reasons import Reason, RunEagerly
 from ..fingerprint.survey import Region, Survey, Traceable, survey
 from ..modules.streamed_weights import Plain, WeightSource, in_place
 from ..modules.substitution import Apart, Layer
 from ..modules.wrapped_layers import Wraps
 from .batch_dry_run import BatchDryRun
 from .block_runner import ApartRunner, BlockRunner, StreamedApartRunner, StreamedBlockRunner
+from .current_code import CurrentCode
 
 Simplify = Callable[[dict], dict]
 
@@ -36,6 +38,7 @@ class Host:
     wraps: recognises the host's wrappers around layers, such as LoRA.
     apart: asked when a model's layers are made: where their calls do their work, None where it makes no difference.
     dry: entered around a call of the model on tensors without values (`BatchDryRun`).
+    between: whether others' code runs between the blocks in a call of the model with these arguments.
     plain, weights: for blocks whose weights the host streams: how they look with them in place, and the source of a
         block's weights; None where they are in place.
     traceable: a context in which the host's functions can be traced, although extensions have hidden them from torch.
@@ -48,6 +51,7 @@ class Host:
     wraps: Wraps | None = None
     apart: Callable[[], Apart | None] = lambda: None
     dry: Callable[[], AbstractContextManager] = nullcontext
+    between: Callable[[tuple, dict[str, Any]], bool] = lambda args, kwargs: False
     plain: Plain = in_place
     weights: Callable[[Region], WeightSource | None] = lambda region: None
     traceable: Traceable = nullcontext
@@ -55,7 +59,7 @@ class Host:
 
 def survey_model(model: torch.nn.Module, settings: CompileSettings, host: Host) -> Survey:
     """Survey the model's blocks as they are now; emits "survey" and logs what stays eager."""
-    found = survey(model, settings.min_repetitions, host.ignored, host.wraps, host.plain, host.traceable)
+    found = _survey(model, settings, host)
     if not found.regions and not found.left_eager:
         fallbacks.note(type(model).__name__, Reason("no_blocks"))
     for path, reason in found.left_eager:
@@ -68,6 +72,10 @@ def survey_model(model: torch.nn.Module, settings: CompileSettings, host: Host) 
         left_eager=found.left_eager,
     )
     return found
+
+
+def _survey(model: torch.nn.Module, settings: CompileSettings, host: Host) -> Survey:
+    return survey(model, settings.min_repetitions, host.ignored, host.wraps, host.plain, host.traceable)
 
 
 def compiled_layers(
@@ -85,23 +93,33 @@ def compiled_layers(
     on_shortage: as for `BlockRunner`.
     """
     tensors_of: dict[torch.nn.Module, Callable[[tuple], list[torch.Tensor]]] = {}
-    dry_run = BatchDryRun(model, tensors_of, host.without_hooks, host.interrupts, host.dry, host.plain)
-    apart = host.apart()
-    layers: dict[torch.nn.Module, Layer] = {model: dry_run}
-    for region in found.regions:
+
+    def make(region: Region, of: Survey, apart: Apart | None = None) -> BlockRunner:
         try:
             source = host.weights(region)
         except host.interrupts:
             raise
         except Exception as error:  # layers of extensions may lack what the host's own have
-            fallbacks.note(region.kind.name, Reason("weights_not_taken", error=one_line(error)))
-            continue
+            raise RunEagerly(Reason("weights_not_taken", error=one_line(error))) from error
         if apart is None:
-            make = BlockRunner if source is None else StreamedBlockRunner
+            made = BlockRunner if source is None else StreamedBlockRunner
         else:
-            make = functools.partial(ApartRunner if source is None else StreamedApartRunner, apart)
-        layers[region.block] = runner = make(
-            region, cache, settings, host.simplifier(region), host.interrupts, dry_run, lease, on_shortage, source
-        )
+            made = functools.partial(ApartRunner if source is None else StreamedApartRunner, apart)
+        simplify, interrupts = host.simplifier(region), host.interrupts
+        still = functools.partial(code.still, of)
+        return made(region, cache, settings, simplify, interrupts, dry_run, lease, on_shortage, source, still)
+
+    code = CurrentCode(model, found, lambda: _survey(model, settings, host), make, host.interrupts)
+    asked = host.without_hooks, host.interrupts, host.dry, host.plain, code, host.between
+    dry_run = BatchDryRun(model, tensors_of, *asked)
+    layers: dict[torch.nn.Module, Layer] = {model: dry_run}
+    apart = host.apart()
+    for region in found.regions:
+        try:
+            layers[region.block] = runner = make(region, found, apart)
+        except RunEagerly as refusal:
+            fallbacks.note(region.kind.name, refusal.reason)
+            continue
+        code.place(region, runner)
         tensors_of[region.block] = runner.tensors_of
     return layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
@@ -88,6 +88,7 @@ class GraphResolver:
     interrupts: tuple[type[BaseException], ...]
     dry_run: BatchDryRun | None
     lease: Lease | None
+    still: Callable[[Region], bool] = lambda region: True
 
     def resolve(
         self,
@@ -165,8 +166,10 @@ class GraphResolver:
             template = self._template()
         except Exception as error:
             raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
+        if not self.still(self.region):
+            raise NoGraph(call.key, Reason("code_changes"))
         with silent(), self._nothing_fake_left(), self.region.traceable():
-            return block_compiler.compile_block(
+            graph = block_compiler.compile_block(
                 template,
                 self.region.kind,
                 call.weights,
@@ -177,7 +180,11 @@ class GraphResolver:
                 larger,
                 self.interrupts,
                 savable,
+                self.region.codes,
             )
+        if not self.still(self.region):  # other threads run too
+            raise NoGraph(call.key, Reason("code_changes"))
+        return graph
 
     def _template(self) -> torch.nn.Module:
         return kinds.template_of(self.region.plain(self.region.block, None), self.region.wraps)

@@ -13,6 +13,7 @@ from typing import Any
 _SETS_GLOBALS = ("STORE_GLOBAL", "DELETE_GLOBAL")
 _SETS_ATTRIBUTES = ("STORE_ATTR", "DELETE_ATTR")
 _ASSIGNS = (*_SETS_GLOBALS, *_SETS_ATTRIBUTES)
+_LOOKS_UP = frozenset({"getattr", "vars", "attrgetter", "__dict__", "__getattribute__"})
 _MUTATES = ("STORE_SUBSCR", "DELETE_SUBSCR")
 _MUTATING_METHODS = frozenset("add append appendleft clear extend insert pop popitem remove setdefault update".split())
 
@@ -25,6 +26,7 @@ class CodeFacts:
     names: the globals and attributes that it reads, sets or calls.
     read: those of them that it does more with than to set or delete them.
     strings: its string constants.
+    affixes: those of a code that looks attributes up by name, which it may make of them.
     assigned: the globals and attributes that it sets or deletes.
     globals_set: those of them that are globals of its own module.
     mutates: whether it may change the items of a list, set or dict.
@@ -34,6 +36,7 @@ class CodeFacts:
     names: frozenset[str]
     read: frozenset[str]
     strings: frozenset[str]
+    affixes: frozenset[str]
     assigned: frozenset[str]
     globals_set: frozenset[str]
     mutates: bool
@@ -50,17 +53,51 @@ def facts_of(code: types.CodeType) -> CodeFacts:
     return known
 
 
+_used_whole: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
+
+_LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE")
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+
+
+def used_whole(code: types.CodeType) -> frozenset[str]:
+    """The variables and attributes that the code does more with than to read an attribute of theirs.
+
+    It may pass them on, so of what they hold, more may count than the names in this code.
+    """
+    known = _used_whole.get(code)
+    if known is None:
+        known = _used_whole[code] = _read_whole(code)
+    return known
+
+
+def _read_whole(code: types.CodeType) -> frozenset[str]:
+    steps = list(dis.get_instructions(code))
+    whole = set()
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        if step.opname.startswith(_LOADS) or step.opname in _ATTRIBUTES:
+            *first, last = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            whole.update(first)
+            if following is None or following.opname not in (*_ATTRIBUTES, *_SETS_ATTRIBUTES):
+                whole.add(last)
+    nested = (item for item in code.co_consts if isinstance(item, types.CodeType))
+    return frozenset(whole).union(*map(used_whole, nested))
+
+
 def _read(code: types.CodeType) -> CodeFacts:
     nested = [facts_of(item) for item in code.co_consts if isinstance(item, types.CodeType)]
     signature = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     constants = tuple(_constant(item) for item in code.co_consts)
     described = (code.co_code, code.co_names, constants, signature, getattr(code, "co_exceptiontable", b""))
     operations = code.co_code[::2]
+    strings = frozenset(_strings(code.co_consts))
+    looks_up = not _LOOKS_UP.isdisjoint(code.co_names)
+    affixes = frozenset(part for string in strings for part in string.split(".") if len(part) > 1 and looks_up)
     return CodeFacts(
         digest=hashlib.sha256(repr(described).encode()).hexdigest()[:16],
         names=frozenset(code.co_names).union(*(inner.names for inner in nested)),
         read=_read_names(code).union(*(inner.read for inner in nested)),
-        strings=frozenset(_strings(code.co_consts)).union(*(inner.strings for inner in nested)),
+        strings=strings.union(*(inner.strings for inner in nested)),
+        affixes=affixes.union(*(inner.affixes for inner in nested)),
         assigned=frozenset(_assigned(code, _ASSIGNS)).union(*(inner.assigned for inner in nested)),
         globals_set=frozenset(_assigned(code, _SETS_GLOBALS)).union(*(inner.globals_set for inner in nested)),
         mutates=any(dis.opmap[name] in operations for name in _MUTATES if name in dis.opmap)

@@ -7,6 +7,7 @@ kept from one survey to the next; within a survey, a `CodeReader` reads each thi
 from __future__ import annotations
 
 import argparse
+import builtins
 import enum
 import functools
 import hashlib
@@ -14,15 +15,16 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from .code_facts import facts_of
+from .code_facts import facts_of, used_whole
+from .code_snapshot import CodeNotes, CodeSnapshot
 from .module_files import Unknown, source_of
-from .plain_values import OPERATORS, PLAIN, Indescribable, References, describe_value
+from .plain_values import MAX_DEPTH, OPERATORS, PLAIN, Indescribable, References, describe_value, number_of
 
 _CONTAINERS = (dict, list, set)
 _RECORDS = (argparse.Namespace, types.SimpleNamespace)
@@ -38,10 +40,36 @@ _NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_paramet
 """Construction, printing, annotations (functions from Python 3.14): calling a module runs none, and no `state_dict`."""
 
 _BASES = (torch.nn.Module, torch.Tensor, torch._C.TensorBase, object)
-"""Bases whose own functions and attributes are torch's version's alone."""
+"""Bases whose own functions and attributes are torch's version's alone, unless somebody has replaced them."""
+
+_CALLED = frozenset({"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__"})
+"""What torch runs of a module in each call, whatever its code names."""
+
+_MADE = frozenset({"__init__", "__new__", "__call__"})
+"""What runs of a class whose name is called, and of what that makes."""
+
+_FINDS = frozenset({"__getattr__", "__getattribute__"})
+"""Methods that answer for attributes of any name."""
+
+_ITEMS = frozenset({"__getitem__", "__contains__", "__iter__", "__len__", "__call__"}) | _FINDS
+"""Methods that code runs without their names."""
+
+_FUNCTIONAL = "torch.nn.functional"
+"""Torch's functions that models call, and that call others of torch by name."""
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"psutil", "torch", "tqdm"}
 """Their functions are described by their own code alone, not by what they call in turn."""
+
+_PROGRAM = tuple(
+    os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, os.path.dirname(__file__), os.__file__)
+)
+"""Folders of torch, this engine and Python's own modules."""
+
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
+"""Part of the path of packages that are installed among Python's own modules; torch is."""
+
+_KEPT = "__slotnames__"
+"""Of a class, where Python keeps it once an instance was copied."""
 
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 
@@ -54,6 +82,7 @@ class CodeHash:
     strings: the string constants.
     attributes: those that the code may read, by name or by `getattr` with a constant.
     unread: those that it sets and never reads, as a model does that keeps what a call came to for whoever asks.
+    affixes: what attributes begin or end with that it reads by names which it makes.
     sources: the files and packages that it is in or reads from (`module_files.source_of`), without libraries.
     opaque: objects that it reads of which the digest covers only the type. They stay as they are while a
         program runs.
@@ -63,8 +92,15 @@ class CodeHash:
     strings: frozenset[str]
     attributes: frozenset[str]
     unread: frozenset[str]
+    affixes: frozenset[str]
     sources: frozenset[str]
     opaque: frozenset[str]
+
+    def may_read(self, attribute: str) -> bool:
+        """Whether the code may read the attribute."""
+        if attribute in self.attributes:
+            return attribute not in self.unread
+        return any(attribute.startswith(affix) or attribute.endswith(affix) for affix in self.affixes)
 
 
 class CodeReader:
@@ -80,6 +116,18 @@ class CodeReader:
         self._described: dict[int, tuple[types.FunctionType, tuple]] = {}
         self._class_attributes: dict[tuple[type, str], str | None] = {}
         self._active: set[int] = set()
+        self.notes = CodeNotes()
+        """Everywhere that was looked for code, and for the values that it reads."""
+
+    def snapshot(self) -> CodeSnapshot:
+        """All that was read, to be compared with what stands later."""
+        assigned = (function.assigned for function in self._functions.values())
+        return self.notes.snapshot(frozenset().union(*assigned))
+
+    @property
+    def codes(self) -> frozenset[types.CodeType]:
+        """The code of every function that was read."""
+        return self.notes.codes()
 
     def read(self, classes: frozenset[type], functions: Iterable[types.FunctionType] = ()) -> CodeHash:
         """The hash of what instances of the classes run when called, and of further functions."""
@@ -105,13 +153,17 @@ class CodeReader:
             return known[1]
         if id(function) in self._active:
             return ("itself", function.__qualname__)
+        if _is_hidden(function):
+            raise Indescribable(f"{function.__qualname__}, a function of torch for which another stands in")
         is_outermost = not self._active
         self._active.add(id(function))
+        self.notes.function(function)
         try:
             references = _References(self)
-            values = tuple(references.describe_default(value, function) for value in _defaults_and_cells(function))
+            values = tuple(references.describe_default(value, function, name) for name, value in _given(function))
         finally:
             self._active.discard(id(function))
+        self.notes.add(references.notes)
         described = (function.__module__, function.__qualname__, facts_of(function.__code__).digest, values)
         if is_outermost:  # further in, it may contain an "itself"
             self._described[id(function)] = (function, described)
@@ -133,12 +185,17 @@ class CodeReader:
         in_order = sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__))
         for cls in in_order:
             described.append((cls.__module__, cls.__qualname__, [base.__qualname__ for base in cls.__mro__]))
-            for name, function in _methods_of(cls):
+            for name, function in _methods_of(cls, self.notes):
                 described.append((name, self.describe_function(function)))
                 roots.append(function)
         reached = self._reach(roots)
         strings = frozenset().union(*(function.facts.strings for function in reached))
         names = frozenset().union(*(function.facts.names for function in reached))
+        for base in (torch.nn.Module, torch.Tensor, torch._C.TensorBase):
+            self.notes.size(base, _KEPT)
+            for name in sorted((names | _CALLED).intersection(vars(base))):
+                self.notes.name(base, name)
+                _require_torchs(f"{base.__name__}.{name}", vars(base)[name])
         attributes = names | {string for string in strings if string.isidentifier()}
         read = frozenset().union(*(function.facts.read for function in reached))
         unread = _never_read(frozenset().union(*(function.facts.assigned for function in reached)), read, strings)
@@ -154,13 +211,16 @@ class CodeReader:
         for function in reached:
             references.opaque.update(what for scope, name, what in function.opaque if (scope, name) not in assigned)
         references.sources.update(*(function.references.sources for function in reached))
+        self.notes.add(references.notes)
         digest = hashlib.sha256(repr(described).encode()).hexdigest()
         sources, opaque = frozenset(references.sources), frozenset(references.opaque)
-        return CodeHash(digest, strings, attributes, unread, sources, opaque)
+        affixes = frozenset().union(*(function.facts.affixes for function in reached))
+        return CodeHash(digest, strings, attributes, unread, affixes, sources, opaque)
 
     def _reach(self, roots: list[types.FunctionType]) -> list[_Function]:
         """These functions and all that they call in turn; calls into libraries are not followed."""
         seen: dict[int, _Function] = {}
+        roots = list(roots)
         while roots:
             function = roots.pop()
             if id(function) not in seen:
@@ -202,26 +262,103 @@ class _References(References):
         except Indescribable:
             if isinstance(value, _CONTAINERS):
                 return None
-            if not _has_no_state(value):
-                self.opaque.add(f"a {type(value).__module__}.{type(value).__qualname__}")
-            return ("a", type(value).__module__, type(value).__qualname__)
+            if _has_no_state(value):
+                return ("a", type(value).__module__, type(value).__qualname__)
+            self.opaque.add(f"a {type(value).__module__}.{type(value).__qualname__}")
+            return ("a", type(value).__module__, type(value).__qualname__, number_of(value))
         self.add(found)
         return described
 
-    def describe_default(self, value: Any, function: types.FunctionType) -> Any:
-        """A description of one of the function's defaults, or of what is in one of its cells."""
+    def named(self, value: Any) -> Any:
+        """A description of a value that a library reads: of an indescribable one its type."""
+        try:
+            return describe_value(value, References(self.reader))
+        except Indescribable:
+            return ("a", type(value).__module__, type(value).__qualname__)
+
+    def describe_default(self, value: Any, function: types.FunctionType, name: str) -> Any:
+        """A description of one of the function's defaults, or of what is in one of its cells. name: in its code."""
         if isinstance(value, (tuple, list)):
-            return tuple(self.describe_default(item, function) for item in value)
+            return tuple(self.describe_default(item, function, name) for item in value)
+        if isinstance(value, dict) and name not in function.__code__.co_freevars:
+            # Models fill a default with what a call comes to.
+            return ("dict", *self.functions_of(value, is_filled=True))
         if isinstance(value, torch.Tensor) and not value.numel():  # marks an argument that was not given
             return ("empty", tuple(value.shape), value.dtype, value.device)
-        if isinstance(value, (torch.Tensor, torch.nn.Module)) and not _is_library(function.__module__):
+        is_library = _is_library(_home(function))
+        if isinstance(value, (torch.Tensor, torch.nn.Module)) and not is_library:
             raise Indescribable(f"{function.__qualname__}, a function around a {type(value).__qualname__}")
-        return [self.function(inner) for inner in _functions_in(value)] or self.describe(value)
+        described = [self.function(inner) for inner in _functions_in(value)]
+        if described:
+            return described
+        return self.named(value) if is_library else self.describe_part(value, name, [function.__code__])
+
+    def describe_part(self, value: Any, name: str, codes: Sequence[types.CodeType]) -> Any:
+        """A description of what a variable or attribute holds that these codes have by its name.
+
+        Of an object it is what they read of it by name; all of it where they may pass it on.
+        """
+        if not _has_named_state(value) or id(value) in self.open or len(self.open) >= MAX_DEPTH:
+            described = self.describe(value)
+            is_table = described is None and isinstance(value, _CONTAINERS)
+            return self.functions_of(value) if is_table else described
+        if not any(name in used_whole(code) for code in codes):
+            return self.describe_state(value, codes)
+        return (self.describe(value), self.describe_state(value, codes))
+
+    def describe_state(self, value: Any, codes: Sequence[types.CodeType], but: frozenset[str] | None = None) -> tuple:
+        """A description of those attributes of an object, and of its class, that code reads by name.
+
+        codes: of the functions that have it. but: of an object that is a global, attributes that do not count; whom its
+            methods pass it on to is not asked.
+        """
+        cls, state = type(value), vars(value)
+        names, called, methods = _reads_of(cls, codes)
+        codes = [*codes, *methods]
+        if not _FINDS.isdisjoint(called) or (but is None and _is_passed_on(methods)):
+            names |= state.keys()
+        names -= but or set()
+        self.notes.type_of(value)
+        self.open.add(id(value))
+        described: list[Any] = [self.class_of(value)]
+        for name in sorted(names.intersection(state)):
+            self.notes.name(state, name)
+            described.append((name, self.describe_part(state[name], name, codes)))
+        for base in cls.__mro__:
+            if _is_library(base.__module__):
+                continue
+            for name in sorted(names.intersection(vars(base)).difference(state)):
+                self.notes.hiding(state, name)
+                attribute = vars(base)[name]
+                if next(_functions_in(attribute), None) is None and not name.startswith("__"):
+                    self.notes.name(base, name)
+                    described.append((base.__qualname__, name, self.describe_part(attribute, name, codes)))
+        self.open.discard(id(value))
+        return tuple(described)
+
+    def functions_of(self, container: Any, is_filled: bool = False) -> list[str]:
+        """Descriptions of the functions, and of the plain values beside them, in a container of which nothing else can
+        be told, as in a table of them. is_filled: by the code that reads it."""
+        items = list(container.items() if isinstance(container, dict) else enumerate(container))
+        described, beside = [], []
+        for key, item in items:
+            if type(item) in PLAIN and type(key) in PLAIN:
+                beside.append(repr((key, item)))
+            elif isinstance(item, OPERATORS):
+                described.append(repr(self.named(item)))
+            for function in _functions_in(item):
+                try:
+                    described.append(repr(self.function(function)))
+                except Indescribable as why:
+                    self.opaque.add(str(why))
+        if described or not (container or is_filled):
+            self.notes.contents(container)
+        return sorted(described + beside) if described else []
 
     def all_functions(self) -> Iterator[types.FunctionType]:
         yield from self.functions
         for cls in self.classes:
-            yield from (function for _, function in _methods_of(cls))
+            yield from (function for _, function in _methods_of(cls, self.notes))
 
 
 class _Function:
@@ -241,67 +378,109 @@ class _Function:
         self._reader = reader
         self._names: list[tuple] = []
         self._namespaces: set[Any] = set()
-        for value in _defaults_and_cells(function):
-            self.references.describe_default(value, function)
+        for name, value in _given(function):
+            self.references.describe_default(value, function, name)
         scope = function.__globals__
-        self._follow("", scope, _is_library(function.__module__))
+        is_library = _is_library(_home(function))
+        self._follow("", scope, scope, is_library)
+        owner = scope.get(function.__qualname__.partition(".")[0])
+        if isinstance(owner, type):  # a method reads what is on its class by way of its first argument
+            self._follow_namespace(f"{owner.__qualname__} of it", owner, is_library)
         for cls in self.references.classes:
             self.references.add_source_of(cls)
         self.opaque.update((0, "", what) for what in self.references.opaque)
-        self.calls = [call for call in self.references.all_functions() if not _is_library(call.__module__)]
+        self.calls = [call for call in self.references.all_functions() if _is_followed(call)]
         self.assigned = frozenset((id(scope), name) for name in self.facts.globals_set)
         self.described = repr((reader.describe_function(function), self._names))
+        reader.notes.add(self.references.notes)
 
-    def _follow(self, path: str, scope: Mapping[str, Any], is_library: bool) -> None:
-        """Note what the function's names refer to in a module or class, and in those that they lead to."""
-        references = self.references
-        if not is_library and "__name__" in scope:
+    def _follow(
+        self, path: str, owner: Any, scope: Mapping[str, Any], is_library: bool, also: frozenset[str] = frozenset()
+    ) -> None:
+        """Note what the function's names refer to in a module or class, and in those that they lead to.
+
+        owner: of the scope, as `CodeNotes.name` takes it. also: names beside the function's.
+        """
+        references, notes = self.references, self.references.notes
+        function_of_torch = _is_functional(self.function)
+        if not is_library and "__name__" in scope and not _is_generated(scope):
             references.add_source(scope)
-        for name in sorted(self.facts.names.intersection(scope)):
+        if not path:
+            self._follow_builtins(scope)
+        for name in sorted((self.facts.names | also).intersection(scope)):
             if (scope.get("__name__"), name) in self._reader.ignored:
                 continue
             value, inner = scope[name], f"{path}{name}"
             called = list(_functions_in(value))
-            if isinstance(value, types.MethodType) and not isinstance(value.__self__, type) and not is_library:
-                references.opaque.add(f"a method of a {type(value.__self__).__qualname__}")
+            is_bound = isinstance(value, types.MethodType) and not isinstance(value.__self__, type)
+            if is_bound and (not is_library or _is_foreign(value.__self__)):
+                self._names.append((inner, list(self._settings(value.__self__, references, value.__func__))))
             if called:
+                if function_of_torch:
+                    _require_torchs(inner, value)
+                notes.name(owner, name)
                 self._names.append((inner, [references.function(function) for function in called]))
             elif isinstance(value, OPERATORS):
-                found = _References(self._reader) if is_library else references
-                self._names.append((inner, found.describe(value)))
+                notes.name(owner, name)
+                self._names.append((inner, references.named(value) if is_library else references.describe(value)))
             elif isinstance(value, (types.ModuleType, type)):
+                notes.name(owner, name)
                 self._follow_namespace(inner, value, is_library)
+            elif is_library and callable(value):
+                notes.name(owner, name)
+                self._names.append((inner, references.describe(value) if _is_foreign(value) else type(value).__name__))
             elif not is_library and not name.startswith("__") and not (path and name in self.facts.assigned):
+                notes.name(owner, name)
                 found = _References(self._reader)
                 self.values.extend((id(scope), name, repr((inner, item))) for item in self._settings(value, found))
                 self.opaque.update((id(scope), name, what) for what in found.opaque)
                 references.add(found)
+
+    def _follow_builtins(self, scope: Mapping[str, Any]) -> None:
+        """Note the built-in functions that the function may call, in whose place a module can have others."""
+        for name in sorted(self.facts.names.intersection(vars(builtins)).difference(scope)):
+            self.references.notes.hiding(scope, name)
+            self.references.notes.name(vars(builtins), name)
+            others = [self.references.function(function) for function in _functions_in(vars(builtins)[name])]
+            if others:
+                self._names.append((name, others))
 
     def _follow_namespace(self, path: str, value: types.ModuleType | type, is_library: bool) -> None:
         is_module = isinstance(value, types.ModuleType)
         if value in self._namespaces or not (is_module or _is_namespace(value)):
             return
         self._namespaces.add(value)
-        if not is_module:
-            self.references.add_source_of(value)
-        elif value is os and not _ENVIRONMENT.isdisjoint(self.facts.names) and not is_library:
-            self.opaque.add((0, "", "the environment's variables"))
-        self._follow(f"{path}.", vars(value), is_library or is_module and _is_library(value.__name__))
+        if is_module:
+            if value is os and not _ENVIRONMENT.isdisjoint(self.facts.names) and not is_library:
+                self.opaque.add((0, "", "the environment's variables"))
+            self._follow(f"{path}.", vars(value), vars(value), is_library or _is_library(value.__name__))
+            return
 
-    def _settings(self, value: Any, references: _References) -> Iterator[Any]:
-        """Descriptions of a plain value, or of those attributes of an object that the function reads."""
+        self.references.add_source_of(value)
+        for cls in value.__mro__:
+            if not _is_library(cls.__module__):
+                self._follow(f"{path}.", cls, vars(cls), is_library, _MADE)
+
+    def _settings(self, value: Any, references: _References, method: types.FunctionType | None = None) -> Iterator[Any]:
+        """Descriptions of a plain value, or of those attributes of an object that the function reads.
+
+        method: of the object, that the function calls under another name.
+        """
         if isinstance(value, _CONTAINERS):
             # An empty container says as little as an indescribable one: such are filled while a program runs.
             if len(value) > _MAX_ITEMS:
                 references.opaque.add(f"a table of {len(value)} items")
                 return
-            described = references.describe(value) if value and not self.facts.mutates else None
-            if described is not None:
+            described = None
+            if value and not self.facts.mutates:
+                described = references.describe(value)
+            if described is None:
+                described = references.functions_of(value, is_filled=self.facts.mutates)
+            if described:
                 yield described
         elif _has_named_state(value):
-            references.class_of(value)
-            for name in sorted(self.facts.names.intersection(vars(value)) - self.facts.assigned):
-                yield (name, references.describe(vars(value)[name]))
+            codes = [self.function.__code__, *([] if method is None else [method.__code__])]
+            yield references.describe_state(value, codes, but=self.facts.assigned)
         else:
             yield references.describe(value)
 
@@ -314,25 +493,84 @@ def _never_read(assigned: frozenset[str], read: frozenset[str], strings: frozens
     )
 
 
+def _reads_of(cls: type, codes: Sequence[types.CodeType]) -> tuple[set[str], set[str], list[types.CodeType]]:
+    """What these codes, which have an object of the class, may read of it: the names in them and in the methods that
+    they may call; the names of these methods; and their codes."""
+    methods: dict[str, list[types.CodeType]] = {}
+    for path, function in _methods_of(cls):
+        methods.setdefault(path.rpartition(".")[2], []).append(function.__code__)
+    names, called, found = set(_ITEMS).union(*(facts_of(code).names for code in codes)), set(), []
+    while more := names.intersection(methods) - called:
+        called |= more
+        found += (code for name in more for code in methods[name])
+        names.update(*(facts_of(code).names for name in more for code in methods[name]))
+    return names, called, found
+
+
+def _is_passed_on(methods: Iterable[types.CodeType]) -> bool:
+    """Whether one of these methods may pass its object on."""
+    return any(not used_whole(code).isdisjoint(code.co_varnames[:1]) for code in methods)
+
+
 def _class_attributes(cls: type, names: frozenset[str], references: _References) -> list[tuple]:
-    """The plain class attributes with these names."""
-    return [
-        (base.__qualname__, name, references.describe(vars(base)[name]))
-        for base in cls.__mro__
-        if base not in _BASES
-        for name in sorted(names.intersection(vars(base)))
-        if not name.startswith("__") and next(_functions_in(vars(base)[name]), None) is None
-    ]
-
-
-def _methods_of(cls: type) -> Iterator[tuple[str, types.FunctionType]]:
-    """The functions that a call of an instance may run: all but `_NOT_RUN`."""
+    """The class attributes with these names that are no functions, and whatever else there can be called."""
+    described = []
     for base in cls.__mro__:
-        if base not in _BASES:
-            for name, value in vars(base).items():
-                if name not in _NOT_RUN and "state_dict" not in name and not isinstance(value, type):
-                    for function in _functions_in(value):
-                        yield f"{base.__qualname__}.{name}", function
+        if base in _BASES:
+            continue
+        for name, value in sorted(vars(base).items()):
+            is_read = name in names and not name.startswith("__")
+            if not is_read and not (callable(value) and _is_run(name, value) and _is_foreign(value)):
+                continue
+            if next(_functions_in(value), None) is None:
+                references.notes.name(base, name)
+                described.append((base.__qualname__, name, references.describe(value)))
+    return described
+
+
+def _methods_of(cls: type, notes: CodeNotes | None = None) -> Iterator[tuple[str, types.FunctionType]]:
+    """The functions that a call of an instance may run: all but `_NOT_RUN`. notes: get where they are."""
+    for base in cls.__mro__:
+        if base in _BASES:
+            continue
+        if notes is not None:
+            notes.size(base, _KEPT)
+        for name, value in vars(base).items():
+            if _is_run(name, value):
+                for function in _functions_in(value):
+                    if notes is not None:
+                        notes.name(base, name)
+                    yield f"{base.__qualname__}.{name}", function
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether what can be called may be of anybody's making."""
+    return isinstance(value, functools.partial) or not _is_library(type(value).__module__)
+
+
+def _is_run(name: str, value: Any) -> bool:
+    return name not in _NOT_RUN and "state_dict" not in name and not isinstance(value, type)
+
+
+def _require_torchs(name: str, value: Any) -> None:
+    """Raise Indescribable if other code stands for what torch's own functions call: graphs of torch name only these."""
+    if any(not _is_library(_home(function)) for function in _functions_in(value)):
+        raise Indescribable(f"code of another extension in place of torch's {name}")
+
+
+def _home(function: types.FunctionType) -> str | None:
+    """The name of the module whose globals the function reads: what wraps another function may have that one's name."""
+    return function.__globals__.get("__name__")
+
+
+def _is_functional(function: types.FunctionType) -> bool:
+    """Whether it is one of torch's functions that models call."""
+    return function.__module__ == _FUNCTIONAL and _is_library(_home(function))
+
+
+def _is_generated(scope: Mapping[str, Any]) -> bool:
+    """Whether these are the globals of the `__new__` that Python makes for a named tuple, and of nothing else."""
+    return "__file__" not in scope and str(scope["__name__"]).startswith("namedtuple_")
 
 
 def _functions_in(value: Any) -> Iterator[types.FunctionType]:
@@ -350,15 +588,28 @@ def _functions_in(value: Any) -> Iterator[types.FunctionType]:
         yield from _functions_in(value.__wrapped__)
 
 
-def _defaults_and_cells(function: types.FunctionType) -> Iterator[Any]:
-    """The function's defaults and the contents of its cells, where a decorator's product has what it wraps."""
-    yield from function.__defaults__ or ()
+def _given(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The function's defaults and the contents of its cells, where a decorator's product has what it wraps, by name."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
     yield from sorted((function.__kwdefaults__ or {}).items())
-    for cell in function.__closure__ or ():
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
-            yield cell.cell_contents
+            yield name, cell.cell_contents
         except ValueError:  # not filled yet
-            yield None
+            yield name, None
+
+
+def _is_hidden(function: types.FunctionType) -> bool:
+    """Whether something else has the place of a function that torch's graphs name by it: they would run that."""
+    if not _is_functional(function) or "<" in function.__qualname__:
+        return False
+    there = vars(torch.nn.functional).get(function.__qualname__)
+    return there is not None and there is not function
+
+
+def _is_followed(function: types.FunctionType) -> bool:
+    return _is_functional(function) or not _is_library(_home(function))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -392,3 +643,20 @@ def _has_no_state(value: Any) -> bool:
     """Whether no result depends on it, or it is the descriptor of an attribute in a class with slots or fields."""
     is_slot = isinstance(value, (types.GetSetDescriptorType, types.MemberDescriptorType))
     return is_slot or type(value).__qualname__ == "_tuplegetter" or type(value).__module__ in _NO_STATE
+
+
+def unread_code(ran: Iterable[types.CodeType], read: Iterable[types.CodeType]) -> types.CodeType | None:
+    """The first of what ran that is neither among what was read, nor a library's or this engine's; None without one."""
+    known = set(read)
+    waiting = list(known)
+    while waiting:
+        inner = {part for part in waiting.pop().co_consts if isinstance(part, types.CodeType)} - known
+        known |= inner
+        waiting += inner
+    return next((code for code in ran if code not in known and not _is_of_program(code.co_filename)), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_program(file: str) -> bool:
+    torchs, engines, pythons = (file.startswith(folder) for folder in _PROGRAM)
+    return torchs or engines or (pythons and _INSTALLED not in file) or file.startswith("<frozen ")

@@ -22,6 +22,7 @@ from ..modules.wrapped_layers import Wraps
 from ..signature.tensors import PLAIN_TENSORS, TensorSpec, tensor_spec
 from ..signature.tree_spec import Spec
 from .code_hash import CodeHash, CodeReader
+from .code_snapshot import CodeNotes
 from .plain_values import Indescribable, References, attributes_of, describe_value
 
 
@@ -76,6 +77,7 @@ class Description:
         () for each in a weight of a class of its own, whose sizes are in the digest.
     forms: of its weights, as of a kind.
     code: the hash of its code; the dict keys that it may read are among the strings.
+    read: the settings of its parts that count, (path, names); notes: where the values in them were found.
     numbers: the settings of its parts that are numbers, (path, name, value), whether its code reads them or not.
     """
 
@@ -84,6 +86,8 @@ class Description:
     weights: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     code: CodeHash
+    read: tuple[tuple[str, tuple[str, ...]], ...]
+    notes: CodeNotes
     numbers: tuple[tuple[str, str, float], ...] = ()
     forms: Forms = ()
 
@@ -132,13 +136,14 @@ def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wr
     code = reader.read(frozenset(classes), references.functions)
     code = reader.resting_on(code, set().union(*(form.classes for _, _, form in weights if form is not None)))
     digest = hashlib.sha256(code.digest.encode())
+    settings = []
     for path, module, attributes in state:
         # The block's code does not read the others: its index in the model, what a host notes there.
-        read = [item for item in attributes if not item.is_plain or item.name in code.attributes]
+        read = [item for item in attributes if not item.is_plain or code.may_read(item.name)]
+        settings.append((path, tuple(item.name for item in read)))
         cls = type(module)
-        digest.update(
-            repr((path, cls.__module__, cls.__qualname__, [(item.name, item.described) for item in read])).encode()
-        )
+        own = [(item.name, item.described) for item in read if item.is_own]
+        digest.update(repr((path, cls.__module__, cls.__qualname__, own)).encode())
     names, forms, shapes = [], [], []
     for name, tensor, form in weights:
         names.append(name)
@@ -151,7 +156,8 @@ def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wr
         digest.update(repr((name, _stored(tensor, form, name, references, code.attributes))).encode())
     forms = tuple(forms) if any(forms) else ()
     return Description(
-        type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), code, _numbers(parts), forms
+        *(type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), code, tuple(settings)),
+        *(references.notes, _numbers(parts), forms),
     )
 
 

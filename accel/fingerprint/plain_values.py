@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import enum
 import functools
+import itertools
 import types
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from .code_snapshot import CodeNotes
 
 PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes),
@@ -21,14 +26,38 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by Python code
 _TORCH_STATE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"} | {
     *("_is_full_backward_hook", "forward"),
 }
-_MAX_DEPTH = 16
+MAX_DEPTH = 16
 """Settings are not nested deeper than this; registries that lead to half of a program are."""
+
+_numbers: dict[int, tuple[Any, int]] = {}
+_kept: collections.deque[Any] = collections.deque(maxlen=256)
+"""Of the objects that are numbered, the last that Python has no weak references to."""
+_next_number = itertools.count()
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class Indescribable(TypeError):
     """Something whose effect on a block's output no description can capture."""
+
+
+def number_of(value: Any) -> int:
+    """A number that no other object of this process has or will have."""
+    known = _numbers.get(id(value))
+    if known is None:
+        try:
+            kept = weakref.ref(value, functools.partial(_forget, id(value)))
+        except TypeError:  # kept alive for a while, lest another take its place
+            if len(_kept) == _kept.maxlen:
+                _forget(id(_kept[0]))
+            _kept.append(value)
+            kept = value
+        known = _numbers[id(value)] = kept, next(_next_number)
+    return known[1]
+
+
+def _forget(key: int, _: weakref.ref | None = None) -> None:
+    _numbers.pop(key, None)
 
 
 class References:
@@ -43,10 +72,12 @@ class References:
         self.classes: set[type] = set()
         self.open: set[int] = set()
         """The ids of the values that are being described, from the outermost inwards."""
+        self.notes = CodeNotes()
 
     def add(self, other: References) -> None:
         self.functions.extend(other.functions)
         self.classes |= other.classes
+        self.notes.add(other.notes)
 
     def function(self, function: types.FunctionType) -> tuple:
         self.functions.append(function)
@@ -67,7 +98,7 @@ def describe_value(value: Any, references: References) -> Any:
         return value
     if isinstance(value, enum.Enum):
         return (type(value).__qualname__, value.name)
-    if id(value) in references.open or len(references.open) >= _MAX_DEPTH:
+    if id(value) in references.open or len(references.open) >= MAX_DEPTH:
         raise Indescribable(f"a {type(value).__module__}.{type(value).__qualname__} inside of itself, or very deep")
     references.open.add(id(value))
     try:
@@ -77,6 +108,8 @@ def describe_value(value: Any, references: References) -> Any:
 
 
 def _describe_parts(value: Any, references: References) -> Any:
+    if isinstance(value, (list, set, dict)):
+        references.notes.contents(value)
     if isinstance(value, (tuple, list)):
         return (type(value).__name__, *(describe_value(item, references) for item in value))
     if isinstance(value, (set, frozenset)):
@@ -85,6 +118,7 @@ def _describe_parts(value: Any, references: References) -> Any:
         items = ((describe_value(key, references), describe_value(item, references)) for key, item in value.items())
         return ("dict", *sorted(map(repr, items)))
     if isinstance(value, type):
+        references.classes.add(value)
         return ("class", value.__module__, value.__qualname__)
     if isinstance(value, functools.partial):
         return ("partial", *(describe_value(part, references) for part in (value.func, value.args, value.keywords)))
@@ -95,27 +129,38 @@ def _describe_parts(value: Any, references: References) -> Any:
     if isinstance(value, OPERATORS):
         return _operator_name(value)
     if is_plain_object(value):
+        references.notes.type_of(value)
+        references.notes.contents(vars(value))
         state = ((name, describe_value(part, references)) for name, part in sorted(vars(value).items()))
         return ("object", references.class_of(value), *state)
     if isinstance(value, torch.nn.Module) and not any(part._parameters or part._buffers for part in value.modules()):
         # a module in a place where torch does not look for modules
-        parts = value.named_modules()
-        described = ((path, references.class_of(part), *attributes_of(part, path, references)) for path, part in parts)
+        described = []
+        for path, part in value.named_modules():
+            note_part(part, references.notes)
+            attributes = attributes_of(part, path, references)
+            described.append((path, references.class_of(part), *(item for item in attributes if item.is_own)))
+            for item in attributes:
+                references.notes.name(part.__dict__, item.name)
         return ("module", *described)
     raise Indescribable(f"a {type(value).__module__}.{type(value).__qualname__}")
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """One setting of a module. is_plain: it matters only if code reads it by name."""
+    """One setting of a module.
+
+    is_plain: it matters only if code reads it by name. is_own: it is another than the attribute of its class.
+    """
 
     name: str
     described: str
     is_plain: bool
+    is_own: bool
 
 
 def attributes_of(module: torch.nn.Module, path: str, references: References) -> list[Attribute]:
-    """The module's settings, without those that are equal to the attribute of its class.
+    """The module's settings.
 
     path: of the module in its block, "" for the block itself.
     Raises Indescribable: with the path of what cannot be described.
@@ -135,9 +180,37 @@ def attributes_of(module: torch.nn.Module, path: str, references: References) ->
             described = repr(describe_value(value, references))
         except Indescribable as reason:
             raise Indescribable(f"{path + '.' if path else ''}{name} holds {reason}") from None
-        if described != references.reader.class_attribute(type(module), name):
-            attributes.append(Attribute(name, described, type(value) in PLAIN and name != "training"))
+        is_own = described != references.reader.class_attribute(type(module), name)
+        attributes.append(Attribute(name, described, _is_plain(value) and name != "training", is_own))
     return attributes
+
+
+def note_part(part: torch.nn.Module, notes: CodeNotes, shown: bool = True, outermost: bool = False) -> None:
+    """Note what a module is made of: its class, its parts, which weights it has, its own attributes and hooks.
+
+    shown: it is the module that was described, not one that a host keeps account on. outermost: it is a block, whose
+        forward has a stand-in and which may have hooks, that run around it.
+    """
+    notes.type_of(part)
+    notes.size(part._modules)
+    for name in part._modules:
+        notes.name(part._modules, name)
+    if shown:
+        notes.size(part.__dict__, "forward" if outermost else "")
+        for weights in (part._parameters, part._buffers):
+            notes.size(weights)
+            for name in [name for name, weight in weights.items() if weight is None]:
+                notes.name(weights, name)
+    elif not outermost:
+        notes.hiding(part.__dict__, "forward")
+    if not outermost:
+        for name in _HOOKS:
+            notes.contents(part.__dict__[name])
+
+
+def _is_plain(value: Any) -> bool:
+    items = value if type(value) in (list, tuple) else (value,)
+    return all(type(item) in PLAIN for item in items)
 
 
 def _operator_name(value: Any) -> tuple:

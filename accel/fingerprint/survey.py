@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ..core.errors import one_line
 from ..core.reasons import Reason
+from ..modules import wrapped_layers
 from ..modules.blocks import blocks
 from ..modules.streamed_weights import Plain, in_place
 from ..modules.substitution import drop_restored_forwards, has_foreign_forward
 from ..modules.wrapped_layers import Wraps
 from .code_hash import CodeReader
-from .kinds import Kind, describe, kinds_of
-from .plain_values import Indescribable
+from .code_snapshot import CodeNotes, CodeSnapshot
+from .kinds import Description, Kind, describe, kinds_of
+from .plain_values import Indescribable, note_part
 
 Traceable = Callable[[], AbstractContextManager[None]]
 
@@ -30,6 +33,8 @@ class Region:
     wraps: recognises the wrappers around its layers, which are not part of its kind.
     plain: shows the block with its weights in place.
     traceable: a context to trace the block in, where its code calls functions that can be traced.
+    notes: where the block's settings were found.
+    codes: of every function that its survey has read.
     """
 
     path: str
@@ -39,14 +44,22 @@ class Region:
     wraps: Wraps | None = None
     plain: Plain = in_place
     traceable: Traceable = nullcontext
+    notes: CodeNotes = field(default_factory=CodeNotes, compare=False, repr=False)
+    codes: frozenset[types.CodeType] = field(default=frozenset(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Survey:
-    """A model's blocks: those to compile, and the paths of those left eager with the reason."""
+    """A model's blocks: those to compile, and the paths of those left eager with the reason.
+
+    code, settings: what was read for it, of the program and of the blocks, to be compared with what stands where the
+        blocks are called.
+    """
 
     regions: tuple[Region, ...]
     left_eager: tuple[tuple[str, Reason], ...]
+    code: CodeSnapshot
+    settings: CodeSnapshot
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -74,24 +87,34 @@ def survey(
     reader = CodeReader(ignored)
     found = list(blocks(model, wraps))
     shown = []
+    everywhere = torch.nn.modules.module
+    hooks = everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks
     for path, block in found:
         shown.append(block)
+        if any(hooks):
+            left_eager.append((path, Reason("hooks_everywhere")))
+            continue
         if has_foreign_forward(block):
             left_eager.append((path, Reason("forward_replaced")))
             continue
         try:
             shown[-1] = plain(block, None)
             with traceable():
-                described.append((path, block, describe(shown[-1], reader, wraps)))
+                described.append((path, block, shown[-1], describe(shown[-1], reader, wraps)))
         except Indescribable as why:
             left_eager.append((path, Reason("indescribable", what=str(why))))
         except Exception as error:  # of an extension's class, of any type
             left_eager.append((path, Reason("indescribable", what=one_line(error))))
-    kinds = kinds_of([description for _, _, description in described], shown, wraps)
-    regions = [
-        Region(path, block, kind, description.code.strings, wraps, plain, traceable)
-        for (path, block, description), kind in zip(described, kinds, strict=True)
-    ]
+    kinds = kinds_of([description for *_, description in described], shown, wraps)
+    for of_all in hooks:
+        reader.notes.contents(of_all)
+    codes, notes = reader.codes, CodeNotes()
+    regions = []
+    for (path, block, described_as, description), kind in zip(described, kinds, strict=True):
+        strings = description.code.strings
+        own = _notes_of(block, described_as, description, wraps)
+        regions.append(Region(path, block, kind, strings, wraps, plain, traceable, own, codes))
+        notes.add(own)
     counts = Counter(region.kind for region in regions)
     kept = []
     for region in regions:
@@ -99,4 +122,23 @@ def survey(
             kept.append(region)
         else:
             left_eager.append((region.path, Reason("too_few_blocks", least=min_repetitions)))
-    return Survey(tuple(kept), tuple(left_eager))
+    return Survey(tuple(kept), tuple(left_eager), reader.snapshot(), notes.snapshot())
+
+
+def _notes_of(
+    block: torch.nn.Module, shown: torch.nn.Module, description: Description, wraps: Wraps | None
+) -> CodeNotes:
+    """Where the settings and the parts of the block are.
+
+    shown: the block as it was described. Where that is a copy, a host keeps account of the weights on the parts.
+    """
+    notes = CodeNotes()
+    notes.add(description.notes)
+    parts = dict(wrapped_layers.modules(block, wraps))
+    for path, names in description.read:
+        part = parts[path]
+        for name in names:
+            if name in part.__dict__ and name != "training":  # set for a whole model, and before its calls
+                notes.name(part.__dict__, name)
+        note_part(part, notes, shown=shown is block, outermost=not path)
+    return notes

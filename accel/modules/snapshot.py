@@ -6,6 +6,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -97,6 +98,7 @@ class WeightSnapshot:
         self._holders, self._names = [holder for holder, _ in places], [name for _, name in places]
         # A forward or a hook that is put on a module changes the length of one of these.
         self._attributes = [m.__dict__ for m in modules]
+        self._children = [m._modules for m in modules if m._modules]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         tensors = self.tensors()
         self.devices = {tensor.device for tensor in tensors if tensor.numel()}
@@ -150,9 +152,10 @@ class WeightSnapshot:
         return _are_at(self._holders, self._names, self._addresses)
 
     def outline(self) -> int:
-        """A hash of how many attributes and hooks each module has now."""
+        """A hash of how many attributes and hooks each module has now, and of which modules it is made."""
         hooks = map(len, self._hooks) if any(self._hooks) else ()
-        return hash((*map(len, self._attributes), *hooks))
+        children = map(id, chain.from_iterable(map(dict.values, self._children)))
+        return hash((*map(len, self._attributes), *hooks, *children))
 
 
 class _Parts:

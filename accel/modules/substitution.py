@@ -87,7 +87,10 @@ class StandIn(functools.partial):
     def __deepcopy__(self, memo: dict) -> StandIn:
         """What it stands for, bound to the copy of the module; itself where that is no method of a module that is
         being copied."""
-        return rebound(self.own, memo, self)
+        copied = rebound(self.own, memo, self)
+        if getattr(copied, "__func__", None) is _own_forward:  # as on a module that nobody has touched
+            return type(copied.__self__).forward.__get__(copied.__self__)
+        return copied
 
 
 def _call(items: tuple[_Item, ...], forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
@@ -153,19 +156,17 @@ class Substitution:
     def __init__(self, layers: Mapping[torch.nn.Module, Layer], order: Order, thread: int | None = None):
         self._layers, self._order, self._thread = list(layers.items()), order, thread
         self._places = [module.__dict__ for module in layers]
-        self._classes = list(set(map(type, layers)))
-        self._ready: tuple[list[Forward], list[StandIn]] = [], []
-        """The classes' forwards, and for each module the stand-in for that of its class; none while a context has them.
-        """
+        self._ready: list[StandIn] = []
+        """For each module the stand-in for the forward of its class; none while a context has them."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The context. It may be entered again before it ends, by other threads too."""
-        forwards, ready = [], []
+        ready: list[StandIn] = []
         made: dict[int, tuple[StandIn, Forward]] = {}
         try:
             with _changing:
-                forwards, ready = self._taken()
+                ready, self._ready = self._ready or self._stand_ins(), []
                 # Between two calls of a model this memory gets cold, so each module's is read once, and by no loop of
                 # Python's.
                 there = list(map(dict.setdefault, self._places, _FORWARD, ready))
@@ -173,6 +174,8 @@ class Substitution:
                     for at, (place, forward, stand_in) in enumerate(zip(self._places, there, ready, strict=True)):
                         if forward is not stand_in:
                             is_ours, items = type(forward) is StandIn, stand_in.items
+                            if is_for_own_alone(items[0][2]) and (not is_ours or forward.is_foreign):
+                                continue
                             over = forward.plus(*items) if is_ours else StandIn.of(forward, True, items)
                             made[at] = over, forward
                             place["forward"] = over
@@ -185,18 +188,13 @@ class Substitution:
                         del place["forward"]
                 else:
                     self._take_back(there, ready, made)
-                self._ready = forwards, ready
+                self._ready = ready
 
-    def _taken(self) -> tuple[list[Forward], list[StandIn]]:
-        """What no context has; made where another has it, or where a class has got another forward."""
-        forwards = list(map(_forward, self._classes))
-        (known, ready), self._ready = self._ready, ([], [])
-        if known != forwards:
-            ready = [
-                StandIn.of(_own_forward(module), False, ((self._order, self._thread, layer),))
-                for module, layer in self._layers
-            ]
-        return forwards, ready
+    def _stand_ins(self) -> list[StandIn]:
+        return [
+            StandIn.of(types.MethodType(_own_forward, module), False, ((self._order, self._thread, layer),))
+            for module, layer in self._layers
+        ]
 
     def _take_back(
         self, there: Sequence[Forward | None], ready: list[StandIn], made: dict[int, tuple[StandIn, Forward]]
@@ -229,15 +227,19 @@ def _forward_of(cls: type) -> Any:
     return base.__dict__["forward"]
 
 
-def _own_forward(module: torch.nn.Module) -> Forward:
-    """The module's forward without what stands on the module itself."""
-    if "forward" not in module.__dict__:
-        return module.forward
+def _own_forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward that the module's class has now, whatever stands on the module itself."""
     forward = _forward_of(type(module))
-    return forward.__get__(module, type(module)) if hasattr(forward, "__get__") else forward
+    if hasattr(forward, "__get__"):
+        forward = forward.__get__(module, type(module))
+    return forward(*args, **kwargs)
 
 
-_forward = operator.attrgetter("forward")
+def is_for_own_alone(layer: Layer) -> bool:
+    """Whether the layer is right for the forward of a module's class and for no other."""
+    return getattr(layer, "for_own_alone", False)
+
+
 _FORWARD = itertools.repeat("forward")
 
 

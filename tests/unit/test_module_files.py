@@ -73,7 +73,6 @@ def test_other_values_in_a_module_are_another_key(module, setting, read):
         ("TABLE = {i: i for i in range(600)}", "TABLE[3]", "a table of 600 items"),
         ("class Box:\n    __slots__ = ('v',)\nBOX = Box()\nBOX.v = 2", "BOX.v", "accel_test_module.Box"),
         ("SCALE = torch.ones(600)", "SCALE", "torch.Tensor"),
-        ("class A:\n    def do(self): return 2\ndo = A().do", "do()", "a method of a A"),
         ("from collections import deque\nLAST = deque([2])", "LAST[0]", "collections.deque"),
     ],
 )

@@ -33,7 +33,7 @@ from ..versions import (
     unrecorded_context,
 )
 from . import streamed
-from .options import INTERRUPTS, simplifier, without_hooks
+from .options import INTERRUPTS, runs_between, simplifier, without_hooks
 from .run_events import run_events, sampling_begins, uses
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ HOST = Host(
     plain=streamed.plain,
     weights=streamed.weights_of,
     traceable=traceable,
+    between=runs_between,
     apart=unrecorded_context,
     dry=recording_nothing,
 )

@@ -70,20 +70,35 @@ def begin(
     asked = memory.asked
     model = base.diffusion_model
     blocks = {module: layer for module, layer in layers.items() if isinstance(layer, BlockRunner)}
+    kinds = tuple(runner.kind.digest for runner in blocks.values())
     held = _HeldWeights(model)
-    strings, code, reason = frozenset(), None, None
+    strings, code, reason, stands = frozenset(), None, None, bool
     try:
-        hashed = CodeReader(NO_RESULT_DEPENDS_ON).read(frozenset(map(type, model.modules())))
-        strings, code = hashed.strings, hashed.digest
+        reader = CodeReader(NO_RESULT_DEPENDS_ON)
+        hashed = reader.read(frozenset(map(type, model.modules())))
+        strings, code, stands = hashed.strings, hashed.digest, reader.snapshot().is_current
         _unread[model] = hashed.unread
     except Indescribable as why:
         reason = Reason("code_unknown", what=str(why))
     reason = reason or memory.why_not(model)
+
+    def why_not() -> Reason | None:
+        if reason is not None or not stands():
+            return reason or Reason("code_swapped")
+        return _obstacle(base) or (Reason("memory_needed") if memory.asked > asked else None)
+
     host = CaptureHost(
-        facts=(code, settings, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
+        facts=(
+            code,
+            kinds,
+            settings,
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+        ),
         simplify=call_simplifier(strings),
         token=lambda: (_weights_token(base), held.current),
-        why_not=lambda: reason or _obstacle(base) or (Reason("memory_needed") if memory.asked > asked else None),
+        why_not=why_not,
+        unchanged=layers[model].code.is_set_as_at_first,
         of_module=_obstacle_in,
         interrupts=INTERRUPTS,
         snapshot=_snapshot,

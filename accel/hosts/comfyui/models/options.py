@@ -44,7 +44,8 @@ _NOT_IN_A_CALL = frozenset(
 _FOR_PATCHES_ONLY = _NOT_IN_A_CALL | {"cond_or_uncond", "context_window"}
 """Keys that core writes for patches to read; a block that only passes them on computes the same without them."""
 
-_HOOKS = frozenset(("callbacks", "patches", "patches_replace", "wrappers"))
+_PATCHES = ("patches", "patches_replace")
+_HOOKS = frozenset(("callbacks", *_PATCHES, "wrappers"))
 _OVERRIDE = "optimized_attention_override"
 
 
@@ -98,6 +99,12 @@ def call_simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
         return _only(readable, options, _is_plain)
 
     return simplify
+
+
+def runs_between(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether patches run between the blocks in a call of the model with these arguments."""
+    options = (value for value in (*args, *kwargs.values()) if type(value) is dict and is_transformer_options(value))
+    return any(given for each in options for name in _PATCHES for given in (each.get(name) or {}).values())
 
 
 def without_hooks(options: dict) -> dict:

@@ -1,0 +1,203 @@
+"""Which survey of a model holds where its blocks are called: other programs replace code for the length of a call.
+
+A node wraps the model's forward, puts a function of its own in place of another, and takes it back after the call. What
+was surveyed before then says nothing of what runs. So code is compared, by identity, before the first block of each
+pass over the model; where it differs, the model is surveyed as it is there, and its blocks have graphs of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..core import torch_internals
+from ..core.errors import pass_on
+from ..core.events import log
+from ..core.reasons import Reason, RunEagerly
+from ..fingerprint.code_snapshot import CodeSnapshot
+from ..fingerprint.survey import Region, Survey
+from ..modules.substitution import Layer, has_foreign_forward
+
+MOST_SURVEYS = 16
+"""Of one model in one run. Where its code changes more often than that, blocks run eagerly under what is new."""
+
+
+class InPlace(Protocol):
+    """What stands in for a block throughout a run.
+
+    code: asked before each call of the block. instead: what runs the block under code that its own region was not
+        surveyed with, or why it runs eagerly there; None under its own.
+    """
+
+    code: CurrentCode | None
+    instead: Layer | Reason | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """A survey, and what runs the blocks under it: runners of their own, or why there is none."""
+
+    survey: Survey
+    blocks: Mapping[torch.nn.Module, Layer | Reason]
+
+
+class CurrentCode:
+    """What the blocks of one model run with in one run, by the code that stands when they are called.
+
+    first: the survey that the run began with. look: surveys the model as it is now. make: what runs a block of another
+        survey; raises RunEagerly. interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        first: Survey,
+        look: Callable[[], Survey],
+        make: Callable[[Region, Survey], Layer],
+        interrupts: tuple[type[BaseException], ...] = (),
+    ):
+        self._model = model
+        self._look, self._make, self._interrupts = look, make, interrupts
+        self._first = _Known(first, {})
+        self._known = [self._first]
+        self._now: _Known | None = self._first
+        self._placed: list[tuple[Region, InPlace]] = []
+        blocks = {region.block for region in first.regions}
+        inside = {part for block in blocks for part in block.modules()}
+        around = [part for part in model.modules() if part not in inside and part is not model]
+        self._around = [part.__dict__ for part in around]
+        self._classes = {type(part) for part in (model, *around)}
+        self._hooks = [
+            hooks for part in (model, *around, *blocks) for hooks in (part._forward_hooks, part._forward_pre_hooks)
+        ]
+        self._modes = torch_internals.FUNCTION_MODES.get(list)
+        self._device_mode = torch_internals.DEVICE_MODE.get(None)
+        self._settings: dict[torch.nn.Module, CodeSnapshot] = {}
+        self._begins, self._between = True, False
+        self.passing: object = None
+        """Another object in each pass over the model."""
+        self.is_due = True
+        """Whether code is compared before the next block, whichever it is."""
+
+    def place(self, region: Region, runner: InPlace) -> None:
+        """The runner stands in for the block throughout the run."""
+        runner.code = self
+        self._placed.append((region, runner))
+
+    def begin(self, between: bool) -> None:
+        """The model is being called. between: others' code runs between its blocks, as patches do."""
+        self._begins = self.is_due = True
+        self._between = between or self._others_run_between()
+
+    def compare(self, block: torch.nn.Module, again: bool) -> None:
+        """Before a block's call: see to it that blocks run what is right for the code as it stands.
+
+        again: the block was called in this pass already, so that another one begins.
+        """
+        begins = self._begins or again
+        if begins:  # the first survey comes first: one that ended at what it could not read holds everywhere
+            holds = self._now is self._first and stands(self._first.survey)
+        else:
+            holds = self._now is not None and self._now.survey.code.is_current() and self._is_set_as_before(block)
+        if any(
+            type(mode) is not self._device_mode for mode in self._modes()
+        ):  # for graphs a default device is no matter
+            self._put(None, Reason("torch_functions_changed"))
+        elif not holds:
+            self._put(self._found(), Reason("code_changes"))
+        if self._between and (begins or not holds):
+            regions = () if self._now is None else self._now.survey.regions
+            self._settings = {region.block: region.notes.snapshot() for region in regions}
+        if begins:
+            self.passing, self._begins, self.is_due = object(), False, self._between
+
+    def still(self, survey: Survey, region: Region) -> bool:
+        """Whether a block that runs now is of the kind that its region in the survey says."""
+        if stands(survey):
+            return True
+        return any(found.path == region.path and found.kind == region.kind for found in self._look().regions)
+
+    def is_set_as_at_first(self) -> bool:
+        """Whether the blocks' own settings and parts are those of the first survey."""
+        return self._first.survey.settings.is_current()
+
+    def _others_run_between(self) -> bool:
+        """Whether a part around the blocks has hooks, or a forward that is not its class's, or that of a class of which
+        another program has replaced it."""
+        return (
+            any(self._hooks)
+            or any("forward" in attributes for attributes in self._around)
+            or has_foreign_forward(self._model)
+            or any(map(_is_replaced, self._classes))
+        )
+
+    def _is_set_as_before(self, block: torch.nn.Module) -> bool:
+        settings = self._settings.get(block)
+        return settings is None or settings.is_current()
+
+    def _found(self) -> _Known | None:
+        """What is known of the code as it stands, surveyed now where nothing is; None where it cannot be."""
+        known = next((known for known in self._known if stands(known.survey)), None)
+        if known is not None or len(self._known) == MOST_SURVEYS:
+            return known
+        try:
+            known = self._surveyed()
+        except Exception as error:
+            pass_on(error, self._interrupts)
+            log.debug("the model as it is during a call was not analysed: %s: %s", type(error).__name__, error)
+            return None
+        self._known.append(known)
+        _tell(type(self._model).__name__)
+        return known
+
+    def _put(self, known: _Known | None, otherwise: Reason) -> None:
+        """Have the blocks run under this survey; otherwise: why those run eagerly that it has nothing for."""
+        self._now = known
+        blocks = {} if known is None else known.blocks
+        for region, runner in self._placed:
+            runner.instead = None if known is self._first else blocks.get(region.block, otherwise)
+
+    def _surveyed(self) -> _Known:
+        """The model as it is now, and what runs its blocks."""
+        survey = self._look()
+        blocks: dict[torch.nn.Module, Layer | Reason] = {}
+        reasons, found = dict(survey.left_eager), {region.path: region for region in survey.regions}
+        for region, _ in self._placed:
+            if region.path in reasons:
+                blocks[region.block] = reasons[region.path]
+            elif region.path in found:
+                try:
+                    blocks[region.block] = self._make(found[region.path], survey)
+                except RunEagerly as refusal:
+                    blocks[region.block] = refusal.reason
+        return _Known(survey, blocks)
+
+
+def stands(survey: Survey) -> bool:
+    """Whether code and settings are those that the survey has read."""
+    return survey.code.is_current() and survey.settings.is_current()
+
+
+@functools.cache
+def _tell(model: str) -> None:
+    log.info(
+        "Code or settings of %s change during its calls, as some extensions do. Its blocks have separate compiled"
+        " graphs for that.",
+        model,
+    )
+
+
+def _is_replaced(cls: type) -> bool:
+    """Whether the forward of the class is from another package than the class that has it."""
+    base = next(base for base in cls.__mro__ if "forward" in base.__dict__)
+    forward = base.__dict__["forward"]
+    if not isinstance(forward, types.FunctionType):
+        return False
+    home = forward.__globals__.get("__name__") or ""
+    package = home.partition(".")[0]
+    return package not in ("torch", base.__module__.partition(".")[0])

@@ -1,0 +1,896 @@
+"""Code that other nodes replace while a model runs, and put back: each image is that of the code that is there."""
+
+import functools
+import threading
+import types
+from contextlib import ExitStack, contextmanager
+
+import code_swaps
+import comfy.ops
+import pytest
+import tiny_models
+import torch
+from capture_kit import EAGER_BLOCKS, capturing_cache
+from code_swaps import IN_BLOCKS, all_of, attribute, functions_of, scaled, scaling, that_give_tensors
+from comfy.ldm.modules import attention
+from comfy.ldm.modules.diffusionmodules import openaimodel
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
+from comfy_accel.accel.modules.blocks import blocks
+from comfy_accel.accel.sizing.vae import COMPILE_DECODER, VaePolicy
+from comfy_accel.accel.store import location
+from comfy_accel.accel.store.graph_store import GraphStore
+from comfy_accel.accel.store.key import key_digest
+from deep_cache_runs import split_chunks
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from thorough import thorough_except
+from tiny_controlnets import CONTROLS
+from tiny_zoo import Noise, Size
+from torch._dynamo.utils import counters
+from uniform_hold import uniform_hold
+
+pytestmark = pytest.mark.usefixtures("own_garbage")
+
+STEPS = 3
+EAGER = CompileSettings(backend="eager")
+
+_aot_eager = torch._dynamo.lookup_backend("aot_eager")
+
+
+def operators_alone(graph, inputs):
+    """A backend whose graphs call operators, as inductor's do; those of the plainest one call torch's functions by
+    their names, and so whatever is there."""
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return _aot_eager(graph, inputs)
+
+
+torch._dynamo.register_backend(operators_alone, "operators_alone")
+OPERATORS = CompileSettings(backend="operators_alone")
+
+cache = GraphCache()
+"""One for the file, in which code of each sort is compiled once."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_models.small_unet()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def image(model, **changes) -> torch.Tensor:
+    return tiny_models.sample(model, **({"width": 64, "height": 64, "steps": STEPS} | changes))
+
+
+def fast(model, cache=cache, how=EAGER):
+    return accelerate(model, how, cache)
+
+
+# Swaps
+
+
+def over_larger_groups(self, x):
+    return torch.nn.functional.group_norm(x, self.num_groups // 2, self.weight, self.bias, self.eps)
+
+
+def norms_swapped():
+    """Where motion models put a norm over all frames."""
+    ours = comfy.ops.disable_weight_init.GroupNorm
+    places = (torch.nn.GroupNorm, "forward"), (ours, "forward"), (ours, "forward_comfy_cast_weights")
+    return all_of(*(functools.partial(attribute, owner, name, over_larger_groups) for owner, name in places))()
+
+
+def attention_swapped():
+    return scaling(attention, "optimized_attention", 0.5)
+
+
+# Places: (model, swap, when) → a context with the model that has the swap where `when` says so, by the number of the
+# call, and with what its sampler is told.
+
+
+def always(number: int) -> bool:
+    return True
+
+
+def first_only(number: int) -> bool:
+    return number == 0
+
+
+def last_only(number: int) -> bool:
+    return number == STEPS - 1
+
+
+def every_other(number: int) -> bool:
+    return number % 2 == 1
+
+
+TIMES = [always, first_only, last_only, every_other]
+
+
+@contextmanager
+def in_wrapper(name, model, swap, when=always):
+    changed, calls = model.clone(), []
+
+    def wrapper(executor, *args, **kwargs):
+        calls.append(None)
+        with ExitStack() as stack:
+            if when(len(calls) - 1):
+                stack.enter_context(swap())
+            return executor(*args, **kwargs)
+
+    changed.add_wrapper_with_key(name, "test", wrapper)
+    yield changed, {}
+
+
+@contextmanager
+def in_model_function(model, swap, when=always):
+    changed, calls = model.clone(), []
+
+    def call(apply_model, args):
+        calls.append(None)
+        with ExitStack() as stack:
+            if when(len(calls) - 1):
+                stack.enter_context(swap())
+            return apply_model(args["input"], args["timestep"], **args["c"])
+
+    changed.set_model_unet_function_wrapper(call)
+    yield changed, {}
+
+
+@contextmanager
+def by_another_thread(model, swap, when=always):
+    """It begins to swap before each call of the model, and puts back after it."""
+    changed, calls = model.clone(), []
+
+    def wrapper(executor, *args, **kwargs):
+        calls.append(None)
+        if not when(len(calls) - 1):
+            return executor(*args, **kwargs)
+        begun, over = threading.Event(), threading.Event()
+
+        def hold():
+            with swap():
+                begun.set()
+                over.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        begun.wait()
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            over.set()
+            thread.join()
+
+    changed.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
+    yield changed, {}
+
+
+@contextmanager
+def from_a_step_on(model, swap, when=always):
+    """By the sampler's callback after the first step, until the run is over."""
+    with ExitStack() as stack:
+
+        def callback(step, *_):
+            if step == 0:
+                stack.enter_context(swap())
+
+        yield model, {"callback": callback}
+
+
+@contextmanager
+def until_a_step(model, swap, when=always):
+    """From before the run until the sampler's callback after the first step."""
+    with ExitStack() as stack:
+        stack.enter_context(swap())
+        yield model, {"callback": lambda step, *_: stack.close()}
+
+
+@contextmanager
+def between_hooks(start, end, model, swap, when=always):
+    """From before the call of one of the model's modules until after that of another, or of the same."""
+    network, calls = model.model.diffusion_model, []
+    with ExitStack() as stack:
+        held = stack.enter_context(ExitStack())
+
+        def begin(*_):
+            calls.append(None)
+            if when(len(calls) - 1):
+                held.enter_context(swap())
+
+        handles = [
+            network.get_submodule(start).register_forward_pre_hook(begin),
+            network.get_submodule(end).register_forward_hook(lambda *_: held.close()),
+        ]
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield model, {}
+
+
+@contextmanager
+def between_patches(model, swap, when=always):
+    """From an input block until an output block of the same call."""
+    changed, calls = model.clone(), []
+    with ExitStack() as held:
+
+        def begin(h, options):
+            if options["block"] == ("input", 1):
+                calls.append(None)
+                if when(len(calls) - 1):
+                    held.enter_context(swap())
+            return h
+
+        def end(h, skip, options):
+            if options["block"] == ("output", 1):
+                held.close()
+            return h, skip
+
+        changed.set_model_input_block_patch(begin)
+        changed.set_model_output_block_patch(end)
+        yield changed, {}
+
+
+@contextmanager
+def in_one_of_two_calls(model, swap, when=always):
+    """A wrapper calls the model twice, and has the swap in one of both."""
+    changed, calls = model.clone(), []
+
+    def wrapper(executor, *args, **kwargs):
+        calls.append(None)
+        plain = executor(*args, **kwargs)
+        if not when(len(calls) - 1):
+            return plain
+        with swap():
+            return (plain + executor(*args, **kwargs)) / 2
+
+    changed.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
+    yield changed, {}
+
+
+@contextmanager
+def of_one_prompt(which, model, swap, when=always):
+    """Both prompts are predicted in calls of their own; one has the swap."""
+    changed, calls = model.clone(), []
+    asked = vars(model.model).get("memory_required")
+
+    def wrapper(executor, x, timesteps, context, y, control, options, **kwargs):
+        calls.append(None)
+        assert len(options["cond_or_uncond"]) == 1
+        with ExitStack() as stack:
+            if options["cond_or_uncond"] == [which] and when((len(calls) - 1) // 2):
+                stack.enter_context(swap())
+            return executor(x, timesteps, context, y, control, options, **kwargs)
+
+    changed.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
+    split_chunks(changed)
+    try:
+        yield changed, {}
+    finally:
+        if asked is None:
+            del model.model.memory_required
+        else:
+            model.model.memory_required = asked
+
+
+RES_BLOCKS = [f"output_blocks.{number}.0" for number in range(2)]
+
+PER_RUN = {
+    name: functools.partial(in_wrapper, getattr(WrappersMP, name)) for name in ("OUTER_SAMPLE", "SAMPLER_SAMPLE")
+}
+PER_STEP = {
+    name: functools.partial(in_wrapper, getattr(WrappersMP, name))
+    for name in ("PREDICT_NOISE", "CALC_COND_BATCH", "APPLY_MODEL", "DIFFUSION_MODEL")
+    if hasattr(WrappersMP, name)
+} | {
+    "a model function": in_model_function,
+    "another thread": by_another_thread,
+    "hooks around the network": functools.partial(between_hooks, "", ""),
+    "hooks around blocks": functools.partial(between_hooks, *RES_BLOCKS),
+    "hooks of one block": functools.partial(between_hooks, RES_BLOCKS[1], RES_BLOCKS[1]),
+    "hooks between blocks": functools.partial(between_hooks, "input_blocks.1.0", "output_blocks.0.1"),
+    "patches between blocks": between_patches,
+    "one of two calls of the network": in_one_of_two_calls,
+    "the calls for the prompt": functools.partial(of_one_prompt, 0),
+    "the calls for the negative prompt": functools.partial(of_one_prompt, 1),
+}
+ONCE = {"from a step on": from_a_step_on, "until a step": until_a_step}
+PLACES = PER_RUN | PER_STEP | ONCE
+
+ORDERS = ["accelerated first", "accelerated last"]
+orders = pytest.mark.parametrize("order", ORDERS)
+
+
+def swapped_image(model, place, swap, when=always, order=None, cache=cache, how=EAGER, **changes):
+    """order: where the accelerating node is; None for none."""
+    if order == "accelerated first":
+        model = fast(model, cache, how)
+    with place(model, swap, when) as (changed, told):
+        if order == "accelerated last":
+            changed = fast(changed, cache, how)
+        return image(changed, **told, **changes)
+
+
+def hits(cache=cache) -> int:
+    return cache.statistics()["hits"]
+
+
+def assert_images_follow_the_code(model, place, swap, order, when=always, how=EAGER):
+    plain, swapped = image(model), swapped_image(model, place, swap, when)
+    assert not torch.equal(plain, swapped)
+    before = hits()
+    assert torch.equal(image(fast(model, cache, how)), plain)
+    compiled_calls = hits() - before
+    assert compiled_calls
+    assert torch.equal(swapped_image(model, place, swap, when, order, cache, how), swapped)
+    compiled = graphs()
+    assert torch.equal(swapped_image(model, place, swap, when, order, cache, how), swapped)
+    before = hits()
+    assert torch.equal(image(fast(model, cache, how)), plain)
+    assert hits() - before == compiled_calls
+    assert graphs() == compiled
+
+
+# Where
+
+
+@orders
+@pytest.mark.parametrize("place", PLACES)
+def test_image_with_code_swapped_anywhere_is_the_plain_one_and_nothing_is_compiled_again(model, place, order):
+    assert_images_follow_the_code(model, PLACES[place], norms_swapped, order)
+
+
+@pytest.mark.parametrize("order", thorough_except(ORDERS, "accelerated first"))
+@pytest.mark.parametrize("when", TIMES[1:], ids=lambda when: when.__name__)
+@pytest.mark.parametrize("place", ["CALC_COND_BATCH", "DIFFUSION_MODEL", "a model function", "patches between blocks"])
+def test_image_with_code_swapped_in_some_steps_is_the_plain_one(model, place, when, order):
+    assert_images_follow_the_code(model, PLACES[place], norms_swapped, order, when)
+
+
+@orders
+@pytest.mark.parametrize("when", [always, every_other], ids=lambda when: when.__name__)
+def test_image_with_the_swaps_of_two_nodes_within_each_other_is_the_plain_one(model, when, order):
+    @contextmanager
+    def both(model, swap, when):
+        wrapper = PLACES["DIFFUSION_MODEL"]
+        with wrapper(model, attention_swapped) as (once, _), wrapper(once, swap, when) as (twice, _):
+            yield twice, {}
+
+    assert_images_follow_the_code(model, both, norms_swapped, order, when)
+
+
+@orders
+def test_same_function_changed_by_two_nodes_within_each_other_has_both_changes(model, order):
+    @contextmanager
+    def both(model, swap, when):
+        with PLACES["a model function"](model, swap) as (once, _):
+            with PLACES["DIFFUSION_MODEL"](once, swap, when) as (twice, _):
+                yield twice, {}
+
+    assert_images_follow_the_code(model, both, attention_swapped, order, every_other)
+
+
+@orders
+def test_first_run_with_swapped_code_leaves_the_graphs_of_the_plain_model_as_they_would_be(order):
+    """Whatever is traced first."""
+    model, own = tiny_models.res_blocks(model_channels=64), GraphCache()
+    place, plain = PLACES["DIFFUSION_MODEL"], image(model)
+    swapped = swapped_image(model, place, norms_swapped)
+    for _ in range(2):
+        assert torch.equal(swapped_image(model, place, norms_swapped, order=order, cache=own), swapped)
+        assert torch.equal(image(fast(model, own)), plain)
+    compiled, before = graphs(), hits(own)
+    other = tiny_models.res_blocks(model_channels=64, seed=1)
+    assert torch.equal(image(fast(other, own)), image(other))
+    assert graphs() == compiled and hits(own) > before
+
+
+def test_swap_by_one_model_is_not_in_the_image_of_another_that_shares_its_kinds():
+    one, other, own = tiny_models.res_blocks(), tiny_models.res_blocks(seed=1), GraphCache()
+    plain, place = image(other), PLACES["DIFFUSION_MODEL"]
+    for _ in range(2):
+        swapped_image(one, place, norms_swapped, order="accelerated last", cache=own)
+        assert torch.equal(image(fast(other, own)), plain)
+
+
+def test_code_that_is_swapped_while_an_error_ends_the_run_is_not_in_the_next_image():
+    model, own = tiny_models.res_blocks(), GraphCache()
+
+    @contextmanager
+    def failing(model, swap, when):
+        changed = model.clone()
+
+        def wrapper(executor, *args, **kwargs):
+            with swap():
+                executor(*args, **kwargs)
+                raise ValueError("simulated")
+
+        changed.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
+        yield changed, {}
+
+    plain = image(model)
+    with pytest.raises(ValueError, match="simulated"):
+        swapped_image(model, failing, norms_swapped, order="accelerated first", cache=own)
+    assert torch.equal(image(fast(model, own)), plain)
+
+
+# What
+
+
+class Toy(code_swaps.Network):
+    """Called as core calls its own networks, wrappers and all."""
+
+    def forward(self, x, timesteps=None, context=None, control=None, transformer_options=None, **kwargs):
+        wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
+        return WrapperExecutor.new_class_executor(super().forward, self, wrappers).execute(x)
+
+
+def toy():
+    model = tiny_models.res_blocks()
+    model.model.diffusion_model = Toy()
+    return model
+
+
+small = functools.partial(dict, width=16, height=16)
+
+
+@pytest.mark.parametrize("what", IN_BLOCKS)
+def test_whatever_is_swapped_counts_while_it_is_there(what):
+    """Traced with the swap first."""
+    model, own, place = toy(), GraphCache(), PLACES["DIFFUSION_MODEL"]
+
+    def swapped(amount, order=None):
+        swap = functools.partial(IN_BLOCKS[what], model.model.diffusion_model, amount)
+        return swapped_image(model, place, swap, always, order, own, **small())
+
+    plain, expected = image(model, **small()), {amount: swapped(amount) for amount in (1.5, 0.5)}
+    assert torch.equal(image(model, **small()), plain)  # it is put back
+    assert not torch.equal(expected[1.5], plain) and not torch.equal(expected[0.5], expected[1.5])
+    for order in ORDERS:
+        for amount in (1.5, 0.5):
+            assert torch.equal(swapped(amount, order), expected[amount])
+            before = hits(own)
+            assert torch.equal(image(fast(model, own), **small()), plain)
+            assert hits(own) > before
+        if order == ORDERS[0]:
+            compiled = graphs()
+    assert graphs() == compiled
+
+
+@pytest.mark.parametrize("what", thorough_except(IN_BLOCKS, *list(IN_BLOCKS)[::4]))
+def test_whatever_is_swapped_in_the_middle_of_a_run_counts_from_then_on(what):
+    """Traced without the swap first."""
+    model = toy()
+    plain = image(model, **small())
+    assert torch.equal(image(fast(model), **small()), plain)
+    for place in ONCE.values():
+        for amount in (1.5, 0.5):
+            swap = functools.partial(IN_BLOCKS[what], model.model.diffusion_model, amount)
+            expected = swapped_image(model, place, swap, **small())
+            assert torch.equal(swapped_image(model, place, swap, order="accelerated last", **small()), expected)
+    compiled = graphs()
+    assert torch.equal(image(fast(model), **small()), plain)
+    assert graphs() == compiled
+
+
+def first_res_block(model):
+    return model.model.diffusion_model.get_submodule(RES_BLOCKS[0])
+
+
+def on_instance(module, function):
+    """A forward of its own that scales what a function gives."""
+    return functools.partial(attribute, module, "forward", scaled(function, 2))
+
+
+def of_function(owner, name):
+    return lambda model: functools.partial(scaling, owner, name, 0.5)
+
+
+OPS = comfy.ops.disable_weight_init
+
+
+def other_geglu(self, x):
+    x, gate = self.proj(x).chunk(2, dim=-1)
+    return x * torch.nn.functional.silu(gate)
+
+
+def other_conv(self, x, weight, bias):
+    return torch.nn.functional.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups) * 0.9
+
+
+def inside_of_attention(model):
+    """What the function is that core's decorator of attention has in its cell."""
+    (cell,) = attention.optimized_attention.__closure__
+    return functools.partial(attribute, cell, "cell_contents", scaled(cell.cell_contents, 0.5))
+
+
+IN_UNETS = {
+    "the norm's methods": lambda model: norms_swapped,
+    "attention": lambda model: attention_swapped,
+    "what attention is wrapped around": inside_of_attention,
+    "a function of core's blocks": of_function(openaimodel, "checkpoint"),
+    "the forward of a block's class": of_function(openaimodel.ResBlock, "forward"),
+    "the forward of a block's class with options": of_function(attention.BasicTransformerBlock, "forward"),
+    "a method of a block": of_function(openaimodel.ResBlock, "_forward"),
+    "a method of a part": of_function(attention.CrossAttention, "forward"),
+    "a method of core's layers": of_function(OPS.Linear, "forward"),
+    "a method of core's layers by one that shadows torch's": lambda model: functools.partial(
+        attribute, OPS.Conv2d, "_conv_forward", other_conv
+    ),
+    "the code of a method": lambda model: functools.partial(
+        attribute, attention.GEGLU.forward, "__code__", other_geglu.__code__
+    ),
+    "a layer's forward": lambda model: on_instance(
+        first_res_block(model).in_layers[0], first_res_block(model).in_layers[0].forward
+    ),
+    "a block's forward": lambda model: on_instance(first_res_block(model), first_res_block(model)._forward),
+    "a layer": lambda model: functools.partial(attribute, first_res_block(model).in_layers, "1", torch.nn.Tanh()),
+    "a number of a layer": lambda model: functools.partial(attribute, first_res_block(model).in_layers[0], "eps", 10.0),
+}
+
+
+@pytest.mark.parametrize("order", thorough_except(ORDERS, "accelerated first"))
+@pytest.mark.parametrize("what", IN_UNETS)
+def test_whatever_is_swapped_in_a_model_of_core_counts_while_it_is_there(model, what, order):
+    assert_images_follow_the_code(model, PLACES["DIFFUSION_MODEL"], IN_UNETS[what](model), order, every_other)
+
+
+OF_TORCH = {
+    "for norms": (torch.nn.functional, "group_norm"),
+    "for activations": (torch.nn.functional, "silu"),
+    "for convolutions": (torch.nn.functional, "conv2d"),
+    "within that for norms": (torch, "group_norm"),
+    "within that for norms of layers": (torch, "layer_norm"),
+}
+
+
+@pytest.mark.parametrize("order", thorough_except(ORDERS, "accelerated last"))
+@pytest.mark.parametrize("what", OF_TORCH)
+def test_function_of_torch_that_is_swapped_counts_while_it_is_there(model, what, order):
+    place, swap = PLACES["DIFFUSION_MODEL"], functools.partial(scaling, *OF_TORCH[what], 0.5)
+    assert_images_follow_the_code(model, place, swap, order, every_other, OPERATORS)
+
+
+# Beside other nodes of ours
+
+
+@pytest.mark.parametrize("cached", ["before both", "between", "after both"])
+@pytest.mark.parametrize("order", thorough_except(ORDERS, "accelerated last"))
+def test_cached_features_with_swapped_code_are_those_of_deep_cache_alone(model, order, cached):
+    deep, place = uniform_hold(2), PLACES["DIFFUSION_MODEL"]
+
+    def run(accelerated, swap):
+        nodes = [functools.partial(fast) if accelerated else lambda model: model]
+        with ExitStack() as stack:
+
+            def put(model):
+                return stack.enter_context(place(model, swap))[0] if swap else model
+
+            nodes = [*nodes, put] if order == "accelerated first" else [put, *nodes]
+            at = {"before both": 0, "between": 1, "after both": 2}[cached]
+            nodes.insert(at, lambda model: apply_deep_cache(model, deep))
+            changed = model
+            for node in nodes:
+                changed = node(changed)
+            return image(changed, steps=5)
+
+    plain, swapped = run(False, None), run(False, norms_swapped)
+    steps = last_run()
+    assert steps["skipped_steps"] and not torch.equal(plain, swapped)
+    assert torch.equal(run(True, None), plain)
+    assert torch.equal(run(True, norms_swapped), swapped) and last_run() == steps
+    compiled = graphs()
+    assert torch.equal(run(True, norms_swapped), swapped)
+    assert torch.equal(run(True, None), plain)
+    assert graphs() == compiled
+
+
+@pytest.fixture
+def capturing(capturer):
+    """A cache in which calls are captured."""
+    return capturing_cache(capturer)[0]
+
+
+@pytest.mark.parametrize(
+    "place, begins, compiled",
+    [
+        ("DIFFUSION_MODEL", "swapped", False),
+        ("DIFFUSION_MODEL", "plain", False),
+        pytest.param("DIFFUSION_MODEL", "swapped", True, marks=pytest.mark.thorough),
+        pytest.param("APPLY_MODEL", "swapped", False, marks=pytest.mark.thorough),
+        pytest.param("a model function", "plain", True, marks=pytest.mark.thorough),
+    ],
+)
+def test_captured_call_is_replayed_only_with_the_code_that_it_was_captured_with(
+    model, place, begins, compiled, capturing, capturer
+):
+    place, chosen = PLACES[place], EAGER if compiled else EAGER_BLOCKS
+
+    def run(swap):
+        with ExitStack() as stack:
+            changed = stack.enter_context(place(model, swap))[0] if swap else model
+            return image(accelerate(changed, chosen, capturing, graphs=True), steps=6)
+
+    expected = {}
+    for swap in (None, norms_swapped):
+        with ExitStack() as stack:
+            expected[swap] = image(stack.enter_context(place(model, swap))[0] if swap else model, steps=6)
+    for swap in [norms_swapped, None, norms_swapped, None][begins == "plain" :]:
+        assert torch.equal(run(swap), expected[swap])
+    assert capturer.replays
+
+
+@pytest.mark.parametrize("when", TIMES[1:], ids=lambda when: when.__name__)
+def test_captured_calls_of_a_run_follow_the_code_from_step_to_step(model, when, capturing):
+    def run(make):
+        with PLACES["DIFFUSION_MODEL"](model, norms_swapped, when) as (changed, _):
+            return image(make(changed), steps=8)
+
+    expected = run(lambda model: model)
+    for _ in range(2):
+        assert torch.equal(run(lambda model: accelerate(model, EAGER_BLOCKS, capturing, graphs=True)), expected)
+
+
+# Other networks
+
+
+@contextmanager
+def hooks_around(module, swap, when):
+    """The swap in some calls of a module, from its pre-hook to its hook."""
+    calls = []
+    with ExitStack() as held:
+
+        def begin(*_):
+            calls.append(None)
+            if when(len(calls) - 1):
+                held.enter_context(swap())
+
+        handles = module.register_forward_pre_hook(begin), module.register_forward_hook(lambda *_: held.close())
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+CONTROL = CONTROLS["ControlNet"]
+
+
+@torch.inference_mode()
+def residuals(control, around) -> list[torch.Tensor]:
+    """What a control gives in three steps of a run. around: → the context of the step with this number."""
+    hinted = CONTROL.hinted(control, torch.rand(1, 3, 96, 96, generator=torch.Generator().manual_seed(4)))
+    sampling, given = CONTROL.model().model, []
+    hinted.pre_run(sampling, sampling.model_sampling.percent_to_sigma)
+    try:
+        for step in range(STEPS):
+            latent, cond = CONTROL.inputs(Size(height=12, width=12, batch=2), Noise(step))
+            sigma = torch.full((len(latent),), float(sampling.model_sampling.percent_to_sigma(0.1 + 0.2 * step)))
+            with around(step):
+                out = hinted.get_control(latent, sigma, cond, 2, {})
+            given += [tensor.clone() for place in out.values() for tensor in place if tensor is not None]
+    finally:
+        hinted.cleanup()
+    return given
+
+
+def are_equal(one, other) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("when", TIMES, ids=lambda when: when.__name__)
+@pytest.mark.parametrize("place", ["around its calls", "in hooks of its network"])
+def test_control_with_swapped_code_gives_what_it_gives_uncompiled(place, when):
+    control = CONTROL.build()
+    accelerated = accelerate_control(control, EAGER, cache)
+
+    def nothing(step):
+        return ExitStack()
+
+    def run(control):
+        if place == "around its calls":
+            return residuals(control, lambda step: norms_swapped() if when(step) else ExitStack())
+        with hooks_around(control.control_model, norms_swapped, when):
+            return residuals(control, nothing)
+
+    plain, swapped = residuals(control, nothing), run(control)
+    assert not are_equal(plain, swapped)
+    assert are_equal(residuals(accelerated, nothing), plain)
+    assert are_equal(run(accelerated), swapped)
+    compiled = graphs()
+    assert are_equal(run(accelerated), swapped)
+    assert are_equal(residuals(accelerated, nothing), plain)
+    assert graphs() == compiled
+
+
+@pytest.mark.parametrize("begins", ["swapped", "plain"])
+@pytest.mark.parametrize("when", [always, first_only, every_other], ids=lambda when: when.__name__)
+@torch.inference_mode()
+def test_vae_whose_decoder_has_swapped_code_decodes_as_it_does_uncompiled(vae, when, begins):
+    view = vae_view(vae, VaePolicy(COMPILE_DECODER), EAGER, GraphCache())
+    latent = torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+
+    def decoded(vae):
+        return vae.decode_tiled(latent, tile_x=4, tile_y=4, overlap=1)
+
+    def swapped(decoder):
+        with hooks_around(vae.first_stage_model.decoder, functools.partial(scaling, OPS.Conv2d, "forward", 0.9), when):
+            return decoded(decoder)
+
+    expected = {decoded: decoded(vae), swapped: swapped(vae)}
+    for run in [swapped, decoded, swapped, decoded][begins == "plain" :]:
+        assert torch.equal(run(view), expected[run])
+
+
+@torch.inference_mode()
+def test_vae_with_code_swapped_around_its_calls_decodes_as_it_does_uncompiled(vae):
+    view = vae_view(vae, VaePolicy(COMPILE_DECODER), EAGER, GraphCache())
+    latent = torch.randn(1, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        with scaling(OPS.Conv2d, "forward", 0.9):
+            assert torch.equal(view.decode(latent), vae.decode(latent))
+        assert torch.equal(view.decode(latent), vae.decode(latent))
+
+
+# Saved graphs
+
+
+class Names:
+    """A store that has nothing, and keeps under which names it is asked and given."""
+
+    def __init__(self):
+        self.asked, self.saved = set(), set()
+
+    def load(self, key, name, devices, build, fits, values, *_):
+        self.asked.add((name, key_digest(key, values)))
+
+    def save(self, key, name, devices, graph, interrupts):
+        self.saved.add((name, key_digest(key, graph.facts.values)))
+
+
+@orders
+def test_graph_of_swapped_code_is_saved_under_a_name_that_nobody_else_asks_for(model, order):
+    def names(swap):
+        own = GraphCache()
+        own.store = Names()
+        if swap is None:
+            image(fast(model, own), steps=1)
+        else:
+            swapped_image(model, PLACES["DIFFUSION_MODEL"], swap, always, order, own, steps=1)
+        return own.store
+
+    def of(block, found):
+        return {name for kind, name in found if kind == block}
+
+    plain, swapped = names(None), names(norms_swapped)
+    assert of("ResBlock", plain.saved) and not of("ResBlock", swapped.saved) & of("ResBlock", plain.asked)
+    assert not of("ResBlock", plain.saved) & of("ResBlock", swapped.saved)
+    again = names(norms_swapped)
+    assert again.saved == swapped.saved and swapped.saved <= again.asked
+    assert names(None).saved == plain.saved
+
+
+@pytest.mark.thorough  # compiles three graphs with inductor
+@pytest.mark.parametrize("begins", ["swapped", "plain"])
+def test_saved_graph_runs_only_with_the_code_that_it_was_compiled_from(begins, tmp_path):
+    model, place = tiny_models.res_blocks(), PLACES["DIFFUSION_MODEL"]
+
+    def run(swap):
+        """As in a new process; how many graphs were loaded."""
+        own = GraphCache()
+        own.store = GraphStore(location.folder(tmp_path), location.secret(tmp_path))
+        with ExitStack() as stack:
+            changed = stack.enter_context(place(model, swap))[0] if swap else model
+            expected = image(changed)
+            actual = image(accelerate(changed, CompileSettings(), own))
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+        return own.statistics()["loaded"]
+
+    first, second = (norms_swapped, None) if begins == "swapped" else (None, norms_swapped)
+    assert run(first) == 0
+    assert run(second) == 0
+    assert run(first)
+    assert run(second)
+
+
+# Any function of a model, anywhere
+
+
+@pytest.fixture(scope="module")
+def both_models(model):
+    models = [model, tiny_models.small_unet(seed=1)]
+    for one in models:
+        for how in (EAGER, OPERATORS):
+            image(fast(one, cache, how))
+    return models
+
+
+@functools.cache
+def swappable() -> list:
+    """The places of all functions that give tensors in the blocks of these models."""
+    one = tiny_models.small_unet()
+    found = [block for _, block in blocks(one.model.diffusion_model)]
+    return that_give_tensors(functions_of(found), lambda: image(one, steps=1))
+
+
+def test_functions_of_a_model_are_found_by_its_classes():
+    names = {name for _, name in swappable()}
+    assert {"forward", "_forward", "optimized_attention", "group_norm", "silu", "layer_norm", "conv2d"} <= names
+
+
+_expected: dict = {}
+
+
+def check_runs(models, choices, runs):
+    """choices: numbers of functions. runs: (model, whether or which of them is swapped, where, when, order) of each."""
+
+    chosen = [swappable()[choice % len(swappable())] for choice in choices]
+    is_of_torch = any(isinstance(owner, types.ModuleType) and owner.__name__[:5] == "torch" for owner, _ in chosen)
+    how = OPERATORS if is_of_torch else EAGER
+
+    def swapped(at):
+        return functools.partial(scaling, *chosen[at], 1.001)
+
+    def run(number, which, place, when, order):
+        model = models[number]
+        if which is None:
+            return image(model if order is None else fast(model, cache, how))
+        return swapped_image(model, PER_STEP[place], swapped(which), when, order, cache, how)
+
+    def check(*run_as):
+        which = None if run_as[1] is None else choices[run_as[1]] % len(swappable())
+        known = (*run_as[:4], which)
+        if known not in _expected:
+            _expected[known] = run(*run_as[:4], None)
+        assert torch.equal(run(*run_as), _expected[known])
+
+    for run_as in runs:
+        check(*run_as)
+    compiled = graphs()
+    check(*runs[-1])
+    for number in range(len(models)):
+        check(number, None, None, None, "accelerated last")
+    assert graphs() == compiled
+
+
+RUN = st.tuples(
+    st.integers(0, 1),
+    st.sampled_from([0, 0, 1, None]),
+    st.sampled_from(sorted(PER_STEP)),
+    st.sampled_from(TIMES),
+    st.sampled_from(ORDERS),
+)
+SESSION = given(
+    choices=st.tuples(st.integers(0, 10_000), st.integers(0, 10_000)), runs=st.lists(RUN, min_size=2, max_size=4)
+)
+
+
+def sessions(examples):
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],  # an example is short, and takes seconds
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+@sessions(15)
+@SESSION
+def test_images_of_sessions_with_any_function_swapped_anywhere_are_the_plain_ones(both_models, choices, runs):
+    check_runs(both_models, choices, runs)
+
+
+@pytest.mark.thorough  # minutes, to meet what a few sessions do not
+@sessions(150)
+@SESSION
+def test_images_of_many_sessions_with_any_function_swapped_anywhere_are_the_plain_ones(both_models, choices, runs):
+    check_runs(both_models, choices, runs)

@@ -1,0 +1,545 @@
+"""Code that others replace while a pipeline runs, and put back: every image is the plain pipeline's, bit for bit."""
+
+import functools
+import types
+from contextlib import ExitStack, contextmanager, nullcontext
+
+import pytest
+
+pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
+
+import deep_transformers  # noqa: E402
+import diffusers  # noqa: E402
+import pipeline_zoo as zoo  # noqa: E402
+import torch  # noqa: E402
+from comfy_accel.accel import accelerate_pipeline, accelerated, restore  # noqa: E402
+from comfy_accel.accel.cache.graph_cache import GraphCache, shared  # noqa: E402
+from comfy_accel.accel.hosts.diffusers import pipeline as host  # noqa: E402
+from diffusers.models import attention_dispatch, embeddings  # noqa: E402
+from diffusers.models.attention import BasicTransformerBlock, FeedForward  # noqa: E402
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0  # noqa: E402
+from diffusers.models.resnet import ResnetBlock2D  # noqa: E402
+from diffusers.models.transformers import transformer_flux  # noqa: E402
+from diffusers.models.transformers.transformer_flux import (  # noqa: E402
+    FluxAttention,
+    FluxAttnProcessor,
+    FluxSingleTransformerBlock,
+)
+from torch._dynamo.utils import counters  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("own_garbage")
+
+FAST = {"ignores": ("vae",), "backend": "eager", "min_repetitions": 3}
+"""Leaves two kinds of the UNet's blocks to compile: BasicTransformerBlock and one of ResnetBlock2D."""
+
+STEPS = 3
+
+
+def thorough(*case):
+    """A case that costs graphs of its own and differs little from a quick one."""
+    return pytest.param(*case, marks=pytest.mark.thorough)
+
+
+def compiled():
+    return counters["stats"]["unique_graphs"]
+
+
+def image(pipe, steps=STEPS, **given):
+    """The latent of one call, the same for the same arguments."""
+    size = {"width": 32, "height": 32, "num_inference_steps": steps, "output_type": "latent"}
+    return pipe(**size, **zoo.prompt(pipe), generator=torch.Generator().manual_seed(1), **given)[0]
+
+
+def denoiser(pipe):
+    return pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+
+
+class Weighed:
+    """Attention of somebody's own, with a setting on the object and one among its defaults."""
+
+    def __init__(self):
+        self.weight = 1.0
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, share=1.0, **_):
+        return share * self.weight * AttnProcessor2_0()(attn, hidden_states, encoder_hidden_states, attention_mask)
+
+
+def unet(seed=0):
+    torch.manual_seed(seed)
+    layout = {"block_out_channels": (8,), "attention_head_dim": 4, **zoo.UNET, "layers_per_block": 2}
+    blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+    made = diffusers.UNet2DConditionModel(**layout, **blocks).eval()
+    for name, part in made.named_modules():
+        if name.endswith("attn2"):
+            part.set_processor(Weighed())
+    return made
+
+
+def pipeline(kind, seed=0):
+    """Of few kinds of blocks. kind: "unet", or "dit" for Flux with single-stream blocks alone."""
+    if kind == "unet":
+        return zoo.pipeline("StableDiffusionPipeline", unet=unet(seed))
+    layout = {"num_layers": 0, "num_single_layers": 3, "attention_head_dim": 16, "axes_dims_rope": (4, 4, 8)}
+    transformer = deep_transformers.transformer("Flux", seed, **layout, guidance_embeds=False)
+    return zoo.pipeline("FluxPipeline", transformer=transformer)
+
+
+@pytest.fixture(scope="module")
+def pipes():
+    return {kind: pipeline(kind) for kind in ("unet", "dit")}
+
+
+@pytest.fixture
+def empty_cache(monkeypatch):
+    cache = GraphCache()
+    monkeypatch.setattr(host, "shared", cache)
+    return cache
+
+
+# What is swapped: contexts that are given the model.
+
+
+@contextmanager
+def put(holder, name, value):
+    """The value in place of the holder's attribute, inside the context."""
+    is_its_own = name in vars(holder) or isinstance(holder, types.FunctionType)
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        if is_its_own:
+            setattr(holder, name, before)
+        else:
+            delattr(holder, name)
+
+
+@contextmanager
+def put_on_all(holders, name, make):
+    with ExitStack() as stack:
+        for holder in list(holders):
+            stack.enter_context(put(holder, name, make(holder)))
+        yield
+
+
+def parts(model, *classes):
+    return (part for part in model.modules() if isinstance(part, classes))
+
+
+attend, rotate = functional.scaled_dot_product_attention, transformer_flux.apply_rotary_emb
+
+
+def doubled_group_norm(self, x):
+    return 2 * functional.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
+def doubled_layer_norm(self, x):
+    return 2 * functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+def halved_feed_forward(self, hidden_states, *args, **kwargs):
+    for module in self.net:
+        hidden_states = module(hidden_states)
+    return hidden_states / 2
+
+
+def negated_feed_forward(self, hidden_states, *args, **kwargs):
+    for module in self.net:
+        hidden_states = module(hidden_states)
+    return -hidden_states
+
+
+def halved_attention(*args, **kwargs):
+    return attend(*args, **kwargs) / 2
+
+
+def halved_native_attention(query, key, value, attn_mask=None, **_):
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    return attend(query, key, value, attn_mask).transpose(1, 2) / 2
+
+
+def halved_rotary_embedding(*args, **kwargs):
+    return rotate(*args, **kwargs) / 2
+
+
+def no_rotary_embedding(x, freqs_cis, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
+    return x
+
+
+def no_attention(
+    self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None, **_
+):
+    return hidden_states / 2
+
+
+class NoAttention:
+    __call__ = no_attention
+
+
+def no_layer(self, hidden_states, *args, **kwargs):
+    return hidden_states / 4
+
+
+def method_of_group_norm(model):
+    return put(torch.nn.GroupNorm, "forward", doubled_group_norm)
+
+
+def method_of_layer_norm(model):
+    return put(torch.nn.LayerNorm, "forward", doubled_layer_norm)
+
+
+def method_of_feed_forward(model):
+    return put(FeedForward, "forward", halved_feed_forward)
+
+
+def function_of_torch(model):
+    return put(functional, "scaled_dot_product_attention", halved_attention)
+
+
+def function_of_its_module(model):
+    return put(transformer_flux, "apply_rotary_emb", halved_rotary_embedding)
+
+
+@contextmanager
+def function_in_a_table(model, name=attention_dispatch.AttentionBackendName.NATIVE):
+    """Of diffusers' implementations of attention, by name."""
+    table = attention_dispatch._AttentionBackendRegistry._backends
+    before, table[name] = table[name], halved_native_attention
+    try:
+        yield
+    finally:
+        table[name] = before
+
+
+@contextmanager
+def backend_of_attention(model):
+    """A setting that diffusers reads through the `cls` of a class method."""
+    other = attention_dispatch.AttentionBackendName._NATIVE_MATH
+    with function_in_a_table(model, other), attention_dispatch.attention_backend(other):
+        yield
+
+
+def call_of_processors(model):
+    kind = AttnProcessor2_0 if isinstance(model, diffusers.UNet2DConditionModel) else FluxAttnProcessor
+    return put(kind, "__call__", no_attention)
+
+
+def processors_of_layers(model):
+    return put_on_all(parts(model, Attention, FluxAttention), "processor", lambda _: NoAttention())
+
+
+def setting_of_processors(model):
+    processors = (part.processor for part in parts(model, Attention) if isinstance(part.processor, Weighed))
+    return put_on_all(processors, "weight", lambda _: 0.5)
+
+
+def forward_of_layers(model):
+    layers = parts(model, FeedForward, FluxAttention)
+    return put_on_all(layers, "forward", lambda layer: types.MethodType(no_layer, layer))
+
+
+def forward_of_blocks(model):
+    """Replaces what stands there, which may be a stand-in of the pack's."""
+    blocks = parts(model, BasicTransformerBlock, ResnetBlock2D, FluxSingleTransformerBlock)
+    return put_on_all(blocks, "forward", lambda block: functools.partial(twice, type(block).forward, block))
+
+
+def twice(forward, *args, **kwargs):
+    out = forward(*args, **kwargs)
+    return tuple(2 * part for part in out) if isinstance(out, tuple) else 2 * out
+
+
+def defaults_of_a_processor(model):
+    return put(Weighed.__call__, "__defaults__", (None, None, 0.25))
+
+
+def defaults_of_a_function(model):
+    return put(embeddings.apply_rotary_emb, "__defaults__", (True, -2, 2))
+
+
+def code_of_a_method(model):
+    return put(FeedForward.forward, "__code__", negated_feed_forward.__code__)
+
+
+def code_of_a_function(model):
+    return put(embeddings.apply_rotary_emb, "__code__", no_rotary_embedding.__code__)
+
+
+SWAPS = {
+    "unet": [
+        method_of_group_norm,
+        method_of_feed_forward,
+        call_of_processors,
+        processors_of_layers,
+        setting_of_processors,
+        forward_of_layers,
+        forward_of_blocks,
+    ],
+    "dit": [
+        method_of_layer_norm,
+        function_of_torch,
+        function_of_its_module,
+        function_in_a_table,
+        backend_of_attention,
+        defaults_of_a_function,
+        code_of_a_function,
+    ],
+}
+ALSO = {
+    "unet": [function_of_torch, defaults_of_a_processor, code_of_a_method],
+    "dit": [call_of_processors, processors_of_layers, forward_of_layers, forward_of_blocks],
+}
+"""What costs graphs, and is like something that is quickly tested with the same model or the other."""
+
+
+# When it is swapped: contexts that are given the model and the swap, and hand out arguments for the call.
+
+
+@contextmanager
+def around_the_call(model, swap):
+    with swap(model):
+        yield {}
+
+
+@contextmanager
+def by_hooks(model, swap):
+    stack = ExitStack()
+
+    def begin(*_):
+        stack.enter_context(swap(model))
+
+    def end(*_):
+        stack.close()
+
+    handles = model.register_forward_pre_hook(begin), model.register_forward_hook(end, always_call=True)
+    try:
+        yield {}
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def by_a_wrapper(model, swap):
+    own = model.forward
+
+    def forward(*args, **kwargs):
+        with swap(model):
+            return own(*args, **kwargs)
+
+    with put(model, "forward", forward):
+        yield {}
+
+
+@contextmanager
+def from_the_second_step_on(model, swap):
+    with ExitStack() as stack:
+
+        def begin(pipe, step, time, tensors):
+            if step == 0:
+                stack.enter_context(swap(model))
+            return tensors
+
+        yield {"callback_on_step_end": begin}
+
+
+@contextmanager
+def in_the_second_step(model, swap):
+    with ExitStack() as stack:
+
+        def change(pipe, step, time, tensors):
+            if step == 0:
+                stack.enter_context(swap(model))
+            else:
+                stack.close()
+            return tensors
+
+        yield {"callback_on_step_end": change}
+
+
+WAYS = around_the_call, by_hooks, in_the_second_step
+REST = by_a_wrapper, from_the_second_step_on
+"""Tested quickly with the first swap of each model."""
+
+
+def _cases():
+    for kind in SWAPS:
+        for swap in SWAPS[kind] + ALSO[kind]:
+            for way in (*WAYS, *REST):
+                is_quick = swap is SWAPS[kind][0] or swap in SWAPS[kind] and way in WAYS
+                name = f"{kind}-{swap.__name__}-{way.__name__}"
+                yield pytest.param(kind, swap, way, id=name, marks=() if is_quick else pytest.mark.thorough)
+
+
+def swapped_image(pipe, way, swap, **arguments):
+    with way(denoiser(pipe), swap) as given:
+        return image(pipe, **given, **arguments)
+
+
+def hits_of_plain_image(pipe, plain, steps=STEPS, cache=shared):
+    """How many calls of blocks ran compiled in an image that must be the plain one: all of those with attention."""
+    before = cache.statistics()["hits"]
+    assert torch.equal(image(pipe, steps), plain)
+    hits = cache.statistics()["hits"] - before
+    assert hits >= steps * len([*parts(denoiser(pipe), BasicTransformerBlock, FluxSingleTransformerBlock)])
+    return hits
+
+
+@pytest.mark.parametrize(("kind", "swap", "way"), [*_cases()])
+def test_swap_between_plain_images_counts_while_it_lasts_and_costs_no_graph_later(pipes, kind, swap, way):
+    pipe = pipes[kind]
+    plain, swapped = image(pipe), swapped_image(pipe, way, swap)
+    assert not torch.equal(plain, swapped)
+    with accelerated(pipe, **FAST):
+        assert torch.equal(image(pipe), plain)
+        hits = hits_of_plain_image(pipe, plain)
+        assert torch.equal(swapped_image(pipe, way, swap), swapped)
+        graphs = compiled()
+        assert hits_of_plain_image(pipe, plain) == hits
+        assert torch.equal(swapped_image(pipe, way, swap), swapped)
+        assert compiled() == graphs
+    assert torch.equal(image(pipe), plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "swap", "way"),
+    [
+        ("unet", method_of_feed_forward, by_hooks),
+        thorough("unet", setting_of_processors, by_a_wrapper),
+        ("dit", function_of_its_module, by_a_wrapper),
+        thorough("dit", method_of_layer_norm, by_hooks),
+    ],
+)
+def test_first_image_under_a_swap_leaves_no_graph_for_the_plain_ones(pipes, empty_cache, kind, swap, way):
+    pipe = pipes[kind]
+    plain, swapped = image(pipe), swapped_image(pipe, way, swap)
+    with accelerated(pipe, **FAST | {"min_repetitions": 3 if kind == "dit" else 5}):
+        assert torch.equal(swapped_image(pipe, way, swap), swapped)
+        assert torch.equal(image(pipe), plain)
+        hits = hits_of_plain_image(pipe, plain, cache=empty_cache)
+        graphs = compiled()
+        assert torch.equal(swapped_image(pipe, way, swap), swapped)
+        assert hits_of_plain_image(pipe, plain, cache=empty_cache) == hits
+        assert compiled() == graphs
+
+
+@pytest.mark.parametrize(("kind", "swap"), [("unet", method_of_feed_forward), ("dit", function_of_its_module)])
+def test_wrapper_from_before_acceleration_swaps_in_those_calls_alone_in_which_it_is_on(pipes, kind, swap):
+    pipe = pipes[kind]
+    model, active = denoiser(pipe), [False]
+    with by_a_wrapper(model, lambda model: swap(model) if active[0] else nullcontext()):
+
+        def made(is_swapped):
+            active[0] = is_swapped
+            return image(pipe)
+
+        plain, swapped = made(False), made(True)
+        assert not torch.equal(plain, swapped)
+        with accelerated(pipe, **FAST):
+            for is_swapped in (False, True):
+                assert torch.equal(made(is_swapped), (plain, swapped)[is_swapped])
+            graphs = compiled()
+            for is_swapped in (False, True, True, False):
+                assert torch.equal(made(is_swapped), (plain, swapped)[is_swapped])
+            assert compiled() == graphs
+
+
+@pytest.mark.parametrize("kind", ["unet", "dit"])
+def test_swap_in_each_of_many_steps_counts_in_each(pipes, kind):
+    pipe = pipes[kind]
+    swap = SWAPS[kind][0]
+    plain, swapped = image(pipe, 12), swapped_image(pipe, by_hooks, swap, steps=12)
+    with accelerated(pipe, **FAST):
+        assert torch.equal(image(pipe, 12), plain)
+        hits = hits_of_plain_image(pipe, plain, 12)
+        assert torch.equal(swapped_image(pipe, by_hooks, swap, steps=12), swapped)
+        graphs = compiled()
+        assert torch.equal(swapped_image(pipe, by_hooks, swap, steps=12), swapped)
+        assert hits_of_plain_image(pipe, plain, 12) == hits
+        assert compiled() == graphs
+
+
+@pytest.mark.parametrize("kind", ["unet", "dit"])
+def test_swaps_one_after_the_other_and_one_inside_the_other_each_count(pipes, kind):
+    pipe = pipes[kind]
+    one, other = SWAPS[kind][:2]
+
+    def both(model):
+        stack = ExitStack()
+        stack.enter_context(one(model))
+        stack.enter_context(other(model))
+        return stack
+
+    swaps = one, other, both, one, both, other
+    expected = [swapped_image(pipe, by_hooks, swap) for swap in swaps]
+    plain = image(pipe)
+    with accelerated(pipe, **FAST):
+        assert torch.equal(image(pipe), plain)
+        for swap, out in zip(swaps, expected, strict=True):
+            assert torch.equal(swapped_image(pipe, by_hooks, swap), out)
+        assert torch.equal(image(pipe), plain)
+
+
+@pytest.mark.parametrize("way", [by_hooks, by_a_wrapper])
+@pytest.mark.parametrize("kind", ["unet", "dit"])
+def test_swap_in_one_pipeline_does_not_reach_another_that_shares_its_kinds(pipes, kind, way):
+    swap = SWAPS[kind][0]
+    both = pipes[kind], pipeline(kind, seed=1)
+    plain = [image(pipe) for pipe in both]
+    swapped = swapped_image(both[1], way, swap)
+    for pipe in both:
+        accelerate_pipeline(pipe, **FAST)
+    try:
+        assert torch.equal(image(both[0]), plain[0])
+        for _ in range(2):
+            assert torch.equal(swapped_image(both[1], way, swap), swapped)
+            graphs = compiled()
+            assert [torch.equal(image(pipe), out) for pipe, out in zip(both, plain, strict=True)] == [True, True]
+            assert compiled() == graphs
+    finally:
+        for pipe in both:
+            restore(pipe)
+
+
+@pytest.mark.parametrize("first", [thorough("plain"), "swapped"])
+def test_model_under_a_swap_outside_of_any_loop_counts_it_in_that_call_alone(pipes, empty_cache, first):
+    """The decoder of a VAE, whose every call is a run by itself."""
+    pipe = pipes["unet"]
+    latent = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(1))
+
+    def decoded(way=None):
+        with torch.no_grad(), nullcontext() if way is None else way(pipe.vae.decoder, method_of_group_norm):
+            return pipe.vae.decode(latent).sample
+
+    _check_calls(pipe, decoded, first, empty_cache, ignores=("unet",), min_repetitions=3)
+
+
+@pytest.mark.parametrize("first", ["plain", thorough("swapped")])
+def test_text_encoder_under_a_swap_counts_it_in_that_call_alone(pipes, empty_cache, first):
+    encoder = zoo.text_encoder(99)
+    pipe = zoo.pipeline("StableDiffusionPipeline", text_encoder=encoder)
+    ids = torch.randint(99, (1, 77), generator=torch.Generator().manual_seed(1))
+
+    def encoded(way=None):
+        with torch.no_grad(), nullcontext() if way is None else way(encoder, method_of_layer_norm):
+            return encoder(ids)[0]
+
+    _check_calls(pipe, encoded, first, empty_cache, ignores=("unet", "vae"))
+
+
+def _check_calls(pipe, call, first, cache, **settings):
+    """call: the output of a model; of one that is swapped in the way that it is given."""
+    plain, swapped = call(), call(by_hooks)
+    assert not torch.equal(plain, swapped)
+    ways = (None, by_hooks) if first == "plain" else (by_hooks, None)
+    with accelerated(pipe, backend="eager", **settings):
+        for way in ways:
+            assert torch.equal(call(way), plain if way is None else swapped)
+        graphs = compiled()
+        for way in (by_a_wrapper, around_the_call, by_hooks):
+            assert torch.equal(call(way), swapped)
+            before = cache.statistics()["hits"]
+            assert torch.equal(call(), plain)
+            assert cache.statistics()["hits"] > before
+        assert compiled() == graphs

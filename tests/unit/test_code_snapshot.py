@@ -1,0 +1,280 @@
+"""Code that was read is compared with what stands: a change of any sort is noticed, and nothing else is."""
+
+import copy
+import functools
+import types
+
+import pytest
+import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile.compiled_graph import CompileFailed
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
+from comfy_accel.accel.fingerprint.code_hash import CodeReader, unread_code
+from comfy_accel.accel.fingerprint.kinds import describe
+from comfy_accel.accel.fingerprint.plain_values import Indescribable, number_of
+from comfy_accel.accel.fingerprint.survey import survey
+from comfy_accel.accel.modules.substitution import Order, substituted
+from torch import nn
+
+OFFSETS = {"a": 1.0}
+TABLE = {"plain": torch.relu}
+
+
+def offset(x, by=0.5, *, more=0.0):
+    return x + by + more + OFFSETS["a"]
+
+
+class Choice:
+    chosen = "one"
+    functions: dict = {}
+
+    @classmethod
+    def get(cls):
+        return cls.functions[cls.chosen]
+
+
+def double(x):
+    return x * 2
+
+
+def triple(x):
+    return x * 3
+
+
+Choice.functions = {"one": double, "two": triple}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(2, 4)
+        self.mix = nn.Conv1d(4, 4, 1)
+
+    def forward(self, x):
+        return Choice.get()(offset(self.mix(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()]).eval().requires_grad_(False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def other(self, x):
+    return x * 2
+
+
+CHANGES = {
+    "a method of a class": lambda patch, model: patch.setattr(nn.GroupNorm, "forward", other),
+    "a method that hides one of a base": lambda patch, model: patch.setattr(nn.Conv1d, "extra", other, raising=False),
+    "a function of a module": lambda patch, model: patch.setitem(globals(), "offset", lambda x: x),
+    "a function of torch": lambda patch, model: patch.setattr(nn.functional, "group_norm", lambda x, *_: x),
+    "a function that torch calls": lambda patch, model: patch.setattr(torch, "group_norm", lambda x, *_: x),
+    "a method of tensors": lambda patch, model: patch.setattr(nn.Module, "__call__", other),
+    "a default": lambda patch, model: patch.setattr(offset, "__defaults__", (0.25,)),
+    "an item of a default": lambda patch, model: patch.setitem(offset.__kwdefaults__, "more", 1.0),
+    "code in place": lambda patch, model: patch.setattr(double, "__code__", triple.__code__),
+    "an item of a table": lambda patch, model: patch.setitem(OFFSETS, "a", 2.0),
+    "a function in a table": lambda patch, model: patch.setitem(Choice.functions, "one", triple),
+    "a setting of a class": lambda patch, model: patch.setattr(Choice, "chosen", "two"),
+    "a setting of a part": lambda patch, model: patch.setattr(model.blocks[1].norm, "eps", 1.0),
+    "a part": lambda patch, model: patch.setitem(model.blocks[1]._modules, "norm", nn.Identity()),
+    "a forward of a part": lambda patch, model: patch.setattr(model.blocks[1].norm, "forward", torch.relu),
+    "a hook": lambda patch, model: patch.setitem(model.blocks[1].norm._forward_hooks, 1, other),
+    "a hook on all modules": lambda patch, model: patch.setitem(
+        torch.nn.modules.module._global_forward_hooks, 1, lambda *_: None
+    ),
+}
+
+
+def holds(found) -> bool:
+    return found.code.is_current() and found.settings.is_current()
+
+
+def kinds_by_path(found) -> dict:
+    return {region.path: region.kind for region in found.regions}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_change_of_any_sort_is_noticed_and_so_is_its_end(what, monkeypatch):
+    model = Model()
+    found = survey(model)
+    assert found.regions and holds(found)
+    with monkeypatch.context() as patch:
+        CHANGES[what](patch, model)
+        assert not holds(found)
+        changed = survey(model)
+        assert kinds_by_path(changed) != kinds_by_path(found)
+    assert holds(found)
+    assert survey(model).kinds == found.kinds
+
+
+def test_copies_stand_ins_and_new_weights_are_no_change():
+    model = Model()
+    found = survey(model)
+    copy.deepcopy(model)
+    model.blocks[0].mix.weight = nn.Parameter(torch.ones(4, 4, 1), requires_grad=False)
+    with substituted({block: lambda inner, x: inner(x) for block in model.blocks}, Order.CACHED):
+        assert holds(found)
+
+
+def test_function_of_the_same_code_around_the_same_values_is_no_change(monkeypatch):
+    """Some make one for each call."""
+
+    def made(factor):
+        return lambda x: x * factor
+
+    factor = [2.0]
+    monkeypatch.setitem(globals(), "offset", made(factor[0]))
+    found = survey(Model())
+    monkeypatch.setitem(globals(), "offset", made(factor[0]))
+    assert holds(found)
+    monkeypatch.setitem(globals(), "offset", made(3.0))
+    assert not holds(found)
+
+
+def test_table_in_a_closure_counts_and_a_default_that_calls_fill_does_not(monkeypatch):
+    table = {"factor": 2.0}
+
+    def scaled(x, options={}):  # noqa: B006
+        options["shape"] = x.shape
+        return x * table["factor"]
+
+    monkeypatch.setitem(globals(), "offset", scaled)
+    found = survey(Model())
+    scaled(torch.ones(2))
+    assert holds(found)
+    table["factor"] = 3.0
+    assert not holds(found)
+    assert survey(Model()).kinds != found.kinds
+
+
+class Settings:
+    """Of which a function reads a part, and which changes all the time otherwise."""
+
+    def __init__(self, length):
+        self.length, self.step, self.last = length, 0, None
+
+    @property
+    def half(self):
+        return self.length / 2
+
+
+class Around:
+    def __init__(self, settings):
+        self.settings, self.noted = settings, object()
+
+
+def scaled_by(settings):
+    def scaled(x):
+        return x * settings.settings.half
+
+    return scaled
+
+
+def test_object_in_a_closure_counts_with_what_is_read_of_it_alone(monkeypatch):
+    settings = Settings(4)
+    monkeypatch.setitem(globals(), "offset", scaled_by(Around(settings)))
+    found = survey(Model())
+    settings.step, settings.last = 1, torch.ones(1)
+    assert holds(found)
+    monkeypatch.setitem(globals(), "offset", scaled_by(Around(Settings(4))))
+    assert survey(Model()).kinds == found.kinds
+    settings.length = 5
+    assert not holds(found)
+    monkeypatch.setitem(globals(), "offset", scaled_by(Around(settings)))
+    assert survey(Model()).kinds != found.kinds
+
+
+def passed_on(settings):
+    def scaled(x):
+        return read(settings) * x
+
+    def read(settings):
+        return settings.length
+
+    return scaled
+
+
+def test_object_in_a_closure_that_is_passed_on_counts_as_itself(monkeypatch):
+    class Odd(Settings):
+        """Of which nothing can be told as a whole."""
+
+        __slots__ = ("more",)
+
+    kinds = set()
+    for _ in range(2):
+        monkeypatch.setitem(globals(), "offset", passed_on(Odd(4)))
+        found = survey(Model())
+        kinds.update(found.kinds)
+        assert all(region.kind.opaque for region in found.regions)
+    assert len(kinds) == 2
+
+
+def test_numbers_of_objects_are_never_given_again():
+    class Thing:
+        pass
+
+    numbers = [number_of(Thing()) for _ in range(100)]
+    assert len(set(numbers)) == 100
+    kept = Thing()
+    assert number_of(kept) == number_of(kept)
+
+
+def test_function_that_hides_the_one_it_calls_is_refused(monkeypatch):
+    """Torch's graphs name functions of torch, and would run what stands under the name."""
+    own = nn.functional.silu
+    monkeypatch.setattr(nn.functional, "silu", lambda x: own(x) * 2)
+
+    class Calls(nn.Linear):
+        def forward(self, x):
+            return nn.functional.silu(super().forward(x))
+
+    with pytest.raises(Indescribable, match="silu"):
+        describe(Calls(2, 2))
+
+
+def test_code_that_ran_and_was_not_read_is_named():
+    read = CodeReader()
+    read.read(frozenset({Block}))
+    assert unread_code([Block.forward.__code__, offset.__code__, nn.GroupNorm.forward.__code__], read.codes) is None
+    inner = functools.partial.__new__  # no code of Python's
+    assert inner and unread_code([passed_on.__code__], read.codes) is passed_on.__code__
+    nested = next(part for part in scaled_by.__code__.co_consts if isinstance(part, types.CodeType))
+    assert unread_code([nested], [scaled_by.__code__]) is None
+
+
+def test_graph_of_code_that_was_not_read_is_not_kept(monkeypatch):
+    model = Model()
+    (region, _) = survey(model).regions
+    cache = GraphCache()
+    unread = type(region)(**{**vars(region), "codes": region.codes - {offset.__code__}})
+    runner = BlockRunner(unread, cache, CompileSettings(backend="eager"))
+    x = torch.ones(2, 4, 3)
+    assert torch.equal(runner(region.block.forward, x), region.block(x))
+    assert runner.eager_calls and not cache.statistics()["graphs"]
+    assert issubclass(CompileFailed, Exception)
+
+
+def test_code_that_changes_again_and_again_runs_eagerly_after_a_while():
+    model, cache, settings = Model(), GraphCache(), CompileSettings(backend="eager")
+    host = Host()
+    layers = compiled_layers(model, survey_model(model, settings, host), settings, host, cache)
+    x, runners = torch.ones(2, 4, 3), [layer for layer in layers.values() if isinstance(layer, BlockRunner)]
+    with torch.no_grad(), substituted(layers, Order.COMPILED):
+        for amount in range(24):
+            OFFSETS["a"] = float(amount)
+            plain = Choice.get()(offset(model.blocks[0].mix(model.blocks[0].norm(x))))
+            assert torch.equal(model.blocks[0](x), plain)
+        OFFSETS["a"] = 1.0
+        before = [runner.eager_calls for runner in runners]
+        model(x)
+        assert [runner.eager_calls for runner in runners] == before
+    assert sum(before)
