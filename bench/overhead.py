@@ -25,9 +25,10 @@ call may take 60 until the device is at work, and what comes after that must be 
 
 LEGEND = """\
 block: all that a warm call of a block costs beside its graph; stand-in, arguments (with options), weights and check are
-parts of it. block, anew: the same where the call is not like the ones before. step, compiled blocks: all of
-them and our APPLY_MODEL wrapper. Of wrappers, what is inside of them is not counted. replay: of our DIFFUSION_MODEL
-wrapper, with copying inputs in before the launch and outputs out after it."""
+parts of it. block, anew: the same where the call is not like the ones before. code, each call: code and settings that
+were read, compared with what stands, once a call of the model. step, compiled blocks: all blocks, that comparison and
+our APPLY_MODEL wrapper. Of wrappers, what is inside of them is not counted. replay: of our DIFFUSION_MODEL wrapper,
+with copying inputs in before the launch and outputs out after it."""
 LATENT_SIDE = 16
 
 
@@ -70,7 +71,7 @@ def measure(family: Any) -> list[report.Row]:
     with torch.inference_mode():
         calls = overhead_calls.of_calls(model, image, cache)
         blocks, each = overhead_blocks.of_blocks(model, image, cache)
-    step = {"step, compiled blocks": sum(each) + calls["APPLY_MODEL, ours"]}
+    step = {"step, compiled blocks": sum(each) + blocks["code, each call"] + calls["APPLY_MODEL, ours"]}
     return [
         *(_row(family.name, part, us, "block") for part, us in blocks.items()),
         *(_row(family.name, part, us, "run" if part.startswith("OUTER") else "call") for part, us in calls.items()),

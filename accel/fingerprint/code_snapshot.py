@@ -29,7 +29,8 @@ class CodeNotes:
     def __init__(self) -> None:
         self._named: dict[tuple[int, Any], tuple[Any, Any]] = {}
         self._hiding: dict[tuple[int, str], tuple[dict, str]] = {}
-        self._sized: dict[int, tuple[Any, str]] = {}
+        self._sized: dict[int, Any] = {}
+        self._sized_but: dict[int, tuple[Any, str]] = {}
         self._containers: dict[int, dict | list | set] = {}
         self._typed: dict[int, Any] = {}
         self._functions: dict[int, types.FunctionType] = {}
@@ -44,7 +45,10 @@ class CodeNotes:
 
     def size(self, namespace: Any, but: str = "") -> None:
         """How many names the namespace has matters. but: a name that comes and goes."""
-        self._sized[id(namespace)] = namespace, but
+        if but:
+            self._sized_but[id(namespace)] = namespace, but
+        else:
+            self._sized[id(namespace)] = namespace
 
     def contents(self, container: dict | list | set) -> None:
         """The items of the container matter."""
@@ -74,7 +78,7 @@ class CodeNotes:
         but: (id of a namespace, name) of what changes as the code runs, and decides nothing.
         """
         named = [place for key, place in self._named.items() if key not in but]
-        rest = (self._hiding, self._sized, self._containers, self._typed, self._functions)
+        rest = (self._hiding, self._sized, self._sized_but, self._containers, self._typed, self._functions)
         return CodeSnapshot(named, *(list(places.values()) for places in rest))
 
 
@@ -85,7 +89,8 @@ class CodeSnapshot:
         self,
         named: Iterable[tuple[Any, Any]],
         hiding: list[tuple[dict, str]],
-        sized: list[tuple[Any, str]],
+        sized: list[Any],
+        sized_but: list[tuple[Any, str]],
         containers: list[dict | list | set],
         typed: list[Any],
         functions: list[types.FunctionType],
@@ -95,9 +100,13 @@ class CodeSnapshot:
         self._values = list(map(getitem, self._namespaces, self._names))
         self._may_hide, self._hidden = [space for space, _ in hiding], [name for _, name in hiding]
         self._are_hidden = list(map(contains, self._may_hide, self._hidden))
-        self._sized, self._but = [_names_of(space) for space, _ in sized], [name for _, name in sized]
-        self._sizes = self._counted()
-        self._containers, self._items = containers, list(map(_items, containers))
+        self._sized = list(map(_names_of, sized))
+        self._sizes = list(map(len, self._sized))
+        self._sized_but, self._but = [_names_of(space) for space, _ in sized_but], [name for _, name in sized_but]
+        self._sizes_but = self._counted()
+        self._empty = [container for container in containers if not container]
+        self._containers = [container for container in containers if container]
+        self._items = list(map(_items, self._containers))
         self._typed, self._types = typed, list(map(type, typed))
         self._functions = functions
         self._of_functions = [(of, list(map(of, functions))) for of in map(attrgetter, _OF_FUNCTIONS)]
@@ -108,9 +117,11 @@ class CodeSnapshot:
         """Whether all of it stands; about 0.03 µs for each place."""
         try:
             return (
-                _are_same(map(getitem, self._namespaces, self._names), self._values)
+                (all(map(is_, map(getitem, self._namespaces, self._names), self._values)) or self._are_alike())
                 and list(map(contains, self._may_hide, self._hidden)) == self._are_hidden
-                and self._counted() == self._sizes
+                and list(map(len, self._sized)) == self._sizes
+                and self._counted() == self._sizes_but
+                and not any(self._empty)
                 and all(map(is_, map(type, self._typed), self._types))
                 and all(all(map(is_, map(of, self._functions), values)) for of, values in self._of_functions)
                 and _are_same(map(_contents, self._cells), self._cell_contents)
@@ -119,8 +130,11 @@ class CodeSnapshot:
         except (KeyError, ValueError):  # a name is gone, a cell is empty
             return False
 
+    def _are_alike(self) -> bool:
+        return _are_same(map(getitem, self._namespaces, self._names), self._values)
+
     def _counted(self) -> list[int]:
-        return list(map(sub, map(len, self._sized), map(contains, self._sized, self._but)))
+        return list(map(sub, map(len, self._sized_but), map(contains, self._sized_but, self._but)))
 
 
 def _are_same(ones: Iterable[Any], others: list) -> bool:

@@ -192,13 +192,15 @@ def note_part(part: torch.nn.Module, notes: CodeNotes, shown: bool = True, outer
         forward has a stand-in and which may have hooks, that run around it.
     """
     notes.type_of(part)
-    notes.size(part._modules)
+    if part._modules:
+        notes.size(part._modules)
     for name in part._modules:
         notes.name(part._modules, name)
     if shown:
         notes.size(part.__dict__, "forward" if outermost else "")
         for weights in (part._parameters, part._buffers):
-            notes.size(weights)
+            if part._modules:  # a layer's own code does not ask whether it has others
+                notes.size(weights)
             for name in [name for name, weight in weights.items() if weight is None]:
                 notes.name(weights, name)
     elif not outermost:
