@@ -120,7 +120,8 @@ class CurrentCode:
         """Whether a block that runs now is of the kind that its region in the survey says."""
         if stands(survey):
             return True
-        return any(found.path == region.path and found.kind == region.kind for found in self._look().regions)
+        now = self._looked()
+        return now is not None and any(found.path == region.path and found.kind == region.kind for found in now.regions)
 
     def is_set_as_at_first(self) -> bool:
         """Whether the blocks' own settings and parts are those of the first survey."""
@@ -145,12 +146,10 @@ class CurrentCode:
         known = next((known for known in self._known if stands(known.survey)), None)
         if known is not None or len(self._known) == MOST_SURVEYS:
             return known
-        try:
-            known = self._surveyed()
-        except Exception as error:
-            pass_on(error, self._interrupts)
-            log.debug("the model as it is during a call was not analysed: %s: %s", type(error).__name__, error)
+        survey = self._looked()
+        if survey is None:
             return None
+        known = self._surveyed(survey)
         self._known.append(known)
         _tell(type(self._model).__name__)
         return known
@@ -162,9 +161,17 @@ class CurrentCode:
         for region, runner in self._placed:
             runner.instead = None if known is self._first else blocks.get(region.block, otherwise)
 
-    def _surveyed(self) -> _Known:
-        """The model as it is now, and what runs its blocks."""
-        survey = self._look()
+    def _looked(self) -> Survey | None:
+        """The model as it is now; None where it cannot be surveyed, as where code of others raises."""
+        try:
+            return self._look()
+        except Exception as error:
+            pass_on(error, self._interrupts)
+            log.debug("the model as it is during a call was not analysed: %s: %s", type(error).__name__, error)
+            return None
+
+    def _surveyed(self, survey: Survey) -> _Known:
+        """The survey with what runs the blocks under it."""
         blocks: dict[torch.nn.Module, Layer | Reason] = {}
         reasons, found = dict(survey.left_eager), {region.path: region for region in survey.regions}
         for region, _ in self._placed:

@@ -11,12 +11,12 @@ import builtins
 import enum
 import functools
 import hashlib
-import inspect
 import os
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -174,7 +174,7 @@ class CodeReader:
         key = cls, name
         if key not in self._class_attributes:
             try:
-                self._class_attributes[key] = repr(describe_value(inspect.getattr_static(cls, name), References(self)))
+                self._class_attributes[key] = repr(describe_value(getattr_static(cls, name), References(self)))
             except (AttributeError, Indescribable):
                 self._class_attributes[key] = None
         return self._class_attributes[key]
@@ -192,7 +192,8 @@ class CodeReader:
         strings = frozenset().union(*(function.facts.strings for function in reached))
         names = frozenset().union(*(function.facts.names for function in reached))
         for base in (torch.nn.Module, torch.Tensor, torch._C.TensorBase):
-            self.notes.size(base, _KEPT)
+            if base is torch.Tensor:  # a new method may hide one of its base's
+                self.notes.size(base, _KEPT)
             for name in sorted((names | _CALLED).intersection(vars(base))):
                 self.notes.name(base, name)
                 _require_torchs(f"{base.__name__}.{name}", vars(base)[name])
@@ -318,6 +319,8 @@ class _References(References):
         if not _FINDS.isdisjoint(called) or (but is None and _is_passed_on(methods)):
             names |= state.keys()
         names -= but or set()
+        # What these keep on the object is made by their functions, which count, at the first call or at a later one.
+        names = {name for name in names if not isinstance(getattr_static(cls, name, None), functools.cached_property)}
         self.notes.type_of(value)
         self.open.add(id(value))
         described: list[Any] = [self.class_of(value)]

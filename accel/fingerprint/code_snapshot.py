@@ -13,9 +13,11 @@ from itertools import chain
 from operator import attrgetter, contains, getitem, is_, sub
 from typing import Any
 
+import torch
+
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.Size)
 
 _contents = attrgetter("cell_contents")
 

@@ -192,6 +192,8 @@ def note_part(part: torch.nn.Module, notes: CodeNotes, shown: bool = True, outer
         forward has a stand-in and which may have hooks, that run around it.
     """
     notes.type_of(part)
+    if not isinstance(part._modules, dict):  # compiled by TorchScript, which nobody changes
+        return
     if part._modules:
         notes.size(part._modules)
     for name in part._modules:

@@ -193,6 +193,37 @@ def test_object_in_a_closure_counts_with_what_is_read_of_it_alone(monkeypatch):
     assert survey(Model()).kinds != found.kinds
 
 
+class Registry:
+    @functools.cached_property
+    def capability(self):
+        return 8
+
+
+REGISTRY = Registry()
+
+
+def test_what_is_kept_at_the_first_call_is_no_change(monkeypatch):
+    """As core's rope finds the card's capability, and torch patches modules as it first compiles."""
+
+    def asking(x):
+        return x * REGISTRY.capability
+
+    monkeypatch.setitem(globals(), "offset", asking)
+    monkeypatch.setattr(Block, "device", torch.device("cpu"), raising=False)
+    found = survey(Model())
+    asking(torch.ones(1))
+    monkeypatch.setattr(nn.Module, "___needs_generation_tag_patch", True, raising=False)
+    monkeypatch.setattr(Block, "device", torch.device("cpu"))
+    assert holds(found) and survey(Model()).kinds == found.kinds
+
+
+def test_module_that_torch_script_has_compiled_stops_no_analysis(monkeypatch):
+    scripted = types.SimpleNamespace(act=torch.jit.script(nn.ReLU()))
+    monkeypatch.setitem(globals(), "SCRIPTED", scripted)
+    monkeypatch.setitem(globals(), "offset", lambda x: SCRIPTED.act(x))  # noqa: F821
+    assert len(survey(Model()).regions) == 2
+
+
 def passed_on(settings):
     def scaled(x):
         return read(settings) * x
