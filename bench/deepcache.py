@@ -42,12 +42,8 @@ from .deepcache_plan import (
 )
 from .inprocess import boot
 
-THRESHOLDS = {
-    "adaptive": (0.02, 0.03, 0.05, 0.1),
-    "magcache": (0.01, 0.03, 0.06, 0.12),
-    "teacache": (0.1, 0.2, 0.3, 0.5),
-    "first_block": (0.05, 0.1, 0.15, 0.2),
-}
+THRESHOLDS = (0.02, 0.03, 0.05, 0.1)
+"""Of the adaptive schedule."""
 EASY_THRESHOLDS = (0.02, 0.05, 0.1, 0.4)
 QUICK_CASES = (Case(16, 16, batch=2), Case(15, 20, batch=1))
 FORECASTS = ("hold", "forecast")
@@ -64,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     known = json.loads(file.read_text(encoding="utf-8"))["rows"] if options.merge and file.is_file() else []
     pack.load()
     import torch
-    from comfy_accel.accel.step_cache.config import POLICIES, DeepCacheSettings
+    from comfy_accel.accel.step_cache.config import DeepCacheSettings
 
     from . import toy
 
@@ -85,8 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
             if "fewer" in options.parts:
                 given += of_fewer_steps(steps)
             if "policies" in options.parts and (steps == IN_DETAIL or options.quick):
-                thresholds = {name: THRESHOLDS[name] for name in THRESHOLDS if name in POLICIES}
-                policies = of_policies(thresholds, options.forecasts, options.easy_thresholds, options.depth)
+                policies = of_policies(THRESHOLDS, options.forecasts, options.easy_thresholds, options.depth)
                 given += policies[:: len(policies) // 4] if options.quick else policies
             if "first" in options.parts and (steps == IN_DETAIL or options.quick):
                 given += of_targets(options.targets, options.depth, FIRST_IMAGE)

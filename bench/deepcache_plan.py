@@ -107,20 +107,16 @@ def of_default(settings: DeepCacheSettings, depth: int | None = None, method: st
 
 
 def of_policies(
-    thresholds: dict[str, Sequence[float]],
+    thresholds: Sequence[float],
     forecasts: Sequence[str],
     easy_thresholds: Sequence[float],
     depth: int | None = None,
 ) -> list[Contender]:
-    """Every policy with every forecast, and EasyCache. thresholds: of each schedule that has one."""
+    """Every policy with every forecast, and EasyCache. thresholds: of the adaptive schedule."""
     found = []
     for between in forecasts:
         found += [Contender(DEEP_CACHE, interval, "uniform", between, depth=depth) for interval in INTERVALS]
-        found += [
-            Contender(DEEP_CACHE, LONGEST, schedule, between, value, depth)
-            for schedule, values in thresholds.items()
-            for value in values
-        ]
+        found += [Contender(DEEP_CACHE, LONGEST, "adaptive", between, value, depth) for value in thresholds]
     return [*found, *(Contender(EASY_CACHE, threshold=value) for value in easy_thresholds)]
 
 

@@ -102,8 +102,7 @@ class AccelDeepCache(io.ComfyNode):
                     tooltip=(
                         "adaptive: run the full model as soon as more would change than threshold allows, and after "
                         "interval steps at the latest. uniform: every interval steps, whatever changes; always the "
-                        "same speed, riskier at few steps. magcache, teacache, first_block: the rules of those "
-                        "methods, to compare."
+                        "same speed, riskier at few steps."
                     ),
                 ),
                 make_input(

@@ -6,16 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .policies.published import FirstBlockRefresh, MagRefresh, TeaRefresh
 from .policies.quality import QualityRefresh
 from .refresh import AdaptiveRefresh, RefreshPolicy, UniformRefresh
 
 POLICIES: dict[str, Callable[[int, float], RefreshPolicy]] = {
     "uniform": UniformRefresh,
     "adaptive": AdaptiveRefresh,
-    "magcache": MagRefresh,
-    "teacache": TeaRefresh,
-    "first_block": FirstBlockRefresh,
 }
 """Values of `schedule`, each with what makes its policy from `interval` and `threshold`.
 
@@ -44,8 +40,7 @@ class DeepCacheSettings:
         Every step outside it is full; equal values switch caching off.
     schedule: a key of `POLICIES`. "uniform" refreshes every `interval` steps. "adaptive" refreshes after `interval`
         steps at the latest, and earlier when the drift of the shallow features that is expected for the coming step,
-        times its step weight, is above `threshold`. "magcache", "teacache" and "first_block" are other methods' rules
-        (`policies.published`), with `threshold` in units of their own.
+        times its step weight, is above `threshold`.
     threshold: for "adaptive", relative L1 drift times `step_schedule.step_weight`; 0 makes every step full, more is
         faster and less exact.
     between: what a skipped step uses: "hold" the feature of the last full step, "forecast" an extrapolation from the
@@ -90,12 +85,6 @@ class DeepCacheSettings:
             raise ValueError(f"DeepCache: quality {self.quality} is not a number of dB above 0 (None sets no target).")
         if self.depth == 0:
             object.__setattr__(self, "depth", None)
-
-    @property
-    def split_depth(self) -> int | None:
-        """`depth`, and at least 1 for a rule that asks the first block."""
-        asks_block = self.quality is None and POLICIES[self.schedule] is FirstBlockRefresh
-        return 1 if asks_block and self.depth is None else self.depth
 
     @property
     def is_off(self) -> bool:

@@ -35,10 +35,6 @@ class RefreshPolicy(Protocol):
     uses_drift: bool
     """Whether the run measures the drift of its shallow features, or of the latent where it has none; that takes one
     copy of them for each CFG branch."""
-    uses_magnitudes: bool
-    """Whether it measures how large its deep features are."""
-    compares_neighbours: bool
-    """Whether drift is that from one step to the next, instead of that since the last full step."""
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         """Whether `step` is computed in full."""
@@ -52,8 +48,6 @@ class UniformRefresh:
     threshold: float
 
     uses_drift = False
-    uses_magnitudes = False
-    compares_neighbours = False
 
     def should_refresh(self, step: Step, drift: Drift) -> bool:
         return step.since_refresh >= self.interval

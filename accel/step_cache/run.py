@@ -207,7 +207,7 @@ class DeepCacheRun:
     @property
     def may_correct(self) -> bool:
         """Whether skipped steps extrapolate the only model as a whole, and no noise is added."""
-        is_whole = not self.settings.split_depth and self.models == 1
+        is_whole = not self.settings.depth and self.models == 1
         return is_whole and not self.adds_noise and self.settings.between == "forecast"
 
     def corrected(self, latent: torch.Tensor, level: float, prediction: torch.Tensor, scale: Hashable) -> torch.Tensor:
@@ -572,8 +572,6 @@ class DeepCacheRun:
                 if error is not None:
                     note(self._step, error)
             history.record(self._step, self._angle, chunks[index], owned)
-            if self.policy.uses_magnitudes and self._full[self._step]:
-                self._drift.note_magnitude((key, part), chunks[index], self._step)
         return torch.cat(chunks) if any(is_known) else feature
 
     def _noted_by(self, history: History) -> Callable[[int, torch.Tensor], None] | None:
@@ -595,7 +593,7 @@ class DeepCacheRun:
             return
         try:
             for key, chunk in zip(keys, shallow.chunk(len(keys)), strict=True):
-                renew = self._full[self._step] or not self._has_all(key) or self.policy.compares_neighbours
+                renew = self._full[self._step] or not self._has_all(key)
                 self._drift.measure(key, chunk, self._step, renew, owned and self._full[self._step])
         except Exception as error:
             self.cannot_keep(error)

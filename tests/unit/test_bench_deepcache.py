@@ -40,8 +40,8 @@ def asked(target, share, psnr, reached=1, above=0, **changes):
 
 
 def test_every_policy_is_compared_with_every_forecast():
-    found = of_policies({"adaptive": [0.1], "magcache": [0.2]}, ["hold", "forecast"], easy_thresholds=[0.2])
-    kinds = {"uniform", "adaptive", "magcache"}
+    found = of_policies([0.1], ["hold", "forecast"], easy_thresholds=[0.2])
+    kinds = {"uniform", "adaptive"}
     assert {one.curve for one in found} == {f"{kind}, {b}" for kind in kinds for b in ("hold", "forecast")} | {
         EASY_CACHE
     }

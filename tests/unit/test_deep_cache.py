@@ -23,10 +23,7 @@ from uniform_hold import uniform_hold
             {"start_percent": 0.8, "end_percent": 0.2},
             "start_percent 0.8 is above end_percent 0.2; it must be 0.0 to 0.2.",
         ),
-        (
-            {"schedule": "often"},
-            "schedule is 'often'; it must be one of: uniform, adaptive, magcache, teacache, first_block.",
-        ),
+        ({"schedule": "often"}, "schedule is 'often'; it must be one of: uniform, adaptive."),
         ({"threshold": -1.0}, "threshold -1.0 is not a number from 0 up (0 skips nothing)."),
         ({"threshold": float("nan")}, "threshold nan is not a number from 0 up (0 skips nothing)."),
         ({"between": "guess"}, "between is 'guess'; it must be one of: hold, forecast."),

@@ -120,40 +120,6 @@ def test_uniform_schedule_measures_nothing():
     assert not sampler.run._drift._references
 
 
-# Other methods' rules
-
-
-@pytest.mark.parametrize(
-    "name, threshold, full",
-    [
-        # Nothing is measured until there were two steps. Then 0.01 a step, of 0.01, 0.02, 0.03 since the last full one.
-        ("first_block", 0.025, [100.0, 99.0, 96.0, 93.0]),
-        # 0.01, 0.02, 0.03 in sum, too: from step to step it is 0.01 each.
-        ("teacache", 0.025, [100.0, 99.0, 96.0, 93.0]),
-        # The growth is 0.99: 0.01, then 0.01 + 0.02 is more than 0.025.
-        ("magcache", 0.025, [100.0, 99.0, 97.0, 95.0, 93.0]),
-    ],
-)
-def test_published_rule_adds_up_what_its_signal_lets_expect(name, threshold, full):
-    assert Sampler(EVEN, schedule=name, interval=100, threshold=threshold).full_sigmas(*EVEN[:8]) == full
-
-
-def test_steps_there_and_back_add_up_for_teacache_and_not_for_the_first_block():
-    counts = []
-    for name in ("first_block", "teacache"):
-        run = Sampler(EVEN, schedule=name, interval=100, threshold=0.35).run
-        full = 0
-        for step, sigma in enumerate(EVEN[:8]):
-            run.begin_evaluation(sigma)
-            keys = run.branches(torch.zeros(1, 4), ["a"], [0], None)
-            run.measure(keys, torch.full((1, 4), 1.0 + 0.1 * (step % 2)))
-            if not run.can_skip(keys):
-                run.exchange(keys, torch.zeros(1, 4))
-                full += 1
-        counts.append(full)
-    assert counts[0] < counts[1]
-
-
 # A policy of somebody else's
 
 
@@ -161,7 +127,6 @@ class FirstHalf:
     """Skips every step of the first half of six, and none of the second."""
 
     uses_drift = True
-    uses_magnitudes = compares_neighbours = False
 
     def __init__(self, interval, threshold):
         self.interval, self.threshold, self.asked = interval, threshold, []
@@ -185,7 +150,7 @@ def test_registered_policy_decides_for_a_run(monkeypatch):
 
 def test_name_of_no_policy_is_refused_with_the_registered_ones(monkeypatch):
     monkeypatch.setitem(config.POLICIES, "first half", FirstHalf)
-    with pytest.raises(ValueError, match="must be one of: uniform, adaptive, .*, first half"):
+    with pytest.raises(ValueError, match="must be one of: uniform, adaptive, first half"):
         config.DeepCacheSettings(schedule="second half")
 
 

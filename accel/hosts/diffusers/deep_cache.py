@@ -216,7 +216,7 @@ class _Cache:
             if run.has_skipped:
                 run.run_in_full("its scheduler began to add noise after it had skipped steps without")
             else:
-                run.add_noise(told_to_add_noise(run.carries), find_split(self.model, self.settings.split_depth, True))
+                run.add_noise(told_to_add_noise(run.carries), find_split(self.model, self.settings.depth, True))
         return self._corrected(given, layouts) if run.correction is not None else None
 
     def _compare(self, given: Mapping[str, Any], compared: Sequence[tuple[Any, Any]]) -> None:
@@ -301,7 +301,7 @@ class _Cache:
         run.is_flow = schedule.is_flow
         run.carries, run.models = carried_by(schedule.scheduler), self.models
         run.adds_noise = run.carries is None or run.carries[0] != PLAIN[0]  # DDIM is told later, by an eta
-        run.split = find_split(self.model, self.settings.split_depth, run.adds_noise)
+        run.split = find_split(self.model, self.settings.depth, run.adds_noise)
         response = self._response(run, schedule, place)
         run.correction = None if response is None else Correction(response)
         run.gives_back = run.carries == PLAIN

@@ -1,5 +1,4 @@
-"""How features change: the drift of shallow ones since the last refresh with a prediction of it for the next step, and
-the growth of deep ones."""
+"""How far shallow features have drifted since the last refresh, and how far they are expected to at the next step."""
 
 from __future__ import annotations
 
@@ -32,30 +31,6 @@ class Drift:
         self._earlier: dict[Hashable, _Change] = {}
         """Of the one before."""
         self._step: int | None = None
-        self._magnitudes: dict[Hashable, list[tuple[int, HostCopy]]] = {}
-        """Of the deep features of the last three full steps, the newest last."""
-
-    def note_magnitude(self, key: Hashable, feature: torch.Tensor, step: int) -> None:
-        """Note how large a deep feature of full `step` is."""
-        known = [entry for entry in self._magnitudes.get(key, []) if entry[0] != step]
-        size = HostCopy(feature.square().mean(dtype=torch.float32).sqrt())
-        self._magnitudes[key] = [*known[-2:], (step, size)]
-
-    def growth(self, step: int) -> float | None:
-        """The ratio, farthest from 1, by which the magnitude of a deep feature changes in a step.
-
-        Of the last two full steps before `step`; of those before them where the device would be waited for. None before
-        there are two.
-        """
-        found = []
-        for known in self._magnitudes.values():
-            if known[-1][0] == step - 1 and known[-1][1].is_later and len(known) > 2:
-                known = known[:-1]
-            if len(known) > 1:
-                (first, before), (last, after) = known[-2:]
-                size = before.read().item()
-                found.append((after.read().item() / size) ** (1 / (last - first)) if size else float("nan"))
-        return max(found, key=lambda ratio: abs(1 - ratio), default=None)
 
     def measure(self, key: Hashable, shallow: torch.Tensor, step: int, renew: bool, owned: bool = False) -> None:
         """Compare `shallow` [B, ...] with the branch's reference.
@@ -99,10 +74,8 @@ class Drift:
             self._references.clear()
             self._changes.clear()
             self._earlier.clear()
-            self._magnitudes.clear()
             return
         self._references = {key: known for key, known in self._references.items() if known[0] >= before}
-        self._magnitudes = {key: known for key, known in self._magnitudes.items() if known[-1][0] >= before}
 
 
 def relative_change(now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:

@@ -170,8 +170,6 @@ class QualityRefresh:
     """
 
     uses_drift = False
-    uses_magnitudes = False
-    compares_neighbours = False
 
     def __init__(self, target: float, interval: int):
         self.target = target

@@ -390,7 +390,7 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
     options = named.get("transformer_options") or {}
     run: DeepCacheRun | None = options.get(KEY)
     if run is not None:
-        depth, adds_noise = run.settings.split_depth, run.adds_noise
+        depth, adds_noise = run.settings.depth, run.adds_noise
         run = run.of(model, functools.partial(find_split, depth=depth, adds_noise=adds_noise))
     split = None if run is None else run.split
     x = args[0] if args else named.get("x")
