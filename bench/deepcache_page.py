@@ -36,7 +36,7 @@ final latent, relative to its own range of values (`latent_db`, `reached_db`). A
 most {BELOW:g} dB below it, and is above it if more than {ABOVE:g} dB. Targets were asked for after eight other images
 with the same sampler, of which a quality learns; where it is the first image, that is said.
 {OUTER.capitalize()}: as in DeepCache's node up to version 0.1. A skipped step runs a UNet's two outermost
-levels, or a transformer's first and last block. Nothing is corrected, though euler and heun give back.
+levels, or a transformer's first and last block. Nothing is corrected.
 {FEWER_STEPS.capitalize()}: the same sampler with fewer steps and no caching, compared with the full run."""
 
 

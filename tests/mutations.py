@@ -84,8 +84,8 @@ MUTATIONS = [
     ),
     Mutation(
         "DeepCache feature of another CFG branch",
-        "features = [self._histories[key, part].value(self._angle, self._gives_back) for key in keys]",
-        "features = [self._histories[key, part].value(self._angle, self._gives_back) for key in reversed(keys)]",
+        "features = [self._histories[key, part].value(self._angle) for key in keys]",
+        "features = [self._histories[key, part].value(self._angle) for key in reversed(keys)]",
         "unit/test_deep_cache.py::test_new_branch_recomputes_and_the_old_one_in_its_batch_does_not",
     ),
     Mutation(

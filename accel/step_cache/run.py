@@ -93,9 +93,6 @@ class DeepCacheRun:
         by the host."""
         self.adds_noise = True
         """Whether the sampler adds noise in a step, or may; set by the host."""
-        self.gives_back = False
-        """Whether forecasts give back what those before them lacked, where nothing is corrected; set by the host, for
-        samplers whose images that brings closer."""
         self.correction: Correction | None = None
         """Corrects what the sampler is given; set by the host."""
         self.sampler: Any = None
@@ -182,7 +179,6 @@ class DeepCacheRun:
                 made = self._siblings[model] = DeepCacheRun(self.settings)
                 for name in _SHARED:
                     setattr(made, name, getattr(self, name))
-                made.gives_back = self.gives_back and self.correction is None
                 made.target = None  # this run decides, by its own features
                 made.split = find(model)
             made = self._siblings[model]
@@ -245,7 +241,7 @@ class DeepCacheRun:
     def add_noise(self, carries: tuple[float, float], split: Any) -> None:
         """Note, before any step was skipped, that the sampler adds noise after all: the next step is full, since what
         was stored is of another split."""
-        self.carries, self.split, self.adds_noise, self.gives_back = carries, split, True, False
+        self.carries, self.split, self.adds_noise = carries, split, True
         self.stop_correcting()
         self._forget()
         self._parts.clear()
@@ -504,11 +500,6 @@ class DeepCacheRun:
             self._occurrences[first] = before + 1
         return keys
 
-    @property
-    def _gives_back(self) -> bool:
-        """What a probe forecasts reaches no latent, and reused features are no forecast."""
-        return self.gives_back and self.correction is None and not self.is_probing and not self._reuses
-
     def _has_all(self, key: BranchKey) -> bool:
         """Whether every part that this run ever exchanged is there for the branch, from the last full step on."""
         known = [self._histories.get((key, part)) for part in self._parts]
@@ -520,7 +511,7 @@ class DeepCacheRun:
 
     def gather(self, keys: Sequence[BranchKey], part: Hashable = 0) -> torch.Tensor:
         """The branches' features for the current evaluation as one batch, in memory of its own."""
-        features = [self._histories[key, part].value(self._angle, self._gives_back) for key in keys]
+        features = [self._histories[key, part].value(self._angle) for key in keys]
         return torch.cat(features) if len(features) > 1 else features[0]
 
     def exchange(
@@ -563,7 +554,7 @@ class DeepCacheRun:
         owned = owned and not any(is_known)
         for index, (key, history) in enumerate(zip(keys, histories, strict=True)):
             if is_known[index]:
-                chunks[index] = history.value(self._angle, self._gives_back)
+                chunks[index] = history.value(self._angle)
                 continue
             if history is None:
                 history = self._histories[key, part] = History(ORDER + 1 if self.settings.between == "forecast" else 1)

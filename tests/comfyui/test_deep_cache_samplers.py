@@ -311,9 +311,3 @@ def test_samplers_that_add_noise_or_may_are_told_from_the_others():
         """A node pack's."""
 
     assert host._may_add_noise(comfy.samplers.KSAMPLER(with_noise))
-
-
-def test_only_samplers_that_were_measured_give_back_what_forecasts_lacked():
-    objects = {name: comfy.samplers.sampler_object(name) for name in comfy.samplers.SAMPLER_NAMES}
-    found = {name for name, sampler in objects.items() if host._name(sampler) in host._GIVE_BACK}
-    assert found == {"euler", "heun", "dpm_2", "ddim"}

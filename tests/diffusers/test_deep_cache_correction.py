@@ -24,13 +24,13 @@ EVERY_SECOND = DeepCacheSettings(interval=2, schedule="uniform")
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Of each run that ended: whether it corrects, gives back, and counts on corrections."""
+    """Of each run that ended: whether it corrects, and counts on corrections."""
     seen = []
 
     class Watched(DeepCacheRun):
         def close(self):
             counts = self.target is not None and self.target.carried.is_corrected
-            seen.append((self.correction is not None, self._gives_back, counts))
+            seen.append((self.correction is not None, counts))
             super().close()
 
     monkeypatch.setattr(host, "DeepCacheRun", Watched)
@@ -53,13 +53,13 @@ def cached(pipe, sample=tiny_pipelines.sample, settings=EVERY_SECOND, **argument
 )
 def test_schedulers_that_evaluate_each_step_once_are_corrected(ended, scheduler, is_corrected):
     cached(tiny_pipelines.pipeline(scheduler), steps=20)
-    assert [corrects for corrects, *_ in ended] == [is_corrected]
+    assert [corrects for corrects, _ in ended] == [is_corrected]
 
 
-def test_what_is_corrected_is_not_given_back(ended):
+def test_quality_counts_on_corrections_where_there_are_some(ended):
     for scheduler in ("EulerDiscreteScheduler", "HeunDiscreteScheduler"):
         cached(tiny_pipelines.pipeline(scheduler), steps=8, settings=DeepCacheSettings(quality=40.0))
-    assert ended == [(True, False, True), (False, True, False)]
+    assert ended == [(True, True), (False, False)]
 
 
 def test_noise_that_a_scheduler_is_told_to_add_ends_correcting(ended, monkeypatch):
@@ -73,7 +73,7 @@ def test_noise_that_a_scheduler_is_told_to_add_ends_correcting(ended, monkeypatc
     monkeypatch.setattr(DeepCacheRun, "count", noted)
     made = cached(tiny_pipelines.pipeline("DDIMScheduler"), steps=6, eta=1.0)
     assert made.isfinite().all()
-    assert ended == [(False, False, False)]
+    assert ended == [(False, False)]
     assert splits[0] == (0, False) and all(depth > 0 for depth, _ in splits[1:])
     assert [skipped for _, skipped in splits] == [False, False, True, False, True, False]
 
@@ -82,7 +82,7 @@ def test_clipped_predictions_are_not_corrected(ended):
     pipe = tiny_pipelines.pipeline("DDIMScheduler")
     pipe.scheduler.register_to_config(clip_sample=True)
     cached(pipe)
-    assert ended == [(False, True, False)]
+    assert ended == [(False, False)]
 
 
 def test_what_another_schedulers_config_says_of_clipping_is_ignored(ended):
@@ -91,7 +91,7 @@ def test_what_another_schedulers_config_says_of_clipping_is_ignored(ended):
     pipe.scheduler = diffusers.DPMSolverMultistepScheduler.from_config({**pipe.scheduler.config, "clip_sample": True})
     assert pipe.scheduler.config.clip_sample
     cached(pipe, steps=12)
-    assert [corrects for corrects, *_ in ended] == [True]
+    assert [corrects for corrects, _ in ended] == [True]
 
 
 def test_noise_that_comes_after_skipped_steps_skips_nothing_more(ended, caplog):
@@ -104,7 +104,7 @@ def test_flows_are_corrected(ended, kind):
     pipe = deep_transformers.pipeline(kind)
     plain = deep_transformers.sample(pipe, steps=8)
     made = cached(pipe, deep_transformers.sample, steps=8)
-    assert [corrects for corrects, *_ in ended] == [True]
+    assert [corrects for corrects, _ in ended] == [True]
     assert made.isfinite().all() and not torch.equal(made, plain)
 
 
@@ -112,20 +112,20 @@ def test_two_transformers_are_not_corrected(ended):
     second = deep_transformers.transformer("Wan", 1, num_layers=9)
     pipe = deep_transformers.pipeline("WanPipeline", transformer_2=second, boundary_ratio=0.6)
     cached(pipe, deep_transformers.sample, steps=8)
-    assert [corrects for corrects, *_ in ended] == [False, False]
+    assert [corrects for corrects, _ in ended] == [False, False]
 
 
 @pytest.mark.parametrize("settings", [{"between": "hold"}, {"depth": 1}], ids=["hold", "outer layers"])
 def test_settings_that_are_not_corrected(ended, settings):
     cached(tiny_pipelines.pipeline("EulerDiscreteScheduler"), settings=DeepCacheSettings(**settings))
-    assert [corrects for corrects, *_ in ended] == [False]
+    assert [corrects for corrects, _ in ended] == [False]
 
 
 def test_settings_that_skip_nothing_are_bit_identical(ended):
     pipe = tiny_pipelines.pipeline("DPMSolverMultistepScheduler")
     made = cached(pipe, settings=DeepCacheSettings(threshold=0.0))
     assert torch.equal(made, tiny_pipelines.sample(pipe))
-    assert [corrects for corrects, *_ in ended] == [True]
+    assert [corrects for corrects, _ in ended] == [True]
 
 
 def test_latent_that_somebody_changes_is_no_longer_corrected(ended):
@@ -137,7 +137,7 @@ def test_latent_that_somebody_changes_is_no_longer_corrected(ended):
     pipe = tiny_pipelines.pipeline("EulerDiscreteScheduler")
     made = cached(pipe, steps=8, callback_on_step_end=changed, callback_on_step_end_tensor_inputs=["latents"])
     assert made.isfinite().all()
-    assert ended == [(False, True, False)]
+    assert ended == [(False, False)]
 
 
 def by_hand(pipe, begin=0, **told):
@@ -157,7 +157,7 @@ def by_hand(pipe, begin=0, **told):
 def test_step_that_is_told_more_is_not_corrected(ended, told, is_corrected):
     """As tokens' own noise levels, or noise to add."""
     cached(tiny_pipelines.pipeline("EulerDiscreteScheduler"), by_hand, **told)
-    assert [corrects for corrects, *_ in ended] == [is_corrected]
+    assert [corrects for corrects, _ in ended] == [is_corrected]
 
 
 def test_step_of_a_copied_scheduler_is_the_copys(ended):
@@ -174,7 +174,7 @@ def test_step_of_a_copied_scheduler_is_the_copys(ended):
     made = cached(pipe, steps=8, callback_on_step_end=lambda *given: copied(*given) if given[1] < 7 else {})
     assert steps == [(1, 0)] * 7
     assert torch.equal(made, cached(pipe, steps=8))
-    assert [corrects for corrects, *_ in ended] == [True, True]
+    assert [corrects for corrects, _ in ended] == [True, True]
 
 
 def test_guidance_that_changes_is_not_interpolated_across(monkeypatch):
@@ -212,7 +212,7 @@ def test_half_precision_stays(ended):
             **dict(zip(names, contexts, strict=True)), num_inference_steps=8, output_type="latent", height=64, width=64
         )
     assert given == {torch.bfloat16}
-    assert [corrects for corrects, *_ in ended] == [True]
+    assert [corrects for corrects, _ in ended] == [True]
 
 
 def test_image_to_image_begins_in_the_middle(ended):
@@ -220,7 +220,7 @@ def test_image_to_image_begins_in_the_middle(ended):
     image = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(5))
     made = cached(pipe, image=image, strength=0.5, steps=20)
     assert made.isfinite().all()
-    assert [corrects for corrects, *_ in ended] == [True]
+    assert [corrects for corrects, _ in ended] == [True]
 
 
 @pytest.mark.parametrize("options", [{}, {"use_karras_sigmas": True}, {"solver_order": 3}])

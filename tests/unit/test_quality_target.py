@@ -417,9 +417,7 @@ def test_run_whose_model_is_never_called_goes_on():
 
 
 def test_models_on_other_devices_know_of_a_probe():
-    """What they forecast in it reaches no latent either."""
     run = DeepCacheRun(DeepCacheSettings(quality=40.0))
-    run.gives_back = True
 
     def found(model):
         split = Split(0.1)
@@ -432,9 +430,9 @@ def test_models_on_other_devices_know_of_a_probe():
     run.begin_evaluation(EVEN[0])
     sibling = run.of(other, found)
     run.begin_evaluation(EVEN[1])
-    assert run.is_probing and sibling.is_probing and not sibling._gives_back
+    assert run.is_probing and sibling.is_probing and not sibling.is_full
     run.probed(lambda is_probe: (torch.zeros(1, 4), torch.zeros(1, 4)), lambda error: True)
-    assert not sibling.is_probing and sibling._gives_back and sibling.is_full
+    assert not sibling.is_probing and sibling.is_full
 
 
 def reusing(squares, pairs=2, angles=ANGLES_OF_EVEN):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from comfy_accel.accel.step_cache import config, refresh
-from comfy_accel.accel.step_cache.predictions.forecast import LACKS, ORDER, REACH
+from comfy_accel.accel.step_cache.predictions.forecast import ORDER, REACH
 from deep_cache_sampler import ADAPTIVE, SCHEDULE, Sampler
 
 # Which steps are full
@@ -157,17 +157,13 @@ def test_name_of_no_policy_is_refused_with_the_registered_ones(monkeypatch):
 # Forecasts
 
 
-@pytest.mark.parametrize("gives_back", [False, True])
-def test_forecast_holds_until_there_are_two_points_then_follows_the_line_and_gives_back_what_it_lacked(gives_back):
+def test_forecast_holds_until_there_are_two_points_then_follows_the_line():
     sampler = Sampler(SCHEDULE, interval=2, between="forecast")
-    sampler.run.gives_back = gives_back
     got = [sampler.evaluate(sigma, "a")[0][0] for sigma in SCHEDULE[:-1]]
     assert got[:3] == pytest.approx([14.6, 14.6, 4.0])
     way = lambda one, other: math.atan(other) - math.atan(one)  # noqa: E731
     line = lambda at, new, old: new + (new - old) * min(way(new, at) / way(old, new), REACH)  # noqa: E731
-    lacked = (1.0 - line(1.0, 4.0, 14.6)) * (way(4.0, 2.0) / way(4.0, 1.0)) ** LACKS
-    given = lacked if gives_back else 0
-    assert got[3:] == pytest.approx([line(2.0, 4.0, 14.6), 1.0, line(0.5, 1.0, 4.0) + given], rel=1e-5)
+    assert got[3:] == pytest.approx([line(2.0, 4.0, 14.6), 1.0, line(0.5, 1.0, 4.0)], rel=1e-5)
 
 
 def test_joined_split_and_mixed_calls_get_the_same_forecasts():

@@ -304,7 +304,6 @@ class _Cache:
         run.split = find_split(self.model, self.settings.depth, run.adds_noise)
         response = self._response(run, schedule, place)
         run.correction = None if response is None else Correction(response)
-        run.gives_back = run.carries == PLAIN
         home = location.personal_home()
         if run.target is not None and not location.is_off() and home is not None:
             run.learnt = learnt_in(home)

@@ -21,10 +21,6 @@ REACH = 1.0
 """How far beyond the newest point the curve is followed, in lengths of the last segment; from there on the forecast is
 constant, since a short segment says little about a long distance."""
 
-LACKS = 1.7
-"""Exponent of what a forecast lacks over its distance from the newest point, where the next one shows what it lacked in
-all. As measured on the trained networks."""
-
 
 def weights(points: Sequence[float], at: float) -> list[float]:
     """Lagrange weights: sum(w[i] * f[i]) is the polynomial through (points[i], f[i]) at `at`. They add up to 1.
@@ -42,18 +38,11 @@ def weights(points: Sequence[float], at: float) -> list[float]:
 
 
 class History:
-    """The last `keep` points of one feature, newest first, each with a copy of the feature; with one more copy for what
-    forecasts lacked, where it is given back."""
+    """The last `keep` points of one feature, newest first, each with a copy of the feature."""
 
     def __init__(self, keep: int):
         self._keep = keep
         self._points: list[tuple[int, float, torch.Tensor]] = []
-        self._places: list[float] = []
-        """Of the forecasts since the newest point that give something back."""
-        self._lacked: torch.Tensor | None = None
-        """What those before it lacked, added up."""
-        self._shares = 1
-        """How many forecasts give that back, each an equal share."""
 
     @property
     def newest(self) -> int:
@@ -72,21 +61,13 @@ class History:
         """
         if not self.fits(feature):
             self._points.clear()
-            self._lacked = None
-        elif len(self._points) > 1 and self._points[0][0] != step and not _is_same(self._points[0][1], at):
-            self._note_lacked(at, feature)
-        self._places.clear()
         self._points = [point for point in self._points if point[0] != step and not _is_same(point[1], at)]
         del self._points[self._keep - 1 :]
         self._points.insert(0, (step, at, feature if owned else feature.clone()))
 
-    def value(self, at: float, gives_back: bool = False) -> torch.Tensor:
+    def value(self, at: float) -> torch.Tensor:
         """The feature at the place `at`, in memory of its own: the forecast, or the newest point where it is the only
-        one.
-
-        gives_back: with a share of what the forecasts between the last two points lacked. What a sampler takes from one
-        prediction too little and from the next too much cancels in the latent.
-        """
+        one."""
         newest = self._points[0][2]
         result = newest.clone()
         if len(self._points) > 1:
@@ -95,26 +76,7 @@ class History:
                 if older is not newest:
                     # The weights add up to 1. Differences of neighbours keep their digits in half precision.
                     result.add_(older - newest, alpha=weight)
-            if gives_back:
-                turn = next((turn for turn, place in enumerate(self._places) if _is_same(place, at)), len(self._places))
-                if turn == len(self._places):
-                    self._places.append(at)
-                if self._lacked is not None and turn < self._shares:
-                    result.add_(self._lacked, alpha=1 / self._shares)
         return result
-
-    def _note_lacked(self, at: float, feature: torch.Tensor) -> None:
-        """Compute what the forecasts since the newest point lacked, from what one at the place `at` would lack."""
-        newest = self._points[0][1]
-        given = len(self._places)
-        if not given:
-            self._lacked = None  # it is too long ago
-        else:
-            times = sum(min(abs(place - newest) / abs(at - newest), 1.0) ** LACKS for place in self._places)
-            lacked = self.value(at).sub_(feature).mul_(-times)
-            if self._lacked is not None and given < self._shares:
-                lacked.add_(self._lacked, alpha=1 - given / self._shares)
-            self._lacked, self._shares = lacked, given
 
     def error(self, at: float, feature: torch.Tensor, samples: int) -> torch.Tensor | None:
         """The mean squared error of the forecast of `feature`, which is at the place `at`: of each sample, where the

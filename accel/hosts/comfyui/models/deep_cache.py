@@ -52,11 +52,6 @@ _FARTHEST = {"ge_gamma": 2, "order": 4}
 """The most of sampler options (of gradient_estimation and lms) with which a quality was kept. Above, it missed by up to
 15 dB."""
 
-_GIVE_BACK = ("sample_euler", "sample_heun", "sample_dpm_2")
-"""Samplers whose forecasts give back what those before them lacked, where the run is not corrected, as measured
-(docs/measurements.md); core's ddim is the first. Those that add noise, extrapolate or look ahead (heunpp2) come out
-worse."""
-
 _GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
 """Keys of model_options: functions of other nodes that change how predictions are combined."""
 
@@ -125,7 +120,6 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         name = _name(sampler)
         run.carries = _carried_by(name)
         run.adds_noise = _may_add_noise(sampler)
-        run.gives_back = name in _GIVE_BACK
         mask = args[4] if len(args) > 4 else kwargs.get("denoise_mask")
         run.sampler = sampler if mask is None else None  # masked places take other ways to the latent
         if run.target is not None and not location.is_off():
