@@ -26,9 +26,9 @@ _PATIENCE = 1.0
 _READING = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Create or replace a file, and create its folder; no reader ever sees part of it."""
-    with new_file(path.parent) as (file, unfinished):
+def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Create or replace a file, and create its folder; no reader ever sees part of it. mode: less the umask."""
+    with new_file(path.parent, mode) as (file, unfinished):
         _finish(file, data)
         _replace(unfinished, path)
     _sync_names(path.parent)
@@ -90,12 +90,9 @@ def opened(path: Path, links: bool = False) -> Iterator[tuple[BinaryIO, os.stat_
 
     Raises OSError: it is not a regular file; FileNotFoundError where there is none.
     """
-    try:
-        descriptor = os.open(path, _READING | (0 if links else getattr(os, "O_NOFOLLOW", 0)))
-    except OSError as error:
-        if not links and path.is_symlink():
-            raise OSError(f"{path.name} is a link, which is not followed") from error
-        raise
+    if not links and path.is_symlink():  # Windows has no O_NOFOLLOW
+        raise OSError(f"{path.name} is a link, which is not followed")
+    descriptor = os.open(path, _READING | (0 if links else getattr(os, "O_NOFOLLOW", 0)))
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

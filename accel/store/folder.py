@@ -91,7 +91,8 @@ class LocalFolder:
         (self.path / name).unlink(missing_ok=True)
 
     def touch(self, name: str) -> None:
-        os.utime(self.path / name)  # without a time argument the file server's clock counts
+        # Without a time argument the file server's clock counts. Windows cannot date a link itself.
+        os.utime(self.path / name, follow_symlinks=os.utime not in os.supports_follow_symlinks)
 
     def now(self) -> float:
         with new_file(self.path) as (file, _):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 
 from . import manifest
@@ -11,7 +12,10 @@ from .lease import LEASE_NAME
 from .manifest import DATA, MANIFEST
 
 LEFTOVER = 3600.0
-"""Seconds after which an unfinished file, half an entry or a lease that nobody renews counts as abandoned."""
+"""Seconds after which an unfinished file, half an entry or a lease that nobody renews counts as abandoned.
+
+A date further ahead than this was written by a clock that has been set right since.
+"""
 
 _ENTRY = re.compile(f"([0-9a-f]+-[0-9a-f]+)({re.escape(MANIFEST)}|{re.escape(DATA)})")
 """The names of an entry's files. A folder named by mistake may contain JSON of other programs."""
@@ -28,30 +32,29 @@ def prune(folder: Folder, max_bytes: int) -> int:
     files = {file.name: file for file in found if _ENTRY.fullmatch(file.name)}
     halves = [file for name, file in files.items() if _other_half(name) not in files]
     leases = [file for file in found if LEASE_NAME.fullmatch(file.name)]
-    _sweep(folder, [*folder.unfinished(), *halves, *leases])
+    leftovers = [*folder.unfinished(), *halves, *leases]
     entries: list[tuple[File, int]] = []
     for name, file in files.items():
         if name.endswith(MANIFEST) and (data := files.get(_other_half(name))):
             entries.append((file, file.size + data.size))
     left = sum(size for _, size in entries)
+    try:
+        now = folder.now() if leftovers or left > max_bytes else 0.0
+    except OSError:  # where nothing can be written, such as on a full disk, all dates count as they are
+        now, leftovers = math.inf, []
+    for file in leftovers:
+        if abs(now - file.used) > LEFTOVER:  # another process may be about to finish the others
+            with contextlib.suppress(OSError):
+                folder.remove(file.name)
     deleted = 0
-    for file, size in sorted(entries, key=lambda entry: entry[0].used):
+    # An entry dated in the future goes first: were it used at all, loading it would have dated it anew.
+    for file, size in sorted(entries, key=lambda entry: (entry[0].used <= now + LEFTOVER, entry[0].used)):
         if left <= max_bytes:
             break
         if manifest.remove(folder, file.name.removesuffix(MANIFEST)):
             left -= size
             deleted += 1
     return deleted
-
-
-def _sweep(folder: Folder, leftovers: list[File]) -> None:
-    """Delete the old ones; another process may be about to finish the others."""
-    with contextlib.suppress(OSError):  # no clock where nothing can be written, and nothing to delete either
-        now = folder.now() if leftovers else 0.0
-        for file in leftovers:
-            if now - file.used > LEFTOVER:
-                with contextlib.suppress(OSError):
-                    folder.remove(file.name)
 
 
 def _other_half(name: str) -> str:

@@ -1,34 +1,37 @@
 """Graphs for other people's machines: bundles in a folder or an object store, each signed by who made it.
 
 Beside a bundle lies a label in JSON that says what it is, where it is valid and what its bytes are, with an Ed25519
-signature of that. What is signed by nobody who is trusted here by name, or does not fit this machine, is not opened.
+signature of that. What is signed by nobody who is trusted here by name, does not fit this machine, or is older than
+what was seen before, is not opened.
 Signatures are made and checked by the package cryptography.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.atomic_file import opened, write_secret, write_whole
+from ..core.atomic_file import write_secret, write_whole
 from . import bundle
 from .bundle import BadBundle, Outcome
 from .folder import Folder
 from .manifest import BadEntry, printable
-from .signing import Seals
+from .signing import Seals, own_file
 
 PREFIX, LABEL, BUNDLE = "graphs-", ".json", ".bundle"
-LARGEST_LABEL = 1 << 16
+LARGEST_LABEL, LARGEST_LIST = 1 << 16, 1 << 20
 LARGEST_BUNDLE = 1 << 30
 MOST_LABELS = 1000
 
-_SIGNED = b"comfy-accel graphs, format 1\n"
+_SIGNED = b"comfy-accel graphs, format 2\n"
 """Before what is signed, so that no signature of this key for another purpose is one of ours."""
 
 _HEX = re.compile("[0-9a-f]{64}")
@@ -40,13 +43,26 @@ class CannotPublish(Exception):
 
 
 class Label(NamedTuple):
-    """environment: where the graphs are valid (`key.environment`). bundle: the file. kinds: names, for people."""
+    """environment: where the graphs are valid (`key.environment`). sha256, size: of the bundle. kinds: for people.
+
+    serial: rises with each time that the publisher publishes graphs for this environment.
+    """
 
     environment: dict[str, str]
-    bundle: str
     sha256: str
     size: int
     kinds: list[str]
+    serial: int
+
+    @property
+    def stem(self) -> str:
+        """What both files' names begin with; a publisher has one label for an environment."""
+        text = json.dumps(self.environment, sort_keys=True)
+        return PREFIX + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def bundle(self) -> str:
+        return f"{self.stem}-{self.sha256[:12]}{BUNDLE}"
 
     def canonical(self) -> bytes:
         """What is signed: the same bytes for equal labels."""
@@ -80,11 +96,11 @@ def push(folder: Folder, seals: Seals, target: Folder, key: Path) -> list[Outcom
     Raises OSError, BadEntry; CannotPublish: the key cannot be used.
     """
     signer = _private(key)
+    public = signer.public_key().public_bytes_raw().hex()
     outcomes = list(bundle.verify(folder, seals))
     sound = [item.entry for item in outcomes if item.reason is None]
     environments = {json.dumps(entry.environment, sort_keys=True): entry.environment for entry in sound}
-    for text, environment in environments.items():
-        stem = PREFIX + hashlib.sha256(text.encode()).hexdigest()[:16]
+    for environment in environments.values():
         with tempfile.TemporaryDirectory() as work:
             file = Path(work) / "bundle"
             bundle.export(folder, seals, file, lambda entry, here=environment: entry.environment == here)
@@ -93,15 +109,14 @@ def push(folder: Folder, seals: Seals, target: Folder, key: Path) -> list[Outcom
             raise CannotPublish(f"the bundle has more than {LARGEST_BUNDLE >> 20} MB: see the command prune")
         digest = hashlib.sha256(data).hexdigest()
         kinds = sorted({entry.name for entry in sound if entry.environment == environment})
-        label = Label(environment, f"{stem}-{digest[:12]}{BUNDLE}", digest, len(data), kinds)
-        signed = {
-            "label": label._asdict(),
-            "key": signer.public_key().public_bytes_raw().hex(),
-            "signature": signer.sign(label.canonical()).hex(),
-        }
-        earlier = [item.name for item in target.files(stem) if item.name.endswith(BUNDLE)]
+        label = Label(environment, digest, len(data), kinds, serial=int(time.time()))
+        with contextlib.suppress(BadEntry):  # a clock that was set back must not make it an older one
+            before, _ = _believed(_read(target, label.stem + LABEL, LARGEST_LABEL), {"": public})
+            label = label._replace(serial=max(label.serial, before.serial + 1))
+        signed = {"label": label._asdict(), "key": public, "signature": signer.sign(label.canonical()).hex()}
+        earlier = [item.name for item in target.files(label.stem) if item.name.endswith(BUNDLE)]
         target.write(label.bundle, data)
-        target.write(stem + LABEL, json.dumps(signed, indent=1).encode())
+        target.write(label.stem + LABEL, json.dumps(signed, indent=1).encode())
         for name in earlier:
             if name != label.bundle:
                 target.remove(name)
@@ -111,6 +126,7 @@ def push(folder: Folder, seals: Seals, target: Folder, key: Path) -> list[Outcom
 def pull(
     source: Folder,
     trusted: dict[str, str],
+    serials: Path,
     misfit: Callable[[dict[str, str]], str | None],
     folder: Folder,
     seals: Seals,
@@ -118,10 +134,11 @@ def pull(
 ) -> Iterator[Pulled]:
     """Take over each published bundle that somebody trusted has signed and that fits, sealed with our own secret.
 
-    trusted: public keys in hexadecimal, by name. misfit: why graphs for an environment are of no use here; None if
-    they are. largest: bytes of one bundle.
+    trusted: public keys in hexadecimal, by name. serials: the file that remembers the highest seen of each label.
+    misfit: why graphs for an environment are of no use here; None if they are. largest: bytes of one bundle.
 
-    Raises OSError: the source cannot be listed, or the folder not written; CannotPublish: there is no cryptography.
+    Raises OSError: the source cannot be listed, or `serials` or the folder not read or written;
+    CannotPublish: there is no cryptography.
     """
     names = sorted(file.name for file in source.files(PREFIX))
     labels = [name for name in names if name.endswith(LABEL)][:MOST_LABELS]
@@ -130,12 +147,15 @@ def pull(
         label = publisher = None
         try:
             label, publisher = _believed(_read(source, name, LARGEST_LABEL), trusted)
+            if name != label.stem + LABEL:
+                raise BadEntry("it is not what its name says")
             labelled.add(label.bundle)
             reason = misfit(label.environment)
             if reason is None and label.size > LARGEST_BUNDLE:
                 reason = f"its bundle has more than {LARGEST_BUNDLE >> 20} MB"
             if reason is not None:
                 raise BadEntry(reason)
+            _check_serial(serials, trusted[publisher], label)
             data = _read(source, label.bundle, min(label.size, largest or LARGEST_BUNDLE))
             if hashlib.sha256(data).hexdigest() != label.sha256:
                 raise BadEntry("its bundle is not the one that was signed")
@@ -148,17 +168,11 @@ def pull(
 
 
 def read_trusted(file: Path) -> dict[str, str]:
-    """The publishers that are trusted here: public keys in hexadecimal, by name. Raises OSError: no file to believe."""
-    try:
-        with opened(file, links=True) as (plain, _):
-            found = json.loads(plain.read(LARGEST_LABEL))
-        if isinstance(found, dict) and all(isinstance(key, str) and _HEX.fullmatch(key) for key in found.values()):
-            return found
-    except FileNotFoundError:
-        return {}
-    except ValueError:
-        pass
-    raise OSError(f"{file} is not a list of publishers: fix or delete it")
+    """The publishers that are trusted here: public keys in hexadecimal, by name.
+
+    Raises OSError: the file cannot be read, others may have written it, or it is no such list.
+    """
+    return _own_list(file, lambda key: isinstance(key, str) and _HEX.fullmatch(key) is not None)
 
 
 def trust(file: Path, name: str, key: str) -> None:
@@ -174,7 +188,41 @@ def trust(file: Path, name: str, key: str) -> None:
     known = read_trusted(file)
     if known.get(name, key) != key:
         raise CannotPublish(f"{name} is trusted here with another key, {known[name]}: take that out of {file} first")
-    write_whole(file, json.dumps({**known, name: key}, indent=1).encode())
+    _write_list(file, {**known, name: key})
+
+
+def _check_serial(file: Path, key: str, label: Label) -> None:
+    """Remember the highest serial that a key has signed for an environment.
+
+    Raises BadEntry: a higher one was seen before; OSError: the file cannot be believed, or not written.
+    """
+    known, name = _own_list(file, lambda serial: type(serial) is int), f"{key} {label.stem}"
+    last = known.get(name, 0)
+    if label.serial < last:
+        raise BadEntry(
+            f"it is older (number {label.serial}) than what was published here before ({last}): "
+            f"if its publisher says that it is the latest, take {label.stem} out of {file}"
+        )
+    if label.serial > last:
+        _write_list(file, {**known, name: label.serial})
+
+
+def _own_list(file: Path, is_sound: Callable[[Any], bool]) -> dict[str, Any]:
+    """A JSON object that nobody but this user or root can have written; empty where there is no file."""
+    try:
+        with own_file(file) as plain:
+            found = json.loads(plain.read(LARGEST_LIST))
+        if isinstance(found, dict) and all(map(is_sound, found.values())):
+            return found
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError):
+        pass
+    raise OSError(f"{file} is damaged: fix or delete it")
+
+
+def _write_list(file: Path, content: dict[str, Any]) -> None:
+    write_whole(file, json.dumps(content, indent=1).encode(), mode=0o644)
 
 
 def _believed(text: bytes, trusted: dict[str, str]) -> tuple[Label, str]:
@@ -185,7 +233,7 @@ def _believed(text: bytes, trusted: dict[str, str]) -> tuple[Label, str]:
         if not _is_label(label):
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise BadEntry("its label is damaged") from None
+        raise BadEntry("its label is damaged, or made by another version of this pack") from None
     key, signature = signed.get("key"), signed.get("signature")
     if not isinstance(key, str) or not isinstance(signature, str) or not _HEX.fullmatch(key):
         raise BadEntry("nobody signed it")
@@ -208,11 +256,9 @@ def _is_label(label: Label) -> bool:
     return (
         isinstance(label.environment, dict)
         and all(isinstance(text, str) for text in (*label.environment, *label.environment.values()))
-        and isinstance(label.bundle, str)
-        and re.fullmatch(r"graphs-[0-9a-f]{16}-[0-9a-f]{12}\.bundle", label.bundle) is not None
         and isinstance(label.sha256, str)
-        and type(label.size) is int
-        and label.size >= 0
+        and _HEX.fullmatch(label.sha256) is not None
+        and all(type(number) is int and number >= 0 for number in (label.size, label.serial))
         and isinstance(label.kinds, list)
         and all(isinstance(kind, str) for kind in label.kinds)
     )
@@ -240,7 +286,7 @@ def _take(data: bytes, label: Label, folder: Folder, seals: Seals) -> int:
 
 
 def _private(file: Path) -> Any:
-    with opened(file, links=True) as (plain, _):
+    with own_file(file, private=True) as plain:
         text = plain.read(1024).strip()
     try:
         return _ed25519().Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text.decode("ascii")))

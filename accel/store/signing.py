@@ -6,12 +6,15 @@ contains the SHA-256 of its bytes. Only the holder of the secret can make one, a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from ..core.atomic_file import opened, write_secret
 
@@ -58,6 +61,23 @@ def seals(file: Path | None, make: bool = True) -> Seals:
     return Seals(_own_secret(file, make), str(file))
 
 
+@contextlib.contextmanager
+def own_file(path: Path, private: bool = False) -> Iterator[BinaryIO]:
+    """A file, open for reading, that only this user or root can have written; nor can others read it if `private`.
+
+    On Windows links alone are refused: Python cannot ask there who may write a file.
+
+    Raises OSError: others may have written it, it is a link, or it cannot be read.
+    """
+    # Opened once: what the status says must be true of the file that is read.
+    with opened(path) as (file, status):
+        forbidden = 0o077 if private else 0o022
+        if os.name == "posix" and (status.st_mode & forbidden or status.st_uid not in (0, os.geteuid())):
+            done, mode = ("read", 600) if private else ("changed", 644)
+            raise PermissionError(f"{path} can be {done} by others: chmod {mode} it and own it")
+        yield file
+
+
 def _derived(key: str) -> bytes:
     """32 bytes from a key that a person chose; slow, since whoever sees a manifest can try keys against its seal."""
     if len(key) < SHORTEST_KEY:
@@ -82,7 +102,10 @@ def _own_secret(file: Path, make: bool) -> bytes:
                 pass
             secret = _read(file)  # of another process, where that one was first
     except OSError as error:
-        raise NoSecret(f"the secret in {file} cannot be read or made ({error.strerror or error})") from error
+        raise NoSecret(
+            f"the secret in {file} cannot be read or made ({error.strerror or error}): "
+            f"mend that, or set {KEY_VARIABLE}, which is the way on a file system without modes"
+        ) from error
     if secret is None:
         raise NoSecret(f"{file} holds no secret: delete it, and a new one is made")
     return secret
@@ -92,13 +115,7 @@ def _read(file: Path) -> bytes | None:
     """The secret in a file that only we can read; None where the file has none."""
     deadline = time.monotonic() + _WAIT
     while True:
-        # Opened once: what the status says must be true of the file that is read.
-        with opened(file, links=True) as (secret, status):
-            if os.name == "posix" and (status.st_mode & 0o077 or status.st_uid != os.geteuid()):
-                raise NoSecret(
-                    f"{file} can be read by others: chmod 600 it and own it, or set {KEY_VARIABLE}, "
-                    f"which is the way on a file system without modes"
-                )
+        with own_file(file, private=True) as secret:
             text = secret.read(1024).strip()
         # Without hard links a new secret has its name for a moment before its bytes.
         if text or time.monotonic() > deadline:

@@ -113,6 +113,27 @@ def test_reading_what_is_no_file_ends_in_a_sentence(folder):
     assert [file.name for file in folder.files()] == ["file"]
 
 
+def test_link_is_not_followed_where_the_system_cannot_refuse_it(folder, monkeypatch):
+    """Simulated: Windows has no O_NOFOLLOW."""
+    folder.write("file", b"x")
+    (folder.path / "link").symlink_to("file")
+    monkeypatch.delattr(os, "O_NOFOLLOW", raising=False)
+    assert folder.read("file", 10) == b"x"
+    with pytest.raises(OSError, match="a link"):
+        folder.read("link", 10)
+
+
+@pytest.mark.skipif(os.utime not in os.supports_follow_symlinks, reason="a system that cannot date a link itself")
+def test_use_of_a_link_dates_no_other_file(folder):
+    folder.write("file", b"x")
+    os.utime(folder.path / "file", (1e9, 1e9))
+    (folder.path / "link").symlink_to("file")
+    folder.touch("link")
+    assert (folder.path / "file").stat().st_mtime == 1e9
+    folder.touch("file")
+    assert (folder.path / "file").stat().st_mtime > 1e9
+
+
 def test_write_that_fails_leaves_the_old_file_and_no_other(folder, monkeypatch):
     folder.write("a", b"old")
 
@@ -182,6 +203,23 @@ def test_now_is_what_the_folder_says_and_not_this_machine(folder, monkeypatch):
     prune(folder, 1 << 20)
     assert (folder.path / "ab.tmp").exists()
     assert abs(folder.now() - (folder.path / "ab.tmp").stat().st_mtime) < 60
+
+
+def test_what_a_wrong_clock_dated_in_the_future_goes_before_what_is_used(folder):
+    ahead, further, old, new = (write_entry(folder, n, age) for n, age in ((1, -10 * OLD), (2, -1e8), (3, OLD), (4, 0)))
+    (folder.path / "ab.tmp").write_bytes(b"part")
+    os.utime(folder.path / "ab.tmp", (time.time() + OLD,) * 2)
+    for limit, left in ((1 << 20, [ahead, further, old, new]), (4000, [further, old, new]), (2700, [old, new])):
+        prune(folder, limit)
+        assert stems(folder) == sorted(left)
+    assert not (folder.path / "ab.tmp").exists()
+
+
+def test_graph_of_a_wrong_clock_that_is_used_again_is_as_new_as_any(folder):
+    ahead, old = write_entry(folder, 1, age=-10 * OLD), write_entry(folder, 2, age=300)
+    folder.touch(ahead + ".json")
+    assert prune(folder, 1400) == 1
+    assert stems(folder) == [ahead] and old != ahead
 
 
 class Stuck(LocalFolder):

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import sys
+import time
 
 import pytest
 from comfy_accel.accel.store import key as store_key
@@ -11,6 +13,7 @@ from comfy_accel.accel.store.folder import LocalFolder
 from comfy_accel.accel.store.publishing import CannotPublish, Label, read_trusted, trust
 from store_kit import load, run_command, save, store
 
+posix = pytest.mark.skipif(os.name != "posix", reason="only there a file says who may write it")
 ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519", reason="an optional package")
 
 
@@ -45,14 +48,18 @@ def label_file(shelf):
 
 
 def relabel(shelf, change, private=None):
-    """Change the label's JSON; sign it again where a private key's file is given."""
+    """Change the label's JSON; sign it again, under the names that it then has, if a private key's file is given."""
     file = label_file(shelf)
     signed = json.loads(file.read_text())
+    earlier = Label(**signed["label"]).bundle
     change(signed)
     if private is not None:
+        label = Label(**signed["label"])
         signer = ed25519.Ed25519PrivateKey.from_private_bytes(bytes.fromhex(private.read_text()))
-        signed["signature"] = signer.sign(Label(**signed["label"]).canonical()).hex()
+        signed["signature"] = signer.sign(label.canonical()).hex()
         signed["key"] = signer.public_key().public_bytes_raw().hex()
+        file = file.rename(shelf / f"{label.stem}.json")
+        (shelf / earlier).rename(shelf / label.bundle)
     file.write_text(json.dumps(signed))
 
 
@@ -119,6 +126,7 @@ def test_bundle_that_is_gone_is_refused(reader, shelf, capsys):
     "change",
     [
         lambda signed: signed["label"]["environment"].update(torch="0.1"),
+        lambda signed: signed["label"].update(serial=2**40),
         lambda signed: signed["label"].update(sha256="0" * 64),
         lambda signed: signed["label"].update(size=1),
         lambda signed: signed["label"].update(kinds=["Other"]),
@@ -176,7 +184,8 @@ def test_graph_of_another_machine_under_a_label_that_fits_is_refused(reader, pub
         "{",
         "[]",
         '{"label": 5}',
-        '{"label": {"environment": {}, "bundle": "../x", "sha256": "", "size": 0, "kinds": []}}',
+        '{"label": {"environment": {}, "sha256": "../x", "size": 0, "kinds": [], "serial": 1}}',
+        '{"label": {"environment": {}, "sha256": "' + "0" * 64 + '", "size": 0, "kinds": []}}',
         "[" * 60_000,
     ],
 )
@@ -199,6 +208,97 @@ def test_pushing_again_replaces_what_was_there_of_the_same_environment(publisher
     assert run_command(home, "push", shelf, "--key", home / "private") == 0
     assert len(list(shelf.iterdir())) == 2
     assert run_command(reader, "pull", shelf) == 0 and load(store(reader), "c")[0] == b"c"
+
+
+def push_again(publisher, shelf, *stems):
+    """Publish anew, without these of the publisher's graphs."""
+    home, _ = publisher
+    for stem in stems:
+        for end in (".json", ".bin"):
+            (home / "graphs" / (stem + end)).unlink()
+    assert run_command(home, "push", shelf, "--key", home / "private") == 0
+
+
+def put_back(earlier, shelf):
+    shutil.rmtree(shelf)
+    shutil.copytree(earlier, shelf)
+
+
+def test_withdrawn_graph_that_somebody_puts_back_is_refused(publisher, shelf, reader, tmp_path, capsys, monkeypatch):
+    withdrawn = sorted(file.stem for file in (publisher[0] / "graphs").glob("*.json"))[0]
+    earlier = shutil.copytree(shelf, tmp_path / "earlier")
+    monkeypatch.setattr(time, "time", lambda: 4e8)  # nor does a publisher's clock that was set back make one older
+    push_again(publisher, shelf, withdrawn)
+    assert run_command(reader, "pull", shelf) == 0
+    put_back(earlier, shelf)
+    capsys.readouterr()
+    assert run_command(reader, "pull", shelf) == 1
+    told = capsys.readouterr()
+    assert "0 graphs pulled" in told.out and not (reader / "graphs" / f"{withdrawn}.json").exists()
+    assert "it is older (number " in told.err
+    assert f"if its publisher says that it is the latest, take {label_file(shelf).stem} out of {reader}" in told.err
+    (line,) = json.loads((reader / "pulled.json").read_text())
+    assert line == f"{publisher[1]} {label_file(shelf).stem}"
+    (reader / "pulled.json").write_text("{}")
+    assert run_command(reader, "pull", shelf) == 0 and load(store(reader), "a") and load(store(reader), "b")
+
+
+def test_what_was_pulled_before_is_pulled_again_and_what_is_newer_too(publisher, shelf, reader, capsys):
+    for _ in range(2):
+        assert run_command(reader, "pull", shelf) == 0
+        push_again(publisher, shelf)
+        assert run_command(reader, "pull", shelf) == 0
+    assert capsys.readouterr().out.count("2 graphs pulled") == 4
+
+
+def test_label_under_another_name_is_not_counted_twice(reader, shelf, capsys):
+    shutil.copy(label_file(shelf), shelf / f"graphs-{'0' * 16}.json")
+    assert run_command(reader, "pull", shelf) == 0
+    told = capsys.readouterr()
+    assert "2 graphs pulled" in told.out and "is not what its name says" in told.err
+
+
+@posix
+@pytest.mark.parametrize("name", ["publishers.json", "pulled.json"])
+@pytest.mark.parametrize("whose", ["written by others", "of another user", "a link"])
+def test_list_that_others_may_have_written_is_not_believed(reader, shelf, tmp_path, capsys, name, whose):
+    assert run_command(reader, "pull", shelf) == 0
+    shutil.rmtree(reader / "graphs")
+    if whose == "a link":
+        (reader / name).rename(tmp_path / "elsewhere")
+        (reader / name).symlink_to(tmp_path / "elsewhere")
+    elif whose == "of another user":
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file away")
+        os.chown(reader / name, 65534, 65534)
+    else:
+        (reader / name).chmod(0o664)
+    capsys.readouterr()
+    assert run_command(reader, "pull", shelf) == 1
+    says = f"{name} is a link" if whose == "a link" else f"{name} can be changed by others: chmod 644 it and own it"
+    assert says in capsys.readouterr().err
+    assert not (reader / "graphs").exists()
+    if name == "publishers.json":
+        assert run_command(reader, "trust", "Bob", "0" * 64) == 1
+
+
+@posix
+def test_list_is_believed_that_was_made_while_files_are_open_to_a_group(reader, publisher, shelf):
+    before = os.umask(0o002)
+    try:
+        assert run_command(reader, "trust", "Bob", "0" * 64) == 0
+    finally:
+        os.umask(before)
+    assert run_command(reader, "pull", shelf) == 0
+
+
+@posix
+def test_private_key_that_others_can_read_signs_nothing(publisher, tmp_path, capsys):
+    home, _ = publisher
+    (home / "private").chmod(0o640)
+    assert run_command(home, "push", tmp_path / "other", "--key", home / "private") == 1
+    assert "private can be read by others: chmod 600 it and own it." in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 def test_name_stands_for_one_key(reader, publisher, capsys):
@@ -224,6 +324,7 @@ def test_private_key_is_its_owners_alone_and_is_never_replaced(publisher, capsys
     capsys.readouterr()
     assert run_command(home, "key", home / "other") == 0
     assert capsys.readouterr().out.splitlines()[-1] != public
+    (home / "wrong").touch(0o600)
     (home / "wrong").write_text("no key")
     assert run_command(home, "push", home / "shelf", "--key", home / "wrong") == 1
     assert "holds no private key of ours" in capsys.readouterr().err

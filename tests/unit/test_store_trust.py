@@ -73,6 +73,13 @@ def test_secret_of_another_user_is_not_used(tmp_path):
         seals(tmp_path / "secret")
 
 
+def test_secret_behind_a_link_is_not_used(tmp_path):
+    seals(tmp_path / "elsewhere")
+    (tmp_path / "secret").symlink_to("elsewhere")
+    with pytest.raises(NoSecret, match="secret is a link"):
+        seals(tmp_path / "secret")
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on this system")
 def test_pipe_in_the_place_of_the_secret_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "secret", 0o600)

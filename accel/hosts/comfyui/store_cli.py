@@ -49,6 +49,11 @@ class Store(NamedTuple):
             raise Refused(NO_HOME)
         return self.path / "publishers.json"
 
+    @property
+    def serials(self) -> Path:
+        """The file with the number of the latest label that was seen of each."""
+        return self.publishers.with_name("pulled.json")
+
     def seals(self, make: bool = False) -> Seals:
         """Seals with the secret that ComfyUI checks with. make: a new secret where there is none."""
         try:
@@ -153,7 +158,9 @@ def _pull(options: argparse.Namespace, store: Store) -> int:
     seals = store.seals(make=store.home is not None and store.home.given)
     count = refused = 0
     try:
-        for pulled in publishing.pull(location.at(options.url), trusted, misfit, store.folder, seals, limit):
+        for pulled in publishing.pull(
+            location.at(options.url), trusted, store.serials, misfit, store.folder, seals, limit
+        ):
             count += pulled.graphs
             refused += pulled.reason is not None
             made = pulled.label.environment if pulled.label else {}
