@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -101,10 +101,9 @@ def push(folder: Folder, seals: Seals, target: Folder, key: Path) -> list[Outcom
     sound = [item.entry for item in outcomes if item.reason is None]
     environments = {json.dumps(entry.environment, sort_keys=True): entry.environment for entry in sound}
     for environment in environments.values():
-        with tempfile.TemporaryDirectory() as work:
-            file = Path(work) / "bundle"
-            bundle.export(folder, seals, file, lambda entry, here=environment: entry.environment == here)
-            data = file.read_bytes()
+        packed = io.BytesIO()
+        bundle.pack(folder, seals, packed, lambda entry, here=environment: entry.environment == here)
+        data = packed.getvalue()
         if len(data) > LARGEST_BUNDLE:
             raise CannotPublish(f"the bundle has more than {LARGEST_BUNDLE >> 20} MB: see the command prune")
         digest = hashlib.sha256(data).hexdigest()
@@ -274,15 +273,12 @@ def _read(source: Folder, name: str, largest: int) -> bytes:
 
 def _take(data: bytes, label: Label, folder: Folder, seals: Seals) -> int:
     """Import a bundle whose bytes are those that were signed; all of it, or nothing."""
-    with tempfile.TemporaryDirectory() as work:
-        file = Path(work) / "bundle"
-        file.write_bytes(data)
-        for item in bundle.read(file):
-            if isinstance(item, Outcome):
-                raise BadEntry(f"{item.entry}: {item.reason}")
-            if item[0].environment != label.environment:
-                raise BadEntry(f"{printable(item[0].name)} was made elsewhere than its label says")
-        return len(bundle.import_trusted(file, folder, seals))
+    for item in bundle.unpack(io.BytesIO(data)):
+        if isinstance(item, Outcome):
+            raise BadEntry(f"{item.entry if isinstance(item.entry, str) else item.entry.stem}: {item.reason}")
+        if item[0].environment != label.environment:
+            raise BadEntry(f"{printable(item[0].name)} was made elsewhere than its label says")
+    return len(bundle.take(bundle.unpack(io.BytesIO(data)), folder, seals))
 
 
 def _private(file: Path) -> Any:

@@ -3,12 +3,12 @@
 import json
 import os
 import pickle
-import zipfile
 
 import pytest
 import torch
 from comfy_accel.accel.compile import block_compiler
 from comfy_accel.accel.core import torch_internals
+from comfy_accel.accel.store import bundle as store_bundle
 from store_kit import CPU, key, reasons, run_command, save, store
 
 
@@ -63,8 +63,7 @@ def test_hostile_bytes_beside_a_manifest_of_ours_are_not_opened(tmp_path, hostil
     bundle, mark = hostile
     save(store(tmp_path / "victim"))
     (file,) = (tmp_path / "victim" / "graphs").glob("*.bin")
-    with zipfile.ZipFile(bundle) as content:
-        data = next(content.read(name) for name in content.namelist() if name.endswith(".bin"))
+    ((_, data),) = store_bundle.read(bundle)
     for fitting in (data, data[:4]):  # of another size, and of the size that the manifest tells
         file.write_bytes(fitting)
         assert load_for_real(tmp_path / "victim")
@@ -72,10 +71,10 @@ def test_hostile_bytes_beside_a_manifest_of_ours_are_not_opened(tmp_path, hostil
 
 
 def unpack(bundle, folder, seal):
-    with zipfile.ZipFile(bundle) as content:
-        content.extractall(folder)
-    for file in folder.glob("*.json"):
-        file.write_text(json.dumps({**json.loads(file.read_text()), "seal": seal}))
+    folder.mkdir(parents=True, exist_ok=True)
+    for entry, data in store_bundle.read(bundle):
+        (folder / f"{entry.stem}.bin").write_bytes(data)
+        (folder / f"{entry.stem}.json").write_text(json.dumps({**json.loads(entry.canonical()), "seal": seal}))
 
 
 def test_no_command_unpickles(tmp_path, hostile):

@@ -116,12 +116,12 @@ def _export(options: argparse.Namespace, store: Store) -> int:
 def _import(options: argparse.Namespace, store: Store) -> int:
     if not options.trust:
         for item in bundle.read(options.file):
-            print(f"{item.entry}: {item.reason}" if isinstance(item, Outcome) else _line(item[0]))
+            print(_outcome(item) if isinstance(item, Outcome) else _line(item[0]))
         raise Refused(NO_TRUST)
     limit = location.max_bytes(store.path) or None
     seals = store.seals(make=store.home is not None and store.home.given)
     print(f"Sealed with {seals.source}.")
-    outcomes = bundle.import_trusted(options.file, store.folder, seals, limit)
+    outcomes = bundle.take(bundle.read(options.file, limit), store.folder, seals)
     if limit is not None:
         prune(store.folder, limit)
     return _report(outcomes, f"imported to {store.folder}")
@@ -202,10 +202,15 @@ def _limit(options: argparse.Namespace, store: Store) -> int:
 
 def _report(outcomes: list[Outcome], done: str) -> int:
     bad = [outcome for outcome in outcomes if outcome.reason is not None]
-    for entry, reason in bad:
-        print(f"{entry if isinstance(entry, str) else _line(entry)}: {reason}", file=sys.stderr)
+    for outcome in bad:
+        print(_outcome(outcome), file=sys.stderr)
     print(f"{counted(len(outcomes) - len(bad), 'graph')} {done}, {len(bad)} not.")
     return 1 if bad else 0
+
+
+def _outcome(outcome: Outcome) -> str:
+    entry = outcome.entry if isinstance(outcome.entry, str) else _line(outcome.entry)
+    return f"{entry}: {outcome.reason}"
 
 
 def _line(entry: Manifest) -> str:
