@@ -139,31 +139,21 @@ def pull(
     Raises OSError: the source cannot be listed, or `serials` or the folder not read or written;
     CannotPublish: there is no cryptography.
     """
-    names = sorted(file.name for file in source.files(PREFIX))
-    labels = [name for name in names if name.endswith(LABEL)][:MOST_LABELS]
-    labelled = set()
-    for name in labels:
+    for name in sorted(file.name for file in source.files(PREFIX) if file.name.endswith(LABEL))[:MOST_LABELS]:
         label = publisher = None
         try:
             label, publisher = _believed(_read(source, name, LARGEST_LABEL), trusted)
             if name != label.stem + LABEL:
                 raise BadEntry("it is not what its name says")
-            labelled.add(label.bundle)
-            reason = misfit(label.environment)
-            if reason is None and label.size > LARGEST_BUNDLE:
-                reason = f"its bundle has more than {LARGEST_BUNDLE >> 20} MB"
-            if reason is not None:
+            if (reason := misfit(label.environment)) is not None:
                 raise BadEntry(reason)
             _check_serial(serials, trusted[publisher], label)
-            data = _read(source, label.bundle, min(label.size, largest or LARGEST_BUNDLE))
+            data = _read(source, label.bundle, min(label.size, largest or LARGEST_BUNDLE, LARGEST_BUNDLE))
             if hashlib.sha256(data).hexdigest() != label.sha256:
                 raise BadEntry("its bundle is not the one that was signed")
             yield Pulled(name, label, publisher, _take(data, label, folder, seals))
         except (BadEntry, BadBundle) as bad:
             yield Pulled(name, label, publisher, reason=str(bad))
-    for name in names:
-        if name.endswith(BUNDLE) and name not in labelled and not any(name.startswith(one[:-5]) for one in labels):
-            yield Pulled(printable(name), reason="nobody signed it")
 
 
 def read_trusted(file: Path) -> dict[str, str]:
@@ -252,14 +242,14 @@ def _believed(text: bytes, trusted: dict[str, str]) -> tuple[Label, str]:
 
 
 def _is_label(label: Label) -> bool:
+    if not isinstance(label.environment, dict) or not isinstance(label.kinds, list):
+        return False
+    texts = (*label.environment.values(), label.sha256, *label.kinds)
+    numbers = (label.size, label.serial)
     return (
-        isinstance(label.environment, dict)
-        and all(isinstance(text, str) for text in (*label.environment, *label.environment.values()))
-        and isinstance(label.sha256, str)
+        all(isinstance(text, str) for text in texts)
         and _HEX.fullmatch(label.sha256) is not None
-        and all(type(number) is int and number >= 0 for number in (label.size, label.serial))
-        and isinstance(label.kinds, list)
-        and all(isinstance(kind, str) for kind in label.kinds)
+        and all(type(number) is int and number >= 0 for number in numbers)
     )
 
 

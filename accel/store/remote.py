@@ -43,20 +43,9 @@ class RemoteFolder:
         return (file for file in self._list() if UNFINISHED_NAME.fullmatch(file.name))
 
     def read(self, name: str, largest: int) -> bytes:
-        path = f"{self._root_path()}/{name}"
+        root = self._root_path()
         with self._connected() as files:
-            found = files.info(path)
-        size = found.get("size")
-        if found.get("type") != "file":
-            raise OSError(f"{name} is not a regular file")
-        if size is None:
-            size = largest + 1
-        elif size > largest:
-            raise OSError(f"{name} has {size} bytes, more than {largest}")
-        if size == 0:
-            return b""  # has no range to request
-        with self._connected() as files:
-            data = files.cat_file(path, start=0, end=size)
+            data = files.cat_file(f"{root}/{name}", start=0, end=largest + 1)
         if len(data) > largest:
             raise OSError(f"{name} has more than {largest} bytes")
         return data

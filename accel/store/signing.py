@@ -91,38 +91,30 @@ def _derived(key: str) -> bytes:
 
 def _own_secret(file: Path, make: bool) -> bytes:
     try:
-        try:
-            secret = _read(file)
-        except FileNotFoundError:
-            if not make:
-                raise NoSecret(f"there is no secret in {file}: the first graph that is saved makes one") from None
-            try:
+        if make and not file.exists():
+            with contextlib.suppress(FileExistsError):  # another process was first
                 write_secret(file, secrets.token_hex(32).encode())
-            except FileExistsError:
-                pass
-            secret = _read(file)  # of another process, where that one was first
+        secret = _read(file)
+    except FileNotFoundError:
+        raise NoSecret(f"there is no secret in {file}: the first graph that is saved makes one") from None
     except OSError as error:
         raise NoSecret(
             f"the secret in {file} cannot be read or made ({error.strerror or error}): "
             f"mend that, or set {KEY_VARIABLE}, which is the way on a file system without modes"
         ) from error
-    if secret is None:
-        raise NoSecret(f"{file} holds no secret: delete it, and a new one is made")
-    return secret
+    with contextlib.suppress(ValueError):
+        if len(decoded := bytes.fromhex(secret.decode("ascii"))) == 32:
+            return decoded
+    raise NoSecret(f"{file} holds no secret: delete it, and a new one is made")
 
 
-def _read(file: Path) -> bytes | None:
-    """The secret in a file that only we can read; None where the file has none."""
+def _read(file: Path) -> bytes:
+    """The content of a file that nobody else can read, once it has any."""
     deadline = time.monotonic() + _WAIT
     while True:
         with own_file(file, private=True) as secret:
             text = secret.read(1024).strip()
         # Without hard links a new secret has its name for a moment before its bytes.
         if text or time.monotonic() > deadline:
-            break
+            return text
         time.sleep(0.02)
-    try:
-        secret = bytes.fromhex(text.decode("ascii"))
-    except ValueError:
-        return None
-    return secret if len(secret) == 32 else None

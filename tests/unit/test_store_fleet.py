@@ -122,7 +122,7 @@ def test_object_of_another_size_than_it_may_have_is_not_read(remote):
     _, folder = remote
     folder.write("a", b"four")
     assert folder.read("a", 4) == b"four"
-    with pytest.raises(OSError, match="a has 4 bytes, more than 3"):
+    with pytest.raises(OSError, match="a has more than 3 bytes"):
         folder.read("a", 3)
     folder.write("empty", b"")
     assert folder.read("empty", 4) == b""
