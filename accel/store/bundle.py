@@ -31,13 +31,13 @@ class Outcome(NamedTuple):
 
 
 def verify(folder: Folder, seals: Seals) -> Iterator[Outcome]:
-    """An outcome for each entry of a folder, checked without opening it. Raises OSError: no folder can be read."""
+    """The outcome of checking each entry of a folder; opens none. Raises OSError: the folder cannot be read."""
     for entry, manifest, reason, _ in _entries(folder, seals):
         yield Outcome(manifest or entry, reason)
 
 
 def export(folder: Folder, seals: Seals, file: Path, wanted: Callable[[Manifest], bool] | None = None) -> list[Outcome]:
-    """Write a bundle to a new file, which gets its name only once it is complete; outcomes as of `pack`.
+    """Pack a bundle into a new file, which gets its name only once it is complete.
 
     Raises OSError: the folder cannot be read, or the file not written; FileExistsError if it exists.
     """
@@ -53,7 +53,7 @@ def export(folder: Folder, seals: Seals, file: Path, wanted: Callable[[Manifest]
 def pack(
     folder: Folder, seals: Seals, file: BinaryIO, wanted: Callable[[Manifest], bool] | None = None
 ) -> list[Outcome]:
-    """Write all sound entries, or those that are wanted, as a bundle; the outcomes name the others too.
+    """Write the sound entries, or those wanted, as a bundle; outcomes of all, written or not.
 
     Raises OSError: the folder cannot be read.
     """
@@ -71,7 +71,7 @@ def pack(
 
 
 def read(file: Path, largest: int | None = None) -> Iterator[tuple[Manifest, bytes] | Outcome]:
-    """The entries of a bundle, as `unpack` finds them. largest: size of the file, bytes; None for no limit.
+    """The entries of a bundle file, as from `unpack`. largest: bytes of the file; None for no limit.
 
     Raises OSError: the file cannot be read. BadBundle.
     """
@@ -83,9 +83,9 @@ def read(file: Path, largest: int | None = None) -> Iterator[tuple[Manifest, byt
 
 
 def unpack(file: BinaryIO) -> Iterator[tuple[Manifest, bytes] | Outcome]:
-    """The entries of a bundle, each checked against its manifest; an `Outcome` for each that is not sound.
+    """The sound entries of a bundle, and an `Outcome` for each that is not.
 
-    What follows a damaged manifest cannot be found. Raises BadBundle: the file begins as no bundle does.
+    A damaged manifest is the last: where the next begins is unknown. Raises BadBundle: it is no bundle.
     """
     if file.read(len(HEAD)) != HEAD:
         raise BadBundle("it is not a bundle")
@@ -132,7 +132,7 @@ def _checksum(text: bytes) -> bytes:
 
 
 def _entries(folder: Folder, seals: Seals) -> Iterator[tuple[str, Manifest | None, str | None, bytes]]:
-    """(file, manifest, what is wrong, bytes) of each entry of a folder. One that cannot be read stops no other."""
+    """(file, manifest, what is wrong, bytes) of each entry of a folder, readable or not."""
     for name in sorted(file.name for file in folder.files() if file.name.endswith(MANIFEST)):
         manifest, data, reason = None, b"", None
         try:

@@ -1,4 +1,4 @@
-"""The folder of the store's files: the protocol, and a folder of this machine or of a shared disk."""
+"""Where the store's files are: the protocol, and a folder on a local or shared disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..core.atomic_file import UNFINISHED, UNFINISHED_NAME, give_name, new_file,
 
 
 class File(NamedTuple):
-    """A file's name, its size in bytes, and its last use in seconds since 1970 by the folder's clock."""
+    """A file's name, size in bytes, and last use in seconds since 1970 by the folder's clock."""
 
     name: str
     size: int
@@ -20,19 +20,19 @@ class File(NamedTuple):
 
 
 class Folder(Protocol):
-    """Files by name. Every method raises OSError when the disk, or the network before it, fails.
+    """Files by name. Every method raises OSError if the disk or the network fails.
 
-    Others may write to the folder, so no content of it may make a method hang or fill the memory.
+    Others may write to the folder: whatever they put there must not make a method hang or fill the memory.
     """
 
     def files(self, prefix: str = "") -> Iterator[File]:
-        """The finished files whose names begin with `prefix`; none where the folder does not exist. Changes nothing."""
+        """All finished files whose names begin with `prefix`; none if there is no folder. Changes nothing."""
 
     def unfinished(self) -> Iterator[File]:
-        """The files that a process is writing, or was when it ended."""
+        """All files that a process is writing, or was writing when it died."""
 
     def read(self, name: str, largest: int) -> bytes:
-        """The file's bytes; FileNotFoundError where it is missing, OSError where it has more than `largest` bytes."""
+        """The file's bytes. Raises FileNotFoundError; OSError if it has more than `largest` bytes."""
 
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file; no reader ever sees part of it."""
@@ -44,16 +44,16 @@ class Folder(Protocol):
         """Delete the file, if it is there."""
 
     def touch(self, name: str) -> None:
-        """Record that the file was used just now, where the folder can."""
+        """Date the file now, if the folder can."""
 
     def now(self) -> float:
-        """The time by the clock that dates the files, which may be another machine's. Writes a file to read it."""
+        """The time on the clock that dates the files, which may be another machine's. Writes a file to find out."""
 
 
 class LocalFolder:
-    """A folder of the file system, created at the first write. Needs no locks, so it may be on NFS.
+    """A folder of the file system, created by the first write. Uses no locks, so it may be on NFS.
 
-    A file is written under a unique name and then renamed; meanwhile readers find the old file or none.
+    A file is written under a unique name, then renamed: until then readers find the old file or none.
     """
 
     def __init__(self, path: Path):
@@ -105,12 +105,12 @@ class LocalFolder:
             return
         with found:
             for item in found:
-                # By name first: asking a file server about each file costs a round trip.
+                # By name first: on a file server each stat costs a round trip.
                 if not matches(item.name):
                     continue
                 try:
                     status = item.stat(follow_symlinks=False)
-                except OSError:  # pruned by another process, or without a status: the others have one
+                except OSError:  # another process has pruned it
                     continue
                 if stat.S_ISREG(status.st_mode):
                     yield File(item.name, status.st_size, status.st_mtime)

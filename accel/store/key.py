@@ -1,4 +1,4 @@
-"""When an artifact made elsewhere is valid here: the digest of its graph's key, and the environment."""
+"""Whether a graph saved elsewhere is valid here: the digest of its key, and its environment."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from ..fingerprint.kinds import GraphKey
 
 _PACKAGES = ("cache", "compile", "core", "dispatch", "fingerprint", "kernels", "modules", "signature")
-"""Packages of the engine whose code decides what is in an artifact, and which calls it is valid for."""
+"""Packages of the engine that decide what a saved graph contains and which calls it is valid for."""
 
-_PASSES = ("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass") + (
-    *("post_grad_custom_pre_pass", "post_grad_custom_post_pass", "_pre_fusion_custom_pass", "_post_fusion_custom_pass"),
-)
+_PASSES = (
+    "pre_grad_custom_pass joint_custom_pre_pass joint_custom_post_pass post_grad_custom_pre_pass "
+    "post_grad_custom_post_pass _pre_fusion_custom_pass _post_fusion_custom_pass"
+).split()
 """Settings of inductor that take custom code."""
 
 _THREADS = re.compile(r" \d+ threads")
@@ -35,13 +36,13 @@ _ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")
 
 
 class NotPortable(Exception):
-    """The graph is valid in this process alone; the message says why."""
+    """The graph is valid in this process only; the message says why."""
 
 
 def key_digest(key: GraphKey, values: tuple[str, ...] = ()) -> str:
-    """A digest of the key, and of the values that its graph is valid for, that is the same in every process.
+    """A digest of the key and of the values its graph is valid for; the same in every process.
 
-    Raises NotPortable: the key has a meaning in this process alone, or its code could change unnoticed.
+    Raises NotPortable: the key means something in this process only, or its code could change unnoticed.
     """
     kind = key.kind
     if kind.opaque:
@@ -59,17 +60,17 @@ def key_digest(key: GraphKey, values: tuple[str, ...] = ()) -> str:
 
 
 def engine_files() -> list[str]:
-    """The engine's own files that decide what is in a saved graph: not the words in which it says something."""
+    """The engine's own files that decide what a saved graph contains; its sentences do not."""
     folders = (Path(__file__).parents[1] / name for name in _PACKAGES)
     return sorted(str(file) for folder in folders for file in folder.glob("*.py") if file.name != "sentences.py")
 
 
 def environment(devices: Iterable[torch.device]) -> dict[str, str]:
-    """What an artifact for these devices depends on beside its key, each as text.
+    """What a graph for these devices depends on besides its key, by name.
 
-    The driver is not part of it: the saved machine code runs with every driver that runs this torch.
+    The driver is left out: saved machine code runs on every driver that runs this torch.
 
-    Raises NotPortable: part of it has a meaning in this process alone.
+    Raises NotPortable: part of it means something in this process only.
     """
     return {
         **_software(),
@@ -79,7 +80,7 @@ def environment(devices: Iterable[torch.device]) -> dict[str, str]:
 
 
 def difference(here: dict[str, str], there: object) -> str | None:
-    """The first difference between two environments, in words; None when they are equal."""
+    """The first difference between two environments, in words; None if they are equal."""
     if not isinstance(there, dict):
         return "it does not say where it was made"
     for name in sorted({*here, *there}, key=lambda name: (name != "torch", name)):
@@ -89,11 +90,9 @@ def difference(here: dict[str, str], there: object) -> str | None:
 
 
 def misfit(environment: dict[str, str]) -> str | None:
-    """Why graphs for an environment are of no use to a program on this machine, in words; None where they may be.
+    """Why no program on this machine can use graphs for an environment, in words; None if one might.
 
-    They may turn out to be none: torch's settings and threads are those of the program that loads them.
-
-    Raises NotPortable.
+    Whether one can depends on its settings of torch and number of threads as well. Raises NotPortable.
     """
     here = _software()
     reason = difference(here, {name: environment.get(name) for name in here})
@@ -189,12 +188,12 @@ def _options() -> str:
 
 
 def _shared(config: Any) -> list[tuple[str, str]]:
-    """A module's settings that decide what is generated; not those of who builds it, in which folder."""
+    """A module's settings that decide what is generated, without the compiler's path."""
     return sorted((name, repr(value)) for name, value in config.save_config_portable().items() if name != "cpp.cxx")
 
 
 def _asked(setting: Callable[[], Any] | None) -> Any:
-    """The value of a setting. An error counts as one too: torch raises where it was set through another name."""
+    """The value of a setting, or the error's name: torch raises for one that was set through another name."""
     try:
         return setting() if setting is not None else None
     except (AttributeError, RuntimeError) as error:

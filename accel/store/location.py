@@ -1,7 +1,7 @@
-"""Where an installation keeps its saved graphs: in a home that its host names, or where the environment says.
+"""Where saved graphs are: in the installation's home, unless the environment names another place.
 
-The environment wins. No setting of the host's own page decides it: any page or request may change those, and the
-server would then write where somebody else wants it to.
+The host's settings page cannot: any web page or request may change its settings, and could have the server write
+wherever it likes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import os
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from ..core import settings
@@ -22,27 +21,23 @@ LIMIT_VARIABLE = "ACCEL_STORE_MB"
 OFF = "off"
 
 PERSONAL_NAME = "comfy-accel"
-"""Of the home for scripts, in the folder where programs keep what they can make again."""
+"""Name of the home for scripts, in the system's folder for caches."""
 
 
 def folder(home: Path | None) -> Folder | None:
-    """The folder of the saved graphs: the one that ACCEL_STORE names, else `graphs` in the home; None saves nothing.
+    """The folder that ACCEL_STORE names, else `graphs` in the home; None if nothing is to be saved. Touches no disk.
 
     ACCEL_STORE: a folder, an address such as s3://bucket/graphs (needs the package fsspec), or "off".
-    Touches no disk.
-
-    Raises OSError: ACCEL_STORE is no address.
     """
     if is_off():
         return None
-    named = _named()
-    if named:
+    if named := _named():
         return at(named)
     return LocalFolder(home / "graphs") if home is not None else None
 
 
 def is_off() -> bool:
-    """Whether ACCEL_STORE says that nothing is kept."""
+    """Whether ACCEL_STORE turns the store off."""
     return _named().lower() == OFF
 
 
@@ -51,14 +46,9 @@ def _named() -> str:
 
 
 def at(named: str) -> Folder:
-    """The folder at a path or an address. Touches no disk. Raises OSError: it is no address."""
-    if named.startswith("file:"):
-        try:
-            address = urlsplit(named)
-        except ValueError as error:
-            raise OSError(f"{named} is not an address: {error}") from None
-        if address.netloc in ("", "localhost"):  # fsspec would show files that are half written
-            return LocalFolder(Path(url2pathname(address.path)))
+    """The folder at a path or an address. Touches no disk."""
+    if named.startswith("file://"):  # fsspec would show half-written files
+        return LocalFolder(Path(url2pathname(named.removeprefix("file://").removeprefix("localhost"))))
     if "://" in named:
         from .remote import RemoteFolder
 
@@ -67,15 +57,15 @@ def at(named: str) -> Folder:
 
 
 def secret(home: Path | None) -> Path | None:
-    """The file with this installation's secret: in its home, wherever the graphs are.
+    """The file with this installation's secret, which stays in the home wherever the graphs are.
 
-    A folder that others may write must not be able to bring its own secret.
+    Otherwise a shared folder could bring its own secret.
     """
     return None if home is None else home / "secret"
 
 
 def max_bytes(home: Path | None) -> int:
-    """What the folder may hold: ACCEL_STORE_MB, where that is a number, else what the home's settings say.
+    """The folder's limit: ACCEL_STORE_MB if that is a whole number, else the home's setting.
 
     Raises OSError: the settings cannot be read.
     """
@@ -93,7 +83,7 @@ def _warn_once(sentence: str) -> None:
 
 
 def personal_home() -> Path | None:
-    """The home for scripts, which may not exist yet; None for an account without a home folder."""
+    """The home for scripts, which may not exist yet; None if the account has no home folder."""
     if sys.platform == "win32":
         given, below = os.environ.get("LOCALAPPDATA"), ("AppData", "Local")
     elif sys.platform == "darwin":

@@ -1,4 +1,4 @@
-"""One saved graph: its bytes, and beside them a sealed manifest in JSON that says what they are."""
+"""A saved graph: its bytes, and a sealed JSON manifest that describes them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BadEntry(Exception):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of an artifact without opening it.
+    """What is known of a saved graph without opening it.
 
     key: of its graph (`key.key_digest`). name: of its kind, for people. environment: where it is valid.
     facts: `compiled_graph.Facts`, as JSON. size: bytes. sha256: of the bytes, in hexadecimal.
@@ -51,11 +51,11 @@ class Manifest:
 
     @property
     def stem(self) -> str:
-        """The name of both files without the suffix; different bytes never share one."""
+        """Both files' name without the suffix; different bytes have different names."""
         return f"{self.key}-{self.sha256[:12]}"
 
     def canonical(self) -> bytes:
-        """The same bytes for equal manifests, which the seal covers."""
+        """The bytes that the seal covers; equal manifests have the same."""
         return json.dumps({"format": FORMAT, **vars(self)}, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -64,7 +64,7 @@ def describe(key: str, name: str, environment: dict[str, str], facts: dict[str, 
 
 
 def write(folder: Folder, seals: Seals, manifest: Manifest, data: bytes) -> None:
-    """Write the bytes, then the sealed manifest: a reader must never find a manifest without its bytes.
+    """Save an entry: its bytes first, so that no reader finds a manifest without them.
 
     Raises OSError: a file cannot be written. BadEntry: the manifest could not be read again.
     """
@@ -76,7 +76,7 @@ def write(folder: Folder, seals: Seals, manifest: Manifest, data: bytes) -> None
 
 
 def remove(folder: Folder, stem: str) -> bool:
-    """Delete an entry, its manifest first; whether that was possible. What cannot be deleted stays."""
+    """Delete an entry, its manifest first; whether both files are gone."""
     with contextlib.suppress(OSError):
         folder.remove(stem + MANIFEST)
         folder.remove(stem + DATA)
@@ -85,7 +85,7 @@ def remove(folder: Folder, stem: str) -> bool:
 
 
 def read(folder: Folder, stem: str) -> tuple[Manifest, object]:
-    """An entry's manifest and its seal, neither checked (`check_seal`): anybody may have written them.
+    """An entry's manifest and seal. Anybody may have written them: see `check_seal`.
 
     Raises OSError: it cannot be read. BadEntry: it is missing, damaged, or another entry's.
     """
@@ -96,7 +96,7 @@ def read(folder: Folder, stem: str) -> tuple[Manifest, object]:
 
 
 def read_data(folder: Folder, manifest: Manifest) -> bytes:
-    """An entry's bytes, as its manifest describes them.
+    """An entry's bytes, checked against its manifest.
 
     Raises OSError: they cannot be read. BadEntry: they are missing or changed.
     """
@@ -106,10 +106,7 @@ def read_data(folder: Folder, manifest: Manifest) -> bytes:
 
 
 def parse(text: bytes) -> tuple[Manifest, object]:
-    """The manifest in a JSON text, and its seal; None where it has no seal, as in a bundle.
-
-    Raises BadEntry: the text is no manifest.
-    """
+    """The manifest in a JSON text, and its seal: None in a bundle. Raises BadEntry: it is no manifest."""
     try:
         if len(text) > LARGEST_MANIFEST:
             raise ValueError
@@ -134,13 +131,13 @@ def parse(text: bytes) -> tuple[Manifest, object]:
 
 
 def check_seal(seals: Seals, manifest: Manifest, seal: object) -> None:
-    """Raise BadEntry unless the manifest was sealed with our secret; it covers the bytes by their SHA-256."""
+    """Raise BadEntry unless our secret sealed the manifest, and with it the bytes, by their SHA-256."""
     if not seals.check(seal, manifest.canonical()):
         raise BadEntry("another installation made it, or somebody changed it: it is not opened")
 
 
 def check_bytes(manifest: Manifest, data: bytes) -> None:
-    """Raise BadEntry unless these are the manifest's bytes. Says nothing about who made them."""
+    """Raise BadEntry unless these are the bytes that the manifest describes, whoever made both."""
     if len(data) != manifest.size:
         raise BadEntry(f"it has {len(data)} bytes of {manifest.size}")
     if hashlib.sha256(data).hexdigest() != manifest.sha256:
@@ -148,7 +145,7 @@ def check_bytes(manifest: Manifest, data: bytes) -> None:
 
 
 def printable(text: str) -> str:
-    """Untrusted text on one line of at most 300 characters, safe for terminals and logs."""
+    """Untrusted text made safe for terminals and logs: one line, at most 300 characters."""
     text = " ".join(text[:1200].split())
     text = text if len(text) <= 300 else text[:297] + "..."
     return "".join(character if character.isprintable() else "?" for character in text)
@@ -162,12 +159,12 @@ def _read(folder: Folder, name: str, largest: int) -> bytes:
 
 
 def _refuse(constant: str) -> None:
-    """Infinity and NaN are JSON to Python alone."""
+    """Refuse Infinity and NaN, which only Python takes for JSON."""
     raise ValueError(constant)
 
 
 def _is_shallow(value: Any, depth: int = 4) -> bool:
-    """Whether JSON is no deeper than facts are; deep enough, it could be read and not written again."""
+    """Whether a value is nested no deeper than facts are. Python can read deeper JSON than it can write."""
     if isinstance(value, dict):
         value = list(value.values())
     return not isinstance(value, list) or bool(depth) and all(_is_shallow(item, depth - 1) for item in value)

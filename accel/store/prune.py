@@ -1,4 +1,4 @@
-"""Eviction of the least recently used graphs, until a store's folder is within its limit."""
+"""Keeps a store's folder within its limit by deleting the least recently used graphs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ A date further ahead than this was written by a clock that has been set right si
 """
 
 _ENTRY = re.compile(f"([0-9a-f]+-[0-9a-f]+)({re.escape(MANIFEST)}|{re.escape(DATA)})")
-"""The names of an entry's files. A folder named by mistake may contain JSON of other programs."""
+"""Names of an entry's files. A folder named by mistake may hold other programs' JSON."""
 
 
 def prune(folder: Folder, max_bytes: int) -> int:
-    """Delete the least recently used entries until the rest fits, and what killed processes left behind.
+    """Delete the least recently used entries until the rest fits; the number deleted.
 
-    Returns the number of entries deleted. Leaves alone files of no entry, and what cannot be deleted.
+    Also deletes what killed processes left behind. Other programs' files stay, and what cannot be deleted.
 
     Raises OSError: the folder cannot be read.
     """

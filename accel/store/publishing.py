@@ -1,9 +1,8 @@
-"""Graphs for other people's machines: bundles in a folder or an object store, each signed by who made it.
+"""Graphs for other people's machines: signed bundles in a folder or an object store.
 
-Beside a bundle lies a label in JSON that says what it is, where it is valid and what its bytes are, with an Ed25519
-signature of that. What is signed by nobody who is trusted here by name, does not fit this machine, or is older than
-what was seen before, is not opened.
-Signatures are made and checked by the package cryptography.
+Each bundle has a label, a JSON file with an Ed25519 signature. A bundle is opened only if somebody trusted has signed
+its label, the label's environment is this machine's, its serial is not below one seen before, and the bundle has the
+SHA-256 that it states. The package cryptography makes and checks the signatures.
 """
 
 from __future__ import annotations
@@ -32,20 +31,21 @@ LARGEST_BUNDLE = 1 << 30
 MOST_LABELS = 1000
 
 _SIGNED = b"comfy-accel graphs, format 2\n"
-"""Before what is signed, so that no signature of this key for another purpose is one of ours."""
+"""Prefix of all that is signed: a signature made with the same key for another purpose is never valid here."""
 
 _HEX = re.compile("[0-9a-f]{64}")
 _NAME = re.compile(r"[\w.@ -]{1,64}")
 
 
 class CannotPublish(Exception):
-    """The message says why, as part of a sentence."""
+    """Publishing, pulling or trusting is refused; the message says why, as part of a sentence."""
 
 
 class Label(NamedTuple):
-    """environment: where the graphs are valid (`key.environment`). sha256, size: of the bundle. kinds: for people.
+    """What a publisher signs.
 
-    serial: rises with each time that the publisher publishes graphs for this environment.
+    environment: where the graphs are valid (`key.environment`). sha256, size: of the bundle. kinds: for people.
+    serial: higher at each push for this environment.
     """
 
     environment: dict[str, str]
@@ -56,7 +56,7 @@ class Label(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """What both files' names begin with; a publisher has one label for an environment."""
+        """What the names of label and bundle begin with: each environment has one label."""
         text = json.dumps(self.environment, sort_keys=True)
         return PREFIX + hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -65,13 +65,13 @@ class Label(NamedTuple):
         return f"{self.stem}-{self.sha256[:12]}{BUNDLE}"
 
     def canonical(self) -> bytes:
-        """What is signed: the same bytes for equal labels."""
+        """The bytes that are signed; equal labels have the same."""
         return _SIGNED + json.dumps(self._asdict(), sort_keys=True, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True)
 class Pulled:
-    """What became of one bundle: the graphs taken over, or why none was. label: None where that cannot be believed."""
+    """What became of one bundle. graphs: number taken over. label: None if it cannot be believed."""
 
     file: str
     label: Label | None = None
@@ -81,7 +81,7 @@ class Pulled:
 
 
 def new_key(file: Path) -> str:
-    """Write a new private key to a file for its owner alone; the public one, in hexadecimal.
+    """A new public key, in hexadecimal. The private one is written to a file that only its owner can read.
 
     Raises FileExistsError, OSError, CannotPublish.
     """
@@ -91,7 +91,7 @@ def new_key(file: Path) -> str:
 
 
 def push(folder: Folder, seals: Seals, target: Folder, key: Path) -> list[Outcome]:
-    """Publish all sound graphs of a store, a bundle for each environment, in place of those published of it before.
+    """Publish a store's sound graphs, one bundle per environment; each replaces the environment's previous one.
 
     Raises OSError, BadEntry; CannotPublish: the key cannot be used.
     """
@@ -131,10 +131,10 @@ def pull(
     seals: Seals,
     largest: int | None = None,
 ) -> Iterator[Pulled]:
-    """Take over each published bundle that somebody trusted has signed and that fits, sealed with our own secret.
+    """Save the graphs of all bundles that somebody trusted has signed and that fit, sealed with our own secret.
 
-    trusted: public keys in hexadecimal, by name. serials: the file that remembers the highest seen of each label.
-    misfit: why graphs for an environment are of no use here; None if they are. largest: bytes of one bundle.
+    trusted: public keys in hexadecimal, by name. serials: file with the highest serial seen of each label.
+    misfit: why graphs for an environment are useless here; None if they are not. largest: bytes of one bundle.
 
     Raises OSError: the source cannot be listed, or `serials` or the folder not read or written;
     CannotPublish: there is no cryptography.
@@ -157,7 +157,7 @@ def pull(
 
 
 def read_trusted(file: Path) -> dict[str, str]:
-    """The publishers that are trusted here: public keys in hexadecimal, by name.
+    """Public keys of the trusted publishers, in hexadecimal, by name.
 
     Raises OSError: the file cannot be read, others may have written it, or it is no such list.
     """
@@ -167,7 +167,7 @@ def read_trusted(file: Path) -> dict[str, str]:
 def trust(file: Path, name: str, key: str) -> None:
     """Trust a publisher's public key from now on, under a name.
 
-    Raises CannotPublish: the name or the key is none, or the name stands for another key. OSError.
+    Raises CannotPublish: the name or the key is invalid, or the name already has another key. OSError.
     """
     key = key.strip().lower()
     if not _NAME.fullmatch(name) or name != name.strip():
@@ -215,7 +215,7 @@ def _write_list(file: Path, content: dict[str, Any]) -> None:
 
 
 def _believed(text: bytes, trusted: dict[str, str]) -> tuple[Label, str]:
-    """A label and who signed it. Raises BadEntry: it is none, or not signed by anybody who is trusted."""
+    """A label and its publisher's name. Raises BadEntry: it is damaged, or nobody trusted has signed it."""
     try:
         signed = json.loads(text)
         label = Label(**signed["label"])
@@ -254,7 +254,7 @@ def _is_label(label: Label) -> bool:
 
 
 def _read(source: Folder, name: str, largest: int) -> bytes:
-    """A file of the source. Raises BadEntry: others may be sound, such as while the publisher replaces this one."""
+    """A file of the source. Raises BadEntry, so that one unreadable file does not end the pull."""
     try:
         return source.read(name, largest)
     except OSError as error:
@@ -262,7 +262,7 @@ def _read(source: Folder, name: str, largest: int) -> bytes:
 
 
 def _take(data: bytes, label: Label, folder: Folder, seals: Seals) -> int:
-    """Import a bundle whose bytes are those that were signed; all of it, or nothing."""
+    """Import all of a bundle whose SHA-256 was checked, or nothing; the number of graphs."""
     for item in bundle.unpack(io.BytesIO(data)):
         if isinstance(item, Outcome):
             raise BadEntry(f"{item.entry if isinstance(item.entry, str) else item.entry.stem}: {item.reason}")

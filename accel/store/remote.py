@@ -1,4 +1,4 @@
-"""The store's files in an object store, or wherever else the package fsspec reaches."""
+"""A folder in an object store, or wherever else the package fsspec reaches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..core.atomic_file import UNFINISHED, UNFINISHED_NAME
 from .folder import File
 
 _USER = re.compile(r"(?<=://)[^\s'\"]*:[^\s'\"]*@|(?<=://)[^\s'\"/]*@")
-"""The user name and password before the host of an address, either of which may have any characters."""
+"""User name and password in an address; both may have any characters."""
 
 
 class RemoteFolder:
-    """A folder by its address, such as s3://bucket/graphs; credentials are up to fsspec and its backend.
+    """A folder at an address such as s3://bucket/graphs; fsspec and its backend find the credentials.
 
-    Relies only on objects being visible once they are complete. Object stores do not record reads: there, what was
-    written longest ago is evicted first.
+    Relies on one thing: an object is visible only once it is complete. Object stores record no reads, so the oldest
+    written is evicted first.
     """
 
     def __init__(self, address: str):
@@ -75,7 +75,7 @@ class RemoteFolder:
             self.remove(name)
 
     def _put(self, name: str, data: bytes, **mode: str) -> bool:
-        """Write a file; False where the mode forbids to replace it."""
+        """Write a file; False if it exists and the mode forbids replacing it."""
         root = self._root_path()
         with self._connected() as files:
             try:
@@ -115,10 +115,7 @@ class RemoteFolder:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Any]:
-        """The file system; any error of it becomes an OSError without the address's password.
-
-        Backends raise exceptions of their own packages, which this one does not know.
-        """
+        """The file system. Whatever a backend raises becomes an OSError without the address's password."""
         try:
             if self._files is None:
                 import fsspec
@@ -133,7 +130,7 @@ class RemoteFolder:
             raise OSError(f"{self}: {type(error).__name__}: {self._redacted(error)}") from error
 
     def _redacted(self, error: Exception) -> str:
-        """The error's text without the names, passwords and tokens of the address."""
+        """The error's text without the address's user names, passwords and tokens."""
         text = str(error)
         private = [self._address.partition("?")[2]]
         for user in _USER.findall(self._address):
@@ -145,7 +142,7 @@ class RemoteFolder:
 
 
 def _seconds(item: dict[str, Any]) -> float:
-    """The time of writing in seconds since 1970, which each backend names and types differently."""
+    """When it was written, in seconds since 1970; each backend names and types it differently."""
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
         moment = item.get(name)
         if isinstance(moment, str):

@@ -1,7 +1,7 @@
-"""Seals of artifacts, and the secret of this installation that makes them.
+"""Seals of saved graphs, and the secret that makes them.
 
-An artifact is code, and reading it runs it. So each carries a seal, an HMAC-SHA256 over its manifest, which
-contains the SHA-256 of its bytes. Only the holder of the secret can make one, and nothing without one is opened.
+A saved graph is code, and reading it runs it. So each has a seal, an HMAC-SHA256 over its manifest, which contains the
+SHA-256 of its bytes. Only the holder of the secret can make one, and nothing without one is opened.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ..core.atomic_file import opened, write_secret
 
 KEY_VARIABLE = "ACCEL_STORE_KEY"
 SHORTEST_KEY = 16
-"""Characters of a key that a person chose; fewer could be guessed."""
+"""Characters of a chosen key; a shorter one could be guessed."""
 
 _WAIT = 1.0
 """Seconds for another process to finish writing the secret."""
 
 
 class NoSecret(Exception):
-    """There is no usable secret, so nothing can be saved or trusted; the message says why and what helps."""
+    """Nothing can be sealed or checked without a usable secret; the message says why and what helps."""
 
 
 class Seals:
-    """Makes and checks seals. secret: 32 bytes. source: where the secret comes from, for people."""
+    """Makes and checks seals. secret: 32 bytes. source: where it comes from, for people."""
 
     def __init__(self, secret: bytes, source: str = ""):
         self._secret = secret
@@ -47,11 +47,11 @@ class Seals:
 
 
 def seals(file: Path | None, make: bool = True) -> Seals:
-    """Seals with the key in ACCEL_STORE_KEY, which a fleet shares, or else with this installation's own secret.
+    """Seals with the key in ACCEL_STORE_KEY, which a fleet shares, else with this installation's secret.
 
-    file: of the secret; None where no installation is known. make: write a new secret where there is none.
+    file: of the secret; None if no installation is known. make: write a new secret if there is none.
 
-    Raises NoSecret: the key is too short; the file can be neither read nor written, or others can read it.
+    Raises NoSecret: the key is too short; the file can be neither read nor written, or is not ours alone.
     """
     key = os.environ.get(KEY_VARIABLE)
     if key is not None:
@@ -63,9 +63,9 @@ def seals(file: Path | None, make: bool = True) -> Seals:
 
 @contextlib.contextmanager
 def own_file(path: Path, private: bool = False) -> Iterator[BinaryIO]:
-    """A file, open for reading, that only this user or root can have written; nor can others read it if `private`.
+    """A file, open for reading, that only this user or root can write, nor others read if `private`.
 
-    On Windows links alone are refused: Python cannot ask there who may write a file.
+    On Windows only links are refused: Python cannot tell there who may write a file.
 
     Raises OSError: others may have written it, it is a link, or it cannot be read.
     """
@@ -79,7 +79,7 @@ def own_file(path: Path, private: bool = False) -> Iterator[BinaryIO]:
 
 
 def _derived(key: str) -> bytes:
-    """32 bytes from a key that a person chose; slow, since whoever sees a manifest can try keys against its seal."""
+    """32 bytes from a chosen key; slow, because anybody who has a sealed manifest can try keys on it."""
     if len(key) < SHORTEST_KEY:
         raise NoSecret(f"{KEY_VARIABLE} has {len(key)} characters: give it {SHORTEST_KEY} at least")
     text = key.encode(errors="surrogateescape")
@@ -109,12 +109,12 @@ def _own_secret(file: Path, make: bool) -> bytes:
 
 
 def _read(file: Path) -> bytes:
-    """The content of a file that nobody else can read, once it has any."""
+    """The content of a file that nobody else can read; waits for it while the file is empty."""
     deadline = time.monotonic() + _WAIT
     while True:
         with own_file(file, private=True) as secret:
             text = secret.read(1024).strip()
-        # Without hard links a new secret has its name for a moment before its bytes.
+        # On a file system without hard links a new secret has its name a moment before its bytes.
         if text or time.monotonic() > deadline:
             return text
         time.sleep(0.02)
