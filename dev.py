@@ -16,7 +16,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from bench import BENCHES, PYTEST, ROOT, WITH_DIFFUSERS, WITH_RAY, WORK, Problem
+from bench import BENCHES, ROOT, WITH_DIFFUSERS, WITH_RAY, WORK, Problem
 from bench.command import run
 
 VENV = ROOT / ".venv"
@@ -35,8 +35,8 @@ AT_ONCE = ["--numprocesses=2", "--dist=loadgroup", "--no-loadscope-reorder"]
 The longest files come first in the order of folders, so that both processes end at about the same time.
 """
 
-QUICK = ["-m", "not thorough"]
-"""What every change is tested with; each `thorough` says why it is left out."""
+EVERY = ["-m", ""]
+"""In place of what pyproject.toml chooses: thorough tests too, each of which says why it is left out."""
 
 
 def main():
@@ -52,15 +52,10 @@ def main():
     environment = {**os.environ, "COMFYUI_PATH": str(comfyui)}
     if options.command == "test":
         lay_frontend(python)
-        # Threads that wait by spinning make small tensors minutes slower where another program shares the cores.
-        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        if options.all or not passed_on:
-            environment.setdefault("OMP_NUM_THREADS", "1")
-            passed_on = [*AT_ONCE, *(passed_on if options.all else QUICK)]
-            if not options.all:
-                # Else each process that compiles builds half a dozen programs to find out what the processor can do.
-                environment.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-        return call([python, "-c", PYTEST, *passed_on], environment)
+        if options.all:
+            environment.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "")  # with vectors, which tests/conftest.py leaves out
+            passed_on = [*AT_ONCE, *EVERY, *passed_on]
+        return call([python, "-m", "pytest", *(passed_on or AT_ONCE)], environment)
     if options.command == "release":
         passed_on = ["--tools", str(release_python())]
     module = options.name if options.command == "bench" else options.command
@@ -91,7 +86,7 @@ def parse(arguments):
     demo.add_argument("--json", metavar="FILE", help="write the table there too")
     test = command(
         "test",
-        "Run the tests that are not marked thorough. Arguments go to pytest, which runs whatever they name.",
+        "Run the tests that are not marked thorough, as `pytest` does, two at a time. Arguments go to pytest.",
     )
     test.add_argument("--all", action="store_true", help="run every test, thorough ones too")
     serve = command("serve", "Run ComfyUI with the pack, to be opened in a browser.")

@@ -1,6 +1,7 @@
 """Makes the pack importable as `comfy_accel`, the way ComfyUI loads it, and `bench` beside it."""
 
 import gc
+import os
 import sys
 from pathlib import Path
 
@@ -8,9 +9,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# At the end, so that `nodes` still means ComfyUI's nodes.py.
-if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))
+# At the end, so that `nodes` still means ComfyUI's nodes.py; `python -m pytest` puts it first.
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT] + [str(ROOT)]
+
+# Before torch is imported. Threads that wait by spinning make small tensors minutes slower where another program shares
+# the cores; and each process that compiles would build half a dozen programs to find out what the processor can do.
+for variable, value in {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCHINDUCTOR_VEC_ISA_OK": "0"}.items():
+    os.environ.setdefault(variable, value)
 
 from bench import pack  # noqa: E402
 

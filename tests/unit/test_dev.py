@@ -55,9 +55,10 @@ AT_ONCE = ["--numprocesses=2", "--dist=loadgroup", "--no-loadscope-reorder"]
 @pytest.mark.parametrize(
     ("given", "runs"),
     [
-        ([], [*AT_ONCE, "-m", "not thorough"]),
-        (["--all"], AT_ONCE),
-        (["--all", "-x"], [*AT_ONCE, "-x"]),
+        ([], AT_ONCE),
+        (["--all"], [*AT_ONCE, "-m", ""]),
+        (["--all", "-x"], [*AT_ONCE, "-m", "", "-x"]),
+        (["tests/unit"], ["tests/unit"]),
         (["tests/unit", "-m", "thorough"], ["tests/unit", "-m", "thorough"]),
     ],
 )
@@ -66,8 +67,11 @@ def test_thorough_tests_run_where_all_or_they_are_asked_for(dev, monkeypatch, tm
     monkeypatch.setattr(dev, "own_python", lambda requirements, torch: "python")
     monkeypatch.setattr(dev, "find_comfyui", lambda python, named: tmp_path)
     monkeypatch.setattr(dev, "lay_frontend", lambda python: None)
-    monkeypatch.setattr(dev, "call", lambda command, environment: command)
-    assert dev.main() == ["python", "-c", dev.PYTEST, *runs]
+    monkeypatch.setattr(dev, "call", lambda command, environment: (command, environment))
+    command, environment = dev.main()
+    assert command == ["python", "-m", "pytest", *runs]
+    set_here = {name for name, value in environment.items() if dev.os.environ.get(name) != value}
+    assert set_here <= {"COMFYUI_PATH"}, "pytest alone would run the tests otherwise"
 
 
 def test_paths_are_meant_from_the_current_folder(dev, monkeypatch, tmp_path):
