@@ -21,7 +21,7 @@ from bench import pack  # noqa: E402
 
 pack.load()
 
-TOGETHER = ("tests/browser/",), ("/test_routes.py", "/test_server.py")
+TOGETHER = ("tests/browser/",), ("/test_routes.py", "/test_server.py", "/test_texts.py")
 """Parts of the paths of files whose tests share a server."""
 
 

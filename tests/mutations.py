@@ -92,13 +92,13 @@ MUTATIONS = [
         "wrong locale key",
         '"noMatch": "No block type',
         '"noMatches": "No block type',
-        "browser/test_texts.py::test_both_languages_have_the_same_texts_with_the_same_blanks",
+        "comfyui/test_texts.py::test_both_languages_have_the_same_texts_with_the_same_blanks",
     ),
     Mutation(
         "node input without tooltip",
         'make_input(io.Model, "model", tooltip="The model to make faster. It is not changed itself.")',
         'make_input(io.Model, "model")',
-        "browser/test_texts.py::test_every_input_and_output_has_a_tooltip_and_both_languages",
+        "comfyui/test_texts.py::test_every_input_and_output_has_a_tooltip_and_both_languages",
     ),
     Mutation(
         "route that serves another site's page",

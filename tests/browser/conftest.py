@@ -79,7 +79,7 @@ def server_with(tmp_path_factory):
 
 @pytest.fixture(scope="package")
 def any_server(server_with):
-    """A server for tests that open no page."""
+    """A server with the frontend that is installed, for what a test asks without a page."""
     return server_with(frontend(CLASSIC))
 
 

@@ -6,10 +6,9 @@ every workflow as the page converts it. `bench.thumbnails` draws thumbnails.
 
 import io
 import json
-import urllib.parse
 
 import pytest
-from editor_page import CLASSIC, SETUPS, UPDATE, get, screenshot
+from editor_page import CLASSIC, SETUPS, UPDATE, screenshot
 
 from bench import workflow
 from bench.comfyui import PACK_NAME
@@ -177,12 +176,3 @@ def test_a_template_runs_and_its_nodes_show_progress_and_results(page):
     )
     assert len(shown["PreviewImage"]["images"]) == 1
     assert "DeepCache" in shown["AccelReport"]["text"][0]
-
-
-def test_the_page_is_offered_every_template_with_its_thumbnail(any_server):
-    offered = json.loads(get(any_server, "/api/workflow_templates"))
-    assert sorted(offered[PACK_NAME]) == NAMES
-    for name in NAMES:
-        picture = get(any_server, f"/api/workflow_templates/{PACK_NAME}/{urllib.parse.quote(name)}.jpg")
-        assert picture[:3] == b"\xff\xd8\xff"
-        assert len(picture) < 120_000

@@ -2,12 +2,14 @@
 
 import json
 import re
+import urllib.parse
 
 import pytest
 from comfy_accel.accel.core.sentences import SENTENCES
 from editor_page import get
 
-from bench import ROOT
+from bench import ROOT, workflow
+from bench.comfyui import PACK_NAME
 
 DOCS = ROOT / "web" / "docs"
 LANGUAGES = ("en", "zh")
@@ -17,16 +19,18 @@ HELP = "{name}/{language}.md"
 MOST_BYTES = 60_000
 """Of a picture in a help page."""
 
+TEMPLATES = sorted(path.stem for path in workflow.TEMPLATES.glob("*.json"))
+
 
 @pytest.fixture(scope="module")
-def nodes(any_server):
-    described = json.loads(get(any_server, "/object_info"))
+def nodes(server):
+    described = json.loads(get(server, "/object_info"))
     return {name: node for name, node in described.items() if name.startswith("Accel")}
 
 
 @pytest.fixture(scope="module")
-def languages(any_server):
-    return json.loads(get(any_server, "/i18n"))
+def languages(server):
+    return json.loads(get(server, "/i18n"))
 
 
 def inputs_of(node) -> dict:
@@ -145,3 +149,19 @@ def test_every_text_that_the_panel_asks_for_is_there(languages):
     assert asked
     for language in LANGUAGES:
         assert asked - languages[language]["accelPanel"].keys() == set()
+
+
+def test_every_sentence_is_said_somewhere():
+    sentences = json.loads((ROOT / "locales" / "en" / "main.json").read_text(encoding="utf-8"))["accelPanel"]
+    scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").glob("*.js"))
+    unused = [key for key in sentences if not re.search(rf"\b({key}|{key.removesuffix('Tip')})\b", scripts)]
+    assert [key for key in unused if not key.startswith(("store_", "stage_"))] == []
+
+
+def test_the_page_is_offered_every_template_with_its_thumbnail(server):
+    offered = json.loads(get(server, "/api/workflow_templates"))
+    assert sorted(offered[PACK_NAME]) == TEMPLATES
+    for name in TEMPLATES:
+        picture = get(server, f"/api/workflow_templates/{PACK_NAME}/{urllib.parse.quote(name)}.jpg")
+        assert picture[:3] == b"\xff\xd8\xff"
+        assert len(picture) < 120_000
