@@ -1,4 +1,4 @@
-"""Thirteen defects put into a copy of the working tree, one at a time: is each caught by the quick test that should?
+"""Defects put into a copy of the working tree, one at a time: is each caught by the quick test that should?
 
     .venv/bin/python tests/mutations.py [part of a name]
 
@@ -112,6 +112,198 @@ MUTATIONS = [
         "            return nullcontext()\n",
         "comfyui/test_vae_beside_others.py::test_skipped_vae_is_not_compiled_even_if_somebody_asked_for_it",
     ),
+    Mutation(
+        "graph used on another device",
+        "return TensorSpec(tensor.dtype, tensor.device, tensor.ndim, layout)",
+        'return TensorSpec(tensor.dtype, torch.device("cpu"), tensor.ndim, layout)',
+        "unit/test_kinds.py::test_tensors_of_another_type_device_or_layout_have_another_spec",
+    ),
+    Mutation(
+        "graph used for another order of strides",
+        "        layout = tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))\n",
+        '        layout = "contiguous" if strides else ""\n',
+        "unit/test_kinds.py::test_tensors_of_another_type_device_or_layout_have_another_spec",
+    ),
+    Mutation(
+        "kind without the form in which a weight is stored",
+        "digest.update(repr((name, _stored(tensor, form, name, references, code.attributes))).encode())",
+        "_stored(tensor, form, name, references, code.attributes)",
+        "unit/test_kinds.py::test_sizes_and_types_in_weights_of_a_class_of_their_own_make_another_kind",
+    ),
+    Mutation(
+        "saved graph found though its code has changed",
+        "(kind.digest, code, kind.weights, kind.varying, key.call,",
+        "(kind.digest, kind.weights, kind.varying, key.call,",
+        "unit/test_store_key.py::test_files_of_the_code_are_in_the_key",
+    ),
+    Mutation(
+        "saved graph of another torch",
+        '        "torch": f"{torch.__version__} {torch.version.git_version}",\n',
+        '        "torch": "",\n',
+        "unit/test_store_key.py::test_another_build_of_torch_is_another_environment",
+    ),
+    Mutation(
+        "saved graph of another environment",
+        "        if other is not None:\n            raise BadEntry(other)\n",
+        "",
+        "unit/test_store_key.py::test_another_environment_is_a_miss_that_names_it",
+    ),
+    Mutation(
+        "saved graph opened though its bytes have changed",
+        "    if hashlib.sha256(data).hexdigest() != manifest.sha256:\n",
+        "    if not manifest.sha256:\n",
+        "unit/test_graph_store.py::test_every_flipped_bit_is_a_miss",
+    ),
+    Mutation(
+        "saved graph of another key under this one's name",
+        "    if manifest.stem != stem:\n",
+        "    if not stem:\n",
+        "unit/test_graph_store.py::test_entry_renamed_to_another_key_is_a_miss",
+    ),
+    Mutation(
+        "saved graph that cannot be opened ends the run",
+        "except Exception as error:\n            pass_on(error, interrupts)\n            if isinstance(",
+        "except NotPortable as error:\n            pass_on(error, interrupts)\n            if isinstance(",
+        "unit/test_graph_store.py::test_full_disk_costs_the_saving_alone",
+    ),
+    Mutation(
+        "key that leads out of the store",
+        "        if not (_KEY.fullmatch(manifest.key) and _SHA256.fullmatch(manifest.sha256)):\n",
+        "        if not _SHA256.fullmatch(manifest.sha256):\n",
+        "unit/test_store_folder.py::test_manifest_that_says_what_cannot_be_is_not_written_nor_read",
+    ),
+    Mutation(
+        "secret that others can read",
+        "(status.st_mode & 0o077 or status.st_uid != os.geteuid())",
+        "(status.st_uid != os.geteuid())",
+        "unit/test_graph_store.py::test_secret_that_others_can_read_is_no_secret",
+    ),
+    Mutation(
+        "newest graph pruned first",
+        "sorted(entries, key=lambda entry: entry[0].used)",
+        "sorted(entries, key=lambda entry: -entry[0].used)",
+        "unit/test_graph_store.py::test_least_recently_used_are_deleted_first",
+    ),
+    Mutation(
+        "published graphs of a publisher who is not trusted",
+        '    if publisher is None:\n        raise BadEntry(f"it is signed with the key {key}',
+        '    if not key:\n        raise BadEntry(f"it is signed with the key {key}',
+        "unit/test_store_publishing.py::test_publisher_who_is_not_trusted_is_refused_by_key",
+    ),
+    Mutation(
+        "published graphs of any signature",
+        '    except (InvalidSignature, ValueError):\n        raise BadEntry(f"its signature is not',
+        '    except ZeroDivisionError:\n        raise BadEntry(f"its signature is not',
+        "unit/test_store_publishing.py::test_signature_of_another_is_refused",
+    ),
+    Mutation(
+        "wrong output accepted at the first calls",
+        "torch.float32: 2e-3,",
+        "torch.float32: 2,",
+        "unit/test_benchmark.py::test_wrong_graph_is_given_up_at_once_and_the_eager_output_goes_on",
+    ),
+    Mutation(
+        "output of another shape accepted",
+        "        if out.shape != expected.shape or out.dtype != expected.dtype:\n",
+        "        if out.ndim != expected.ndim:\n",
+        "unit/test_benchmark.py::test_output_of_another_shape_or_type_is_different_whatever_its_values",
+    ),
+    Mutation(
+        "graph judged fast by its best call",
+        "and max(ratios) * SLOWER < 1:",
+        "and min(ratios) * SLOWER < 1:",
+        "unit/test_benchmark.py::test_graph_that_is_slow_in_one_call_of_the_first_is_timed_further",
+    ),
+    Mutation(
+        "capture replayed at another size",
+        "BufferSpec(t.shape, t.dtype,",
+        "BufferSpec(torch.Size((t.ndim,)), t.dtype,",
+        "unit/test_model_capture.py::test_what_changes_the_work_is_captured_apart_and_what_changes_values_is_not",
+    ),
+    Mutation(
+        "capture replayed for another attention",
+        "(*self._specs, *exchanged[1]), phase, facts)",
+        "(*self._specs, *exchanged[1]), phase, None)",
+        "unit/test_model_capture.py::test_what_changes_the_work_is_captured_apart_and_what_changes_values_is_not",
+    ),
+    Mutation(
+        "capture replayed on the last call's inputs",
+        "        self._buffers.fill(tensors)\n        self._graph.replay()\n",
+        "        self._graph.replay()\n",
+        "unit/test_model_capture.py::test_third_call_is_captured_and_the_rest_are_replays_in_this_run_and_the_next",
+    ),
+    Mutation(
+        "output of a replay that the next one overwrites",
+        "[tensor.clone() for tensor in self._returned]",
+        "self._returned",
+        "unit/test_model_capture.py::test_output_stays_as_it_was_when_the_next_call_is_made",
+    ),
+    Mutation(
+        "capture replayed though weights have moved",
+        "if captured.digest != self._guard.weights.digest or not captured.has_kernels():",
+        "if not captured.has_kernels():",
+        "unit/test_model_capture.py::test_moved_weights_drop_the_capture_and_the_next_call_makes_one",
+    ),
+    Mutation(
+        "replay used though a weight that no sample looks at has moved",
+        "                if not self._guard.is_current(captured.outline):\n",
+        "                if not captured.outline:\n",
+        "unit/test_model_capture.py::test_weight_that_no_sample_looks_at_is_noticed_before_the_output_is_used",
+    ),
+    Mutation(
+        "capture replayed with not all weights held",
+        "if captured is not None and captured.held <= self._held:",
+        "if captured is not None:",
+        "unit/test_model_capture.py::test_capture_is_not_replayed_while_weights_that_it_reads_are_not_held",
+    ),
+    Mutation(
+        "failed replay ends the run",
+        "        except Exception as error:\n            is_shortage = isinstance(",
+        "        except ZeroDivisionError as error:\n            is_shortage = isinstance(",
+        "unit/test_model_capture.py::test_failure_at_any_stage_leaves_every_output_right_and_no_memory_behind",
+    ),
+    Mutation(
+        "LoRA added twice",
+        "                made[weight] = _plus(made[weight], item)\n",
+        "                made[weight] = _plus(_plus(made[weight], item), item)\n",
+        "unit/test_wrapped_layers.py::test_one_graph_serves_the_block_whatever_is_around_its_layers",
+    ),
+    Mutation(
+        "LoRA not added",
+        "    if not added:\n        return weights\n    made = list(weights)\n",
+        "    return weights\n    made = list(weights)\n",
+        "unit/test_wrapped_layers.py::test_one_graph_serves_the_block_whatever_is_around_its_layers",
+    ),
+    Mutation(
+        "tensors without values left in a cache",
+        "                cache.cache_clear()\n",
+        "                pass\n",
+        "unit/test_batch_dry_run.py::test_nothing_without_values_is_remembered",
+    ),
+    Mutation(
+        "tensors without values left in a global",
+        "                _refill(container, content)\n",
+        "                pass\n",
+        "unit/test_batch_dry_run.py::test_nothing_without_values_is_remembered",
+    ),
+    Mutation(
+        "larger call that is no larger",
+        "        rows = 2 if latent.shape[0] == 1 else 1\n",
+        "        rows = 1\n",
+        "unit/test_batch_dry_run.py::test_positions_do_not_grow",
+    ),
+    Mutation(
+        "steps skipped at an interval of 1",
+        "        return step.since_refresh >= self.interval\n",
+        "        return step.since_refresh > self.interval\n",
+        "unit/test_refresh.py::test_every_interval_th_step_is_full",
+    ),
+    Mutation(
+        "forecast followed to any distance",
+        "REACH = 1.0\n",
+        "REACH = 1e9\n",
+        "unit/test_forecast.py::test_reach_ends_one_segment_from_the_newest_point",
+    ),
 ]
 
 
@@ -160,7 +352,7 @@ def main(wanted: str) -> int:
             is_caught = done.returncode == TESTS_FAILED
             missed += not is_caught
             said = "caught" if is_caught else f"MISSED ({done.returncode})"
-            print(f"{said:12} {time.monotonic() - started:4.0f} s  {mutation.name:44} {mutation.test}", flush=True)
+            print(f"{said:12} {time.monotonic() - started:4.0f} s  {mutation.name:64} {mutation.test}", flush=True)
             if done.returncode not in (0, TESTS_FAILED):
                 print(done.stdout[-2000:], done.stderr[-1000:])
     print(f"{len(chosen) - missed} of {len(chosen)} caught")

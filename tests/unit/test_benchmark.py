@@ -58,6 +58,23 @@ def test_calls_that_something_else_made_slow_condemn_nothing(monkeypatch):
     assert benchmark.verdict is None
 
 
+def test_graph_that_is_slow_in_one_call_of_the_first_is_timed_further(monkeypatch):
+    benchmark, calls, now = Benchmark(), [], [0.0]
+    monkeypatch.setattr("comfy_accel.accel.compile.benchmark.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def steady():
+        now[0] += 0.002
+        return VALUE
+
+    def fast_once():
+        calls.append(1)
+        now[0] += 0.001 if len(calls) == 2 else 0.02
+        return VALUE
+
+    outs = run_all(benchmark, fast_once, steady)
+    assert len(outs) == ROUNDS + 1 and benchmark.verdict.code == "slower"
+
+
 def test_block_and_graph_take_turns_in_going_first():
     benchmark, order = Benchmark(), []
     while not benchmark.done:
@@ -122,6 +139,11 @@ def test_values_that_are_no_numbers_count_as_different(bad):
 
 def test_nothing_is_said_of_a_graph_where_the_model_itself_overflows():
     assert largest_difference(torch.ones(4), torch.full((4,), float("inf"))) is None
+
+
+@pytest.mark.parametrize("out", [VALUE[:1], VALUE.double(), VALUE.reshape(8, 8)])
+def test_output_of_another_shape_or_type_is_different_whatever_its_values(out):
+    assert largest_difference(out, VALUE) == float("inf")
 
 
 def test_rounding_is_no_difference():

@@ -47,8 +47,7 @@ def test_newest_place_gives_the_newest_feature_exactly():
 
 
 @pytest.mark.parametrize("at, expected", [(0.9, 0.9), (0.8, 0.8), (0.0, 0.8), (1.5, 1.2)])
-def test_reach_ends_one_segment_from_the_newest_point(monkeypatch, at, expected):
-    monkeypatch.setattr(forecast, "REACH", 1.0)
+def test_reach_ends_one_segment_from_the_newest_point(at, expected):
     assert history_of(lambda at: at, (1.2, 1.0)).value(at).mean() == pytest.approx(expected)
 
 

@@ -6,6 +6,7 @@ from comfy_accel.accel.core.reasons import RunEagerly
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.fingerprint.plain_values import Indescribable
 from comfy_accel.accel.modules.stored_form import moved
+from comfy_accel.accel.signature.tensors import tensor_spec
 from torch import nn
 
 
@@ -43,6 +44,20 @@ def test_training_mode_dtype_and_layout_make_another_kind():
     wide = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3))
     before = digest(wide)
     assert digest(wide.to(memory_format=torch.channels_last)) != before
+
+
+def test_tensors_of_another_type_device_or_layout_have_another_spec():
+    image = torch.empty(2, 3, 4, 5)
+    others = [
+        image.half(),
+        image.to("meta"),
+        image[0],
+        image.to(memory_format=torch.channels_last),
+        image.transpose(2, 3),
+        image.transpose(0, 3),
+    ]
+    assert len({tensor_spec(tensor) for tensor in (image, *others)}) == 1 + len(others)
+    assert tensor_spec(torch.empty(1, 1, 9, 9)) == tensor_spec(image)
 
 
 def test_blocks_that_differ_in_channels_alone_share_a_kind_with_these_dimensions_varying():

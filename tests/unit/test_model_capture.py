@@ -348,6 +348,17 @@ def test_call_that_is_not_captured_has_no_weights_held():
     assert len(held) == 3
 
 
+def test_capture_is_not_replayed_while_weights_that_it_reads_are_not_held():
+    model, (cache, capturer) = Toy(), capturing_cache()
+    for held in ("ab", "a"):
+        replays = capturer.replays
+        with run(model, cache, CaptureHost(hold=lambda held=held: frozenset(held))) as call:
+            assert torch.equal(call(latent(), times()), model(latent(), times()))
+            assert capturer.replays == replays, f"a replay with only {held} held"
+            check_calls(model, call, 4)
+    assert capturer.captures == 2
+
+
 def test_training_and_gradients_are_left_alone():
     model, (cache, capturer) = Toy().train(), capturing_cache()
     with run(model, cache) as call:

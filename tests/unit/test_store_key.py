@@ -1,11 +1,13 @@
 """What a saved graph is found by, and what it depends on beside that."""
 
 import dataclasses
+import math
 import platform
 from types import SimpleNamespace
 
 import pytest
 import torch
+from comfy_accel.accel.fingerprint import module_files
 from comfy_accel.accel.store import key as store_key
 from store_kit import CPU, graph, key, load, reasons, save, store
 
@@ -33,6 +35,17 @@ def test_another_environment_is_a_miss_that_names_it(tmp_path, monkeypatch, fiel
     here = store(tmp_path)
     assert load(here) is None
     assert reasons(here)[0].startswith(f"saved with another {field} (other; here it is ")
+
+
+@pytest.mark.parametrize("place, name", [(torch, "__version__"), (torch.version, "git_version")])
+def test_another_build_of_torch_is_another_environment(monkeypatch, place, name):
+    before = store_key.environment(CPU)
+    monkeypatch.setattr(place, name, "1.0")
+    store_key._software.cache_clear()
+    try:
+        assert "torch" in store_key.difference(store_key.environment(CPU), before)
+    finally:
+        store_key._software.cache_clear()
 
 
 def test_settings_of_torch_that_change_kernels_are_in_the_environment():
@@ -134,6 +147,18 @@ def test_sizes_and_backend_are_in_the_key_and_values_are_not():
         plain.__class__(plain.kind, ("constant", 2), plain.inputs, plain.backend),
     ]
     assert len({store_key.key_digest(other) for other in (plain, *changed)}) == 4
+
+
+def test_files_of_the_code_are_in_the_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(module_files, "_BEGAN", math.inf)
+    digests = set()
+    for version in ("1", "2"):
+        file = tmp_path / version / "block.py"
+        file.parent.mkdir()
+        file.write_text(f"def forward(x): return x * {version}")
+        kind = dataclasses.replace(key().kind, sources=frozenset({str(file)}))
+        digests.add(store_key.key_digest(dataclasses.replace(key(), kind=kind)))
+    assert len(digests) == 2
 
 
 def test_key_that_names_an_address_is_not_kept(tmp_path):
