@@ -33,8 +33,7 @@ _A_GRAPH = {
     "changes_list": "it may change a list or dict it is given, and a graph would change a copy",
     "not_copied": "it cannot be copied: {error}",
     "compile_failed": "{error}",
-    "weights_by_table": "its {type} weights are read with a table of numbers, which no graph can take: a file in "
-    "another format is compiled, for GGUF Q4_K instead of IQ4_NL or IQ4_XS",
+    "weights_by_table": "its {type} weights are read with a table of numbers, which no graph can take",
     "compile_out_of_memory": "out of memory while compiling: {error}",
     "interrupted": "interrupted",
     "code_changes": "another extension keeps replacing its code during the run",
@@ -118,7 +117,7 @@ _CAPTURING = {
     "model_changes": "its weights or its code change from call to call",
     "not_cuda": "CUDA graphs need a CUDA device, and the model runs on {device}",
     "amd": "CUDA graphs are not used on AMD cards",
-    "cuda_malloc_async": "torch allocates with cudaMallocAsync: start with --disable-cuda-malloc for CUDA graphs",
+    "cuda_malloc_async": "torch allocates with cudaMallocAsync, whose memory no CUDA graph can keep",
     "captured_around": "another CUDA graph is being captured around it",
     "other_stream": "its CUDA stream differs from that of earlier calls",
     "device_unsure": "the device does not say whether it can capture: {error}",
@@ -187,7 +186,8 @@ _LINE = {
 """Parts of the line on a node."""
 
 SENTENCES = {**_A_CALL, **_A_MACHINE, **_A_GRAPH, **_A_MODEL, **_ADDED_WEIGHTS, **_CAPTURING, **_SAVED, **_LINE}
-"""Every code with its English sentence. `accelReasons` of locales/zh/main.json has the same codes in Chinese."""
+"""Every code with its English sentence. `accelReasons` of locales/zh/main.json has the same codes in Chinese. A host
+replaces a sentence where it can say what to do in its own terms."""
 
 
 def counted(number: int, noun: str) -> str:

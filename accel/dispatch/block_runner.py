@@ -140,7 +140,7 @@ class BlockRunner:
     def _call_unmatched(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A call that no guard matched: described in full, and looked up or resolved.
 
-        Not for Dynamo: within core's TorchCompileModel it would trace the compiler.
+        Not for Dynamo: where the whole model is compiled too it would trace the compiler.
         """
         inputs: list[torch.Tensor] = []
         try:

@@ -5,7 +5,7 @@ puts the class around them again. So torch never sees the weight itself: it woul
 references to it, with which `Module.to` fails for weights of such a class.
 
 Such a class tells what it is made of (torch's `__tensor_flatten__`), or its tensors are plain data with attributes that
-say how the data is to be read, as GGUF's are. Inside a graph no tensor can be of such a class; one of a class derived
+say how the data is to be read. Inside a graph no tensor can be of such a class; one of a class derived
 from it stands for it, with the same methods and attributes (`_Standing`).
 """
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from ..core.reasons import Reason
-from ..core.sentences import counted
-from ..step_cache.config import NOISY
 from ..step_cache.run import SKIPPED
 from .run import Run, rounded
 
@@ -32,29 +30,13 @@ def headline(run: Run, node: str) -> list[Reason]:
     return [*run.gain_by(*own), *(_compiled(run) if compiles else ()), *(_skipped(run) if skips else ())]
 
 
-def why_none_skipped(
-    steps: int, sampler: str | None, why_full: str | None, target_db: float | None, samplings: int = 1
-) -> str:
-    """A sentence for a run in which DeepCache skipped none of all `steps`, and what to do about it.
-
-    sampler: its name in the host. samplings: how many times the run sampled.
-    """
-    begin = f"DeepCache skipped none of {counted(steps, 'step')}"
-    if why_full:
-        return f"{begin}: {why_full}."
+def why_none_skipped(steps: int, why_full: str | None, target_db: float | None, samplings: int = 1) -> Reason:
+    """Why a run skipped none of all its `steps`, which it took in so many `samplings`."""
+    if why_full is not None:
+        return Reason("line_all_full", why=why_full)
     if target_db is not None:
-        return f"{begin}: there is nothing to gain at the {target_db:g} dB asked."
-    if steps / samplings < FEW_STEPS:
-        return (
-            f"{begin}: with so few, each changes too much. It pays from about 20 steps on; with fewer and CFG above 1, "
-            "a quality in dB (DeepCache's input) may gain a little."
-        )
-    if sampler and any(part in sampler for part in (*NOISY, "lcm")):
-        return f"{begin}: {sampler} adds new noise in each. Use euler or dpmpp_2m, or a higher threshold."
-    return (
-        f"{begin}: too much changed between them. Sample more steps, choose Fast in Speed Up, or raise the threshold "
-        "in DeepCache."
-    )
+        return Reason("line_quality_full", asked=f"{target_db:g}")
+    return Reason("line_few_steps") if steps / samplings < FEW_STEPS else Reason("line_none_skipped")
 
 
 def _compiled(run: Run) -> list[Reason]:
@@ -83,8 +65,4 @@ def _skipped(run: Run) -> list[Reason]:
         return [Reason("line_quality", asked=f"{run.target_db:g}", reached=reached, share=share)]
     if skipped:
         return [Reason("line_skipped", skipped=skipped, steps=steps)]
-    if run.why_full is not None:
-        return [Reason("line_all_full", why=run.why_full)]
-    if run.target_db is not None:
-        return [Reason("line_quality_full", asked=f"{run.target_db:g}")]
-    return [Reason("line_few_steps") if steps / run.samplings < FEW_STEPS else Reason("line_none_skipped")]
+    return [why_none_skipped(steps, run.why_full, run.target_db, run.samplings)]

@@ -20,9 +20,6 @@ A new caching method is a class that follows `refresh.RefreshPolicy` and one ent
 
 BETWEEN = ("hold", "forecast")
 
-NOISY = ("ancestral", "sde", "ddpm", "seeds", "sa_solver")
-"""Parts of the names of samplers that add noise in each step."""
-
 
 @dataclass(frozen=True)
 class DeepCacheSettings:

@@ -42,7 +42,7 @@ LATENT_DRIFT = 1.25
 leaves the trained networks' images as close as skipping most of them, with a tenth to a third less work."""
 
 LOOK_AHEAD = 2
-"""The most steps that a sampler evaluates ahead of its own; heunpp2 does."""
+"""The most steps that a sampler evaluates ahead of its own."""
 
 
 _SHARED = ("schedule", "window", "is_flow", "guidance", "_step", "_angle", "_refresh", "_full")

@@ -19,7 +19,7 @@ NOISE_SHARE = 0.25
 `noise_depth` estimates.
 
 The noise that a step adds to the latent is seen by these layers alone: without them images of the trained UNet are 10
-to 15 dB worse with euler_ancestral. With other samplers no layer needs to run: at the same plan images are as close,
+to 15 dB worse with one that does. With other samplers no layer needs to run: at the same plan images are as close,
 and skipping costs nothing.
 
 Interval 3 then executes (1 + 2 × 0.25) / 3, half of the work. Measured with attention: 0.22 to 0.32 for SD1.5 (depth

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import io
 import re
+import tokenize
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,7 +34,22 @@ MAY_IMPORT = {
 MOST_FILES = 12
 """In a package: more than a newcomer reads through in search of one."""
 
-HOSTS_NAMES = re.compile(r"comfy|diffusers", re.IGNORECASE)
+HOSTS_NAMES = re.compile(r"comfy(?![-_]accel)|diffusers", re.IGNORECASE)
+
+SAMPLERS = (
+    *("euler", "heun", "heunpp2", "dpm_2", "dpm_fast", "dpm_adaptive", "lms", "lcm", "ddim", "ddpm", "deis", "ipndm"),
+    *("dpmpp_2s", "dpmpp_2m", "dpmpp_3m", "dpmpp_sde", "euler_ancestral", "exp_heun", "res_multistep", "er_sde", "sde"),
+    *("gradient_estimation", "seeds_2", "seeds_3", "sa_solver", "uni_pc", "cfg_pp", "ipndm_v"),
+)
+"""As hosts spell them in their lists: literature that a docstring cites (LCM, UniPC, Heun's method) is not meant."""
+
+HOSTS_FILES = re.compile(r"gguf|safetensors|\bckpt\b|\.sft\b|IQ4_|Q4_K", re.IGNORECASE)
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+OWN_FLAGS = {"--help", "--override", "--passive", "--add", "--includeRecommended", "--install"}
+"""Of our own command, and of the programs that install a compiler."""
+
+NODES_OF_OTHERS = ("KSampler", "TorchCompileModel", "EasyCache", "LazyCache", "CheckpointLoaderSimple")
 
 
 def package_of(file: Path) -> str:
@@ -71,16 +89,54 @@ def test_a_package_is_small_enough_to_be_read_through():
     assert counts[ENGINE] <= 3
 
 
+def words_in(file: Path) -> Iterator[tuple[int, str]]:
+    """Every string and comment of a file, docstrings too, and every identifier, with its line."""
+    source = file.read_text(encoding="utf-8")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(source)):
+        named = [value for name in ("id", "attr", "name", "arg", "module") if (value := getattr(node, name, None))]
+        text = [node.value] if isinstance(node, ast.Constant) else []
+        for word in filter(lambda word: isinstance(word, str), (*named, *text)):
+            yield getattr(node, "lineno", 0), word
+
+
+def our_nodes() -> set[str]:
+    """Ids of our nodes, and their names on the page where they are more than one word."""
+    found = set()
+    for file in (ENGINE.parent / "nodes").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            given = {one.arg: one.value for one in node.keywords} if isinstance(node, ast.Call) else {}
+            if {"node_id", "display_name"} <= given.keys():
+                name = given["display_name"].value.removeprefix("Accel: ").partition(" (")[0]
+                found |= {given["node_id"].value, *([name] if " " in name else [])}
+    return found
+
+
+def knowledge_of_hosts(word: str, nodes: re.Pattern, samplers: re.Pattern) -> bool:
+    flags = set(FLAG.findall(word)) - OWN_FLAGS
+    return bool(flags or any(known.search(word) for known in (HOSTS_NAMES, HOSTS_FILES, nodes, samplers)))
+
+
+def any_of(names: Iterable[str]) -> re.Pattern:
+    return re.compile(rf"(?<![A-Za-z0-9])({'|'.join(map(re.escape, sorted(names)))})(?![A-Za-z0-9])")
+
+
 def test_only_hosts_know_the_programs_around_the_engine():
-    """Identifiers and imports; names of public artefacts (`comfy_accel`, the distribution) are not meant."""
+    """Not their names, nor those of samplers, nodes, flags and file formats; names of public artefacts (`comfy_accel`,
+    the distribution) are not meant."""
+    nodes, samplers = any_of({*our_nodes(), *NODES_OF_OTHERS}), any_of(SAMPLERS)
     named = [
-        f"{file.relative_to(ENGINE)}:{number}: {line.strip()}"
+        f"{file.relative_to(ENGINE)}:{line}: {word}"
         for file in files()
         if package_of(file) in MAY_IMPORT
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-        if HOSTS_NAMES.search(re.sub(r"comfy[-_]accel", "", line))
+        for line, word in words_in(file)
+        if knowledge_of_hosts(word, nodes, samplers)
     ]
     assert named == []
+    for spelt in ("sample_euler", "choose Fast in Speed Up", "AccelDeepCache", "start with --lowvram", "a GGUF file"):
+        assert knowledge_of_hosts(spelt, nodes, samplers)
 
 
 def test_wheel_lists_every_package_of_the_engine():

@@ -19,7 +19,13 @@ PAGES = [
     "web/docs/**/en.md",
     "example_workflows/*.json",
 ]
-CODE = ["nodes/*.py", "accel/core/sentences.py", "accel/report/*.py", "accel/hosts/comfyui/server/*.py"]
+CODE = [
+    "nodes/*.py",
+    "accel/core/sentences.py",
+    "accel/hosts/comfyui/words.py",
+    "accel/report/*.py",
+    "accel/hosts/comfyui/server/*.py",
+]
 
 
 def refused() -> dict[str, str]:

@@ -337,7 +337,8 @@ class _Cache:
         if self.run is not None:
             facts = self.run.quality_facts()
             if not self.run.log_quality(facts) and self.run.target is not None and not self.run.failed:
-                log.info("%s", why_none_skipped(self.run.full_steps, None, self.run.why_full, facts["target_db"]))
+                why = why_none_skipped(self.run.full_steps, self.run.why_full, facts["target_db"])
+                log.info("DeepCache, %d steps: %s.", self.run.full_steps, why)
             counts = {"full_steps": self.run.full_steps, "skipped_steps": self.run.skipped_steps}
             self.run.close()
             emit("deep_cache_run", **counts, why_full=self.run.why_full, **facts)

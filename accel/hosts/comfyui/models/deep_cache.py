@@ -20,7 +20,7 @@ from ....modules.substitution import Order, substituted
 from ....report.headline import FEW_STEPS, why_none_skipped
 from ....report.run_record import QUALITY_FACTS, records
 from ....step_cache.cached_call import cached_call
-from ....step_cache.config import NOISY, DeepCacheSettings
+from ....step_cache.config import DeepCacheSettings
 from ....step_cache.policies.sensitivity import learnt_in
 from ....step_cache.predictions.correction import Correction
 from ....step_cache.predictions.guidance import MOST_STEPS, Guidance
@@ -31,6 +31,7 @@ from ....store import location
 from ..home import running_home
 from ..sizes.shape_errors import sizes_explained
 from ..versions import unrecorded_context
+from ..words import NOISY, none_skipped
 from .late_control import LateControl, can_wait, postponed
 from .options import CAPTURE, CORE_CACHE, CORE_COMPILE, INTERRUPTS, WARMS_UP, asks_wrappers, compiles_whole
 from .run_events import run_events, sampling_begins
@@ -224,7 +225,8 @@ def _report(run: DeepCacheRun, sampler: str, is_quiet: bool) -> None:
     if run.skipped_steps or run.failed or not may_advise:
         log.info("DeepCache: %d of %d steps ran in full.", run.full_steps, run.full_steps + run.skipped_steps)
     else:
-        log.info("%s", why_none_skipped(run.full_steps, sampler, run.why_full, facts.get("target_db")))
+        why = why_none_skipped(run.full_steps, run.why_full, facts.get("target_db"))
+        log.info("%s", none_skipped(why, run.full_steps, sampler))
 
 
 def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:

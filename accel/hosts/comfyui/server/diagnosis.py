@@ -11,6 +11,7 @@ from ....core.sentences import OF_CUDA_GRAPHS, counted
 from ....report.headline import why_none_skipped
 from ....step_cache.config import QUALITIES
 from ....step_cache.run import HALF, SKIPPED
+from ..words import none_skipped
 
 _CACHE_FULL = ("cache_entries_full", "cache_bytes_full")
 _PATCHES = ("patched", "attention_replaced", "attention_override")
@@ -279,8 +280,8 @@ def deep_cache_skipped_nothing(facts: Facts) -> str | None:
     if not facts.caching or has_skipped or deep_cache_is_off(facts):
         return None
     steps = run.get("steps") or len(run.get("steps_taken", ""))
-    sampler, why_full, target_db = run.get("sampler"), run.get("why_full"), run.get("target_db")
-    return why_none_skipped(steps, sampler, why_full, target_db, run.get("samplings", 1))
+    why = why_none_skipped(steps, run.get("why_full"), run.get("target_db"), run.get("samplings", 1))
+    return none_skipped(why, steps, run.get("sampler"))
 
 
 def torch_cannot_compile(facts: Facts) -> str | None:

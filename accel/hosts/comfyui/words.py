@@ -1,0 +1,42 @@
+"""Advice in ComfyUI's own terms: its samplers, nodes, flags and file formats, none of which the engine knows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...core.sentences import SENTENCES, counted
+
+if TYPE_CHECKING:
+    from ...core.reasons import Reason
+
+NOISY = ("ancestral", "sde", "ddpm", "seeds", "sa_solver")
+"""Parts of the names of samplers that add noise in each step."""
+
+SENTENCES.update(
+    cuda_malloc_async="torch allocates with cudaMallocAsync: start ComfyUI with --disable-cuda-malloc for CUDA graphs",
+    weights_by_table="its {type} weights are read with a table of numbers, which no graph can take: a file in another "
+    "format is compiled, for GGUF Q4_K instead of IQ4_NL or IQ4_XS",
+)
+
+
+def none_skipped(why: Reason, steps: int, sampler: str | None) -> str:
+    """Why DeepCache skipped none of all `steps`, and what to do about it.
+
+    why: as `headline.why_none_skipped` has it. sampler: its name in core.
+    """
+    begin = f"DeepCache skipped none of {counted(steps, 'step')}"
+    if why.code == "line_few_steps":
+        return (
+            f"{begin}: with so few, each changes too much. It pays from about 20 steps on; with fewer and CFG above 1, "
+            "a quality in dB (DeepCache's input) may gain a little."
+        )
+    if why.code == "line_all_full":
+        return f"{begin}: {dict(why.fields)['why']}."
+    if why.code == "line_quality_full":
+        return f"{begin}: there is nothing to gain at the {dict(why.fields)['asked']} dB asked."
+    if sampler and any(part in sampler for part in (*NOISY, "lcm")):
+        return f"{begin}: {sampler} adds new noise in each. Use euler or dpmpp_2m, or a higher threshold."
+    return (
+        f"{begin}: too much changed between them. Sample more steps, choose Fast in Speed Up, or raise the threshold "
+        "in DeepCache."
+    )
