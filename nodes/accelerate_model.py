@@ -48,9 +48,6 @@ class AccelModel(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls, model, shapes, backend, on_trouble, check_gain=True, graphs=GRAPHS[0], **_of_earlier_versions
-    ) -> io.NodeOutput:
-        # ComfyUI hands on links into inputs that are no more (min_repetitions, cache_mb of version 0.1).
+    def execute(cls, model, shapes, backend, on_trouble, check_gain=True, graphs=GRAPHS[0]) -> io.NodeOutput:
         compiling = settings(shapes, backend, on_trouble, check_gain)
         return io.NodeOutput(accelerate(model, compiling, node_id=node_id(cls), graphs=graphs != GRAPHS[0]))

@@ -4,7 +4,6 @@ import { app } from "../../scripts/app.js";
 import { COMMANDS, TAB } from "./commands.js";
 import { feed } from "./feed.js";
 import { onConfigured, onExecuted, showWaitingLines, startNodeTexts } from "./node_text.js";
-import { bringUpToDate } from "./old_workflows.js";
 import { destroy, render } from "./panel.js";
 import { SETTINGS, startSettings } from "./settings.js";
 import { tellFallback } from "./toasts.js";
@@ -25,11 +24,6 @@ app.registerExtension({
   },
   beforeRegisterNodeDef(nodeType, { name }) {
     if (!name.startsWith("Accel")) return;
-    const { configure } = nodeType.prototype;
-    nodeType.prototype.configure = function (saved) {
-      bringUpToDate(saved);
-      return configure.call(this, saved);
-    };
     after(nodeType.prototype, "onExecuted", onExecuted);
     after(nodeType.prototype, "onConfigure", onConfigured);
   },

@@ -10,8 +10,6 @@ from typing import Any
 from .atomic_file import opened, write_whole
 
 NAME = "preferences.json"
-OLD_NAME = "settings.json"
-"""Of the store's limit and folder, before both files became one."""
 
 DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES = 2 << 30, 512
 """Of the graph cache."""
@@ -56,8 +54,6 @@ def read(home: Path) -> Settings:
     Raises OSError: a file cannot be read or understood. A guess instead could fill a disk that was to be spared.
     """
     found = _fields(home / NAME)
-    if "store_mb" not in found:
-        found |= _old_fields(home / OLD_NAME)
     known = {field.name for field in fields(Settings)}
     try:
         return Settings(**{name: value for name, value in found.items() if name in known})
@@ -68,21 +64,6 @@ def read(home: Path) -> Settings:
 def write(home: Path, settings: Settings) -> None:
     """Keep the settings of a home; OSError where that is not possible."""
     write_whole(home / NAME, json.dumps(asdict(settings), indent=1).encode())
-
-
-def _old_fields(file: Path) -> dict[str, Any]:
-    found = _fields(file)
-    if found.get("folder") is not None:
-        raise OSError(
-            f"{file} names a folder for saved graphs, which is no setting any more: set ACCEL_STORE to that folder, "
-            f'and take "folder" out of the file'
-        )
-    limit = found.get("max_mb")
-    if limit is None:  # that file left out what was not set, or said null
-        return {}
-    if type(limit) is not int or limit < 0:
-        raise _damaged(file)
-    return {"store_mb": min(limit, LARGEST_MB)}  # its limit had no upper bound
 
 
 def _fields(file: Path) -> dict[str, Any]:

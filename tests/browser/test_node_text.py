@@ -1,7 +1,6 @@
 """Text on our nodes: what a run gained, and what a node did; it stays, is saved, and changes nothing else."""
 
 import json
-from pathlib import Path
 
 import pytest
 from editor_page import EVERY_SETUP, screenshot
@@ -9,9 +8,6 @@ from panel_page import SAY
 
 pytestmark = pytest.mark.browser
 in_all = pytest.mark.parametrize("setup", EVERY_SETUP, indirect=True)
-
-OF_0_1 = Path(__file__).with_name("text_to_image_of_0_1.json")
-"""A template as the first version saved it, whose Accelerate Model had two inputs more."""
 
 ADD = """
 type => {
@@ -88,15 +84,3 @@ def test_a_node_shows_what_it_did(page):
     page.evaluate(ADD, "AccelSnapSize")
     page.evaluate("() => window.app.graph.nodes[0].onExecuted({ text: ['720×960 → 704×960, 2.2 % narrower'] })")
     until_shown(page, "720×960 → 704×960, 2.2 % narrower")
-
-
-@in_all
-def test_a_workflow_of_the_first_version_loads_with_its_values(page):
-    page.evaluate(LOAD, OF_0_1.read_text(encoding="utf-8"))
-    prompt = json.loads(page.evaluate(PROMPT))
-    given = next(node["inputs"] for node in prompt.values() if node["class_type"] == "AccelModel")
-    assert {name: given[name] for name in given if name != "model"} == {
-        **{"shapes": "any size", "backend": "inductor", "on_trouble": "run eagerly"},
-        **{"check_gain": True, "graphs": "off"},
-    }
-    assert page.errors() == []

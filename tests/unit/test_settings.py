@@ -50,37 +50,6 @@ def test_damaged_file_is_an_error_that_names_it(tmp_path, text):
         settings.read(tmp_path)
 
 
-def test_limit_of_the_store_is_taken_over_from_the_file_that_it_had_of_its_own(tmp_path):
-    (tmp_path / settings.OLD_NAME).write_text('{"max_mb": 17}')
-    assert settings.read(tmp_path) == Settings(store_mb=17)
-    (tmp_path / settings.NAME).write_text('{"max_mb": 5, "verbosity": "quiet"}')
-    assert settings.read(tmp_path) == Settings(max_mb=5, store_mb=17, verbosity="quiet")
-    settings.write(tmp_path, settings.read(tmp_path))
-    (tmp_path / settings.OLD_NAME).write_text('{"max_mb": 18}')
-    assert settings.read(tmp_path).store_mb == 17
-
-
-@pytest.mark.parametrize(
-    ("limit", "store_mb"), [("null", settings.DEFAULT_STORE_MB), (str(LARGEST_MB + 1), LARGEST_MB), ("0", 0)]
-)
-def test_every_limit_that_was_valid_in_the_old_file_still_is(tmp_path, limit, store_mb):
-    (tmp_path / settings.OLD_NAME).write_text(f'{{"folder": null, "max_mb": {limit}}}')
-    assert settings.read(tmp_path) == Settings(store_mb=store_mb)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "null", '{"max_mb": -1}', '{"max_mb": "5"}', "[" * 10**4])
-def test_damaged_file_of_the_store_alone_is_an_error_too(tmp_path, text):
-    (tmp_path / settings.OLD_NAME).write_text(text)
-    with pytest.raises(OSError, match="settings.json is damaged: fix or delete it"):
-        settings.read(tmp_path)
-
-
-def test_folder_that_was_a_setting_is_not_passed_over_in_silence(tmp_path):
-    (tmp_path / settings.OLD_NAME).write_text('{"folder": "/disk/graphs", "max_mb": 17}')
-    with pytest.raises(OSError, match="set ACCEL_STORE to that folder"):
-        settings.read(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

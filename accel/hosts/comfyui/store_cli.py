@@ -75,8 +75,6 @@ def main(arguments: Sequence[str], command: str = "comfy-accel store") -> int:
             if location.is_off():
                 raise Refused(f"{location.VARIABLE} turns the store off.")
             raise Refused(NO_HOME)
-        if home is not None and not os.environ.get(location.VARIABLE):
-            settings.read(home.path)  # they may name a folder for the graphs, which is no setting any more
         return options.run(options, Store(home, folder))
     except Refused as refused:
         sentence = str(refused)
