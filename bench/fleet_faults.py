@@ -1,4 +1,4 @@
-"""What becomes of a fleet's work when something ends: a replica while it compiles, a replica's ComfyUI, the fleet.
+"""What becomes of a fleet's work when something ends: a replica's ComfyUI, the fleet.
 
 Real ComfyUIs under a real Ray on this machine, as in `bench fleet`: counts are results here, seconds are not.
 """
@@ -20,23 +20,16 @@ import psutil
 
 from . import Problem, command, report
 from .comfyui import complete, tree
-from .fleet import KINDS, LEASE_S, leases_environment, left_of, make_base, own_ray, running_fleet, state_of
+from .fleet import left_of, make_base, own_ray, running_fleet, state_of
 from .fleet_base import graph
 
-COLUMNS = (
-    *("fault", "replicas", "prompts", "answered", "run_again", "images", "half_published"),
-    *("compilations", "loaded", "taken_over", "waited_s", "seconds"),
-)
+COLUMNS = ("fault", "replicas", "prompts", "answered", "run_again", "images", "half_published", "seconds")
 LEGEND = """\
-compiling: of replicas that start on one empty store, the one that compiles is killed while the others wait for it.
 comfyui: the ComfyUI of a replica is killed while it runs a prompt. shutdown: the fleet is deleted while it runs one,
 with a client's WebSocket open. run_again: prompts that were sent twice. half_published: folders in results that are no
-prompt's. compilations, loaded: graphs, in the replicas that there are at the end. taken_over: leases of the killed one.
-waited_s: the longest that a replica waited for graphs. seconds: from the fault until all replicas were ready again, or
-the fleet was gone."""
+prompt's. seconds: from the fault until all replicas were ready again, or the fleet was gone."""
 
 DRAIN_S = 120
-_WAITS = "waiting for a process that compiles the same"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -56,51 +49,16 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def failure(rows: list[report.Row], left: int) -> str | None:
-    """What must not be: a prompt without its one answer, a graph compiled twice, a wait beyond the lease's limit."""
+    """What must not be: a prompt without its one answer, a fleet that does not end."""
     for row in rows:
         fault = row["fault"]
         if row["answered"] != row["prompts"] or row["images"] != row["prompts"] or row["half_published"]:
             return f"{fault}: {row['answered']} of {row['prompts']} prompts were answered, with {row['images']} images."
         if fault == "comfyui" and not 1 <= row["run_again"] <= 2:  # what it ran, and what waited in it
             return f"{fault}: {row['run_again']} prompts ran again."
-        if fault == "compiling" and (row["compilations"] != KINDS or not row["taken_over"]):
-            return f"{fault}: {row['compilations']} graphs were compiled, {row['taken_over']} leases taken over."
-        if fault == "compiling" and row["waited_s"] > LEASE_S:
-            return f"{fault}: a replica waited for {row['waited_s']} s."
         if fault == "shutdown" and row["seconds"] > DRAIN_S / 2:
             return f"{fault}: it took {row['seconds']} s, so something was not told of it."
     return f"{left} processes were left behind." if left else None
-
-
-def _compiling(options: argparse.Namespace, work: Path, base: Path, url: str) -> report.Row:
-    killed: list[float] = []
-
-    def kill() -> None:
-        while not killed:
-            time.sleep(0.2)
-            comfyui = _who_compiles(base, options.replicas)
-            if comfyui is not None and any((work / "graphs").glob("*.lease0")):
-                comfyui.parent().kill()
-                killed.append(time.perf_counter())
-
-    environment = {**leases_environment(work, "shared"), "ACCEL_DEBUG": "1"}
-    warm_up = [graph(64, 64, seed=0, backend="inductor")]
-    threading.Thread(target=kill, daemon=True).start()
-    with running_fleet(options, base, work / "results", environment=environment, warm_up=warm_up) as replicas:
-        if not killed:
-            raise Problem("No replica waited for another that compiled: run it again.")
-        seconds = time.perf_counter() - killed[0]
-        states = _states(replicas, options.replicas)
-    leases = [state["store"]["leases"] for state in states]
-    return {
-        "replicas": options.replicas,
-        **dict.fromkeys(("prompts", "answered", "images", "half_published"), 0),
-        "compilations": sum(state["compilations"] for state in states),
-        "loaded": sum(state["loaded"] for state in states),
-        "taken_over": sum(lease["taken_over"] for lease in leases),
-        "waited_s": max(lease["seconds"] for lease in leases),
-        "seconds": round(seconds, 1),
-    }
 
 
 def _comfyui(options: argparse.Namespace, work: Path, base: Path, url: str) -> report.Row:
@@ -137,7 +95,7 @@ def _shutdown(options: argparse.Namespace, work: Path, base: Path, url: str) -> 
     return {"replicas": options.replicas, **_published(results, 1), "seconds": round(seconds, 1)}
 
 
-FAULTS = {"compiling": _compiling, "comfyui": _comfyui, "shutdown": _shutdown}
+FAULTS = {"comfyui": _comfyui, "shutdown": _shutdown}
 
 
 def _published(results: Path, prompts: int) -> report.Row:
@@ -157,18 +115,6 @@ def _comfyuis(base: Path) -> list[psutil.Process]:
         for process in psutil.process_iter(["cmdline"])
         if {"--base-directory", str(base)} <= set(process.info["cmdline"] or ())
     ]
-
-
-def _who_compiles(base: Path, replicas: int) -> psutil.Process | None:
-    """The ComfyUI that does not wait, once all others do; None before that."""
-    free = []
-    found = _comfyuis(base)
-    for comfyui in found:
-        flags = comfyui.info["cmdline"]
-        log = Path(flags[flags.index("--output-directory") + 1]).parent / "comfyui.log"
-        if _WAITS not in log.read_text(encoding="utf-8", errors="replace"):
-            free.append(comfyui)
-    return free[0] if len(found) == replicas and len(free) == 1 else None
 
 
 def _states(replicas: Any, count: int, without: str = "") -> list[dict[str, Any]]:

@@ -59,7 +59,6 @@ ASSUMED = {
     "prompts": (100, "prompts for each worker in a trace"),
     "at_once_s": (2.0, "seconds within which workers start that start at once"),
     "rolling_s": (600.0, "seconds over which workers start that start one after the other"),
-    "lease_s": (300.0, "`ACCEL_STORE_LEASE`"),
 }
 """What is assumed unless the costs measure it: name → (value, meaning)."""
 
@@ -296,7 +295,7 @@ def _cold(known: Known, start: str, kind: str, workers: int, seed: int) -> dict[
     draw = random.Random(seed)
     spread = values["at_once_s"] if start == "at once" else values["rolling_s"]
     starts = sorted(draw.uniform(0, spread) for _ in range(workers))
-    store = Store(kind, values["lease_s"])
+    store = Store(kind)
     ready = cold_start(starts, known.architectures, store)
     row = {
         "compiled": store.compiled,
@@ -436,17 +435,11 @@ def verdicts(rows: Sequence[report.Row]) -> list[str]:
         return f"**{what}: {_from(least)}.** {how} {', '.join(figures)}."
 
     ready = {store: by_workers("ready_s", start="rolling", store=store) for store in STORES}
-    made = {store: by_workers("compiled", start="at once", store=store) for store in STORES}
-    at_once = {store: by_workers("ready_s", start="at once", store=store) for store in STORES}
-    most = max(made["leases"])
     sentences = [
         "**Nothing of it: one worker.**",
         compare(
             "A shared folder", "Workers that start one after the other are ready after", ready["shared"], ready["none"]
         ),
-        compare("Leases", "Where all start at once they compile", made["leases"], made["shared"], " graphs")
-        + f" That saves processor time and no waiting: they are ready after {_short(at_once['leases'][most])} s, and"
-        f" after {_short(at_once['shared'][most])} s without leases, since the others wait for the one that compiles.",
     ]
     for traffic in TRAFFIC:
         waits = {rule: by_workers("wait_s", traffic=traffic, rule=rule) for rule in RULES}

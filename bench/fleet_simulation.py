@@ -22,7 +22,7 @@ from accel.hosts.ray.routing_key import routing_key
 from accel.sizing.resolution import Size
 
 RULES = ("any", "least-loaded", "by key")
-STORES = ("none", "shared", "leases")
+STORES = ("none", "shared")
 _SOON = 1e-6
 """Seconds by which a worker is looked at later than its patience ends, so that rounding cannot hide it."""
 
@@ -60,13 +60,10 @@ class Costs:
 
 
 class Store:
-    """Where graphs are kept: "none" by each worker for itself, "shared" by all, "leases" by all with one compiling.
+    """Where graphs are kept: "none" by each worker for itself, "shared" by all."""
 
-    lease_s: how long a worker waits at most for what another compiles.
-    """
-
-    def __init__(self, kind: str, lease_s: float = 300.0):
-        self._kind, self._lease_s = kind, lease_s
+    def __init__(self, kind: str):
+        self._kind = kind
         self._saved: dict[tuple[str, int], float] = {}
         """When each graph is there, or will be: it is noted when its compiling begins."""
         self.compiled = self.loaded = 0
@@ -77,8 +74,6 @@ class Store:
         for number in range(needed.graphs):
             name = (needed.name, number)
             saved = math.inf if self._kind == "none" else self._saved.get(name, math.inf)
-            if self._kind == "leases" and now < saved < math.inf:
-                now = min(saved, now + self._lease_s)
             if saved <= now:
                 self.loaded += 1
                 now += needed.load_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -109,9 +109,8 @@ class GraphResolver:
             return None
         call = self._call(spec, weights, inputs)
         try:
-            with ExitStack() as ending:
-                made, loaded = lambda: self._compiled(call, observer), lambda: self._loaded(call, ending)
-                entry, graph = self.cache.find(call.key, name, call.fits, made, self.lease, loaded)
+            made, loaded = lambda: self._compiled(call, observer), lambda: self._loaded(call)
+            entry, graph = self.cache.find(call.key, name, call.fits, made, self.lease, loaded)
             if not self.settings.measured and not torch_internals.is_untried():
                 return ResolvedGraph(entry, graph, None)
             may_capture = observer is not None and observer.may_capture
@@ -133,7 +132,7 @@ class GraphResolver:
         )
         return _Call(spec, weights, inputs, tensors, key, values)
 
-    def _loaded(self, call: _Call, ending: ExitStack) -> CompiledGraph | None:
+    def _loaded(self, call: _Call) -> CompiledGraph | None:
         kind, store = self.region.kind, self.cache.store
         if store is None:
             return None
@@ -144,7 +143,7 @@ class GraphResolver:
             )
 
         return store.load(
-            call.key, kind.name, call.devices, build, call.fits, call.values, self.interrupts, call.could_fit, ending
+            call.key, kind.name, call.devices, build, call.fits, call.values, self.interrupts, call.could_fit
         )
 
     def _compiled(self, call: _Call, observer: BlockObserver | None) -> CompiledGraph:

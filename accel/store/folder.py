@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ..core.atomic_file import UNFINISHED, UNFINISHED_NAME, give_name, new_file, opened, write_whole
+from ..core.atomic_file import UNFINISHED, UNFINISHED_NAME, new_file, opened, write_whole
 
 
 class File(NamedTuple):
@@ -36,9 +36,6 @@ class Folder(Protocol):
 
     def write(self, name: str, data: bytes) -> None:
         """Create or replace a file; no reader ever sees part of it."""
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Create a file; False, and nothing done, where there is one of this name: of several, one succeeds."""
 
     def remove(self, name: str) -> None:
         """Delete the file, if it is there."""
@@ -76,16 +73,6 @@ class LocalFolder:
 
     def write(self, name: str, data: bytes) -> None:
         write_whole(self.path / name, data)
-
-    def create(self, name: str, data: bytes) -> bool:
-        with new_file(self.path) as (file, unfinished):
-            file.write(data)
-            file.close()
-            try:
-                give_name(unfinished, self.path / name)
-            except FileExistsError:
-                return False
-        return True
 
     def remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)

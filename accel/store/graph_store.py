@@ -26,7 +26,7 @@ from ..core.errors import pass_on
 from ..core.events import emit, log
 from ..core.settings import DEFAULT_STORE_MB
 from . import key as store_key
-from . import lease, location, manifest
+from . import location, manifest
 from .folder import Folder
 from .key import NotPortable
 from .manifest import MANIFEST, BadEntry, Manifest
@@ -89,8 +89,6 @@ class GraphStore:
         self._distrusted: set[str] = set()
         self._own: set[str] = set()
         self._misses: dict[tuple[str, str], int] = {}
-        waiting = lease.limit()
-        self._leases = lease.Leases(folder, waiting) if waiting else None
 
     def load(
         self,
@@ -102,31 +100,20 @@ class GraphStore:
         values: tuple[str, ...] = (),
         interrupts: tuple[type[BaseException], ...] = (),
         could_fit: Callable[[Facts], bool] = lambda facts: True,
-        ending: contextlib.ExitStack | None = None,
     ) -> CompiledGraph | None:
         """A saved graph of this key that fits the call; None where there is none.
-
-        Where leases are on and another process compiles it, that one's, once it is saved.
 
         name: of the kind, for the report. devices: of the call's tensors.
         build: makes the graph; called only with bytes that this installation sealed.
         values: those of the call (`tree_spec.without_values`).
         interrupts: exceptions that mean "stop the run": no other is ever raised.
         could_fit: whether a graph with these facts might fit; others are not opened.
-        ending: closed by the caller once it has saved the graph, or failed to; None takes no lease.
         """
         if key.backend != "inductor" or self._loading.is_open:
             return None
         with self._failing_open(name, "the store cannot be read", self._loading, interrupts):
             digest, here = store_key.key_digest(key, values), store_key.environment(devices)
-
-            def find() -> CompiledGraph | None:
-                return self._load(digest, here, name, build, fits, interrupts, could_fit)
-
-            graph = find()
-            if graph is None and self._leases is not None and ending is not None and not self._saving.is_open:
-                return self._leases.wait_or_take(digest, here, find, ending)
-            return graph
+            return self._load(digest, here, name, build, fits, interrupts, could_fit)
         return None
 
     def _load(self, digest, here, name, build, fits, interrupts, could_fit) -> CompiledGraph | None:
@@ -204,14 +191,10 @@ class GraphStore:
         return not is_own
 
     def statistics(self) -> dict[str, Any]:
-        """The folder, the graphs loaded and saved by this process, and why others were not, as JSON.
-
-        leases: `Leases.statistics`; None where they are off.
-        """
+        """The folder, the graphs loaded and saved by this process, and why others were not, as JSON."""
         with self._lock:
             misses = [{"block": block, "reason": reason, "count": n} for (block, reason), n in self._misses.items()]
-            counts = {"folder": str(self._folder), "loaded": self._loaded, "saved": self._saved, "misses": misses}
-        return {**counts, "leases": None if self._leases is None else self._leases.statistics()}
+            return {"folder": str(self._folder), "loaded": self._loaded, "saved": self._saved, "misses": misses}
 
     @contextlib.contextmanager
     def _failing_open(

@@ -8,11 +8,10 @@ import re
 
 from . import manifest
 from .folder import File, Folder
-from .lease import LEASE_NAME
 from .manifest import DATA, MANIFEST
 
 LEFTOVER = 3600.0
-"""Seconds after which an unfinished file, half an entry or a lease that nobody renews counts as abandoned.
+"""Seconds after which an unfinished file or half an entry counts as abandoned.
 
 A date further ahead than this was written by a clock that has been set right since.
 """
@@ -28,11 +27,9 @@ def prune(folder: Folder, max_bytes: int) -> int:
 
     Raises OSError: the folder cannot be read.
     """
-    found = list(folder.files())
-    files = {file.name: file for file in found if _ENTRY.fullmatch(file.name)}
+    files = {file.name: file for file in folder.files() if _ENTRY.fullmatch(file.name)}
     halves = [file for name, file in files.items() if _other_half(name) not in files]
-    leases = [file for file in found if LEASE_NAME.fullmatch(file.name)]
-    leftovers = [*folder.unfinished(), *halves, *leases]
+    leftovers = [*folder.unfinished(), *halves]
     entries: list[tuple[File, int]] = []
     for name, file in files.items():
         if name.endswith(MANIFEST) and (data := files.get(_other_half(name))):

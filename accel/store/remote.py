@@ -51,10 +51,16 @@ class RemoteFolder:
         return data
 
     def write(self, name: str, data: bytes) -> None:
-        self._put(name, data)
-
-    def create(self, name: str, data: bytes) -> bool:
-        return self._put(name, data, mode="create")  # as object stores do it, by one conditional request
+        root = self._root_path()
+        with self._connected() as files:
+            try:
+                files.pipe_file(f"{root}/{name}", data)
+            except FileNotFoundError:
+                # A file server, unlike an object store, needs the folder first. No bucket is ever created.
+                if "/" not in root:
+                    raise
+                files.mkdir(root, create_parents=False)
+                files.pipe_file(f"{root}/{name}", data)
 
     def remove(self, name: str) -> None:
         path = f"{self._root_path()}/{name}"
@@ -73,23 +79,6 @@ class RemoteFolder:
                 return _seconds(files.info(path))
         finally:
             self.remove(name)
-
-    def _put(self, name: str, data: bytes, **mode: str) -> bool:
-        """Write a file; False if it exists and the mode forbids replacing it."""
-        root = self._root_path()
-        with self._connected() as files:
-            try:
-                try:
-                    files.pipe_file(f"{root}/{name}", data, **mode)
-                except FileNotFoundError:
-                    # A file server, unlike an object store, needs the folder first. No bucket is ever created.
-                    if "/" not in root:
-                        raise
-                    files.mkdir(root, create_parents=False)
-                    files.pipe_file(f"{root}/{name}", data, **mode)
-            except FileExistsError:
-                return False
-        return True
 
     def _list(self, prefix: str = "") -> list[File]:
         root = self._root_path()

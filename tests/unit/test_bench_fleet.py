@@ -13,7 +13,7 @@ import pytest
 from bench import fleet
 
 LOAD = dict(route="graph", prompts=200, answered=200, failed=0, run_again=2, images=200, duplicates=0, met_graph=0.9)
-COLD = dict(store="shared", replicas=3, compilations=fleet.KINDS, loaded=4, waited_for=4)
+COLD = dict(store="shared", replicas=3, compilations=fleet.KINDS, loaded=4)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ COLD = dict(store="shared", replicas=3, compilations=fleet.KINDS, loaded=4, wait
         ({"images": 201}, {}, 0, "201 images of 200 prompts"),
         ({"duplicates": 1}, {}, 0, "1 of them twice"),
         ({"run_again": 0}, {}, 0, "nothing was shown"),
-        ({}, {"compilations": fleet.KINDS + 1}, 0, "beside a shared store"),
+        ({}, {"compilations": 3 * fleet.KINDS + 1}, 0, "beside a shared store"),
         ({}, {"store": "none", "compilations": 3 * fleet.KINDS}, 0, None),
         ({}, {}, 2, "2 processes were left behind"),
     ],
@@ -43,7 +43,7 @@ def test_sizes_are_twelve_that_the_model_takes():
 def test_what_another_store_holds_is_not_said_of_a_start_without_one(tmp_path, monkeypatch):
     (tmp_path / "graphs").mkdir()
     (tmp_path / "graphs" / "a.graph").write_bytes(b"x" * 500_000)
-    state = {"replica": "a", "compilations": 2, "loaded": 0, "store": {"leases": None}}
+    state = {"replica": "a", "compilations": 2, "loaded": 0, "store": {}}
     replicas = SimpleNamespace(state=SimpleNamespace(remote=lambda: SimpleNamespace(result=lambda: state)))
     monkeypatch.setattr(fleet, "running_fleet", lambda *given, **settings: contextlib.nullcontext(replicas))
     rows = [fleet._cold(SimpleNamespace(replicas=1), tmp_path, tmp_path, store) for store in fleet.STORES]
@@ -63,7 +63,7 @@ def test_process_that_lost_its_parent_is_left_behind(tmp_path):
 def test_figures_of_the_page_are_those_of_the_rows():
     page = (fleet.ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
     load = ("route", "prompts", "answered", "failed", "run_again", "images", "duplicates", "met_graph")
-    cold = ("store", "compilations", "loaded", "waited_for", "ready_s")
+    cold = ("store", "compilations", "loaded", "ready_s")
     for row in json.loads((fleet.ROOT / "docs" / "fleet.json").read_text(encoding="utf-8"))["rows"]:
         names = load if "route" in row else cold
         shown = [f"{row[name]:.0f}" if name == "ready_s" else str(row[name]) for name in names]

@@ -337,7 +337,7 @@ class Lent:
         self.distrusted = []
         self.error = error or RuntimeError("no kernel image is available")
 
-    def load(self, key, name, devices, build, fits, values, interrupts, could_fit, ending):
+    def load(self, key, name, devices, build, fits, values, interrupts, could_fit):
         if self.distrusted:
             return None
 

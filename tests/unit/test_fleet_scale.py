@@ -109,7 +109,6 @@ def test_page_plots_and_rows_are_written_and_the_same_each_time(files, tmp_path,
             *("scale.md", "scale.json", "scale-waiting.png", "scale-met.png")
         }
     assert pages[0] == pages[1]
-    assert "**Leases: from 4 workers on.**" in pages[0]
     assert "(CPU);\n`image_s`, `model_s`, `capture_s`, `capture_mb` are assumed, not measured" in pages[0]
     measured = fleet_scale.read(files("A card", card=CARD), {})
     fleet_scale.save(tmp_path / "b", json.loads((tmp_path / "a" / "scale.json").read_text())["rows"], measured)

@@ -102,19 +102,12 @@ def test_prompts_wait_until_a_worker_is_ready():
     [
         ("none", [0, 0, 50], 6, 0, [20, 20, 70]),
         ("shared", [0, 0, 50], 4, 2, [20, 20, 52]),  # who starts at the same time compiles the same
-        ("leases", [0, 0, 50], 2, 4, [20, 21, 52]),  # it waits for one graph after the other, and loads them
     ],
 )
 def test_cold_start_compiles_as_the_store_allows(kind, starts, compiled, loaded, ready):
     store = Store(kind)
     assert cold_start(starts, [FLUX], store) == ready
     assert (store.compiled, store.loaded) == (compiled, loaded)
-
-
-def test_nobody_waits_longer_for_a_lease_than_its_limit():
-    store = Store("leases", lease_s=4)
-    assert cold_start([0, 1], [Architecture("Flux", 1, 10, 1)], store) == [10, 15]
-    assert store.compiled == 2
 
 
 def test_traffic_has_the_rate_and_the_preferences_that_were_asked_for():

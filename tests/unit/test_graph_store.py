@@ -4,7 +4,9 @@ import dataclasses
 import json
 import os
 import pickle
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -527,3 +529,34 @@ def test_leftovers_of_killed_processes_are_deleted_when_old(tmp_path):
 def test_budget_of_nothing_saves_nothing(tmp_path):
     assert not save(store(tmp_path, max_bytes=lambda: 0))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_compile_the_same_at_once_each_keep_a_whole_graph_and_any_serves(tmp_path):
+    both = [store(tmp_path) for _ in range(2)]
+    assert [load(each) for each in both] == [None, None]  # neither waits for the other
+    together = threading.Barrier(2)
+
+    def compile_and_save(number):
+        for again in range(20):
+            together.wait(10)
+            assert save(both[number], f"differs {again}", data=bytes([number]) * 100_000)
+            assert save(both[number], f"equals {again}", data=b"one" * 100_000)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(compile_and_save, range(2)))
+    names = [path.name for path in (tmp_path / "graphs").iterdir()]
+    assert len(names) == 2 * (20 * 2 + 20)  # a name is that of its bytes, so equal ones are one entry
+    for again in range(20):
+        found = {load(each, f"differs {again}")[0] for each in (*both, store(tmp_path))}
+        assert found <= {bytes([0]) * 100_000, bytes([1]) * 100_000}
+        assert load(store(tmp_path), f"equals {again}")[0] == b"one" * 100_000
+    assert all(reasons(each) in ([], [NOTHING_SAVED]) for each in both)
+
+
+def test_of_graphs_that_were_compiled_at_once_the_last_is_looked_at_first(tmp_path):
+    first, last = store(tmp_path), store(tmp_path)
+    assert save(first, data=b"first")
+    time.sleep(0.01)
+    assert save(last, data=b"last")
+    assert load(store(tmp_path))[0] == b"last"
+    assert load(store(tmp_path), fits=lambda graph: graph.run(()) == b"first")[0] == b"first"

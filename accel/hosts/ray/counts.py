@@ -65,4 +65,4 @@ class States:
 def counted(cache: Mapping[str, Any], store: Mapping[str, Any] | None) -> dict[str, Any]:
     """What a replica tells of its graphs. cache, store: `statistics` of the engine's."""
     counts = {name: cache[name] for name in ("compilations", "loaded", "captures", "bytes")}
-    return {**counts, "store": {name: (store or {}).get(name) for name in ("loaded", "saved", "leases")}}
+    return {**counts, "store": {name: (store or {}).get(name) for name in ("loaded", "saved")}}
