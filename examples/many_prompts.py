@@ -24,7 +24,7 @@ from comfy_accel.sizing.buckets import TRAINED, nearest_trained
 from comfy_accel.sizing.resolution import Size
 
 BATCHES = (8, 4, 2, 1)
-"""Images at once: those of Batch Snap, so that only so many shapes are run at each size."""
+"""Images at once, so that only so many shapes are run at each size."""
 
 
 def main(arguments=None):

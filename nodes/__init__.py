@@ -3,7 +3,6 @@
 from comfy_api.latest import ComfyExtension, io
 
 from .accelerate_model import AccelModel
-from .batch_snap import AccelBatchSnap
 from .clear_cache import AccelClearGraphCache
 from .controlnet import AccelControlNet
 from .deep_cache import AccelDeepCache
@@ -24,7 +23,6 @@ NODES: list[type[io.ComfyNode]] = [
     AccelSnapImage,
     AccelResolutionSnap,
     AccelResolutionRestore,
-    AccelBatchSnap,
     AccelWarmUpGraphs,
     AccelClearGraphCache,
     AccelReport,

@@ -61,8 +61,7 @@ def _rule(advanced: bool) -> list[Any]:
             tooltip=(
                 'Round both sides to a multiple of this many pixels. "from model" asks the connected model (64 for'
                 f" SD1.5, 32 for SDXL, 16 for Flux), or takes {SAFE_FOR_ANY_UNET}, which suits all of these."
-                ' "trained sizes" takes the nearest size the model was trained at. "already compiled" takes the nearest'
-                ' size that Accelerate Model has compiled with shapes on "exact size".'
+                ' "trained sizes" takes the nearest size the model was trained at.'
             ),
         ),
         make_input(

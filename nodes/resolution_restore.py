@@ -8,7 +8,7 @@ from .resolution import RESTORE
 
 
 class AccelResolutionRestore(io.ComfyNode):
-    """IMAGE and restore record in, IMAGE of the size and number asked for out."""
+    """IMAGE and restore record in, IMAGE of the size asked for out."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -17,8 +17,8 @@ class AccelResolutionRestore(io.ComfyNode):
             display_name="Accel: Restore Size",
             category="accel/size",
             description=(
-                "Undoes Snap Size, Snap Image and Snap Batch: brings an image to exactly the size you asked for, by"
-                " cropping the border or resizing, and drops images that only padded the batch."
+                "Undoes Snap Size and Snap Image: brings an image to exactly the size you asked for, by cropping the"
+                " border or resizing."
             ),
             search_aliases=["unpad", "uncrop", "original size", "exact size", "resize back"],
             inputs=[
@@ -26,7 +26,7 @@ class AccelResolutionRestore(io.ComfyNode):
                 make_input(
                     RESTORE,
                     "restore",
-                    tooltip="The record of what was changed, from Snap Size, Snap Image or Snap Batch.",
+                    tooltip="The record of what was changed, from Snap Size or Snap Image.",
                 ),
             ],
             hidden=[io.Hidden.unique_id],

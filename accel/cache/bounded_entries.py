@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Container, Hashable, Iterable, Iterator
+from collections.abc import Container, Hashable, Iterator
 from contextlib import contextmanager
 
 from ..compile.compiled_graph import CompiledGraph
@@ -57,11 +57,6 @@ class BoundedEntries:
             if lease is not None:
                 lease.add(self._entries[key])
             return self._entries[key]
-
-    def has_all(self, keys: Iterable[Hashable]) -> bool:
-        """Whether every key has an entry, so that a run with them compiles nothing; does not count as use."""
-        with self._lock:
-            return all(key in self._entries for key in keys)
 
     def keys(self) -> list[Hashable]:
         """Every key, the most recently used last."""

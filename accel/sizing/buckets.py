@@ -84,15 +84,6 @@ def nearest_trained(sizes: Sequence[Size], asked: Size, mode: str = "nearest", m
     return min(_that_way(allowed, asked, mode), key=distance)
 
 
-def nearest_size(sizes: Sequence[Size], asked: Size, mode: str = "nearest") -> Size:
-    """The size nearest in area and aspect ratio combined. mode: as for `nearest_trained`."""
-
-    def distance(size: Size) -> float:
-        return math.hypot(math.log(factor(size.pixels, asked.pixels)), math.log(aspect_error(size, asked)))
-
-    return min(_that_way(sizes, asked, mode), key=distance)
-
-
 def _that_way(sizes: Sequence[Size], asked: Size, mode: str) -> Sequence[Size]:
     """Those with no side smaller ("up"), or larger ("down"); all where there are none."""
     found = sizes

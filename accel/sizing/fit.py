@@ -136,14 +136,3 @@ def _stretch(asked: Size, snapped: Size) -> str:
         for before, after, less, more in sides
         if before != after
     )
-
-
-@dataclass(frozen=True)
-class Restore:
-    """How to undo a snap: the RESTORE record.
-
-    fit: of the size; None if unchanged. batch: (images requested, images made); None if unchanged.
-    """
-
-    fit: Fit | None = None
-    batch: tuple[int, int] | None = None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from .fit import Fit, Restore, fit
+from .fit import Fit, fit
 from .resolution import Size
 
 Resample = Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -45,15 +45,6 @@ def undo_fit(image: torch.Tensor, plan: Fit, resample: Resample) -> torch.Tensor
         back = fit(size, plan.asked, "crop", plan.anchor)
         return apply_fit(image, back, resample)
     return _resized(image, plan.asked, resample)
-
-
-def undo_batch(images: torch.Tensor, record: Restore) -> torch.Tensor:
-    """The requested ones of the images [N, ...]; N may be a multiple of the batch, as for video."""
-    if record.batch is None:
-        return images
-    asked, made = record.batch
-    count = len(images)
-    return images[: count // made * asked] if count % made == 0 else images[:asked]
 
 
 def _resized(image: torch.Tensor, size: Size, resample: Resample) -> torch.Tensor:

@@ -25,7 +25,6 @@ def wrong_values():
         yield "AccelWarmUpGraphs", "batches", value
     for value in ("77 154", "4097"):
         yield "AccelWarmUpGraphs", "prompt_lengths", value
-    yield "AccelBatchSnap", "sizes", "some"
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Trained sizes: the lists as published, and which of them is nearest."""
 
 import pytest
-from comfy_accel.accel.sizing.buckets import FAMILIES, TRAINED, nearest_size, nearest_trained
+from comfy_accel.accel.sizing.buckets import FAMILIES, TRAINED, nearest_trained
 from comfy_accel.accel.sizing.resolution import MODES, PIXELS_PER_MEGAPIXEL, Size, aspect_error
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,11 +59,3 @@ def test_the_budget_is_kept_or_refused_with_the_smallest_size(family, asked, mod
         assert nearest_trained(sizes, asked, mode, enough).pixels == least.pixels
     else:
         assert found.pixels <= megapixels * PIXELS_PER_MEGAPIXEL
-
-
-def test_nearest_size_weighs_area_as_much_as_aspect():
-    compiled = [Size(512, 512), Size(1024, 1024), Size(512, 508)]
-    assert nearest_size(compiled, Size(1000, 990)) == Size(1024, 1024)
-    assert nearest_size(compiled, Size(600, 590)) == Size(512, 512)
-    assert nearest_size(compiled, Size(600, 590), "up") == Size(1024, 1024)
-    assert nearest_size(compiled, Size(4000, 4000), "up") == Size(1024, 1024)  # nothing is larger

@@ -108,18 +108,6 @@ def test_least_recently_used_leaves_first():
     assert cache.statistics()["evictions"] == 1
 
 
-def test_what_is_held_can_be_asked_without_using_it():
-    cache = GraphCache(max_entries=2)
-    for key in "ab":
-        find(cache, key)
-    before = cache.statistics()
-    assert cache.has_all("ab") and cache.has_all(()) and not cache.has_all("ac")
-    assert cache.statistics() == before
-    cache.has_all("a")
-    find(cache, "c")
-    assert cache.has_all("bc") and not cache.has_all("a")
-
-
 def test_bytes_are_bounded():
     cache = GraphCache(max_bytes=100)
     for key in "abc":

@@ -37,7 +37,7 @@ def example(monkeypatch):
     return module
 
 
-def test_batches_have_one_trained_size_and_as_many_images_as_batch_snap_pads_to(example):
+def test_batches_have_one_trained_size_and_one_of_a_few_numbers_of_images(example):
     jobs = [{"width": 1200, "height": 800, "number": number} for number in range(15)]
     jobs += [{"width": 1000, "height": 1000, "number": 15}]
     sizes = [Size(size.width, size.height) for size in TRAINED["SDXL"]]

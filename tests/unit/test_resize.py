@@ -4,8 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from comfy_accel.accel.sizing.fit import ANCHORS, HOW, Restore, fit  # noqa: E402
-from comfy_accel.accel.sizing.resize import apply_fit, undo_batch, undo_fit  # noqa: E402
+from comfy_accel.accel.sizing.fit import ANCHORS, HOW, fit  # noqa: E402
+from comfy_accel.accel.sizing.resize import apply_fit, undo_fit  # noqa: E402
 from comfy_accel.accel.sizing.resolution import MODES, Size, snap  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
@@ -126,11 +126,3 @@ def test_an_unknown_way_is_refused_with_the_known_ones():
         fit(Size(8, 8), Size(16, 16), "pad")
     with pytest.raises(ValueError, match="anchor is 'middle'; it must be one of: center"):
         fit(Size(8, 8), Size(16, 16), "crop", "middle")
-
-
-def test_of_a_padded_batch_the_images_asked_for_are_left():
-    images = torch.arange(8.0)
-    assert undo_batch(images, Restore()) is images
-    assert undo_batch(images, Restore(batch=(3, 4))).tolist() == [0, 1, 2, 3, 4, 5]  # two frames an image
-    assert undo_batch(images[:4], Restore(batch=(3, 4))).tolist() == [0, 1, 2]
-    assert undo_batch(images[:3], Restore(batch=(3, 4))).tolist() == [0, 1, 2]

@@ -24,7 +24,7 @@ from ....store.graph_store import attach
 from .. import preferences
 from ..home import running_home
 from ..progress import CompileProgress
-from ..sizes.shape_errors import size_remembered, sizes_explained
+from ..sizes.shape_errors import sizes_explained
 from ..versions import (
     NO_RESULT_DEPENDS_ON,
     is_split_over_devices,
@@ -214,7 +214,7 @@ def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | N
             run, is_finished = Run(settings, cache, lease, node_id, graphs), False
             options[KEY] = run
             try:
-                with sizes_explained(executor, args), size_remembered(executor, args, cache, lease):
+                with sizes_explained(executor, args):
                     out = executor(*args, **kwargs)
                 is_finished = True
                 return out

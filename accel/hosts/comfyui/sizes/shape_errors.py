@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 
-from ....cache.compiled_sizes import architecture, remember
-from ....cache.entry import Lease
-from ....cache.graph_cache import GraphCache
 from ....sizing.resolution import Size, snap
 from .model_sizes import latent_layout, model_multiple
 
@@ -48,21 +45,6 @@ def sizes_explained(executor: Any, arguments: Sequence[Any]) -> Iterator[None]:
         if sentence is None:
             raise
         raise ShapeMismatch(sentence) from error
-
-
-@contextmanager
-def size_remembered(executor: Any, arguments: Sequence[Any], cache: GraphCache, lease: Lease) -> Iterator[None]:
-    """After a successful call of an OUTER_SAMPLE wrapper, count an image's latent shape as "already compiled"."""
-    yield
-    noise = arguments[0] if arguments else None
-    model = executor.class_obj.model_patcher
-    if not isinstance(noise, torch.Tensor) or noise.ndim < 4:
-        return
-    try:
-        scale = latent_layout(model).scale
-    except (AttributeError, ValueError):  # not images, or an unknown latent format
-        return
-    remember(cache, architecture(model.get_model_object("diffusion_model")), noise.shape, lease.keys, scale)
 
 
 def explain(error: RuntimeError, executor: Any, arguments: Sequence[Any]) -> str | None:

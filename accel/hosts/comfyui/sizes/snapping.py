@@ -11,18 +11,15 @@ import comfy.model_management
 import comfy.utils
 import torch
 
-from ....cache.compiled_sizes import architecture, compiled_for
-from ....cache.graph_cache import GraphCache, shared
-from ....sizing.buckets import FAMILIES, TRAINED, nearest_size, nearest_trained
-from ....sizing.fit import ANCHORS, HOW, Fit, Restore, fit
-from ....sizing.resize import apply_fit, undo_batch, undo_fit
-from ....sizing.resolution import Size, budget_pixels, snap
+from ....sizing.buckets import FAMILIES, TRAINED, nearest_trained
+from ....sizing.fit import ANCHORS, HOW, Fit, fit
+from ....sizing.resize import apply_fit, undo_fit
+from ....sizing.resolution import Size, snap
 from .model_sizes import SAFE_FOR_ANY_UNET, LatentLayout, family_name, latent_layout, model_multiple, trained_family
 
 FROM_MODEL = "from model"
 TRAINED_SIZES = "trained sizes"
-COMPILED = "already compiled"
-MULTIPLES = (FROM_MODEL, "8", "16", "32", "64", TRAINED_SIZES, COMPILED)
+MULTIPLES = (FROM_MODEL, "8", "16", "32", "64", TRAINED_SIZES)
 TRAINED_FOR = (FROM_MODEL, *FAMILIES)
 DEFAULT_FAMILY = "SDXL"
 SMALLEST, LARGEST = 16, 16384
@@ -63,7 +60,7 @@ class Snapped:
     size: Size
     latent: dict[str, Any]
     image: torch.Tensor | None
-    restore: Restore
+    restore: Fit
     text: str
 
 
@@ -89,40 +86,31 @@ def snap_inputs(
     if image is not None and latent is not None:
         raise ValueError("Both an image and a latent are connected: connect only the one to snap.")
     layout = latent_layout(model) if model is not None else LatentLayout()
-    batch, frames, unit = batch_size, 1, 1
+    unit = 1
     if image is not None:
-        asked, batch = Size(image.shape[2], image.shape[1]), image.shape[0]
+        asked = Size(image.shape[2], image.shape[1])
     elif latent is not None:
         unit = layout.scale if model is not None else latent.get("downscale_ratio_spacial", layout.scale)
         layout = LatentLayout(layout.channels, unit, layout.has_frames)
-        asked, shape = latent_size(latent, unit), latent["samples"].shape
-        batch, frames = shape[0], math.prod(shape[2:-2])
+        asked = latent_size(latent, unit)
     else:
         _check_range(asked)  # a linked side is only known now
     rule = Rule(**chosen_by, pads=how.startswith("pad"))
-    chosen = choose(asked, rule, model, layout, batch, frames=frames)
+    chosen = choose(asked, rule, model, layout)
     plan = fit(asked, chosen.size, how, anchor, unit, chosen.multiple)
     return Snapped(
         chosen.size,
         empty_latent(chosen.size, batch_size, layout) if latent is None else snap_latent(latent, plan, unit),
         None if image is None else snap_image(image, plan, fill),
-        Restore(plan),
+        plan,
         f"{plan.summary()} ({chosen.note})" if chosen.note else plan.summary(),
     )
 
 
-def choose(
-    asked: Size,
-    rule: Rule,
-    model: Any,
-    layout: LatentLayout,
-    batch: int = 1,
-    cache: GraphCache = shared,
-    frames: int = 1,
-) -> Choice:
+def choose(asked: Size, rule: Rule, model: Any, layout: LatentLayout) -> Choice:
     """The size to run at, given the one asked for.
 
-    model: a ModelPatcher, or None if none is connected. batch, frames: of the latents, for what is already compiled.
+    model: a ModelPatcher, or None if none is connected.
 
     Raises ValueError, naming a valid range, for a budget below the smallest size.
     """
@@ -136,18 +124,6 @@ def choose(
             size = nearest_trained(sizes, asked, mode, rule.max_megapixels)
             return Choice(size, layout.scale, f"a size that {family} was trained at")
         note = f"no trained sizes are known for {family_name(model) if family is None else family}"
-    elif rule.multiple == COMPILED:
-        network = None if model is None else architecture(model.get_model_object("diffusion_model"))
-        compiled = compiled_for(cache, network)
-        shapes = [shape for shape in compiled.shapes if shape[0] == batch and math.prod(shape[2:-2]) == frames]
-        sizes = _whole([_pixels(shape, compiled.scale) for shape in shapes], layout)
-        budget = budget_pixels(rule.max_megapixels)
-        sizes = [size for size in sizes if budget is None or size.pixels <= budget]
-        if sizes and not compiled.any_size:
-            return Choice(nearest_size(sizes, asked, mode), layout.scale, "a size that is compiled already")
-        limit = "" if budget is None else f" and {rule.max_megapixels:g} megapixels"
-        nothing = f"nothing is compiled yet for a batch of {batch}{limit}"
-        note = "every size is compiled" if compiled.any_size else nothing
     multiple = _multiple(rule.multiple, model, layout)
     size = snap(*_sides(asked), multiple, mode, rule.keep_aspect, rule.max_megapixels)
     if note:
@@ -203,18 +179,11 @@ def snap_mask(mask: torch.Tensor, plan: Fit) -> torch.Tensor:
     return apply_fit(mask, plan, _bilinear, fill=1.0)
 
 
-def restore_image(image: torch.Tensor, record: Restore) -> tuple[torch.Tensor, str]:
-    """An IMAGE [B, H, W, C] in the size and number that were asked for before snapping, and one line for people."""
-    restored = undo_batch(image, record)
-    if record.fit is not None:
-        restored = undo_fit(restored.movedim(-1, 1), record.fit, _lanczos).movedim(1, -1).contiguous()
-    (_, before_height, before_width, _), (count, height, width, _) = image.shape, restored.shape
-    text = f"{width}×{height}, as it was"
-    if (before_width, before_height) != (width, height):
-        text = f"{before_width}×{before_height} → {width}×{height}"
-    if count != len(image):
-        text = f"{text}, {count} of {len(image)} images"
-    return restored, text
+def restore_image(image: torch.Tensor, plan: Fit) -> tuple[torch.Tensor, str]:
+    """An IMAGE [B, H, W, C] in the size that was asked for before snapping, and one line for people."""
+    restored = undo_fit(image.movedim(-1, 1), plan, _lanczos).movedim(1, -1).contiguous()
+    before, after = (Size(shape[2], shape[1]) for shape in (image.shape, restored.shape))
+    return restored, f"{after}, as it was" if before == after else f"{before} → {after}"
 
 
 def _multiple(chosen: str, model: Any, layout: LatentLayout) -> int:
