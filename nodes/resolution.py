@@ -1,4 +1,4 @@
-"""The Snap Size and Snap Image nodes, and the Resolution Snap node of older workflows, which did both."""
+"""The Snap Size and Snap Image nodes, and the Resolution Snap node, which does both."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ class AccelSnapImage(io.ComfyNode):
 
 
 class AccelResolutionSnap(io.ComfyNode):
-    """Snap Size and Snap Image in one; for workflows that have it."""
+    """A size, an IMAGE or a LATENT in; the same at a size that the model supports, and how to undo it, out."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

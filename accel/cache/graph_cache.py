@@ -13,6 +13,9 @@ from ..core.settings import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES
 from .bounded_entries import BoundedEntries, NoGraph
 from .entry import Entry, Lease
 
+MOST_GRAPHS = 4
+"""Graphs of one key, after which calls that fit none run eagerly; a bound on surprises."""
+
 _MAX_KNOWN_SIZES = 4096
 
 
@@ -24,12 +27,10 @@ class GraphCache(BoundedEntries):
 
     max_entries: keys kept; 0 keeps nothing, and then nothing is compiled either.
     max_bytes: bound on the sum of the entries' `nbytes`.
-    max_graphs: graphs of one key, after which calls that fit none run eagerly; a bound on surprises.
     """
 
-    def __init__(self, max_entries: int = DEFAULT_MAX_ENTRIES, max_bytes: int = DEFAULT_MAX_BYTES, max_graphs: int = 4):
+    def __init__(self, max_entries: int = DEFAULT_MAX_ENTRIES, max_bytes: int = DEFAULT_MAX_BYTES):
         super().__init__(max_entries, max_bytes)
-        self._max_graphs = max_graphs
         self._misses = 0
         self._compilations = 0
         self._captures = 0
@@ -70,7 +71,7 @@ class GraphCache(BoundedEntries):
             reason = entry.failure  # read once: another thread may clear it
             if reason is not None:
                 raise NoGraph(key, reason)
-            if len(entry.graphs) >= self._max_graphs:
+            if len(entry.graphs) >= MOST_GRAPHS:
                 raise NoGraph(key, Reason("no_graph_fits", graphs=len(entry.graphs)))
             with self._lock:
                 self._require_room(key, lease)

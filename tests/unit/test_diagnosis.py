@@ -11,7 +11,7 @@ WARM = {
     "latent": (1, 4, 128, 128),
     "steps": 30,
     "sampler": "euler",
-    "compiling": {"backend": "inductor", "shapes": "any size", "min_repetitions": 1, "check_gain": True},
+    "compiling": {"backend": "inductor", "shapes": "any size", "check_gain": True},
     "seconds": 10.0,
     "compiled_calls": 1000,
     "blocks": 70,

@@ -5,7 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from comfy_accel.accel.cache.graph_cache import GraphCache, NoGraph
+from comfy_accel.accel.cache.graph_cache import MOST_GRAPHS, GraphCache, NoGraph
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph, CompileFailed, Facts
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.reasons import Reason
@@ -41,11 +41,11 @@ def test_call_that_no_graph_fits_gets_one_of_its_own():
 
 
 def test_graphs_of_one_key_are_bounded():
-    cache = GraphCache(max_graphs=2)
-    for size in (1, 2):
+    cache = GraphCache()
+    for size in range(MOST_GRAPHS):
         find(cache, "a", lambda size=size: graph(limit=size), tensors=[0] * size)
-    with pytest.raises(NoGraph, match="none of its 2 graphs fits"):
-        find(cache, "a", lambda: pytest.fail("compiled a third"), tensors=[0] * 3)
+    with pytest.raises(NoGraph, match=f"none of its {MOST_GRAPHS} graphs fits"):
+        find(cache, "a", lambda: pytest.fail("compiled one more"), tensors=[0] * MOST_GRAPHS)
 
 
 def test_threads_that_ask_for_one_key_share_one_compilation():

@@ -201,7 +201,6 @@ def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | N
     described = {
         "backend": settings.backend,
         "shapes": "any size" if settings.any_size else "exact size",
-        "min_repetitions": settings.min_repetitions,
         "check_gain": settings.measured,
         "graphs": graphs,
         "node": node_id,
