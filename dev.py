@@ -16,8 +16,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from bench import BENCHES, ROOT, WITH_DIFFUSERS, WITH_RAY, WORK, Problem
-from bench.command import run
+from bench import BENCHES, WITH_DIFFUSERS, WITH_RAY
+from tools import ROOT, WORK, Problem
+from tools.command import run
 
 VENV = ROOT / ".venv"
 VENV_PYTHON = "Scripts/python.exe" if os.name == "nt" else "bin/python"
@@ -26,7 +27,7 @@ COMFYUI = ROOT / "bench" / "requirements-comfyui.txt"
 TESTING = ROOT / "tests" / "requirements.txt"
 FRONTEND = ROOT / "tests" / "requirements-frontend.txt"
 RAY = ROOT / "bench" / "requirements-ray.txt"
-RELEASING = ROOT / "bench" / "requirements-release.txt"
+RELEASING = ROOT / "tools" / "requirements-release.txt"
 GIB_NEEDED = 8
 
 AT_ONCE = ["--numprocesses=2", "--dist=loadgroup", "--no-loadscope-reorder"]
@@ -58,8 +59,9 @@ def main():
         return call([python, "-m", "pytest", *(passed_on or AT_ONCE)], environment)
     if options.command == "release":
         passed_on = ["--tools", str(release_python())]
+    folder = "tools" if options.command in ("serve", "release") else "bench"
     module = options.name if options.command == "bench" else options.command
-    return call([python, "-m", f"bench.{module}", *passed_on], environment)
+    return call([python, "-m", f"{folder}.{module}", *passed_on], environment)
 
 
 class Parser(argparse.ArgumentParser):

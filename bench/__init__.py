@@ -3,13 +3,9 @@
 This file is standard library only: dev.py reads it before there is an environment.
 """
 
-from pathlib import Path
+import sys
 
-ROOT = Path(__file__).resolve().parent.parent
-"""The pack."""
-
-WORK = ROOT / ".work"
-"""Everything that is made here and may be deleted: base directories, checkpoints, images."""
+from tools import ROOT
 
 BENCHES = {
     "demo": "plain and accelerated side by side at four sizes, one of them odd, in one process",
@@ -34,11 +30,4 @@ WITH_DIFFUSERS = ("diffusers",)
 WITH_RAY = ("fleet", "fleet_faults")
 """Those that need Ray too (bench/requirements-ray.txt)."""
 
-
-PYTEST = "import sys; sys.path[:] = filter(None, sys.path); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-"""Python code: pytest as its own console script would start it. `-m pytest` puts the current folder first on the path,
-where this pack's `nodes` would hide ComfyUI's."""
-
-
-class Problem(Exception):
-    """Something that the person at the keyboard can mend; its text is one sentence that says how."""
+sys.path.append(str(ROOT / "tests"))  # for its `kit`, after everything else

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from . import ROOT, Problem
+from tools import ROOT, Problem
 
 
 def result_of(module: str, arguments: list[str], what: str, environment: Mapping[str, str]) -> Any:

@@ -11,10 +11,12 @@ import sys
 import time
 from pathlib import Path
 
-from . import Problem, child, command, overhead, pack, report
-from .comfyui import has_accelerator
+from tools import Problem, command, pack
+from tools.comfyui import has_accelerator
+from tools.inprocess import boot
+
+from . import child, overhead, report
 from .compilations import counts, empty_inductor_cache
-from .inprocess import boot
 
 LAYOUTS = ("SD1.5", "SDXL", "Flux")
 CONTENDERS = ("core", "ours")
@@ -59,8 +61,9 @@ def measure(layout: str, contender: str) -> report.Row:
     pack.load()
     import torch
     from comfy_accel.accel.fingerprint.survey import survey
+    from kit import tiny_models
 
-    from . import layouts, session, tiny_models
+    from . import layouts, session
 
     torch.set_num_threads(1)  # Layers this narrow gain nothing from more, and waiting threads count as processor time.
     family = layouts.ALL[layout]

@@ -15,8 +15,11 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from . import WORK, command, deepcache_page, pack, report, similarity
-from .comfyui import has_accelerator
+from tools import WORK, command, pack
+from tools.comfyui import has_accelerator
+from tools.inprocess import boot
+
+from . import deepcache_page, report, similarity
 from .deepcache_plan import (
     ABOVE,
     BELOW,
@@ -40,7 +43,6 @@ from .deepcache_plan import (
     of_policies,
     of_targets,
 )
-from .inprocess import boot
 
 THRESHOLDS = (0.02, 0.03, 0.05, 0.1)
 """Of the adaptive schedule."""

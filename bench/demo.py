@@ -8,11 +8,13 @@ from pathlib import Path
 
 from PIL import Image, ImageChops
 
-from . import WORK, Problem, command, contact_sheet, report, synthetic, workflow
-from .client import Client, Graph, Result
-from .comfyui import has_accelerator, offer_checkpoint, tree
+from tools import WORK, Problem, command, synthetic, workflow
+from tools.client import Client, Graph, Result
+from tools.comfyui import has_accelerator, offer_checkpoint, tree
+from tools.server import serving
+
+from . import contact_sheet, report
 from .progress import ProgressLine
-from .server import serving
 
 FOLDER = WORK / "demo"
 SEED = 7

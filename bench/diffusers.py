@@ -16,7 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from . import Problem, child, command, pack, report
+from tools import Problem, command, pack
+
+from . import child, report
 from .compilations import RecompileLimit, counts, empty_inductor_cache
 from .session_plan import SCALE, failure, latent_side
 

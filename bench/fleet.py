@@ -27,8 +27,10 @@ from typing import Any
 import aiohttp
 import psutil
 
-from . import ROOT, Problem, command, fleet_scale, report
-from .comfyui import complete, free_port, has_accelerator, tree
+from tools import ROOT, Problem, command
+from tools.comfyui import complete, free_port, has_accelerator, tree
+
+from . import fleet_scale, report
 from .fleet_base import graph
 
 SIZES = [(64 + 16 * number, 160 - 8 * (number % 5)) for number in range(12)]

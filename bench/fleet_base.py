@@ -6,9 +6,9 @@
 import sys
 from pathlib import Path
 
-from . import inprocess
-from .client import Graph
-from .comfyui import make_base
+from tools import inprocess
+from tools.client import Graph
+from tools.comfyui import make_base
 
 MODEL = "tiny-sd3.safetensors"
 NODES = '''"""Random text features, and a latent shown as an image: text encoders and VAEs are larger than the model."""
@@ -79,8 +79,7 @@ def make(base: Path) -> None:
     """Make the base directory; in a process that has ComfyUI's modules (`inprocess.boot`)."""
     import safetensors.torch
     import torch
-
-    from .tiny_models import SD3, Family
+    from kit.tiny_models import SD3, Family
 
     make_base(base)
     (base / "custom_nodes" / "fleet_nodes.py").write_text(NODES, encoding="utf-8")

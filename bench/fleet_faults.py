@@ -18,8 +18,10 @@ from typing import Any
 import aiohttp
 import psutil
 
-from . import Problem, command, report
-from .comfyui import complete, tree
+from tools import Problem, command
+from tools.comfyui import complete, tree
+
+from . import report
 from .fleet import left_of, make_base, own_ray, running_fleet, state_of
 from .fleet_base import graph
 

@@ -20,9 +20,10 @@ from typing import Any
 
 from accel.hosts.ray.settings import Settings
 from accel.sizing.buckets import TRAINED
+from tools import ROOT, Problem
+from tools.comfyui import tree
 
-from . import ROOT, Problem, line_plot, report
-from .comfyui import tree
+from . import line_plot, report
 from .fleet_simulation import (
     RULES,
     STORES,

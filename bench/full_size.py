@@ -6,8 +6,7 @@ Import it after `inprocess.boot`. Nothing is downloaded: weights are random, mad
 from __future__ import annotations
 
 import comfy.ldm.flux.model
-
-from .tiny_models import Family, known_to
+from kit.tiny_models import Family, known_to
 
 _UNET = {
     "use_checkpoint": False,

@@ -16,8 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import Problem, command, gpu_goals, gpu_page, gpu_plan, gpu_prepare, made_up_device, pack, report
-from .comfyui import tree
+from kit import made_up_device
+
+from tools import Problem, command, pack
+from tools.comfyui import tree
+from tools.inprocess import boot
+
+from . import gpu_goals, gpu_page, gpu_plan, gpu_prepare, report
 from .compilations import STORE_KEY, RecompileLimit
 from .gpu_cases import (
     BATCHES,
@@ -46,7 +51,6 @@ from .gpu_cases import (
     skipped,
     turns,
 )
-from .inprocess import boot
 
 COLD_CASE = Case(512, 512, 1)
 

@@ -12,10 +12,12 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from . import Problem, child, command, pack
+from tools import Problem, command, pack
+from tools.inprocess import boot
+
+from . import child
 from .compilations import RecompileLimit, fresh_folders
 from .gpu_cases import COLD, EAGER, NEW_PROCESS, SAMPLED, WARM, Case, TimeBudget, skipped
-from .inprocess import boot
 from .report import Row
 
 ANSWER = "eager.pt"

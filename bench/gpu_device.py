@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import torch
+from kit import made_up_device
 
-from . import made_up_device
 from .vae import resident_mb
 
 ROUNDS = 10

@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 import comfy.model_management
 import comfy.supported_models
 import torch
+from kit import tiny_models
+from kit.tiny_models import Family
 
-from . import full_size, tiny_models
+from . import full_size
 from .gpu_cases import Case
 from .session_plan import latent_side
-from .tiny_models import Family
 
 QUICK_SCALE = 8
 """Small models' latents are this many times smaller on each side than their pixels say."""

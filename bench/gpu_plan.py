@@ -15,7 +15,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import PYTEST, ROOT, Problem, gpu_prepare, made_up_device
+from kit import made_up_device
+
+from tools import PYTEST, ROOT, Problem
+
+from . import gpu_prepare
 
 MINUTES = 9.0
 

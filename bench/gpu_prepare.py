@@ -15,8 +15,8 @@ import zipfile
 from importlib import metadata
 from pathlib import Path
 
-from . import Problem
-from .comfyui import complete, tree
+from tools import Problem
+from tools.comfyui import complete, tree
 
 PACKAGES = ("av", "torchsde", "trampoline", "einops", "psutil", "pytest", "pluggy", "iniconfig", "packaging")
 """What ComfyUI and the tests for a card import and a machine with torch and transformers may lack, modules as named."""

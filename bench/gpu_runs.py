@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from comfy_accel.accel.compile.benchmark import TOLERANCE
+from kit import made_up_device, tiny_models
 from torch.utils.flop_counter import FlopCounterMode
 
-from . import made_up_device, similarity, tiny_models
+from . import similarity
 from .gpu_cases import Case
 from .gpu_device import wait
 from .gpu_models import Subject

@@ -24,8 +24,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from . import WORK, Problem, command, made_up_device, pack, report
-from .inprocess import boot
+from kit import made_up_device
+
+from tools import WORK, Problem, command, pack
+from tools.inprocess import boot
+
+from . import report
 
 MODELS = ("SD1.5", "SDXL", "Flux", "Z-Image", "Qwen-Image", "Wan")
 OURS, STATIC, CORE = "ours", "static", "core"

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from kit.tiny_models import FLUX, UNET, Family
+
 from . import full_size
-from .tiny_models import FLUX, UNET, Family
 
 _NARROW = {"model_channels": UNET["model_channels"], "context_dim": 64}
 

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import command, pack, report
-from .inprocess import boot
+from tools import command, pack
+from tools.inprocess import boot
+
+from . import report
 from .overhead_blocks import of_a_warm_call as of_a_warm_call  # for bench.cold
 
 COLUMNS = ("layout", "part", "us", "per", "target_us", "verdict")
@@ -56,8 +58,9 @@ def measure(family: Any) -> list[report.Row]:
     """The rows of one layout."""
     import torch
     from comfy_accel.accel.cache.graph_cache import GraphCache
+    from kit import tiny_models
 
-    from . import overhead_blocks, overhead_calls, tiny_models
+    from . import overhead_blocks, overhead_calls
 
     model = family.load(torch.float32)
     channels = model.get_model_object("latent_format").latent_channels

@@ -3,7 +3,7 @@
 import sys
 from typing import TextIO
 
-from .client import Graph
+from tools.client import Graph
 
 
 class ProgressLine:

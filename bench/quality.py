@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import WORK, Problem, command, contact_sheet, pack, report, similarity, synthetic
-from .comfyui import has_accelerator
+from tools import WORK, Problem, command, pack, synthetic
+from tools.comfyui import has_accelerator
+from tools.inprocess import boot
+
+from . import contact_sheet, report, similarity
 from .deepcache_plan import (
     BELOW,
     FEWER_STEPS,
@@ -26,7 +29,6 @@ from .deepcache_plan import (
     of_fewer_steps,
     of_targets,
 )
-from .inprocess import boot
 
 PROMPTS = (
     "a lighthouse on a cliff in a storm, oil painting",
@@ -151,8 +153,7 @@ class Bench:
     def _latent(self, model, index: int, sampler: str, steps: int):
         import comfy.sample
         import torch
-
-        from . import tiny_models
+        from kit import tiny_models
 
         scene = self._scene
         scale = self._vae.spacial_compression_encode()

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import ROOT, Problem
-from .comfyui import tree, version
+from tools import ROOT, Problem
+from tools.comfyui import tree, version
 
 Row = dict[str, Any]
 

@@ -16,10 +16,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import Problem, child, command, pack, report
-from .comfyui import has_accelerator
+from tools import Problem, command, pack
+from tools.comfyui import has_accelerator
+from tools.inprocess import boot
+
+from . import child, report
 from .compilations import counts, fresh_folders
-from .inprocess import boot
 
 MODES = ("eager", "cold", "warm_process", "store", "torch_cache")
 MECHANISMS = ("plain_cold", "plain_cache", "mega_cache")
@@ -83,8 +85,7 @@ def measure(model: str, mode: str, expected: Path) -> list[report.Row]:
     from comfy_accel.accel.cache.graph_cache import shared
     from comfy_accel.accel.core.compile_settings import CompileSettings
     from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-
-    from . import tiny_models
+    from kit import tiny_models
 
     artifacts = expected.with_suffix(".artifacts")
     torch.set_num_threads(1)  # Layers this small gain nothing from more.
@@ -174,7 +175,7 @@ def failure(rows: list[report.Row]) -> str | None:
 
 
 def _families():
-    from . import tiny_models
+    from kit import tiny_models
 
     # Two blocks of one kind: whether this measurement works, within two minutes.
     tiny = {**tiny_models.FLUX, "depth_single_blocks": 0}

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import Problem, child, command, pack, report
-from .comfyui import has_accelerator, tree
+from tools import Problem, command, pack
+from tools.comfyui import has_accelerator, tree
+from tools.inprocess import boot
+
+from . import child, report
 from .compilations import RecompileLimit, counts, empty_inductor_cache
-from .inprocess import boot
 from .session_plan import SCALE, STEPS, TOLERANCE, Step, failure, latent_side, with_waiting
 
 MODELS = ("SD1.5 UNet", "Flux DiT")
@@ -58,8 +60,7 @@ def measure(model: str, contender: str, dtype: str, quick: bool) -> list[report.
     boot(cpu=not has_accelerator())
     pack.load()
     import torch
-
-    from . import tiny_models
+    from kit import tiny_models
 
     if quick:
         torch.set_num_threads(1)  # Layers this small gain nothing from more, and lose a lot on a machine that is busy.
@@ -144,7 +145,7 @@ class Session:
             return self._image(step).float().cpu()
 
     def _image(self, step: Step):
-        from . import tiny_models
+        from kit import tiny_models
 
         latent = self._latent(step)
         positive = self._family.conditioning(step.tokens, seed=1)
@@ -171,8 +172,7 @@ class Session:
     def _load(self) -> None:
         """Load the checkpoint; what was loaded of it before is let go."""
         import comfy.model_management
-
-        from . import tiny_models
+        from kit import tiny_models
 
         comfy.model_management.unload_all_models()
         self._model = self._family.load(tiny_models.DTYPES[self._dtype], device=self._device)
@@ -187,8 +187,7 @@ class Session:
 def _lora_loader(model, which: int, strength: float):
     """What core's LoraLoaderModelOnly does."""
     import comfy.sd
-
-    from . import tiny_models
+    from kit import tiny_models
 
     return comfy.sd.load_lora_for_models(model, None, tiny_models.lora(model, seed=which), strength, 0)[0]
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-from . import ROOT, command
+from tools import ROOT, command
+
 from .line_plot import FINE
 from .session_plan import STEPS
 

@@ -13,9 +13,12 @@ import comfy.model_patcher
 import safetensors.torch
 import torch
 from comfy.model_sampling import CONST
+from kit import tiny_models
+from kit.tiny_models import FLUX, UNET, Family
 
-from . import ROOT, Problem, tiny_models, toy_data
-from .tiny_models import FLUX, UNET, Family
+from tools import ROOT, Problem
+
+from . import toy_data
 
 SIZES = ((16, 16), (12, 20), (20, 12), (15, 17), (17, 15), (15, 20), (20, 15))
 """Height and width, in latent pixels, that they were trained at."""

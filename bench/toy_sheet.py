@@ -10,8 +10,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from . import ROOT, command, contact_sheet, pack, similarity
-from .inprocess import boot
+from tools import ROOT, command, pack
+from tools.inprocess import boot
+
+from . import contact_sheet, similarity
 
 SHEETS = {"unet": "toy_samples.jpg", "dit": "toy_dit_samples.jpg"}
 EACH = 5

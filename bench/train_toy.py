@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import WORK, Problem, command
-from .inprocess import boot
+from tools import WORK, Problem, command
+from tools.inprocess import boot
 
 STEPS = {"unet": 11000, "dit": 3000}
 BATCH = 16
@@ -220,7 +220,7 @@ def learning_rate(step: int, steps: int, descent: float) -> float:
 
 def initialize(net: torch.nn.Module, begins_as_zero: tuple[str, ...], seed: int) -> None:
     """As guided diffusion does: every block begins as the identity, the network's output as zero."""
-    from .tiny_models import randomize
+    from kit.tiny_models import randomize
 
     randomize(net, seed)
     with torch.no_grad():

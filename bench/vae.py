@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import Problem, command, pack, report
-from .comfyui import has_accelerator
+from tools import Problem, command, pack
+from tools.comfyui import has_accelerator
+from tools.inprocess import boot
+
+from . import report
 from .compilations import counts, empty_inductor_cache
-from .inprocess import boot
 from .session_plan import SCALE, TOLERANCE, latent_side
 
 POLICIES = PLAIN, SKIP, AUTO, COMPILED = ("plain", "skip", "auto", "compiled")
@@ -61,8 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
 def sweep(policy: str, sizes, dtype: str, quick: bool, images: dict[tuple[int, int], Any]):
     """A row per decoding under one policy; `images`: plain ones by size, filled by PLAIN, compared with by the rest."""
     import torch
-
-    from . import tiny_models, tiny_vaes
+    from kit import tiny_models, tiny_vaes
 
     torch._dynamo.reset()
     on_cuda = torch.cuda.is_available() and has_accelerator()

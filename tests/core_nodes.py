@@ -25,6 +25,7 @@ import comfy.samplers
 import folder_paths
 import torch
 from comfy_extras import nodes_model_patch
+from kit.tiny_models import UNET, Family, lora, randomize
 from other_nodes import VIDEO
 from tiny_controlnets import network, taesd, wan_vae
 from tiny_dits import DITS
@@ -33,7 +34,6 @@ from tiny_models import conditioning
 from tiny_zoo import RADIANCE, Noise
 
 import nodes
-from bench.tiny_models import UNET, Family, lora, randomize
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from bench import WORK
-from bench.comfyui import PACK_NAME
+from tools import WORK
+from tools.comfyui import PACK_NAME
 
 SCREENSHOTS = WORK / "screenshots"
 OURS = f"/extensions/{PACK_NAME}/"

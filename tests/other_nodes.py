@@ -16,9 +16,8 @@ from comfy.ldm.modules.attention import optimized_attention
 from comfy.patcher_extension import PatcherInjection
 from comfy.t2i_adapter.adapter import Adapter
 from deep_cache_reference import by_uuid, reference
-
-from bench.tiny_models import Family
-from bench.tiny_models import lora as lora_file
+from kit.tiny_models import Family
+from kit.tiny_models import lora as lora_file
 
 # Attention, and patches between blocks
 

@@ -19,8 +19,7 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.store.folder import LocalFolder
 from comfy_accel.accel.store.graph_store import GraphStore
-
-from bench.tiny_models import randomize
+from kit.tiny_models import randomize
 
 WIDTH = 256
 """What the layouts of 4 bits divide into groups."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench import pack  # noqa: E402
+from tools import pack  # noqa: E402
 
 pack.load()
 import store_kit  # noqa: E402

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from kit.tiny_models import FLUX_FAMILY, QWEN_IMAGE, SD3, WAN, Family, sample
 from tiny_zoo import CHROMA, FLUX, HUNYUAN_VIDEO, LTXV, LUMINA, ZOO
-
-from bench.tiny_models import FLUX_FAMILY, QWEN_IMAGE, SD3, WAN, Family, sample
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ import comfy.model_patcher
 import comfy.ops
 import comfy.supported_models
 import torch
+from kit.tiny_models import UNET_FAMILY, Family, randomize, sample
 from tiny_dits import CONTROLLED, DITS
 from tiny_zoo import COSMOS, FLUX2, HIDREAM, LTXV, Noise
-
-from bench.tiny_models import UNET_FAMILY, Family, randomize, sample
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of one latent, without its batch: more than one where video and sound are sampled together."""

@@ -6,9 +6,8 @@ Imported by tests that have put a ComfyUI tree on the path.
 from __future__ import annotations
 
 import torch
-
-from bench.tiny_models import UNET, randomize
-from bench.tiny_models import sample as sample_latent
+from kit.tiny_models import UNET, randomize
+from kit.tiny_models import sample as sample_latent
 
 CONTEXT_DIM = 768
 

@@ -17,8 +17,7 @@ from comfy.ldm.chroma.model import ChromaParams
 from comfy.ldm.chroma_radiance.model import ChromaRadianceParams
 from comfy.ldm.flux.model import FluxParams
 from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
-
-from bench.tiny_models import known_to
+from kit.tiny_models import known_to
 
 
 @dataclass(frozen=True)

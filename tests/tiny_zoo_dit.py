@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from kit.tiny_models import QWEN_IMAGE, SD3
 from tiny_zoo import HIDREAM, LUMINA, ZOO, Noise, Size, Specimen, built, filled, image, vector
-
-from bench.tiny_models import QWEN_IMAGE, SD3
 
 
 def _transformers() -> None:

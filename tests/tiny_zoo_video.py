@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from kit.tiny_models import WAN
 from tiny_zoo import COSMOS, HUNYUAN_VIDEO, LTXV, ZOO, Noise, Size, Specimen, built, filled, image, unet, vector
-
-from bench.tiny_models import WAN
 
 video = functools.partial(image, has_frames=True)
 

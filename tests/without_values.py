@@ -34,7 +34,7 @@ def _close_but_for_values(actual, expected, **options):
 
 @pytest.fixture(autouse=True)
 def no_values_are_compared():
-    from bench import made_up_device  # conftest.py has put it on the path by now
+    from kit import made_up_device  # conftest.py has put it on the path by now
 
     assert made_up_device.is_here(), "on a real device values are compared"
     with (

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import synthetic, workflow
-from bench.server import serving
+from tools import synthetic, workflow
+from tools.server import serving
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 

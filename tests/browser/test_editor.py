@@ -10,7 +10,7 @@ import json
 import pytest
 from editor_page import CLEAR, IN_NEWEST, UPDATE, get, screenshot, set_setting, until
 
-from bench import ROOT
+from tools import ROOT
 
 pytestmark = pytest.mark.browser
 

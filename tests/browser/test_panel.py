@@ -9,7 +9,7 @@ import pytest
 from editor_page import FRONTENDS, get, screenshot, until
 from panel_page import EXECUTE, SAY, SET, answering, close_panel, idle, open_panel, state
 
-from bench import workflow
+from tools import workflow
 
 pytestmark = [
     pytest.mark.browser,

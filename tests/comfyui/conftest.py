@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from bench import synthetic
-from bench.comfyui import make_base, offer_checkpoint
-from bench.inprocess import boot
-from bench.server import serving
+from tools import synthetic
+from tools.comfyui import make_base, offer_checkpoint
+from tools.inprocess import boot
+from tools.server import serving
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 boot(cpu=True)
@@ -90,7 +90,7 @@ def cache(capturer):
 @pytest.fixture(scope="module")
 def vae():
     """Core's VAE of SD1.5's parts, 32 channels wide: one kind of block."""
-    from bench import tiny_vaes  # it imports every kind of VAE that core has
+    from kit import tiny_vaes  # it imports every kind of VAE that core has
 
     return tiny_vaes.sd15()
 

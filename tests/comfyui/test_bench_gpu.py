@@ -12,7 +12,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from cpu_capturer import CpuCapturer
 from thorough import thorough_except
 
-from bench import ROOT, gpu, gpu_goals, gpu_models
+from bench import gpu, gpu_goals, gpu_models
 from bench.gpu_cases import (
     CAPTURED,
     CORE,
@@ -28,6 +28,7 @@ from bench.gpu_cases import (
 from bench.gpu_cases import (
     CONTENDERS as KNOWN,
 )
+from tools import ROOT
 
 PUBLISHED = {
     "SDXL": (2567e6, 2568e6),

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from kit import tiny_models
 
-from bench import overhead_blocks, tiny_models
+from bench import overhead_blocks
 
 
 @pytest.mark.thorough  # traces two kinds of blocks for a bench alone

@@ -26,11 +26,10 @@ from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from cpu_capturer import STAGES, left
 from deep_cache_reference import SMALL
 from deep_cache_runs import split_chunks
+from kit.tiny_models import Family
 from thorough import thorough_except
 from tiny_dits import DITS
 from uniform_hold import uniform_hold
-
-from bench.tiny_models import Family
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -30,6 +30,8 @@ from deep_cache_runs import (
     said_of_fallbacks,
     split_chunks,
 )
+from kit.tiny_models import Family, with_control
+from kit.tiny_models import lora as lora_file
 from other_nodes import (
     BLOCKS,
     SD15,
@@ -76,9 +78,6 @@ from other_nodes import (
 )
 from torch._dynamo.utils import counters
 from uniform_hold import uniform_hold
-
-from bench.tiny_models import Family, with_control
-from bench.tiny_models import lora as lora_file
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -11,8 +11,9 @@ from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.predictions.correction import Correction
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_extras.nodes_custom_sampler import SamplerCustom
+from kit import tiny_models
 
-from bench import similarity, tiny_models, toy
+from bench import similarity, toy
 
 CORRECTED = {
     *("euler", "ddim", "lms", "ipndm", "ipndm_v", "deis", "dpmpp_2m", "res_multistep", "gradient_estimation"),

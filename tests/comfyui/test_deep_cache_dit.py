@@ -22,13 +22,13 @@ from deep_cache_runs import (
     full_and_skipped_flops,
     split_chunks,
 )
+from kit.tiny_models import with_control
 from thorough import thorough_except
 from tiny_dits import CONTROLLED, DITS
 from torch._dynamo.utils import counters
 from uniform_hold import uniform_hold
 
 from bench.layouts import FLUX_DEV
-from bench.tiny_models import with_control
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -23,6 +23,8 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, 
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from deep_cache_reference import SMALL
 from deep_cache_runs import assert_close, assert_no_trace, cached, counts, split_chunks
+from kit.tiny_models import sample as sample_latent
+from kit.tiny_models import with_control
 from other_nodes import (
     SD15,
     adapter,
@@ -37,9 +39,6 @@ from other_nodes import (
 )
 from tiny_dits import CONTROLLED
 from torch._dynamo.utils import counters
-
-from bench.tiny_models import sample as sample_latent
-from bench.tiny_models import with_control
 
 RUN = {"width": 72, "height": 88, "steps": 6}
 

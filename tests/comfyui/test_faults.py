@@ -12,12 +12,11 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.batch_dry_run import BatchDryRun
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.nodes.compile_inputs import settings
+from kit.tiny_models import FLUX_FAMILY
+from kit.tiny_models import sample as sample_family
 from thorough import thorough_except
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
-
-from bench.tiny_models import FLUX_FAMILY
-from bench.tiny_models import sample as sample_family
 
 
 @pytest.fixture(scope="module")

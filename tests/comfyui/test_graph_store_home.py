@@ -38,7 +38,7 @@ import json, os, sys, time
 root, user = sys.argv[1:]
 begun = time.process_time()
 sys.path += [root, root + "/tests"]
-from bench.inprocess import boot
+from tools.inprocess import boot
 boot(cpu=True)
 import nodes, comfy.sd, comfy.samplers, comfy_api.latest, folder_paths
 comfyui = time.process_time() - begun
@@ -67,7 +67,7 @@ def noting(function):
     return call
 
 def load():
-    from bench import pack
+    from tools import pack
     pack.load()
     from comfy_accel import nodes
 

@@ -28,10 +28,9 @@ from comfy_accel.accel.step_cache import dit_split
 from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 from deep_cache_runs import cached, counts
 from fake_malloc_graph import installed, recorded
+from kit.tiny_models import Family
 from tiny_dits import DITS, IMAGE, TinyDiT
 from tiny_zoo import FLUX
-
-from bench.tiny_models import Family
 
 SINGLE = TinyDiT(Family("Flux", "Flux", {**FLUX, "depth": 0, "depth_single_blocks": 5}, 48, 32), 5, IMAGE)
 """One kind of block, compiled in a moment."""

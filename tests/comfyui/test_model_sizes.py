@@ -8,8 +8,7 @@ import torch
 from comfy.ldm.flux.model import FluxParams
 from comfy_accel.accel.hosts.comfyui.sizes.model_sizes import latent_layout, model_multiple
 from comfy_accel.accel.sizing.resolution import Size
-
-from bench.tiny_models import known_to
+from kit.tiny_models import known_to
 
 FLUX = {
     "image_model": "flux",

@@ -21,14 +21,13 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, 
 from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.split_points import why_no_split
+from kit.tiny_models import lora
 from models_page import COLUMNS, CORE, JSON, PAGE, page
 from thorough import thorough_except
 from tiny_controlnets import CONTROLS
 from tiny_families import FAMILIES
 from torch._dynamo.utils import counters
 from uniform_hold import uniform_hold
-
-from bench.tiny_models import lora
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -20,12 +20,11 @@ from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models import streamed
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from kit.tiny_models import lora as lora_file
 from thorough import thorough_except
 from tiny_dits import DITS
 from tiny_families import FAMILIES
 from torch._dynamo.utils import counters
-
-from bench.tiny_models import lora as lora_file
 
 SHARES = (1, 0.995, 0.2)
 """All; all but a part of one block; the largest parts alone."""

@@ -10,9 +10,8 @@ import tiny_models
 import torch
 from comfy_accel.accel.sizing.fit import ANCHORS, HOW
 from comfy_accel.accel.sizing.resolution import MODES
+from kit.tiny_models import randomize
 from thorough import thorough_except
-
-from bench.tiny_models import randomize
 
 VAE_CONFIG = {
     "ddconfig": {

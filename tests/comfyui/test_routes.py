@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import aiohttp
 import pytest
 
-from bench import synthetic
-from bench.client import Client
+from tools import synthetic
+from tools.client import Client
 
 NOBODY = {"id": "0" * 16}
 """An entry that there is not."""

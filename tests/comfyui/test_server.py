@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from bench import synthetic, workflow
-from bench.client import Client, PromptFailed, PromptInterrupted, PromptRefused
+from tools import synthetic, workflow
+from tools.client import Client, PromptFailed, PromptInterrupted, PromptRefused
 
 SNAPSHOT = Path(__file__).with_name("object_info.json")
 FIELDS = ("name", "display_name", "category", "description", "input", "input_order", "output", "output_name")

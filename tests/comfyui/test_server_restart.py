@@ -4,9 +4,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from bench import fleet_base, workflow
-from bench.client import Client
-from bench.server import serving
+from bench import fleet_base
+from tools import workflow
+from tools.client import Client
+from tools.server import serving
 
 
 @pytest.fixture

@@ -7,11 +7,12 @@ import sys
 
 import pytest
 import torch
+from kit import tiny_models
 
-from bench import ROOT, tiny_models
 from bench.compilations import RecompileLimit, empty_inductor_cache
 from bench.session import Session
 from bench.session_plan import STEPS, TOLERANCE
+from tools import ROOT
 
 pytestmark = pytest.mark.thorough  # a whole bench as a subprocess, and two of its steps with core's node
 

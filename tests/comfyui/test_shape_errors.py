@@ -9,9 +9,8 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.hosts.comfyui.sizes.shape_errors import ShapeMismatch
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
+from kit.tiny_models import sample
 from tiny_dits import DITS
-
-from bench.tiny_models import sample
 
 HUNYUAN = DITS["HunyuanVideo"]
 """Core's class for it does not fill up patches, and fails at an odd latent."""

@@ -10,9 +10,8 @@ from comfy_accel.accel.report.run_record import records
 from comfy_accel.nodes import speed_up
 from comfy_accel.nodes.deep_cache import AccelDeepCache
 from comfy_accel.nodes.speed_up import AccelSpeedUp
+from kit import tiny_vaes
 from tiny_models import sample
-
-from bench import tiny_vaes
 
 
 @pytest.fixture(autouse=True)

@@ -478,7 +478,7 @@ def test_method_of_core_s_that_is_gone_leaves_nothing_held(card, monkeypatch, ow
 
 @torch.inference_mode()
 def test_vae_whose_weights_are_streamed_runs_compiled(card):
-    from bench import tiny_vaes  # it imports every kind of VAE that core has
+    from kit import tiny_vaes  # it imports every kind of VAE that core has
 
     plain, vae, rng = tiny_vaes.sd15(), tiny_vaes.sd15(), random.Random(4)
     vae.patcher = card.streamed(vae.patcher)

@@ -8,8 +8,8 @@ import pytest
 from comfy_accel.accel.core.sentences import SENTENCES
 from editor_page import get
 
-from bench import ROOT, workflow
-from bench.comfyui import PACK_NAME
+from tools import ROOT, workflow
+from tools.comfyui import PACK_NAME
 
 DOCS = ROOT / "web" / "docs"
 LANGUAGES = ("en", "zh")

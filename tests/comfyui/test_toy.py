@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from bench import ROOT, Problem, toy_data
+from bench import toy_data
+from tools import ROOT, Problem
 
 NETWORKS = ("unet", "dit")
 MEASURED_ERROR = {"unet": 0.05, "dit": 0.05}

@@ -12,9 +12,8 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models import streamed as streamed_weights
 from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.sizing.vae import COMPILE_BOTH, COMPILE_DECODER, VaePolicy
+from kit import tiny_vaes
 from torch._dynamo.utils import counters
-
-from bench import tiny_vaes
 
 CACHE = GraphCache()
 """Shared by the tests that do not count graphs, so that each kind is captured once."""

@@ -9,9 +9,8 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.sizing.vae import COMPILE_BOTH, COMPILE_DECODER, VaePolicy
+from kit import tiny_vaes
 from torch._dynamo.utils import counters
-
-from bench import tiny_vaes
 
 CACHE = GraphCache()
 

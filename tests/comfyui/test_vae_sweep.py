@@ -9,10 +9,10 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.sizing.vae import AUTO, COMPILE_DECODER, VaePolicy
+from kit import tiny_vaes
 from thorough import thorough_except
 from torch._dynamo.utils import counters
 
-from bench import tiny_vaes
 from bench.vae import MOST_GROWTH, SIZES, resident_mb
 
 REPORTED = ((896, 768), (960, 720), (1280, 1280), (720, 720))

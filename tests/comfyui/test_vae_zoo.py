@@ -10,9 +10,8 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.vae import _shape, vae_view
 from comfy_accel.accel.sizing.vae import COMPILE_BOTH, VaePolicy
+from kit import tiny_vaes
 from thorough import thorough_except
-
-from bench import tiny_vaes
 
 ZOO = {**tiny_vaes.IMAGE, **tiny_vaes.VIDEO}
 

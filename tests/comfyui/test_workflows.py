@@ -10,7 +10,7 @@ import real_prompts
 from comfy_api.latest import io
 from PIL import Image
 
-from bench import synthetic, workflow
+from tools import synthetic, workflow
 
 FOLDER = workflow.TEMPLATES
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))

@@ -1,4 +1,4 @@
-"""Tests of CUDA paths on the made-up device (`bench/made_up_device`), in processes that test_made_up_device.py starts.
+"""Tests of CUDA paths on the made-up device (`tests/kit/made_up_device`), in processes of test_made_up_device.py.
 
 Values are zeros there. So these tests are about shapes, counts, memory and what is refused.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from bench import made_up_device  # noqa: E402
+from kit import made_up_device  # noqa: E402
 
 if made_up_device.is_here():
     made_up_device.prepare()

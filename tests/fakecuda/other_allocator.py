@@ -3,8 +3,7 @@
 import torch
 from capture_kit import Toy, capturing_cache, latent, reasons, run, settle, times
 from comfy_accel.accel.cuda_graphs.cuda import CudaCapturer
-
-from bench import made_up_device as device
+from kit import made_up_device as device
 
 
 @torch.inference_mode()

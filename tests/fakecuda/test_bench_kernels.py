@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from bench import Problem, kernels
+from bench import kernels
+from tools import Problem
 
 
 def counted(call, *sizes):

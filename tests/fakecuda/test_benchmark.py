@@ -5,8 +5,7 @@ import time
 import pytest
 import torch
 from comfy_accel.accel.compile.benchmark import Benchmark
-
-from bench import made_up_device as device
+from kit import made_up_device as device
 
 CARD = torch.device("cuda", 0)
 

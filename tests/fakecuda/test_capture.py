@@ -9,9 +9,8 @@ import torch
 from capture_kit import WIDTH, Toy, capturing_cache, latent, reasons, run, settle, times
 from comfy_accel.accel.cuda_graphs import cuda
 from comfy_accel.accel.cuda_graphs.cuda import CudaCapturer
+from kit import made_up_device as device
 from torch.nn.functional import scaled_dot_product_attention
-
-from bench import made_up_device as device
 
 
 @pytest.fixture(autouse=True)

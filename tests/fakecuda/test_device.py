@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from bench import made_up_device as device
+from kit import made_up_device as device
 
 
 def test_it_is_no_gpu_by_its_name():

@@ -1,6 +1,6 @@
 """ComfyUI samples on the made-up device: no node of ours makes the host wait for the device, once all is compiled."""
 
-from bench.inprocess import boot
+from tools.inprocess import boot
 
 boot(cpu=False)
 
@@ -17,10 +17,9 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, 
 from comfy_accel.accel.hosts.comfyui.server import panel, report  # noqa: E402
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
 from comfy_accel.accel.step_cache.policies.drift import Drift  # noqa: E402
-
-from bench import made_up_device as device  # noqa: E402
-from bench import tiny_models  # noqa: E402
-from bench.tiny_models import UNET, Family  # noqa: E402
+from kit import made_up_device as device  # noqa: E402
+from kit import tiny_models  # noqa: E402
+from kit.tiny_models import UNET, Family  # noqa: E402
 
 LAYOUT = {
     "channel_mult": [1, 2],

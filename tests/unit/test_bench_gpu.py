@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import ROOT, Problem, gpu, gpu_goals, gpu_page, gpu_plan, gpu_prepare
-from bench.comfyui import tree
+from bench import gpu, gpu_goals, gpu_page, gpu_plan, gpu_prepare
 from bench.gpu_cases import (
     BLOCKS,
     CAPTURED,
@@ -34,6 +33,8 @@ from bench.gpu_cases import (
     skipped,
     turns,
 )
+from tools import ROOT, Problem
+from tools.comfyui import tree
 
 DEEP_3 = "deepcache-3"
 
@@ -280,7 +281,7 @@ def test_prepared_folder_brings_what_is_missing_and_hides_nothing(tmp_path):
 
 def test_prepared_comfyui_is_enough_to_import_its_sampling(tmp_path):
     gpu_prepare._pack(tree(), tmp_path / "comfyui")
-    code = "from bench.inprocess import boot; boot(cpu=True); from bench import gpu_models, pack; pack.load()"
+    code = "from tools import inprocess, pack; inprocess.boot(cpu=True); import bench.gpu_models; pack.load()"
     environment = {**os.environ, "COMFYUI_PATH": str(tmp_path / "comfyui")}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, timeout=200)
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import Problem, perceptual, quality
+from bench import perceptual, quality
+from tools import Problem
 
 
 def test_prompts_are_lines_and_a_file_without_any_is_refused(tmp_path):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from bench import Problem, workflow
+from tools import Problem, workflow
 
 GRAPH = {
     "1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "a"}},

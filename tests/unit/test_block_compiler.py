@@ -630,7 +630,7 @@ def test_backend_whose_compiler_is_missing_says_so(monkeypatch):
 IN_THREADS = """
 import sys, threading
 sys.path.append({root!r})
-from bench import pack
+from tools import pack
 pack.load()
 import torch
 from comfy_accel.accel.compile.block_compiler import compile_block

@@ -216,7 +216,7 @@ def test_digest_is_the_same_in_every_process(seed):
     """It is to name files: no address and no order of a set may be in it."""
     script = (
         "import sys; sys.path.insert(0, {root!r}); sys.path.insert(0, {root!r} + '/tests')\n"
-        "from bench import pack; pack.load()\n"
+        "from tools import pack; pack.load()\n"
         "from torch import nn\n"
         "from comfy_accel.accel.fingerprint.kinds import describe\n"
         "print(describe(nn.TransformerEncoderLayer(8, 2)).digest)"

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import BENCHES, ROOT, Problem, command
-from bench.comfyui import PACK_NAME, free_port, make_base, offer_checkpoint, offer_models, tree
+from bench import BENCHES
+from tools import ROOT, Problem, command
+from tools.comfyui import PACK_NAME, free_port, make_base, offer_checkpoint, offer_models, tree
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 sys.path.append(sys.argv[1])
-from bench import pack
+from tools import pack
 pack.load()
 from comfy_accel.accel.hosts.ray.comfyui_process import ComfyUI
 

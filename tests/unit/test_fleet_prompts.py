@@ -12,7 +12,7 @@ from comfy_accel.accel.hosts.ray.results import Results, failed
 from comfy_accel.accel.hosts.ray.routing_key import LONGEST, routing_key
 from comfy_accel.accel.hosts.ray.settings import Settings
 
-from bench import workflow
+from tools import workflow
 
 PACK = Path(__file__).resolve().parents[2]
 

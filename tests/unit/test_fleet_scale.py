@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from bench import Problem, fleet_scale
+from bench import fleet_scale
+from tools import Problem
 
 COLD = [
     dict(layout="SDXL", contender="ours", first_call_s=50.0, eager_s=2.0, compilations=4),

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from comfy_accel.accel.step_cache.predictions import forecast
 from comfy_accel.accel.step_cache.predictions.forecast import History, weights
 from torch.overrides import TorchFunctionMode
 

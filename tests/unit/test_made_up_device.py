@@ -9,9 +9,10 @@ import subprocess
 import sys
 
 import pytest
+from kit import made_up_device
 
-from bench import PYTEST, ROOT, made_up_device
-from bench.comfyui import tree
+from tools import PYTEST, ROOT
+from tools.comfyui import tree
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from comfy_accel.accel import sizing
 from comfy_accel.accel.sizing.buckets import TRAINED
 from comfy_accel.accel.sizing.resolution import Size
 
-from bench import ROOT
+from tools import ROOT
 
 EXAMPLE = ROOT / "examples" / "many_prompts.py"
 

@@ -4,7 +4,8 @@ import json
 
 from PIL import Image
 
-from bench import ROOT, session_plot, thumbnails, workflow
+from bench import session_plot
+from tools import ROOT, thumbnails, workflow
 
 
 def test_every_template_has_its_drawn_picture_and_api_form():

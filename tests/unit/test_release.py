@@ -5,7 +5,7 @@ import zipfile
 
 import pytest
 
-from bench import ROOT, release
+from tools import ROOT, release
 
 
 def test_the_versions_agree():

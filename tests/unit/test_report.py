@@ -206,7 +206,7 @@ def test_chart_of_nothing_and_of_long_names_is_drawn():
 def test_importing_the_chart_loads_no_pillow():
     root = Path(__file__).resolve().parents[2]
     code = (
-        "import sys; sys.path.append(sys.argv[1]); from bench import pack; pack.load();"
+        "import sys; sys.path.append(sys.argv[1]); from tools import pack; pack.load();"
         "import comfy_accel.accel.report.chart; print('PIL' in sys.modules, 'matplotlib' in sys.modules)"
     )
     out = subprocess.check_output([sys.executable, "-c", code, str(root)], text=True)

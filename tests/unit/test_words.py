@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import ROOT
+from tools import ROOT
 
 WRITTEN_BY_BENCH = {"kernels.md", "deepcache.md", "scale.md"}
 PAGES = [

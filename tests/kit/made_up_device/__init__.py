@@ -9,7 +9,7 @@ anything, and none is to be quoted.
 
 In that process call `prepare`; `counts`, `launches_take` and `fail` steer the device. From a shell:
 
-    python -m bench.made_up_device FOLDER && . FOLDER/environment.sh
+    PYTHONPATH=tests python -m kit.made_up_device FOLDER && . FOLDER/environment.sh
 
 FAKECUDA_CC makes it a card of that compute capability (80, 86, 89, 90, 120), FAKECUDA_MEM_MB one of that memory (24
 GB), FAKECUDA_LOG=1 writes captures and allocations to stderr.

@@ -20,7 +20,7 @@ import comfy.sd
 import comfy.taesd.taesd
 import torch
 
-from .tiny_models import randomize
+from kit.tiny_models import randomize
 
 KL = {"double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32, "ch_mult": [1, 1, 1, 1]} | {
     **{"num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0}

@@ -43,7 +43,7 @@ def serving(
     """Run ComfyUI over the base directory `base` (made if missing) while the block runs.
 
     Args:
-        comfyui: its tree; by default `bench.comfyui.tree()`.
+        comfyui: its tree; by default `tools.comfyui.tree()`.
         pack: the custom node pack to load, None for a ComfyUI without any.
         port: 0 takes a free one.
         environment: variables to add to this process's own.

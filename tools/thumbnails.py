@@ -1,6 +1,6 @@
 """The pictures of the templates in ComfyUI's template browser: one drawn scene, shown as each template treats it.
 
-.venv/bin/python -m bench.thumbnails
+.venv/bin/python -m tools.thumbnails
 """
 
 from __future__ import annotations

@@ -48,14 +48,14 @@ def checkpoint(folder: Path = WORK / "checkpoints", comfyui: Path | None = None)
     """The synthetic checkpoint in `folder`: 560 MB, made in seconds the first time, the same bytes every time.
 
     Args:
-        comfyui: the tree whose model classes name the weights; by default `bench.comfyui.tree()`.
+        comfyui: the tree whose model classes name the weights; by default `tools.comfyui.tree()`.
     """
     path = folder / FILE_NAME
     if path.is_file():
         return path
     folder.mkdir(parents=True, exist_ok=True)
     # In a process of its own: this one keeps its modules, and its `nodes`, free of ComfyUI's.
-    command = [sys.executable, "-m", "bench.synthetic", str(comfyui or tree()), str(path)]
+    command = [sys.executable, "-m", "tools.synthetic", str(comfyui or tree()), str(path)]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if made.returncode:
         reason = (made.stderr.strip().splitlines() or ["no reason given"])[-1]

@@ -95,7 +95,7 @@ def contents(made: Path, tools: Path | None = None) -> Iterator[str]:
             if not any(name.startswith(needed) for name in names):
                 yield f"{needed} is missing"
         for name in names:
-            if name.startswith(("tests/", "bench/", ".")) and name != ".comfyignore":
+            if name.startswith(("tests/", "bench/", "tools/", ".")) and name != ".comfyignore":
                 yield f"{name} is of no use to a user"
         if tools:
             archive.extractall(folder)
