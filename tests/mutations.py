@@ -174,14 +174,14 @@ MUTATIONS = [
     ),
     Mutation(
         "secret that others can read",
-        "(status.st_mode & 0o077 or status.st_uid != os.geteuid())",
-        "(status.st_uid != os.geteuid())",
+        "forbidden = 0o077 if private else 0o022",
+        "forbidden = 0o022",
         "unit/test_graph_store.py::test_secret_that_others_can_read_is_no_secret",
     ),
     Mutation(
         "newest graph pruned first",
-        "sorted(entries, key=lambda entry: entry[0].used)",
-        "sorted(entries, key=lambda entry: -entry[0].used)",
+        "entry[0].used <= now + LEFTOVER, entry[0].used)",
+        "entry[0].used <= now + LEFTOVER, -entry[0].used)",
         "unit/test_graph_store.py::test_least_recently_used_are_deleted_first",
     ),
     Mutation(

@@ -32,10 +32,10 @@ def test_model_on_the_cpu_is_refused_in_one_sentence_and_left_alone():
     assert reasons() == ["CUDA graphs need a CUDA device, and the model runs on cpu"]
 
 
-def test_other_allocator_is_refused_with_the_flag_that_helps(monkeypatch):
+def test_other_allocator_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     monkeypatch.setattr(torch.version, "hip", None)
-    assert "--disable-cuda-malloc" in str(CudaCapturer().why_not(torch.device("cuda", 0)))
+    assert "torch allocates with cudaMallocAsync" in str(CudaCapturer().why_not(torch.device("cuda", 0)))
 
 
 @pytest.mark.parametrize(("device", "said"), [("cuda:0", "not used on AMD cards"), ("mps:0", "runs on mps:0")])
