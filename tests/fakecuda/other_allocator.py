@@ -7,10 +7,10 @@ from kit import made_up_device as device
 
 
 @torch.inference_mode()
-def test_it_is_refused_with_the_flag_that_helps_and_calls_run():
+def test_it_is_refused_in_one_sentence_and_calls_run():
     assert torch.cuda.get_allocator_backend() == "cudaMallocAsync"
     model, cache = Toy().cuda(), capturing_cache(CudaCapturer())[0]
     with run(model, cache) as call:
         out = settle(call, latent().cuda(), times().cuda())
     assert out.is_cuda and device.counts().graph_launches == 0
-    assert reasons() == ["torch allocates with cudaMallocAsync: start with --disable-cuda-malloc for CUDA graphs"]
+    assert reasons() == ["torch allocates with cudaMallocAsync, whose memory no CUDA graph can keep"]
