@@ -143,8 +143,8 @@ def running_fleet(options: argparse.Namespace, base: Path, results: Path, **sett
     """A running fleet, ready: Serve's handle of its replicas."""
     from ray import serve
 
-    from accel.hosts.ray.app import app
-    from accel.hosts.ray.settings import Settings
+    from fleet.app import app
+    from fleet.settings import Settings
 
     asked = Settings(
         comfyui=str(tree()),

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel.hosts.ray.settings import Settings
 from accel.sizing.buckets import TRAINED
+from fleet.settings import Settings
 from tools import ROOT, Problem
 from tools.comfyui import tree
 

@@ -1,7 +1,7 @@
 """A fleet prompt by prompt: discrete events over given traffic, a given rule of routing and given costs. No torch.
 
 Prompts of one key wait in one line, and each worker takes some at once and runs one, as Ray Serve and the fleet's
-replicas do. Where a prompt goes by its key is decided by the fleet's own rule (`accel.hosts.ray.homes`).
+replicas do. Where a prompt goes by its key is decided by the fleet's own rule (`fleet.homes`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from functools import cache
 from itertools import accumulate, count
 from typing import NamedTuple
 
-from accel.hosts.ray.homes import Homes
-from accel.hosts.ray.routing_key import routing_key
 from accel.sizing.resolution import Size
+from fleet.homes import Homes
+from fleet.routing_key import routing_key
 
 RULES = ("any", "least-loaded", "by key")
 STORES = ("none", "shared")

@@ -143,7 +143,16 @@ def test_wheel_lists_every_package_of_the_engine():
     text = (ENGINE.parent / "pyproject.toml").read_text(encoding="utf-8")
     listed = ast.literal_eval(re.search(r"^packages = (\[.*?^\])", text, re.DOTALL | re.MULTILINE)[1])
     folders = {file.parent.relative_to(ENGINE) for file in files()}
-    assert listed == sorted(".".join(("comfy_accel", *folder.parts)) for folder in folders)
+    assert listed == [*sorted(".".join(("comfy_accel", *folder.parts)) for folder in folders), "comfy_accel_fleet"]
+
+
+def test_nothing_that_a_user_of_comfyui_downloads_needs_the_fleet():
+    root = ENGINE.parent
+    code = [*files(), *(root / "nodes").glob("*.py"), root / "__init__.py"]
+    assert [
+        file for file in code if re.search(r"^\s*(from|import) .*fleet", file.read_text("utf-8"), re.MULTILINE)
+    ] == []
+    assert "fleet/" in (root / ".comfyignore").read_text(encoding="utf-8").split()
 
 
 def test_documents_name_files_that_there_are():

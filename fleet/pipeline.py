@@ -7,6 +7,7 @@ prompt may be left to the pipeline.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import io
 import logging
@@ -31,6 +32,9 @@ from .http import answering, read_json, refusal
 from .settings import PipelineSettings
 
 log = logging.getLogger("ray.serve")
+
+ENGINE = "comfy_accel" if __package__ == "comfy_accel_fleet" else "accel"
+"""The engine's package: as the wheel names it, or as the folder beside this one in a checkout."""
 
 _RUNS = 2
 """How often a request is run at most: once more where the replica ended under it."""
@@ -108,7 +112,7 @@ class PipelineReplica:
 
     async def state(self) -> dict[str, Any]:
         """Counts of this replica since its start."""
-        from ...cache.graph_cache import shared
+        shared = engine("cache.graph_cache").shared
 
         store = shared.store.statistics() if shared.store is not None else None
         return {**self._names, "images": self._images, **counted(shared.statistics(rows=0), store)}
@@ -135,13 +139,18 @@ class PipelineReplica:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
+def engine(module: str) -> Any:
+    """A module of the engine, imported when it is needed: this one also runs where only the front does."""
+    return importlib.import_module(f"{ENGINE}.{module}")
+
+
 def load(settings: PipelineSettings) -> Any:
     """The pipeline, accelerated and warm."""
     import diffusers
     import torch
 
-    from ..diffusers.pipeline import accelerate_pipeline
-    from ..diffusers.warm_up import warm_up
+    accelerate_pipeline = engine("hosts.diffusers.pipeline").accelerate_pipeline
+    warm_up = engine("hosts.diffusers.warm_up").warm_up
 
     dtype = getattr(torch, settings.dtype or ("float16" if settings.gpus else "float32"))
     pipe = diffusers.DiffusionPipeline.from_pretrained(settings.pipeline, torch_dtype=dtype, **settings.load)
@@ -149,9 +158,8 @@ def load(settings: PipelineSettings) -> Any:
     pipe.set_progress_bar_config(disable=True)
     arguments = dict(settings.accelerate)
     if isinstance(arguments.get("deep_cache"), dict):
-        from ...step_cache.config import DeepCacheSettings
-
-        arguments["deep_cache"] = DeepCacheSettings(**arguments["deep_cache"])
+        settings_of = engine("step_cache.config").DeepCacheSettings
+        arguments["deep_cache"] = settings_of(**arguments["deep_cache"])
     accelerate_pipeline(pipe, **arguments)
     if settings.warm_up:
         log.info("%s", warm_up(pipe, **settings.warm_up))
@@ -160,7 +168,7 @@ def load(settings: PipelineSettings) -> Any:
 
 def most_keys(settings: PipelineSettings) -> int:
     """How many sizes' graphs the graph cache holds, judged by those of the warm-up's."""
-    from ...cache.graph_cache import shared
+    shared = engine("cache.graph_cache").shared
 
     sizes = len(settings.warm_up.get("sizes", ())) * len(settings.warm_up.get("batches", (1,)))
     cache = shared.statistics(rows=0)

@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from accel.hosts.ray.homes import Homes
 from accel.sizing.resolution import Size
 from bench.fleet_simulation import (
     RULES,
@@ -18,6 +17,7 @@ from bench.fleet_simulation import (
     cold_start,
     steady,
 )
+from fleet.homes import Homes
 
 FLUX = Architecture("Flux", graphs=2, compile_s=10, load_s=1)
 WISHES = Wishes(5, [("Flux", [Size(1024, 1024), Size(832, 1248)])], 1.0, 1.0)

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from comfy_accel.accel.hosts.ray import results as fleet_results
-from comfy_accel.accel.hosts.ray.results import Results, failed
-from comfy_accel.accel.hosts.ray.routing_key import LONGEST, routing_key
-from comfy_accel.accel.hosts.ray.settings import Settings
 
+from fleet import results as fleet_results
+from fleet.results import Results, failed
+from fleet.routing_key import LONGEST, routing_key
+from fleet.settings import Settings
 from tools import workflow
 
 PACK = Path(__file__).resolve().parents[2]

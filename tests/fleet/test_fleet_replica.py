@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("ray.serve", reason="an optional package of 200 MB")
 
 # ruff: noqa: E402
-from comfy_accel.accel.hosts.ray import replica as fleet_replica
-from comfy_accel.accel.hosts.ray.comfyui_process import Gone
+from fleet import replica as fleet_replica
+from fleet.comfyui_process import Gone
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="no owners")

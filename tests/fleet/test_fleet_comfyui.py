@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from comfy_accel.accel.hosts.ray import comfyui_process
-from comfy_accel.accel.hosts.ray.comfyui_process import ComfyUI, Gone
+
+from fleet import comfyui_process
+from fleet.comfyui_process import ComfyUI, Gone
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -116,7 +117,7 @@ from pathlib import Path
 sys.path.append(sys.argv[1])
 from tools import pack
 pack.load()
-from comfy_accel.accel.hosts.ray.comfyui_process import ComfyUI
+from fleet.comfyui_process import ComfyUI
 
 async def main():
     comfyui = ComfyUI(Path(sys.argv[2]), Path(sys.argv[3]))

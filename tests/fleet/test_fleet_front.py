@@ -9,11 +9,12 @@ import pytest
 pytest.importorskip("ray.serve.request_router", reason="an optional package of 200 MB")
 
 # ruff: noqa: E402
-from comfy_accel.accel.hosts.ray import front as fleet_front
-from comfy_accel.accel.hosts.ray import http as fleet_http
-from comfy_accel.accel.hosts.ray.comfyui_process import Gone
-from comfy_accel.accel.hosts.ray.counts import States
 from starlette.responses import Response
+
+from fleet import front as fleet_front
+from fleet import http as fleet_http
+from fleet.comfyui_process import Gone
+from fleet.counts import States
 
 GRAPH = {"1": {"class_type": "A", "inputs": {}}}
 

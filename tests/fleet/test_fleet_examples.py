@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from comfy_accel.accel.hosts.ray.settings import Settings
+
+from fleet.settings import Settings
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "fleet"
 
@@ -21,7 +22,9 @@ def of_kuberay():
 def test_configuration_has_settings_that_there_are(config):
     (application,) = config()["applications"]
     module, _, builder = application["import_path"].partition(":")
-    file = FOLDER.parents[1] / "accel" / Path(*module.split(".")[1:]).with_suffix(".py")
+    package, _, module = module.partition(".")
+    assert package == "comfy_accel_fleet"
+    file = FOLDER.parents[1] / "fleet" / f"{module}.py"
     assert f"def {builder}(" in file.read_text(encoding="utf-8")
     settings = Settings(**application["args"])
     assert settings.gpus == 1 and settings.environment["ACCEL_STORE"].startswith("/shared/")

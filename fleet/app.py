@@ -1,7 +1,7 @@
 """The Serve applications, for `serve run`:
 
-comfy_accel.hosts.ray.app:app comfyui=/ComfyUI results=/shared/results replicas=4
-comfy_accel.hosts.ray.app:pipeline pipeline=/models/sdxl replicas=4 gpus=1
+comfy_fleet.app:app comfyui=/ComfyUI results=/shared/results replicas=4
+comfy_fleet.app:pipeline pipeline=/models/sdxl replicas=4 gpus=1
 
 Annotations are not postponed here: Serve asks the builders' for the class of their settings.
 """

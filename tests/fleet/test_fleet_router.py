@@ -9,9 +9,8 @@ import pytest
 pytest.importorskip("ray.serve.request_router", reason="an optional package of 200 MB")
 
 # ruff: noqa: E402
-from comfy_accel.accel.hosts.ray.graph_router import GraphRouter
-
 from bench import fleet
+from fleet.graph_router import GraphRouter
 
 
 @pytest.fixture
