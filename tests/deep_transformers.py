@@ -162,7 +162,9 @@ def sample_cached(pipe, settings=None, sample=sample, **arguments):
     """The latents of one call of `sample` with DeepCache, and the full and skipped steps of its runs."""
     counts = []
     unsubscribe = subscribe(
-        lambda name, data: name == "deep_cache_run" and counts.append((data["full_steps"], data["skipped_steps"]))
+        lambda name, data: (
+            name == "deep_cache_run" and counts.append((data["skipping"].full_steps, data["skipping"].skipped_steps))
+        )
     )
     try:
         with deep_cache(pipe, settings or uniform_hold(3)):

@@ -97,7 +97,7 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
             **{"loaded": 4, "saved": 9, "limit_bytes": 2 << 30},
             "misses": [{"block": "ResBlock", "reason": "it was made by torch 2.10.0", "count": 5}],
         },
-        "deep_cache": {"last_run": {"full_steps": 9, "skipped_steps": 16, "steps": "FF" + "SSF" * 7 + "SS"}},
+        "deep_cache": {"last_run": {"full_steps": 9, "skipped_steps": 16, "steps_taken": "FF" + "SSF" * 7 + "SS"}},
         "compiling": None,
         "last_run": {
             **{"model": "SD15", "latent": [1, 4, 90, 120], "pixels": [960, 720]},

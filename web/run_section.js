@@ -94,7 +94,7 @@ function stepTimeline() {
     show(element, Boolean(cached));
     if (!cached) return;
     setText(heading, t(isEarlier ? "deepCacheEarlier" : "deepCache"));
-    const steps = typeof cached.steps === "string" ? cached.steps.replace(/[^FHS]/g, "") : "";
+    const steps = typeof cached.steps_taken === "string" ? cached.steps_taken.replace(/[^FHS]/g, "") : "";
     const of = (letter) => [...steps].filter((step) => step === letter).length;
     const half = of("H");
     const full = cached.full_steps ?? of("F");

@@ -154,7 +154,6 @@ _SAVED = {
     "on this machine; compile time is not subtracted.",
     "skipping_saved_each": "DeepCache: the time that skipped steps took less than full ones in each sampler, added up.",
     "skipping_unused": "DeepCache skipped no step.",
-    "skipping_untimed": "How much DeepCache saved is not known: the steps of this run were not timed.",
     "skipping_unsure": "How much DeepCache saved is not known: this run had too few steps to compare.",
     "skipping_saved": "DeepCache: the median time of a full step ({full} s), minus that of a skipped one "
     "({skipped} s), times the number skipped ({steps}). The first and last step, and any that compiled something, are "

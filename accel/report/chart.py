@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.sentences import counted
 from ..step_cache.run import COMPARED, HALF, SKIPPED
+from .run import Run, Skipping
+from .savings import together
 from .text import megabytes, quality_of, seconds, size_of, skipped_of
 
 if TYPE_CHECKING:
@@ -26,17 +28,17 @@ _PLOT, _BELOW, _ABOVE = 80, 8.0, 24.0
 """Of the plot of a quality target: its height in pixels, and what it shows below and above the target, in dB."""
 
 
-def draw(state: Mapping[str, Any], psnr: float | None = None) -> Image.Image:
+def draw(run: Run | None, cache: Mapping[str, Any], psnr: float | None = None) -> Image.Image:
     """The chart in RGB, `WIDTH` pixels wide and as high as its content.
 
-    state: as in `GET /accel/state`. psnr: dB between the image and its reference; None without one.
+    run: the last one. cache: its statistics. psnr: dB between the image and its reference; None without one.
     """
     from PIL import Image
 
     # Pillow cannot grow an image: the first pass measures the height, the second draws.
-    height = _Sheet(Image.new("RGB", (WIDTH, 1))).fill(state, psnr)
+    height = _Sheet(Image.new("RGB", (WIDTH, 1))).fill(run, cache, psnr)
     image = Image.new("RGB", (WIDTH, height), "white")
-    _Sheet(image).fill(state, psnr)
+    _Sheet(image).fill(run, cache, psnr)
     return image
 
 
@@ -53,40 +55,39 @@ class _Sheet:
             self._font = self._large = ImageFont.load_default()
         self._y = _MARGIN
 
-    def fill(self, state: Mapping[str, Any], psnr: float | None) -> int:
+    def fill(self, run: Run | None, cache: Mapping[str, Any], psnr: float | None) -> int:
         """Draw everything; the height used."""
-        run = state["last_run"]
         self._write("Accel Report", self._large)
         if run is None:
             self._write("No image was made with these nodes yet.", colour=_GREY)
         else:
-            self._write(f"{run['model']}, {size_of(run)}", colour=_GREY)
+            self._write(f"{run.model}, {size_of(run)}", colour=_GREY)
             self._time(run)
-            if run["compiling"] is not None:
+            if run.compiling is not None:
                 self._calls(run)
-            if run["plan"]:
-                self._plan(run)
-            elif run["steps_taken"]:
-                self._steps(run["steps_taken"])
-        self._budget(state["graph_cache"])
+            if run.skipping.plan:
+                self._plan(run.skipping)
+            elif run.skipping.steps_taken:
+                self._steps(run.skipping.steps_taken)
+        self._budget(cache)
         if psnr is not None:
             self._gap()
             self._write("Equal to the reference" if psnr >= 100 else f"{psnr:.1f} dB PSNR against the reference")
         return self._y + _MARGIN
 
-    def _time(self, run: Mapping[str, Any]) -> None:
-        compiling = min(run["compile_seconds"] + run["load_seconds"], run["seconds"])
-        saved = run["saved_seconds"]
-        parts = [(run["seconds"] - compiling, BLUE, "sampling"), (compiling, ORANGE, "compiling or loading")]
+    def _time(self, run: Run) -> None:
+        compiling = min(run.compile_seconds + run.load_seconds, run.seconds)
+        saved = together(*run.savings)["saved_seconds"]
+        parts = [(run.seconds - compiling, BLUE, "sampling"), (compiling, ORANGE, "compiling or loading")]
         if saved is not None and saved > 0:
             parts.append((saved, None, "saved"))
         self._gap()
-        self._write(f"Time of the last image: {seconds(run['seconds'])}" + ("" if saved else ", saving not measured"))
+        self._write(f"Time of the last image: {seconds(run.seconds)}" + ("" if saved else ", saving not measured"))
         self._stack([(value, colour, f"{name} {seconds(value)}") for value, colour, name in parts if value > 0])
 
-    def _calls(self, run: Mapping[str, Any]) -> None:
-        word = "traced, uncompiled" if run["compiling"]["backend"] == "eager" else "compiled"
-        parts = [(run["compiled_calls"], GREEN, word), (run["eager_calls"], _PALE, "uncompiled")]
+    def _calls(self, run: Run) -> None:
+        word = "traced, uncompiled" if run.is_traced else "compiled"
+        parts = [(run.totals.compiled_calls, GREEN, word), (run.totals.eager_calls, _PALE, "uncompiled")]
         self._gap()
         self._write("Calls of blocks")
         self._stack([(value, colour, f"{name} {value}") for value, colour, name in parts if value])
@@ -97,13 +98,13 @@ class _Sheet:
         self._step_bars(steps)
         self._legend([(BLUE, "full (high)"), *_halves(steps), (SKY, "skipped (low)")])
 
-    def _plan(self, run: Mapping[str, Any]) -> None:
+    def _plan(self, told: Skipping) -> None:
         """What a quality target decided: above each step's bar its estimate, below it the noise level."""
-        letters, levels, decibels = zip(*run["plan"], strict=True)
+        letters, levels, decibels = zip(*told.plan, strict=True)
         self._gap()
         self._write(f"DeepCache: {skipped_of(letters)}")
-        self._write(quality_of(run))
-        self._estimates(letters[:_MOST_STEPS], decibels[:_MOST_STEPS], run["target_db"])
+        self._write(quality_of(told))
+        self._estimates(letters[:_MOST_STEPS], decibels[:_MOST_STEPS], told.target_db)
         self._step_bars("".join(letters))
         shown = levels[:_MOST_STEPS]
         wide, places = self._wide(len(shown)), sorted({round(part * (len(shown) - 1) / 4) for part in range(5)})

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..core.reasons import Reason
-from ..step_cache.run import SKIPPED
-from .run import Run, rounded
+from .run import Run, Skipping, rounded
 
 FEW_STEPS = 12
 """Sampler steps below which neighbouring ones differ too much for DeepCache's defaults to skip many."""
@@ -26,29 +25,29 @@ def headline(run: Run, node: str) -> list[Reason]:
     if run.failed:
         return []
     compiles, skips = (bool(settings) and settings.get("node") == node for settings in (run.compiling, run.caching))
-    own = [saving for saving, is_own in ((run.by_compiling, compiles), (run.by_skipping, skips)) if is_own]
+    own = [saving for saving, is_own in zip(run.savings, (compiles, skips), strict=True) if is_own]
     return [*run.gain_by(*own), *(_compiled(run) if compiles else ()), *(_skipped(run) if skips else ())]
 
 
-def why_none_skipped(steps: int, why_full: str | None, target_db: float | None, samplings: int = 1) -> Reason:
+def why_none_skipped(skipping: Skipping, steps: int, samplings: int = 1) -> Reason:
     """Why a run skipped none of all its `steps`, which it took in so many `samplings`."""
-    if why_full is not None:
-        return Reason("line_all_full", why=why_full)
-    if target_db is not None:
-        return Reason("line_quality_full", asked=f"{target_db:g}")
+    if skipping.why_full is not None:
+        return Reason("line_all_full", why=skipping.why_full)
+    if skipping.target_db is not None:
+        return Reason("line_quality_full", asked=f"{skipping.target_db:g}")
     return Reason("line_few_steps") if steps / samplings < FEW_STEPS else Reason("line_none_skipped")
 
 
 def _compiled(run: Run) -> list[Reason]:
-    if not run.compiled_calls and not run.replays:
+    if not run.totals.compiled_calls and not run.totals.replays:
         left = sorted(run.left_eager, key=run.left_eager.__getitem__, reverse=True)
-        return [Reason("line_not_compiled", why=[*run.uncompiled(), *left, Reason("compiling_unused")][0])]
+        return [Reason("line_not_compiled", why=[*run.why_uncompiled(), *left, Reason("compiling_unused")][0])]
     if run.is_traced:
         return [Reason("line_traced")]
     if not run.compiled_total:
         return [Reason("line_loaded")] if run.loaded else []
     parts = [Reason("line_compiled", seconds=rounded(run.compiled_total))]
-    if run.by_compiling.seconds is None:
+    if run.totals.by_compiling.seconds is None:
         return [*parts, Reason("line_unmeasured")] if run.compilations else parts
     images = run.pays_back_after
     if images is None:
@@ -57,12 +56,12 @@ def _compiled(run: Run) -> list[Reason]:
 
 
 def _skipped(run: Run) -> list[Reason]:
-    steps, skipped = len(run.steps_taken), run.steps_taken.count(SKIPPED)
+    told, steps = run.skipping, len(run.skipping.steps_taken)
     if not steps:
         return []
-    if run.estimated_db is not None:
-        reached, share = f"{run.estimated_db:.0f}", f"{run.skipped_work:.0%}"
-        return [Reason("line_quality", asked=f"{run.target_db:g}", reached=reached, share=share)]
-    if skipped:
-        return [Reason("line_skipped", skipped=skipped, steps=steps)]
-    return [why_none_skipped(steps, run.why_full, run.target_db, run.samplings)]
+    if told.estimated_db is not None:
+        reached, share = f"{told.estimated_db:.0f}", f"{told.skipped_work:.0%}"
+        return [Reason("line_quality", asked=f"{told.target_db:g}", reached=reached, share=share)]
+    if told.skipped_steps:
+        return [Reason("line_skipped", skipped=told.skipped_steps, steps=steps)]
+    return [why_none_skipped(told, steps, run.samplings)]

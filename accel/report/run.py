@@ -1,113 +1,180 @@
-"""One sampling run, and what it saved."""
+"""One sampling run: the facts that its parts hand over, and what it gained.
+
+A fact is a field of one record. The field says what two samplings of one prompt make of it together, and its name is
+the fact's name in events, in the report and in the panel's JSON.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from operator import add, or_
+from typing import Any
 
+from ..cache.entry import Lease
 from ..core.fallbacks import rows_of
 from ..core.reasons import Reason
 from ..core.sentences import OF_CUDA_GRAPHS
+from ..step_cache.run import FULL, SKIPPED
+from .savings import Saving, by_compiling, together
 
 LEAST_SAVED = 0.05
 """Seconds: less than this is within what two equal runs differ by."""
 
 
-_EACH = {"compiling": Reason("compiling_saved_each"), "skipping": Reason("skipping_saved_each")}
-"""How the sum over samplers is known; one sentence, however many they are (an upscaler's tiles)."""
+def fact(default: Any, joined: Callable[[Any, Any], Any]) -> Any:
+    """A field of a `Record`. joined: makes one value of two samplings'; where a field has none, the later one's counts.
+
+    default: a value, or the type of an empty one.
+    """
+    made = {"default_factory": default} if isinstance(default, type) else {"default": default}
+    return field(**made, metadata={"joined": joined})
 
 
-class Saving(NamedTuple):
-    """seconds: None where unknown; negative where the run was slower. how: how this is known;
-    None where nothing was to be saved."""
+class Record:
+    """Base of the dataclasses that hold facts."""
 
-    seconds: float | None = None
-    how: Reason | None = None
+    def with_next(self, other: Any) -> Any:
+        """This and the next sampling of the same prompt, as one: a hires fix, say, or a base model and a refiner."""
+        rules = {known.name: known.metadata["joined"] for known in fields(self) if known.metadata}
+        return replace(other, **{name: rule(getattr(self, name), getattr(other, name)) for name, rule in rules.items()})
+
+
+def _sum(one: float | None, other: float | None) -> float | None:
+    return one + other if one is not None and other is not None else _least(one, other)
+
+
+def _least(one: float | None, other: float | None) -> float | None:
+    return min((value for value in (one, other) if value is not None), default=None)
+
+
+def _latest(one: Any, other: Any) -> Any:
+    return other or one
+
+
+def _listed(names: str | None, name: str | None) -> str | None:
+    """The names, "SDXL + Flux", with another one unless it is among them."""
+    every = (*(names or "").split(" + "), *(name or "").split(" + "))
+    return " + ".join(dict.fromkeys(filter(None, every))) or name
+
+
+def _counted(record: Record) -> dict[str, Any]:
+    """A record's facts without its savings, which are told together."""
+    return {name: value for name, value in vars(record).items() if not isinstance(value, Saving)}
+
+
+@dataclass(frozen=True)
+class Totals(Record):
+    """The calls of a run, as the host counted them.
+
+    compiled_calls: of blocks' graphs. eager_calls: of blocks that could have run compiled. contexts: prompt lengths,
+        tokens. evicted: graphs dropped from the cache meanwhile.
+    model_calls: of the whole model, where capturing is on; replays: those of them that replayed a CUDA graph.
+    """
+
+    compiled_calls: int = fact(0, add)
+    eager_calls: int = fact(0, add)
+    model_calls: int = fact(0, add)
+    replays: int = fact(0, add)
+    evicted: int = fact(0, add)
+    contexts: tuple[int, ...] = fact((), lambda one, other: tuple(sorted({*one, *other})))
+    by_compiling: Saving = fact(Saving(), Saving.with_next)
+
+    @classmethod
+    def of(cls, lease: Lease, backend: str, is_measured: bool, **others: Any) -> Totals:
+        """Those of a run whose lease is over. is_measured: graphs were compared with their blocks."""
+        saved = by_compiling(lease.calls, lease.measured, is_measured, backend == "eager")
+        return cls(compiled_calls=lease.calls, replays=lease.replays, by_compiling=saved, **others)
+
+
+@dataclass(frozen=True)
+class Skipping(Record):
+    """What DeepCache did in a run.
+
+    steps_taken: FULL, HALF or SKIPPED for each step, such as "FSSF". why_full: what of the model or the sampler made
+        all of them full.
+    target_db: the quality that was asked for. estimated_db: the quality reached, by estimate; None where nothing was
+        skipped. probes: extra passes, to compare. skipped_work: fraction of the work that was saved.
+    plan: the steps of the last sampler with a quality, as `DeepCacheRun.plan` has them.
+    """
+
+    steps_taken: str = fact("", add)
+    why_full: str | None = fact(None, lambda one, other: one or other)
+    target_db: float | None = fact(None, _least)
+    estimated_db: float | None = fact(None, _least)
+    probes: int = fact(0, add)
+    skipped_work: float | None = None
+    plan: list[tuple[str, float, float | None]] = fact(list, _latest)
+    by_skipping: Saving = fact(Saving(), Saving.with_next)
+
+    @property
+    def full_steps(self) -> int:
+        return self.steps_taken.count(FULL)
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.steps_taken.count(SKIPPED)
+
+    def with_next(self, other: Skipping) -> Skipping:
+        both = super().with_next(other)
+        known = [(one.skipped_work, len(one.steps_taken)) for one in (self, other) if one.skipped_work is not None]
+        steps = sum(count for _, count in known)
+        return replace(both, skipped_work=sum(share * count for share, count in known) / steps if steps else None)
 
     def as_json(self) -> dict[str, Any]:
-        """{"seconds", "how"}, the latter as text."""
-        return {"seconds": self.seconds, "how": "" if self.how is None else str(self.how)}
-
-    def with_next(self, other: Saving) -> Saving:
-        """The sum of what is known of two samplings of one prompt."""
-        known = [saving for saving in (self, other) if saving.seconds is not None]
-        if len(known) < 2:
-            return known[0] if known else self if other.how is None else other
-        how = self.how if self.how == other.how else _EACH[self.how.code.partition("_")[0]]
-        return Saving(self.seconds + other.seconds, how)
+        counts = {"full_steps": self.full_steps, "skipped_steps": self.skipped_steps}
+        return {**_counted(self), **counts, **together(self.by_skipping)}
 
 
-@dataclass
-class Run:
+@dataclass(eq=False)
+class Run(Record):
     """One sampling run, or all `samplings` of one prompt together.
 
     prompt: the id of the prompt; None for a run of none.
-    latent: shape of the noise, such as [B, C, H, W]; of the last sampling. contexts: prompt lengths, tokens.
+    latent: shape of the noise, such as [B, C, H, W]. pixels: width and height of the image; None where there is none.
     compiling, caching: settings of the compiler and of DeepCache; None where the run did without.
-    eager_calls: calls of blocks that could have run compiled. left_eager: by reason, how many blocks nobody tried to
-        compile. fallbacks: calls that ran uncompiled or were not captured, by (block, reason).
-    target_db: the quality that DeepCache was asked for. estimated_db: what it takes to be reached, None where it
-        skipped nothing. skipped_work: the share of the work that it saved.
-    plan: the steps of the last sampler with a quality, as `DeepCacheRun.plan` has them.
-    steps_taken: DeepCache's steps, such as "FSSF", as `DeepCacheRun.letters` has them; why_full: what of the model or
-        the sampler made all of them full.
-    model_calls: calls of the whole model, where capturing is on; replays: those of them that replayed a CUDA graph.
-    captures: calls captured in this run, in capture_seconds.
-    pixels: width and height of the image; None where the latent is none of an image. prepare_seconds: before the
-        sampler's first call, most of it for loading the model. working_seconds: without these, and without what was
-        compiled, loaded and captured. compiled_seconds: by model, what compiling it took since the start.
-    times: how many times as long the same image would have taken; None where unknown. pays_back_after: images until
-        compiling has saved what it took; None where unknown, or where nothing was compiled.
+    prepare_seconds: before the sampler's first call, most of it for loading the model. finished: unix seconds.
+    loaded_share: fraction of the weights that were on the device at the end.
+    left_eager: by reason, how many blocks nobody tried to compile. fallbacks: calls that ran uncompiled or were not
+        captured, by (block, reason).
+    captures: calls captured in this run. compiled_seconds: by model, what compiling it took since the start.
     lines: by node id, what it gained, in parts (`headline.headline`).
-    loaded_share: fraction of the weights that were on the device at the end. finished: unix seconds.
     """
 
-    model: str = ""
+    model: str = fact("", _listed)
     prompt: str | None = None
-    samplings: int = 1
+    samplings: int = fact(1, add)
     latent: tuple[int, ...] = ()
-    steps: int | None = None
-    sampler: str | None = None
-    compiling: dict[str, Any] | None = None
-    caching: dict[str, Any] | None = None
-    contexts: tuple[int, ...] = ()
-    seconds: float = 0.0
-    finished: float = 0.0
-    failed: bool = False
-    loaded_share: float | None = None
-    compiled_calls: int = 0
-    eager_calls: int = 0
-    blocks: int = 0
-    kinds: int = 0
-    left_eager: dict[Reason, int] = field(default_factory=dict)
-    compilations: int = 0
-    compile_seconds: float = 0.0
-    loaded: int = 0
-    load_seconds: float = 0.0
-    model_calls: int = 0
-    replays: int = 0
-    captures: int = 0
-    capture_seconds: float = 0.0
-    evicted: int = 0
-    fallbacks: dict[tuple[str, Reason], int] = field(default_factory=dict)
-    steps_taken: str = ""
-    why_full: str | None = None
-    target_db: float | None = None
-    estimated_db: float | None = None
-    skipped_work: float | None = None
-    plan: list[tuple[str, float, float | None]] = field(default_factory=list)
-    by_compiling: Saving = Saving()
-    by_skipping: Saving = Saving()
     pixels: tuple[int, int] | None = None
-    prepare_seconds: float = 0.0
-    compiled_seconds: dict[str, float] = field(default_factory=dict)
-    lines: dict[str, list[Reason]] = field(default_factory=dict)
+    steps: int | None = fact(None, _sum)
+    sampler: str | None = fact(None, _listed)
+    compiling: dict[str, Any] | None = fact(None, _latest)
+    caching: dict[str, Any] | None = fact(None, _latest)
+    seconds: float = fact(0.0, add)
+    prepare_seconds: float = fact(0.0, add)
+    finished: float = 0.0
+    failed: bool = fact(False, or_)
+    loaded_share: float | None = fact(None, _least)
+    totals: Totals = fact(Totals(), Totals.with_next)
+    skipping: Skipping = fact(Skipping(), Skipping.with_next)
+    blocks: int = fact(0, max)
+    kinds: int = fact(0, max)
+    left_eager: Mapping[Reason, int] = fact(dict, lambda one, other: Counter(one) | Counter(other))
+    fallbacks: Mapping[tuple[str, Reason], int] = fact(dict, lambda one, other: Counter(one) + Counter(other))
+    compilations: int = fact(0, add)
+    compile_seconds: float = fact(0.0, add)
+    loaded: int = fact(0, add)
+    load_seconds: float = fact(0.0, add)
+    captures: int = fact(0, add)
+    capture_seconds: float = fact(0.0, add)
+    compiled_seconds: dict[str, float] = fact(dict, or_)
+    lines: dict[str, list[Reason]] = fact(dict, or_)
 
     @property
     def working_seconds(self) -> float:
+        """`seconds` without loading the model, compiling, loading graphs and capturing."""
         return self.seconds - self.prepare_seconds - self.compile_seconds - self.load_seconds - self.capture_seconds
 
     @property
@@ -120,18 +187,20 @@ class Run:
         return (self.compiling or {}).get("backend") == "eager"
 
     @property
-    def times(self) -> float | None:
-        return self.times_by(self.by_compiling, self.by_skipping)
+    def savings(self) -> tuple[Saving, Saving]:
+        """By compiling, and by skipping."""
+        return self.totals.by_compiling, self.skipping.by_skipping
 
     @property
     def pays_back_after(self) -> int | None:
-        saved = self.by_compiling.seconds
+        """Images until compiling has saved what it took; None where unknown, or where nothing was compiled."""
+        saved = self.totals.by_compiling.seconds
         if not self.compiled_total or saved is None or saved < LEAST_SAVED:
             return None
         return math.ceil(self.compiled_total / saved * (self.latent[0] if self.latent else 1))
 
     def times_by(self, *savings: Saving) -> float | None:
-        """`times` by these savings alone."""
+        """How many times as long the image would have taken without these savings; None where unknown."""
         known = [saving.seconds for saving in savings if saving.seconds is not None]
         working = self.working_seconds
         return (working + sum(known)) / working if known and working > 0 and not self.failed else None
@@ -148,96 +217,37 @@ class Run:
             return [Reason("line_slower", seconds=rounded(-saved))]
         return [Reason("line_times", times=f"{times:.2f}"), Reason("line_saved", seconds=rounded(saved))]
 
-    def uncompiled(self) -> list[Reason]:
+    def why_uncompiled(self) -> list[Reason]:
         """Why blocks ran uncompiled, the most frequent reason first."""
-        reasons = [key for key in self.fallbacks if key[1].code not in OF_CUDA_GRAPHS]
-        return [why for _, why in sorted(reasons, key=self.fallbacks.__getitem__, reverse=True)]
+        return self._by_frequency(lambda why: why.code not in OF_CUDA_GRAPHS)
 
-    def with_next(self, other: Run) -> Run:
-        """This and the next sampling of the same prompt, as one: a hires fix, say, or a base model and a refiner."""
-        both = (self, other)
-        steps = [run.steps for run in both if run.steps is not None]
-        shares = [run.loaded_share for run in both if run.loaded_share is not None]
-        return replace(
-            other,
-            model=_listed(self.model, other.model),
-            steps=sum(steps) if steps else None,
-            sampler=_listed(self.sampler or "", other.sampler or "") or None,
-            compiling=other.compiling or self.compiling,
-            caching=other.caching or self.caching,
-            contexts=tuple(sorted({*self.contexts, *other.contexts})),
-            failed=self.failed or other.failed,
-            loaded_share=min(shares, default=None),
-            blocks=max(self.blocks, other.blocks),
-            kinds=max(self.kinds, other.kinds),
-            left_eager=dict(Counter(self.left_eager) | Counter(other.left_eager)),
-            fallbacks=dict(Counter(self.fallbacks) + Counter(other.fallbacks)),
-            steps_taken=self.steps_taken + other.steps_taken,
-            why_full=self.why_full or other.why_full,
-            target_db=min((run.target_db for run in both if run.target_db is not None), default=None),
-            estimated_db=min((run.estimated_db for run in both if run.estimated_db is not None), default=None),
-            skipped_work=_mean_share(both),
-            plan=other.plan or self.plan,
-            by_compiling=self.by_compiling.with_next(other.by_compiling),
-            by_skipping=self.by_skipping.with_next(other.by_skipping),
-            compiled_seconds={**self.compiled_seconds, **other.compiled_seconds},
-            lines={**self.lines, **other.lines},
-            **{name: getattr(self, name) + getattr(other, name) for name in _ADDED},
-        )
+    def why_not_captured(self) -> list[Reason]:
+        """Why calls of the whole model were not captured, the most frequent reason first."""
+        return [dict(why.fields)["why"] for why in self._by_frequency(lambda why: why.code in OF_CUDA_GRAPHS)]
+
+    def _by_frequency(self, matches: Callable[[Reason], bool]) -> list[Reason]:
+        ordered = sorted(self.fallbacks.items(), key=lambda row: -row[1])
+        return [why for (_, why), _ in ordered if matches(why)]
 
     def as_json(self) -> dict[str, Any]:
-        """For the panel and the report."""
-        values = {name: value for name, value in vars(self).items() if name != "left_eager"}
+        """For the panel: the facts of its records too, and what follows from them."""
         return {
-            **values,
-            "latent": list(self.latent),
-            "contexts": list(self.contexts),
+            **{name: value for name, value in vars(self).items() if name not in ("totals", "skipping", "left_eager")},
+            **self.skipping.as_json(),
+            **_counted(self.totals),
+            **together(*self.savings),
             "fallbacks": rows_of(self.fallbacks),
-            "compiled_total": self.compiled_total,
             "left_eager_reasons": [{**why.as_json(), "blocks": blocks} for why, blocks in self.left_eager.items()],
             "lines": self.lines_as_json(),
-            "working_seconds": self.working_seconds,
-            "times": self.times,
-            "gain": [part.as_json() for part in self.gain_by(self.by_compiling, self.by_skipping)],
-            "pays_back_after": self.pays_back_after,
-            "by_compiling": self.by_compiling.as_json(),
-            "by_skipping": self.by_skipping.as_json(),
-            **together((self.by_compiling, self.by_skipping)),
+            "gain": [part.as_json() for part in self.gain_by(*self.savings)],
+            "times": self.times_by(*self.savings),
+            **{name: getattr(self, name) for name in ("working_seconds", "compiled_total", "pays_back_after")},
         }
 
     def lines_as_json(self) -> dict[str, list[dict[str, Any]]]:
-        """`lines` with reasons as JSON."""
         return {node: [part.as_json() for part in line] for node, line in self.lines.items()}
-
-
-_ADDED = ("samplings", "seconds", "prepare_seconds", "compiled_calls", "eager_calls", "compilations", "compile_seconds")
-_ADDED += ("loaded", "load_seconds", "model_calls", "replays", "captures", "capture_seconds", "evicted")
-"""What two samplings have together."""
-
-
-def _listed(names: str, name: str) -> str:
-    """The names, "SDXL + Flux", with another one unless it is among them."""
-    return " + ".join(dict.fromkeys(filter(None, (*names.split(" + "), name))))
 
 
 def rounded(seconds: float) -> str:
     """Seconds as people say them, such as "2.1" and "14"."""
     return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.1f}"
-
-
-def together(parts: Sequence[Saving]) -> dict[str, Any]:
-    """The sum of what is known, for pages: {"saved_seconds", "saved_how", "saved_reasons"}; None, text, JSON."""
-    known = [part.seconds for part in parts if part.seconds is not None]
-    reasons = [part.how for part in parts if part.how is not None] or [Reason("saved_unmeasured")]
-    return {
-        "saved_seconds": sum(known) if known else None,
-        "saved_how": " ".join(map(str, reasons)),
-        "saved_reasons": [reason.as_json() for reason in reasons],
-    }
-
-
-def _mean_share(runs: Sequence[Run]) -> float | None:
-    """The share of the work that runs saved together, by their steps."""
-    known = [(run.skipped_work, len(run.steps_taken)) for run in runs if run.skipped_work is not None]
-    steps = sum(count for _, count in known)
-    return sum(share * count for share, count in known) / steps if steps else None

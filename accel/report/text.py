@@ -1,4 +1,4 @@
-"""The report as text: what the last image gained, and what to change for more. Pure: a state in, text out."""
+"""The report as text: what the last image gained, and what to change for more. Pure: facts in, text out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from ..core.sentences import counted
 from ..step_cache.run import COMPARED, FULL, HALF, SKIPPED
+from .run import Run, Skipping
+from .savings import together
 
 ALIKE_DB = 40.0
 """PSNR above which a difference between two images is hard to see; at 30 dB it is visible side by side."""
@@ -18,79 +20,75 @@ _MOST_STRETCHES = 40
 _WORDS = {FULL: "full", HALF: "half skipped", SKIPPED: "skipped", COMPARED: "full, compared"}
 
 
-def text(state: Mapping[str, Any], diagnosis: Sequence[str], comparison: str | None = None) -> str:
+def text(
+    run: Run | None,
+    cache: Mapping[str, Any],
+    store: Mapping[str, Any] | None,
+    diagnosis: Sequence[str],
+    comparison: str | None = None,
+) -> str:
     """The report, a few short paragraphs.
 
-    state: as in `GET /accel/state`. diagnosis: sentences on what to change, in that order. comparison: a sentence on
-        the image and its reference.
+    run: the last one. cache, store: what `statistics` gives. diagnosis: sentences on what to change, in that order.
+    comparison: a sentence on the image and its reference.
     """
-    run = state["last_run"]
-    parts = [
-        ["Accel Report"],
-        _image(run),
-        _saved(run),
-        [] if comparison is None else [comparison],
-        _advice(diagnosis),
-        _compiled(run),
-        _skipped(run),
-        _uncompiled(run),
-        _cache(state["graph_cache"], state["graph_store"]),
-    ]
+    gained = [["No image was made with an accelerated model yet."]] if run is None else [_image(run), _saved(run)]
+    compared = [] if comparison is None else [comparison]
+    done = [] if run is None else [_compiled(run), _skipped(run), _uncompiled(run)]
+    parts = [["Accel Report"], *gained, compared, _advice(diagnosis), *done, _cache(cache, store)]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def size_of(run: Mapping[str, Any]) -> str:
+def size_of(run: Run) -> str:
     """The size of a run's images, such as "512x512, batch 2"; that of its latent where they have none."""
-    latent = run["latent"]
-    if run.get("pixels"):
-        return f"{run['pixels'][0]}x{run['pixels'][1]}, batch {latent[0]}"
+    latent = run.latent
+    if run.pixels:
+        return f"{run.pixels[0]}x{run.pixels[1]}, batch {latent[0]}"
     if len(latent) < 3:
         return "latent " + "x".join(map(str, latent)) if latent else "latent unknown"
     return f"latent {'x'.join(map(str, latent[2:]))}, batch {latent[0]}"
 
 
-def _image(run: Mapping[str, Any] | None) -> list[str]:
-    if run is None:
-        return ["No image was made with an accelerated model yet."]
-    steps = "" if run["steps"] is None else f", {counted(run['steps'], 'step')}"
-    sampler = f" of {run['sampler']}" if run["sampler"] and steps else ""
-    tokens = f", prompt of {' and '.join(map(str, run['contexts']))} tokens" if run["contexts"] else ""
-    samplers = f" in {run['samplings']} samplers" if run["samplings"] > 1 else ""
-    return [f"Last image: {run['model']}, {size_of(run)}{tokens}{steps}{sampler}{samplers}: {seconds(run['seconds'])}."]
+def _image(run: Run) -> list[str]:
+    contexts = run.totals.contexts
+    steps = "" if run.steps is None else f", {counted(run.steps, 'step')}"
+    sampler = f" of {run.sampler}" if run.sampler and steps else ""
+    tokens = f", prompt of {' and '.join(map(str, contexts))} tokens" if contexts else ""
+    samplers = f" in {run.samplings} samplers" if run.samplings > 1 else ""
+    return [f"Last image: {run.model}, {size_of(run)}{tokens}{steps}{sampler}{samplers}: {seconds(run.seconds)}."]
 
 
-def _compiled(run: Mapping[str, Any] | None) -> list[str]:
-    if run is None or run["compiling"] is None:
+def _compiled(run: Run) -> list[str]:
+    if run.compiling is None:
         return []
-    is_traced = run["compiling"]["backend"] == "eager"
-    word = "traced" if is_traced else "compiled"
-    calls = run["compiled_calls"] + run["eager_calls"]
-    share = f" ({run['compiled_calls'] / calls:.0%})" if calls else ""
-    how = "traced but uncompiled (backend eager)" if is_traced else "compiled"
-    lines = [f"Compiling: {run['compiled_calls']} of {calls} block calls{share} ran {how}."]
-    if run["blocks"]:
-        lines.append(f"  {counted(run['blocks'], 'block')} of {counted(run['kinds'], 'type')} can be {word}.")
-    if run["compilations"]:
-        lines.append(f"  This run {word} {counted(run['compilations'], 'graph')} in {seconds(run['compile_seconds'])}.")
-    if run["loaded"]:
-        lines.append(f"  It loaded {counted(run['loaded'], 'graph')} from disk in {seconds(run['load_seconds'])}.")
-    if run["model_calls"]:
-        lines.append(f"  {run['replays']} of {counted(run['model_calls'], 'model call')} replayed a CUDA graph.")
-    if run["captures"]:
-        lines.append(f"  It captured {counted(run['captures'], 'CUDA graph')} in {seconds(run['capture_seconds'])}.")
-    if not run["compilations"] and not run["loaded"] and run["compiled_calls"]:
+    told, word = run.totals, "traced" if run.is_traced else "compiled"
+    calls = told.compiled_calls + told.eager_calls
+    share = f" ({told.compiled_calls / calls:.0%})" if calls else ""
+    how = "traced but uncompiled (backend eager)" if run.is_traced else "compiled"
+    lines = [f"Compiling: {told.compiled_calls} of {calls} block calls{share} ran {how}."]
+    if run.blocks:
+        lines.append(f"  {counted(run.blocks, 'block')} of {counted(run.kinds, 'type')} can be {word}.")
+    if run.compilations:
+        lines.append(f"  This run {word} {counted(run.compilations, 'graph')} in {seconds(run.compile_seconds)}.")
+    if run.loaded:
+        lines.append(f"  It loaded {counted(run.loaded, 'graph')} from disk in {seconds(run.load_seconds)}.")
+    if told.model_calls:
+        lines.append(f"  {told.replays} of {counted(told.model_calls, 'model call')} replayed a CUDA graph.")
+    if run.captures:
+        lines.append(f"  It captured {counted(run.captures, 'CUDA graph')} in {seconds(run.capture_seconds)}.")
+    if not run.compilations and not run.loaded and told.compiled_calls:
         lines.append("  All graphs were there already.")
     return lines
 
 
-def _skipped(run: Mapping[str, Any] | None) -> list[str]:
-    if run is None or run["caching"] is None:
+def _skipped(run: Run) -> list[str]:
+    steps = run.skipping.steps_taken
+    if run.caching is None:
         return []
-    steps = run["steps_taken"]
     shown = steps if len(steps) <= _LONGEST_TIMELINE else f"{steps[:_LONGEST_TIMELINE]}..."
     lines = [f"DeepCache: {skipped_of(steps)}."]
     legend = "F full, H half skipped, S skipped" if HALF in shown else "F full, S skipped"
-    return [*lines, f"  {shown}   ({legend})", *_plan(run)] if steps else lines
+    return [*lines, f"  {shown}   ({legend})", *_plan(run.skipping)] if steps else lines
 
 
 def skipped_of(letters: Sequence[str]) -> str:
@@ -99,18 +97,18 @@ def skipped_of(letters: Sequence[str]) -> str:
     return f"{letters.count(SKIPPED)} of {counted(len(letters), 'step')} skipped{halves}"
 
 
-def quality_of(run: Mapping[str, Any]) -> str:
+def quality_of(told: Skipping) -> str:
     """What a run with a quality target came to: "40 dB asked, 43.2 by estimate, 46% of the work skipped"."""
-    reached = "nothing skipped" if run["estimated_db"] is None else f"{run['estimated_db']:.1f} by estimate"
-    return f"{run['target_db']:g} dB asked, {reached}, {max(run['skipped_work'], 0):.0%} of the work skipped"
+    reached = "nothing skipped" if told.estimated_db is None else f"{told.estimated_db:.1f} by estimate"
+    return f"{told.target_db:g} dB asked, {reached}, {max(told.skipped_work, 0):.0%} of the work skipped"
 
 
-def _plan(run: Mapping[str, Any]) -> list[str]:
+def _plan(told: Skipping) -> list[str]:
     """What a quality target decided for each stretch of steps, and what by."""
-    if not run["plan"]:
+    if not told.plan:
         return []
-    lines, first = [f"  {quality_of(run)}"], 1
-    for letter, rows in groupby(run["plan"], key=lambda row: row[0]):
+    lines, first = [f"  {quality_of(told)}"], 1
+    for letter, rows in groupby(told.plan, key=lambda row: row[0]):
         levels, decibels = zip(*((level, known) for _, level, known in rows), strict=True)
         last = first + len(levels) - 1
         places = f"{first}" if last == first else f"{first} to {last}"
@@ -122,19 +120,18 @@ def _plan(run: Mapping[str, Any]) -> list[str]:
     return lines if len(lines) <= _MOST_STRETCHES else [*lines[:_MOST_STRETCHES], "  ..."]
 
 
-def _saved(run: Mapping[str, Any] | None) -> list[str]:
-    if run is None:
-        return []
-    saved = run["saved_seconds"]
+def _saved(run: Run) -> list[str]:
+    told = together(*run.savings)
+    saved, how = told["saved_seconds"], told["saved_how"]
     if saved is None:
-        return [f"Time saved: not known. {run['saved_how']}"]
-    without = run["seconds"] + saved
+        return [f"Time saved: not known. {how}"]
+    without = run.seconds + saved
     if saved < 0:
         first = f"Time saved: none; it took about {seconds(-saved)} longer."
     else:
         share = f" ({saved / without:.0%})" if without > 0 else ""
         first = f"Time saved: about {seconds(saved)} of the {seconds(without)} that it would have taken{share}."
-    return [first, f"  How this is known: {run['saved_how']}"]
+    return [first, f"  How this is known: {how}"]
 
 
 def comparison(psnr: float) -> str:
@@ -145,13 +142,13 @@ def comparison(psnr: float) -> str:
     return f"Compared with the reference: {psnr:.1f} dB PSNR ({seen})."
 
 
-def _uncompiled(run: Mapping[str, Any] | None) -> list[str]:
-    rows = sorted(run["fallbacks"], key=lambda row: -row["calls"]) if run is not None else []
-    left = sorted(run["left_eager_reasons"], key=lambda row: -row["blocks"]) if run is not None else []
+def _uncompiled(run: Run) -> list[str]:
+    rows = sorted(run.fallbacks.items(), key=lambda row: -row[1])
+    left = sorted(run.left_eager.items(), key=lambda row: -row[1])
     if not rows and not left:
         return []
-    lines = [f"  {row['block']}: {row['reason']} ({counted(row['calls'], 'time')})" for row in rows[:_MOST_REASONS]]
-    lines += [f"  {counted(row['blocks'], 'block')}: {row['reason']}" for row in left[:_MOST_REASONS]]
+    lines = [f"  {block}: {why} ({counted(calls, 'time')})" for (block, why), calls in rows[:_MOST_REASONS]]
+    lines += [f"  {counted(blocks, 'block')}: {why}" for why, blocks in left[:_MOST_REASONS]]
     more = len(rows) + len(left) - len(lines)
     return ["What ran uncompiled, and why:", *lines, *([f"  and {counted(more, 'more reason')}"] if more else [])]
 

@@ -276,7 +276,7 @@ def test_an_empty_panel_says_what_to_do(page):
 
 @in_both
 def test_half_skipped_steps_are_told_apart(page):
-    last = {"full_steps": 5, "skipped_steps": 11, "steps": "FFFF" + "HHSS" * 4 + "HSSSF"}
+    last = {"full_steps": 5, "skipped_steps": 11, "steps_taken": "FFFF" + "HHSS" * 4 + "HSSSF"}
     with answering(page, state(deep_cache={"last_run": last})):
         panel = open_panel(page)
         panel.get_by_text("Full steps: 5, half skipped: 9, skipped: 11.").wait_for()

@@ -158,7 +158,7 @@ def test_compiled_blocks_are_inside_and_a_new_kernel_makes_a_new_capture(capture
     model_fast = fast(model, cache, CompileSettings(backend="eager"))
     assert torch.equal(run(model_fast), expected)
     first = records.last()
-    assert first.captures == 1 and first.model_calls == 10 and 0 < first.replays < 10
+    assert first.captures == 1 and first.totals.model_calls == 10 and 0 < first.totals.replays < 10
     assert torch.equal(run(model_fast), expected)
     assert capturer.captures == 1 and cache.statistics()["compilations"] > 0
     (member,) = cache.captures.members
@@ -166,8 +166,8 @@ def test_compiled_blocks_are_inside_and_a_new_kernel_makes_a_new_capture(capture
     entry, graph = next(iter(member._kernels.values()))
     del member
     second = records.last()
-    assert calls == DITS["Wan"].blocks and second.compiled_calls == 10 * calls and second.eager_calls == 0
-    assert (second.captures, second.model_calls, second.replays) == (0, 10, 10)
+    assert calls == DITS["Wan"].blocks and second.totals.compiled_calls == 10 * calls and second.totals.eager_calls == 0
+    assert (second.captures, second.totals.model_calls, second.totals.replays) == (0, 10, 10)
     cache.drop_graph(entry, graph)
     assert torch.equal(run(model_fast), expected)
     assert capturer.captures == 2 and reasons() == []

@@ -53,8 +53,8 @@ def test_compiled_blocks_beside_a_node_give_the_eager_image_and_compile_nothing_
             assert_close(row.image(patched, size), expected)
             made.append(counters["stats"]["unique_graphs"])
             run = records.last()
-            said.update(why.code for why in (*run.uncompiled(), *run.left_eager))
-            assert run.compiled_calls or said
+            said.update(why.code for why in (*run.why_uncompiled(), *run.left_eager))
+            assert run.totals.compiled_calls or said
     assert made[0] == made[-1] or row.compiles
     assert said == set(row.eager)
 
@@ -70,7 +70,7 @@ def test_deep_cache_beside_a_node_skips_alike_in_either_order_or_says_why_it_doe
     deep = row.image(apply_deep_cache(row.on(model), uniform_hold(2)))
     assert deep.isfinite().all()
     if row.full:
-        why = why_no_split(model.model.diffusion_model) if last_run() is None else records.deep_cache()["why_full"]
+        why = why_no_split(model.model.diffusion_model) if last_run() is None else records.deep_cache().why_full
         assert why.startswith(row.full)
         assert_close(deep, plain)
     else:

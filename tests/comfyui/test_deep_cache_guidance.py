@@ -41,7 +41,7 @@ def test_the_prompts_effect_in_the_last_full_step_stands_in(small_unet, sample):
     given, made = [], []
     model = apply_deep_cache(watched(small_unet, "before", given), LITTLE)
     sample(watched(model, "after", made), **RUN)
-    letters = records.deep_cache()["steps"]
+    letters = records.deep_cache().steps_taken
     assert "".join("FS"[not both] for both, *_ in made) == letters and "S" in letters
     assert letters[:2] == "FF" and letters[-1] == "F"
     for (_, cond, uncond), (both, *by_model) in zip(given, made, strict=True):
@@ -239,7 +239,7 @@ def test_context_windows_have_an_effect_of_the_prompt_each(small_unet, sample):
     run = {**RUN, "batch": 9}  # as many as noise levels: core 0.3.75 compares the two element by element
     assert torch.equal(sample(apply_deep_cache(model, LITTLE), **run), sample(model, **run))
     assert counts() == (8, 0)
-    assert "in parts" in records.deep_cache()["why_full"]
+    assert "in parts" in records.deep_cache().why_full
 
 
 @pytest.mark.parametrize("other", [{"steps": MOST_STEPS + 8}, {"sampler": "euler"}])

@@ -145,7 +145,7 @@ def test_quality_is_left_to_samplers_that_are_told_to_extrapolate_farther(networ
     model = apply_deep_cache(network, DeepCacheSettings(quality=32.0))
     comfy.sample.sample_custom(model, torch.randn_like(latent), 3.0, sampler, sigmas, *prompts, latent, seed=0)
     assert counts() == (12, 0)
-    assert "order is above 4" in records.deep_cache()["why_full"]
+    assert "order is above 4" in records.deep_cache().why_full
 
 
 def test_quality_at_few_steps_skips_nothing_that_would_cost_more(network, caplog):

@@ -131,7 +131,7 @@ def test_steps_are_skipped_whole_and_every_third_is_full(small_unet, sample, cal
     assert out.isfinite().all()
     assert calls() == STATED.get(sampler, ONE_CALL)
     steps = {group[0]: group[1].upper() for group in calls().split()}  # once each, however often it is come back to
-    assert records.deep_cache()["steps"] == "".join(steps[step] for step in sorted(steps))
+    assert records.deep_cache().steps_taken == "".join(steps[step] for step in sorted(steps))
 
 
 def test_dpm_adaptive_decides_by_the_steps_that_its_levels_fall_in(small_unet, sample, calls):
@@ -207,7 +207,7 @@ def test_levels_that_go_up_and_down_are_computed_in_full(small_unet, caplog):
     made = by_levels(cached(small_unet), sigmas, "euler_ancestral")
     assert torch.equal(made, by_levels(small_unet, sigmas, "euler_ancestral"))
     assert caplog.text.count("go up and down; every step runs in full") == 1
-    assert "go up and down" in records.deep_cache()["why_full"]
+    assert "go up and down" in records.deep_cache().why_full
 
 
 def test_guidance_of_one_is_one_stream(small_unet, calls):
@@ -272,7 +272,7 @@ def test_quality_leaves_dpm_adaptive_alone(small_unet, sample):
     run = {"steps": 20, "sampler": "dpm_adaptive"}
     model = apply_deep_cache(small_unet, DeepCacheSettings(quality=20.0))
     assert torch.equal(sample(model, 64, 64, **run), sample(small_unet, 64, 64, **run))
-    assert "DPM adaptive" in records.deep_cache()["why_full"]
+    assert "DPM adaptive" in records.deep_cache().why_full
 
 
 def test_run_tells_what_it_did(small_unet, sample):
@@ -283,7 +283,7 @@ def test_run_tells_what_it_did(small_unet, sample):
     finally:
         stop()
     (told,) = (data for name, data in events if name == "deep_cache_run")
-    assert (told["full_steps"], told["skipped_steps"]) == (told["steps"].count("F"), told["steps"].count("S")) == (3, 4)
+    assert (told["skipping"].full_steps, told["skipping"].skipped_steps) == (3, 4)
     assert len(told["began"]) == 7 and sorted(told["began"]) == list(told["began"])
     assert last_run() == {"full_steps": 3, "skipped_steps": 4}
 

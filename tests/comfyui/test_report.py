@@ -72,9 +72,9 @@ def test_first_run_compiles_and_the_second_finds_all_there(unet):
     assert (first.model, first.latent, first.steps, first.sampler) == ("SD15", (1, 4, 9, 8), 3, "euler")
     assert first.compilations == cache.statistics()["compilations"] > 0 and first.compile_seconds > 0
     assert second.compilations == 0
-    assert first.compiled_calls == second.compiled_calls == second.blocks * 3
-    assert first.eager_calls == second.eager_calls == 0
-    assert second.contexts == (77,) and second.fallbacks == {} and not second.failed
+    assert first.totals.compiled_calls == second.totals.compiled_calls == second.blocks * 3
+    assert first.totals.eager_calls == second.totals.eager_calls == 0
+    assert second.totals.contexts == (77,) and second.fallbacks == {} and not second.failed
     assert second.seconds >= 0 and second.loaded_share == 1.0
     used = [row["used_at"] for row in cache.statistics()["table"]]
     assert all(at == [{"latent": [9, 8], "batch": 1, "context": 77}] for at in used)
@@ -90,17 +90,17 @@ def test_deep_cache_and_compiling_are_one_run_in_either_order(unet):
         image(order(unet), steps=7)
         run = records.last()
         assert run.compiling["backend"] == "eager" and run.caching["interval"] == 3
-        assert run.steps_taken == "FSSFSSF"
+        assert run.skipping.steps_taken == "FSSFSSF"
         assert last_run() == {"full_steps": 3, "skipped_steps": 4}
-        assert records.deep_cache()["steps"] == "FSSFSSF"
+        assert records.deep_cache().steps_taken == "FSSFSSF"
         # The middle ones were timed: F and S, none of them disturbed but the first.
-        assert run.by_skipping.seconds is not None and "(4)" in str(run.by_skipping.how)
+        assert run.skipping.by_skipping.seconds is not None and "(4)" in str(run.skipping.by_skipping.how)
 
 
 def test_deep_cache_alone_is_recorded(unet):
     image(apply_deep_cache(unet, UNIFORM), steps=4)
     run = records.last()
-    assert run.compiling is None and run.steps_taken == "FSSF" and run.model == "SD15"
+    assert run.compiling is None and run.skipping.steps_taken == "FSSF" and run.model == "SD15"
 
 
 def test_blocks_that_a_patch_concerns_are_told_with_advice(unet):
@@ -108,8 +108,8 @@ def test_blocks_that_a_patch_concerns_are_told_with_advice(unet):
     model.set_model_attn2_patch(lambda q, k, v, extra: (q, k, v))
     image(model)
     run = records.last()
-    assert run.eager_calls > 0 and run.compiled_calls > 0
-    assert sum(run.fallbacks.values()) == run.eager_calls
+    assert run.totals.eager_calls > 0 and run.totals.compiled_calls > 0
+    assert sum(run.fallbacks.values()) == run.totals.eager_calls
     text = report.text()
     assert "another node patches it (attn2_patch)" in text and "Without that patch" in text
 
@@ -149,7 +149,7 @@ def test_state_is_json_with_what_the_contract_names(unet):
     wanted = "model latent seconds steps compiled_calls eager_calls compile_seconds loaded saved_seconds saved_how"
     assert set(wanted.split()) <= set(state["last_run"])
     assert set(state["settings"]) == set(preferences.NAMES)
-    assert {"steps", "saved_seconds", "saved_how"} <= set(state["deep_cache"]["last_run"])
+    assert {"steps_taken", "saved_seconds", "saved_how"} <= set(state["deep_cache"]["last_run"])
 
 
 def test_node_gives_text_and_a_picture_and_shows_both(unet):

@@ -99,11 +99,11 @@ def test_two_samplers_of_a_prompt_are_told_of_together(prompts):
     finally:
         stop()
     run = records.last()
-    assert (run.samplings, run.steps, len(run.steps_taken), run.pixels) == (2, 17, 17, (96, 64))
-    skipped = run.steps_taken.count("S")
+    assert (run.samplings, run.steps, len(run.skipping.steps_taken), run.pixels) == (2, 17, 17, (96, 64))
+    skipped = run.skipping.steps_taken.count("S")
     assert skipped and said().endswith(f"{skipped} of 17 steps skipped")
     assert [list(lines) for lines in told] == [["7"], ["7"]] and told[-1] == run.lines
-    assert records.deep_cache()["steps"] == run.steps_taken
+    assert records.deep_cache().steps_taken == run.skipping.steps_taken
     assert 0 < run.prepare_seconds < run.seconds
     prompts.run({**prompt, "4": sampler(["3", 0], 13)}, **things)
     assert records.last().steps == 16, "the next prompt is a run of its own"

@@ -81,7 +81,7 @@ def reasons() -> list[str]:
 def all_compiled():
     """Inside, no block may run without its graph."""
     eager = []
-    stop = events.subscribe(lambda name, data: eager.append(data["eager_calls"]) if name == "run_calls" else None)
+    stop = events.subscribe(lambda name, data: name == "run_calls" and eager.append(data["totals"].eager_calls))
     try:
         yield
     finally:

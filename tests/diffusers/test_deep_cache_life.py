@@ -54,7 +54,9 @@ def cached(pipe, plain):
 def counts():
     found = []
     unsubscribe = subscribe(
-        lambda name, data: name == "deep_cache_run" and found.append((data["full_steps"], data["skipped_steps"]))
+        lambda name, data: (
+            name == "deep_cache_run" and found.append((data["skipping"].full_steps, data["skipping"].skipped_steps))
+        )
     )
     yield found
     unsubscribe()

@@ -27,7 +27,7 @@ EXACT = 300.0
 def asked(quality, pipe, sample, depth=None, **arguments):
     """Latents of one call with a quality target, and what was told of it."""
     told = []
-    unsubscribe = subscribe(lambda name, data: told.append(data) if name == "deep_cache_run" else None)
+    unsubscribe = subscribe(lambda name, data: told.append(data["skipping"]) if name == "deep_cache_run" else None)
     try:
         with deep_cache(pipe, DeepCacheSettings(quality=quality, depth=depth)):
             latents = sample(pipe, **arguments)
@@ -59,10 +59,10 @@ def test_quality_is_reached_with_any_scheduler(scheduler):
     pipe = tiny_pipelines.pipeline(scheduler)
     plain = tiny_pipelines.sample(pipe, steps=30, batch=2)
     made, told = asked(40.0, pipe, tiny_pipelines.sample, steps=30, batch=2)
-    assert told["skipped_steps"] >= 3 and told["target_db"] == 40.0
+    assert told.skipped_steps >= 3 and told.target_db == 40.0
     assert reached(made, plain) >= 39
-    letters = [letter for letter, _, _ in told["plan"]]
-    assert told["estimated_db"] >= 39 and 0 <= told["probes"] - letters.count("C") <= letters.count("H")
+    letters = [letter for letter, _, _ in told.plan]
+    assert told.estimated_db >= 39 and 0 <= told.probes - letters.count("C") <= letters.count("H")
     assert ("H" in letters) == (scheduler == "HeunDiscreteScheduler")
 
 
@@ -72,8 +72,8 @@ def test_later_images_of_a_pipeline_compare_once(tmp_path, monkeypatch):
     monkeypatch.setattr(location, "personal_home", lambda: tmp_path)
     pipe = tiny_pipelines.pipeline("DDIMScheduler")
     told = [asked(40.0, pipe, tiny_pipelines.sample, depth=2, steps=30, seed=seed)[1] for seed in range(10)]
-    assert told[0]["probes"] >= 2 and told[-1]["probes"] == 1
-    assert told[-1]["skipped_work"] >= told[0]["skipped_work"]
+    assert told[0].probes >= 2 and told[-1].probes == 1
+    assert told[-1].skipped_work >= told[0].skipped_work
     assert (tmp_path / "sensitivity.json").is_file()
 
 
@@ -90,7 +90,7 @@ def test_quality_is_reached_with_transformers(kind):
     pipe = deep_transformers.pipeline(kind)
     plain = deep_transformers.sample(pipe, steps=20)
     made, told = asked(40.0, pipe, deep_transformers.sample, steps=20)
-    assert told["skipped_steps"] >= 3
+    assert told.skipped_steps >= 3
     assert reached(made, plain) >= 39
 
 
@@ -100,7 +100,7 @@ def test_flows_of_heun_leave_out_second_evaluations():
     )
     plain = deep_transformers.sample(pipe, steps=20)
     made, told = asked(40.0, pipe, deep_transformers.sample, steps=20)
-    assert "H" in {letter for letter, *_ in told["plan"]}
+    assert "H" in {letter for letter, *_ in told.plan}
     assert reached(made, plain) >= 39
 
 
@@ -118,7 +118,7 @@ def test_two_transformers_share_a_quality(monkeypatch):
     )
     _, told = asked(40.0, pipe, deep_transformers.sample, steps=8)
     assert factors == [pytest.approx(math.sqrt(2))] * 2
-    assert told["target_db"] == 40.0
+    assert told.target_db == 40.0
 
 
 def test_list_of_predictions_is_compared():
@@ -127,7 +127,7 @@ def test_list_of_predictions_is_compared():
     plain = deep_transformers.sample(pipe, steps=20)
     made, told = asked(EXACT, pipe, deep_transformers.sample, steps=20)
     assert torch.equal(made, plain)
-    assert told["probes"] and told["why_full"] is None
+    assert told.probes and told.why_full is None
 
 
 def test_noise_that_a_scheduler_is_told_to_add_counts():
@@ -135,7 +135,7 @@ def test_noise_that_a_scheduler_is_told_to_add_counts():
     pipe = tiny_pipelines.pipeline("DDIMScheduler")
     plain = tiny_pipelines.sample(pipe, steps=20, eta=1.0)
     made, told = asked(40.0, pipe, tiny_pipelines.sample, steps=20, eta=1.0)
-    letters = "".join(letter for letter, _, _ in told["plan"])
+    letters = "".join(letter for letter, _, _ in told.plan)
     assert letters[:10] == "F" * 10 and "C" in letters
     assert reached(made, plain) >= 39
 
@@ -145,7 +145,7 @@ def test_comparing_changes_nothing(scheduler):
     pipe = tiny_pipelines.pipeline(scheduler)
     plain = tiny_pipelines.sample(pipe, steps=20)
     made, told = asked(EXACT, pipe, tiny_pipelines.sample, steps=20)
-    assert told["probes"] and not told["skipped_steps"]
+    assert told.probes and not told.skipped_steps
     assert torch.equal(made, plain)
     assert "step" not in vars(pipe.scheduler)
 
@@ -155,7 +155,7 @@ def test_scheduler_that_begins_from_each_prediction_runs_in_full(caplog):
     pipe = tiny_pipelines.pipeline("LCMScheduler")
     plain = tiny_pipelines.sample(pipe, steps=8)
     made, told = asked(32.0, pipe, tiny_pipelines.sample, steps=8)
-    assert torch.equal(made, plain) and told["probes"] == 0
+    assert torch.equal(made, plain) and told.probes == 0
     assert "nothing to gain at the 32 dB asked" in caplog.text
 
 
@@ -166,7 +166,7 @@ def test_unknown_scheduler_runs_in_full_and_says_so(caplog):
     assert carried_by(odd()) is None
     pipe.scheduler.register_to_config(invert_sigmas=True)
     made, told = asked(32.0, pipe, tiny_pipelines.sample, steps=20)
-    assert torch.equal(made, plain) and told["probes"] == 0
+    assert torch.equal(made, plain) and told.probes == 0
     assert "EulerDiscreteScheduler" in caplog.text and "every step runs in full" in caplog.text
 
 
@@ -174,7 +174,7 @@ def test_pipeline_that_does_not_ask_its_scheduler_runs_in_full_and_says_so(caplo
     pipe = tiny_pipelines.pipeline("EulerDiscreteScheduler")
     other = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
     made, told = asked(32.0, pipe, lambda pipe: stepped_elsewhere(pipe, other))
-    assert told["skipped_steps"] == 0 and "its scheduler is not asked" in caplog.text
+    assert told.skipped_steps == 0 and "its scheduler is not asked" in caplog.text
 
 
 def stepped_elsewhere(pipe, other):

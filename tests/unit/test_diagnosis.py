@@ -4,7 +4,8 @@ import pytest
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.hosts.comfyui.server import diagnosis
 from comfy_accel.accel.hosts.comfyui.server.diagnosis import CAUSES, Facts, diagnose, nodes_of
-from comfy_accel.accel.report.run import Run, Saving
+from comfy_accel.accel.report.savings import Saving
+from run_facts import run_of
 
 WARM = {
     "model": "SDXL",
@@ -24,7 +25,7 @@ GIB = 1 << 30
 def facts(run=None, **changes):
     """A machine with a GPU on which all is well, and the run `WARM` with changes."""
     well = {
-        "run": Run(**{**WARM, **(run or {})}).as_json(),
+        "run": run_of(**{**WARM, **(run or {})}),
         "cache": {"max_bytes": 2 << 30, "max_entries": 512},
         "device": "cuda",
         "torch": "2.11.0",

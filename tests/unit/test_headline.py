@@ -4,8 +4,10 @@ import pytest
 from comfy_accel.accel.core.events import emit
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.report.headline import headline, nodes_of
-from comfy_accel.accel.report.run import Run, Saving
+from comfy_accel.accel.report.run import Run, Totals
 from comfy_accel.accel.report.run_record import RunRecords
+from comfy_accel.accel.report.savings import Saving
+from run_facts import run_of
 
 COMPILING, CACHING = {"node": "3"}, {"node": "4"}
 NOT_CAPTURED = Reason("not_captured", why=Reason("amd"))
@@ -17,7 +19,7 @@ def saved(seconds):
 
 def run(**facts):
     facts = {"compiling": COMPILING, "seconds": 6.8, "compiled_calls": 900, "compiled_seconds": {"": 14.0}, **facts}
-    return Run(**facts)
+    return run_of(**facts)
 
 
 def line(node="3", **facts):
@@ -78,7 +80,7 @@ def test_seconds_of_compiling_are_those_of_all_runs_of_the_model():
         records.hear("run_start", {"owner": 1, "model": "SDXL", "compiling": COMPILING})
         if compiled:
             records.hear("compile_end", {"name": "Block", "seconds": compiled})
-        records._open[next(iter(records._open))][-1].run.compiled_calls = 10
+        records._open[next(iter(records._open))][-1].run.totals = Totals(compiled_calls=10)
         records.hear("run_end", {"owner": 1, "failed": False})
     assert "compiled once in 14 s" in said(records)
 

@@ -11,13 +11,14 @@ import pytest
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.report import chart
 from comfy_accel.accel.report import text as report
-from comfy_accel.accel.report.run import Run, Saving
+from comfy_accel.accel.report.savings import Saving
+from run_facts import run_of
 
 CACHE = {
     **{"entries": 9, "graphs": 11, "hits": 3000, "compilations": 9, "loaded": 3, "seconds": 44.0, "evictions": 0},
     **{"bytes": 7 << 20, "max_bytes": 2 << 30, "max_entries": 512, "table": [], "fallbacks": []},
 }
-RUN = Run(
+RUN = run_of(
     model="SDXL",
     latent=(1, 4, 90, 120),
     steps=30,
@@ -46,12 +47,20 @@ RUN = Run(
 )
 
 
-def state(run=RUN):
-    return {"graph_cache": CACHE, "graph_store": {"loaded": 3, "saved": 6}, "last_run": run and run.as_json()}
+STORE = {"loaded": 3, "saved": 6}
+
+
+def text_of(run=RUN, diagnosis=(), comparison=None):
+    return report.text(run, CACHE, STORE, diagnosis, comparison)
+
+
+def changed(run, **facts):
+    """The same run, but for facts of its skipping."""
+    return dataclasses.replace(run, skipping=dataclasses.replace(run.skipping, **facts))
 
 
 def test_text_says_what_was_compiled_loaded_skipped_saved_and_why_not():
-    text = report.text(state(), ["Do this first.", "Then that."], report.comparison(34.24))
+    text = text_of(RUN, ["Do this first.", "Then that."], report.comparison(34.24))
     for said in (
         "SDXL, latent 90x120, batch 1, prompt of 77 tokens, 30 steps of dpmpp_2m: 8.0 s",
         "90 of 100 block calls (90%) ran compiled",
@@ -79,24 +88,24 @@ def test_blocks_left_out_are_told_once():
 
 
 def test_text_of_nothing_says_so():
-    text = report.text(state(None), [])
+    text = text_of(None)
     assert "No image was made" in text and "Nothing to change" in text
 
 
 def test_unknown_saving_is_not_a_number():
-    text = report.text(state(Run(model="SD15", latent=(1, 4, 8, 8), seconds=1.0)), [])
+    text = text_of(run_of(model="SD15", latent=(1, 4, 8, 8), seconds=1.0))
     assert "Time saved: not known. Nothing of this run was measured." in text
 
 
 def test_loss_is_called_one():
-    run = Run(model="SD15", latent=(1, 4, 8, 8), seconds=1.0, by_compiling=Saving(-0.5, Reason("compiling_saved")))
-    assert "it took about 0.5 s longer" in report.text(state(run), [])
+    run = run_of(model="SD15", latent=(1, 4, 8, 8), seconds=1.0, by_compiling=Saving(-0.5, Reason("compiling_saved")))
+    assert "it took about 0.5 s longer" in text_of(run)
 
 
 def test_traced_blocks_are_called_neither_compiled_nor_captured():
     eager = {**RUN.compiling, "backend": "eager"}
-    run = Run(model="SD15", seconds=1.0, compiling=eager, compiled_calls=5, blocks=5, kinds=1)
-    text = report.text(state(run), [])
+    run = run_of(model="SD15", seconds=1.0, compiling=eager, compiled_calls=5, blocks=5, kinds=1)
+    text = text_of(run)
     assert "5 of 5 block calls (100%) ran traced but uncompiled (backend eager)" in text
     assert "5 blocks of 1 type can be traced" in text and "All graphs were there already" in text
     assert "captured" not in text and "ran compiled" not in text
@@ -123,7 +132,7 @@ def rgb(colour):
 
 
 def test_chart_shows_time_calls_steps_and_budget():
-    picture = chart.draw(state(), 34.2)
+    picture = chart.draw(RUN, CACHE, 34.2)
     assert picture.mode == "RGB" and picture.width == 512 and 300 < picture.height < 600
     shown = [chart.BLUE, chart.ORANGE, chart.GREEN, chart.SKY]
     assert {rgb(colour) for colour in shown} <= colours(picture)
@@ -135,7 +144,7 @@ def luminance(colour):
     return math.fsum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-PLANNED = dataclasses.replace(
+PLANNED = changed(
     RUN,
     **{"steps_taken": "FFSSFS", "target_db": 40.0, "estimated_db": 41.24, "skipped_work": 0.46},
     plan=[("F", 14.6, None), ("C", 6.2, None), ("S", 3.1, 47.9), ("S", 1.5, 44.1), ("C", 0.7, 39.2), ("S", 0.2, 41.3)],
@@ -143,7 +152,7 @@ PLANNED = dataclasses.replace(
 
 
 def test_text_has_the_plan_of_a_quality():
-    text = report.text(state(PLANNED), [])
+    text = text_of(PLANNED)
     for said in (
         "40 dB asked, 41.2 by estimate, 46% of the work skipped",
         "         1  full            noise 14.6\n",
@@ -154,24 +163,24 @@ def test_text_has_the_plan_of_a_quality():
 
 
 def test_chart_has_the_plan_of_a_quality():
-    plain, planned = chart.draw(state()), chart.draw(state(PLANNED))
+    plain, planned = chart.draw(RUN, CACHE), chart.draw(PLANNED, CACHE)
     assert plain.height + 80 < planned.height < plain.height + 200
 
     def orange(picture):  # the time bar's, and the line of what was asked
         return sum(rgb(chart.ORANGE) in line(picture, y) for y in range(picture.height))
 
     assert orange(planned) == orange(plain) + 1
-    far = dataclasses.replace(PLANNED, plan=[("S", 1e6, 300.0), ("F", 0.0, -50.0)] * 300)
-    assert chart.draw(state(far)).width == 512
+    far = changed(PLANNED, plan=[("S", 1e6, 300.0), ("F", 0.0, -50.0)] * 300)
+    assert chart.draw(far, CACHE).width == 512
 
 
 def test_half_skipped_steps_are_told_and_drawn():
-    halves = dataclasses.replace(RUN, steps_taken="FFHHSH")
-    said = report.text(state(halves), [])
+    halves = changed(RUN, steps_taken="FFHHSH")
+    said = text_of(halves)
     assert "1 of 6 steps skipped, 3 half skipped" in said and "FFHHSH   (F full, H half skipped, S skipped)" in said
-    planned = dataclasses.replace(PLANNED, plan=[("F", 14.6, None), ("H", 6.2, None), ("S", 3.1, 47.9)])
-    assert "         2  half skipped    noise 6.2" in report.text(state(planned), [])
-    shown = chart.draw(state(halves))
+    planned = changed(PLANNED, plan=[("F", 14.6, None), ("H", 6.2, None), ("S", 3.1, 47.9)])
+    assert "         2  half skipped    noise 6.2" in text_of(planned)
+    shown = chart.draw(halves, CACHE)
     full, half = (sum(shown.getpixel((x, y)) == rgb(chart.BLUE) for y in range(shown.height)) for x in (60, 196))
     assert 0 < half < full, "bars are 80 wide, from 16 on; the time bar is in both columns"
 
@@ -186,7 +195,7 @@ def test_full_and_skipped_steps_differ_in_lightness_too():
 
 
 def test_widths_of_the_time_bar_are_its_shares():
-    picture = chart.draw(state())
+    picture = chart.draw(RUN, CACHE)
     rows = [
         [picture.getpixel((x, y)) for x in range(picture.width)]
         for y in range(picture.height)
@@ -198,9 +207,9 @@ def test_widths_of_the_time_bar_are_its_shares():
 
 
 def test_chart_of_nothing_and_of_long_names_is_drawn():
-    assert chart.draw(state(None)).height < chart.draw(state()).height
-    wide = Run(model="A" * 400, latent=tuple(range(1, 7)), seconds=0.0, steps_taken="FS" * 400, caching={})
-    assert chart.draw(state(wide)).width == 512
+    assert chart.draw(None, CACHE).height < chart.draw(RUN, CACHE).height
+    wide = run_of(model="A" * 400, latent=tuple(range(1, 7)), seconds=0.0, steps_taken="FS" * 400, caching={})
+    assert chart.draw(wide, CACHE).width == 512
 
 
 def test_importing_the_chart_loads_no_pillow():

@@ -12,8 +12,9 @@ from comfy_accel.accel.compile.compiled_graph import CompiledGraph
 from comfy_accel.accel.core.events import emit, subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
-from comfy_accel.accel.report.run import Saving
+from comfy_accel.accel.report.run import Skipping, Totals
 from comfy_accel.accel.report.run_record import RunRecords
+from comfy_accel.accel.report.savings import Saving
 
 
 @pytest.fixture
@@ -66,13 +67,13 @@ def test_fallbacks_of_earlier_runs_are_not_counted_again(records):
 def test_two_wrappers_of_one_sampler_describe_one_run(records):
     start(compiling={"backend": "inductor"})
     start(caching={"interval": 3})
-    emit("deep_cache_run", full_steps=1, skipped_steps=1, steps="FS", began=(0.0, 1.0))
+    emit("deep_cache_run", skipping=Skipping("FS"), began=(0.0, 1.0))
     end()
     assert records.last() is None
     end()
     run = records.last()
-    assert run.compiling and run.caching and run.steps_taken == "FS"
-    assert records.deep_cache()["steps"] == "FS"
+    assert run.compiling and run.caching and run.skipping.steps_taken == "FS"
+    assert records.deep_cache() == run.skipping
 
 
 def test_a_sampler_within_a_sampler_is_a_run_of_its_own(records):
@@ -148,13 +149,6 @@ def test_what_another_thread_does_belongs_to_its_own_run(records):
     assert records.last().compilations == 0
 
 
-def test_steps_that_nobody_timed_are_told_as_such(records):
-    emit("deep_cache_run", full_steps=2, skipped_steps=4)  # as hosts without a sampler of their own tell it
-    known = records.deep_cache()
-    assert (known["full_steps"], known["skipped_steps"], known["saved_seconds"]) == (2, 4, None)
-    assert "not timed" in known["saved_how"]
-
-
 def test_run_that_fails_is_kept_as_failed(records):
     start()
     end(failed=True)
@@ -184,9 +178,9 @@ def test_blocks_that_were_only_traced_save_nothing(records):
     start(compiling={"backend": "eager", "check_gain": True})
     with cache.lease() as lease:
         find(cache, "a", lease).hits += 3
-    emit("run_calls", lease=lease, eager_calls=0, contexts=(), evicted=0, model_calls=0)
+    emit("run_calls", totals=Totals.of(lease, "eager", True))
     end()
-    assert records.last().by_compiling == Saving(None, Reason("compiling_traced"))
+    assert records.last().totals.by_compiling == Saving(None, Reason("compiling_traced"))
 
 
 def test_calls_of_graphs_are_those_of_the_run_alone(records):
@@ -200,10 +194,10 @@ def test_calls_of_graphs_are_those_of_the_run_alone(records):
         find(cache, "b", lease).hits += 4
         cache.evict("b")
         find(cache, "b", lease).hits += 5
-    emit("run_calls", lease=lease, eager_calls=2, contexts=(77,), evicted=1, model_calls=0)
+    emit("run_calls", totals=Totals.of(lease, "inductor", True, eager_calls=2, contexts=(77,), evicted=1))
     end()
-    run = records.last()
-    assert (run.compiled_calls, run.eager_calls, run.contexts, run.evicted) == (12, 2, (77,), 1)
+    told = records.last().totals
+    assert (told.compiled_calls, told.eager_calls, told.contexts, told.evicted) == (12, 2, (77,), 1)
 
 
 def test_entries_remember_the_latest_runs_that_used_them():

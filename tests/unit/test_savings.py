@@ -6,8 +6,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.benchmark import CLEAR_ROUNDS, Benchmark
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph
 from comfy_accel.accel.core.reasons import Reason
-from comfy_accel.accel.report.run import Saving, together
-from comfy_accel.accel.report.run_record import by_compiling, by_skipping
+from comfy_accel.accel.report.savings import Saving, by_compiling, by_skipping, together
 
 
 def benchmark(compiled, eager):
@@ -85,8 +84,8 @@ def test_too_few_steps_are_not_guessed_from(steps):
 
 def test_sum_of_what_is_known():
     known, unknown = by_skipping("FSFSF", (0.0, 1.0, 2.0, 4.0, 5.0)), by_compiling(0, {})
-    assert together([known, unknown])["saved_seconds"] == known.seconds == 2 * (2.0 - 1.0)
-    assert together([unknown])["saved_seconds"] is None
+    assert together(known, unknown)["saved_seconds"] == known.seconds == 2 * (2.0 - 1.0)
+    assert together(unknown)["saved_seconds"] is None
 
 
 def test_savings_of_two_samplers_add_up_as_far_as_they_are_known():

@@ -16,6 +16,7 @@ from ...core.events import emit, log
 from ...modules.first_call import is_compiled
 from ...modules.substitution import Order, substituted
 from ...report.headline import why_none_skipped
+from ...report.run import Skipping
 from ...step_cache.cached_call import cached_call
 from ...step_cache.config import DeepCacheSettings
 from ...step_cache.policies.quality import PLAIN
@@ -336,12 +337,12 @@ class _Cache:
         """Close the run and report it."""
         if self.run is not None:
             facts = self.run.quality_facts()
+            skipping = Skipping(self.run.letters, self.run.why_full, **facts)
             if not self.run.log_quality(facts) and self.run.target is not None and not self.run.failed:
-                why = why_none_skipped(self.run.full_steps, self.run.why_full, facts["target_db"])
+                why = why_none_skipped(skipping, self.run.full_steps)
                 log.info("DeepCache, %d steps: %s.", self.run.full_steps, why)
-            counts = {"full_steps": self.run.full_steps, "skipped_steps": self.run.skipped_steps}
             self.run.close()
-            emit("deep_cache_run", **counts, why_full=self.run.why_full, **facts)
+            emit("deep_cache_run", skipping=skipping, began=self.run.began)
         self.run, self.evaluation, self.made = None, (-1,), None
         self.compared.clear()
         self.layouts.clear()

@@ -20,6 +20,7 @@ from ....core.reasons import Reason
 from ....dispatch.block_runner import BlockRunner
 from ....dispatch.compiled_layers import Host, compiled_layers, survey_model
 from ....modules.substitution import Layer, Order, Substitution
+from ....report.run import Totals
 from ....store.graph_store import attach
 from .. import preferences
 from ..home import running_home
@@ -133,14 +134,16 @@ class Run:
         if is_finished and runners and not (eager_calls or self._lease.calls or self._lease.replays):
             for model in self._states:  # Wan Animate 2 calls methods of its blocks
                 fallbacks.note(type(model).__name__, Reason("no_block_runs", part="forward"))
-        emit(
-            "run_calls",
-            lease=self._lease,
+        totals = Totals.of(
+            self._lease,
+            self._settings.backend,
+            self._settings.measured,
             eager_calls=eager_calls,
             contexts=self.contexts,
             evicted=self._cache.evictions - self._evictions,
             model_calls=self._model_calls,
         )
+        emit("run_calls", totals=totals)
 
     def _state_of(self, model: torch.nn.Module) -> _ModelState:
         with self._lock:

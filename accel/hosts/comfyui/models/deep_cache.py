@@ -18,7 +18,8 @@ from comfy.samplers import CFGGuider
 from ....core.events import emit, log
 from ....modules.substitution import Order, substituted
 from ....report.headline import FEW_STEPS, why_none_skipped
-from ....report.run_record import QUALITY_FACTS, records
+from ....report.run import Skipping
+from ....report.run_record import records
 from ....step_cache.cached_call import cached_call
 from ....step_cache.config import DeepCacheSettings
 from ....step_cache.policies.sensitivity import learnt_in
@@ -52,6 +53,9 @@ _EXTRAPOLATE = ("_2m", "_3m", "multistep", "ipndm", "deis", "lms", "unipc", "sa_
 _FARTHEST = {"ge_gamma": 2, "order": 4}
 """The most of sampler options (of gradient_estimation and lms) with which a quality was kept. Above, it missed by up to
 15 dB."""
+
+_QUALITY_FACTS = ("target_db", "estimated_db", "probes", "skipped_work", "plan")
+"""Those of a `Skipping` that only a run with a quality target has."""
 
 _GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
 """Keys of model_options: functions of other nodes that change how predictions are combined."""
@@ -98,8 +102,8 @@ def last_run() -> dict[str, Any] | None:
     known = records.deep_cache()
     if known is None:
         return None
-    names = ("full_steps", "skipped_steps", *(QUALITY_FACTS if known.get("target_db") is not None else ()))
-    return {name: known[name] for name in names}
+    names = ("full_steps", "skipped_steps", *(_QUALITY_FACTS if known.target_db is not None else ()))
+    return {name: getattr(known, name) for name in names}
 
 
 def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
@@ -210,23 +214,15 @@ def _carried_by(name: str) -> tuple[float, float]:
 def _report(run: DeepCacheRun, sampler: str, is_quiet: bool) -> None:
     """Emit what the run came to, and log it unless `is_quiet`, as where it was stopped and its steps say little."""
     facts = run.quality_facts()
-    emit(
-        "deep_cache_run",
-        full_steps=run.full_steps,
-        skipped_steps=run.skipped_steps,
-        steps=run.letters,
-        began=run.began,
-        why_full=run.why_full,
-        **facts,
-    )
+    skipping = Skipping(run.letters, run.why_full, **facts)
+    emit("deep_cache_run", skipping=skipping, began=run.began)
     if is_quiet or run.log_quality(facts):
         return
     may_advise = run.why_full or run.policy.uses_drift or run.target is not None
     if run.skipped_steps or run.failed or not may_advise:
         log.info("DeepCache: %d of %d steps ran in full.", run.full_steps, run.full_steps + run.skipped_steps)
     else:
-        why = why_none_skipped(run.full_steps, run.why_full, facts.get("target_db"))
-        log.info("%s", none_skipped(why, run.full_steps, sampler))
+        log.info("%s", none_skipped(why_none_skipped(skipping, run.full_steps), run.full_steps, sampler))
 
 
 def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ....core.sentences import OF_CUDA_GRAPHS, counted
+from ....core.sentences import counted
 from ....report.headline import why_none_skipped
+from ....report.run import Run
 from ....step_cache.config import QUALITIES
 from ....step_cache.run import HALF, SKIPPED
 from ..words import none_skipped
@@ -19,6 +20,8 @@ _PATCHES = ("patched", "attention_replaced", "attention_override")
 
 _GIB = 1 << 30
 
+NO_RUN = Run()
+
 Nodes = Mapping[str, Sequence[Mapping[str, Any]]]
 """The inputs of a workflow's nodes, by node class."""
 
@@ -27,7 +30,7 @@ Nodes = Mapping[str, Sequence[Mapping[str, Any]]]
 class Facts:
     """What a diagnosis is made from; None, or empty, where it is unknown.
 
-    run: the last one (`run_record.Run.as_json`). cache: totals of the graph cache (`GraphCache.statistics`).
+    run: the last one; `NO_RUN` where there is none. cache: totals of the graph cache (`GraphCache.statistics`).
     nodes: of the workflow that contains the report. prompt: its id.
     device: torch's type of the device that models run on.
     oldest_comfyui: that this pack is tested with.
@@ -36,7 +39,7 @@ class Facts:
     memory_total, memory_free, memory_ours: bytes of the device; ours is what this process has reserved.
     """
 
-    run: Mapping[str, Any] = field(default_factory=dict)
+    run: Run = NO_RUN
     cache: Mapping[str, Any] = field(default_factory=dict)
     nodes: Nodes = field(default_factory=dict)
     prompt: str | None = None
@@ -55,12 +58,12 @@ class Facts:
     @property
     def compiling(self) -> Mapping[str, Any]:
         """The settings of Accelerate Model in the last run; empty without it."""
-        return self.run.get("compiling") or {}
+        return self.run.compiling or {}
 
     @property
     def is_of_this_prompt(self) -> bool:
         """Whether the run was of the prompt that contains the report, and not of one before."""
-        return self.prompt is not None and self.run.get("prompt") == self.prompt
+        return self.prompt is not None and self.run.prompt == self.prompt
 
     @property
     def has_compiling_node(self) -> bool:
@@ -76,22 +79,7 @@ class Facts:
     @property
     def caching(self) -> Mapping[str, Any]:
         """The settings of DeepCache in the last run; empty without it."""
-        return self.run.get("caching") or {}
-
-    def reasons(self) -> list[Mapping[str, Any]]:
-        """Why blocks of the last run ran uncompiled: rows of `Fallbacks.rows`, the most frequent first."""
-        return [row for row in self._fallbacks() if row["code"] not in OF_CUDA_GRAPHS]
-
-    def reasons_not_captured(self) -> list[Mapping[str, Any]]:
-        """Why calls of the whole model were not captured (`Reason.as_json`), the most frequent first."""
-        return [row["fields"]["why"] for row in self._fallbacks() if row["code"] in OF_CUDA_GRAPHS]
-
-    def left_eager(self) -> list[Mapping[str, Any]]:
-        """Why nobody tried to compile some blocks of the last run: {"code", "fields", "reason", "blocks"}."""
-        return self.run.get("left_eager_reasons", [])
-
-    def _fallbacks(self) -> list[Mapping[str, Any]]:
-        return sorted(self.run.get("fallbacks", ()), key=lambda row: -row["calls"])
+        return self.run.caching or {}
 
 
 def nodes_of(prompt: Any) -> Nodes:
@@ -108,7 +96,7 @@ def nodes_of(prompt: Any) -> Nodes:
 
 
 def no_run(facts: Facts) -> str | None:
-    if facts.run:
+    if facts.run is not NO_RUN:
         return None
     if facts.has_compiling_node or facts.has_skipping_node:
         return (
@@ -122,13 +110,13 @@ def no_run(facts: Facts) -> str | None:
 
 
 def run_failed(facts: Facts) -> str | None:
-    if not facts.run.get("failed"):
+    if not facts.run.failed:
         return None
     return "The last run ended with an error or was stopped: its figures are not those of a whole image."
 
 
 def no_compiling_node(facts: Facts) -> str | None:
-    if not facts.run or not facts.nodes or facts.is_of_this_prompt:
+    if facts.run is NO_RUN or not facts.nodes or facts.is_of_this_prompt:
         return None
     if facts.has_compiling_node or facts.has_skipping_node:
         return None
@@ -159,8 +147,8 @@ def cache_is_off(facts: Facts) -> str | None:
 def cache_too_small(facts: Facts) -> str | None:
     if cache_is_off(facts) or not facts.compiling:
         return None
-    refused = any(row["code"] in _CACHE_FULL for row in facts.reasons())
-    evicted = facts.run.get("evicted", 0) if facts.run.get("compilations") else 0
+    refused = any(why.code in _CACHE_FULL for why in facts.run.why_uncompiled())
+    evicted = facts.run.totals.evicted if facts.run.compilations else 0
     if not refused and not evicted:
         return None
     dropped = f"dropped {counted(evicted, 'graph')} in this run to make room"
@@ -173,12 +161,11 @@ def cache_too_small(facts: Facts) -> str | None:
 
 def sizes_were_cold(facts: Facts) -> str | None:
     run = facts.run
-    count = run.get("compilations", 0)
-    if not count:
+    if not run.compilations:
         return None
     text = (
-        f"This run compiled {counted(count, 'graph')}, which took {run['compile_seconds']:.1f} of its "
-        f"{run['seconds']:.1f} s."
+        f"This run compiled {counted(run.compilations, 'graph')}, which took {run.compile_seconds:.1f} of its "
+        f"{run.seconds:.1f} s."
     )
     if facts.compiling.get("shapes") == "exact size":
         return f"{text} With exact size each new size, batch and prompt length compiles again: choose any size."
@@ -193,22 +180,20 @@ def exact_size(facts: Facts) -> str | None:
 
 def loading_took_long(facts: Facts) -> str | None:
     run = facts.run
-    seconds = run.get("load_seconds", 0.0)
-    if not run.get("loaded") or seconds < 0.1 * run["seconds"]:
+    if not run.loaded or run.load_seconds < 0.1 * run.seconds:
         return None
     return (
-        f"This run loaded {counted(run['loaded'], 'graph')} from disk ({seconds:.1f} of its {run['seconds']:.1f} s), "
-        "once after a restart: the next image has them in memory."
+        f"This run loaded {counted(run.loaded, 'graph')} from disk ({run.load_seconds:.1f} of its {run.seconds:.1f} "
+        "s), once after a restart: the next image has them in memory."
     )
 
 
 def blocks_fell_back(facts: Facts) -> str | None:
-    eager, reasons = facts.run.get("eager_calls", 0), facts.reasons()
-    if not eager or not reasons or not facts.compiling:
+    told, reasons = facts.run.totals, facts.run.why_uncompiled()
+    if not told.eager_calls or not reasons or not facts.compiling:
         return None
-    code, reason = reasons[0]["code"], reasons[0]["reason"]
-    total = eager + facts.run.get("compiled_calls", 0)
-    text = f"{eager} of {total} block calls ran uncompiled, mostly because: {reason.rstrip('.')}."
+    code, total = reasons[0].code, told.eager_calls + told.compiled_calls
+    text = f"{told.eager_calls} of {total} block calls ran uncompiled, mostly because: {str(reasons[0]).rstrip('.')}."
     if code in _PATCHES:
         return f"{text} Without that patch (an IP-Adapter, say) they run compiled."
     if code == "slower":
@@ -219,24 +204,22 @@ def blocks_fell_back(facts: Facts) -> str | None:
 
 
 def not_captured(facts: Facts) -> str | None:
-    calls, replays = facts.run.get("model_calls", 0), facts.run.get("replays", 0)
-    if 2 * replays >= calls:
+    told, reasons = facts.run.totals, facts.run.why_not_captured()
+    if 2 * told.replays >= told.model_calls:
         return None
-    text = f"{calls - replays} of {calls} model calls did not replay a CUDA graph"
-    reasons = facts.reasons_not_captured()
+    text = f"{told.model_calls - told.replays} of {told.model_calls} model calls did not replay a CUDA graph"
     if reasons:
-        text = f"{text}, mostly because: {reasons[0]['reason'].rstrip('.')}."
-        return f"{text} Their blocks ran compiled all the same." if facts.run.get("compiled_calls") else text
+        text = f"{text}, mostly because: {str(reasons[0]).rstrip('.')}."
+        return f"{text} Their blocks ran compiled all the same." if told.compiled_calls else text
     return f"{text}, because a new size is captured at its third call or later: the next image of this size replays."
 
 
 def blocks_left_out(facts: Facts) -> str | None:
-    left = facts.left_eager()
+    left = facts.run.left_eager
     if not left or not facts.compiling:
         return None
-    most = max(left, key=lambda row: row["blocks"])
-    blocks = most["blocks"] + facts.run.get("blocks", 0)
-    return f"{most['blocks']} of {blocks} blocks cannot be compiled: {most['reason'].rstrip('.')}."
+    why, blocks = max(left.items(), key=lambda row: row[1])
+    return f"{blocks} of {blocks + facts.run.blocks} blocks cannot be compiled: {str(why).rstrip('.')}."
 
 
 def nothing_measured(facts: Facts) -> str | None:
@@ -247,11 +230,11 @@ def nothing_measured(facts: Facts) -> str | None:
 
 def gain_is_small(facts: Facts) -> str | None:
     run = facts.run
-    saved = (run.get("by_compiling") or {}).get("seconds")
-    if saved is None or sizes_were_cold(facts) or saved > 0.05 * run["seconds"]:
+    saved = run.totals.by_compiling.seconds
+    if saved is None or sizes_were_cold(facts) or saved > 0.05 * run.seconds:
         return None
     return (
-        f"Compiling saved only {max(saved, 0):.2f} of {run['seconds'] + max(saved, 0):.2f} s: most of the time goes "
+        f"Compiling saved only {max(saved, 0):.2f} of {run.seconds + max(saved, 0):.2f} s: most of the time goes "
         "into work that it cannot shorten, such as large matrix products."
     )
 
@@ -276,12 +259,10 @@ def deep_cache_found_no_place(facts: Facts) -> str | None:
 
 def deep_cache_skipped_nothing(facts: Facts) -> str | None:
     run = facts.run
-    has_skipped = {SKIPPED, HALF} & set(run.get("steps_taken", ""))
-    if not facts.caching or has_skipped or deep_cache_is_off(facts):
+    if not facts.caching or {SKIPPED, HALF} & set(run.skipping.steps_taken) or deep_cache_is_off(facts):
         return None
-    steps = run.get("steps") or len(run.get("steps_taken", ""))
-    why = why_none_skipped(steps, run.get("why_full"), run.get("target_db"), run.get("samplings", 1))
-    return none_skipped(why, steps, run.get("sampler"))
+    steps = run.steps or len(run.skipping.steps_taken)
+    return none_skipped(why_none_skipped(run.skipping, steps, run.samplings), steps, run.sampler)
 
 
 def torch_cannot_compile(facts: Facts) -> str | None:
@@ -316,7 +297,7 @@ def no_gpu(facts: Facts) -> str | None:
 
 
 def partly_loaded(facts: Facts) -> str | None:
-    share = facts.run.get("loaded_share")
+    share = facts.run.loaded_share
     if share is None or share >= 0.98 or facts.device == "cpu":
         return None
     return (

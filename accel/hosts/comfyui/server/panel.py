@@ -23,16 +23,16 @@ def state(rows: int = DEFAULT_ROWS, text: str = "") -> dict[str, Any]:
     settings = preferences.state()
     cache = shared.statistics(rows, text)
     cache["table"].reverse()
-    last = records.last()
+    last, deep_cache = records.last(), records.deep_cache()
     store, limit = None, settings["store_mb"]
     if shared.store is not None:
         store = {**shared.store.statistics(), "limit_bytes": None if limit is None else limit << 20}
     return {
         "graph_cache": {**cache, "fallbacks": fallbacks.rows()},
         "graph_store": store,
-        "deep_cache": {"last_run": records.deep_cache()},
+        "deep_cache": {"last_run": deep_cache and deep_cache.as_json()},
         "compiling": records.compiling(),
-        "last_run": None if last is None else last.as_json(),
+        "last_run": last and last.as_json(),
         "settings": settings,
         "version": __version__,
     }

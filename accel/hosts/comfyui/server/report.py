@@ -6,8 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ....cache.graph_cache import shared
 from ....report import chart as report_chart
 from ....report import text as report
+from ....report.run import Run
+from ....report.run_record import records
+from .. import preferences
 from . import panel
 from .diagnosis import diagnose
 from .surroundings import facts
@@ -25,7 +29,7 @@ class Report(NamedTuple):
 
 def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = None, prompt: Any = None) -> Report:
     """The report now. image, reference: compared where both are given, [B, H, W, C]. prompt: the report's workflow."""
-    state = panel.state(rows=_ROWS)
+    run, cache, store = _known()
     decibels = comparison = None
     if (image is None) != (reference is None):
         missing = "image" if image is None else "reference"
@@ -33,21 +37,28 @@ def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = Non
     if image is not None and reference is not None:
         decibels = psnr(image, reference)
         comparison = _unlike(image, reference) if decibels is None else report.comparison(decibels)
-    words = report.text(state, diagnose(facts(state, prompt)), comparison)
-    chart = report_chart.draw(state, decibels)
+    words = report.text(run, cache, store, diagnose(facts(run, cache, prompt)), comparison)
+    chart = report_chart.draw(run, cache, decibels)
     data = torch.frombuffer(bytearray(chart.tobytes()), dtype=torch.uint8)
     return Report(words, data.reshape(1, chart.height, chart.width, 3).float() / 255)
 
 
 def text() -> str:
     """Only the text of the report."""
-    return report.text(**facts_as_json())
+    run, cache, store = _known()
+    return report.text(run, cache, store, diagnose(facts(run, cache)))
 
 
 def facts_as_json() -> dict[str, Any]:
     """What the report is made from, as JSON: {"state", "diagnosis"}."""
-    state = panel.state(rows=_ROWS)
-    return {"state": state, "diagnosis": diagnose(facts(state))}
+    run, cache, _ = _known()
+    return {"state": panel.state(rows=_ROWS), "diagnosis": diagnose(facts(run, cache))}
+
+
+def _known() -> tuple[Run | None, dict[str, Any], dict[str, Any] | None]:
+    """The last run, and the statistics of the cache and of its store."""
+    preferences.current()  # puts the cache's limits into force
+    return records.last(), shared.statistics(rows=0), shared.store and shared.store.statistics()
 
 
 def psnr(image: torch.Tensor, reference: torch.Tensor) -> float | None:

@@ -10,17 +10,18 @@ import torch
 from ....compile.registry import DEFAULT, backend_named
 from ....core import toolchain
 from ....core.events import log
+from ....report.run import Run
 from ..versions import OLDEST, comfyui_version, running_prompt, streams_weights
-from .diagnosis import Facts, nodes_of
+from .diagnosis import NO_RUN, Facts, nodes_of
 
 
-def facts(state: dict[str, Any], prompt: Any = None) -> Facts:
-    """The facts for a diagnosis. state: `panel.state`. prompt: the workflow in API format, if known."""
+def facts(run: Run | None, cache: dict[str, Any], prompt: Any = None) -> Facts:
+    """The facts for a diagnosis. run, cache: as in `Facts`. prompt: the workflow in API format, if known."""
     device = _or_none(_device)
     total, free, ours = _or_none(lambda: _memory(device)) or (None, None, None)
     return Facts(
-        run=state["last_run"] or {},
-        cache=state["graph_cache"],
+        run=run or NO_RUN,
+        cache=cache,
         nodes=nodes_of(prompt),
         prompt=_or_none(running_prompt),
         device="cpu" if device is None else device.type,

@@ -1,0 +1,88 @@
+"""The time that a run saved, and how that is known."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..compile.benchmark import Benchmark
+from ..core.reasons import Reason
+from ..step_cache.run import FULL, HALF, SKIPPED
+
+_EACH = {"compiling": Reason("compiling_saved_each"), "skipping": Reason("skipping_saved_each")}
+"""How the sum over samplers is known; one sentence, however many they are (an upscaler's tiles)."""
+
+
+class Saving(NamedTuple):
+    """seconds: None where unknown; negative where the run was slower. how: how this is known;
+    None where nothing was to be saved."""
+
+    seconds: float | None = None
+    how: Reason | None = None
+
+    def with_next(self, other: Saving) -> Saving:
+        """The sum of what is known of two samplings of one prompt."""
+        known = [saving for saving in (self, other) if saving.seconds is not None]
+        if len(known) < 2:
+            return known[0] if known else self if other.how is None else other
+        how = self.how if self.how == other.how else _EACH[self.how.code.partition("_")[0]]
+        return Saving(self.seconds + other.seconds, how)
+
+
+def by_compiling(
+    calls: int, measured: Mapping[Benchmark, int], is_measured: bool = True, is_traced: bool = False
+) -> Saving:
+    """The time saved by compiled calls of blocks, against running the same blocks eagerly.
+
+    calls: of compiled graphs. measured: those of them at sizes at which the graph was compared with its block.
+    is_measured: whether graphs are compared at all. is_traced: the backend traces blocks and compiles nothing.
+    """
+    known = [(benchmark.gain, count) for benchmark, count in measured.items() if benchmark.gain is not None]
+    if not calls:
+        return Saving(None, Reason("compiling_unused"))
+    if is_traced:
+        return Saving(None, Reason("compiling_traced"))
+    if not known:
+        return Saving(None, Reason("compiling_unsure") if is_measured else Reason("compiling_unmeasured"))
+    covered = sum(count for _, count in known)
+    is_all = covered == calls
+    how = Reason("compiling_saved") if is_all else Reason("compiling_saved_in_part", covered=covered, calls=calls)
+    return Saving(sum(gain * count for gain, count in known), how)
+
+
+def by_skipping(steps: str, began: Sequence[float], disturbed: Sequence[float] = ()) -> Saving:
+    """The time saved by steps that were skipped, in whole or in half, against full ones.
+
+    steps: FULL, HALF or SKIPPED for each step, in order. began: the start of each, in seconds of one clock. The first
+        step and the last, whose end is unknown, are left out.
+    disturbed: times at which something was compiled, loaded or compared; steps that contain one are left out.
+    """
+    if SKIPPED not in steps and HALF not in steps:
+        return Saving(None, Reason("skipping_unused"))
+    taken: dict[str, list[float]] = {FULL: [], SKIPPED: [], HALF: []}
+    for index in range(1, min(len(steps), len(began)) - 1):
+        start, end = began[index], began[index + 1]
+        if not any(start <= moment <= end for moment in disturbed):
+            taken[steps[index]].append(end - start)
+    medians = {kind: statistics.median(times) for kind, times in taken.items() if times}
+    if FULL not in medians or len(medians) == 1 or (SKIPPED in steps and SKIPPED not in medians):
+        return Saving(None, Reason("skipping_unsure"))
+    full = medians.pop(FULL)
+    counts = {kind: steps.count(kind) for kind in medians}
+    if HALF in medians:
+        how = Reason("skipping_saved_halves", full=f"{full:.3g}", steps=sum(counts.values()), halves=counts[HALF])
+    else:
+        how = Reason("skipping_saved", steps=counts[SKIPPED], skipped=f"{medians[SKIPPED]:.3g}", full=f"{full:.3g}")
+    return Saving(sum(counts[kind] * (full - median) for kind, median in medians.items()), how)
+
+
+def together(*savings: Saving) -> dict[str, Any]:
+    """The sum of what is known, as JSON: {"saved_seconds", "saved_how", "saved_reasons"}; None, text, reasons."""
+    known = [saving.seconds for saving in savings if saving.seconds is not None]
+    reasons = [saving.how for saving in savings if saving.how is not None] or [Reason("saved_unmeasured")]
+    return {
+        "saved_seconds": sum(known) if known else None,
+        "saved_how": " ".join(map(str, reasons)),
+        "saved_reasons": [reason.as_json() for reason in reasons],
+    }
