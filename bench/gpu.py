@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tools import Problem, command, pack
 from tools.comfyui import tree
 from tools.inprocess import boot
 
-from . import gpu_goals, gpu_page, gpu_plan, gpu_prepare, report
+from . import gpu_page, gpu_plan, report
 from .compilations import STORE_KEY, RecompileLimit
 from .gpu_cases import (
     BATCHES,
@@ -59,11 +59,19 @@ IN_PROCESS = ("steps", "profile", "sizes40")
 
 
 def main(arguments: list[str] | None = None) -> None:
+    began = time.perf_counter()
     options = _parse(arguments)
+    if options.child:
+        boot(cpu=options.child["quick"])
+        pack.load()
+        from . import gpu_parts
+
+        print(json.dumps(gpu_parts.started(options.child, began)))
+        return
     if options.comfyui:
         os.environ["COMFYUI_PATH"] = os.path.abspath(options.comfyui)
     if options.prepare:
-        size = gpu_prepare.prepare(options.prepare, options.for_python)
+        size = gpu_plan.prepare(options.prepare, options.for_python)
         print(f"{options.prepare}: {size:.0f} MB. There: python3 -m bench.gpu --plan 1 --prepared {options.prepare}")
         return
     if options.plan:
@@ -84,7 +92,6 @@ def main(arguments: list[str] | None = None) -> None:
         for row in of_model(model, options, budget, len(options.models) - number, results.facts["device"]):
             results.add(row)
         results.took(model, time.monotonic() - started)
-        results.save()
     results.tell()
 
 
@@ -94,16 +101,14 @@ class Results:
     def __init__(self, options: argparse.Namespace):
         from . import gpu_device, gpu_models
 
-        self._options = options
-        self._comfyui = tree()
+        self._options, self._comfyui = options, tree()
         self.rows: list[report.Row] = []
         self.skips: list[report.Row] = []
         self.seconds: dict[str, float] = {}
-        device = next(iter(gpu_models.QUICK.values())).device
         self.facts: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.timezone.utc).strftime("%d %B %Y, %H:%M UTC"),
             "command": " ".join(["dev.py bench gpu", *options.given]),
-            "device": gpu_device.described(device),
+            "device": gpu_device.described(gpu_models.FULL["SDXL"].device),
             "versions": report.versions(self._comfyui),
         }
         self._old: dict[str, list] = {"rows": [], "skipped": []}
@@ -115,6 +120,7 @@ class Results:
             self.seconds = self._old["seconds"]
 
     def add(self, row: report.Row) -> None:
+        """Keep the row, say it, and write all files anew."""
         if "why" in row:
             self.skips = replaced(self.skips, row)
         else:
@@ -126,25 +132,26 @@ class Results:
     def took(self, model: str, seconds: float) -> None:
         """The model's rows are all there; with --add the seconds are those of its runs together."""
         self.seconds[model] = round(self.seconds.get(model, 0) + seconds, 1)
+        self.save()
 
-    def save(self) -> None:
-        """Everything so far to the files that were asked for."""
+    def save(self) -> str:
+        """Write everything so far to the files that were asked for; the page."""
         rows, skips = self._all()
-        files = [self._options.json, self._options.out and self._options.out / "benchmarks.json"]
-        more = {"date": self.facts["date"], "command": self.facts["command"], "device": self.facts["device"]}
-        for file in filter(None, files):
+        out = self._options.out
+        more = {name: self.facts[name] for name in ("date", "command", "device")}
+        for file in filter(None, [self._options.json, out and out / "benchmarks.json"]):
             report.write(file, rows, self._comfyui, **more, seconds=self.seconds, skipped=skips)
-        if self._options.out:
-            text = gpu_page.page(rows, skips, self._goals(), gpu_goals.failures(rows), self.facts)
-            (self._options.out / "benchmarks.md").write_text(text, encoding="utf-8")
+        page = gpu_page.page(rows, skips, self.facts, self.seconds)
+        if out:
+            (out / "benchmarks.md").write_text(page, encoding="utf-8")
+        return page
 
     def tell(self) -> None:
         """The page on stdout; and what failed, as the sentence of a Problem."""
-        rows, skips = self._all()
-        wrong = gpu_goals.failures(rows)
-        print(gpu_page.page(rows, skips, self._goals(), wrong, self.facts))
+        print(self.save())
         if self._options.out:
             print(f"Written: {self._options.out / 'benchmarks.md'} and benchmarks.json beside it")
+        wrong = gpu_page.failures(self._all()[0])
         if wrong:
             raise Problem(f"{len(wrong)} failures, the first: {wrong[0]}.")
 
@@ -153,10 +160,6 @@ class Results:
         skips = [row for row in self._old["skipped"] if (row["part"], row["model"], row["contender"]) not in done]
         return merged(self._old["rows"], self.rows), merged(skips, self.skips)
 
-    def _goals(self) -> list[gpu_goals.Goal]:
-        rows, skips = self._all()
-        return gpu_goals.goals(rows, skips, self.facts["device"]["cuda"] is not None, self.seconds)
-
 
 def of_model(
     model: str, options: argparse.Namespace, budget: TimeBudget, models_left: int, device: dict[str, Any], capturer=None
@@ -164,62 +167,55 @@ def of_model(
     """All rows of one model, part by part. capturer: in place of CUDA's."""
     import torch
 
-    from . import gpu_cold, gpu_forty, gpu_models, gpu_profile, gpu_session
+    from . import gpu_models, gpu_parts
     from .gpu_contenders import Lineup
-    from .gpu_runs import Runs
-    from .gpu_steps import Steps
 
-    subject = (gpu_models.QUICK if options.quick else gpu_models.FULL)[model]
+    quick = options.quick
+    subject = (gpu_models.QUICK if quick else gpu_models.FULL)[model]
     missing = subject.missing()
     if missing:
         yield from (skipped(part, model, "everything", EAGER, missing) for part in options.parts)
         return
     contenders = [name for name in options.contenders if name != CHANNELS_LAST or subject.has_convolutions]
-    if options.quick:
+    if quick:
         torch.set_num_threads(1)  # Layers this small gain nothing from more.
-
-    def compiling(part: str) -> list[str]:
-        wanted = QUICK_COMPILING[part] if options.quick else COMPILING
-        return [name for name in (EAGER, *wanted) if name in contenders]
-
-    matrix_flops = device["matrix_tflops"] * 1e12
+    given = cases(options.sizes, options.batches)
     torch._dynamo.reset()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, RecompileLimit() as limit:
         work, runs, lineup = Path(folder), None, None
         begun: dict[str, Case] = {}
         for part in budget.parts(options.parts, models_left):
             if part in IN_PROCESS and runs is None:
-                runs = Runs(subject)
-                backend = "eager" if options.quick else "inductor"
-                kept = "cold" in options.parts
-                lineup = Lineup(runs.model, backend, work / "steps", limit, capturer=capturer, keeps=kept)
+                runs = gpu_models.Runs(subject)
+                backend, keeps = "eager" if quick else "inductor", "cold" in options.parts
+                lineup = Lineup(runs.model, backend, work / "steps", limit, capturer=capturer, keeps=keeps)
             if part == "steps":
-                answer = work / "steps" / gpu_cold.ANSWER
+                answer = work / "steps" / gpu_parts.ANSWER
                 answer.parent.mkdir()
-                steps = Steps(model, runs, lineup, subject, budget, matrix_flops, answer)
+                flops = device["matrix_tflops"] * 1e12
+                steps = gpu_parts.Steps(model, runs, lineup, subject, budget, flops, answer, begun)
                 for names in turns(contenders):
-                    for case in cases(options.sizes, options.batches):
+                    for case in given:
                         yield from steps.case(case, names)
-                begun = steps.begun
             elif part == "profile":
                 names = [name for name in contenders if not CONTENDERS[name].caches]
-                case = cases(options.sizes, options.batches)[0]
-                yield from gpu_profile.rows(model, runs, lineup, case, names, budget, subject.device)
+                yield from gpu_parts.kernels(model, runs, lineup, given[0], names, budget)
             elif part == "sizes40" and CAPTURED in contenders:
-                yield from gpu_forty.rows(model, runs, lineup, budget)
-            if part not in IN_PROCESS:
-                runs = lineup = steps = None
-                _free()
+                yield from gpu_parts.forty(model, runs, lineup, budget)
+            if part in IN_PROCESS:
+                continue
+            runs = lineup = steps = None
+            _free()
+            wanted = (EAGER, *(QUICK_COMPILING[part] if quick else COMPILING))
+            compiling = [name for name in wanted if name in contenders]
             if part == "session":
-                prompts = QUICK_SESSION if options.quick else SESSION
-                yield from gpu_session.rows(
-                    model, subject, compiling(part), prompts, options.quick, work / part, budget, limit
-                )
-            elif part == "cold":
+                prompts = QUICK_SESSION if quick else SESSION
+                yield from gpu_parts.session(model, subject, compiling, prompts, quick, work / part, budget, limit)
+            else:
                 case = next(iter(begun.values()), COLD_CASE)
                 # Compiled blocks have the same kernels without CUDA graphs as with them.
                 known = {*begun, *([COMPILED] if CAPTURED in begun else [])}
-                yield from gpu_cold.rows(model, compiling(part), case, options.quick, budget, work / "steps", known)
+                yield from gpu_parts.starts(model, compiling, case, quick, budget, work / "steps", known)
         runs = lineup = steps = None
         _free()
 
@@ -248,43 +244,30 @@ def _require_device(quick: bool) -> None:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="dev.py bench gpu", description=__doc__)
 
-    def choice(option: str, known: Any, summary: str) -> None:
-        known = list(known)
-        parser.add_argument(
-            f"--{option}", nargs="+", choices=known, metavar="NAME", help=f"{summary}: {', '.join(known)}"
-        )
+    def choice(option: str, known: Iterable[str], summary: str) -> None:
+        summary = f"{summary}: {', '.join(known)}"
+        parser.add_argument(f"--{option}", nargs="+", choices=list(known), metavar="NAME", help=summary)
 
     choice("models", MODELS, "default: all, with --quick " + " and ".join(QUICK_MODELS))
     choice("contenders", CONTENDERS, "default: all; eager always runs")
     choice("parts", PARTS, "default: all")
-    parser.add_argument("--sizes", nargs="+", metavar="WxH", help="pixels, such as 720x960")
-    parser.add_argument("--batches", nargs="+", type=int, metavar="N", help="images at a time")
-    parser.add_argument("--minutes", type=float, metavar="N", help="leave out what does not fit; default: all of it")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write benchmarks.md and benchmarks.json there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
-    parser.add_argument(
-        "--add",
-        type=Path,
-        metavar="FILE",
-        help="benchmarks.json of an earlier run on this device: its"
-        " rows stay where this run has none of the model's part",
-    )
-    parser.add_argument("--comfyui", metavar="PATH", help="a ComfyUI checkout, instead of the embedded 0.3.75")
-    parser.add_argument(
-        "--plan",
-        type=int,
-        choices=gpu_plan.PLANS,
-        help=f"measure what tells most in {gpu_plan.MINUTES:.0f} minutes, part 1 to {max(gpu_plan.PLANS)} of it",
-    )
-    parser.add_argument(
-        "--prepare",
-        type=Path,
-        metavar="FOLDER",
-        help="measure nothing: put there what a machine lacks that has torch, transformers and no network",
-    )
-    parser.add_argument("--for-python", default="3.12", metavar="VERSION", help="Python of that machine, default: 3.12")
-    parser.add_argument("--prepared", type=Path, metavar="FOLDER", help="with --plan: the folder that --prepare filled")
-    parser.add_argument("--quick", action="store_true", help="tiny models on the CPU: whether it runs, and counts")
+    add = parser.add_argument
+    add("--sizes", nargs="+", metavar="WxH", help="pixels, such as 720x960")
+    add("--batches", nargs="+", type=int, metavar="N", help="images at a time")
+    add("--minutes", type=float, metavar="N", help="leave out what does not fit; default: all of it")
+    add("--out", type=Path, metavar="FOLDER", help="write benchmarks.md and benchmarks.json there")
+    add("--json", type=Path, metavar="FILE", help="write the rows there too")
+    earlier = "benchmarks.json of an earlier run on this device: its rows stay where this run has none about the same"
+    add("--add", type=Path, metavar="FILE", help=earlier)
+    add("--comfyui", metavar="PATH", help="a ComfyUI checkout, instead of the embedded 0.3.75")
+    most = f"measure what tells most in {gpu_plan.MINUTES:.0f} minutes, part 1 to {max(gpu_plan.PLANS)} of it"
+    add("--plan", type=int, choices=gpu_plan.PLANS, help=most)
+    lacking = "measure nothing: put there what a machine lacks that has torch, transformers and no network"
+    add("--prepare", type=Path, metavar="FOLDER", help=lacking)
+    add("--for-python", default="3.12", metavar="VERSION", help="Python of that machine, default: 3.12")
+    add("--prepared", type=Path, metavar="FOLDER", help="with --plan: the folder that --prepare filled")
+    add("--quick", action="store_true", help="tiny models on the CPU: whether it runs, and counts")
+    add("--child", type=json.loads, help=argparse.SUPPRESS)  # one start of `gpu_parts.starts`
     options = parser.parse_args(arguments)
     options.given = sys.argv[1:] if arguments is None else arguments
     quick = options.quick

@@ -33,6 +33,10 @@ CHANNELS_LAST = "channels-last"
 """`CAPTURED` on a copy of the model whose convolutions have channels-last weights; of models with convolutions."""
 
 
+NO_REPLAYS = "compiled blocks"
+"""What a contender with graphs ran as where none of its calls was replayed."""
+
+
 @dataclass(frozen=True)
 class Contender:
     """label: for people. has_graphs: records whole model calls. interval: of DeepCache. caches: skips work in steps,

@@ -30,8 +30,18 @@ from comfy_accel.nodes.compile_inputs import settings as compiling
 from . import deepcache, gpu_device, session
 from .compilations import RecompileLimit, compiling_into, counts
 from .deepcache_plan import Contender as Skipping
-from .gpu_cases import BLOCKS, CAPTURED, CHANNELS_LAST, COMPILED, CONTENDERS, CORE, EAGER, EASY_CACHE, SHIPPED
-from .gpu_goals import NO_REPLAYS
+from .gpu_cases import (
+    BLOCKS,
+    CAPTURED,
+    CHANNELS_LAST,
+    COMPILED,
+    CONTENDERS,
+    CORE,
+    EAGER,
+    EASY_CACHE,
+    NO_REPLAYS,
+    SHIPPED,
+)
 from .report import Row
 
 CACHE_BYTES = 24 << 30

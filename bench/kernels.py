@@ -154,7 +154,7 @@ def measure(
 
     from . import gpu_models
     from .gpu_cases import Case
-    from .gpu_runs import Runs
+    from .gpu_models import Runs
 
     rows: list[report.Row] = []
     compile_block = block_compiler.compile_block
@@ -250,7 +250,7 @@ def _of_whole(subject: Any, variant: str) -> tuple[Launches, float, int]:
 
     from . import session
     from .gpu_cases import Case
-    from .gpu_runs import Runs
+    from .gpu_models import Runs
 
     runs = Runs(subject)
     if variant == OURS:

@@ -12,7 +12,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from cpu_capturer import CpuCapturer
 from thorough import thorough_except
 
-from bench import gpu, gpu_goals, gpu_models
+from bench import gpu, gpu_models, gpu_page
 from bench.gpu_cases import (
     CAPTURED,
     CORE,
@@ -61,7 +61,7 @@ def test_full_size_model_is_the_published_one_and_core_detects_the_same_config(n
 def test_small_model_runs_as_every_sort_of_contender(ours):
     rows = quick("Qwen-Image", [EAGER, *ours])
     assert [row["contender"] for row in rows] == [EAGER, *ours]
-    assert gpu_goals.failures(rows) == []
+    assert gpu_page.failures(rows) == []
     assert {row["ran_as"] for row in rows[1:3]} == {"CUDA graphs"}
 
 
@@ -72,7 +72,7 @@ def test_defaults_of_the_node_are_a_contender():
     assert settings == CompileSettings(measured=True)
     assert graphs == KNOWN[SHIPPED].has_graphs
     rows = quick("Qwen-Image", [EAGER, SHIPPED])
-    assert rows[1]["contender"] == SHIPPED and rows[1]["uncompiled"] == 0 and gpu_goals.failures(rows) == []
+    assert rows[1]["contender"] == SHIPPED and rows[1]["uncompiled"] == 0 and gpu_page.failures(rows) == []
 
 
 def quick(model, contenders, *more):
@@ -109,7 +109,7 @@ def test_contender_that_fails_is_told_and_the_others_go_on(monkeypatch):
     monkeypatch.setattr(gpu_contenders, "by_blocks", broken)
     eager, blocks = quick("Flux", [EAGER, "blocks"])
     assert "cannot" in blocks["failed"] and eager["step_ms"] > 0
-    assert len(gpu_goals.failures([eager, blocks])) == 1
+    assert len(gpu_page.failures([eager, blocks])) == 1
 
 
 def test_no_time_leaves_everything_out_and_says_so():

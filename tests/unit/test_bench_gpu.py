@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu, gpu_goals, gpu_page, gpu_plan, gpu_prepare
+from bench import gpu, gpu_page, gpu_plan
 from bench.gpu_cases import (
     BLOCKS,
     CAPTURED,
@@ -89,7 +89,7 @@ def everything():
 
 
 def judged(rows, skips=(), has_gpu=True, seconds=500.0):
-    return gpu_goals.goals(rows, skips, has_gpu, {"SDXL": seconds})
+    return gpu_page.goals(rows, skips, has_gpu, {"SDXL": seconds})
 
 
 def about(goals, words):
@@ -101,7 +101,7 @@ def about(goals, words):
 
 
 def test_models_begin_with_the_one_of_the_goals_and_cases_with_their_sizes():
-    assert MODELS[0] == gpu_goals.JUDGED
+    assert MODELS[0] == gpu_page.JUDGED
     first = cases(((1024, 1024), (512, 512), (720, 960)), (1, 4))
     assert [case.size for case in first[:2]] == ["1024x1024", "512x512"]
     assert [case.batch for case in first] == [1, 1, 1, 4, 4, 4]
@@ -274,14 +274,14 @@ def test_prepared_folder_brings_what_is_missing_and_hides_nothing(tmp_path):
     find = importlib.util.find_spec
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchsde" else find(name))
-        made = gpu_prepare.environment(tmp_path / "carried", tmp_path)
+        made = gpu_plan.environment(tmp_path / "carried", tmp_path)
     assert made["COMFYUI_PATH"] == str(tmp_path / "carried" / "comfyui")
     assert [entry.name for entry in Path(made["PYTHONPATH"].split(os.pathsep)[0]).iterdir()] == ["torchsde"]
 
 
 def test_prepared_comfyui_is_enough_to_import_its_sampling(tmp_path):
-    gpu_prepare._pack(tree(), tmp_path / "comfyui")
-    code = "from tools import inprocess, pack; inprocess.boot(cpu=True); import bench.gpu_models; pack.load()"
+    gpu_plan._pack(tree(), tmp_path / "comfyui")
+    code = "from tools import inprocess, pack; inprocess.boot(cpu=True); pack.load(); import bench.gpu_models"
     environment = {**os.environ, "COMFYUI_PATH": str(tmp_path / "comfyui")}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, timeout=200)
 
@@ -291,30 +291,30 @@ def test_prepared_comfyui_is_enough_to_import_its_sampling(tmp_path):
 
 def test_all_goals_are_reached_where_they_are():
     goals = judged(everything())
-    assert {goal.state for goal in goals if "minutes" not in goal.sentence} == {gpu_goals.REACHED}
+    assert {goal.state for goal in goals if "minutes" not in goal.sentence} == {gpu_page.REACHED}
     assert len(goals) == 9
-    assert about(goals, "minutes").state == gpu_goals.REACHED
+    assert about(goals, "minutes").state == gpu_page.REACHED
 
 
 def test_a_slower_case_than_cores_misses_and_is_named():
     rows = [*everything(), step(CAPTURED, 14.0, size="720x960"), step(CORE, 13.0, size="720x960")]
     goal = about(judged(rows), "TorchCompileModel at every size")
-    assert goal.state == gpu_goals.MISSED and "0.93" in goal.sentence and "720x960" in goal.sentence
+    assert goal.state == gpu_page.MISSED and "0.93" in goal.sentence and "720x960" in goal.sentence
 
 
 def test_a_case_left_out_leaves_the_goal_of_every_size_open():
     skips = [skipped("steps", "SDXL", "768x768, batch 1", CORE)]
     goal = about(judged(everything(), skips), "TorchCompileModel at every size")
-    assert goal.state == gpu_goals.NOT_MEASURED and "768x768" in goal.sentence
+    assert goal.state == gpu_page.NOT_MEASURED and "768x768" in goal.sentence
 
 
 def test_what_never_replayed_does_not_count_as_cuda_graphs():
     rows = [row | {"ran_as": "compiled blocks"} if row["contender"] == CAPTURED else row for row in everything()]
     goals = judged(rows)
-    assert about(goals, "TorchCompileModel at every size").state == gpu_goals.NOT_MEASURED
-    assert about(goals, "512x512, with CUDA graphs").state == gpu_goals.NOT_MEASURED
-    assert about(goals, "forty sizes").state == gpu_goals.NOT_MEASURED
-    assert about(goals, "512x512, with DeepCache 3").state == gpu_goals.REACHED
+    assert about(goals, "TorchCompileModel at every size").state == gpu_page.NOT_MEASURED
+    assert about(goals, "512x512, with CUDA graphs").state == gpu_page.NOT_MEASURED
+    assert about(goals, "forty sizes").state == gpu_page.NOT_MEASURED
+    assert about(goals, "512x512, with DeepCache 3").state == gpu_page.REACHED
 
 
 @pytest.mark.parametrize(
@@ -327,18 +327,18 @@ def test_what_never_replayed_does_not_count_as_cuda_graphs():
 )
 def test_too_slow_beside_eager_misses(contender, size, step_ms, words):
     goal = about(judged(replaced(everything(), step(contender, step_ms, size=size))), words)
-    assert goal.state == gpu_goals.MISSED and f"{20 / step_ms:.2f}" in goal.sentence
+    assert goal.state == gpu_page.MISSED and f"{20 / step_ms:.2f}" in goal.sentence
 
 
 @pytest.mark.parametrize(
     ("ours", "cores", "state"),
     [
-        ([5.0, 4.0], [60.0, 30.0], gpu_goals.REACHED),
-        ([5.0, 4.1], [60.0, 30.0], gpu_goals.MISSED),
-        ([5.0, 4.0], [90.0], gpu_goals.REACHED),  # core's was cut, and stalls no less than so
-        ([5.0, 4.0], [60.0], gpu_goals.NOT_MEASURED),
-        ([5.0], [60.0, 30.0], gpu_goals.NOT_MEASURED),
-        ([], [60.0], gpu_goals.NOT_MEASURED),
+        ([5.0, 4.0], [60.0, 30.0], gpu_page.REACHED),
+        ([5.0, 4.1], [60.0, 30.0], gpu_page.MISSED),
+        ([5.0, 4.0], [90.0], gpu_page.REACHED),  # core's was cut, and stalls no less than so
+        ([5.0, 4.0], [60.0], gpu_page.NOT_MEASURED),
+        ([5.0], [60.0, 30.0], gpu_page.NOT_MEASURED),
+        ([], [60.0], gpu_page.NOT_MEASURED),
     ],
 )
 def test_sessions_are_compared_by_all_their_stalls(ours, cores, state):
@@ -351,56 +351,56 @@ def test_sessions_are_compared_by_all_their_stalls(ours, cores, state):
 @pytest.mark.parametrize(
     ("changes", "state"),
     [
-        ({}, gpu_goals.REACHED),
-        ({"held_mb": 12300.0}, gpu_goals.REACHED),
-        ({"held_mb": 12500.0}, gpu_goals.MISSED),
-        ({"cache_mb": 6145.0}, gpu_goals.MISSED),
+        ({}, gpu_page.REACHED),
+        ({"held_mb": 12300.0}, gpu_page.REACHED),
+        ({"held_mb": 12500.0}, gpu_page.MISSED),
+        ({"cache_mb": 6145.0}, gpu_page.MISSED),
     ],
 )
 def test_forty_sizes_must_stay_flat_and_within_the_budget(changes, state):
     rows = [forty(number) for number in range(1, 40)] + [forty(40, **changes)]
     assert about(judged(rows), "forty").state == state
-    assert about(judged(rows[:30]), "forty").state == gpu_goals.NOT_MEASURED
+    assert about(judged(rows[:30]), "forty").state == gpu_page.NOT_MEASURED
 
 
 def test_nine_minutes_are_missed_by_time_and_by_what_was_left_out():
-    assert about(judged(everything(), seconds=541.0), "minutes").state == gpu_goals.MISSED
+    assert about(judged(everything(), seconds=541.0), "minutes").state == gpu_page.MISSED
     left_out = [skipped("cold", "SDXL", "cold start", BLOCKS)]
-    assert about(judged(everything(), left_out), "minutes").state == gpu_goals.MISSED
-    assert about(judged(everything()[:4]), "minutes").state == gpu_goals.NOT_MEASURED
+    assert about(judged(everything(), left_out), "minutes").state == gpu_page.MISSED
+    assert about(judged(everything()[:4]), "minutes").state == gpu_page.NOT_MEASURED
 
 
 def test_without_a_gpu_only_outputs_are_judged():
     goals = judged(everything(), has_gpu=False)
-    assert [goal.state for goal in goals] == [gpu_goals.NOT_MEASURED] * 8 + [gpu_goals.REACHED]
+    assert [goal.state for goal in goals] == [gpu_page.NOT_MEASURED] * 8 + [gpu_page.REACHED]
     assert not any("1.67" in goal.sentence for goal in goals)
 
 
 def test_without_rows_nothing_is_reached():
-    assert {goal.state for goal in gpu_goals.goals([], [], True, {})} == {gpu_goals.NOT_MEASURED}
+    assert {goal.state for goal in gpu_page.goals([], [], True, {})} == {gpu_page.NOT_MEASURED}
 
 
 @pytest.mark.parametrize("value", [2.1e-2, float("inf"), float("nan")])
 def test_output_that_is_not_eagers_is_a_failure_and_named(value):
     rows = [*everything(), step(COMPILED, 13.0, answer_diff=value)]
-    (sentence,) = gpu_goals.failures(rows)
+    (sentence,) = gpu_page.failures(rows)
     assert sentence.startswith("SDXL, 512x512 batch 1, ours, compiled blocks: differs")
-    assert about(judged(rows), "eager's within tolerance").state == gpu_goals.MISSED
+    assert about(judged(rows), "eager's within tolerance").state == gpu_page.MISSED
 
 
 def test_start_whose_output_is_not_eagers_is_a_failure():
-    (sentence,) = gpu_goals.failures([{**start(CAPTURED, "new process"), "answer_diff": 0.1, "tolerance": 2e-2}])
+    (sentence,) = gpu_page.failures([{**start(CAPTURED, "new process"), "answer_diff": 0.1, "tolerance": 2e-2}])
     assert "new process start, ours, CUDA graphs: differs" in sentence
 
 
 def test_outputs_without_values_are_not_called_equal():
     rows = [step(contender, 13.0, answer_diff=float("inf"), tolerance=None) for contender in (EAGER, CAPTURED)]
-    assert about(gpu_goals.goals(rows, [], False, {}), "eager's within tolerance").state == gpu_goals.NOT_MEASURED
+    assert about(gpu_page.goals(rows, [], False, {}), "eager's within tolerance").state == gpu_page.NOT_MEASURED
 
 
 def test_contender_that_failed_is_a_failure_and_named():
     row = {"part": "session", "model": "SDXL", "step": "batch 4", "contender": CORE, "failed": "out of memory"}
-    assert gpu_goals.failures([row]) == ["SDXL, session, batch 4, core's TorchCompileModel: out of memory"]
+    assert gpu_page.failures([row]) == ["SDXL, session, batch 4, core's TorchCompileModel: out of memory"]
 
 
 # The page
@@ -419,8 +419,7 @@ def facts(cuda):
 
 
 def page(rows, skips=(), cuda="13.0"):
-    goals = judged(rows, skips, has_gpu=cuda is not None)
-    return gpu_page.page(rows, skips, goals, gpu_goals.failures(rows), facts(cuda))
+    return gpu_page.page(rows, skips, facts(cuda), {"SDXL": 500.0})
 
 
 def test_page_tells_device_driver_torch_date_and_every_goal():
