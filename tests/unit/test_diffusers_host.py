@@ -42,7 +42,12 @@ class Pipe:
 @pytest.fixture
 def counts():
     found = []
-    unsubscribe = subscribe(lambda name, data: found.append((data["full_steps"], data["skipped_steps"])))
+
+    def hear(name, data):
+        if name == "deep_cache_run":
+            found.append((data["skipping"].full_steps, data["skipping"].skipped_steps))
+
+    unsubscribe = subscribe(hear)
     yield found
     unsubscribe()
 
