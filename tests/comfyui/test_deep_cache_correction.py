@@ -80,7 +80,7 @@ def test_samplers_that_evaluate_each_step_once_are_corrected(network, correction
 
 @pytest.mark.parametrize("name", ["unet", "dit"])
 def test_corrected_images_are_closer(monkeypatch, name):
-    """Measured for the four seeds, in dB over the same steps uncorrected: see docs/measurements.md."""
+    """Mean of four seeds, in dB over the same steps uncorrected; docs/lab/deepcache.md quotes the bounds."""
     model, closer = toy.load(name), []
     cached = apply_deep_cache(model, DeepCacheSettings(interval=2, schedule="uniform", start_percent=0.3))
     for sampler in ("euler", "dpmpp_2m"):

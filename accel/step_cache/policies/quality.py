@@ -44,7 +44,7 @@ PASSED_ON_EXTRAPOLATED = 1.2
 CORRECTED_EARLY = 0.4
 """The same where full steps correct skipped ones, of errors at pure noise. Without noise all is passed on; between them
 it changes geometrically with the noise level in radians. With one share for all, the cost of skipped steps was
-estimated 5 to 14 dB too high in the middle of a run, and about right at its end (docs/measurements.md)."""
+estimated 5 to 14 dB too high in the middle of a run, and about right at its end (docs/lab/deepcache.md)."""
 
 CORRECTED_EXTRAPOLATED = 1.6
 """How many times as much of that is passed on where a sampler extrapolates."""
@@ -59,7 +59,7 @@ a step, but its own error is not seen."""
 
 REUSED_BELOW = 1.25
 """Radians of the noise level above which every evaluation runs: there, reusing features cost up to 26 times what the
-pair before showed (docs/measurements.md)."""
+pair before showed (docs/lab/deepcache.md)."""
 
 APART = 0.35
 """The least radians of the noise level from one comparison of a run to the next. What an error of the feature does to

@@ -15,7 +15,7 @@ ORDER = 1
 """Degree of the polynomial; the history has one point more. On the trained test network curves of degree 2 are worse
 by 1 to 4 dB at an interval of 3, and by more at 5. Nor is it chosen, or the line damped, by what would have been right
 at the last full step: that makes the features' error smaller and the images of some samplers worse
-(docs/measurements.md)."""
+(docs/lab/deepcache.md)."""
 
 REACH = 1.0
 """How far beyond the newest point the curve is followed, in lengths of the last segment; from there on the forecast is
