@@ -73,7 +73,7 @@ def measure(layout: str, contender: str) -> report.Row:
     prompts = family.conditioning(77, seed=1), family.conditioning(77, seed=2)
 
     def image(model):
-        return tiny_models.sample(model, latent, *prompts, steps=1)
+        return tiny_models.sample_latent(model, latent, *prompts, steps=1)
 
     with torch.inference_mode():
         image(model)

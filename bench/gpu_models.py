@@ -178,7 +178,7 @@ class Runs:
 
         wait(self._device)
         started = time.perf_counter()
-        image = tiny_models.sample(model, self._subject.latent(case), *self._prompts, steps, callback=after_step)
+        image = tiny_models.sample_latent(model, self._subject.latent(case), *self._prompts, steps, callback=after_step)
         wait(self._device)
         seconds = time.perf_counter() - started
         each = [end - start for start, end in zip(ends, ends[1:], strict=False)]

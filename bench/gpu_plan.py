@@ -107,7 +107,7 @@ def _arguments(stage: Stage, seconds: float, out: Path, quick: bool) -> list[str
         if not made_up_device.is_here():
             return ["-c", PYTEST, *chosen]
         rehearsal = f"import sys; sys.path.append({str(ROOT / 'tests')!r}); {PYTEST}"
-        return ["-c", rehearsal, "-p", "without_values", *chosen]
+        return ["-c", rehearsal, "-p", "kit.made_up_device.without_values", *chosen]
     rows = out / "benchmarks.json"
     return [
         *("-m", "bench.gpu", *stage.arguments.split(), "--minutes", f"{seconds / 60:.2f}", "--out", str(out)),

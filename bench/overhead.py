@@ -68,7 +68,7 @@ def measure(family: Any) -> list[report.Row]:
     prompts = family.conditioning(77, seed=1), family.conditioning(77, seed=2)
 
     def image(model: Any, steps: int = 1):
-        return tiny_models.sample(model, latent, *prompts, steps=steps)
+        return tiny_models.sample_latent(model, latent, *prompts, steps=steps)
 
     cache = GraphCache()
     with torch.inference_mode():

@@ -161,7 +161,7 @@ class Bench:
         empty = comfy.sample.fix_empty_latent_channels(model, empty)
         prompts = self._positive[index], self._negative
         settings = (steps, scene.cfg, sampler, scene.scheduler, scene.seed)
-        return tiny_models.sample(model, empty, *prompts, *settings)
+        return tiny_models.sample_latent(model, empty, *prompts, *settings)
 
 
 def _default() -> Contender:

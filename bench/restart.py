@@ -106,7 +106,7 @@ def measure(model: str, mode: str, expected: Path) -> list[report.Row]:
             chosen = accelerate(patcher, CompileSettings())
         with torch.inference_mode(), _settings(mode):
             latent = torch.zeros(1, channels, LATENT_SIDE, LATENT_SIDE)
-            image = tiny_models.sample(chosen, latent, *prompts, steps=2)
+            image = tiny_models.sample_latent(chosen, latent, *prompts, steps=2)
         seconds = time.perf_counter() - started
         if mode == "eager":
             torch.save(image, expected)

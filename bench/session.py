@@ -157,7 +157,7 @@ class Session:
         model = self._with_lora(step.lora)
         if step.apart:
             model = kept_apart(model)
-        image = tiny_models.sample(model, latent, positive, negative, self._sampler_steps)
+        image = tiny_models.sample_latent(model, latent, positive, negative, self._sampler_steps)
         if not image.isfinite().all():
             raise Problem(f"{self._family.name}, {self._contender}, step {step.name}: the image is not finite.")
         return image

@@ -127,5 +127,5 @@ def sample(model, classes: torch.Tensor, height: int, width: int, steps: int, sa
     empty = torch.zeros(len(classes), CHANNELS, height, width)
     prompts = conditioning(classes), conditioning(torch.tensor([NULL_CLASS]))
     scheduler = "simple" if is_flow(model.model.model_sampling) else "normal"
-    latent = tiny_models.sample(model, empty, *prompts, steps, CFG, sampler, scheduler, seed)
+    latent = tiny_models.sample_latent(model, empty, *prompts, steps, CFG, sampler, scheduler, seed)
     return model.model.process_latent_in(latent)

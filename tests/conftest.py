@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# At the end, so that `nodes` still means ComfyUI's nodes.py; `python -m pytest` puts it first.
-sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT] + [str(ROOT)]
+# At the end, so that `nodes` still means ComfyUI's nodes.py; `python -m pytest` puts it first. `tests` for its `kit`.
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT] + [str(ROOT), str(ROOT / "tests")]
 
 # Before torch is imported. Threads that wait by spinning make small tensors minutes slower where another program shares
 # the cores; and each process that compiles would build half a dozen programs to find out what the processor can do.

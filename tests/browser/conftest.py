@@ -1,4 +1,4 @@
-"""A server for each frontend, a browser, and a page for each setup (tests/editor_page.py).
+"""A server for each frontend, a browser, and a page for each setup (tests/kit/pages.py).
 
 Loading the page is most of what a test here costs, so all of this folder share it: each finds an empty graph. But
 nobody outside, hence the __init__.py, which makes it a package: as long as Playwright is open, an event loop counts as
@@ -8,18 +8,11 @@ running, and nobody else can start one.
 import functools
 import json
 import shutil
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-
-from tools import synthetic, workflow
-from tools.server import serving
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
-from editor_page import (  # noqa: E402
+from kit.pages import (  # noqa: E402
     CHROMIUM_FLAGS,
     CLASSIC,
     EVERY_SETUP,
@@ -31,6 +24,9 @@ from editor_page import (  # noqa: E402
     load,
     set_setting,
 )
+
+from tools import synthetic, workflow
+from tools.server import serving
 
 CHECKPOINT = "v1-5-pruned-emaonly-fp16.safetensors"
 NOT_OURS = (

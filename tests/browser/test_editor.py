@@ -8,7 +8,7 @@ import io
 import json
 
 import pytest
-from editor_page import CLEAR, IN_NEWEST, UPDATE, get, screenshot, set_setting, until
+from kit.pages import CLEAR, IN_NEWEST, UPDATE, get, screenshot, set_setting, until
 
 from tools import ROOT
 

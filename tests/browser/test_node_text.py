@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from editor_page import EVERY_SETUP, screenshot
-from panel_page import SAY
+from kit.pages import EVERY_SETUP, SAY, screenshot
 
 pytestmark = pytest.mark.browser
 in_all = pytest.mark.parametrize("setup", EVERY_SETUP, indirect=True)

@@ -6,8 +6,20 @@ import re
 import urllib.request
 
 import pytest
-from editor_page import FRONTENDS, get, screenshot, until
-from panel_page import EXECUTE, SAY, SET, answering, close_panel, idle, open_panel, state
+from kit.pages import (
+    EXECUTE,
+    FRONTENDS,
+    SAY,
+    SET,
+    answering,
+    close_panel,
+    get,
+    idle,
+    open_panel,
+    screenshot,
+    state,
+    until,
+)
 
 from tools import workflow
 

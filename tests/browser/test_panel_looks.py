@@ -3,10 +3,11 @@
 import itertools
 
 import pytest
-from editor_page import EVERY_SETUP, FRONTENDS, screenshot
-from panel_page import (
+from kit.pages import (
     CONTRASTS,
+    EVERY_SETUP,
     EXECUTE,
+    FRONTENDS,
     MARKUP,
     SAY,
     SET,
@@ -16,6 +17,7 @@ from panel_page import (
     idle,
     open_panel,
     row,
+    screenshot,
     set_width,
     state,
 )

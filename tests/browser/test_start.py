@@ -3,8 +3,7 @@
 import json
 
 import pytest
-from editor_page import EVERY_SETUP, SETUPS, screenshot
-from panel_page import answering, idle
+from kit.pages import EVERY_SETUP, SETUPS, answering, idle, screenshot
 
 pytestmark = pytest.mark.browser
 in_all = pytest.mark.parametrize("setup", EVERY_SETUP, indirect=True)

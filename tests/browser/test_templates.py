@@ -8,7 +8,7 @@ import io
 import json
 
 import pytest
-from editor_page import CLASSIC, SETUPS, UPDATE, screenshot
+from kit.pages import CLASSIC, SETUPS, UPDATE, screenshot
 
 from tools import workflow
 from tools.comfyui import PACK_NAME

@@ -2,9 +2,7 @@
 
 import logging
 import os
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -14,16 +12,14 @@ from tools.comfyui import make_base, offer_checkpoint
 from tools.inprocess import boot
 from tools.server import serving
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
 boot(cpu=True)
 os.environ["ACCEL_STORE"] = "off"  # no test finds what another left; those of the store say where it is
 
 import comfy.model_management  # noqa: E402
-import tiny_models  # noqa: E402
 import torch  # noqa: E402
-from capture_kit import capturing_cache  # noqa: E402
-from cpu_capturer import CpuCapturer  # noqa: E402
-from deep_cache_runs import said_of_fallbacks  # noqa: E402
+from kit import tiny_models  # noqa: E402
+from kit.captures import CpuCapturer, capturing_cache  # noqa: E402
+from kit.deep_cache import said_of_fallbacks  # noqa: E402
 
 SLOW_TO_VALIDATE = """
 import asyncio, nodes

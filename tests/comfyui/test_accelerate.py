@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import comfy.model_management
 import pytest
-import tiny_models
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -15,7 +14,8 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.compiled_layers import survey_model
 from comfy_accel.accel.hosts.comfyui.models.accelerate import HOST, KEY, Run, accelerate
 from comfy_accel.accel.modules.substitution import StandIn
-from thorough import thorough_except
+from kit import tiny_models
+from kit.thorough import thorough_except
 from torch._dynamo.utils import counters
 
 TOLERANCE = 2e-3  # of the largest value: another order of float32 additions over a few sampler steps

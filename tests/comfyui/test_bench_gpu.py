@@ -9,8 +9,8 @@ import comfy.model_detection
 import pytest
 import torch
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from cpu_capturer import CpuCapturer
-from thorough import thorough_except
+from kit.captures import CpuCapturer
+from kit.thorough import thorough_except
 
 from bench import gpu, gpu_models, gpu_page
 from bench.gpu_cases import (

@@ -1,6 +1,6 @@
 """Captured model calls with ComfyUI's own models, samplers, LoRAs, ControlNets and caches.
 
-What captures here is `cpu_capturer`: operators on fixed storages, with the rules of CUDA graphs. Blocks stay eager
+What captures here is `kit.captures`: operators on fixed storages, with the rules of CUDA graphs. Blocks stay eager
 where a test is not about them, since tracing is most of a test's time.
 """
 
@@ -9,9 +9,7 @@ import gc
 import comfy.controlnet
 import comfy.model_management
 import pytest
-import tiny_models
 import torch
-from capture_kit import EAGER_BLOCKS, reasons
 from comfy.ldm.modules import attention
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -23,13 +21,13 @@ from comfy_accel.accel.hosts.comfyui.models.warm_up import warm_up
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.sizing.resolution import Size
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from cpu_capturer import STAGES, left
-from deep_cache_reference import SMALL
-from deep_cache_runs import split_chunks
+from kit import tiny_models
+from kit.captures import EAGER_BLOCKS, STAGES, left, reasons
+from kit.deep_cache import SMALL, split_chunks
+from kit.families import DITS
+from kit.step_cache import uniform_hold
+from kit.thorough import thorough_except
 from kit.tiny_models import Family
-from thorough import thorough_except
-from tiny_dits import DITS
-from uniform_hold import uniform_hold
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

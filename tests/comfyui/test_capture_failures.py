@@ -1,7 +1,7 @@
 """Capturing calls may fail at any point, the image may not: whatever goes wrong, this image and all later ones are
 those of compiled blocks, nothing but an interrupt reaches the sampler, and the report says why.
 
-What fails is a capturer on the CPU (`cpu_capturer`); the models, samplers, LoRAs and DeepCache are the real ones.
+What fails is a capturer on the CPU (`kit.captures`); the models, samplers, LoRAs and DeepCache are the real ones.
 """
 
 import functools
@@ -9,9 +9,7 @@ import sys
 
 import comfy.model_management
 import pytest
-import tiny_models
 import torch
-from capture_kit import EAGER_BLOCKS, reasons
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.cuda_graphs.capture_key import CaptureKey
@@ -20,9 +18,10 @@ from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from cpu_capturer import STAGES, CpuCapturer, left
-from deep_cache_reference import SMALL
-from tiny_dits import DITS
+from kit import tiny_models
+from kit.captures import EAGER_BLOCKS, STAGES, CpuCapturer, left, reasons
+from kit.deep_cache import SMALL
+from kit.families import DITS
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -8,9 +8,7 @@ import weakref
 
 import comfy.model_management as core
 import pytest
-import tiny_models
 import torch
-from capture_kit import EAGER_BLOCKS, reasons
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES, Settings
@@ -18,8 +16,9 @@ from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.hosts.comfyui import preferences
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.capture_memory import CapturedCalls, memory_of, room_for_captures
-from cpu_capturer import CpuCapturer, left
-from deep_cache_reference import SMALL
+from kit import tiny_models
+from kit.captures import EAGER_BLOCKS, CpuCapturer, left, reasons
+from kit.deep_cache import SMALL
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

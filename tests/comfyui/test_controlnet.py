@@ -13,9 +13,9 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
-from thorough import thorough_except
-from tiny_controlnets import CONTROLS, SMALL, TinyControl, adapter, image, unet_control
-from tiny_zoo import Noise, Size
+from kit.controls import CONTROLS, SMALL, TinyControl, adapter, image, unet_control
+from kit.thorough import thorough_except
+from kit.zoo import Noise, Size
 from torch._dynamo.utils import counters
 
 SIZES = [

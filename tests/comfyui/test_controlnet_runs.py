@@ -5,8 +5,6 @@ import functools
 import comfy.model_management
 import comfy.ops
 import pytest
-import tiny_controlnets
-import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
@@ -18,9 +16,10 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, 
 from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.nodes.controlnet import AccelControlNet
-from thorough import thorough_except
-from tiny_controlnets import SMALL, adapter, control_lora, taesd, unet_control
-from tiny_dits import CONTROLLED
+from kit import controls, tiny_models
+from kit.controls import SMALL, adapter, control_lora, taesd, unet_control
+from kit.families import CONTROLLED
+from kit.thorough import thorough_except
 from torch._dynamo.utils import counters
 
 SETTINGS = CompileSettings(backend="eager")
@@ -151,8 +150,8 @@ def test_half_weights_and_those_cast_for_every_call_match_eager(dtype):
 
 
 def test_flux_with_a_control_net_of_pixels_and_one_of_latents():
-    inpaint = tiny_controlnets.CONTROLS["Flux inpaint"].build()
-    union = tiny_controlnets.CONTROLS["Flux Union"].build()
+    inpaint = controls.CONTROLS["Flux inpaint"].build()
+    union = controls.CONTROLS["Flux Union"].build()
     union.set_extra_arg("control_type", [2])
     conds = functools.partial(conditioned, conditioning=CONTROLLED.conditioning)
     base = CONTROLLED.load()

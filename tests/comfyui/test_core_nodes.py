@@ -11,10 +11,10 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, 
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.split_points import why_no_split
-from core_nodes import ALL_ROWS, ELSEWHERE, FAMILIES_OF_NODES, LOADERS, NO_NODES, ROWS, nodes_of_core
-from thorough import thorough_except
+from kit.core_nodes import ALL_ROWS, ELSEWHERE, FAMILIES_OF_NODES, LOADERS, NO_NODES, ROWS, nodes_of_core
+from kit.step_cache import uniform_hold
+from kit.thorough import thorough_except
 from torch._dynamo.utils import counters
-from uniform_hold import uniform_hold
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -4,10 +4,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import tiny_models
 import torch
 from comfy_accel.accel.step_cache.run import DeepCacheRun
-from deep_cache_runs import (
+from kit import tiny_models
+from kit.deep_cache import (
     assert_close,
     assert_no_trace,
     cached,
@@ -16,8 +16,8 @@ from deep_cache_runs import (
     full_and_skipped,
     split_chunks,
 )
-from thorough import thorough_except
-from uniform_hold import uniform_hold
+from kit.step_cache import uniform_hold
+from kit.thorough import thorough_except
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import comfy.sd
 import pytest
-import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
@@ -19,20 +18,24 @@ from comfy_accel.accel.step_cache.config import BETWEEN, POLICIES
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras.nodes_freelunch import FreeU_V2
-from deep_cache_reference import SMALL, assert_as_reference, assert_skipped_is_full, held, reference, still_answers
-from deep_cache_runs import (
+from kit import tiny_models
+from kit.deep_cache import (
+    SMALL,
+    assert_as_reference,
     assert_close,
     assert_no_trace,
+    assert_skipped_is_full,
     cached,
     counts,
     full_and_skipped,
+    held,
+    reference,
     residuals,
     said_of_fallbacks,
     split_chunks,
+    still_answers,
 )
-from kit.tiny_models import Family, with_control
-from kit.tiny_models import lora as lora_file
-from other_nodes import (
+from kit.other_nodes import (
     BLOCKS,
     SD15,
     adapter,
@@ -76,8 +79,10 @@ from other_nodes import (
     windowed,
     within,
 )
+from kit.step_cache import uniform_hold
+from kit.tiny_models import Family, with_control
+from kit.tiny_models import lora as lora_file
 from torch._dynamo.utils import counters
-from uniform_hold import uniform_hold
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -98,8 +98,8 @@ def test_corrected_images_are_closer(monkeypatch, name):
 def test_corrected_images_of_pipelines_are_closer(monkeypatch, name):
     """The same in diffusers' own schedulers."""
     pytest.importorskip("diffusers", reason="needs the package diffusers: tests/requirements.txt")
-    import toy_pipelines
     from comfy_accel.accel.hosts.diffusers import deep_cache as pipelines
+    from kit import toy_pipelines
 
     def made(pipe, **settings):
         with pipelines.deep_cache(pipe, DeepCacheSettings(**settings)):

@@ -4,14 +4,14 @@ import functools
 
 import comfy.ops
 import pytest
-import tiny_models
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.step_cache.unet_split import UNetSplit
-from deep_cache_runs import assert_close, cached, counts, full_and_skipped_flops
+from kit import tiny_models
+from kit.deep_cache import assert_close, cached, counts, full_and_skipped_flops
 from torch._dynamo.utils import counters
 
 SD15 = {

@@ -14,7 +14,7 @@ from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.split_points import find_split
-from deep_cache_runs import (
+from kit.deep_cache import (
     assert_close,
     assert_no_trace,
     cached,
@@ -22,11 +22,11 @@ from deep_cache_runs import (
     full_and_skipped_flops,
     split_chunks,
 )
+from kit.families import CONTROLLED, DITS
+from kit.step_cache import uniform_hold
+from kit.thorough import thorough_except
 from kit.tiny_models import with_control
-from thorough import thorough_except
-from tiny_dits import CONTROLLED, DITS
 from torch._dynamo.utils import counters
-from uniform_hold import uniform_hold
 
 from bench.layouts import FLUX_DEV
 

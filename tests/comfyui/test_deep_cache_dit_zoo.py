@@ -4,19 +4,16 @@ The zoo's models are tiny; those with two blocks in their one list get five more
 """
 
 import pytest
-import tiny_zoo_dit  # noqa: F401  They add to the zoo.
-import tiny_zoo_sound  # noqa: F401
-import tiny_zoo_video  # noqa: F401
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.step_cache.dit_split import DiTSplit
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.split_points import find_split, why_no_split
 from comfy_accel.accel.step_cache.unet_split import UNetSplit
-from deep_cache_runs import assert_close
-from tiny_dits import lengthened
-from tiny_zoo import ZOO, Noise, Size
-from uniform_hold import uniform_hold
+from kit.deep_cache import assert_close
+from kit.families import lengthened
+from kit.step_cache import uniform_hold
+from kit.zoo import ZOO, Noise, Size
 
 UNETS = ("SD1.5", "SD1.5 inpaint", "SD2", "SDXL", "SDXL refiner", "SVD")
 NEITHER = ("Stable Cascade C", "Stable Cascade B")

@@ -9,7 +9,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.step_cache.run import DeepCacheRun
-from deep_cache_runs import assert_no_trace, cached, counts
+from kit.deep_cache import assert_no_trace, cached, counts
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -3,7 +3,6 @@
 import comfy.model_management
 import comfy.samplers
 import pytest
-import tiny_models
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -15,10 +14,10 @@ from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.predictions.guidance import MOST_STEPS, Guidance
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.split_points import find_split
-from deep_cache_reference import SMALL
-from deep_cache_runs import assert_no_trace, counts
-from other_nodes import control_net, controlled, hooked, in_areas, with_momentum
-from tiny_models import conditioning
+from kit import tiny_models
+from kit.deep_cache import SMALL, assert_no_trace, counts
+from kit.other_nodes import control_net, controlled, hooked, in_areas, with_momentum
+from kit.tiny_models import conditioning
 
 RUN = {"width": 72, "height": 88, "steps": 8, "sampler": "euler_ancestral"}
 LITTLE, NEVER_ENOUGH = (DeepCacheSettings(quality=decibels) for decibels in (15.0, 300.0))

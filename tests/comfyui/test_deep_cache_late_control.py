@@ -9,10 +9,7 @@ import comfy.hooks
 import comfy.model_management
 import comfy.samplers
 import pytest
-import tiny_controlnets
-import tiny_models
 import torch
-from capture_kit import EAGER_BLOCKS, reasons
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
@@ -21,11 +18,11 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from deep_cache_reference import SMALL
-from deep_cache_runs import assert_close, assert_no_trace, cached, counts, split_chunks
-from kit.tiny_models import sample as sample_latent
-from kit.tiny_models import with_control
-from other_nodes import (
+from kit import controls, tiny_models
+from kit.captures import EAGER_BLOCKS, reasons
+from kit.deep_cache import SMALL, assert_close, assert_no_trace, cached, counts, split_chunks
+from kit.families import CONTROLLED
+from kit.other_nodes import (
     SD15,
     adapter,
     both_attentions,
@@ -37,7 +34,7 @@ from other_nodes import (
     watched,
     windowed,
 )
-from tiny_dits import CONTROLLED
+from kit.tiny_models import sample_latent, with_control
 from torch._dynamo.utils import counters
 
 RUN = {"width": 72, "height": 88, "steps": 6}
@@ -127,7 +124,7 @@ def test_control_net_of_a_transformer_runs_on_every_step():
 
 
 @pytest.mark.parametrize(
-    "layout, make", [(SMALL, lambda: tiny_controlnets.control_lora(**SMALL)), (SD15, adapter)], ids=["LoRA", "T2I"]
+    "layout, make", [(SMALL, lambda: controls.control_lora(**SMALL)), (SD15, adapter)], ids=["LoRA", "T2I"]
 )
 def test_other_control_objects_of_core_wait_too(layout, make, as_core_does, monkeypatch):
     skipping, control = cached(tiny_models.unet(**layout)), make()
@@ -397,7 +394,7 @@ WITHOUT_ATTENTION = {"channel_mult": [1, 2], "num_res_blocks": [0, 1], "transfor
 
 
 def test_compiled_in_either_order_the_control_net_waits_and_nothing_compiles_twice(sample):
-    control = watched(tiny_controlnets.unet_control(**WITHOUT_ATTENTION, transformer_depth_middle=-2))
+    control = watched(controls.unet_control(**WITHOUT_ATTENTION, transformer_depth_middle=-2))
     model, settings, graphs = tiny_models.res_blocks(), CompileSettings(backend="eager"), GraphCache()
     run = {**RUN, "positive": controlled(accelerate_control(control, settings, graphs))}
     expected = sample(cached(model), **{**RUN, "positive": controlled(control)})

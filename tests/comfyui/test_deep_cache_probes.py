@@ -2,16 +2,15 @@
 
 import comfy.model_management
 import pytest
-import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from deep_cache_reference import SMALL
-from deep_cache_runs import assert_no_trace, counts
-from other_nodes import control_net, controlled, easy_cache, in_areas, lazy_cache, with_momentum
+from kit import tiny_models
+from kit.deep_cache import SMALL, assert_no_trace, counts
+from kit.other_nodes import control_net, controlled, easy_cache, in_areas, lazy_cache, with_momentum
 
 SIZE = {"width": 72, "height": 88, "steps": 24}
 NEVER_ENOUGH = DeepCacheSettings(quality=300.0)

@@ -7,8 +7,8 @@ import torch
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from deep_cache_runs import assert_close, counts, split_chunks
-from uniform_hold import uniform_hold
+from kit.deep_cache import assert_close, counts, split_chunks
+from kit.step_cache import uniform_hold
 
 from bench import similarity, toy_data
 

@@ -6,7 +6,6 @@ import comfy.model_sampling
 import comfy.sample
 import comfy.samplers
 import pytest
-import tiny_models
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.core.events import subscribe
@@ -16,7 +15,8 @@ from comfy_accel.accel.hosts.comfyui.models.samplers import NoiseLevels, reckons
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.run import DeepCacheRun
-from deep_cache_runs import cached, counts
+from kit import tiny_models
+from kit.deep_cache import cached, counts
 
 ONE_CALL = "0F 1s 2s 3F 4s 5s 6F"
 OWN_MIDPOINT = "0FF 1ss 2ss 3FF 4ss 5ss 6F"

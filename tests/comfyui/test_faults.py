@@ -2,7 +2,6 @@
 
 import comfy.model_management
 import pytest
-import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile import block_compiler
@@ -12,9 +11,9 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.batch_dry_run import BatchDryRun
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.nodes.compile_inputs import settings
-from kit.tiny_models import FLUX_FAMILY
-from kit.tiny_models import sample as sample_family
-from thorough import thorough_except
+from kit import tiny_models
+from kit.thorough import thorough_except
+from kit.tiny_models import FLUX_FAMILY, sample_latent
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
 
@@ -120,7 +119,7 @@ def model_of(name):
     if name == "Flux":
         family = FLUX_FAMILY
         latent, positive, negative = torch.zeros(1, 16, 16, 16), family.conditioning(77, 1), family.conditioning(77, 2)
-        return family.load(torch.float32), lambda model: sample_family(model, latent, positive, negative, 2)
+        return family.load(torch.float32), lambda model: sample_latent(model, latent, positive, negative, 2)
     return tiny_models.small_unet(), lambda model: tiny_models.sample(model, 64, 64, steps=2)
 
 

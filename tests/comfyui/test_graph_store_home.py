@@ -12,12 +12,7 @@ from pathlib import Path
 import comfy.model_management
 import folder_paths
 import pytest
-import tiny_models
-import tiny_zoo_dit  # noqa: F401  They add to the zoo.
-import tiny_zoo_sound  # noqa: F401
-import tiny_zoo_video  # noqa: F401
 import torch
-from asked_keys import asked_keys
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.fingerprint import module_files
@@ -27,7 +22,12 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.versions import NO_RESULT_DEPENDS_ON
 from comfy_accel.accel.store import location, signing
 from comfy_accel.accel.store.graph_store import attach
-from tiny_zoo import ZOO
+from kit import (
+    tiny_models,
+    zoo,  # noqa: F401  They add to the zoo.
+)
+from kit.asked_keys import asked_keys
+from kit.zoo import ZOO
 
 IMPORT_LIMIT, IMPORT_SHARE = 0.15, 0.04
 """Seconds of processor time beyond what ComfyUI imports anyway; on a machine on which that takes more than 4 s, this
@@ -118,7 +118,7 @@ def image():
     tiny_models.sample(accelerated, 64, 64, steps=1)
 
 folder_paths.set_user_directory(user)
-import tiny_models
+from kit import tiny_models
 model = tiny_models.res_blocks()
 for name in ("stat", "lstat", "access", "readlink"):  # of these Python tells nobody
     setattr(os, name, noting(getattr(os, name)))
@@ -129,7 +129,7 @@ written_by_loading = [name for name in written if "pycache" not in name]
 if not tries:
     tries = [seconds()]
 phases.update((run.__name__, phase(run)) for run in (import_routes, make_node, image))
-import asked_keys
+from kit import asked_keys
 answer = {"seconds": tries, "comfyui": comfyui, "written": written_by_loading, "touched": phases}
 print(json.dumps({**answer, "keys": asked_keys.asked_keys()}))
 """

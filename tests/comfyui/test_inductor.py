@@ -1,7 +1,6 @@
 """The few blocks that are really compiled in tests: what the backends that only capture cannot show."""
 
 import comfy.ops
-import tiny_models
 import torch
 from comfy.ldm.flux.layers import DoubleStreamBlock, EmbedND
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -9,6 +8,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substituted
+from kit import tiny_models
 from torch._dynamo.utils import counters
 
 INDUCTOR = CompileSettings(backend="inductor")

@@ -1,5 +1,5 @@
 """Beside Comfy Compiler (core 0.34 and later), which records what a model allocates: nothing of ours that lasts is
-recorded, and nothing recorded is kept or freed by us. On a stand-in for comfy-aimdo's recorder (`fake_malloc_graph`).
+recorded, and nothing recorded is kept or freed by us. On a stand-in for comfy-aimdo's recorder (`kit.malloc_graph`).
 
 Scopes are where newer models have them: one for the whole call, outside of the model's wrappers or within them, and in
 it one around each block. As theirs do, the blocks work in place and hand back what they were given.
@@ -14,7 +14,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from capture_kit import capturing_cache
 from comfy.ldm.flux.model import Flux
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -26,11 +25,12 @@ from comfy_accel.accel.modules.blocks import trunk_of
 from comfy_accel.accel.modules.substitution import substituted
 from comfy_accel.accel.step_cache import dit_split
 from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
-from deep_cache_runs import cached, counts
-from fake_malloc_graph import installed, recorded
+from kit.captures import capturing_cache
+from kit.deep_cache import cached, counts
+from kit.families import DITS, IMAGE, TinyDiT
+from kit.malloc_graph import installed, recorded
 from kit.tiny_models import Family
-from tiny_dits import DITS, IMAGE, TinyDiT
-from tiny_zoo import FLUX
+from kit.zoo import FLUX
 
 SINGLE = TinyDiT(Family("Flux", "Flux", {**FLUX, "depth": 0, "depth_single_blocks": 5}, 48, 32), 5, IMAGE)
 """One kind of block, compiled in a moment."""

@@ -6,13 +6,13 @@ import weakref
 
 import psutil
 import pytest
-import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile import block_compiler
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from kit import tiny_models
 from torch._dynamo.utils import counters
 
 SIZES = list(itertools.product(range(40, 200, 8), range(40, 120, 8)))

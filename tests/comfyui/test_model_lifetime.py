@@ -4,13 +4,13 @@ import gc
 import weakref
 
 import comfy.model_management
-import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from tiny_models import sample
+from kit import tiny_models
+from kit.tiny_models import sample
 
 SETTINGS = CompileSettings(backend="eager")
 

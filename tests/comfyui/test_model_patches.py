@@ -15,11 +15,11 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
 from comfy_extras import nodes_model_patch as core_nodes
-from thorough import thorough_except
-from tiny_controlnets import network, taesd, wan_vae
-from tiny_dits import DITS
+from kit.controls import network, taesd, wan_vae
+from kit.families import DITS
+from kit.step_cache import uniform_hold
+from kit.thorough import thorough_except
 from torch._dynamo.utils import counters
-from uniform_hold import uniform_hold
 
 Z_IMAGE = dataclasses.replace(
     DITS["Z-Image"],

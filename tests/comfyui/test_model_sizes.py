@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
-import tiny_models
 import torch
 from comfy.ldm.flux.model import FluxParams
 from comfy_accel.accel.hosts.comfyui.sizes.model_sizes import latent_layout, model_multiple
 from comfy_accel.accel.sizing.resolution import Size
+from kit import tiny_models
 from kit.tiny_models import known_to
 
 FLUX = {

@@ -8,9 +8,6 @@ import uuid
 from dataclasses import dataclass
 
 import pytest
-import tiny_zoo_dit  # noqa: F401  They add to the zoo.
-import tiny_zoo_sound  # noqa: F401
-import tiny_zoo_video  # noqa: F401
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
@@ -18,8 +15,8 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substituted
-from thorough import thorough_except
-from tiny_zoo import ZOO, Noise, Size
+from kit.thorough import thorough_except
+from kit.zoo import ZOO, Noise, Size
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor
 

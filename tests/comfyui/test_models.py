@@ -8,10 +8,9 @@ import json
 import random
 
 import comfy.sd
+import comfyui_version
 import pytest
-import streamed_weights_kit as kit
 import torch
-from capture_kit import capturing_cache
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
@@ -21,13 +20,47 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, 
 from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.split_points import why_no_split
+from kit import streamed_weights as stand_in
+from kit.captures import capturing_cache
+from kit.controls import CONTROLS
+from kit.families import FAMILIES
+from kit.step_cache import uniform_hold
+from kit.thorough import thorough_except
 from kit.tiny_models import lora
-from models_page import COLUMNS, CORE, JSON, PAGE, page
-from thorough import thorough_except
-from tiny_controlnets import CONTROLS
-from tiny_families import FAMILIES
 from torch._dynamo.utils import counters
-from uniform_hold import uniform_hold
+
+from tools import ROOT
+
+CORE = comfyui_version.__version__
+JSON, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
+
+COLUMNS = ("compiled", "DeepCache", "ControlNet", "quantised", "streamed", "captured")
+
+HEAD = """# Models
+
+What was seen to work, by running it: each family is a tiny model of ComfyUI's own class, loaded and sampled as ComfyUI
+does it, on a CPU. Every image was compared with the one that ComfyUI makes without this pack. Nothing here says how
+fast anything is. `dev.py test --all tests/comfyui/test_models.py --write-models` makes this page, from
+[models.json](models.json); the tests run the same rows and compare.
+
+- **compiled**: block types, and the graphs that were made for them, all in the first image, a batch of 1. A negative
+  prompt beside it, another size, a longer prompt, a batch of 3 and a LoRA compiled nothing more.
+- **DeepCache**: of a run of 4 steps with interval 2 and the uniform schedule.
+- **ControlNet**: run compiled beside the model, where the tests have one for it. Those that come as model patches
+  (Qwen-Image DiffSynth, Z-Image Fun, Uni3C) run uncompiled between the model's compiled blocks, with DeepCache too;
+  for these and other nodes see [compatibility.md](compatibility.md#nodes-that-change-the-model).
+- **quantised**: weights stored in fp8, with a LoRA too.
+- **streamed**: weights that ComfyUI streams (DynamicVRAM), on a stand-in for its allocator that takes them away at
+  random, with a LoRA and with other weights of the family in between; the device never held more than its capacity and
+  two blocks. “–” for a ComfyUI without it.
+- **captured**: whole calls captured and replayed, on a stand-in for CUDA graphs.
+
+"""
+
+NOTES = """
+The newest ComfyUI in which a family was run is in the last column; in older ones that have it, the rows are in
+models.json. “Not seen” means that it has not been seen to work: it was not run yet, or the test fails.
+"""
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
@@ -151,7 +184,7 @@ def quantised(name, case):
 
 def streamed(name, case):
     """Weights that come and go at random; LoRAs, and other weights of the family in between."""
-    if kit.why_not() is not None:
+    if stand_in.why_not() is not None:
         return "–"
     plain, rng = case.load(), random.Random(1)
     expected = {
@@ -159,7 +192,7 @@ def streamed(name, case):
         for size, strength in ((0, 0), (1, 0.5))
     }
     others = case.sample(case.load(seed=1))
-    with kit.streaming() as card:
+    with stand_in.streaming() as card:
         cache = GraphCache()
         model = card.streamed(case.load())
         fast, other = (accelerate(one, SETTINGS, cache) for one in (model, card.streamed(case.load(seed=1))))
@@ -218,6 +251,16 @@ def test_model_does_what_the_page_says(name, column, request):
         PAGE.write_text(page(known), encoding="utf-8")
     elif column in known.get(name, {}).get(CORE, {}):
         assert seen == known[name][CORE][column]
+
+
+def page(known: dict[str, dict[str, dict[str, str]]]) -> str:
+    """The page. known: family → version of ComfyUI → column → what was seen."""
+    lines = [f"| Model | {' | '.join(COLUMNS)} | ComfyUI |", f"|---{'|---' * (len(COLUMNS) + 1)}|"]
+    for name, rows in known.items():
+        newest = max(rows, key=lambda version: [int(part) for part in version.split(".")])
+        cells = (rows[newest].get(column, "not seen") for column in COLUMNS)
+        lines.append(f"| {name} | {' | '.join(cells)} | {newest} |")
+    return HEAD + "\n".join(lines) + "\n" + NOTES
 
 
 def test_page_is_what_was_seen():

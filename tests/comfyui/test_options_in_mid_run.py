@@ -3,7 +3,6 @@
 from contextlib import contextmanager
 
 import pytest
-import tiny_models
 import torch
 from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.patcher_extension import WrappersMP
@@ -11,7 +10,8 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from tiny_models import sample
+from kit import tiny_models
+from kit.tiny_models import sample
 
 STEPS = 6
 

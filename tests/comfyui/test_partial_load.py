@@ -10,8 +10,6 @@ import comfy.model_management
 import comfy.model_patcher
 import comfy.sd
 import pytest
-import streamed_weights_kit as kit
-import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
@@ -20,10 +18,11 @@ from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models import streamed
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from kit import streamed_weights as stand_in
+from kit import tiny_models
+from kit.families import DITS, FAMILIES
+from kit.thorough import thorough_except
 from kit.tiny_models import lora as lora_file
-from thorough import thorough_except
-from tiny_dits import DITS
-from tiny_families import FAMILIES
 from torch._dynamo.utils import counters
 
 SHARES = (1, 0.995, 0.2)
@@ -164,7 +163,7 @@ def test_weights_elsewhere_are_brought_unless_they_are_too_many(model, monkeypat
                 source.take([torch.empty(2, 2, device="meta")])
             return
         races: list[str] = []
-        stream = kit.Stream(races)
+        stream = stand_in.Stream(races)
         monkeypatch.setattr(comfy.model_management, "get_offload_stream", lambda device: stream.begin())
         monkeypatch.setattr(comfy.model_management, "sync_stream", lambda device, stream: stream and stream.sync())
         taken = source.take([torch.empty(2, 2, device="meta")])

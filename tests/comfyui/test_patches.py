@@ -6,7 +6,6 @@ import comfy.ops
 import comfy.sd
 import comfy.utils
 import pytest
-import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
@@ -14,8 +13,9 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.versions import traceable
-from thorough import thorough_except
-from tiny_models import conditioning, sample
+from kit import tiny_models
+from kit.thorough import thorough_except
+from kit.tiny_models import conditioning, sample
 from torch._dynamo.utils import counters
 
 cache = GraphCache()

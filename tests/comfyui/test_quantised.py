@@ -11,7 +11,7 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substituted
-from quantised_layers import EAGER, IS_BY_LAYER, LAYOUTS, WIDTH, X, both_ways, plain, quantised, saving
+from kit.quantised_layers import EAGER, IS_BY_LAYER, LAYOUTS, WIDTH, X, both_ways, plain, quantised, saving
 from torch._dynamo.utils import counters
 
 BY_KERNELS = "convrot_w4a4", "asym_w4a8_int8"

@@ -6,7 +6,6 @@ from dataclasses import asdict
 import comfy.model_management
 import folder_paths
 import pytest
-import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.compile.generated_code import STAGES
@@ -22,6 +21,7 @@ from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.nodes.report import AccelReport
+from kit import tiny_models
 
 warm = GraphCache()
 UNIFORM = DeepCacheSettings(interval=3, schedule="uniform", between="hold")

@@ -5,13 +5,12 @@ import itertools
 import comfy.ldm.models.autoencoder
 import comfy.sd
 import pytest
-import real_prompts
-import tiny_models
 import torch
 from comfy_accel.accel.sizing.fit import ANCHORS, HOW
 from comfy_accel.accel.sizing.resolution import MODES
+from kit import real_prompts, tiny_models
+from kit.thorough import thorough_except
 from kit.tiny_models import randomize
-from thorough import thorough_except
 
 VAE_CONFIG = {
     "ddconfig": {

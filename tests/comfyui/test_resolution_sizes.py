@@ -1,13 +1,13 @@
 """Which size Resolution Snap chooses: trained ones, and the one it was given where that is right."""
 
 import pytest
-import tiny_models
 from comfy_accel.accel.hosts.comfyui.sizes.model_sizes import LatentLayout, trained_family
 from comfy_accel.accel.hosts.comfyui.sizes.snapping import MULTIPLES, Rule, choose
 from comfy_accel.accel.sizing.buckets import TRAINED
 from comfy_accel.accel.sizing.fit import fit
 from comfy_accel.accel.sizing.resolution import Size
-from tiny_dits import DITS
+from kit import tiny_models
+from kit.families import DITS
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """What is said when a model of ours fails at a size that it cannot take."""
 
 import pytest
-import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
@@ -9,8 +8,9 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.hosts.comfyui.sizes.shape_errors import ShapeMismatch
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from kit.tiny_models import sample
-from tiny_dits import DITS
+from kit import tiny_models
+from kit.families import DITS
+from kit.tiny_models import sample_latent
 
 HUNYUAN = DITS["HunyuanVideo"]
 """Core's class for it does not fill up patches, and fails at an odd latent."""
@@ -39,7 +39,7 @@ NODES = {
 
 def sample_odd(model, shape=ODD):
     conds = {"positive": HUNYUAN.conditioning(1), "negative": HUNYUAN.conditioning(2)}
-    return sample(model, torch.zeros(shape), steps=2, **conds)
+    return sample_latent(model, torch.zeros(shape), steps=2, **conds)
 
 
 @pytest.fixture(scope="module")

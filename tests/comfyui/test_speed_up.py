@@ -1,8 +1,6 @@
 """The Speed Up node: what each quality does to a model, and the line that its run leaves on it."""
 
 import pytest
-import real_prompts
-import tiny_models
 import torch
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.events import subscribe
@@ -10,8 +8,8 @@ from comfy_accel.accel.report.run_record import records
 from comfy_accel.nodes import speed_up
 from comfy_accel.nodes.deep_cache import AccelDeepCache
 from comfy_accel.nodes.speed_up import AccelSpeedUp
-from kit import tiny_vaes
-from tiny_models import sample
+from kit import real_prompts, tiny_models, tiny_vaes
+from kit.tiny_models import sample
 
 
 @pytest.fixture(autouse=True)

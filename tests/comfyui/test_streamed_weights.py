@@ -11,12 +11,8 @@ from pathlib import Path
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
-import cpu_capturer
 import pytest
-import streamed_weights_kit as kit
-import tiny_models
 import torch
-from capture_kit import capturing_cache
 from comfy_accel.accel.cache.entry import Entry
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.benchmark import Benchmark
@@ -32,16 +28,19 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
 from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.sizing.vae import COMPILE_BOTH, VaePolicy
-from tiny_dits import DITS
+from kit import captures, tiny_models
+from kit import streamed_weights as stand_in
+from kit.captures import capturing_cache
+from kit.families import DITS
 from torch._dynamo.utils import counters
 
-pytestmark = pytest.mark.skipif(kit.why_not() is not None, reason=str(kit.why_not()))
+pytestmark = pytest.mark.skipif(stand_in.why_not() is not None, reason=str(stand_in.why_not()))
 
 
 def test_stand_in_streams_right_weights_to_eager_calls_and_poisons_those_that_are_gone():
     dit = DITS["Flux"]
     plain = dit.sample(dit.load())
-    with kit.streaming() as card:
+    with stand_in.streaming() as card:
         model, rng = card.streamed(dit.load()), random.Random(0)
         for _ in range(6):
             assert torch.equal(dit.sample(model, steps=1), dit.sample(dit.load(), steps=1))
@@ -61,7 +60,7 @@ warm = GraphCache()
 
 @pytest.fixture
 def card():
-    with kit.streaming() as card:
+    with stand_in.streaming() as card:
         yield card
 
 
@@ -172,7 +171,7 @@ def test_weights_brought_one_by_one_before_the_graph_are_wrong(card, monkeypatch
 
 def test_wait_that_is_left_out_is_noticed(monkeypatch):
     """The control of the stand-in: a device would read weights before they are there."""
-    with pytest.raises(AssertionError, match="waited for"), kit.streaming() as card:
+    with pytest.raises(AssertionError, match="waited for"), stand_in.streaming() as card:
         monkeypatch.setattr(comfy.model_management, "sync_stream", lambda device, stream: None)
         sample(card.streamed(FLUX.load()))
 
@@ -453,7 +452,11 @@ def test_core_without_a_function_that_taking_weights_needs_has_its_own_way_and_s
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(kit.ModelVBAR, "fault"), (kit.ModelVBAR, "unpin"), (comfy.model_patcher.LowVramPatch, "clear_prepared")],
+    [
+        (stand_in.ModelVBAR, "fault"),
+        (stand_in.ModelVBAR, "unpin"),
+        (comfy.model_patcher.LowVramPatch, "clear_prepared"),
+    ],
 )
 def test_method_of_core_s_that_is_gone_leaves_nothing_held(card, monkeypatch, owner, name):
     model = with_lora(card.streamed(FLUX.load()), 1.0)
@@ -496,12 +499,12 @@ def test_vae_whose_weights_are_streamed_runs_compiled(card):
 
 
 def test_control_net_whose_weights_are_streamed_runs_compiled(card):
-    import tiny_controlnets
+    from kit import controls
 
-    rng, cache, streamed_net = random.Random(5), GraphCache(), tiny_controlnets.unet_control(**tiny_controlnets.SMALL)
+    rng, cache, streamed_net = random.Random(5), GraphCache(), controls.unet_control(**controls.SMALL)
     streamed_net.control_model_wrapped = card.streamed(streamed_net.control_model_wrapped)
     fast = accelerate_control(streamed_net, CompileSettings(backend="eager"), cache)
-    unet, hint = tiny_models.unet(**tiny_controlnets.SMALL), torch.rand(1, 3, 128, 128)
+    unet, hint = tiny_models.unet(**controls.SMALL), torch.rand(1, 3, 128, 128)
 
     def image(net):
         features = [
@@ -510,7 +513,7 @@ def test_control_net_whose_weights_are_streamed_runs_compiled(card):
         ]
         return tiny_models.sample(unet, steps=1, positive=features)
 
-    expected = image(tiny_controlnets.unet_control(**tiny_controlnets.SMALL))
+    expected = image(controls.unet_control(**controls.SMALL))
     assert not torch.equal(expected, tiny_models.sample(unet, steps=1))
     for _ in range(4):
         before = cache.statistics()["hits"]
@@ -645,7 +648,7 @@ def test_calls_are_captured_once_and_replayed_whatever_happens_to_streamed_weigh
     assert runs.replays(model, expected[0]) == 6
     assert runs.capturer.captures == 1 and reasons() == []
     comfy.model_management.unload_all_models()
-    assert cpu_capturer.left(runs.capturer) == 0
+    assert captures.left(runs.capturer) == 0
     assert runs.replays(model, expected[0]) >= 2 and reasons() == []
 
 

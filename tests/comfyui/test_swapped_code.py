@@ -5,13 +5,9 @@ import threading
 import types
 from contextlib import ExitStack, contextmanager
 
-import code_swaps
 import comfy.ops
 import pytest
-import tiny_models
 import torch
-from capture_kit import EAGER_BLOCKS, capturing_cache
-from code_swaps import IN_BLOCKS, all_of, attribute, functions_of, scaled, scaling, that_give_tensors
 from comfy.ldm.modules import attention
 from comfy.ldm.modules.diffusionmodules import openaimodel
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
@@ -26,14 +22,17 @@ from comfy_accel.accel.sizing.vae import COMPILE_DECODER, VaePolicy
 from comfy_accel.accel.store import location
 from comfy_accel.accel.store.graph_store import GraphStore
 from comfy_accel.accel.store.key import key_digest
-from deep_cache_runs import split_chunks
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from thorough import thorough_except
-from tiny_controlnets import CONTROLS
-from tiny_zoo import Noise, Size
+from kit import code_swaps, tiny_models
+from kit.captures import EAGER_BLOCKS, capturing_cache
+from kit.code_swaps import IN_BLOCKS, all_of, attribute, functions_of, scaled, scaling, that_give_tensors
+from kit.controls import CONTROLS
+from kit.deep_cache import split_chunks
+from kit.step_cache import uniform_hold
+from kit.thorough import thorough_except
+from kit.zoo import Noise, Size
 from torch._dynamo.utils import counters
-from uniform_hold import uniform_hold
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

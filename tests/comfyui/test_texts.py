@@ -6,7 +6,7 @@ import urllib.parse
 
 import pytest
 from comfy_accel.accel.core.sentences import SENTENCES
-from editor_page import get
+from kit.pages import get
 
 from tools import ROOT, workflow
 from tools.comfyui import PACK_NAME

@@ -10,7 +10,7 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.sizing.vae import AUTO, COMPILE_DECODER, VaePolicy
 from kit import tiny_vaes
-from thorough import thorough_except
+from kit.thorough import thorough_except
 from torch._dynamo.utils import counters
 
 from bench.vae import MOST_GROWTH, SIZES, resident_mb

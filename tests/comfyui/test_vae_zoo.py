@@ -11,7 +11,7 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.vae import _shape, vae_view
 from comfy_accel.accel.sizing.vae import COMPILE_BOTH, VaePolicy
 from kit import tiny_vaes
-from thorough import thorough_except
+from kit.thorough import thorough_except
 
 ZOO = {**tiny_vaes.IMAGE, **tiny_vaes.VIDEO}
 

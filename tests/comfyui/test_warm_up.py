@@ -7,7 +7,6 @@ import weakref
 
 import comfy.samplers
 import pytest
-import tiny_models
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core.compile_settings import CompileSettings
@@ -19,8 +18,9 @@ from comfy_accel.accel.hosts.comfyui.sizes.size_text import parse_numbers, parse
 from comfy_accel.accel.sizing.resolution import Size
 from comfy_accel.nodes.clear_cache import AccelClearGraphCache
 from comfy_accel.nodes.warm_up import AccelWarmUpGraphs
-from deep_cache_runs import cached
-from thorough import thorough_except
+from kit import tiny_models
+from kit.deep_cache import cached
+from kit.thorough import thorough_except
 
 EAGER = CompileSettings(backend="eager")
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import real_prompts
 from comfy_api.latest import io
+from kit import real_prompts
 from PIL import Image
 
 from tools import synthetic, workflow

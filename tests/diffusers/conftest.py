@@ -1,11 +1,6 @@
 """Pipelines of diffusers, built here from configurations: nothing is fetched, and no graph is kept on this disk."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 
 @pytest.fixture(autouse=True)

@@ -8,14 +8,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 diffusers = pytest.importorskip("diffusers", reason="needs the package diffusers: tests/requirements.txt")
 
-import deep_transformers  # noqa: E402
-import tiny_pipelines  # noqa: E402
 from comfy_accel.accel.hosts.diffusers import deep_cache as host  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.predictions import _on_cpu, scheduler_response  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.schedule import PipelineSchedule  # noqa: E402
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
 from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
+from kit import deep_transformers, tiny_pipelines  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -11,9 +11,7 @@ import torch
 
 pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
 
-import deep_transformers  # noqa: E402
 import diffusers  # noqa: E402
-import tiny_pipelines  # noqa: E402
 from comfy_accel.accel import accelerate_pipeline, restore  # noqa: E402
 from comfy_accel.accel.core.events import subscribe  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
@@ -22,8 +20,12 @@ from comfy_accel.accel.step_cache import dit_split  # noqa: E402
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
 from comfy_accel.accel.step_cache.predictions.forecast import History  # noqa: E402
 from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
-from deep_transformers import pipeline, sample, sample_cached  # noqa: E402
-from uniform_hold import uniform_hold  # noqa: E402
+from kit import (
+    deep_transformers,  # noqa: E402
+    tiny_pipelines,  # noqa: E402
+)
+from kit.deep_transformers import pipeline, sample, sample_cached  # noqa: E402
+from kit.step_cache import uniform_hold  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -9,8 +9,8 @@ pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers:
 
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
 from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
-from tiny_pipelines import difference, pipeline, sample, sample_cached  # noqa: E402
-from uniform_hold import uniform_hold  # noqa: E402
+from kit.step_cache import uniform_hold  # noqa: E402
+from kit.tiny_pipelines import difference, pipeline, sample, sample_cached  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -7,8 +7,6 @@ import torch
 
 diffusers = pytest.importorskip("diffusers", reason="needs the package diffusers: tests/requirements.txt")
 
-import deep_transformers  # noqa: E402
-import tiny_pipelines  # noqa: E402
 from comfy_accel.accel.core.events import subscribe  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.predictions import carried_by, combined, denoised  # noqa: E402
@@ -17,6 +15,7 @@ from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
 from comfy_accel.accel.step_cache.policies.quality import QualityRefresh  # noqa: E402
 from comfy_accel.accel.step_cache.step_schedule import angle  # noqa: E402
 from comfy_accel.accel.store import location  # noqa: E402
+from kit import deep_transformers, tiny_pipelines  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -12,9 +12,9 @@ import torch
 for needed in ("diffusers.schedulers", "DeepCache"):
     pytest.importorskip(needed, reason="needs the packages diffusers and DeepCache: tests/requirements.txt")
 
-import tiny_pipelines  # noqa: E402
 from DeepCache import DeepCacheSDHelper  # noqa: E402
-from tiny_pipelines import difference, pipeline, sample, sample_cached  # noqa: E402
+from kit import tiny_pipelines  # noqa: E402
+from kit.tiny_pipelines import difference, pipeline, sample, sample_cached  # noqa: E402
 
 TOLERANCE = 1e-5
 """Of the largest value. Measured: none at all."""

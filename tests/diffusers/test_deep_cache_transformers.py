@@ -8,13 +8,13 @@ import torch
 
 pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
 
-import deep_transformers  # noqa: E402
 import diffusers  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
-from deep_transformers import pipeline, sample, sample_cached  # noqa: E402
+from kit import deep_transformers  # noqa: E402
+from kit.deep_transformers import pipeline, sample, sample_cached  # noqa: E402
+from kit.step_cache import uniform_hold  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-from uniform_hold import uniform_hold  # noqa: E402
 
 TRUNKS = ("blocks", "layers", "transformer_blocks", "joint_transformer_blocks", "single_transformer_blocks")
 

@@ -9,7 +9,6 @@ import torch
 diffusers = pytest.importorskip("diffusers")
 peft = pytest.importorskip("peft")
 
-import pipeline_zoo  # noqa: E402
 import transformers  # noqa: E402
 from comfy_accel.accel import accelerate_pipeline, accelerated, restore  # noqa: E402
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared  # noqa: E402
@@ -19,8 +18,9 @@ from comfy_accel.accel.dispatch.block_runner import BlockRunner  # noqa: E402
 from comfy_accel.accel.fingerprint.survey import survey  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.peft import PeftLayers  # noqa: E402
 from diffusers.models.attention import BasicTransformerBlock  # noqa: E402
+from kit import pipeline_zoo  # noqa: E402
+from kit.thorough import thorough_except  # noqa: E402
 from peft.utils import get_peft_model_state_dict  # noqa: E402
-from thorough import thorough_except  # noqa: E402
 from torch._dynamo.utils import counters, get_compilation_metrics  # noqa: E402
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")

@@ -4,15 +4,15 @@ import pytest
 
 pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
 
-import deep_transformers  # noqa: E402
 import diffusers  # noqa: E402
-import pipeline_zoo as zoo  # noqa: E402
 import torch  # noqa: E402
 from comfy_accel.accel import DeepCacheSettings, accelerate_pipeline, accelerated, restore  # noqa: E402
 from comfy_accel.accel.cache.graph_cache import shared  # noqa: E402
 from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
 from diffusers.models.attention_processor import AttnProcessor  # noqa: E402
-from tiny_pipelines import difference  # noqa: E402
+from kit import deep_transformers  # noqa: E402
+from kit import pipeline_zoo as zoo  # noqa: E402
+from kit.tiny_pipelines import difference  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
 TOLERANCE = 1e-5

@@ -6,12 +6,12 @@ pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers:
 pytest.importorskip("accelerate", reason="needs the package accelerate: tests/requirements.txt")
 
 import accelerate  # noqa: E402
-import pipeline_zoo as zoo  # noqa: E402
 import torch  # noqa: E402
 from comfy_accel.accel import accelerate_pipeline, accelerated, restore  # noqa: E402
 from comfy_accel.accel.cache.graph_cache import shared  # noqa: E402
 from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
-from tiny_pipelines import difference  # noqa: E402
+from kit import pipeline_zoo as zoo  # noqa: E402
+from kit.tiny_pipelines import difference  # noqa: E402
 
 TOLERANCE = 1e-5
 """Of the largest value: the graphs are run as they were captured."""

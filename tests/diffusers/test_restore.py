@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
 
-import pipeline_zoo as zoo  # noqa: E402
 import torch  # noqa: E402
 from comfy_accel.accel import DeepCacheSettings, accelerate_pipeline, accelerated, restore  # noqa: E402
 from comfy_accel.accel.cache.graph_cache import shared  # noqa: E402
@@ -17,7 +16,8 @@ from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.component_call import call_of  # noqa: E402
 from comfy_accel.accel.modules.substitution import StandIn  # noqa: E402
 from diffusers import StableDiffusionImg2ImgPipeline  # noqa: E402
-from tiny_pipelines import difference  # noqa: E402
+from kit import pipeline_zoo as zoo  # noqa: E402
+from kit.tiny_pipelines import difference  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

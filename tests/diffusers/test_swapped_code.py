@@ -8,9 +8,7 @@ import pytest
 
 pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
 
-import deep_transformers  # noqa: E402
 import diffusers  # noqa: E402
-import pipeline_zoo as zoo  # noqa: E402
 import torch  # noqa: E402
 from comfy_accel.accel import accelerate_pipeline, accelerated, restore  # noqa: E402
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared  # noqa: E402
@@ -25,6 +23,8 @@ from diffusers.models.transformers.transformer_flux import (  # noqa: E402
     FluxAttnProcessor,
     FluxSingleTransformerBlock,
 )
+from kit import deep_transformers  # noqa: E402
+from kit import pipeline_zoo as zoo  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 from torch.nn import functional  # noqa: E402
 

@@ -7,11 +7,11 @@ import pytest
 pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers: tests/requirements.txt")
 
 import numpy as np  # noqa: E402
-import pipeline_zoo as zoo  # noqa: E402
 import torch  # noqa: E402
 from comfy_accel.accel import accelerate_pipeline, accelerated, restore, warm_up  # noqa: E402
-from thorough import thorough_except  # noqa: E402
-from tiny_pipelines import difference  # noqa: E402
+from kit import pipeline_zoo as zoo  # noqa: E402
+from kit.thorough import thorough_except  # noqa: E402
+from kit.tiny_pipelines import difference  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 
 from bench.session_plan import latent_side  # noqa: E402

@@ -4,10 +4,6 @@ Values are zeros there. So these tests are about shapes, counts, memory and what
 """
 
 import os
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from kit import made_up_device  # noqa: E402
 

@@ -1,9 +1,9 @@
 """With cudaMallocAsync, in a process of its own: calls run normally, and one sentence says why none is captured."""
 
 import torch
-from capture_kit import Toy, capturing_cache, latent, reasons, run, settle, times
 from comfy_accel.accel.cuda_graphs.cuda import CudaCapturer
 from kit import made_up_device as device
+from kit.captures import Toy, capturing_cache, latent, reasons, run, settle, times
 
 
 @torch.inference_mode()

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from capture_kit import WIDTH, Toy, capturing_cache, latent, reasons, run, settle, times
 from comfy_accel.accel.cuda_graphs import cuda
 from comfy_accel.accel.cuda_graphs.cuda import CudaCapturer
 from kit import made_up_device as device
+from kit.captures import WIDTH, Toy, capturing_cache, latent, reasons, run, settle, times
 from torch.nn.functional import scaled_dot_product_attention
 
 

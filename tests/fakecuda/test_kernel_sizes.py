@@ -9,7 +9,7 @@ from comfy_accel.accel.compile import block_compiler, generated_code
 from comfy_accel.accel.core import torch_internals
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.signature import tree_spec
-from interpreted import generated, interpreted
+from kit.interpreted import generated, interpreted
 
 
 class Scaled(torch.nn.Module):

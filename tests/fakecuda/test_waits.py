@@ -59,7 +59,7 @@ def look():
 def sample(model, steps, side=16):
     latent = torch.zeros(1, 4, side, side)
     conds = FAMILY.conditioning(77, 0), FAMILY.conditioning(77, 1)
-    return tiny_models.sample(model, latent, *conds, steps, callback=lambda *_: look())
+    return tiny_models.sample_latent(model, latent, *conds, steps, callback=lambda *_: look())
 
 
 def counted(model, name, *args):

@@ -23,7 +23,7 @@ TESTS = Path(__file__).resolve().parent.parent
 def tree(tmp_path):
     folder = tmp_path / "ComfyUI"
     folder.mkdir()
-    shutil.copy(TESTS / "fake_comfyui.py", folder / "main.py")
+    shutil.copy(Path(__file__).with_name("fake_comfyui.py"), folder / "main.py")
     return folder
 
 

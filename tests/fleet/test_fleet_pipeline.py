@@ -19,8 +19,8 @@ pytest.importorskip("ray.serve", reason="an optional package of 200 MB")
 # ruff: noqa: E402
 import numpy
 import torch
+from kit.pipeline_zoo import pipeline, text_encoder, tokenizer
 from PIL import Image
-from pipeline_zoo import pipeline, text_encoder, tokenizer
 
 from bench import fleet
 from fleet import pipeline as fleet_pipeline

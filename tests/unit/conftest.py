@@ -1,12 +1,7 @@
 """What tests share is beside their folders."""
 
-import sys
-from pathlib import Path
-
 import pytest
 from comfy_accel.accel.store import location, signing
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from comfy_accel.accel.store import key
-from engine_imports import ENGINE, closure, files, imported
+from kit.engine_imports import ENGINE, closure, files, imported
 
 MAY_IMPORT = {
     "core": (),

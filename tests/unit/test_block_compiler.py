@@ -19,7 +19,7 @@ from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.signature import tree_spec
-from odd_disks import held_open
+from kit.stores import held_open
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import PyCodeCache, get_path

@@ -6,7 +6,7 @@ from comfy_accel.accel.modules.blocks import trunk_of
 from comfy_accel.accel.step_cache.dit_split import DiTSplit, has_dit_layout
 from comfy_accel.accel.step_cache.split_points import find_split, why_no_split
 from comfy_accel.accel.step_cache.unet_split import UNetSplit
-from toy_transformers import Chain, Doubles, Single
+from kit.toys import Chain, Doubles, Single
 
 
 @pytest.mark.parametrize("count, largest", [(3, 1), (4, 1), (5, 2), (57, 28)])

@@ -7,10 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from capture_kit import Toy, capturing_cache, check_calls, latent, reasons, run, times
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.cuda_graphs.cuda import CudaCapturer, _first_cause, idle_blocks
-from cpu_capturer import CpuCapturer
+from kit.captures import CpuCapturer, Toy, capturing_cache, check_calls, latent, reasons, run, times
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -3,9 +3,8 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from capture_kit import Toy, capturing_cache, check_calls, reasons, run
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph
-from cpu_capturer import left
+from kit.captures import Toy, capturing_cache, check_calls, left, reasons, run
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from comfy_accel.accel.fingerprint.kinds import describe
 from comfy_accel.accel.fingerprint.plain_values import Indescribable
-from thorough import thorough_except
+from kit.thorough import thorough_except
 from torch import nn
 
 

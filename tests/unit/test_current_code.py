@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from code_swaps import attribute, item
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
@@ -18,6 +17,7 @@ from comfy_accel.accel.dispatch import current_code
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
 from comfy_accel.accel.modules.substitution import Order, Substitution
+from kit.code_swaps import attribute, item
 from torch import nn
 
 EAGER = CompileSettings(backend="eager")

@@ -4,8 +4,7 @@ import pytest
 import torch
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.run import DeepCacheRun
-from deep_cache_sampler import ADAPTIVE, SCHEDULE, Sampler
-from uniform_hold import uniform_hold
+from kit.step_cache import ADAPTIVE, SCHEDULE, Sampler, uniform_hold
 
 # Settings
 

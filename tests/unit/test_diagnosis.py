@@ -5,7 +5,7 @@ from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.hosts.comfyui.server import diagnosis
 from comfy_accel.accel.hosts.comfyui.server.diagnosis import CAUSES, Facts, diagnose, nodes_of
 from comfy_accel.accel.report.savings import Saving
-from run_facts import run_of
+from kit.run_facts import run_of
 
 WARM = {
     "model": "SDXL",

@@ -9,8 +9,8 @@ import torch
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
 from comfy_accel.accel.hosts.diffusers.schedule import PipelineSchedule, noise_levels
-from toy_unets import ToyDiffusersUNet
-from uniform_hold import uniform_hold
+from kit.step_cache import uniform_hold
+from kit.toys import ToyDiffusersUNet
 
 TRAINED = (1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2).cumprod(0)
 

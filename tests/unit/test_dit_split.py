@@ -7,8 +7,7 @@ import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.step_cache.run import OutdatedFeature
 from comfy_accel.accel.step_cache.step_schedule import step_of
-from torch.utils._python_dispatch import TorchDispatchMode
-from toy_transformers import (
+from kit.toys import (
     FULL,
     SKIPPED,
     Block,
@@ -23,6 +22,7 @@ from toy_transformers import (
     tokens,
     untouched,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # What a skipped call computes
 

@@ -5,8 +5,8 @@ import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.unet_split import DownUpUNetSplit, has_down_up_layout
-from toy_unets import Block, ToyDiffusersUNet
-from uniform_hold import uniform_hold
+from kit.step_cache import uniform_hold
+from kit.toys import ToyDiffusersUNet, UNetBlock
 
 # The toy's skips, and with them depths: conv_in; d0 with two resnets and a downsampler; d1 with two resnets.
 DOWN = ["conv_in", ("d0.resnet0", "d0.attention0"), ("d0.resnet1", "d0.attention1"), "d0.sampler", "d1.resnet0"]
@@ -122,7 +122,7 @@ def test_layouts_that_hand_on_other_skips_are_not_taken():
     moving = ToyDiffusersUNet()
     moving.down_blocks[0].motion_modules = torch.nn.ModuleList()
     one_skip = ToyDiffusersUNet()
-    one_skip.down_blocks[1].__class__ = type("KDownBlock2D", (Block,), {})
+    one_skip.down_blocks[1].__class__ = type("KDownBlock2D", (UNetBlock,), {})
     encoder = ToyDiffusersUNet()
     del encoder.down_blocks[0].resnets
     for model in (lopsided, moving, one_skip, encoder):

@@ -16,7 +16,7 @@ from comfy_accel.accel.store import signing
 from comfy_accel.accel.store.folder import LocalFolder
 from comfy_accel.accel.store.graph_store import NOTHING_SAVED, GraphStore
 from comfy_accel.accel.store.prune import prune
-from store_kit import CPU, graph, key, load, reasons, save, store
+from kit.stores import CPU, graph, key, load, reasons, save, store
 
 
 def entry(path, end):

@@ -13,9 +13,9 @@ import pytest
 from comfy_accel.accel.store import manifest as store_entry
 from comfy_accel.accel.store import signing
 from comfy_accel.accel.store.folder import LocalFolder
-from store_kit import load, reasons, save, store
+from kit.stores import load, reasons, save, store
 
-HERE = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent.parent / "kit"
 KILLS = int(os.environ.get("ACCEL_TEST_KILLS", "20"))
 REAL_KILLS = int(os.environ.get("ACCEL_TEST_REAL_KILLS", "10"))
 ROUNDS = int(os.environ.get("ACCEL_TEST_ROUNDS", "3"))

@@ -7,7 +7,7 @@ from comfy_accel.accel.report.headline import headline, nodes_of
 from comfy_accel.accel.report.run import Run, Totals
 from comfy_accel.accel.report.run_record import RunRecords
 from comfy_accel.accel.report.savings import Saving
-from run_facts import run_of
+from kit.run_facts import run_of
 
 COMPILING, CACHING = {"node": "3"}, {"node": "4"}
 NOT_CAPTURED = Reason("not_captured", why=Reason("amd"))

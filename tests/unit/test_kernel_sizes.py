@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from comfy_accel.accel.kernels.sizes import DIVIDED, multiplies_sizes
-from interpreted import interpreted, kernels
+from kit.interpreted import interpreted, kernels
 
 HEAD = """
 x0 = (xindex % ks0)

@@ -14,6 +14,8 @@ from kit import made_up_device
 from tools import PYTEST, ROOT
 from tools.comfyui import tree
 
+WITHOUT_VALUES = "-p", "kit.made_up_device.without_values"
+
 
 @pytest.fixture(scope="session")
 def device(tmp_path_factory):
@@ -30,7 +32,7 @@ def device(tmp_path_factory):
 
 def passes(environment: dict[str, str], *arguments: str) -> None:
     """The tests that are named pass in a process with the device, and none is skipped."""
-    arguments = ("-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "without_values", *arguments)
+    arguments = ("-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", *WITHOUT_VALUES, *arguments)
     paths = os.pathsep.join(filter(None, [str(ROOT / "tests"), environment.get("PYTHONPATH")]))
     child = subprocess.run(
         [sys.executable, "-c", PYTEST, *arguments],

@@ -8,14 +8,26 @@ import weakref
 
 import pytest
 import torch
-from capture_kit import Toy, capturing_cache, check_calls, latent, reasons, run, settle, times
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.cuda_graphs import model_capture
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
 from comfy_accel.accel.fingerprint.code_hash import CodeReader
 from comfy_accel.accel.modules.snapshot import WeightSnapshot
 from comfy_accel.accel.modules.substitution import Substitution
-from cpu_capturer import STAGES, CpuCapturer, left, storage
+from kit.captures import (
+    STAGES,
+    CpuCapturer,
+    Toy,
+    capturing_cache,
+    check_calls,
+    latent,
+    left,
+    reasons,
+    run,
+    settle,
+    storage,
+    times,
+)
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 

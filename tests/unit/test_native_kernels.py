@@ -10,7 +10,7 @@ from pathlib import Path
 
 from comfy_accel.accel.compile import native_kernels
 from comfy_accel.accel.compile.native_kernels import with_built_kernels
-from odd_disks import as_on_windows, held_open
+from kit.stores import as_on_windows, held_open
 
 SOURCE = """
 from torch._inductor.async_compile import AsyncCompile

@@ -7,7 +7,7 @@ from string import Formatter
 import pytest
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.core.sentences import SENTENCES
-from engine_imports import ENGINE
+from kit.engine_imports import ENGINE
 
 
 def fields(sentence: str) -> set[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfy_accel.accel.step_cache import config, refresh
 from comfy_accel.accel.step_cache.predictions.forecast import ORDER, REACH
-from deep_cache_sampler import ADAPTIVE, SCHEDULE, Sampler
+from kit.step_cache import ADAPTIVE, SCHEDULE, Sampler
 
 # Which steps are full
 

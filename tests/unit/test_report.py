@@ -12,7 +12,7 @@ from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.report import chart
 from comfy_accel.accel.report import text as report
 from comfy_accel.accel.report.savings import Saving
-from run_facts import run_of
+from kit.run_facts import run_of
 
 CACHE = {
     **{"entries": 9, "graphs": 11, "hits": 3000, "compilations": 9, "loaded": 3, "seconds": 44.0, "evictions": 0},

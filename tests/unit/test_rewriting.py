@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfy_accel.accel.kernels import rewriting
-from interpreted import interpreted, kernels
+from kit.interpreted import interpreted, kernels
 from torch import nn
 from torch.nn import functional
 

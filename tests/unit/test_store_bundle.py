@@ -11,7 +11,7 @@ import torch
 from comfy_accel.accel import __main__
 from comfy_accel.accel.store import bundle as store_bundle
 from comfy_accel.accel.store import location, manifest
-from store_kit import load, reasons, run_command, save, store
+from kit.stores import load, reasons, run_command, save, store
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from comfy_accel.accel.store import location, signing
 from comfy_accel.accel.store.graph_store import GraphStore
 from comfy_accel.accel.store.prune import prune
 from comfy_accel.accel.store.remote import RemoteFolder
-from store_kit import load, reasons, save
+from kit.stores import load, reasons, save
 
-SCRIPT = Path(__file__).resolve().parent.parent / "store_process.py"
+SCRIPT = Path(__file__).resolve().parent.parent / "kit" / "store_process.py"
 
 
 def run(folder, **environment):

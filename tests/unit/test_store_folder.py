@@ -10,7 +10,7 @@ from comfy_accel.accel.store import manifest as store_entry
 from comfy_accel.accel.store.folder import LocalFolder
 from comfy_accel.accel.store.prune import prune
 from comfy_accel.accel.store.signing import Seals
-from odd_disks import as_on_windows, held_open, without_links
+from kit.stores import as_on_windows, held_open, without_links
 
 SEALS = Seals(b"s" * 32)
 OLD = 7200

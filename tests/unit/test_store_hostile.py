@@ -9,7 +9,7 @@ import torch
 from comfy_accel.accel.compile import block_compiler
 from comfy_accel.accel.core import torch_internals
 from comfy_accel.accel.store import bundle as store_bundle
-from store_kit import CPU, key, reasons, run_command, save, store
+from kit.stores import CPU, key, reasons, run_command, save, store
 
 
 class Hostile:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfy_accel.accel.fingerprint import module_files
 from comfy_accel.accel.store import key as store_key
-from store_kit import CPU, graph, key, load, reasons, save, store
+from kit.stores import CPU, graph, key, load, reasons, save, store
 
 THREADS = torch.get_num_threads()
 PRECISION = getattr(torch.backends.cuda.matmul, "fp32_precision", None)

@@ -12,7 +12,7 @@ from comfy_accel.accel.hosts.comfyui import home as comfyui_home
 from comfy_accel.accel.hosts.comfyui import store_cli as cli
 from comfy_accel.accel.store import graph_store, location, signing
 from comfy_accel.accel.store.graph_store import GraphStore
-from store_kit import load, reasons, run_command, save, store
+from kit.stores import load, reasons, run_command, save, store
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "a key of sixteen letters"

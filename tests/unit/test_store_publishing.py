@@ -11,7 +11,7 @@ from comfy_accel.accel.store import key as store_key
 from comfy_accel.accel.store import publishing
 from comfy_accel.accel.store.folder import LocalFolder
 from comfy_accel.accel.store.publishing import CannotPublish, Label, read_trusted, trust
-from store_kit import load, run_command, save, store
+from kit.stores import load, run_command, save, store
 
 posix = pytest.mark.skipif(os.name != "posix", reason="only there a file says who may write it")
 ed25519 = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519", reason="an optional package")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from comfy_accel.accel.store import signing
 from comfy_accel.accel.store.signing import NoSecret, Seals, seals
-from odd_disks import without_links
+from kit.stores import without_links
 
 posix = pytest.mark.skipif(os.name != "posix", reason="only there a mode says who can read")
 

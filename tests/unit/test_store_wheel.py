@@ -10,7 +10,7 @@ from pathlib import Path
 
 import comfy_accel.accel
 import pytest
-from store_kit import save, store
+from kit.stores import save, store
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_TORCH = "import runpy, sys; sys.modules['torch'] = None; sys.argv[0] = 'accel'; "

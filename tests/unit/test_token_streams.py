@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfy_accel.accel.step_cache import token_streams
 from comfy_accel.accel.step_cache.token_streams import NoStreams, StreamFinder, arguments
-from toy_transformers import FULL, SKIPPED, Block, Chain, Joint, Sampler, Single, tokens
+from kit.toys import FULL, SKIPPED, Block, Chain, Joint, Sampler, Single, tokens
 
 
 class Widening(Block):

@@ -13,7 +13,7 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.batch_dry_run import BatchDryRun
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.fingerprint.survey import survey
-from thorough import thorough_except
+from kit.thorough import thorough_except
 
 
 def test_every_name_is_known():

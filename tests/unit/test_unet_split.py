@@ -5,8 +5,8 @@ import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.step_cache.run import DeepCacheRun, OutdatedFeature
 from comfy_accel.accel.step_cache.unet_split import UNetSplit, has_unet_layout
-from toy_unets import Scale
-from uniform_hold import uniform_hold
+from kit.step_cache import uniform_hold
+from kit.toys import Scale
 
 
 class ToyUNet(torch.nn.Module):

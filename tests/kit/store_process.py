@@ -9,12 +9,11 @@ import time
 from functools import partial
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path += [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 from tools import pack  # noqa: E402
 
 pack.load()
-import store_kit  # noqa: E402
 import torch  # noqa: E402
 from comfy_accel.accel.cache.graph_cache import GraphCache  # noqa: E402
 from comfy_accel.accel.core.compile_settings import CompileSettings  # noqa: E402
@@ -22,6 +21,8 @@ from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
 from comfy_accel.accel.dispatch.block_runner import BlockRunner  # noqa: E402
 from comfy_accel.accel.fingerprint.survey import survey  # noqa: E402
 from comfy_accel.accel.store.graph_store import GraphStore  # noqa: E402
+
+from kit import stores  # noqa: E402
 
 KILLED_WIDTHS = (8, 12, 16)
 KILLED_STORE_BYTES = 1_000_000
@@ -121,7 +122,7 @@ def rounds(root):
         asked = json.loads(line)
         time.sleep(asked["wait"])
         width = asked["width"]
-        say(run(partial(CheapBlock, width), width, store_kit.store(root / asked["home"])))
+        say(run(partial(CheapBlock, width), width, stores.store(root / asked["home"])))
 
 
 class Gathering(GraphStore):
@@ -157,14 +158,14 @@ def kills(home):
         os.kill(child, signal.SIGKILL)
         killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
         os.close(listen)
-        answers = [run(partial(CheapBlock, width), width, store_kit.store(home)) for width in KILLED_WIDTHS]
+        answers = [run(partial(CheapBlock, width), width, stores.store(home)) for width in KILLED_WIDTHS]
         say({"killed": killed, "starts": answers})
 
 
 def save_without_end(home, gathered, begun):
     """Each graph under its own key and under ever new ones, so that the oldest have to go. Ends if one is not saved."""
     try:
-        store = store_kit.store(home, max_bytes=lambda: KILLED_STORE_BYTES)
+        store = stores.store(home, max_bytes=lambda: KILLED_STORE_BYTES)
         os.write(begun, b"b")
         saved, number = True, 0
         while saved:

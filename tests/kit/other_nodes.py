@@ -10,12 +10,13 @@ import comfy.sample
 import comfy.samplers
 import comfy.sd
 import comfy.supported_models
-import tiny_models
 import torch
 from comfy.ldm.modules.attention import optimized_attention
 from comfy.patcher_extension import PatcherInjection
 from comfy.t2i_adapter.adapter import Adapter
-from deep_cache_reference import by_uuid, reference
+
+from kit import tiny_models
+from kit.deep_cache import by_uuid, reference
 from kit.tiny_models import Family
 from kit.tiny_models import lora as lora_file
 

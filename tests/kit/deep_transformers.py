@@ -7,7 +7,8 @@ import diffusers
 import torch
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
-from uniform_hold import uniform_hold
+
+from kit.step_cache import uniform_hold
 
 WIDTH = 16
 """Of text features, pooled ones too."""

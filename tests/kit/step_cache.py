@@ -1,8 +1,13 @@
-"""A sampler and a model of numbers, to drive a DeepCacheRun without a host."""
+"""DeepCache as in its paper, where a test needs to know which steps are skipped and what they use."""
 
 import torch
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.run import DeepCacheRun
-from uniform_hold import uniform_hold
+
+
+def uniform_hold(interval=3, depth=None, **settings):
+    return DeepCacheSettings(interval, depth, **({"schedule": "uniform", "between": "hold"} | settings))
+
 
 ADAPTIVE = {"schedule": "adaptive", "interval": 100}
 SCHEDULE = (14.6, 8.0, 4.0, 2.0, 1.0, 0.5, 0.0)

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-ENGINE = Path(__file__).resolve().parent.parent / "accel"
+ENGINE = Path(__file__).resolve().parents[2] / "accel"
 
 
 def files(folder: Path = ENGINE) -> list[Path]:

@@ -19,6 +19,7 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.store.folder import LocalFolder
 from comfy_accel.accel.store.graph_store import GraphStore
+
 from kit.tiny_models import randomize
 
 WIDTH = 256

@@ -1,10 +1,11 @@
-"""The model families that people run, each as core loads and samples it: tiny, with its edit and video inputs.
+"""Tiny instances of ComfyUI's diffusion transformers as its samplers take them: four to seven blocks, 64 to 288 wide.
 
-Imported by tests that have put a ComfyUI tree on the path. `tiny_zoo` has more classes, called without a sampler.
+Imported by tests that have put a ComfyUI tree on the path; `kit.zoo` has more classes, without a sampler.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,81 @@ import comfy.model_patcher
 import comfy.ops
 import comfy.supported_models
 import torch
-from kit.tiny_models import UNET_FAMILY, Family, randomize, sample
-from tiny_dits import CONTROLLED, DITS
-from tiny_zoo import COSMOS, FLUX2, HIDREAM, LTXV, Noise
+
+from kit.tiny_models import FLUX_FAMILY, QWEN_IMAGE, SD3, UNET_FAMILY, WAN, Family, randomize, sample_latent
+from kit.zoo import CHROMA, COSMOS, FLUX, FLUX2, HIDREAM, HUNYUAN_VIDEO, LTXV, LUMINA, ZOO, Noise
+
+
+@dataclass(frozen=True)
+class TinyDiT:
+    """blocks: of the model. latents: two shapes to sample at, [1, C, (frames,) H, W]."""
+
+    family: Family
+    blocks: int
+    latents: tuple[tuple[int, ...], tuple[int, ...]]
+
+    def load(self, seed: int = 0):
+        """A ModelPatcher."""
+        return self.family.load(torch.float32, seed)
+
+    def conditioning(self, seed: int, tokens: int = 24) -> list:
+        features = self.family.conditioning(tokens, seed)
+        if self.family.model_class == "LTXV":  # it cannot do without
+            features[0][1]["attention_mask"] = torch.ones(1, tokens, dtype=torch.long)
+        return features
+
+    def sample(self, model: Any, size: int = 0, batch: int = 1, steps: int = 4, **conds: list) -> torch.Tensor:
+        """The finished latent; `size` says which of `latents`."""
+        shape = (batch, *self.latents[size][1:])
+        conds = {"positive": self.conditioning(1), "negative": self.conditioning(2)} | conds
+        return sample_latent(model, torch.zeros(shape), steps=steps, **conds)
+
+
+def _tiny(model_class: str, config: dict, blocks: int, *latents: tuple[int, ...], context: int = 48, pooled=None):
+    return TinyDiT(Family(model_class, model_class, config, context, pooled), blocks, latents)
+
+
+IMAGE = (1, 16, 12, 12), (1, 16, 9, 16)
+FRAMES = (1, 16, 3, 8, 8), (1, 16, 2, 6, 10)
+
+_deep = dict(depth=3, depth_single_blocks=4)
+_z_image = dict(
+    dim=288, n_layers=4, n_refiner_layers=1, axes_dims=[32, 32, 32], z_image_modulation=True, pad_tokens_multiple=32
+)
+
+DITS = {
+    "Flux": _tiny("Flux", {**FLUX, **_deep}, 7, *IMAGE, pooled=32),
+    "Chroma": _tiny("Chroma", {**CHROMA, **_deep}, 7, *IMAGE, pooled=32),
+    "SD3": _tiny("SD3", {**SD3, "num_blocks": 6}, 6, *IMAGE, pooled=32),
+    "Qwen-Image": _tiny("QwenImage", {**QWEN_IMAGE, "num_layers": 6}, 6, (1, 16, 1, 12, 12), (1, 16, 1, 9, 16)),
+    "Lumina2": _tiny("Lumina2", {**LUMINA, "n_layers": 6, "n_kv_heads": 1}, 6, *IMAGE),
+    "Z-Image": _tiny("ZImage", {**LUMINA, **_z_image}, 4, *IMAGE),
+    "Wan": _tiny("WAN21_T2V", {**WAN, "model_type": "t2v", "num_layers": 6}, 6, *FRAMES),
+    "HunyuanVideo": _tiny("HunyuanVideo", {**HUNYUAN_VIDEO, **_deep}, 7, *FRAMES, pooled=32),
+    "LTXV": _tiny("LTXV", {**LTXV, "num_layers": 6}, 6, *FRAMES),
+}
+
+CONTROLLED = TinyDiT(
+    Family("Flux", "FluxSchnell", {**FLUX_FAMILY.config, "depth": 3, "depth_single_blocks": 4}, 64, 32), 7, IMAGE
+)
+"""The Flux that bench's ControlNet is for."""
+
+
+def lengthened(name: str) -> torch.nn.Module:
+    """A model of the zoo with three blocks at least where it has its blocks in one list."""
+    model = ZOO[name].build()
+    for path in ("blocks", "layers", "transformer_blocks", "transformer.layers"):
+        parent, _, list_name = path.rpartition(".")
+        holder = getattr(model, parent, None) if parent else model
+        blocks = getattr(holder, list_name, None)
+        if isinstance(blocks, torch.nn.ModuleList) and len(blocks) == 2:
+            copies = [copy.deepcopy(blocks[1]) for _ in range(5)]
+            setattr(holder, list_name, torch.nn.ModuleList([blocks[0], *copies, blocks[1]]))
+        elif isinstance(blocks, torch.nn.ModuleDict) and len(blocks) == 2:
+            for index in range(2, 7):
+                blocks[f"block{index}"] = copy.deepcopy(blocks["block1"])
+    return model
+
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of one latent, without its batch: more than one where video and sound are sampled together."""
@@ -86,7 +159,7 @@ class TinyFamily:
             features[0][1].update(self.extras(shapes, noise) | others)
         with torch.inference_mode():  # as core runs nodes
             mask = None if self.mask is None else self.mask(shapes)
-            finished = sample(model, latent, *conds, steps, self.cfg, sampler, "simple", noise_mask=mask)
+            finished = sample_latent(model, latent, *conds, steps, self.cfg, sampler, "simple", noise_mask=mask)
         return finished.unbind() if len(shapes) > 1 else [finished]
 
 

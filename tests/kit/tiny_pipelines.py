@@ -3,10 +3,11 @@
 Imported by tests that have made sure that diffusers is there.
 """
 
-import deep_transformers
 import diffusers
 import torch
-from uniform_hold import uniform_hold
+
+from kit import deep_transformers
+from kit.step_cache import uniform_hold
 
 CONTEXT_DIM = 16
 STEPS = 6

@@ -1,12 +1,12 @@
 """The names under which graphs of two small models would be saved, for tests that compare processes."""
 
-import tiny_dits
-import tiny_models
 from comfy_accel.accel.cache.graph_cache import GraphCache, NoGraph
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.store.key import key_digest
+
+from kit import families, tiny_models
 
 
 class Asked:
@@ -32,7 +32,7 @@ def asked(model, *samples) -> list[list[str]]:
 
 def asked_keys() -> list[list[list[str]]]:
     """Of each model, what is asked for at a small size, and at a large one with a batch."""
-    flux = tiny_dits.DITS["Flux"]
+    flux = families.DITS["Flux"]
     return [
         asked(
             tiny_models.small_unet(),

@@ -1,6 +1,6 @@
 """A plugin of pytest for the made-up device, whose values are zeros: comparisons there see all but values.
 
-    pytest -p without_values ...
+    pytest -p kit.made_up_device.without_values ...
 
 Where a tensor on a CUDA device is compared, shapes, dtypes and devices must agree; all else is compared as usual.
 """

@@ -25,15 +25,13 @@ import comfy.samplers
 import folder_paths
 import torch
 from comfy_extras import nodes_model_patch
-from kit.tiny_models import UNET, Family, lora, randomize
-from other_nodes import VIDEO
-from tiny_controlnets import network, taesd, wan_vae
-from tiny_dits import DITS
-from tiny_families import FAMILIES, Shapes, TinyFamily, is_there
-from tiny_models import conditioning
-from tiny_zoo import RADIANCE, Noise
 
 import nodes
+from kit.controls import network, taesd, wan_vae
+from kit.families import DITS, FAMILIES, Shapes, TinyFamily, is_there
+from kit.other_nodes import VIDEO
+from kit.tiny_models import UNET, Family, conditioning, lora, randomize
+from kit.zoo import RADIANCE, Noise
 
 CPU = torch.device("cpu")
 

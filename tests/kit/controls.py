@@ -22,11 +22,12 @@ import comfy.ldm.wan.vae
 import comfy.ops
 import comfy.sd
 import comfy.taesd.taesd
-import tiny_models
 import torch
 from comfy.t2i_adapter.adapter import Adapter, Adapter_light
-from tiny_dits import CONTROLLED, DITS
-from tiny_zoo import Noise, Size
+
+from kit import tiny_models
+from kit.families import CONTROLLED, DITS
+from kit.zoo import Noise, Size
 
 CPU = torch.device("cpu")
 SMALL = {

@@ -5,9 +5,10 @@ Imported by tests that have made sure that diffusers is there. An image of W x H
 
 import json
 
-import deep_transformers
 import diffusers
 import torch
+
+from kit import deep_transformers
 
 diffusers.logging.set_verbosity_error()  # it warns at every image that a VAE changes its dtype
 
