@@ -666,7 +666,7 @@ class DeepCacheRun:
         (where it is not HALF), its noise level, and the final latent's PSNR in dB by estimate if it is skipped; None
         where that was not asked."""
         rows = []
-        for (step, _), letter in zip(self._began, self.letters, strict=True):
+        for (step, _), letter in zip(self._counted, self.letters, strict=True):
             letter = COMPARED if letter == FULL and step in self._compared else letter
             error = self.target.estimates.get(step, 0.0)
             decibels = round(-20 * math.log10(error), 1) if 0 < error < math.inf else None
@@ -687,13 +687,18 @@ class DeepCacheRun:
     @property
     def letters(self) -> str:
         """FULL, HALF or SKIPPED for each step, in the order in which they came."""
-        steps = [step for step, _ in self._began]
+        steps = [step for step, _ in self._counted]
         return "".join(SKIPPED if self._skipped.get(step) else HALF if step in self._halves else FULL for step in steps)
 
     @property
     def began(self) -> tuple[float, ...]:
         """The start of each of these steps, in seconds of `time.perf_counter`."""
-        return tuple(moment for _, moment in self._began)
+        return tuple(moment for _, moment in self._counted)
+
+    @property
+    def _counted(self) -> list[tuple[int, float]]:
+        """The steps that made a call of the model to its end: not the one that failed, nor what another cache took."""
+        return [(step, moment) for step, moment in self._began if step in self._skipped or step in self._halves]
 
     def close(self) -> None:
         """Drop all tensors and the models."""
