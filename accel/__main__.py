@@ -10,9 +10,7 @@ def main() -> int:
     arguments = sys.argv[1:]
     command = f"python -m {__package__}" if __name__ == "__main__" else "comfy-accel"
     if arguments[:1] != ["store"]:
-        print(
-            f"usage: {command} store {{list,verify,export,import,key,trust,push,pull,prune,limit}} ...", file=sys.stderr
-        )
+        print(f"usage: {command} store {{list,verify,export,import,key,trust,push,pull,prune}} ...", file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     from .hosts.comfyui.store_cli import main as store
 

@@ -1,7 +1,7 @@
 /** What is kept on disk, so that a restart compiles nothing anew. */
 
 import { fold, h, setText, show } from "./dom.js";
-import { bytes, count } from "./format.js";
+import { bytes, count, percent } from "./format.js";
 import { reasonList } from "./reason_list.js";
 import { t } from "./texts.js";
 
@@ -19,6 +19,8 @@ export function storeSection() {
     if (!store) return;
     const known = ["saved", "loaded"].filter((key) => typeof store[key] === "number");
     const facts = known.map((key) => t(`store_${key}`, { number: count(store[key]) }));
+    if (store.lookups > 0)
+      facts.push(t("storeHits", { share: percent(store.loaded / store.lookups), number: count(store.lookups) }));
     if (store.limit_bytes > 0) facts.push(t("storeLimit", { limit: bytes(store.limit_bytes) }));
     setText(numbers, facts.join(" · "));
     show(folder, Boolean(store.folder));

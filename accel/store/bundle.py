@@ -36,7 +36,7 @@ def verify(folder: Folder, seals: Seals) -> Iterator[Outcome]:
         yield Outcome(manifest or entry, reason)
 
 
-def export(folder: Folder, seals: Seals, file: Path, wanted: Callable[[Manifest], bool] | None = None) -> list[Outcome]:
+def export(folder: Folder, seals: Seals, file: Path) -> list[Outcome]:
     """Pack a bundle into a new file, which gets its name only once it is complete.
 
     Raises OSError: the folder cannot be read, or the file not written; FileExistsError if it exists.
@@ -44,7 +44,7 @@ def export(folder: Folder, seals: Seals, file: Path, wanted: Callable[[Manifest]
     if file.exists():
         raise FileExistsError(f"{file} exists, and is not replaced")
     with new_file(file.absolute().parent) as (unfinished, path):
-        outcomes = pack(folder, seals, unfinished, wanted)
+        outcomes = pack(folder, seals, unfinished)
         unfinished.close()
         give_name(path, file)
     return outcomes

@@ -82,6 +82,7 @@ class GraphStore:
         self._secret = secret
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
+        self._lookups = 0
         self._loaded = 0
         self._saved = 0
         self._loading = CircuitBreaker()
@@ -111,6 +112,8 @@ class GraphStore:
         """
         if key.backend != "inductor" or self._loading.is_open:
             return None
+        with self._lock:
+            self._lookups += 1
         with self._failing_open(name, "the store cannot be read", self._loading, interrupts):
             digest, here = store_key.key_digest(key, values), store_key.environment(devices)
             return self._load(digest, here, name, build, fits, interrupts, could_fit)
@@ -191,10 +194,14 @@ class GraphStore:
         return not is_own
 
     def statistics(self) -> dict[str, Any]:
-        """The folder, the graphs loaded and saved by this process, and why others were not, as JSON."""
+        """The folder and what this process did there, as JSON.
+
+        lookups: calls of `load`; loaded: those that found a graph. misses: why others did not, or were not saved.
+        """
         with self._lock:
             misses = [{"block": block, "reason": reason, "count": n} for (block, reason), n in self._misses.items()]
-            return {"folder": str(self._folder), "loaded": self._loaded, "saved": self._saved, "misses": misses}
+            counts = {"lookups": self._lookups, "loaded": self._loaded, "saved": self._saved}
+            return {"folder": str(self._folder), **counts, "misses": misses}
 
     @contextlib.contextmanager
     def _failing_open(

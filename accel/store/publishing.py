@@ -7,7 +7,6 @@ SHA-256 that it states. The package cryptography makes and checks the signatures
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import json
@@ -91,9 +90,10 @@ def new_key(file: Path) -> str:
 
 
 def push(folder: Folder, seals: Seals, target: Folder, key: Path) -> list[Outcome]:
-    """Publish a store's sound graphs, one bundle per environment; each replaces the environment's previous one.
+    """Publish a store's sound graphs, one bundle per environment; each replaces our previous one for it.
 
-    Raises OSError, BadEntry; CannotPublish: the key cannot be used.
+    Raises OSError, BadEntry; CannotPublish: the key cannot be used, or another publisher has a label for the
+    environment there.
     """
     signer = _private(key)
     public = signer.public_key().public_bytes_raw().hex()
@@ -109,15 +109,16 @@ def push(folder: Folder, seals: Seals, target: Folder, key: Path) -> list[Outcom
         digest = hashlib.sha256(data).hexdigest()
         kinds = sorted({entry.name for entry in sound if entry.environment == environment})
         label = Label(environment, digest, len(data), kinds, serial=int(time.time()))
-        with contextlib.suppress(BadEntry):  # a clock that was set back must not make it an older one
-            before, _ = _believed(_read(target, label.stem + LABEL, LARGEST_LABEL), {"": public})
+        earlier = [item.name for item in target.files(label.stem)]
+        if label.stem + LABEL in earlier:
+            before = _own_label(target, label.stem + LABEL, public)
+            # A clock that was set back must not make the label an older one.
             label = label._replace(serial=max(label.serial, before.serial + 1))
         signed = {"label": label._asdict(), "key": public, "signature": signer.sign(label.canonical()).hex()}
-        earlier = [item.name for item in target.files(label.stem) if item.name.endswith(BUNDLE)]
         target.write(label.bundle, data)
         target.write(label.stem + LABEL, json.dumps(signed, indent=1).encode())
         for name in earlier:
-            if name != label.bundle:
+            if name.endswith(BUNDLE) and name != label.bundle:
                 target.remove(name)
     return outcomes
 
@@ -178,6 +179,16 @@ def trust(file: Path, name: str, key: str) -> None:
     if known.get(name, key) != key:
         raise CannotPublish(f"{name} is trusted here with another key, {known[name]}: take that out of {file} first")
     _write_list(file, {**known, name: key})
+
+
+def _own_label(target: Folder, name: str, public: str) -> Label:
+    """Our label at an address, to be replaced. Raises CannotPublish for another publisher's, whose graphs would go."""
+    try:
+        return _believed(_read(target, name, LARGEST_LABEL), {"": public})[0]
+    except BadEntry:
+        raise CannotPublish(
+            f"{name} in {target} is damaged or another publisher's: push elsewhere, or delete it first"
+        ) from None
 
 
 def _check_serial(file: Path, key: str, label: Label) -> None:

@@ -186,7 +186,7 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
         },
         "graph_store": {
             "folder": "/home/someone/ComfyUI/user/__accel/graphs",
-            **{"loaded": 4, "saved": 9, "limit_bytes": 2 << 30},
+            **{"lookups": 5, "loaded": 4, "saved": 9, "limit_bytes": 2 << 30},
             "misses": [{"block": "ResBlock", "reason": "it was made by torch 2.10.0", "count": 5}],
         },
         "deep_cache": {"last_run": {"full_steps": 9, "skipped_steps": 16, "steps_taken": "FF" + "SSF" * 7 + "SS"}},

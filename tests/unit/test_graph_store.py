@@ -289,6 +289,14 @@ def test_saving_that_keeps_failing_is_given_up(tmp_path):
     assert sum(row["count"] for row in full.statistics()["misses"]) == 3
 
 
+def test_lookups_are_what_loaded_ones_are_a_share_of(tmp_path):
+    save(store(tmp_path), "a")
+    reader = store(tmp_path)
+    assert load(reader, "a") is not None and load(reader, "b") is None
+    told = reader.statistics()
+    assert (told["lookups"], told["loaded"]) == (2, 1)
+
+
 def test_folder_that_is_read_only_still_serves(tmp_path):
     save(store(tmp_path))
     assert load(failing(tmp_path, "write", "touch")) is not None

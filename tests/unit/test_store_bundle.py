@@ -184,14 +184,6 @@ def test_bundle_of_another_torch_is_a_miss_that_names_it(tmp_path, bundle):
     assert reasons(worker)[0].startswith("saved with another torch (2.99.0 ")
 
 
-def test_kinds_named_are_exported_alone(tmp_path, capsys):
-    save(store(tmp_path))
-    assert run_command(tmp_path, "export", tmp_path / "none", "--kind", "Other") == 0
-    assert "0 graphs exported" in capsys.readouterr().out
-    assert run_command(tmp_path, "export", tmp_path / "one", "--kind", "Block") == 0
-    assert "1 graph exported" in capsys.readouterr().out
-
-
 def test_export_never_overwrites(tmp_path, bundle, capsys):
     before = bundle.read_bytes()
     assert run_command(tmp_path / "builder", "export", bundle) == 1

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core import settings
+from comfy_accel.accel.core.settings import Settings
 from comfy_accel.accel.hosts.comfyui import home as comfyui_home
 from comfy_accel.accel.hosts.comfyui import store_cli as cli
 from comfy_accel.accel.store import graph_store, location, signing
@@ -71,15 +73,8 @@ def test_folder_of_the_graphs_may_be_a_link(tmp_path):
     assert run_command(home, "verify") == 0
 
 
-def test_environment_wins_and_nothing_is_set_beside_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(location.LIMIT_VARIABLE, "7")
-    assert run_command(tmp_path, "limit", "5") == 1
-    assert f"{location.LIMIT_VARIABLE} is set" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_environment_wins_over_what_was_set(tmp_path, monkeypatch, caplog):
-    run_command(tmp_path, "limit", "5")
+    settings.write(tmp_path, Settings(store_mb=5))
     assert location.max_bytes(tmp_path) == 5 << 20
     monkeypatch.setenv(location.VARIABLE, str(tmp_path / "environment"))
     monkeypatch.setenv(location.LIMIT_VARIABLE, "7")
@@ -99,20 +94,14 @@ def test_damaged_settings_are_a_reason_and_never_a_guess(tmp_path, capsys):
     damaged = server(tmp_path)
     assert load(damaged, "a") is not None and not save(damaged, "b")
     assert all("preferences.json is damaged" in reason for reason in reasons(damaged)) and reasons(damaged)
-    for command in (["limit", "5"], ["prune"]):
-        assert run_command(tmp_path, *command) == 1
-        assert "preferences.json is damaged: fix or delete it" in capsys.readouterr().err
-
-
-def test_limit_out_of_range_is_refused_with_the_range(tmp_path, capsys):
-    assert run_command(tmp_path, "limit", "99999999") == 1
-    assert "from 0 to 1048576" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert run_command(tmp_path, "prune") == 1
+    assert "preferences.json is damaged: fix or delete it" in capsys.readouterr().err
 
 
 def test_limit_of_nothing_deletes_nothing(tmp_path, monkeypatch, capsys):
     save(store(tmp_path))
-    for set_it in (lambda: run_command(tmp_path, "limit", "0"), lambda: monkeypatch.setenv("ACCEL_STORE_MB", "0")):
+    nothing = Settings(store_mb=0)
+    for set_it in (lambda: settings.write(tmp_path, nothing), lambda: monkeypatch.setenv("ACCEL_STORE_MB", "0")):
         set_it()
         assert run_command(tmp_path, "prune") == 1
         assert "--max-mb" in capsys.readouterr().err
@@ -122,9 +111,8 @@ def test_limit_of_nothing_deletes_nothing(tmp_path, monkeypatch, capsys):
 
 
 def test_without_a_place_the_command_asks_for_one(monkeypatch, capsys):
-    for command in (["list"], ["limit", "5"]):
-        assert cli.main(command) == 1
-        assert "--user-directory" in capsys.readouterr().err
+    assert cli.main(["list"]) == 1
+    assert "--user-directory" in capsys.readouterr().err
     monkeypatch.setenv(location.VARIABLE, "off")
     assert cli.main(["list"]) == 1
     assert "turns the store off" in capsys.readouterr().err

@@ -210,6 +210,16 @@ def test_pushing_again_replaces_what_was_there_of_the_same_environment(publisher
     assert run_command(reader, "pull", shelf) == 0 and load(store(reader), "c")[0] == b"c"
 
 
+def test_graphs_of_another_publisher_are_not_replaced(publisher, shelf, tmp_path, capsys):
+    before = {file.name: file.read_bytes() for file in shelf.iterdir()}
+    other = tmp_path / "other"
+    save(store(other))
+    publishing.new_key(other / "private")
+    assert run_command(other, "push", shelf, "--key", other / "private") == 1
+    assert "another publisher's: push elsewhere" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in shelf.iterdir()} == before
+
+
 def push_again(publisher, shelf, *stems):
     """Publish anew, without these of the publisher's graphs."""
     home, _ = publisher

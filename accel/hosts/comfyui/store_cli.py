@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ...core import settings
 from ...core.sentences import counted
 from ...store import bundle, location, manifest, publishing
 from ...store.bundle import BadBundle, Outcome
@@ -107,8 +104,7 @@ def _verify(options: argparse.Namespace, store: Store) -> int:
 
 
 def _export(options: argparse.Namespace, store: Store) -> int:
-    wanted = (lambda entry: entry.name in options.kind) if options.kind else None
-    return _report(bundle.export(store.folder, store.seals(), options.file, wanted), f"exported to {options.file}")
+    return _report(bundle.export(store.folder, store.seals(), options.file), f"exported to {options.file}")
 
 
 def _import(options: argparse.Namespace, store: Store) -> int:
@@ -184,20 +180,6 @@ def _prune(options: argparse.Namespace, store: Store) -> int:
     return 0
 
 
-def _limit(options: argparse.Namespace, store: Store) -> int:
-    if store.path is None:
-        raise Refused(NO_HOME)
-    if os.environ.get(location.LIMIT_VARIABLE, "").strip():
-        raise Refused(f"{location.LIMIT_VARIABLE} is set and takes precedence: unset it first.")
-    try:
-        changed = replace(settings.read(store.path), store_mb=options.max_mb)
-    except ValueError as wrong:
-        raise Refused(str(wrong)) from None
-    settings.write(store.path, changed)
-    print(f"{store.folder} may hold {options.max_mb} MB. A ComfyUI that runs keeps to it once it is restarted.")
-    return 0
-
-
 def _report(outcomes: list[Outcome], done: str) -> int:
     bad = [outcome for outcome in outcomes if outcome.reason is not None]
     for outcome in bad:
@@ -246,7 +228,6 @@ def _parser(command: str) -> argparse.ArgumentParser:
     add("verify", _verify, "Check all that is saved against its checksums and seals.")
     export = add("export", _export, "Write what is saved to one file.")
     export.add_argument("file", type=Path)
-    export.add_argument("--kind", action="append", metavar="NAME", help="this kind of block alone; may be repeated")
     bring = add("import", _import, "Take the graphs of a bundle over; without --trust only show them.")
     bring.add_argument("file", type=Path)
     bring.add_argument("--trust", action="store_true", help="the bundle's code may run here")
@@ -262,6 +243,4 @@ def _parser(command: str) -> argparse.ArgumentParser:
     pull.add_argument("url", help="where it was pushed to")
     pruning = add("prune", _prune, "Delete what was used longest ago.")
     pruning.add_argument("--max-mb", type=_whole, metavar="N", help="what may stay, in MB (default: the store's own)")
-    limit = add("limit", _limit, "Set what the store may hold; what was used longest ago goes first.")
-    limit.add_argument("max_mb", type=_whole, metavar="MB", help="0 saves nothing more")
     return parser
