@@ -15,7 +15,7 @@ from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES, Settings
 from comfy_accel.accel.hosts.comfyui import preferences
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
-from comfy_accel.accel.hosts.comfyui.server import panel, report, surroundings
+from comfy_accel.accel.hosts.comfyui.server import panel, report
 from comfy_accel.accel.hosts.comfyui.versions import finish_node_progress, show_node_progress
 from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.report.run_record import records
@@ -116,7 +116,7 @@ def test_blocks_that_a_patch_concerns_are_told_with_advice(unet):
 
 def test_core_older_than_this_pack_is_tested_with_is_told(unet, monkeypatch):
     image(fast(unet))
-    monkeypatch.setattr(surroundings, "comfyui_version", lambda: "0.3.74")
+    monkeypatch.setattr(report, "comfyui_version", lambda: "0.3.74")
     assert "ComfyUI 0.3.74 is older than 0.3.75" in report.text()
 
 

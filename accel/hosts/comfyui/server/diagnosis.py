@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ class Facts:
     run: the last one; `NO_RUN` where there is none. cache: totals of the graph cache (`GraphCache.statistics`).
     nodes: of the workflow that contains the report. prompt: its id.
     device: torch's type of the device that models run on.
-    oldest_comfyui: that this pack is tested with.
+    oldest_comfyui: the oldest that this pack is tested with.
     tool_missing: what torch does not find for compiling (`toolchain.lacking`).
     low_vram: ComfyUI's memory-saving mode, if it is in one. streams_weights: whether it streams weights (dynamic VRAM).
     memory_total, memory_free, memory_ours: bytes of the device; ours is what this process has reserved.
@@ -77,9 +77,18 @@ class Facts:
         return bool(self.nodes.get("AccelDeepCache")) or any(QUALITIES.get(one.get("quality")) for one in speeds_up)
 
     @property
-    def caching(self) -> Mapping[str, Any]:
-        """The settings of DeepCache in the last run; empty without it."""
-        return self.run.caching or {}
+    def has_our_node(self) -> bool:
+        return self.has_compiling_node or self.has_skipping_node
+
+    @property
+    def is_cache_off(self) -> bool:
+        return 0 in (self.cache.get("max_bytes"), self.cache.get("max_entries"))
+
+    @property
+    def is_partly_loaded(self) -> bool:
+        """Whether some weights of the model stay off the GPU."""
+        share = self.run.loaded_share
+        return share is not None and share < 0.98 and self.device != "cpu"
 
 
 def nodes_of(prompt: Any) -> Nodes:
@@ -95,152 +104,81 @@ def nodes_of(prompt: Any) -> Nodes:
     return found
 
 
-def no_run(facts: Facts) -> str | None:
-    if facts.run is not NO_RUN:
-        return None
-    if facts.has_compiling_node or facts.has_skipping_node:
-        return (
+def nothing_whole_ran(facts: Facts) -> Iterator[str]:
+    """No image, or only part of one, is there to judge by."""
+    if facts.run is NO_RUN and facts.has_our_node:
+        yield (
             "No image was made with these nodes yet: connect the image to `anything` of this node, so that it reports "
             "after the image."
         )
-    return (
-        "No image was made with Speed Up, Accelerate Model or DeepCache since ComfyUI started: put Speed Up between "
-        "the loaders and the sampler."
-    )
+    elif facts.run is NO_RUN:
+        yield (
+            "No image was made with Speed Up, Accelerate Model or DeepCache since ComfyUI started: put Speed Up "
+            "between the loaders and the sampler."
+        )
+    if facts.run.failed:
+        yield "The last run ended with an error or was stopped: its figures are not those of a whole image."
 
 
-def run_failed(facts: Facts) -> str | None:
-    if not facts.run.failed:
-        return None
-    return "The last run ended with an error or was stopped: its figures are not those of a whole image."
+def nothing_compiles(facts: Facts) -> Iterator[str]:
+    backend = facts.compiling.get("backend")
+    if not facts.compiles and (facts.compiling or facts.has_compiling_node):
+        yield (
+            f"PyTorch {facts.torch} cannot compile blocks for every size: install 2.11 or later (at least 2.7). "
+            "DeepCache works with any version."
+        )
+    if facts.tool_missing is not None and backend == "inductor":
+        yield f"Nothing is compiled: {facts.tool_missing}."
+    if backend == "eager":
+        yield "The backend is eager, which only traces blocks and is no faster: choose inductor."
+    if facts.compiling and facts.is_cache_off:
+        yield "The graph cache is set to 0, so nothing is compiled: raise its limits in the settings, under Accel."
 
 
-def no_compiling_node(facts: Facts) -> str | None:
-    if facts.run is NO_RUN or not facts.nodes or facts.is_of_this_prompt:
-        return None
-    if facts.has_compiling_node or facts.has_skipping_node:
-        return None
-    return (
-        "Nothing in this workflow speeds the model up: put Speed Up between the loaders and the sampler. The figures "
-        "are of an earlier workflow."
-    )
+def much_is_lost(facts: Facts) -> Iterator[str]:
+    """Weights are copied in each step, or graphs are compiled again."""
+    run, cache = facts.run, facts.cache
+    if facts.is_partly_loaded:
+        yield (
+            f"Only {run.loaded_share:.0%} of the model fits into the GPU's memory: the rest is copied at every step, "
+            "which takes longer than compiling saves. A smaller or quantized model, a smaller batch, or closing other "
+            "programs helps most."
+        )
+    refused = any(why.code in _CACHE_FULL for why in run.why_uncompiled())
+    evicted = run.totals.evicted if run.compilations else 0
+    if facts.compiling and not facts.is_cache_off and (refused or evicted):
+        dropped = f"dropped {counted(evicted, 'graph')} in this run to make room"
+        what = "did not hold all graphs of this run" if refused else dropped
+        yield (
+            f"The graph cache ({cache.get('max_bytes', 0) / (1 << 20):.0f} MB, {cache.get('max_entries', 0)} block "
+            f"types) {what}: raise its limits in the settings, under Accel."
+        )
+    if run.compilations:
+        advice = "The next image compiles nothing, whatever its size: judge by that one, or use Warm Up Graphs."
+        if facts.compiling.get("shapes") == "exact size":
+            advice = "With exact size each new size, batch and prompt length compiles again: choose any size."
+        yield (
+            f"This run compiled {counted(run.compilations, 'graph')}, which took {run.compile_seconds:.1f} of its "
+            f"{run.seconds:.1f} s. {advice}"
+        )
+    if facts.nodes.get("TorchCompileModel") and (facts.has_compiling_node or run.caching):
+        yield "TorchCompileModel is in this workflow too: it recompiles the whole model for new sizes. Take it out."
 
 
-def whole_model_compiled_too(facts: Facts) -> str | None:
-    if not facts.nodes.get("TorchCompileModel") or not (facts.has_compiling_node or facts.caching):
-        return None
-    return "TorchCompileModel is in this workflow too: it recompiles the whole model for new sizes. Take it out."
+def nothing_is_skipped(facts: Facts) -> Iterator[str]:
+    run, off = facts.run, _why_off(facts.nodes)
+    if off is not None:
+        yield off
+    elif not run.caching and facts.is_of_this_prompt and facts.has_skipping_node:
+        yield "DeepCache did nothing in the last run: it cannot split this model, and the log says why."
+    elif run.caching and not {SKIPPED, HALF} & set(run.skipping.steps_taken):
+        steps = run.steps or len(run.skipping.steps_taken)
+        yield none_skipped(why_none_skipped(run.skipping, steps, run.samplings), steps, run.sampler)
 
 
-def backend_compiles_nothing(facts: Facts) -> str | None:
-    if facts.compiling.get("backend") != "eager":
-        return None
-    return "The backend is eager, which only traces blocks and is no faster: choose inductor."
-
-
-def cache_is_off(facts: Facts) -> str | None:
-    if not facts.compiling or 0 not in (facts.cache.get("max_bytes"), facts.cache.get("max_entries")):
-        return None
-    return "The graph cache is set to 0, so nothing is compiled: raise its limits in the settings, under Accel."
-
-
-def cache_too_small(facts: Facts) -> str | None:
-    if cache_is_off(facts) or not facts.compiling:
-        return None
-    refused = any(why.code in _CACHE_FULL for why in facts.run.why_uncompiled())
-    evicted = facts.run.totals.evicted if facts.run.compilations else 0
-    if not refused and not evicted:
-        return None
-    dropped = f"dropped {counted(evicted, 'graph')} in this run to make room"
-    what = "did not hold all graphs of this run" if refused else dropped
-    return (
-        f"The graph cache ({facts.cache.get('max_bytes', 0) / (1 << 20):.0f} MB, {facts.cache.get('max_entries', 0)} "
-        f"block types) {what}: raise its limits in the settings, under Accel."
-    )
-
-
-def sizes_were_cold(facts: Facts) -> str | None:
-    run = facts.run
-    if not run.compilations:
-        return None
-    text = (
-        f"This run compiled {counted(run.compilations, 'graph')}, which took {run.compile_seconds:.1f} of its "
-        f"{run.seconds:.1f} s."
-    )
-    if facts.compiling.get("shapes") == "exact size":
-        return f"{text} With exact size each new size, batch and prompt length compiles again: choose any size."
-    return f"{text} The next image compiles nothing, whatever its size: judge by that one, or use Warm Up Graphs."
-
-
-def exact_size(facts: Facts) -> str | None:
-    if facts.compiling.get("shapes") != "exact size" or sizes_were_cold(facts):
-        return None
-    return "shapes is exact size: each new size, batch and prompt length compiles again. With any size none does."
-
-
-def loading_took_long(facts: Facts) -> str | None:
-    run = facts.run
-    if not run.loaded or run.load_seconds < 0.1 * run.seconds:
-        return None
-    return (
-        f"This run loaded {counted(run.loaded, 'graph')} from disk ({run.load_seconds:.1f} of its {run.seconds:.1f} "
-        "s), once after a restart: the next image has them in memory."
-    )
-
-
-def blocks_fell_back(facts: Facts) -> str | None:
-    told, reasons = facts.run.totals, facts.run.why_uncompiled()
-    if not told.eager_calls or not reasons or not facts.compiling:
-        return None
-    code, total = reasons[0].code, told.eager_calls + told.compiled_calls
-    text = f"{told.eager_calls} of {total} block calls ran uncompiled, mostly because: {str(reasons[0]).rstrip('.')}."
-    if code in _PATCHES:
-        return f"{text} Without that patch (an IP-Adapter, say) they run compiled."
-    if code == "slower":
-        return f"{text} Expected: on this machine these blocks run faster uncompiled."
-    if code in ("gradients", "autocast"):
-        return f"{text} Such calls always run uncompiled."
-    return text
-
-
-def not_captured(facts: Facts) -> str | None:
-    told, reasons = facts.run.totals, facts.run.why_not_captured()
-    if 2 * told.replays >= told.model_calls:
-        return None
-    text = f"{told.model_calls - told.replays} of {told.model_calls} model calls did not replay a CUDA graph"
-    if reasons:
-        text = f"{text}, mostly because: {str(reasons[0]).rstrip('.')}."
-        return f"{text} Their blocks ran compiled all the same." if told.compiled_calls else text
-    return f"{text}, because a new size is captured at its third call or later: the next image of this size replays."
-
-
-def blocks_left_out(facts: Facts) -> str | None:
-    left = facts.run.left_eager
-    if not left or not facts.compiling:
-        return None
-    why, blocks = max(left.items(), key=lambda row: row[1])
-    return f"{blocks} of {blocks + facts.run.blocks} blocks cannot be compiled: {str(why).rstrip('.')}."
-
-
-def nothing_measured(facts: Facts) -> str | None:
-    if facts.compiling.get("backend") != "inductor" or facts.compiling.get("check_gain", True):
-        return None
-    return "check_gain is off, so what compiling gains is not measured: turn it on."
-
-
-def gain_is_small(facts: Facts) -> str | None:
-    run = facts.run
-    saved = run.totals.by_compiling.seconds
-    if saved is None or sizes_were_cold(facts) or saved > 0.05 * run.seconds:
-        return None
-    return (
-        f"Compiling saved only {max(saved, 0):.2f} of {run.seconds + max(saved, 0):.2f} s: most of the time goes "
-        "into work that it cannot shorten, such as large matrix products."
-    )
-
-
-def deep_cache_is_off(facts: Facts) -> str | None:
-    for inputs in facts.nodes.get("AccelDeepCache", ()):
+def _why_off(nodes: Nodes) -> str | None:
+    """The input of DeepCache that turns it off."""
+    for inputs in nodes.get("AccelDeepCache", ()):
         if inputs.get("interval") == 1:
             return "DeepCache's interval is 1, which turns it off: 3 is the default."
         if inputs.get("start_percent", 0.0) == inputs.get("end_percent", 1.0):
@@ -251,97 +189,89 @@ def deep_cache_is_off(facts: Facts) -> str | None:
     return None
 
 
-def deep_cache_found_no_place(facts: Facts) -> str | None:
-    if not facts.is_of_this_prompt or not facts.has_skipping_node or facts.caching or deep_cache_is_off(facts):
-        return None
-    return "DeepCache did nothing in the last run: it cannot split this model, and the log says why."
+def some_ran_uncompiled(facts: Facts) -> Iterator[str]:
+    run, totals = facts.run, facts.run.totals
+    reasons = run.why_uncompiled()
+    if totals.eager_calls and reasons and facts.compiling:
+        code, total = reasons[0].code, totals.eager_calls + totals.compiled_calls
+        text = f"{totals.eager_calls} of {total} block calls ran uncompiled, mostly because: {_clause(reasons[0])}."
+        if code in _PATCHES:
+            text += " Without that patch (an IP-Adapter, say) they run compiled."
+        elif code == "slower":
+            text += " Expected: on this machine these blocks run faster uncompiled."
+        elif code in ("gradients", "autocast"):
+            text += " Such calls always run uncompiled."
+        yield text
+    if run.left_eager and facts.compiling:
+        why, blocks = max(run.left_eager.items(), key=lambda row: row[1])
+        yield f"{blocks} of {blocks + run.blocks} blocks cannot be compiled: {_clause(why)}."
+    if 2 * totals.replays < totals.model_calls:
+        text = f"{totals.model_calls - totals.replays} of {totals.model_calls} model calls did not replay a CUDA graph"
+        because = run.why_not_captured()
+        if not because:
+            text += ", because a new size is captured at its third call or later: the next image of this size replays."
+        else:
+            text += f", mostly because: {_clause(because[0])}."
+            text += " Their blocks ran compiled all the same." if totals.compiled_calls else ""
+        yield text
 
 
-def deep_cache_skipped_nothing(facts: Facts) -> str | None:
+def _clause(reason: Any) -> str:
+    return str(reason).rstrip(".")
+
+
+def little_is_lost(facts: Facts) -> Iterator[str]:
+    """Of one image, or by the machine; most of it is not worth a change."""
     run = facts.run
-    if not facts.caching or {SKIPPED, HALF} & set(run.skipping.steps_taken) or deep_cache_is_off(facts):
-        return None
-    steps = run.steps or len(run.skipping.steps_taken)
-    return none_skipped(why_none_skipped(run.skipping, steps, run.samplings), steps, run.sampler)
+    if facts.compiling.get("shapes") == "exact size" and not run.compilations:
+        yield "shapes is exact size: each new size, batch and prompt length compiles again. With any size none does."
+    if run.loaded and run.load_seconds >= 0.1 * run.seconds:
+        yield (
+            f"This run loaded {counted(run.loaded, 'graph')} from disk ({run.load_seconds:.1f} of its "
+            f"{run.seconds:.1f} s), once after a restart: the next image has them in memory."
+        )
+    if facts.memory_total and None not in (facts.memory_free, facts.memory_ours):
+        others = facts.memory_total - facts.memory_free - facts.memory_ours
+        if others >= max(0.2 * facts.memory_total, 2 * _GIB):
+            yield (
+                f"Other programs hold {others / _GIB:.1f} of the GPU's {facts.memory_total / _GIB:.0f} GB and may slow "
+                "it down: close what you don't need."
+            )
+    if facts.low_vram is not None and not facts.is_partly_loaded:
+        yield (
+            f"ComfyUI runs in its mode {facts.low_vram}, which moves weights at every step: images are faster without "
+            "it."
+        )
+    if facts.device == "cpu":
+        yield (
+            "Models run on the CPU, where compiling gains little; skipping steps (Balanced, Fast, DeepCache) pays "
+            "anywhere."
+        )
+    if facts.streams_weights and facts.compiling:
+        yield (
+            "ComfyUI streams weights here (dynamic VRAM): what does not fit into the GPU's memory is copied in each "
+            "step, and compiling does not speed that up. A smaller or quantized model does."
+        )
 
 
-def torch_cannot_compile(facts: Facts) -> str | None:
-    if facts.compiles or not (facts.compiling or facts.has_compiling_node):
-        return None
-    return (
-        f"PyTorch {facts.torch} cannot compile blocks for every size: install 2.11 or later (at least 2.7). DeepCache "
-        "works with any version."
-    )
-
-
-def tool_missing(facts: Facts) -> str | None:
-    if facts.tool_missing is None or facts.compiling.get("backend") != "inductor":
-        return None
-    return f"Nothing is compiled: {facts.tool_missing}."
-
-
-def comfyui_too_old(facts: Facts) -> str | None:
+def gain_is_small_or_unknown(facts: Facts) -> Iterator[str]:
+    run, saved = facts.run, facts.run.totals.by_compiling.seconds
+    if facts.compiling.get("backend") == "inductor" and not facts.compiling.get("check_gain", True):
+        yield "check_gain is off, so what compiling gains is not measured: turn it on."
+    if saved is not None and not run.compilations and saved <= 0.05 * run.seconds:
+        yield (
+            f"Compiling saved only {max(saved, 0):.2f} of {run.seconds + max(saved, 0):.2f} s: most of the time goes "
+            "into work that it cannot shorten, such as large matrix products."
+        )
     parts = re.findall(r"\d+", facts.comfyui or "")[:3]
-    if not parts or tuple(map(int, parts)) >= facts.oldest_comfyui:
-        return None
-    oldest = ".".join(map(str, facts.oldest_comfyui))
-    return f"ComfyUI {facts.comfyui} is older than {oldest}, the oldest tested with this pack: update it."
+    if parts and tuple(map(int, parts)) < facts.oldest_comfyui:
+        oldest = ".".join(map(str, facts.oldest_comfyui))
+        yield f"ComfyUI {facts.comfyui} is older than {oldest}, the oldest tested with this pack: update it."
 
 
-def no_gpu(facts: Facts) -> str | None:
-    if facts.device != "cpu":
-        return None
-    return (
-        "Models run on the CPU, where compiling gains little; skipping steps (Balanced, Fast, DeepCache) pays anywhere."
-    )
-
-
-def partly_loaded(facts: Facts) -> str | None:
-    share = facts.run.loaded_share
-    if share is None or share >= 0.98 or facts.device == "cpu":
-        return None
-    return (
-        f"Only {share:.0%} of the model fits into the GPU's memory: the rest is copied at every step, which takes "
-        "longer than compiling saves. A smaller or quantized model, a smaller batch, or closing other programs helps "
-        "most."
-    )
-
-
-def saves_memory(facts: Facts) -> str | None:
-    if facts.low_vram is None or partly_loaded(facts):
-        return None
-    return (
-        f"ComfyUI runs in its mode {facts.low_vram}, which moves weights at every step: images are faster without it."
-    )
-
-
-def weights_are_streamed(facts: Facts) -> str | None:
-    if not facts.streams_weights or not facts.compiling:
-        return None
-    return (
-        "ComfyUI streams weights here (dynamic VRAM): what does not fit into the GPU's memory is copied in each step, "
-        "and compiling does not speed that up. A smaller or quantized model does."
-    )
-
-
-def gpu_is_shared(facts: Facts) -> str | None:
-    if not facts.memory_total or facts.memory_free is None or facts.memory_ours is None:
-        return None
-    others = facts.memory_total - facts.memory_free - facts.memory_ours
-    if others < max(0.2 * facts.memory_total, 2 * _GIB):
-        return None
-    return (
-        f"Other programs hold {others / _GIB:.1f} of the GPU's {facts.memory_total / _GIB:.0f} GB and may slow it "
-        "down: close what you don't need."
-    )
-
-
-CAUSES: tuple[Callable[[Facts], str | None], ...] = (
-    *(no_run, run_failed, torch_cannot_compile, tool_missing, backend_compiles_nothing),
-    *(cache_is_off, partly_loaded, cache_too_small, sizes_were_cold, whole_model_compiled_too),
-    *(deep_cache_is_off, deep_cache_found_no_place, deep_cache_skipped_nothing, blocks_fell_back, blocks_left_out),
-    *(not_captured, exact_size, loading_took_long, gpu_is_shared, saves_memory, no_gpu),
-    *(weights_are_streamed, nothing_measured, gain_is_small, comfyui_too_old),
+CAUSES: tuple[Callable[[Facts], Iterator[str]], ...] = (
+    *(nothing_whole_ran, nothing_compiles, much_is_lost, nothing_is_skipped),
+    *(some_ran_uncompiled, little_is_lost, gain_is_small_or_unknown),
 )
 """Whatever reduces the gain; what costs most, or is easiest to change, comes first."""
 
@@ -349,7 +279,9 @@ CAUSES: tuple[Callable[[Facts], str | None], ...] = (
 def diagnose(facts: Facts) -> list[str]:
     """One or two sentences for each thing that reduces the gain, in the order to change them; where the workflow gains
     nothing, that alone."""
-    idle = no_compiling_node(facts)
-    if idle is not None:
-        return [idle]
-    return [sentence for sentence in (cause(facts) for cause in CAUSES) if sentence is not None]
+    if facts.run is not NO_RUN and facts.nodes and not facts.is_of_this_prompt and not facts.has_our_node:
+        return [
+            "Nothing in this workflow speeds the model up: put Speed Up between the loaders and the sampler. The "
+            "figures are of an earlier workflow."
+        ]
+    return [sentence for cause in CAUSES for sentence in cause(facts)]

@@ -1,20 +1,24 @@
-"""The report of the Accel Report node and of the page's command."""
+"""The report of the Accel Report node and of the page's command, and the facts about ComfyUI and the machine in it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ....cache.graph_cache import shared
+from ....compile.registry import DEFAULT, backend_named
+from ....core import toolchain
+from ....core.events import log
 from ....report import chart as report_chart
 from ....report import text as report
 from ....report.run import Run
 from ....report.run_record import records
 from .. import preferences
+from ..versions import OLDEST, comfyui_version, running_prompt, streams_weights
 from . import panel
-from .diagnosis import diagnose
-from .surroundings import facts
+from .diagnosis import NO_RUN, Facts, diagnose, nodes_of
 
 _ROWS = 20
 """Rows of the cache's table that are enough for a report."""
@@ -37,7 +41,7 @@ def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = Non
     if image is not None and reference is not None:
         decibels = psnr(image, reference)
         comparison = _unlike(image, reference) if decibels is None else report.comparison(decibels)
-    words = report.text(run, cache, store, diagnose(facts(run, cache, prompt)), comparison)
+    words = report.text(run, cache, store, diagnose(_facts(run, cache, prompt)), comparison)
     chart = report_chart.draw(run, cache, decibels)
     data = torch.frombuffer(bytearray(chart.tobytes()), dtype=torch.uint8)
     return Report(words, data.reshape(1, chart.height, chart.width, 3).float() / 255)
@@ -46,19 +50,79 @@ def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = Non
 def text() -> str:
     """Only the text of the report."""
     run, cache, store = _known()
-    return report.text(run, cache, store, diagnose(facts(run, cache)))
+    return report.text(run, cache, store, diagnose(_facts(run, cache)))
 
 
 def facts_as_json() -> dict[str, Any]:
     """What the report is made from, as JSON: {"state", "diagnosis"}."""
     run, cache, _ = _known()
-    return {"state": panel.state(rows=_ROWS), "diagnosis": diagnose(facts(run, cache))}
+    return {"state": panel.state(rows=_ROWS), "diagnosis": diagnose(_facts(run, cache))}
 
 
 def _known() -> tuple[Run | None, dict[str, Any], dict[str, Any] | None]:
     """The last run, and the statistics of the cache and of its store."""
     preferences.current()  # puts the cache's limits into force
     return records.last(), shared.statistics(rows=0), shared.store and shared.store.statistics()
+
+
+def _facts(run: Run | None, cache: dict[str, Any], prompt: Any = None) -> Facts:
+    """The facts for a diagnosis; gathering them waits for nothing and loads nothing.
+
+    run, cache: see `Facts`. prompt: the workflow in API format, if known.
+    """
+    device = _or_none(_device)
+    total, free, ours = _or_none(lambda: _memory(device)) or (None, None, None)
+    return Facts(
+        run=run or NO_RUN,
+        cache=cache,
+        nodes=nodes_of(prompt),
+        prompt=_or_none(running_prompt),
+        device="cpu" if device is None else device.type,
+        torch=torch.__version__,
+        comfyui=_or_none(comfyui_version),
+        oldest_comfyui=OLDEST,
+        compiles=backend_named(DEFAULT).missing() is None,
+        tool_missing=_or_none(lambda: _tool_missing(device)),
+        low_vram=_or_none(_low_vram),
+        streams_weights=bool(_or_none(streams_weights)),
+        memory_total=total,
+        memory_free=free,
+        memory_ours=ours,
+    )
+
+
+def _or_none(ask: Callable[[], Any]) -> Any:
+    """What core or torch answers, or None: a report must not fail a prompt."""
+    try:
+        return ask()
+    except Exception as error:
+        log.debug("a fact for the report is not known: %s", error)
+        return None
+
+
+def _device() -> torch.device:
+    from comfy.model_management import get_torch_device
+
+    return torch.device(get_torch_device())
+
+
+def _tool_missing(device: torch.device | None) -> str | None:
+    lacking = toolchain.lacking("cpu" if device is None else device.type)
+    return None if lacking is None else str(lacking)
+
+
+def _memory(device: torch.device | None) -> tuple[int, int, int] | None:
+    """(total, free, reserved by this process) bytes of a CUDA device; None for others."""
+    if device is None or device.type != "cuda" or not torch.cuda.is_initialized():
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total, free, torch.cuda.memory_reserved(device)
+
+
+def _low_vram() -> str | None:
+    from comfy.model_management import VRAMState, vram_state
+
+    return {VRAMState.LOW_VRAM: "lowvram", VRAMState.NO_VRAM: "novram"}.get(vram_state)
 
 
 def psnr(image: torch.Tensor, reference: torch.Tensor) -> float | None:
