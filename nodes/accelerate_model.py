@@ -4,7 +4,7 @@ from comfy_api.latest import io
 
 from ..accel.hosts.comfyui.models.accelerate import accelerate
 from ..accel.hosts.comfyui.versions import make_input, schema
-from .compile_inputs import check_gain_input, how_to_compile, settings
+from .compile_inputs import how_to_compile, settings
 from .hidden import node_id
 
 GRAPHS = ("off", "auto")
@@ -27,7 +27,6 @@ class AccelModel(io.ComfyNode):
             inputs=[
                 make_input(io.Model, "model", tooltip="The model to make faster. It is not changed itself."),
                 *how_to_compile(),
-                check_gain_input(),
                 make_input(
                     io.Combo,
                     "graphs",

@@ -13,7 +13,7 @@ ON_TROUBLE = RUN_EAGERLY, STOP = ("run eagerly", "stop with the reason")
 
 
 def how_to_compile() -> list[Any]:
-    """The inputs shapes, backend and on_trouble."""
+    """The inputs shapes, backend, on_trouble and check_gain."""
     return [
         make_input(
             io.Combo,
@@ -48,22 +48,18 @@ def how_to_compile() -> list[Any]:
                 "stop with the reason: end the prompt with the reason."
             ),
         ),
-    ]
-
-
-def check_gain_input() -> Any:
-    """The input check_gain."""
-    return make_input(
-        io.Boolean,
-        "check_gain",
-        default=True,
-        optional=True,
-        advanced=True,
-        tooltip=(
-            "Time compiled against normal during the first calls and keep whichever is faster. A compiled block whose "
-            "result differs by more than rounding is never used."
+        make_input(
+            io.Boolean,
+            "check_gain",
+            default=True,
+            optional=True,
+            advanced=True,
+            tooltip=(
+                "Time compiled against normal during the first calls and keep whichever is faster. A compiled block "
+                "whose result differs by more than rounding is never used."
+            ),
         ),
-    )
+    ]
 
 
 def settings(shapes: str, backend: str, on_trouble: str, check_gain: bool) -> CompileSettings:

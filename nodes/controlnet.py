@@ -4,7 +4,7 @@ from comfy_api.latest import io
 
 from ..accel.hosts.comfyui.models.controlnet import accelerate_control
 from ..accel.hosts.comfyui.versions import make_input, schema
-from .compile_inputs import check_gain_input, how_to_compile, settings
+from .compile_inputs import how_to_compile, settings
 from .hidden import node_id
 
 
@@ -33,7 +33,6 @@ class AccelControlNet(io.ComfyNode):
                     ),
                 ),
                 *how_to_compile(),
-                check_gain_input(),
             ],
             hidden=[io.Hidden.unique_id],
             outputs=[io.ControlNet.Output("CONTROL_NET", tooltip="The accelerated ControlNet, for Apply ControlNet.")],

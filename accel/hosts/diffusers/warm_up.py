@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 import random
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -22,43 +22,19 @@ from .component_call import call_of
 from .components import components
 
 
-@dataclass(frozen=True)
-class WarmUpRun:
-    """One call of the pipeline: size in pixels, images at once, seconds, and names of the kinds of blocks.
+@dataclass
+class WarmUp:
+    """What a warm-up did; `str` gives a one-line summary.
 
-    compiled, loaded: kinds whose graph was compiled, or read from the graph store. failed: kinds that run eagerly.
+    runs: (width, height, images at once) of each call, sizes in pixels. seconds: of all calls. compiled, loaded: names
+    of kinds of blocks whose graph was compiled, or read from the graph store. failed: of those that run eagerly.
     """
 
-    width: int
-    height: int
-    batch: int
-    seconds: float
-    compiled: tuple[str, ...]
-    loaded: tuple[str, ...]
-    failed: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class WarmUp:
-    """What a warm-up did, run by run; `str` gives a one-line summary."""
-
-    runs: tuple[WarmUpRun, ...]
-
-    @property
-    def seconds(self) -> float:
-        return sum(run.seconds for run in self.runs)
-
-    @property
-    def compiled(self) -> tuple[str, ...]:
-        return tuple(name for run in self.runs for name in run.compiled)
-
-    @property
-    def loaded(self) -> tuple[str, ...]:
-        return tuple(name for run in self.runs for name in run.loaded)
-
-    @property
-    def failed(self) -> tuple[str, ...]:
-        return tuple(name for run in self.runs for name in run.failed)
+    runs: list[tuple[int, int, int]] = field(default_factory=list)
+    seconds: float = 0.0
+    compiled: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         uncompiled = f", {len(self.failed)} not possible" if self.failed else ""
@@ -90,16 +66,22 @@ def warm_up(
     decode = any(name.endswith(".decoder") for name in _accelerated(pipe))
     calls = _calls(sizes, batches)
     pipeline_call.check(pipe, call_arguments)
-    runs = []
-    with _bar(pipe, len(calls)) as show, _untouched(pipe):
+    done = WarmUp()
+    with _bar(pipe, len(calls)) as show, _untouched(pipe), _noting(done):
         for width, height, batch in calls:
             show(f"{width}x{height}, batch {batch}", step=0)
             arguments = pipeline_call.arguments_for(pipe, width, height, batch, call_arguments, decode)
-            run = _run(pipe, width, height, batch, arguments)
-            log.debug("%s", run)
-            runs.append(run)
-            show(f"{counted(sum(len(run.compiled) for run in runs), 'graph')} compiled", step=1)
-    done = WarmUp(tuple(runs))
+            started = time.perf_counter()
+            try:
+                pipe(**arguments, generator=torch.Generator().manual_seed(0))
+            except (ValueError, TypeError) as error:
+                raise ValueError(
+                    f"{type(pipe).__name__} cannot be called at {width}x{height} (width x height), batch {batch}: "
+                    f"{error} What it needs beside the size can be passed to warm_up, as to the pipeline."
+                ) from error
+            done.seconds += time.perf_counter() - started
+            done.runs.append((width, height, batch))
+            show(f"{counted(len(done.compiled), 'graph')} compiled", step=1)
     log.info("%s", done)
     return done
 
@@ -139,27 +121,23 @@ def _calls(sizes: Any, batches: Any) -> list[tuple[int, int, int]]:
     return list(dict.fromkeys((*pair, batch) for pair in pairs for batch in numbers))
 
 
-def _run(pipe: Any, width: int, height: int, batch: int, arguments: dict[str, Any]) -> WarmUpRun:
-    names: dict[str, list[str]] = {"compile_end": [], "graph_loaded": [], "compile_failed": []}
-    thread = threading.get_ident()
+@contextmanager
+def _noting(done: WarmUp) -> Iterator[None]:
+    """Add the names of the kinds that this thread compiles and loads."""
+    lists, thread = (
+        {"compile_end": done.compiled, "graph_loaded": done.loaded, "compile_failed": done.failed},
+        get_ident(),
+    )
 
     def note(event: str, data: dict[str, Any]) -> None:
-        if event in names and threading.get_ident() == thread:
-            names[event].append(data["name"])
+        if event in lists and get_ident() == thread:
+            lists[event].append(data["name"])
 
     unsubscribe = subscribe(note)
-    started = time.perf_counter()
     try:
-        pipe(**arguments, generator=torch.Generator().manual_seed(0))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{type(pipe).__name__} cannot be called at {width}x{height} (width x height), batch {batch}: {error} "
-            "What it needs beside the size can be passed to warm_up, as to the pipeline."
-        ) from error
+        yield
     finally:
         unsubscribe()
-    seconds = time.perf_counter() - started
-    return WarmUpRun(width, height, batch, seconds, *map(tuple, names.values()))
 
 
 @contextmanager
