@@ -222,9 +222,10 @@ def apply(contender: Contender, model):
 
 def estimate() -> float | None:
     """What the DeepCache run that has just ended takes its PSNR to be, in dB; None without a target."""
-    from comfy_accel.accel.hosts.comfyui.models.deep_cache import last_run
+    from comfy_accel.accel.report.run_record import records
 
-    value = (last_run() or {}).get("estimated_db")
+    told = records.deep_cache()
+    value = None if told is None else told.estimated_db
     return None if value is None else round(min(value, similarity.IDENTICAL), 2)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from comfy_accel.accel.core.errors import one_line
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import last_run
+from comfy_accel.accel.report.run_record import records
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -200,7 +200,8 @@ class Steps:
         graphs = self.lineup.graph_bytes(name)
         done.row = {**_sum(done.row, spent), "peak_mb": peak_mb, "graphs_mb": None if graphs is None else _mb(graphs)}
         if CONTENDERS[name].interval:
-            done.row |= last_run()
+            told = records.deep_cache()
+            done.row |= {"full_steps": told.full_steps, "skipped_steps": told.skipped_steps}
         return None
 
     def _result(self, name: str, done: _Turns, flops: int, eager_ms: float | None) -> Row:

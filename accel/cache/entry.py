@@ -34,7 +34,7 @@ class Use:
 
 
 def id_of(key: Hashable) -> str:
-    """A short name of the entry of this key, the same in every process."""
+    """A short name for the key's entry, equal in every process."""
     return hashlib.blake2s(repr(key).encode(), digest_size=8).hexdigest()
 
 
@@ -62,7 +62,7 @@ class Entry:
     busy: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def benchmark(self, graph: CompiledGraph, inputs: Sequence[torch.Tensor], captured: bool = False) -> Benchmark:
-        """The comparison of one of the graphs with its block, in calls of about the size of these inputs.
+        """The benchmark of one of the graphs against its block, for calls of about this size.
 
         captured: in calls of a model that are captured.
         """
@@ -75,14 +75,14 @@ class Entry:
         self.hits += benchmarks.hits if benchmarks is not None else 0
 
     def mark_failed(self, reason: Reason) -> None:
-        """Remove the graphs for good: calls of this key run eagerly from now on."""
+        """Remove the graphs for good: calls with this key run eagerly from now on."""
         self.failure = reason
         self.hits = self.calls
         self.graphs.clear()
         self._benchmarks.clear()
 
     def note_uses(self, uses: Iterable[Use]) -> None:
-        """Remember these uses as the latest; of equal ones only the last is kept."""
+        """Remember these uses as the latest, without duplicates."""
         self.uses = tuple(dict.fromkeys((*uses, *reversed(self.uses))))[:_MOST_USES][::-1]
 
     @functools.cached_property
@@ -96,7 +96,7 @@ class Entry:
 
     @property
     def calls_by_benchmark(self) -> dict[Benchmark, int]:
-        """Calls of its graphs at sizes at which they had been compared with their block."""
+        """Calls of its graphs, by the benchmark for their size."""
         every = [one for benchmarks in list(self._benchmarks.values()) for one in benchmarks.all()]
         return {one: one.hits for one in every}
 
@@ -111,12 +111,12 @@ class Entry:
 
 @dataclass(eq=False)
 class Lease:
-    """What one run uses of the cache: it is not evicted while the run lasts, and its calls are counted.
+    """The entries that one run uses: they are not evicted while it lasts, and its calls of them are counted.
 
-    keys: of the entries in use, each with its calls when the run found it. full: a graph of this run did not fit.
-    uses: what the run is, for its entries to remember; its owner sets it before the end.
-    calls: of compiled graphs in this run. measured: those of them at a size where the gain of a call is known, by
-        benchmark. replays: of captured calls. All are counted when the run ends, or the entry is evicted.
+    keys: each entry in use, with its calls when the run found it. full: a graph of this run did not fit.
+    uses: a description of the run, for its entries to remember; the owner sets it before the end.
+    calls: calls of compiled graphs in this run. measured: those whose gain is known, by benchmark.
+    replays: calls that replayed a capture. All are counted when the run ends, or the entry is evicted.
     """
 
     keys: dict[Hashable, tuple[int, dict[Benchmark, int]]] = field(default_factory=dict)

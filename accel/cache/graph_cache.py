@@ -153,7 +153,7 @@ class GraphCache:
 
     @contextmanager
     def lease(self) -> Iterator[Lease]:
-        """For one run: what it finds under the lease stays while it lasts, and counts as used until its end."""
+        """A run's lease: what it finds under it is not evicted before it ends, and counts as used until then."""
         lease = Lease()
         with self._lock:
             self._leases.append(lease)
@@ -170,12 +170,12 @@ class GraphCache:
     # Eviction
 
     def evict(self, key: Hashable) -> bool:
-        """Drop one entry; whether it was there."""
+        """Drop one entry; True if it was there."""
         with self._lock:
             return self._drop(key)
 
     def evict_named(self, entry_id: str) -> int | None:
-        """Drop the entry with this `Entry.id`: the bytes freed, None where there is no such entry."""
+        """Drop the entry with this `Entry.id`; the bytes freed, or None if there is no such entry."""
         with self._lock:
             entries = list(self._entries.values())
         found = next((entry for entry in entries if entry.id == entry_id), None)
@@ -398,4 +398,4 @@ def _names(entry: Entry) -> str:
 
 
 shared = GraphCache()
-"""The one cache of this process: models, VAEs, ControlNets and pipelines all use it."""
+"""The one cache of this process, shared by all models."""

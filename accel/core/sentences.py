@@ -103,7 +103,7 @@ _CAPTURING = {
     "captures_in_vain": "the memory of its captures was needed elsewhere {times} times in a row before another image "
     "could use them",
     "loaded_in_part": "it is loaded in part, and its other weights come and go",
-    "weights_streamed": "its weights are streamed (dynamic VRAM), and not all on the device at once",
+    "weights_streamed": "its weights are streamed, and not all on the device at once",
     "memory_planned": "{by} plans the memory of its calls, and moves it from call to call",
     "hooks_on_weights": "hooks change its weights during the run",
     "code_injected": "an extension adds its own code to the model for each run",

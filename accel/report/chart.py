@@ -20,12 +20,12 @@ WIDTH = 512
 _MARGIN, _BAR, _LINE = 16, 22, 20
 _INK, _GREY, _PALE = "#1a1a1a", "#595959", "#d9d9d9"
 BLUE, ORANGE, SKY, GREEN = "#0072b2", "#d55e00", "#56b4e9", "#009e73"
-"""Okabe and Ito's palette, which colour-blind people can tell apart; no meaning is in colour alone."""
+"""Okabe and Ito's palette, safe for colour-blind readers; no meaning rests on colour alone."""
 
 _MOST_STEPS = 120
 
 _PLOT, _BELOW, _ABOVE = 80, 8.0, 24.0
-"""Of the plot of a quality target: its height in pixels, and what it shows below and above the target, in dB."""
+"""The plot of a quality target: height in pixels, and its range below and above the target in dB."""
 
 
 def draw(run: Run | None, cache: Mapping[str, Any], psnr: float | None = None) -> Image.Image:

@@ -1,4 +1,4 @@
-"""What a run gained, in a few words for the nodes that did it."""
+"""A run's gain in a few words, for the nodes that took part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def headline(run: Run, node: str) -> list[Reason]:
 
     Empty for a run that failed, and where the node has nothing new to say: the line of the run before stays.
 
-    A node that compiles tells of compiling, one that skips steps of that, and one that does both of both.
+    A node reports on what it does: compiling, skipping steps, or both.
     """
     if run.failed:
         return []

@@ -1,7 +1,7 @@
-"""One sampling run: the facts that its parts hand over, and what it gained.
+"""One sampling run: its facts, and what it gained.
 
-A fact is a field of one record. The field says what two samplings of one prompt make of it together, and its name is
-the fact's name in events, in the report and in the panel's JSON.
+A fact is a field of one record. The field defines how two samplings of one prompt are merged, and its name is the
+fact's name in events, in the report and in the panel's JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEAST_SAVED = 0.05
 
 
 def fact(default: Any, joined: Callable[[Any, Any], Any]) -> Any:
-    """A field of a `Record`. joined: makes one value of two samplings'; where a field has none, the later one's counts.
+    """A field of a `Record`. joined: merges the values of two samplings; without it, the later value counts.
 
     default: a value, or the type of an empty one.
     """
@@ -37,7 +37,7 @@ class Record:
     """Base of the dataclasses that hold facts."""
 
     def with_next(self, other: Any) -> Any:
-        """This and the next sampling of the same prompt, as one: a hires fix, say, or a base model and a refiner."""
+        """This and the next sampling of one prompt, merged (a base model and a refiner, say)."""
         rules = {known.name: known.metadata["joined"] for known in fields(self) if known.metadata}
         return replace(other, **{name: rule(getattr(self, name), getattr(other, name)) for name, rule in rules.items()})
 
@@ -61,13 +61,13 @@ def _listed(names: str | None, name: str | None) -> str | None:
 
 
 def _counted(record: Record) -> dict[str, Any]:
-    """A record's facts without its savings, which are told together."""
+    """A record's facts without its savings, which are reported together."""
     return {name: value for name, value in vars(record).items() if not isinstance(value, Saving)}
 
 
 @dataclass(frozen=True)
 class Totals(Record):
-    """The calls of a run, as the host counted them.
+    """Counts of a run's calls, made by the host.
 
     compiled_calls: of blocks' graphs. eager_calls: of blocks that could have run compiled. contexts: prompt lengths,
         tokens. evicted: graphs dropped from the cache meanwhile.
@@ -84,7 +84,7 @@ class Totals(Record):
 
     @classmethod
     def of(cls, lease: Lease, backend: str, is_measured: bool, **others: Any) -> Totals:
-        """Those of a run whose lease is over. is_measured: graphs were compared with their blocks."""
+        """The totals of a run whose lease is over. is_measured: graphs were benchmarked against their blocks."""
         saved = by_compiling(lease.calls, lease.measured, is_measured, backend == "eager")
         return cls(compiled_calls=lease.calls, replays=lease.replays, by_compiling=saved, **others)
 
@@ -93,11 +93,11 @@ class Totals(Record):
 class Skipping(Record):
     """What DeepCache did in a run.
 
-    steps_taken: FULL, HALF or SKIPPED for each step, such as "FSSF". why_full: what of the model or the sampler made
-        all of them full.
-    target_db: the quality that was asked for. estimated_db: the quality reached, by estimate; None where nothing was
-        skipped. probes: extra passes, to compare. skipped_work: fraction of the work that was saved.
-    plan: the steps of the last sampler with a quality, as `DeepCacheRun.plan` has them.
+    steps_taken: FULL, HALF or SKIPPED for each step, such as "FSSF". why_full: why the model or the sampler forced all
+        of them to be full.
+    target_db: the quality asked for. estimated_db: the estimated quality reached; None where nothing was skipped.
+    probes: extra passes made for comparison. skipped_work: fraction of the work saved.
+    plan: see `DeepCacheRun.plan`; of the last sampler with a quality.
     """
 
     steps_taken: str = fact("", add)
@@ -188,7 +188,7 @@ class Run(Record):
 
     @property
     def savings(self) -> tuple[Saving, Saving]:
-        """By compiling, and by skipping."""
+        """Time saved by compiling, and by skipping."""
         return self.totals.by_compiling, self.skipping.by_skipping
 
     @property
@@ -206,7 +206,7 @@ class Run(Record):
         return (working + sum(known)) / working if known and working > 0 and not self.failed else None
 
     def gain_by(self, *savings: Saving) -> list[Reason]:
-        """What these savings come to, in parts for people; empty where it is unknown."""
+        """The gain from these savings, in parts for people; empty where it is unknown."""
         times = self.times_by(*savings)
         if times is None:
             return []
@@ -230,7 +230,7 @@ class Run(Record):
         return [why for (_, why), _ in ordered if matches(why)]
 
     def as_json(self) -> dict[str, Any]:
-        """For the panel: the facts of its records too, and what follows from them."""
+        """JSON for the panel: all facts of the run and its records, and what follows from them."""
         return {
             **{name: value for name, value in vars(self).items() if name not in ("totals", "skipping", "left_eager")},
             **self.skipping.as_json(),

@@ -17,7 +17,7 @@ from .run import Run, Skipping
 from .savings import by_skipping
 
 _MOST_REASONS = 50
-"""Kept of one run: for blocks that ran eagerly, and as many for those that nobody tried to compile."""
+"""Reasons kept per run, each for blocks that ran eagerly and for those that nobody tried to compile."""
 
 _DISTURBING = frozenset(
     ("compile_end", "compile_failed", "graph_loaded", "probe_end", "dry_run_end", "capture_end", "capture_failed")
@@ -28,7 +28,7 @@ _MADE = {
     "graph_loaded": ("loaded", "load_seconds"),
     "capture_end": ("captures", "capture_seconds"),
 }
-"""By event, the facts of a `Run` that count it and add up its seconds."""
+"""Event → the facts of a `Run` that hold its count and its seconds."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Open:
             run.prepare_seconds = max(0.0, time.perf_counter() - self.began - busy)
 
     def end(self, failed: bool, loaded_share: float | None) -> bool:
-        """One of its wrappers is over; whether the run is."""
+        """Note that one of its wrappers has ended; True if the run has too."""
         self.depth -= 1
         run = self.run
         run.failed, run.loaded_share = run.failed or failed, loaded_share
@@ -178,6 +178,6 @@ class RunRecords:
 
 
 records = RunRecords()
-"""Of this process. Subscribed from the start: events are few, and none is about a single call of a block."""
+"""The records of this process. Subscribed at import: events are few, and none concerns a single call of a block."""
 
 subscribe(records.hear)

@@ -11,7 +11,7 @@ from ..core.reasons import Reason
 from ..step_cache.run import FULL, HALF, SKIPPED
 
 _EACH = {"compiling": Reason("compiling_saved_each"), "skipping": Reason("skipping_saved_each")}
-"""How the sum over samplers is known; one sentence, however many they are (an upscaler's tiles)."""
+"""How a sum over samplers is known: one sentence, however many there are (an upscaler's tiles)."""
 
 
 class Saving(NamedTuple):

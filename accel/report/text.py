@@ -98,7 +98,7 @@ def skipped_of(letters: Sequence[str]) -> str:
 
 
 def quality_of(told: Skipping) -> str:
-    """What a run with a quality target came to: "40 dB asked, 43.2 by estimate, 46% of the work skipped"."""
+    """The result of a run with a quality target: "40 dB asked, 43.2 by estimate, 46% of the work skipped"."""
     reached = "nothing skipped" if told.estimated_db is None else f"{told.estimated_db:.1f} by estimate"
     return f"{told.target_db:g} dB asked, {reached}, {max(told.skipped_work, 0):.0%} of the work skipped"
 

@@ -16,14 +16,14 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models import capture
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.hosts.comfyui.models.warm_up import warm_up
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.sizing.resolution import Size
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from kit import tiny_models
 from kit.captures import EAGER_BLOCKS, STAGES, left, reasons
-from kit.deep_cache import SMALL, split_chunks
+from kit.deep_cache import SMALL, last_run, split_chunks
 from kit.families import DITS
 from kit.step_cache import uniform_hold
 from kit.thorough import thorough_except

@@ -12,12 +12,13 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models import controlnet
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.nodes.controlnet import AccelControlNet
 from kit import controls, tiny_models
 from kit.controls import SMALL, adapter, control_lora, taesd, unet_control
+from kit.deep_cache import last_run
 from kit.families import CONTROLLED
 from kit.thorough import thorough_except
 from torch._dynamo.utils import counters

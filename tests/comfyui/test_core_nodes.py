@@ -7,11 +7,12 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.split_points import why_no_split
 from kit.core_nodes import ALL_ROWS, ELSEWHERE, FAMILIES_OF_NODES, LOADERS, NO_NODES, ROWS, nodes_of_core
+from kit.deep_cache import last_run
 from kit.step_cache import uniform_hold
 from kit.thorough import thorough_except
 from torch._dynamo.utils import counters

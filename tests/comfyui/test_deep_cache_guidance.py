@@ -8,14 +8,14 @@ from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.predictions.guidance import MOST_STEPS, Guidance
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.split_points import find_split
 from kit import tiny_models
-from kit.deep_cache import SMALL, assert_no_trace, counts
+from kit.deep_cache import SMALL, assert_no_trace, counts, last_run
 from kit.other_nodes import control_net, controlled, hooked, in_areas, with_momentum
 from kit.tiny_models import conditioning
 

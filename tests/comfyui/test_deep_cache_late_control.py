@@ -16,11 +16,11 @@ from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.models import late_control
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from kit import controls, tiny_models
 from kit.captures import EAGER_BLOCKS, reasons
-from kit.deep_cache import SMALL, assert_close, assert_no_trace, cached, counts, split_chunks
+from kit.deep_cache import SMALL, assert_close, assert_no_trace, cached, counts, last_run, split_chunks
 from kit.families import CONTROLLED
 from kit.other_nodes import (
     SD15,

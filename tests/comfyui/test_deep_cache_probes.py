@@ -6,10 +6,10 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from kit import tiny_models
-from kit.deep_cache import SMALL, assert_no_trace, counts
+from kit.deep_cache import SMALL, assert_no_trace, counts, last_run
 from kit.other_nodes import control_net, controlled, easy_cache, in_areas, lazy_cache, with_momentum
 
 SIZE = {"width": 72, "height": 88, "steps": 24}

@@ -4,10 +4,10 @@ import comfy.sample
 import comfy.samplers
 import pytest
 import torch
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from kit.deep_cache import assert_close, counts, split_chunks
+from kit.deep_cache import assert_close, counts, last_run, split_chunks
 from kit.step_cache import uniform_hold
 
 from bench import similarity, toy_data

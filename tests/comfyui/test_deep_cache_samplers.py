@@ -10,13 +10,13 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.hosts.comfyui.models.samplers import NoiseLevels, reckons
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from kit import tiny_models
-from kit.deep_cache import cached, counts
+from kit.deep_cache import cached, counts, last_run
 
 ONE_CALL = "0F 1s 2s 3F 4s 5s 6F"
 OWN_MIDPOINT = "0FF 1ss 2ss 3FF 4ss 5ss 6F"

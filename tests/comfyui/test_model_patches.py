@@ -13,9 +13,10 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_extras import nodes_model_patch as core_nodes
 from kit.controls import network, taesd, wan_vae
+from kit.deep_cache import last_run
 from kit.families import DITS
 from kit.step_cache import uniform_hold
 from kit.thorough import thorough_except

@@ -16,13 +16,14 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.split_points import why_no_split
 from kit import streamed_weights as stand_in
 from kit.captures import capturing_cache
 from kit.controls import CONTROLS
+from kit.deep_cache import last_run
 from kit.families import FAMILIES
 from kit.step_cache import uniform_hold
 from kit.thorough import thorough_except

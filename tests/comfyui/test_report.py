@@ -14,7 +14,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.settings import DEFAULT_MAX_BYTES, Settings
 from comfy_accel.accel.hosts.comfyui import preferences
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.hosts.comfyui.server import panel, report
 from comfy_accel.accel.hosts.comfyui.versions import finish_node_progress, show_node_progress
 from comfy_accel.accel.report import log as report_log
@@ -22,6 +22,7 @@ from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.nodes.report import AccelReport
 from kit import tiny_models
+from kit.deep_cache import last_run
 
 warm = GraphCache()
 UNIFORM = DeepCacheSettings(interval=3, schedule="uniform", between="hold")

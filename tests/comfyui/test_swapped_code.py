@@ -15,7 +15,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.accel.sizing.vae import COMPILE_DECODER, VaePolicy
@@ -28,7 +28,7 @@ from kit import code_swaps, tiny_models
 from kit.captures import EAGER_BLOCKS, capturing_cache
 from kit.code_swaps import IN_BLOCKS, all_of, attribute, functions_of, scaled, scaling, that_give_tensors
 from kit.controls import CONTROLS
-from kit.deep_cache import split_chunks
+from kit.deep_cache import last_run, split_chunks
 from kit.step_cache import uniform_hold
 from kit.thorough import thorough_except
 from kit.zoo import Noise, Size

@@ -13,12 +13,13 @@ from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
 from comfy_accel.accel.cuda_graphs import call_capture  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.models import samplers  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate  # noqa: E402
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run  # noqa: E402
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.server import panel, report  # noqa: E402
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
 from comfy_accel.accel.step_cache.policies.drift import Drift  # noqa: E402
 from kit import made_up_device as device  # noqa: E402
 from kit import tiny_models  # noqa: E402
+from kit.deep_cache import last_run  # noqa: E402
 from kit.tiny_models import UNET, Family  # noqa: E402
 
 LAYOUT = {

@@ -14,8 +14,9 @@ import comfy.samplers
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache, last_run
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,6 +29,15 @@ SPLIT_TOLERANCE = 1e-4
 
 def cached(model, interval=3, depth=None, **settings):
     return apply_deep_cache(model, uniform_hold(interval, depth, **settings))
+
+
+def last_run() -> dict[str, Any] | None:
+    """The last DeepCache run: full_steps, skipped_steps, and with a quality target its facts; None before the first."""
+    known = records.deep_cache()
+    if known is None:
+        return None
+    facts = () if known.target_db is None else ("target_db", "estimated_db", "probes", "skipped_work", "plan")
+    return {name: getattr(known, name) for name in ("full_steps", "skipped_steps", *facts)}
 
 
 def counts():

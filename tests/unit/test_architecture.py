@@ -49,7 +49,13 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 OWN_FLAGS = {"--help", "--override", "--passive", "--add", "--includeRecommended", "--install"}
 """Of our own command, and of the programs that install a compiler."""
 
-NODES_OF_OTHERS = ("KSampler", "TorchCompileModel", "EasyCache", "LazyCache", "CheckpointLoaderSimple")
+NODES_OF_OTHERS = (
+    *("KSampler", "TorchCompileModel", "EasyCache", "LazyCache", "CheckpointLoaderSimple", "UNETLoader", "LoraLoader"),
+    *("VAEDecode", "CLIPTextEncode", "ModelComputeDtype", "FreeU", "IP-Adapter", "IPAdapter", "KJNodes", "AnimateDiff"),
+)
+
+HOSTS_TERMS = ("dynamic VRAM", "DynamicVRAM", "lowvram", "novram", "ModelPatcher", "check_gain")
+"""Modes, objects and inputs of ours and theirs, as a sentence might have them."""
 
 
 def package_of(file: Path) -> str:
@@ -126,7 +132,7 @@ def any_of(names: Iterable[str]) -> re.Pattern:
 def test_only_hosts_know_the_programs_around_the_engine():
     """Not their names, nor those of samplers, nodes, flags and file formats; names of public artefacts (`comfy_accel`,
     the distribution) are not meant."""
-    nodes, samplers = any_of({*our_nodes(), *NODES_OF_OTHERS}), any_of(SAMPLERS)
+    nodes, samplers = any_of({*our_nodes(), *NODES_OF_OTHERS, *HOSTS_TERMS}), any_of(SAMPLERS)
     named = [
         f"{file.relative_to(ENGINE)}:{line}: {word}"
         for file in files()

@@ -1,6 +1,6 @@
 """Kernels of comfy-kitchen that are not operators of torch, as operators: a graph calls them and does not look inside.
 
-Traced as they are, they would read memory that tracing has not got, and choose among their implementations without it.
+Traced directly, they would read memory that does not exist during tracing, and choose an implementation by it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KERNELS = {
     "convrot_w4a4": ("convrot_w4a4_linear", "dequantize_convrot_w4a4_weight"),
     "w4a8_int8": ("w4a8_int8_linear", "dequantize_w4a8_int8_weight"),
 }
-"""By the module of a layout: the product with a weight, and the weight itself."""
+"""Module of a layout → its functions: the product with a weight, and the weight itself."""
 
 _libraries: list[torch.library.Library] = []
 
@@ -35,7 +35,7 @@ def operators() -> Iterator[tuple[types.ModuleType, str, Any]]:
 
 
 def _is_defined(name: str, function: Callable) -> bool:
-    """Define the operator, once in the process; whether there is one."""
+    """Define the operator, once per process; True if there is one."""
     if hasattr(torch.ops.accel, name):
         return True
     library = torch.library.Library("accel", "FRAGMENT")
@@ -58,7 +58,7 @@ def _is_defined(name: str, function: Callable) -> bool:
 
 
 def _result(arguments: dict[str, Any]) -> torch.Tensor:
-    """What the function gives for these arguments, without values. A byte of a weight holds two of its numbers."""
+    """The shape and type of the function's result, as a tensor without values. A byte of a weight holds two numbers."""
     packed = arguments["qweight"] if "qweight" in arguments else arguments["qdata"]
     rows, half = packed.shape
     if "x" not in arguments:

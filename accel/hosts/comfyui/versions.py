@@ -96,7 +96,7 @@ def clone_in_place(model: Any) -> Any:
 
 
 def takes_streamed_weights() -> bool:
-    """Whether core has what brings the streamed weights of several layers at once (from about 0.22 on)."""
+    """Whether core can load the streamed weights of several layers at once (from about 0.22 on)."""
     needed = {
         "cast_modules_with_vbar": "comfy_modules dtype device bias_dtype non_blocking",
         "resolve_cast_module_with_vbar": "s dtype device bias_dtype compute_dtype want_requant",
@@ -116,7 +116,7 @@ def takes_streamed_weights() -> bool:
 
 
 def stored_forms(weights: Sequence[torch.Tensor | None]) -> list[Any]:
-    """In what form core brings these streamed weights to the device: each has `shape` and `dtype`; None for None.
+    """The form in which core loads these streamed weights: each has `shape` and `dtype`; None for None.
 
     A quantised weight is its own form. Only for cores of `takes_streamed_weights`.
     """
@@ -134,10 +134,10 @@ _tracing_lock = threading.Lock()
 
 @contextmanager
 def traceable() -> Iterator[None]:
-    """While it lasts, in whatever thread, core's casting functions are core's own, and kernels operators of torch.
+    """Restore core's own casting functions, and replace kernels by operators of torch, in all threads while it lasts.
 
-    KJNodes hides the former from torch's compiler (`patch_aimdo_for_compile`), for the whole process and for good; a
-    block could then not be traced in one piece.
+    KJNodes hides the casting functions from torch's compiler (`patch_aimdo_for_compile`), process-wide and for good;
+    a block could then not be traced in one piece.
     """
     import comfy.ops
 
@@ -181,7 +181,7 @@ def streams_weights() -> bool:
 
 
 def unrecorded_context() -> Callable[[], AbstractContextManager] | None:
-    """What makes the context in which core does not record this thread's memory; None for a core that never does.
+    """A factory of contexts in which core does not record this thread's memory; None for a core that never does.
 
     The contexts do not nest. Making one raises `RunEagerly` while core captures a CUDA graph around the call.
     """
@@ -196,7 +196,7 @@ def records_memory() -> bool:
 
 @contextmanager
 def recording_nothing() -> Iterator[None]:
-    """For a call of the model on tensors without values, in whose course it would begin and end records."""
+    """Keep core from recording memory during a call of the model on tensors without values."""
     recordings = _recordings(sys.modules.get("comfy.model_prefetch"))
     thread = threading.get_ident()
     if recordings is None or thread not in recordings:
@@ -253,7 +253,7 @@ class _Paused:
 
 @contextmanager
 def _paused(recording: Any) -> Iterator[None]:
-    """What `pause_malloc_graph` does, for cores that do not have it yet."""
+    """Core's `pause_malloc_graph`, for cores that do not have it yet."""
     recording.pause()
     try:
         yield
@@ -262,7 +262,7 @@ def _paused(recording: Any) -> Iterator[None]:
 
 
 class _NoRecording:
-    """In the place of comfy-aimdo's MallocGraph: has its methods, and none does anything."""
+    """A stand-in for comfy-aimdo's MallocGraph whose methods do nothing."""
 
     _comfy_active = True
     _comfy_cuda_graph_modules = ()

@@ -79,7 +79,7 @@ def asks_for_attentions(model: torch.nn.Module, given: Mapping[str, Any]) -> boo
 
 @contextmanager
 def without_idle_hooks(model: torch.nn.Module) -> Iterator[None]:
-    """For a call that does not return attention weights: the hooks that would note them are off inside."""
+    """Turn off hooks that collect attention weights, during a call that does not return them."""
     taken = []
     for part in model.modules():
         hooks = part.__dict__.get("_forward_hooks") or {}

@@ -11,10 +11,10 @@ import torch
 PROMPT = "a photograph"
 
 STRENGTH = 0.5
-"""For image-to-image; less than 1, at which some pipelines skip encoding the image."""
+"""Strength for image-to-image; at 1 some pipelines skip encoding the image."""
 
 VIDEO_FRAMES = 9
-"""For an input video: of the form 8 n + 1 and 4 n + 1, as video models require."""
+"""Frames of an input video; of the forms 8 n + 1 and 4 n + 1, as video models require."""
 
 GIVEN_OTHERWISE = {
     "height": "sizes",

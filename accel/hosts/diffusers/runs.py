@@ -31,7 +31,7 @@ _ATTENTION_KWARGS = ("cross_attention_kwargs", "joint_attention_kwargs", "attent
 
 
 def simplifier(region: Region) -> Callable[[dict], dict] | None:
-    """For a block of diffusers: replaces None by an empty dict in its attention kwargs; None for other blocks.
+    """A function that replaces None by an empty dict in a diffusers block's attention kwargs; None for other blocks.
 
     A pipeline called with a LoRA scale in these kwargs passes an empty dict to its blocks, and otherwise None. The
     blocks treat both alike, so one graph serves both.

@@ -40,7 +40,7 @@ from .options import CAPTURE as KEY
 from .options import INTERRUPTS, asks_wrappers, call_simplifier
 
 _unread: weakref.WeakKeyDictionary[torch.nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
-"""What the code of each model sets and never reads, for snapshots."""
+"""Model → attributes that its code sets and never reads, for snapshots."""
 
 
 def attach(cache: GraphCache, model: Any) -> None:
@@ -61,7 +61,7 @@ def attach(cache: GraphCache, model: Any) -> None:
 def begin(
     base: torch.nn.Module, settings: Hashable, cache: GraphCache, lease: Lease, layers: Mapping[torch.nn.Module, Layer]
 ) -> CapturedModel:
-    """The capture of one run of a BaseModel. layers: of its blocks and of its network."""
+    """Captures for one run of a BaseModel. layers: those of its blocks and of its network."""
     memory = memory_of(cache)
     if cache is shared:
         preferences.make_room_for_captures(room_for_captures(comfy.model_management.get_torch_device()))
@@ -184,11 +184,10 @@ def _obstacle_in(module: torch.nn.Module) -> Reason | None:
 class _HeldWeights:
     """The weights that core streams to a model, kept on the device for one call that is captured or replayed.
 
-    Their addresses are fixed. A fault says what is there: where its signature is the one that core has kept of the
-    layer's last use, they have their values, with LoRA. What core has to bring it marks as another, a new LoRA too.
-    Making room for one while the others are pinned would have all of them evicted, so whether they fit is found out
-    first, pinning none.
-    current: which of them had, when they were asked for last.
+    Their addresses are fixed. A fault returns a signature: if it equals the one from the layer's last use, the values
+    are there, LoRA included; otherwise core has to load them, as after a change of LoRA. Making room for one while
+    the others are pinned would evict all of them, so they are first checked to fit, without pinning any.
+    current: those with their values at the last `hold`.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -198,7 +197,7 @@ class _HeldWeights:
         self.current: frozenset[int] | None = frozenset()
 
     def hold(self) -> frozenset[int] | None:
-        """As of `CaptureHost`."""
+        """See `CaptureHost.hold`."""
         if not self._parts:
             return self.current
         self.release()
@@ -227,7 +226,7 @@ class _HeldWeights:
         return [vbar.loaded_size() for vbar in {id(place[0]): place[0] for place in self._places()}.values()]
 
     def _fit(self) -> bool:
-        """Make room for each in turn, as core does; whether there was."""
+        """Make room for each in turn, as core does; True if there was enough."""
         for vbar, address, size in self._places():
             if vbar.fault(address, size) is None:
                 return False

@@ -60,7 +60,7 @@ def accelerate_control(
 
 
 def own_get_control(control: Any) -> Any:
-    """What replaces the `get_control` of its class, other than ours; None where nothing does."""
+    """Another extension's `get_control` set on the object itself; None if there is none."""
     method = vars(control).get("get_control")
     ours = getattr(method, "__self__", None)
     return ours._before["get_control"] if isinstance(ours, _Calls) else method
@@ -128,7 +128,7 @@ class _Calls:
         return self.own("cleanup", *args, **kwargs)
 
     def get_control(self, *args: Any, **kwargs: Any) -> Any:
-        """The control's own, with a view of its network whose calls run compiled."""
+        """Call the control's own, with a view of its network whose calls run compiled."""
         control = self._control
         name = next((name for name in _NETWORKS if vars(control).get(name) is not None), None)
         network = vars(control)[name] if name else None
@@ -152,7 +152,7 @@ class _Calls:
         _open_runs.end(self._control)
 
     def _reduce(self, protocol: int) -> Any:
-        """For the `copy` module: the control without our methods, which belong to one object."""
+        """Pickling for the `copy` module: the control without our methods, which belong to one object."""
         control = self._control
         make, arguments, state, *rest = type(control).__reduce_ex__(control, protocol)
         ours = (*_CALLS, "__reduce_ex__")

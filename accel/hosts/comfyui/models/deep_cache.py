@@ -19,7 +19,6 @@ from ....core.events import emit, log
 from ....modules.substitution import Order, substituted
 from ....report.headline import FEW_STEPS, why_none_skipped
 from ....report.run import Skipping
-from ....report.run_record import records
 from ....step_cache.cached_call import cached_call
 from ....step_cache.config import DeepCacheSettings
 from ....step_cache.policies.sensitivity import learnt_in
@@ -54,9 +53,6 @@ _FARTHEST = {"ge_gamma": 2, "order": 4}
 """The most of sampler options (of gradient_estimation and lms) with which a quality was kept. Above, it missed by up to
 15 dB."""
 
-_QUALITY_FACTS = ("target_db", "estimated_db", "probes", "skipped_work", "plan")
-"""Those of a `Skipping` that only a run with a quality target has."""
-
 _GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
 """Keys of model_options: functions of other nodes that change how predictions are combined."""
 
@@ -90,20 +86,6 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: s
         else:
             clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _stand_in_for_model)
     return clone
-
-
-def last_run() -> dict[str, Any] | None:
-    """Of the last DeepCache run of this process: full_steps, skipped_steps; and of one with a quality target:
-
-    target_db: what was asked. estimated_db: what the run takes the farthest sample to have reached; None where nothing
-    was skipped. probes: extra passes of the shallow part, to compare.
-    skipped_work: share of the run's work that was saved, by the split's own estimate of what a skipped call costs.
-    """
-    known = records.deep_cache()
-    if known is None:
-        return None
-    names = ("full_steps", "skipped_steps", *(_QUALITY_FACTS if known.target_db is not None else ()))
-    return {name: getattr(known, name) for name in names}
 
 
 def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:

@@ -57,7 +57,7 @@ def compiles_whole(wrapper: Callable[..., Any]) -> bool:
 
 
 def simplifier(region: Region) -> Callable[[dict], dict]:
-    """For a block, the function from a per-call dict to what the block's graph gets instead.
+    """The function that turns a per-call dict into what a block's graph gets instead.
 
     The function raises `RunEagerly` if a patch in the dict concerns the block.
     """
@@ -80,7 +80,7 @@ def simplifier(region: Region) -> Callable[[dict], dict]:
 
 
 def call_simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
-    """The function from the per-call dict to what a captured call gets of it. strings: all in the model's code.
+    """The function that reduces the per-call dict to what a captured call gets. strings: all in the model's code.
 
     Keys that the code does not read are left out, since other packs keep counters and objects there. The function
     raises `RunEagerly` if code in the dict would have to run in each call.
@@ -144,7 +144,7 @@ def _concern(options: dict[str, Any], strings: frozenset[str]) -> Reason | None:
 
 
 def _addresses(replacements: dict, options: dict[str, Any]) -> bool:
-    """Whether one of the replacements is for the block being called, which UNets name in the dict."""
+    """Whether a replacement targets the block being called; UNets name it in the dict."""
     block = options.get("block")
     if block is None:
         return True

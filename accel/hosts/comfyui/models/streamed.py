@@ -36,21 +36,19 @@ from ..versions import clone_in_place, is_dynamic, stored_forms, takes_streamed_
 from .options import INTERRUPTS
 
 LARGEST_SHARE = 0.15
-"""Of the device's memory: the weights of two blocks that are not resident are in the streams' buffers at once, beside
-all that core has put there."""
+"""Fraction of device memory; two non-resident blocks are buffered at a time, on top of core's own use."""
 
 _OURS = frozenset(
     "_v _v_weight _v_bias _v_signature _v_block _v_block_faulted _pin_state _pins _prefetch seed_key "
     "weight_lowvram_function bias_lowvram_function _comfy_graph".split()
 )
-"""What core keeps on modules whose weights it streams; nothing of it decides what they compute. A copy of `_v` would
-free its memory a second time."""
+"""Attributes that core sets for streaming, which affect no result. A copy of `_v` would free its memory twice."""
 
 
 def stays_in_place(model: Any, cache: GraphCache) -> bool:
-    """Whether the weights of a ModelPatcher or a VAE are to stay in place although core would stream them.
+    """Whether weights of a ModelPatcher or a VAE that core would stream stay in place instead.
 
-    A person has set it, or core cannot bring the weights of a whole block.
+    They do if the person set so, or if this core cannot load the weights of a whole block at once.
     """
     if not is_dynamic(model):
         return False
@@ -58,9 +56,9 @@ def stays_in_place(model: Any, cache: GraphCache) -> bool:
 
 
 def clone_for_compiling(model: Any, cache: GraphCache) -> Any:
-    """A clone of a ModelPatcher whose blocks can be compiled, and whose graphs are in the cache.
+    """A clone of a ModelPatcher whose blocks can be compiled.
 
-    Where core cannot load a model again whose weights are to stay in place, they are streamed, and the log says so.
+    If its weights are to stay in place but core cannot load the model again, they are streamed, and the log says so.
     """
     if stays_in_place(model, cache):
         try:
@@ -72,7 +70,7 @@ def clone_for_compiling(model: Any, cache: GraphCache) -> Any:
 
 
 def plain(module: torch.nn.Module, device: torch.device | None = None) -> torch.nn.Module:
-    """The module as it is with its weights in place (`streamed_weights.Plain`)."""
+    """The module as it would be with its weights in place (`streamed_weights.Plain`)."""
     parts = list(module.modules())
     if not any(map(_is_prepared, parts)):
         return module
@@ -85,7 +83,7 @@ def plain(module: torch.nn.Module, device: torch.device | None = None) -> torch.
 
 
 class _Plain:
-    """Makes copies of modules that share all but what core keeps there for streaming."""
+    """Makes copies of modules that share everything except what core adds for streaming."""
 
     def __init__(self, device: torch.device | None):
         self._device = device
@@ -222,7 +220,7 @@ class StreamedWeights:
         return stored_form.plain(made, self._forms)
 
     def _bring(self, missing: list[tuple], inputs: Sequence[torch.Tensor], made: list[torch.Tensor]) -> None:
-        """Have core bring the weights of these parts, all at once; those that it has prefetched are there."""
+        """Have core load the weights of these parts, all at once; prefetched ones are there already."""
         device, dtypes = _place_of(inputs)
         fresh = [(part, signature) for part, _, _, signature in missing if "_prefetch" not in vars(part)]
         prefetched = {part for part, _, _, _ in missing if "_prefetch" in vars(part)}
@@ -249,7 +247,7 @@ class StreamedWeights:
 
 
 class WaitingWeights(StreamedWeights):
-    """The weights of a block of a model that core has loaded in part, however the block is split."""
+    """The weights of a block in a model that core has loaded in part, however the block is split."""
 
     def _all(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         device, dtypes = _place_of(inputs)
@@ -291,28 +289,28 @@ def _on(stream: Any) -> AbstractContextManager:
 
 
 def _is_prepared(module: torch.nn.Module) -> bool:
-    """Whether core has loaded the module's weights for streaming, if only to keep them in place, or not at all yet."""
+    """Whether core has prepared the module for streaming, wherever its weights are now."""
     return "seed_key" in vars(module) or _waits(module)
 
 
 def _waits(module: torch.nn.Module) -> bool:
-    """Whether the module's weights are taken to the device at each use, in a model that is loaded in part."""
+    """Whether the module's weights are copied to the device at each use, in a partly loaded model."""
     return "prev_comfy_cast_weights" in vars(module)
 
 
 def _functions(module: torch.nn.Module, name: str) -> Sequence[Any]:
-    """What is done to the weight or bias at each use. An extension's layer without a bias may lack the attribute."""
+    """Functions applied to the weight or bias at each use. An extension's layer without a bias may have none."""
     return getattr(module, f"{name}_function", None) or ()
 
 
 def _prepared(module: torch.nn.Module) -> list[Any]:
-    """What core adds to the module's streamed weights where it brings them."""
+    """The patches that core applies to the module's streamed weights as it loads them."""
     patches = (vars(module).get(f"{name}_lowvram_function") for name in ("weight", "bias"))
     return [patch for patch in patches if patch is not None]
 
 
 def _is_lowvram_patch(function: Any) -> bool:
-    """Whether core adds LoRA by it at each use of a weight."""
+    """Whether core uses this function to add LoRA at each use of a weight."""
     return isinstance(function, comfy.model_patcher.LowVramPatch)
 
 
@@ -326,7 +324,7 @@ def _place_of(inputs: Sequence[torch.Tensor]) -> tuple[torch.device, list[torch.
 
 
 def _computes_in(dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether layers with weights of this type compute in it, and core so adds LoRA in it, in a call on these types.
+    """Whether layers with weights of this type compute in it, so that core adds LoRA in it, for these input types.
 
     A layer computes in its input's type. What is in float32 beside a model's own type is angles and times, which no
     layer of a block takes as they are: Flux's positions, for one.
@@ -335,7 +333,7 @@ def _computes_in(dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> bool:
 
 
 def _stored_as(weight: torch.Tensor) -> str:
-    """For people."""
+    """How a weight is stored, for a message."""
     return str(weight.dtype).removeprefix("torch.") if type(weight) in PLAIN_TENSORS else type(weight).__name__
 
 
@@ -354,7 +352,7 @@ class _Faulted:
 
 @contextmanager
 def _faulted(parts: Sequence[tuple[torch.nn.Module, Any]]) -> Iterator[None]:
-    """For core's use of parts with their signatures. Where it failed midway, nobody could tell what it had pinned."""
+    """Let core use parts that are pinned already; if it failed midway, what it had pinned would be unknown."""
     places = [(part, part._v) for part, _ in parts]
     try:
         for part, signature in parts:
@@ -368,7 +366,7 @@ def _faulted(parts: Sequence[tuple[torch.nn.Module, Any]]) -> Iterator[None]:
 
 @contextmanager
 def _distrusted(part: torch.nn.Module) -> Iterator[None]:
-    """Have core bring the weights again where adding LoRA to them fails: it takes them for patched before they are."""
+    """Make core load the weights again if adding LoRA fails: it marks them as patched before they are."""
     try:
         yield
     except BaseException:
@@ -378,9 +376,9 @@ def _distrusted(part: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _kept(part: torch.nn.Module) -> Iterator[None]:
-    """Keep weights that core has prefetched as they came, while LoRA is added: the block may yet run eagerly on them.
+    """Keep prefetched weights as loaded while LoRA is added: the block may still run eagerly on them.
 
-    Where they have a place of their own, what they are with LoRA stays there, unless adding it failed midway.
+    Weights with a place of their own keep the result there, unless adding LoRA failed midway.
     """
     prefetch = part._prefetch
     if prefetch["resident"] or not _prepared(part):

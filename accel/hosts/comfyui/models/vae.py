@@ -97,7 +97,7 @@ class _Around:
         self._last_shape: tuple[int, ...] | None = None
 
     def __deepcopy__(self, memo: dict) -> _Around:
-        """For a deep copy of a view, which shares the cache."""
+        """The state for a deep copy of a view; it shares the cache."""
         return _Around(*self._made_with)
 
     def call(self, vae: Any, name: str, args: tuple, kwargs: dict) -> AbstractContextManager:

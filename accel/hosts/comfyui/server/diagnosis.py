@@ -221,7 +221,7 @@ def _clause(reason: Any) -> str:
 
 
 def little_is_lost(facts: Facts) -> Iterator[str]:
-    """Of one image, or by the machine; most of it is not worth a change."""
+    """Costs of a single image, or of the machine, which are rarely worth a change."""
     run = facts.run
     if facts.compiling.get("shapes") == "exact size" and not run.compilations:
         yield "shapes is exact size: each new size, batch and prompt length compiles again. With any size none does."
