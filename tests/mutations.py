@@ -66,7 +66,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lease on the cache kept after its run",
-        "                self._leases.remove(lease)\n",
+        "            self._leases.discard(lease)\n",
         "",
         "unit/test_graph_cache.py::test_next_run_may_replace_what_the_last_one_used",
     ),

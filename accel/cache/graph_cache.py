@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,7 +50,7 @@ class GraphCache:
         self._entries: dict[Hashable, Entry] = {}
         self._max_entries = max_entries
         self.max_bytes = max_bytes
-        self._leases: list[Lease] = []
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # an abandoned one holds nothing
         self._sizes: dict[Hashable, int] = {}
         self._evicted_hits = 0
         self._counts: dict[str, Any] = dict.fromkeys(("misses", "compilations", "captures", "loaded"), 0)
@@ -154,18 +155,26 @@ class GraphCache:
     @contextmanager
     def lease(self) -> Iterator[Lease]:
         """A run's lease: what it finds under it is not evicted before it ends, and counts as used until then."""
-        lease = Lease()
-        with self._lock:
-            self._leases.append(lease)
+        lease = self.begin_lease()
         try:
             yield lease
         finally:
-            with self._lock:
-                self._leases.remove(lease)
-                for key in lease.keys:
-                    self._touch(key)
-                    if key in self._entries:
-                        lease.count(self._entries[key])
+            self.end_lease(lease)
+
+    def begin_lease(self) -> Lease:
+        """A lease that ends with `end_lease`, or when nobody references it any more."""
+        lease = Lease()
+        with self._lock:
+            self._leases.add(lease)
+        return lease
+
+    def end_lease(self, lease: Lease) -> None:
+        with self._lock:
+            self._leases.discard(lease)
+            for key in lease.keys:
+                self._touch(key)
+                if key in self._entries:
+                    lease.count(self._entries[key])
 
     # Eviction
 

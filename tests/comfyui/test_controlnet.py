@@ -264,7 +264,7 @@ def test_lease_of_a_run_that_was_broken_off_ends_with_the_next_or_with_the_contr
     del accelerated
     gc.collect()
     residuals(specimen.hinted(fast(specimen.build(), own), hint()), specimen, SIZES[0])
-    assert own._leases == []
+    assert not own._leases
 
 
 def test_network_that_is_gone_leaves_nothing_but_kernels():

@@ -67,7 +67,7 @@ def models_are_plain_afterwards(models):
     for part in (models["unet"], *models["unet"].modules()):
         assert call_of(part) is None
         assert not isinstance(vars(part).get("forward"), StandIn)
-    assert shared._leases == []
+    assert not shared._leases
 
 
 @pytest.mark.parametrize("deep_cache", [None, DeepCacheSettings(interval=2)])
@@ -141,7 +141,7 @@ def test_image_that_is_broken_off_leaves_nothing_on_the_models(pipe, error, wher
     if where == "block":
         handle.remove()
     assert state(pipe) == fast
-    assert shared._leases == []
+    assert not shared._leases
     assert difference(image(pipe), plain) < TOLERANCE
     restore(pipe)
     assert state(pipe) == before
@@ -156,10 +156,10 @@ def test_run_holds_its_graphs_from_the_first_step_to_the_last_and_no_longer(pipe
 
     with accelerated(pipe, **FAST):
         image(pipe, callback_on_step_end=look)
-        assert shared._leases == []
+        assert not shared._leases
         with torch.no_grad():  # a loop of somebody's own
             pipe.unet(torch.randn(1, 4, 8, 8), 1, zoo.prompt(pipe)["prompt_embeds"])
-        assert shared._leases == []
+        assert not shared._leases
     assert len(held) == 2 and held[0] == held[1] and len(held[0]) == 1 and held[0][0] > 3
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import threading
-import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,45 +64,18 @@ def own_get_control(control: Any) -> Any:
     return ours._before["get_control"] if isinstance(ours, _Calls) else method
 
 
-class _OpenRuns:
-    """The open runs of control objects, each with its lease in the cache.
-
-    Core calls `cleanup` only after a sampler that ended normally. An aborted run is ended by the next run of the same
-    object, or of any object once that one is freed; never during garbage collection, because ending a lease takes
-    the cache's lock.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: list[tuple[weakref.ref, ExitStack]] = []
-
-    def begin(self, control: Any, cache: GraphCache) -> Lease:
-        self.end(control)
-        stack = ExitStack()
-        lease = stack.enter_context(cache.lease())
-        with self._lock:
-            self._open.append((weakref.ref(control), stack))
-        return lease
-
-    def end(self, control: Any) -> None:
-        """End the run of this object, and those of freed objects."""
-        with self._lock:
-            over = [item for item in self._open if item[0]() is None or item[0]() is control]
-            self._open = [item for item in self._open if item not in over]
-        for _, stack in over:
-            stack.close()
-
-
-_open_runs = _OpenRuns()
-
-
 class _Calls:
-    """Our versions of one control object's methods, set as attributes of that object only."""
+    """Our versions of one control object's methods, set as attributes of that object only.
+
+    Its run ends at `cleanup`, which core calls only after a sampler that ended normally; otherwise at the next
+    `pre_run`, or when the object is freed.
+    """
 
     def __init__(self, control: Any, settings: CompileSettings, cache: GraphCache, node_id: str | None):
         self._control = control
         self._made_with = settings, cache, node_id
         self._view: tuple[torch.nn.Module, torch.nn.Module] | None = None
+        self._lease: Lease | None = None
         self._before = {name: vars(control).get(name) for name in _CALLS}  # extensions do the same
         vars(control).update({name: getattr(self, name) for name in _CALLS}, __reduce_ex__=self._reduce)
 
@@ -138,7 +109,9 @@ class _Calls:
                 fallbacks.note(type(control).__name__, reason)
                 return self.own("get_control", *args, **kwargs)
             settings, cache, node_id = self._made_with
-            run = _ControlRun(network, settings, cache, _open_runs.begin(control, cache), node_id)
+            self._end()
+            self._lease = cache.begin_lease()
+            run = _ControlRun(network, settings, cache, self._lease, node_id)
             self._view = network, _view(network, run)
         view = vars(control)[name] = self._view[1]
         try:
@@ -148,8 +121,9 @@ class _Calls:
                 vars(control)[name] = network
 
     def _end(self) -> None:
-        self._view = None
-        _open_runs.end(self._control)
+        lease, self._view, self._lease = self._lease, None, None
+        if lease is not None:
+            self._made_with[1].end_lease(lease)
 
     def _reduce(self, protocol: int) -> Any:
         """Pickling for the `copy` module: the control without our methods, which belong to one object."""
