@@ -7,8 +7,7 @@ from .clear_cache import AccelClearGraphCache
 from .controlnet import AccelControlNet
 from .deep_cache import AccelDeepCache
 from .report import AccelReport
-from .resolution import AccelResolutionSnap, AccelSnapImage, AccelSnapSize
-from .resolution_restore import AccelResolutionRestore
+from .resolution import AccelResolutionRestore, AccelResolutionSnap, AccelSnapImage, AccelSnapSize
 from .speed_up import AccelSpeedUp
 from .vae import AccelVAESkipCompile
 from .warm_up import AccelWarmUpGraphs

@@ -1,4 +1,4 @@
-"""The Snap Size and Snap Image nodes, and the Resolution Snap node, which does both."""
+"""The Snap Size and Snap Image nodes, the Resolution Snap node, which does both, and the Restore Size node."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..accel.hosts.comfyui.sizes.snapping import (
     SMALLEST,
     TRAINED_FOR,
     Snapped,
+    restore_image,
     snap_inputs,
 )
 from ..accel.hosts.comfyui.versions import make_input, schema
@@ -307,3 +308,35 @@ class AccelResolutionSnap(io.ComfyNode):
             snapped.restore,
             ui=ui.PreviewText(snapped.text),
         )
+
+
+class AccelResolutionRestore(io.ComfyNode):
+    """IMAGE and restore record in, IMAGE of the size asked for out."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return schema(
+            node_id="AccelResolutionRestore",
+            display_name="Accel: Restore Size",
+            category="accel/size",
+            description=(
+                "Undoes Snap Size and Snap Image: brings an image to exactly the size you asked for, by cropping the"
+                " border or resizing."
+            ),
+            search_aliases=["unpad", "uncrop", "original size", "exact size", "resize back"],
+            inputs=[
+                make_input(io.Image, "image", tooltip="The image, from VAE Decode or whatever comes after it."),
+                make_input(
+                    RESTORE,
+                    "restore",
+                    tooltip="The record of what was changed, from Snap Size or Snap Image.",
+                ),
+            ],
+            hidden=[io.Hidden.unique_id],
+            outputs=[io.Image.Output(display_name="IMAGE", tooltip="The image at the size you asked for.")],
+        )
+
+    @classmethod
+    def execute(cls, image, restore) -> io.NodeOutput:
+        restored, text = restore_image(image, restore)
+        return io.NodeOutput(restored, ui=ui.PreviewText(text))

@@ -31,8 +31,7 @@ def facts(run=None, **changes):
         "comfyui": "0.3.75",
         "oldest_comfyui": (0, 3, 75),
         "memory_total": 24 * GIB,
-        "memory_free": 12 * GIB,
-        "memory_ours": 11 * GIB,
+        "memory_of_others": GIB,
     }
     return Facts(**{**well, **changes})
 
@@ -126,7 +125,7 @@ SAID = [
     (facts({"loaded_share": 0.4}), "Only 40%"),
     (facts(low_vram="lowvram"), "mode lowvram"),
     (facts(streams_weights=True), "dynamic VRAM"),
-    (facts(memory_free=2 * GIB), "hold 11.0 of the GPU's 24 GB"),
+    (facts(memory_of_others=11 * GIB), "hold 11.0 of the GPU's 24 GB"),
 ]
 
 
@@ -163,7 +162,8 @@ def test_blocks_are_not_called_compiled_where_none_are():
 
 
 def test_what_stops_all_comes_before_what_costs_little():
-    given = facts({"compilations": 1, "compile_seconds": 0.1}, tool_missing="torch needs Triton", memory_free=GIB)
+    cold = {"compilations": 1, "compile_seconds": 0.1}
+    given = facts(cold, tool_missing="torch needs Triton", memory_of_others=12 * GIB)
     told = diagnose(given)
     assert "Triton" in told[0] and "Other programs" in told[-1] and len(told) == 3
 

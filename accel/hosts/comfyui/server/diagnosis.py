@@ -36,7 +36,7 @@ class Facts:
     oldest_comfyui: the oldest that this pack is tested with.
     tool_missing: what torch does not find for compiling (`toolchain.lacking`).
     low_vram: ComfyUI's memory-saving mode, if it is in one. streams_weights: whether it streams weights (dynamic VRAM).
-    memory_total, memory_free, memory_ours: bytes of the device; ours is what this process has reserved.
+    memory_total, memory_of_others: bytes of the device, and those that other programs hold.
     """
 
     run: Run = NO_RUN
@@ -52,8 +52,7 @@ class Facts:
     low_vram: str | None = None
     streams_weights: bool = False
     memory_total: int | None = None
-    memory_free: int | None = None
-    memory_ours: int | None = None
+    memory_of_others: int | None = None
 
     @property
     def compiling(self) -> Mapping[str, Any]:
@@ -230,13 +229,12 @@ def little_is_lost(facts: Facts) -> Iterator[str]:
             f"This run loaded {counted(run.loaded, 'graph')} from disk ({run.load_seconds:.1f} of its "
             f"{run.seconds:.1f} s), once after a restart: the next image has them in memory."
         )
-    if facts.memory_total and None not in (facts.memory_free, facts.memory_ours):
-        others = facts.memory_total - facts.memory_free - facts.memory_ours
-        if others >= max(0.2 * facts.memory_total, 2 * _GIB):
-            yield (
-                f"Other programs hold {others / _GIB:.1f} of the GPU's {facts.memory_total / _GIB:.0f} GB and may slow "
-                "it down: close what you don't need."
-            )
+    total, others = facts.memory_total, facts.memory_of_others
+    if total and others is not None and others >= max(0.2 * total, 2 * _GIB):
+        yield (
+            f"Other programs hold {others / _GIB:.1f} of the GPU's {total / _GIB:.0f} GB and may slow it down: close "
+            "what you don't need."
+        )
     if facts.low_vram is not None and not facts.is_partly_loaded:
         yield (
             f"ComfyUI runs in its mode {facts.low_vram}, which moves weights at every step: images are faster without "

@@ -71,7 +71,7 @@ def _facts(run: Run | None, cache: dict[str, Any], prompt: Any = None) -> Facts:
     run, cache: see `Facts`. prompt: the workflow in API format, if known.
     """
     device = _or_none(_device)
-    total, free, ours = _or_none(lambda: _memory(device)) or (None, None, None)
+    total, others = _or_none(lambda: _memory(device)) or (None, None)
     return Facts(
         run=run or NO_RUN,
         cache=cache,
@@ -86,8 +86,7 @@ def _facts(run: Run | None, cache: dict[str, Any], prompt: Any = None) -> Facts:
         low_vram=_or_none(_low_vram),
         streams_weights=bool(_or_none(streams_weights)),
         memory_total=total,
-        memory_free=free,
-        memory_ours=ours,
+        memory_of_others=others,
     )
 
 
@@ -111,12 +110,12 @@ def _tool_missing(device: torch.device | None) -> str | None:
     return None if lacking is None else str(lacking)
 
 
-def _memory(device: torch.device | None) -> tuple[int, int, int] | None:
-    """(total, free, reserved by this process) bytes of a CUDA device; None for others."""
+def _memory(device: torch.device | None) -> tuple[int, int] | None:
+    """Bytes of a CUDA device, and those that other programs hold; None for other devices."""
     if device is None or device.type != "cuda" or not torch.cuda.is_initialized():
         return None
     free, total = torch.cuda.mem_get_info(device)
-    return total, free, torch.cuda.memory_reserved(device)
+    return total, total - free - torch.cuda.memory_reserved(device)
 
 
 def _low_vram() -> str | None:
