@@ -62,7 +62,12 @@ def accelerate_pipeline(
         TypeError: `pipe` is not a pipeline, or `deep_cache` is not DeepCacheSettings.
         ValueError: an invalid name or number, with the valid ones; or a model's weights are not loaded.
     """
-    settings = settings_for(backend, shapes, min_repetitions, stop_on_trouble, measured)
+    for name, value, options in (("backend", backend, BACKENDS), ("shapes", shapes, SHAPES)):
+        if value not in options:
+            raise ValueError(f"{name} is {value!r}; it must be one of: {', '.join(options)}.")
+    if measured is None:
+        measured = BACKENDS[backend].is_faster  # without a compiler there is nothing to gain
+    settings = CompileSettings(backend, shapes == ANY, stop_on_trouble, min_repetitions, measured)
     if deep_cache is not None and not isinstance(deep_cache, DeepCacheSettings):
         raise TypeError(f"deep_cache is a {type(deep_cache).__name__}; it must be DeepCacheSettings(...) or None.")
     ignores = (ignores,) if isinstance(ignores, str) else tuple(ignores)
@@ -107,18 +112,6 @@ def accelerated(pipe: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         if before is not None:
             before.begin()
         component_call.place_again(placed)
-
-
-def settings_for(
-    backend: str, shapes: str, min_repetitions: int = 1, stop_on_trouble: bool = False, measured: bool | None = None
-) -> CompileSettings:
-    """The settings for these arguments. Raises ValueError, with the valid values, for an invalid one."""
-    for name, value, options in (("backend", backend, BACKENDS), ("shapes", shapes, SHAPES)):
-        if value not in options:
-            raise ValueError(f"{name} is {value!r}; it must be one of: {', '.join(options)}.")
-    if measured is None:
-        measured = BACKENDS[backend].is_faster  # without a compiler there is nothing to gain
-    return CompileSettings(backend, shapes == ANY, stop_on_trouble, min_repetitions, measured)
 
 
 class _Acceleration:
