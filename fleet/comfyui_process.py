@@ -40,6 +40,10 @@ class Gone(Exception):
     """ComfyUI ended, or does not answer; the message says what is known."""
 
 
+class NotReached(Gone):
+    """Nothing listens at the address, so ComfyUI has seen nothing of the request."""
+
+
 async def ask(
     session: aiohttp.ClientSession,
     address: str,
@@ -49,7 +53,7 @@ async def ask(
     raw: bytes | None = None,
     kind: str | None = None,
 ) -> tuple[int, bytes, str]:
-    """(status, body, content type) of a ComfyUI's answer. Raises Gone.
+    """(status, body, content type) of a ComfyUI's answer. Raises Gone; NotReached if the request was never taken.
 
     body: sent as JSON; raw, kind: sent as they are.
     """
@@ -60,7 +64,8 @@ async def ask(
         ) as answer:
             return answer.status, await answer.read(), answer.content_type
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-        raise Gone(f"ComfyUI does not answer: {type(error).__name__} {error}") from error
+        gone = NotReached if isinstance(error, aiohttp.ClientConnectorError) else Gone
+        raise gone(f"ComfyUI does not answer: {type(error).__name__} {error}") from error
 
 
 class ComfyUI:

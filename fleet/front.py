@@ -19,18 +19,19 @@ from urllib.parse import quote
 import aiohttp
 import ray
 from ray import serve
+from ray.exceptions import TaskUnschedulableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from ray.serve.schema import ApplicationStatus
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from .comfyui_process import ask
+from .comfyui_process import NotReached, ask
 from .counts import MET, States
-from .http import answering, read_body, read_json, refusal, refuse_foreign_origin
+from .http import Json, answering, read_body, read_json, refusal, refuse_foreign_origin
 from .results import PROMPT_ID, Results, failed, inside, published
 from .routing_key import routing_key
 from .settings import Settings
@@ -38,13 +39,19 @@ from .settings import Settings
 log = logging.getLogger("ray.serve")
 
 _RUNS = 2
-"""How often a prompt is run at most: once more where the replica ended under it."""
+"""How often a prompt, or an upload, is tried at most: once more where the replica ended under it."""
 
 _VALIDATED_WITHIN = 2.0
 """Seconds in which a free replica says whether a prompt is valid; later it is answered as accepted."""
 
 _WATCH = 2.0
 """Seconds between two looks at whether the application is being deleted."""
+
+_FOUND_WITHIN = 30.0
+"""Seconds in which some replica must be there for a question or an upload."""
+
+_NEVER_REACHED = (NotReached, TaskUnschedulableError)
+"""What says that a ComfyUI has seen nothing of a question, so it did not end over it."""
 
 _MOST_HISTORY = 200
 
@@ -144,7 +151,7 @@ class Front:
         body = await read_json(request)
         if not isinstance(body, dict) or not isinstance(body.get("prompt"), dict):
             error = {"type": "no_prompt", "message": "No prompt provided", "details": "No prompt provided"}
-            return JSONResponse({"error": {**error, "extra_info": {}}, "node_errors": {}}, 400)
+            return Json({"error": {**error, "extra_info": {}}, "node_errors": {}}, 400)
         if not isinstance(body.get("extra_data", {}), dict):
             return refusal("extra_data must be an object.")
         prompt_id = str(body.get("prompt_id") or uuid.uuid4())
@@ -167,7 +174,7 @@ class Front:
         status, answer = prompt.accepted.result() if prompt.accepted.done() else (200, {})
         if status == 200:
             answer = {"node_errors": {}, **answer, "prompt_id": prompt_id, "number": known["number"]}
-        return JSONResponse(answer, status)
+        return Json(answer, status)
 
     async def _follow(self, prompt: Prompt) -> None:
         """Have the prompt run, and run again where its replica ended; tell its client, and answer it either way."""
@@ -261,13 +268,13 @@ class Front:
             self._states.heard(done["replica"])
 
     async def _get_prompt(self, request: Request) -> Response:
-        return JSONResponse(self._exec_info())
+        return Json(self._exec_info())
 
     async def _get_queue(self, request: Request) -> Response:
         lists: dict[bool, list] = {True: [], False: []}
         for prompt in self._prompts.values():
             lists[prompt.running].append(prompt.queued())
-        return JSONResponse({"queue_running": lists[True], "queue_pending": lists[False]})
+        return Json({"queue_running": lists[True], "queue_pending": lists[False]})
 
     async def _post_queue(self, request: Request) -> Response:
         body = await read_json(request)
@@ -291,19 +298,20 @@ class Front:
 
     async def _get_history(self, request: Request) -> Response:
         given = request.query_params.get("max_items", "")
-        count = min(int(given), _MOST_HISTORY) if given.isdecimal() else _MOST_HISTORY
+        # Of long numbers the length is enough, and Python reads none of more than 4300 digits.
+        count = min(int(given), _MOST_HISTORY) if given.isdecimal() and len(given) < 10 else _MOST_HISTORY
 
         def read() -> dict[str, Any]:
             entries = {prompt_id: self._results.entry(prompt_id) for prompt_id in self._results.latest(count)}
             return {prompt_id: entry for prompt_id, entry in entries.items() if entry is not None}
 
-        return JSONResponse(await asyncio.to_thread(read))
+        return Json(await asyncio.to_thread(read))
 
     async def _get_history_of(self, request: Request) -> Response:
         prompt_id = request.path_params["prompt_id"]
         # Of one that is not answered yet nothing is known, as in ComfyUI, though its files may be there.
         entry = None if prompt_id in self._prompts else self._results.entry(prompt_id)
-        return JSONResponse({} if entry is None else {prompt_id: entry})
+        return Json({} if entry is None else {prompt_id: entry})
 
     async def _post_history(self, request: Request) -> Response:
         body = await read_json(request)
@@ -332,7 +340,7 @@ class Front:
         counts = {**self._counts, "waiting": waiting, "running": len(self._prompts) - waiting}
         running = Counter(prompt.replica for prompt in self._prompts.values() if prompt.running)
         replicas = [{**state, "running": running[state["replica"]]} for state in self._states.known]
-        return JSONResponse({"prompts": counts, "replicas": replicas})
+        return Json({"prompts": counts, "replicas": replicas})
 
     async def _ask_any(self, request: Request) -> Response:
         path = path_of_any(request.scope["path"])
@@ -341,14 +349,22 @@ class Front:
         path += f"?{request.url.query}" if request.url.query else ""
         raw = await read_body(request) if request.method == "POST" else None
         asked = (request.method, path, raw, request.headers.get("content-type"))
-        for _ in range(1 + self._states.most):
-            replica = await self._any()
+        reached = 0
+        for _ in range(_RUNS + self._states.most):
+            try:
+                replica = await asyncio.wait_for(self._any(), _FOUND_WITHIN)
+            except Exception as error:  # Ray's, or the time is over
+                log.warning("%s: %s: %s", path, type(error).__name__, error)
+                break
             try:
                 return await self._ask(replica, *asked)
             except Exception as error:  # Ray's, or `Gone`: it ended, and nobody has said so yet
                 log.warning("%s: %s: %s", path, type(error).__name__, error)
                 self._states.forget(replica["replica"])
-        return refusal("No ComfyUI answers.", 503)
+                reached += not isinstance(error, _NEVER_REACHED)
+            if reached == _RUNS:
+                return refusal(f"{_RUNS} ComfyUIs ended, or did not answer, when they were asked this.", 502)
+        return refusal("No ComfyUI answers. Try again later.", 503)
 
     async def _any(self) -> dict[str, Any]:
         """A replica that has told of itself."""

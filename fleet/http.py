@@ -5,13 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 LARGEST_BODY = 100 << 20
 """Bytes of a request, which is held in memory: ComfyUI's own default."""
+
+
+DEEPEST = 100
+"""Levels of objects and lists in a request: far more than workflows have, and few enough to write down again."""
+
+
+class Json(JSONResponse):
+    """JSON that every client can read, whatever a prompt holds: NaN and infinities become null, all text is ASCII."""
+
+    def render(self, content: Any) -> bytes:
+        try:
+            return json.dumps(content, allow_nan=False).encode()
+        except ValueError:
+            return json.dumps(json.loads(json.dumps(content), parse_constant=lambda name: None)).encode()
 
 
 class TooLarge(Exception):
@@ -43,25 +56,35 @@ async def read_body(request: Request) -> bytes:
 
 
 async def read_json(request: Request) -> Any:
-    """The body, of whatever type it says to be: clients of ComfyUI name none, or any. None where it is no JSON.
+    """The body as JSON, whatever type its header names. None if it is no JSON, or nested deeper than `DEEPEST`.
 
     Raises TooLarge.
     """
     body = await read_body(request)
     try:
-        return json.loads(body)
+        asked = json.loads(body)
     except (ValueError, RecursionError):
         return None
+    return asked if _depth(asked) <= DEEPEST else None
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, (dict, list))]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+    return depth
 
 
 def refusal(sentence: str, status: int = 400) -> Response:
     error = {"type": "refused", "message": sentence, "details": sentence, "extra_info": {}}
-    return JSONResponse({"error": error, "node_errors": {}}, status)
+    return Json({"error": error, "node_errors": {}}, status)
 
 
 def refuse_foreign_origin(headers: Any) -> Response | None:
     """A refusal for a request from another site's page in the visitor's browser."""
     origin = headers.get("origin")
-    if origin is None or urlsplit(origin).netloc.lower() == headers.get("host", "").lower():
+    ours = origin is None or origin.lower().partition("://")[2] == headers.get("host", "").lower()
+    if ours and headers.get("sec-fetch-site") != "cross-site":  # links, images and forms may send no origin
         return None
     return refusal("Requests from other sites' pages are refused.", 403)

@@ -24,11 +24,11 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from .counts import ENOUGH, MET, Keys, States, counted
-from .http import answering, read_json, refusal
+from .http import Json, answering, read_json, refusal
 from .settings import PipelineSettings
 
 log = logging.getLogger("ray.serve")
@@ -225,4 +225,4 @@ class PipelineFront:
         return refusal(f"{_RUNS} replicas ended while they made the image.", 503)
 
     async def _get_state(self, request: Request) -> Response:
-        return JSONResponse({"images": dict(self._counts), "replicas": self._states.known})
+        return Json({"images": dict(self._counts), "replicas": self._states.known})

@@ -85,7 +85,7 @@ class Results:
     def entry(self, prompt_id: str) -> Entry | None:
         """The history of a published prompt; None for any other."""
         if PROMPT_ID.fullmatch(prompt_id):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, RecursionError):
                 return json.loads((self._folder / prompt_id / _HISTORY).read_text(encoding="utf-8"))
         return None
 

@@ -34,4 +34,5 @@ def routing_key(prompt: Any) -> str:
             shapes.add("x".join(map(str, given)))
     if not models or not shapes:
         return ""
-    return " ".join([*sorted(models), *sorted(shapes)])[:LONGEST]
+    key = " ".join([*sorted(models), *sorted(shapes)])[:LONGEST]
+    return key.encode(errors="replace").decode()  # Serve sends it as UTF-8, and JSON may hold lone surrogates

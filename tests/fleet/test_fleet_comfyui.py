@@ -11,10 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from fleet import comfyui_process
-from fleet.comfyui_process import ComfyUI, Gone
+from fleet.comfyui_process import ComfyUI, Gone, NotReached
 
 TESTS = Path(__file__).resolve().parent.parent
 
@@ -103,6 +104,21 @@ def test_comfyui_that_ends_under_a_prompt_is_gone(tree):
             await asyncio.sleep(0.05)
 
     assert with_comfyui(tree, scenario)
+
+
+def test_request_that_was_taken_is_told_from_one_that_nobody_took():
+    async def scenario():
+        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        address = "http://{}:{}".format(*server.sockets[0].getsockname())
+        async with server, aiohttp.ClientSession() as session:
+            with pytest.raises(Gone) as taken:
+                await comfyui_process.ask(session, address, "POST", "/upload/image", raw=b"image")
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(NotReached):
+                await comfyui_process.ask(session, address, "POST", "/upload/image", raw=b"image")
+        return taken.type
+
+    assert asyncio.run(scenario()) is Gone
 
 
 def test_comfyui_that_does_not_start_says_why(tree):

@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from fleet import front as fleet_front
 from fleet import http as fleet_http
-from fleet.comfyui_process import Gone
+from fleet.comfyui_process import Gone, NotReached
 from fleet.counts import States
+from fleet.results import Results
 
 GRAPH = {"1": {"class_type": "A", "inputs": {}}}
 
@@ -36,10 +37,10 @@ class Run:
 
 
 class Fleet:
-    """A front without Serve. asked: what it asked of any replica; runs: of its prompts, by id."""
+    """A front without Serve. asked: what it asked of any replica; runs: of its prompts, by id; silent: no state."""
 
     def __init__(self, results):
-        self.asked, self.runs = [], {}
+        self.asked, self.runs, self.silent = [], {}, False
         # Below the class that Serve makes of it, whose constructor belongs to a running Serve.
         plain = [kind for kind in fleet_front.Front.__mro__ if kind.__module__ == fleet_front.__name__][-1]
         alone = {"__del__": lambda front: None, "_ask": staticmethod(self._ask)}
@@ -52,21 +53,25 @@ class Fleet:
 
     async def _ask(self, replica, method, path, raw, kind):
         if replica["replica"] == "ended":
-            raise Gone("ComfyUI does not answer")
+            raise NotReached("ComfyUI does not answer")
         self.asked.append((method, path, raw))
+        if raw == b"kills":
+            raise Gone("ComfyUI does not answer")
         return Response(b"{}")
 
     async def _state(self):
         """Through Serve, so it waits until a replica has room."""
         while self.front._prompts:
             await asyncio.sleep(0)
+        if self.silent:
+            raise Gone("ComfyUI does not answer")
         return {"replica": "a"}
 
     def _run(self, prompt_id, key, body):
         self.runs[prompt_id] = Run()
         return self.runs[prompt_id]
 
-    async def request(self, method, path, body=b"", parts=1, query=b""):
+    async def request(self, method, path, body=b"", parts=1, query=b"", headers=()):
         """(status, JSON or None) of the answer. path: decoded, as servers give it. parts: how often the body comes."""
         given = [{"type": "http.request", "body": body, "more_body": at < parts - 1} for at in range(parts)]
         answer = []
@@ -77,7 +82,8 @@ class Fleet:
         async def send(message):
             answer.append(message)
 
-        scope = {"type": "http", "method": method, "path": path, "query_string": query, "headers": [], "root_path": ""}
+        scope = {"type": "http", "method": method, "path": path, "query_string": query, "root_path": ""}
+        scope["headers"] = list(headers)
         await self._app(scope, receive, send)
         text = b"".join(message.get("body", b"") for message in answer[1:])
         return answer[0]["status"], json.loads(text) if text.startswith(b"{") else None
@@ -166,6 +172,92 @@ def test_value_of_another_type_breaks_nothing(tmp_path, path, body, status):
         return (await fleet.request("POST", path, json.dumps(body).encode()))[0], fleet.runs
 
     assert with_fleet(tmp_path, scenario) == (status, {})
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', '{"\\ud800": [NaN]}'])
+def test_value_that_json_has_no_word_for_leaves_queue_and_history_readable(tmp_path, value):
+    async def scenario(fleet):
+        asked = '{"prompt": {"1": {"class_type": "A", "inputs": {"x": VALUE}}}, "prompt_id": "id"}'
+        asked = asked.replace("VALUE", value)
+        posting = asyncio.create_task(fleet.request("POST", "/prompt", asked.encode()))
+        while "id" not in fleet.runs:
+            await asyncio.sleep(0)
+        fleet.runs["id"].said.put_nowait(("accepted", {}))
+        assert (await posting)[0] == 200
+        queue = await fleet.request("GET", "/queue")
+        entry = {"prompt": fleet.front._prompts["id"].queued(), "outputs": {"1": {"text": [json.loads(value)]}}}
+        Results(tmp_path).publish("id", entry, {})
+        fleet.runs["id"].said.put_nowait(("done", {"met": None}))
+        while fleet.front._prompts:
+            await asyncio.sleep(0)
+        return queue, await fleet.request("GET", "/history"), await fleet.request("GET", "/history/id")
+
+    (queued, queue), (listed, history), (shown, one) = with_fleet(tmp_path, scenario)
+    assert queued == listed == shown == 200 and history == one
+    read = one["id"]["outputs"]["1"]["text"][0]
+    assert queue["queue_pending"][0][2]["1"]["inputs"]["x"] == read
+    assert read == json.loads(value, parse_constant=lambda name: None) or read is None and value == "1e999"
+
+
+@pytest.mark.parametrize("count", [b"9" * 5000, b"-1", b"x", b"%d9%a3"], ids=["5000 digits", "less", "word", "arabic"])
+def test_any_number_of_items_may_be_asked_for(tmp_path, count):
+    async def scenario(fleet):
+        return await fleet.request("GET", "/history", query=b"max_items=" + count)
+
+    assert with_fleet(tmp_path, scenario) == (200, {})
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/object_info"), ("POST", "/upload/image")])
+def test_question_is_answered_in_words_while_no_replica_tells_its_state(tmp_path, method, path):
+    async def scenario(fleet):
+        fleet.silent = True
+        return await fleet.request(method, path, b"image")
+
+    status, answer = with_fleet(tmp_path, scenario)
+    assert status == 503 and answer["error"]["message"].startswith("No ComfyUI answers.")
+
+
+def test_upload_that_ends_comfyuis_is_tried_on_one_other_at_most(tmp_path):
+    async def scenario(fleet):
+        fleet.front._states.most = 4
+        for name in ("a", "b", "c", "ended"):
+            fleet.front._states.heard({"replica": name})
+        answered = await fleet.request("POST", "/upload/image", b"kills")
+        return answered, fleet.asked
+
+    (status, answer), asked = with_fleet(tmp_path, scenario)
+    assert status == 502 and "2 ComfyUIs ended" in answer["error"]["message"]
+    assert len(asked) == 2
+
+
+def test_prompt_is_nested_no_deeper_than_it_can_be_shown_again(tmp_path):
+    async def scenario(fleet):
+        deep = "[" * 300 + "]" * 300
+        asked = '{"prompt": {"1": {"class_type": "A", "inputs": {"x": DEEP}}}}'.replace("DEEP", deep)
+        return (await fleet.request("POST", "/prompt", asked.encode()))[0], fleet.runs
+
+    assert with_fleet(tmp_path, scenario) == (400, {})
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "cross-site", "host": "fleet:8000", "origin": "http://fleet:8000"}, 403),
+        ({"host": "fleet:8000", "origin": "http://other"}, 403),
+        ({"host": "fleet:8000", "origin": "http://["}, 403),
+        ({"host": "fleet:8000", "origin": "null"}, 403),
+        ({"sec-fetch-site": "same-origin", "host": "fleet:8000", "origin": "http://fleet:8000"}, 200),
+        ({"sec-fetch-site": "none"}, 200),
+        ({}, 200),
+    ],
+)
+def test_request_of_another_sites_page_is_refused(tmp_path, headers, status):
+    async def scenario(fleet):
+        given = [(name.encode(), value.encode()) for name, value in headers.items()]
+        return (await fleet.request("GET", "/queue", headers=given))[0]
+
+    assert with_fleet(tmp_path, scenario) == status
 
 
 def test_prompt_is_pending_and_may_be_deleted_until_its_replica_has_begun_it(tmp_path):

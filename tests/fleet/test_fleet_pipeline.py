@@ -88,6 +88,8 @@ def post(replicas, body, **settings):
         ({"prompt": "x", "guidance": float("nan")}, "guidance"),
         ({"prompt": "x", "seed": -1}, "seed"),
         ({"prompt": "x" * 20_001}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": "x", "\ud800": 1}, "The body"),
     ],
 )
 def test_request_that_is_none_is_refused_by_name_and_reaches_no_replica(body, sentence):

@@ -57,6 +57,10 @@ def test_prompt_that_does_not_say_what_it_runs_has_no_key(unknown):
     assert routing_key(unknown) == ""
 
 
+def test_key_can_be_sent_whatever_the_model_is_called():
+    assert routing_key(prompt(checkpoint="\ud800.safetensors")).encode() == b"?.safetensors 512x768x1"
+
+
 def test_key_has_a_longest_length():
     assert len(routing_key(prompt(checkpoint="x" * 9999))) == LONGEST
 
@@ -209,8 +213,9 @@ def test_id_that_is_no_name_is_no_prompt(tmp_path, prompt_id):
 def test_history_that_is_damaged_is_no_history(tmp_path):
     results = Results(tmp_path)
     (tmp_path / "id").mkdir()
-    (tmp_path / "id" / "history.json").write_text("{")
-    assert results.entry("id") is None
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "id" / "history.json").write_text(text)
+        assert results.entry("id") is None
 
 
 def test_settings_say_which_comfyui_and_when_it_has_no_gpu(tmp_path, monkeypatch):
