@@ -19,15 +19,14 @@ BENCHES = {
     "overhead": "our own microseconds: a block's stand-in, our wrappers, a replayed call; part by part, with targets",
     "cold": "seconds to compile SD1.5, SDXL and Flux at full depth, beside core's node; overhead a block",
     "diffusers": "a diffusers script's session: plain, compile_repeated_blocks, torch.compile of the whole model, ours",
-    "fleet": "real ComfyUIs under a real Ray, a replica killed, cold starts; --simulate: a thousand workers",
-    "fleet_faults": "a fleet under a real Ray: a replica killed while it compiles, only its ComfyUI killed, a shutdown",
+    "fleet": "real ComfyUIs under a real Ray: a replica killed, cold starts, a shutdown; --simulate: 250 workers",
 }
 """What `dev.py bench NAME` runs: module of this package → what it measures."""
 
 WITH_DIFFUSERS = ("diffusers",)
 """Those of them that need what the tests are run with (tests/requirements.txt) too."""
 
-WITH_RAY = ("fleet", "fleet_faults")
+WITH_RAY = ("fleet",)
 """Those that need Ray too (bench/requirements-ray.txt)."""
 
 sys.path.append(str(ROOT / "tests"))  # for its `kit`, after everything else

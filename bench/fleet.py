@@ -1,11 +1,11 @@
-"""A fleet of real ComfyUIs under a real Ray on this machine: prompts of many sizes with a replica killed, cold starts.
+"""A fleet of real ComfyUIs under a real Ray on this machine: prompts of many sizes with a replica killed; on request
+cold starts, and what becomes of prompts when a ComfyUI or the whole fleet ends.
 
 The model is the smallest that core's loader knows, and every replica shares the same processors: counts are results
 here, seconds are not. A prompt met its graph where its replica has run the same model and size before; on a GPU that
 is a captured call and a loaded model.
 
-With --simulate neither Ray nor ComfyUI is started: up to a thousand workers are simulated, with costs that the other
-measurements have left in docs/*.json, and the fleet's own rule of routing.
+With --simulate neither Ray nor ComfyUI is started: fleets of up to 250 workers are simulated, at assumed costs.
 """
 
 import argparse
@@ -18,9 +18,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import psutil
 from tools import ROOT, Problem, command
 from tools.comfyui import complete, free_port, has_accelerator, tree
 
-from . import fleet_scale, report
+from . import fleet_simulation, report
 from .fleet_base import graph
 
 SIZES = [(64 + 16 * number, 160 - 8 * (number % 5)) for number in range(12)]
@@ -38,16 +39,22 @@ LOAD_COLUMNS = (
     *("route", "prompts", "answered", "failed", "run_again", "images", "duplicates", "met_graph", "seconds"),
 )
 COLD_COLUMNS = ("store", "replicas", "compilations", "loaded", "ready_s", "store_mb")
+FAULT_COLUMNS = ("fault", "replicas", "prompts", "answered", "run_again", "images", "half_published", "seconds")
 LEGEND = """\
-run_again: prompts that the killed replica had taken. images: files in all that was published. duplicates: of a prompt.
+run_again: prompts that were sent twice, since the killed replica had taken them. images: files in all that was
+published. duplicates: of a prompt.
 met_graph: share of prompts whose replica had run their model and size before; the first of each size never can.
 compilations, loaded: graphs, in all replicas together.
-ready_s: until every replica had done its warm-up. store_mb: what the shared store holds then."""
+ready_s: until every replica had done its warm-up. store_mb: what the shared store holds then.
+comfyui: the ComfyUI of a replica is killed while it runs a prompt. shutdown: the fleet is deleted while it runs one,
+with a client's WebSocket open. half_published: folders in results that are no prompt's. seconds, of a fault: until all
+replicas were ready again, or the fleet was gone."""
 ROUTES = ("graph", "any")
 STORES = ("shared", "none")
 KINDS = 2
 """Of blocks that the model has."""
 
+DRAIN_S = 120
 STARTS = 4
 """Of Ray, which gives its own processes half a minute to start: too little where others keep the processors busy."""
 
@@ -55,30 +62,32 @@ STARTS = 4
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
     if options.simulate:
-        fleet_scale.run(options)
+        fleet_simulation.run(options)
         return
     complete(tree())
     with tempfile.TemporaryDirectory(prefix="accel-fleet-", ignore_cleanup_errors=True) as work:
         base = make_base(Path(work))
-        loads, colds = [], []
+        loads, colds, faults = [], [], []
         with own_ray(options.replicas) as url:
-            for route in options.routes:
-                loads.append(_load(options, Path(work), base, url, route))
-                print(report.table(loads[-1:], LOAD_COLUMNS), file=sys.stderr, flush=True)
-            for store in options.stores:
-                colds.append(_cold(options, Path(work), base, store))
-                print(report.table(colds[-1:], COLD_COLUMNS), file=sys.stderr, flush=True)
+            for names, measure, rows, columns in (
+                (options.routes, _load, loads, LOAD_COLUMNS),
+                (options.stores, _cold, colds, COLD_COLUMNS),
+                (options.faults, _fault, faults, FAULT_COLUMNS),
+            ):
+                for name in names:
+                    rows.append(measure(options, Path(work), base, url, name))
+                    print(report.table(rows[-1:], columns), file=sys.stderr, flush=True)
             started = psutil.Process().children(recursive=True)
         left = left_of(Path(work), started)
-    for rows, columns in ((loads, LOAD_COLUMNS), (colds, COLD_COLUMNS)):
+    for rows, columns in ((loads, LOAD_COLUMNS), (colds, COLD_COLUMNS), (faults, FAULT_COLUMNS)):
         if rows:
             print(f"\n{report.table(rows, columns)}")
     print(f"\n{LEGEND}\n{'No process was' if not left else f'{left} processes were'} left behind.")
-    report.finish(options.json, [*loads, *colds], failure(loads, colds, left))
+    report.finish(options.json, [*loads, *colds, *faults], failure(loads, colds, faults, left))
 
 
-def failure(loads: list[report.Row], colds: list[report.Row], left: int) -> str | None:
-    """What must not be: a prompt without an answer, an image twice, more graphs compiled than there can be."""
+def failure(loads: list[report.Row], colds: list[report.Row], faults: list[report.Row], left: int) -> str | None:
+    """What must not be: a prompt without its one answer, more graphs compiled than there can be, a fleet left over."""
     for row in loads:
         route = f"route {row['route']}"
         if row["answered"] != row["prompts"] or row["failed"]:
@@ -91,6 +100,14 @@ def failure(loads: list[report.Row], colds: list[report.Row], left: int) -> str 
         least, most = KINDS, KINDS * row["replicas"]  # replicas that need a graph at the same moment all compile it
         if row["store"] == "shared" and not least <= row["compilations"] <= most:
             return f"{row['compilations']} graphs were compiled beside a shared store; {least} to {most} are right."
+    for row in faults:
+        fault = row["fault"]
+        if row["answered"] != row["prompts"] or row["images"] != row["prompts"] or row["half_published"]:
+            return f"{fault}: {row['answered']} of {row['prompts']} prompts were answered, with {row['images']} images."
+        if fault == "comfyui" and not 1 <= row["run_again"] <= 2:  # what it ran, and what waited in it
+            return f"{fault}: {row['run_again']} prompts ran again."
+        if fault == "shutdown" and row["seconds"] > DRAIN_S / 2:
+            return f"{fault}: it took {row['seconds']} s, so something was not told of it."
     return f"{left} processes were left behind." if left else None
 
 
@@ -170,9 +187,13 @@ def _load(options: argparse.Namespace, work: Path, base: Path, url: str, route: 
     warm_up = [graph(64, 64, seed=0)]
     with running_fleet(options, base, results, route=route, environment={"ACCEL_STORE": "off"}, warm_up=warm_up):
         started = time.perf_counter()
-        entries = asyncio.run(_run_all(url, graphs, kill_after=len(graphs) // 3))
+        with _client(url, graphs) as ended:
+            _until(lambda: len(ended) >= len(graphs) // 3, 600)
+            os.kill(_until(lambda: _running(url), 60)["pid"], signal.SIGKILL)
+            _until(lambda: len(ended) == len(graphs), 600)
+            entries = [_get(f"{url}/history/{prompt_id}")[prompt_id] for prompt_id in ended]
         seconds = time.perf_counter() - started
-        counts = state_of(url)["prompts"]
+        counts = _get(f"{url}/accel/state")["prompts"]
     files = [file for entry in entries for out in entry["outputs"].values() for file in out.get("images", ())]
     images = list(results.glob("*/output/*.png"))
     named = {results / file["subfolder"] / "output" / file["filename"] for file in files}
@@ -191,56 +212,20 @@ def _load(options: argparse.Namespace, work: Path, base: Path, url: str, route: 
     }
 
 
-async def _run_all(url: str, graphs: list, kill_after: int) -> list[dict[str, Any]]:
-    """The history of each prompt, as a client sees it that knows nothing of the fleet."""
-    async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/ws?clientId=bench") as messages:
-
-        async def post(asked: Any) -> str:
-            async with session.post(f"{url}/prompt", json={"prompt": asked, "client_id": "bench"}) as answer:
-                return (await answer.json())["prompt_id"]
-
-        posting = asyncio.gather(*(post(asked) for asked in graphs))
-        ended: set[str] = set()
-        killed = False
-        while len(ended) < len(graphs):
-            message = await messages.receive(timeout=600)
-            if message.type in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.ERROR):
-                raise Problem("The fleet closed the connection.")
-            if message.type is not aiohttp.WSMsgType.TEXT:
-                continue
-            event = json.loads(message.data)
-            if event["type"] == "executing" and event["data"]["node"] is None:
-                ended.add(event["data"]["prompt_id"])
-            if len(ended) >= kill_after and not killed:
-                async with session.get(f"{url}/accel/state") as answer:
-                    busiest = max((await answer.json())["replicas"], key=lambda replica: replica["running"])
-                if busiest["running"]:
-                    os.kill(busiest["pid"], signal.SIGKILL)
-                    killed = True
-        entries = []
-        for prompt_id in await posting:
-            async with session.get(f"{url}/history/{prompt_id}") as answer:
-                entries.append((await answer.json())[prompt_id])
-        return entries
-
-
-def _cold(options: argparse.Namespace, work: Path, base: Path, store: str) -> report.Row:
+def _cold(options: argparse.Namespace, work: Path, base: Path, url: str, store: str) -> report.Row:
     """All replicas start at once and warm up, without a store or with one that all share."""
     environment = store_environment(work, store)
     warm_up = [graph(64, 64, seed=0, backend="inductor")]
     started = time.perf_counter()
     with running_fleet(options, base, work / "results-cold", environment=environment, warm_up=warm_up) as replicas:
         seconds = time.perf_counter() - started
-        states: dict[str, dict[str, Any]] = {}
-        while len(states) < options.replicas:
-            state = replicas.state.remote().result()
-            states[state["replica"]] = state
+        states = _states(replicas, options.replicas)
     saved = (work / "graphs").rglob("*") if store == "shared" else ()
     return {
         "store": store,
         "replicas": options.replicas,
-        "compilations": sum(state["compilations"] for state in states.values()),
-        "loaded": sum(state["loaded"] for state in states.values()),
+        "compilations": sum(state["compilations"] for state in states),
+        "loaded": sum(state["loaded"] for state in states),
         "ready_s": round(seconds, 1),
         "store_mb": round(sum(file.stat().st_size for file in saved if file.is_file()) / 1e6, 3),
     }
@@ -255,10 +240,127 @@ def store_environment(work: Path, store: str) -> dict[str, str]:
     }
 
 
-def state_of(url: str) -> dict[str, Any]:
-    """What the fleet at this address says of itself."""
-    with urllib.request.urlopen(f"{url}/accel/state", timeout=60) as answer:
+def _fault(options: argparse.Namespace, work: Path, base: Path, url: str, fault: str) -> report.Row:
+    return {"fault": fault, **FAULTS[fault](options, work, base, url)}
+
+
+def _comfyui(options: argparse.Namespace, work: Path, base: Path, url: str) -> report.Row:
+    results = work / "results-comfyui"
+    with running_fleet(options, base, results, environment={"ACCEL_STORE": "off"}) as replicas:
+        with _client(url, [graph(64, 64, seed=seed, steps=300) for seed in range(4)]) as ended:
+            busy = _until(lambda: _running(url), 60)
+            (comfyui,) = [process for process in _comfyuis(base) if process.ppid() == busy["pid"]]
+            comfyui.kill()
+            killed = time.perf_counter()
+            _until(lambda: len(ended) == 4, 300)
+        names = {state["replica"] for state in _states(replicas, options.replicas, without=busy["replica"])}
+        seconds = time.perf_counter() - killed
+        counts = _get(f"{url}/accel/state")["prompts"]
+    return {
+        "replicas": len(names),
+        **_published(results, 4),
+        "run_again": counts["runs"] - 4,
+        "seconds": round(seconds, 1),
+    }
+
+
+def _shutdown(options: argparse.Namespace, work: Path, base: Path, url: str) -> report.Row:
+    results = work / "results-shutdown"
+    environment = {"ACCEL_STORE": "off"}
+    with contextlib.ExitStack() as client:
+        with running_fleet(options, base, results, environment=environment, drain_s=DRAIN_S):
+            client.enter_context(_client(url, [graph(64, 64, seed=0, steps=1500)]))
+            _until(lambda: _running(url), 60)
+            began = time.perf_counter()
+        seconds = time.perf_counter() - began
+    if _comfyuis(base):
+        raise Problem("A ComfyUI outlived its fleet.")
+    return {"replicas": options.replicas, **_published(results, 1), "seconds": round(seconds, 1)}
+
+
+FAULTS = {"comfyui": _comfyui, "shutdown": _shutdown}
+
+
+def _published(results: Path, prompts: int) -> report.Row:
+    entries = [json.loads(file.read_text()) for file in results.glob("*/history.json")]
+    return {
+        "prompts": prompts,
+        "answered": sum(entry["status"]["status_str"] == "success" for entry in entries),
+        "images": len(list(results.glob("*/output/*.png"))),
+        "half_published": len(list(results.glob(".unfinished-*"))),
+    }
+
+
+def _comfyuis(base: Path) -> list[psutil.Process]:
+    """The ComfyUIs of a fleet over this base directory."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if {"--base-directory", str(base)} <= set(process.info["cmdline"] or ())
+    ]
+
+
+def _states(replicas: Any, count: int, without: str = "") -> list[dict[str, Any]]:
+    """What each of so many replicas says; without: one that is not asked for."""
+    states: dict[str, dict[str, Any]] = {}
+
+    def all_answered() -> bool:
+        with contextlib.suppress(Exception):  # Ray's, for the replica that has ended and is not taken off yet
+            state = replicas.state.remote().result(timeout_s=60)
+            if state["replica"] != without:
+                states[state["replica"]] = state
+        return len(states) >= count
+
+    _until(all_answered, 300)
+    return list(states.values())
+
+
+def _running(url: str) -> dict[str, Any] | None:
+    """A replica that runs a prompt."""
+    return next((replica for replica in _get(f"{url}/accel/state")["replicas"] if replica["running"]), None)
+
+
+def _get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return json.load(answer)
+
+
+@contextlib.contextmanager
+def _client(url: str, graphs: list) -> Iterator[set[str]]:
+    """Sends prompts and listens, as a client that knows nothing of the fleet; the ids of those that have ended."""
+    ended: set[str] = set()
+    done = threading.Event()
+
+    async def follow() -> None:
+        async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/ws?clientId=bench") as messages:
+            for asked in graphs:
+                async with session.post(f"{url}/prompt", json={"prompt": asked, "client_id": "bench"}) as answer:
+                    answer.raise_for_status()
+            while not done.is_set() and not messages.closed:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    message = await messages.receive(timeout=1)
+                    event = json.loads(message.data) if message.type is aiohttp.WSMsgType.TEXT else {}
+                    if event.get("type") == "executing" and event["data"]["node"] is None:
+                        ended.add(event["data"]["prompt_id"])
+
+    thread = threading.Thread(target=lambda: asyncio.run(follow()))
+    thread.start()
+    try:
+        yield ended
+    finally:
+        done.set()
+        thread.join()
+
+
+def _until(what: Callable[[], Any], seconds: float) -> Any:
+    deadline = time.monotonic() + seconds
+    while True:
+        found = what()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise Problem(f"It took longer than {seconds:.0f} s.")
+        time.sleep(0.1)
 
 
 def left_of(work: Path, started: list[psutil.Process], seconds: float = 20) -> int:
@@ -293,8 +395,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--stores", nargs="*", choices=STORES, default=(), help="cold starts to measure, with inductor: minutes each"
     )
+    parser.add_argument("--faults", nargs="*", choices=FAULTS, default=(), help="faults to cause")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
-    fleet_scale.add_arguments(parser)
+    fleet_simulation.add_arguments(parser)
     return parser.parse_args(arguments)
 
 

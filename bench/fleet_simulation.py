@@ -1,30 +1,120 @@
-"""A fleet prompt by prompt: discrete events over given traffic, a given rule of routing and given costs. No torch.
+"""`bench fleet --simulate`: does it pay to send a prompt where its graph is, with so many workers and such traffic?
 
-Prompts of one key wait in one line, and each worker takes some at once and runs one, as Ray Serve and the fleet's
-replicas do. Where a prompt goes by its key is decided by the fleet's own rule (`fleet.homes`).
+Discrete events, prompt by prompt, without Ray, ComfyUI or torch. The fleet's own rule (`fleet.routing`) decides where a
+prompt goes; each worker takes some prompts at once and runs one, as the fleet's replicas do. What an image, a captured
+call and a loaded model cost is assumed: --assume NAME=VALUE changes it.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import math
 import random
+import statistics
 from bisect import bisect
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, count
 from typing import NamedTuple
 
+from accel.sizing.buckets import TRAINED
 from accel.sizing.resolution import Size
-from fleet.homes import Homes
-from fleet.routing_key import routing_key
+from fleet.routing import choose, routing_key
+from fleet.settings import Settings
+from tools import Problem
 
-RULES = ("any", "least-loaded", "by key")
-STORES = ("none", "shared")
+from . import report
+
+ASSUMED = {
+    "image_s": (5.0, "seconds that an image takes where all is there"),
+    "capture_s": (1.0, "seconds that the first prompt of a key takes longer on a worker: its call is captured"),
+    "keys_held": (20, "captured calls that a worker's graph cache holds"),
+    "model_s": (5.0, "seconds to load a model that the worker has not loaded"),
+    "models_held": (1, "models that a worker has loaded at once"),
+    "models": (30, "models that prompts ask for, by Zipf's law, as their sizes"),
+    "load": (0.4, "share of the workers' time that images alone take"),
+    "burst": (8, "prompts of one key that come at once, on average, in bursty traffic"),
+    "prompts": (100, "prompts for each worker in a trace"),
+}
+"""name → (value, meaning)."""
+
+_MAY_BE_ZERO = ("capture_s", "model_s")
+
+WORKERS = (1, 4, 16, 64, 250)
+ROUTES = ("any", "graph")
+"""Of the fleet's setting `route`; "any" is Ray Serve's own: of two replicas at random, the one with less to do."""
+
+TRAFFIC = ("steady", "bursty")
+COLUMNS = ("traffic", "workers", "route", "met_graph", "met_model", "wait_s", "p95_s", "busy")
+LEGEND = """\
+met_graph, met_model: share of prompts whose worker held their key, and their model. wait_s, p95_s: from a prompt's
+coming to its answer, without its image's own seconds: mean, and within which 95 of 100 had waited. busy: share of the
+workers' time; at 1 the fleet is overloaded, and waiting grows for as long as that lasts."""
+
 _SOON = 1e-6
 """Seconds by which a worker is looked at later than its patience ends, so that rounding cannot hide it."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("--simulate")
+    group.add_argument("--simulate", action="store_true", help="simulate fleets instead of running one")
+    group.add_argument("--workers", type=int, nargs="+", default=WORKERS, help=f"sizes; default: {WORKERS}")
+    names = ", ".join(f"{name} {value:g}" for name, (value, _) in ASSUMED.items())
+    group.add_argument("--assume", nargs="+", default=[], metavar="NAME=VALUE", help=f"instead of {names}")
+
+
+def run(options: argparse.Namespace) -> None:
+    values = assumed(options.assume)
+    rows = [
+        {"traffic": traffic, "workers": workers, "route": route, **_routed(values, traffic, route, workers)}
+        for traffic in TRAFFIC
+        for workers in options.workers
+        for route in ROUTES
+    ]
+    print(f"{report.table(rows, COLUMNS)}\n\n{LEGEND}\n\nAssumed:")
+    for name, (_, meaning) in ASSUMED.items():
+        print(f"{name} {values[name]:g}: {meaning}")
+    report.finish(options.json, rows, None)
+
+
+def assumed(given: Sequence[str]) -> dict[str, float]:
+    """All assumptions, those that were named in place of ours. Raises Problem: one that there is not, or no number."""
+    values = {name: value for name, (value, _) in ASSUMED.items()}
+    for text in given:
+        name, _, number = text.partition("=")
+        if name not in ASSUMED:
+            raise Problem(f"There is no assumption {name}: choose one of {', '.join(ASSUMED)}.")
+        try:
+            values[name] = type(values[name])(number)
+        except ValueError:
+            raise Problem(f"--assume {text}: write a number after {name}=.") from None
+        if not 0 <= values[name] < math.inf or (not values[name] and name not in _MAY_BE_ZERO):
+            raise Problem(f"--assume {text}: {name} is {'at least' if name in _MAY_BE_ZERO else 'above'} 0.")
+    return values
+
+
+def _routed(values: dict[str, float], traffic: str, route: str, workers: int) -> report.Row:
+    """A fleet that is warmed up meets its first prompts; a small one several times, for a mean that says something."""
+    costs = Costs(values["model_s"], values["capture_s"], values["models_held"], values["keys_held"])
+    at_once, patience = (Settings.model_fields[name].default for name in ("at_once", "patience_s"))
+    wishes = Wishes(values["models"], list(TRAINED.items()), 1.0, 1.0)
+    rate, many = values["load"] * workers / values["image_s"], int(values["prompts"] * workers)
+    results = []
+    for seed in range(max(1, math.ceil(2000 / many))):
+        burst = values["burst"] if traffic == "bursty" else 1
+        prompts = bursts(wishes, rate, many, values["image_s"], seed, burst)
+        results.append(Fleet(route, costs, at_once, patience, seed).run(prompts, workers))
+    waits = sorted(wait for result in results for wait in result.waits)
+    return {
+        "met_graph": sum(result.met_graph for result in results) / len(waits),
+        "met_model": sum(result.met_model for result in results) / len(waits),
+        "wait_s": statistics.mean(waits),
+        "p95_s": waits[math.ceil(0.95 * len(waits)) - 1],
+        "busy": sum(result.busy_s for result in results) / sum(result.end * workers for result in results),
+    }
 
 
 class Prompt(NamedTuple):
@@ -34,15 +124,6 @@ class Prompt(NamedTuple):
     model: str
     key: str
     image_s: float
-
-
-class Architecture(NamedTuple):
-    """graphs: how many block types it has. compile_s, load_s: of one graph; loaded from the store."""
-
-    name: str
-    graphs: int
-    compile_s: float
-    load_s: float
 
 
 @dataclass(frozen=True)
@@ -59,42 +140,6 @@ class Costs:
     keys: int = 256
 
 
-class Store:
-    """Where graphs are kept: "none" by each worker for itself, "shared" by all."""
-
-    def __init__(self, kind: str):
-        self._kind = kind
-        self._saved: dict[tuple[str, int], float] = {}
-        """When each graph is there, or will be: it is noted when its compiling begins."""
-        self.compiled = self.loaded = 0
-        self.compiling_s = 0.0
-
-    def get(self, needed: Architecture, now: float) -> float:
-        """When a worker that asks for an architecture's graphs now has them all. To be called in order of `now`."""
-        for number in range(needed.graphs):
-            name = (needed.name, number)
-            saved = math.inf if self._kind == "none" else self._saved.get(name, math.inf)
-            if saved <= now:
-                self.loaded += 1
-                now += needed.load_s
-            else:
-                self.compiled += 1
-                self.compiling_s += needed.compile_s
-                now += needed.compile_s
-                self._saved[name] = min(now, saved)
-        return now
-
-
-def cold_start(starts: Sequence[float], needed: Sequence[Architecture], store: Store) -> list[float]:
-    """When each worker is ready, given when its process starts: it warms up one architecture after the other."""
-    ready = []
-    for now in sorted(starts):
-        for architecture in needed:
-            now = store.get(architecture, now)
-        ready.append(now)
-    return ready
-
-
 @dataclass
 class Result:
     """waits: seconds from each prompt's coming to its answer, without its image's own; in order of answers."""
@@ -104,19 +149,13 @@ class Result:
     met_model: int = 0
     busy_s: float = 0.0
     end: float = 0.0
-    keys: list[int] = field(default_factory=list)
-    """That each worker holds at the end."""
-
-    def waited(self, share: float) -> float:
-        """The least time within which this share of prompts had waited."""
-        return sorted(self.waits)[max(0, math.ceil(share * len(self.waits)) - 1)]
 
 
 class _Worker:
-    __slots__ = ("number", "load", "free_at", "idle_since", "keys", "models")
+    __slots__ = ("load", "free_at", "keys", "models")
 
-    def __init__(self, number: int):
-        self.number, self.load, self.free_at, self.idle_since = number, 0, 0.0, -math.inf
+    def __init__(self) -> None:
+        self.load, self.free_at = 0, 0.0
         self.keys: OrderedDict[str, None] = OrderedDict()
         self.models: OrderedDict[str, None] = OrderedDict()
 
@@ -124,35 +163,35 @@ class _Worker:
 class Fleet:
     """Workers behind one front.
 
-    rule: of `RULES`; "any" is Ray Serve's own: of two replicas at random, the one with less to do. at_once: prompts
-    that a worker has taken, of which it runs one. patience: as for `Homes`. seed: of the choices at random.
+    route: one of `ROUTES`. at_once: prompts that a worker has taken, of which it runs one. patience: as for `choose`.
+    seed: of the choices at random.
     """
 
-    def __init__(self, rule: str, costs: Costs, at_once: int = 2, patience: float = 5.0, seed: int = 0):
-        self._choose = {"any": self._any, "least-loaded": self._least_loaded, "by key": self._by_key}[rule]
-        self._keyed = rule == "by key"
+    def __init__(self, route: str, costs: Costs, at_once: int = 2, patience: float = 5.0, seed: int = 0):
+        self._keyed = route == "graph"
+        self._choose = self._by_key if self._keyed else self._any
         self._costs, self._at_once, self._patience = costs, at_once, patience
-        self._homes: Homes[_Worker] = Homes(patience)
         self._random = random.Random(seed)
-        self._ready: list[_Worker] = []
-        self._ran: dict[_Worker, OrderedDict[str, None]] = {}
+        self._workers: list[_Worker] = []
+        self._ran: dict[int, OrderedDict[str, None]] = {}
+        self._holders: Counter[str | None] = Counter()
+        """key → how many workers hold it."""
         self._lines: dict[str, deque[Prompt]] = {}
         """Prompts that wait, in order: by key, or all in one."""
         self._events: list[tuple[float, int, Callable[..., None], tuple]] = []
         self._numbers = count()
         self._result = Result()
 
-    def run(self, prompts: Sequence[Prompt], ready: Sequence[float]) -> Result:
-        """What becomes of the prompts. ready: when each worker takes its first."""
-        for number, at in enumerate(ready):
-            self._at(at, self._join, _Worker(number))
+    def run(self, prompts: Sequence[Prompt], workers: int) -> Result:
+        """What becomes of the prompts, with so many workers that hold nothing yet."""
+        self._workers = [_Worker() for _ in range(workers)]
+        self._ran = {number: worker.keys for number, worker in enumerate(self._workers)}
         coming = iter(sorted(prompts, key=lambda prompt: prompt.at))
         self._expect(coming)
         now = 0.0
         while self._events:
             now, _, happens, arguments = heapq.heappop(self._events)
             happens(now, *arguments)
-        self._result.keys = [len(worker.keys) for worker in self._ready]
         return self._result
 
     def _at(self, time: float, happens: Callable[..., None], *arguments: object) -> None:
@@ -162,12 +201,6 @@ class Fleet:
         prompt = next(coming, None)
         if prompt is not None:
             self._at(prompt.at, self._come, prompt, coming)
-
-    def _join(self, now: float, worker: _Worker) -> None:
-        self._ready.append(worker)
-        self._ran[worker] = worker.keys
-        for line in sorted(self._lines, key=lambda name: self._lines[name][0].at):
-            self._advance(now, line)
 
     def _come(self, now: float, prompt: Prompt, coming: Iterator[Prompt]) -> None:
         self._expect(coming)
@@ -181,28 +214,20 @@ class Fleet:
         """Send on what can be sent of one line."""
         line = self._lines.get(name)
         while line:
-            worker = self._choose(now, line[0]) if self._ready else None
+            worker = self._choose(now, line[0])
             if worker is None:
                 return
             self._send(now, line.popleft(), worker)
         self._lines.pop(name, None)
 
     def _any(self, now: float, prompt: Prompt) -> _Worker | None:
-        return self._with_room(self._random.sample(self._ready, min(2, len(self._ready)))) or self._with_room(
-            self._ready
-        )  # Serve would try two others until it finds one
-
-    def _least_loaded(self, now: float, prompt: Prompt) -> _Worker | None:
-        first = self._random.randrange(len(self._ready))
-        for index in range(-first, len(self._ready) - first):
-            if not self._ready[index].load:
-                return self._ready[index]
-        return self._with_room(self._ready)
+        two = self._random.sample(self._workers, min(2, len(self._workers)))
+        return self._with_room(two) or self._with_room(self._workers)  # Serve would try two others until it finds one
 
     def _by_key(self, now: float, prompt: Prompt) -> _Worker | None:
         waited = now - prompt.at
-        for rank in self._homes.choose(prompt.key, waited, self._ran, lambda worker: worker.load, now):
-            worker = self._with_room(rank)
+        for rank in choose(prompt.key, waited, self._patience, self._ran, lambda number: self._workers[number].load):
+            worker = self._with_room([self._workers[number] for number in rank])
             if worker is not None:
                 return worker
         return None
@@ -217,8 +242,10 @@ class Fleet:
 
     def _send(self, now: float, prompt: Prompt, worker: _Worker) -> None:
         costs, seconds = self._costs, prompt.image_s
-        met_model = _use(worker.models, prompt.model, costs.models)
-        met_graph = _use(worker.keys, prompt.key, costs.keys)
+        met_model, _ = _use(worker.models, prompt.model, costs.models)
+        met_graph, gone = _use(worker.keys, prompt.key, costs.keys)
+        self._holders[prompt.key] += not met_graph
+        self._holders[gone] -= 1
         seconds += 0.0 if met_model else costs.model_s
         seconds += 0.0 if met_graph else costs.capture_s
         worker.load += 1
@@ -226,36 +253,28 @@ class Fleet:
         self._result.met_model += met_model
         self._result.met_graph += met_graph
         self._result.busy_s += seconds
-        self._homes.note_work(worker, now)
         self._at(worker.free_at, self._answer, prompt, worker)
 
     def _answer(self, now: float, prompt: Prompt, worker: _Worker) -> None:
         self._result.waits.append(now - prompt.at - prompt.image_s)
         self._result.end = now
         worker.load -= 1
-        self._homes.note_work(worker, now)
-        mine = [name for name in self._lines if not self._keyed or self._homes.is_home(worker, name, worker.keys)]
-        for name in sorted(mine, key=lambda name: self._lines[name][0].at):
+        oldest = sorted(self._lines, key=lambda name: self._lines[name][0].at)
+        # Prompts of a key that no worker holds may be this one's too.
+        mine = [name for name in oldest if not self._keyed or name in worker.keys or not self._holders[name]]
+        for name in mine:
             if worker.load < self._at_once:
                 self._advance(now, name)
-        if not worker.load and self._keyed:
-            worker.idle_since = now
-            self._at(now + self._patience + _SOON, self._take_over, worker, now)
-
-    def _take_over(self, now: float, worker: _Worker, since: float) -> None:
-        """The worker has had nothing to do for as long as its patience: the prompt that waits longest may go to it."""
-        if not worker.load and worker.idle_since == since and self._lines:
-            self._advance(now, min(self._lines, key=lambda name: self._lines[name][0].at))
+        if not worker.load and oldest:
+            self._advance(now, oldest[0])
 
 
-def _use(held: OrderedDict[str, None], name: str, most: int) -> bool:
-    """Whether it was held; it is now, and the least recently used beyond `most` are not."""
+def _use(held: OrderedDict[str, None], name: str, most: int) -> tuple[bool, str | None]:
+    """Whether it was held; it is now. And what is not held any more: the least recently used beyond `most`."""
     met = name in held
     held[name] = None
     held.move_to_end(name)
-    if len(held) > most:
-        held.popitem(last=False)
-    return met
+    return met, held.popitem(last=False)[0] if len(held) > most else None
 
 
 @dataclass(frozen=True)
@@ -295,30 +314,15 @@ def _shares(count: int, exponent: float) -> list[float]:
     return [total / sum(weights) for total in accumulate(weights)][:-1]
 
 
-def steady(wishes: Wishes, rate: float, many: int, image_s: float, seed: int) -> list[Prompt]:
-    """Prompts that come independently of each other (Poisson), `rate` a second."""
-    draw = random.Random(seed)
-    at, prompts = 0.0, []
-    for _ in range(many):
-        at += draw.expovariate(rate)
-        prompts.append(Prompt(at, *wishes.draw(draw), image_s))
-    return prompts
+def bursts(wishes: Wishes, rate: float, many: int, image_s: float, seed: int, burst: float) -> list[Prompt]:
+    """Prompts that come in bursts of one key, `burst` on average; the bursts independently of each other (Poisson).
 
-
-def bursty(
-    wishes: Wishes, rate: float, many: int, image_s: float, seed: int, burst: float, day_swing: float
-) -> list[Prompt]:
-    """Prompts that come in bursts of one key, `burst` on average, more of them at one time of the day than at another.
-
-    The trace is one day, on average with `rate` a second: it begins with that, rises and falls by the share
-    `day_swing` of it, as a sine does.
+    rate: prompts a second. burst: 1 for single prompts.
     """
     draw = random.Random(seed)
-    day, at, prompts = many / rate, 0.0, []
+    at, prompts = 0.0, []
     while len(prompts) < many:
-        at += draw.expovariate(rate * (1 + day_swing) / burst)
-        if draw.random() * (1 + day_swing) > 1 + day_swing * math.sin(2 * math.pi * at / day):
-            continue  # thinning, so that what is left has the rate of this hour
+        at += draw.expovariate(rate / burst)
         together = 1 + math.floor(math.log(1 - draw.random()) / math.log(1 - 1 / burst)) if burst > 1 else 1
         prompts += [Prompt(at, *wishes.draw(draw), image_s)] * together
     return prompts[:many]

@@ -33,7 +33,7 @@ from .comfyui_process import NotReached, ask
 from .counts import MET, States
 from .http import Json, answering, read_body, read_json, refusal, refuse_foreign_origin
 from .results import PROMPT_ID, Results, failed, inside, published
-from .routing_key import routing_key
+from .routing import routing_key
 from .settings import Settings
 
 log = logging.getLogger("ray.serve")

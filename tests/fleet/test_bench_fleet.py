@@ -14,6 +14,7 @@ from bench import fleet
 
 LOAD = dict(route="graph", prompts=200, answered=200, failed=0, run_again=2, images=200, duplicates=0, met_graph=0.9)
 COLD = dict(store="shared", replicas=3, compilations=fleet.KINDS, loaded=4)
+PUBLISHED = dict(prompts=4, answered=4, images=4, half_published=0)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,23 @@ COLD = dict(store="shared", replicas=3, compilations=fleet.KINDS, loaded=4)
     ],
 )
 def test_measurement_fails_where_something_was_lost_or_made_twice(load, cold, left, sentence):
-    said = fleet.failure([LOAD | load], [COLD | cold], left)
+    said = fleet.failure([LOAD | load], [COLD | cold], [], left)
+    assert said is None if sentence is None else sentence in said
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"fault": "comfyui", "run_again": 2}, None),
+        ({"fault": "comfyui", "run_again": 4}, "4 prompts ran again"),
+        ({"fault": "comfyui", "run_again": 1, "answered": 3}, "3 of 4 prompts"),
+        ({"fault": "comfyui", "run_again": 1, "half_published": 1}, "4 of 4 prompts"),
+        ({"fault": "shutdown", "seconds": 5}, None),
+        ({"fault": "shutdown", "seconds": fleet.DRAIN_S}, "it took"),
+    ],
+)
+def test_measurement_fails_where_a_fault_lost_something_or_was_waited_for_in_vain(row, sentence):
+    said = fleet.failure([], [], [PUBLISHED | row], left=0)
     assert said is None if sentence is None else sentence in said
 
 
@@ -44,9 +61,9 @@ def test_what_another_store_holds_is_not_said_of_a_start_without_one(tmp_path, m
     (tmp_path / "graphs").mkdir()
     (tmp_path / "graphs" / "a.graph").write_bytes(b"x" * 500_000)
     state = {"replica": "a", "compilations": 2, "loaded": 0, "store": {}}
-    replicas = SimpleNamespace(state=SimpleNamespace(remote=lambda: SimpleNamespace(result=lambda: state)))
+    replicas = SimpleNamespace(state=SimpleNamespace(remote=lambda: SimpleNamespace(result=lambda timeout_s: state)))
     monkeypatch.setattr(fleet, "running_fleet", lambda *given, **settings: contextlib.nullcontext(replicas))
-    rows = [fleet._cold(SimpleNamespace(replicas=1), tmp_path, tmp_path, store) for store in fleet.STORES]
+    rows = [fleet._cold(SimpleNamespace(replicas=1), tmp_path, tmp_path, "", store) for store in fleet.STORES]
     assert {row["store"]: row["store_mb"] for row in rows} == {"shared": 0.5, "none": 0}
 
 
@@ -61,10 +78,10 @@ def test_process_that_lost_its_parent_is_left_behind(tmp_path):
 
 
 def test_figures_of_the_page_are_those_of_the_rows():
-    page = (fleet.ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
+    page = (fleet.ROOT / "docs" / "lab" / "fleet.md").read_text(encoding="utf-8")
     load = ("route", "prompts", "answered", "failed", "run_again", "images", "duplicates", "met_graph")
     cold = ("store", "compilations", "loaded", "ready_s")
-    for row in json.loads((fleet.ROOT / "docs" / "fleet.json").read_text(encoding="utf-8"))["rows"]:
+    for row in json.loads((fleet.ROOT / "docs" / "lab" / "fleet.json").read_text(encoding="utf-8"))["rows"]:
         names = load if "route" in row else cold
         shown = [f"{row[name]:.0f}" if name == "ready_s" else str(row[name]) for name in names]
         assert f"| {' | '.join(shown)} |" in page

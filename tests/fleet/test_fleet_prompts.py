@@ -10,7 +10,7 @@ import pytest
 
 from fleet import results as fleet_results
 from fleet.results import Results, failed
-from fleet.routing_key import LONGEST, routing_key
+from fleet.routing import LONGEST, routing_key
 from fleet.settings import Settings
 from tools import workflow
 
