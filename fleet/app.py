@@ -1,9 +1,9 @@
 """The Serve applications, for `serve run`:
 
-comfy_fleet.app:app comfyui=/ComfyUI results=/shared/results replicas=4
-comfy_fleet.app:pipeline pipeline=/models/sdxl replicas=4 gpus=1
+comfy_accel_fleet.app:app comfyui=/ComfyUI results=/shared/results replicas=4
+comfy_accel_fleet.app:pipeline pipeline=/models/sdxl replicas=4 gpus=1
 
-Annotations are not postponed here: Serve asks the builders' for the class of their settings.
+Annotations are not postponed here: Serve reads the class of the settings from the builders' annotations.
 """
 
 import os
@@ -21,12 +21,12 @@ from .settings import Fleet, PipelineSettings, Settings
 def app(settings: Settings) -> serve.Application:
     """ComfyUI's API over as many ComfyUIs as the settings say.
 
-    Raises ValueError: a folder is not named by its whole path.
+    Raises ValueError: a path is not absolute.
     """
     for name in ("comfyui", "results", "input"):
         path = getattr(settings, name)
         if path and not os.path.isabs(path):
-            raise ValueError(f"{name} is {path}: give its whole path, since each machine begins elsewhere.")
+            raise ValueError(f"{name} is {path}: give an absolute path, which is the same on each machine.")
     return _application(settings, Front, Replica, "ComfyUI")
 
 
@@ -37,7 +37,7 @@ def pipeline(settings: PipelineSettings) -> serve.Application:
 
 
 def _application(settings: Fleet, front: type, replica: type, name: str, **actor: dict) -> serve.Application:
-    """The front, which clients talk to, over its replicas; a prompt goes where its key has run if it has one."""
+    """The front that clients talk to, bound to its replicas; with `route: graph`, by our own request router."""
     routed = {}
     if settings.route == "graph":
         routed["request_router_config"] = RequestRouterConfig(

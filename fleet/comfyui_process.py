@@ -1,4 +1,4 @@
-"""One headless ComfyUI of this machine, in a process that ends when ours does."""
+"""A headless ComfyUI on this machine, in a child process that ends when ours does."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Runs a script until its standard input is closed, which also a killed process does."""
+"""Runs a script until its standard input closes, which happens even if this process is killed."""
 
 _ANSWER = aiohttp.ClientTimeout(total=60)
 _SILENCE = 10.0
-"""Seconds without a message after which we ask whether the prompt is done."""
+"""Seconds without a message before we ask whether the prompt is done."""
 
 
 class Gone(Exception):
-    """ComfyUI ended, or does not answer; the message says what is known."""
+    """ComfyUI ended or does not answer; the message says what is known."""
 
 
 class NotReached(Gone):
-    """Nothing listens at the address, so ComfyUI has seen nothing of the request."""
+    """Nothing listens at the address, so ComfyUI never saw the request."""
 
 
 async def ask(
@@ -53,9 +53,9 @@ async def ask(
     raw: bytes | None = None,
     kind: str | None = None,
 ) -> tuple[int, bytes, str]:
-    """(status, body, content type) of a ComfyUI's answer. Raises Gone; NotReached if the request was never taken.
+    """(status, body, content type) of a ComfyUI's answer. Raises Gone, or NotReached.
 
-    body: sent as JSON; raw, kind: sent as they are.
+    body: sent as JSON. raw, kind: the body and its content type, sent unchanged.
     """
     headers = {"Content-Type": kind} if kind else None
     try:
@@ -69,9 +69,9 @@ async def ask(
 
 
 class ComfyUI:
-    """A ComfyUI over its folder `tree`, with a folder `work` of its own for what it writes.
+    """A ComfyUI process that runs from the folder `tree` and writes to its own folder `work`.
 
-    flags: further arguments of main.py. environment: variables to add to this process's own.
+    flags: further arguments of main.py. environment: variables in addition to this process's own.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class ComfyUI:
     ):
         self.tree, self.work, self.flags = tree, work, flags
         self.made = {"output": work / "output", "temp": work / "temp"}
-        """Where files of each type are written."""
+        """File type → the folder that files of this type are written to."""
         self._environment = {**os.environ, **(environment or {})}
         self._process: subprocess.Popen | None = None
         self._session: aiohttp.ClientSession | None = None
         self.address = ""
-        """Where it answers, of this machine alone; known once it is started."""
+        """Its URL, reachable from this machine only; set by `start`."""
 
     async def start(self, timeout: float) -> None:
-        """Start it, and wait until it answers. Raises Gone: it ended, or did not answer within `timeout` seconds."""
+        """Start it and wait until it answers. Raises Gone: it ended, or did not answer within `timeout` seconds."""
         self.work.mkdir(parents=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -127,26 +127,26 @@ class ComfyUI:
         return (self.work / "comfyui.log").read_text(encoding="utf-8", errors="replace")
 
     async def ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes, str]:
-        """As the function of this name."""
+        """(status, body, content type). Raises Gone."""
         return await ask(self._session, self.address, method, path, body)
 
     async def state(self) -> dict[str, Any]:
-        """What this pack says of itself in `GET /accel/state`, without the table. Raises Gone, without the pack too."""
+        """This pack's `GET /accel/state`, without its table. Raises Gone, also if the pack is not installed there."""
         status, text, _ = await self.ask("GET", "/accel/state?rows=0")
         if status != 200:
             raise Gone(f"GET /accel/state answers {status}: this pack is not among ComfyUI's custom nodes")
         return json.loads(text)
 
     async def run(self, prompt_id: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, Any]]:
-        """Run a prompt, and give what is heard of it, in order.
+        """Run a prompt and yield its events in order.
 
-        ("refused", (status, answer)), which ends it; or ("accepted", answer), then ("message", text or bytes) for each
-        message of ComfyUI's WebSocket about it, and at the end ("history", its entry).
+        Either ("refused", (status, answer)) alone; or ("accepted", answer), ("message", text or bytes) for each of
+        ComfyUI's WebSocket messages about it, and finally ("history", its entry).
 
-        prompt_id: the prompt's, and the WebSocket's: of prompts that wait in one queue, each hears its own messages.
-        body: of POST /prompt; its "client_id" is in the history.
+        prompt_id: also the WebSocket's client id, so each of several queued prompts receives its own messages.
+        body: the body of POST /prompt; its "client_id" appears in the history.
 
-        Raises Gone. A prompt that is not followed to its end is taken back.
+        Raises Gone. Closing the iterator early removes or interrupts the prompt.
         """
         ended = False
         try:
@@ -176,7 +176,7 @@ class ComfyUI:
                 await self._take_back(prompt_id)
 
     async def _messages(self, prompt_id: str, socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[str | bytes]:
-        """Messages about the prompt from its start to its end."""
+        """Yield the messages about the prompt, from its start to its end."""
         started = False
         while True:
             try:
@@ -202,7 +202,7 @@ class ComfyUI:
                 raise Gone("ComfyUI closed the connection")
 
     async def history(self, prompt_id: str) -> dict[str, Any] | None:
-        """The entry of a prompt that has ended; None for any other. Raises Gone."""
+        """The history entry of a finished prompt; None for any other. Raises Gone."""
         _, text, _ = await self.ask("GET", f"/history/{prompt_id}")
         return json.loads(text).get(prompt_id)
 
@@ -214,7 +214,7 @@ class ComfyUI:
             pass
 
     async def stop(self) -> None:
-        """End it, and remove its folder."""
+        """End the process and remove its folder."""
         if self._session is not None:
             await self._session.close()
         if self._process is not None:
@@ -228,7 +228,7 @@ class ComfyUI:
 
 
 def _refusal(text: bytes) -> dict[str, Any]:
-    """ComfyUI's answer to a prompt that it does not take; it has no JSON where the prompt was beyond its checks."""
+    """ComfyUI's answer to a prompt it refuses; our own sentence where its validation crashed and gave no JSON."""
     with contextlib.suppress(ValueError):
         answer = json.loads(text)
         if isinstance(answer, dict):

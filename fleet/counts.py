@@ -1,4 +1,4 @@
-"""What a replica has run and counted, and what a front knows of it."""
+"""Counters of replicas, and what the front knows about each of them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 from ray import serve
 
 MET = {True: "met", False: "not_met", None: "without_key"}
-"""What `Keys.met` says of a request → the front's count of it."""
+"""Result of `Keys.met` → the name of the front's counter."""
 
 ENOUGH = 256
-"""Keys of a replica whose graphs serve every size."""
+"""How many keys a replica remembers where its graphs serve every size."""
 
 
 class Keys:
-    """The keys that a replica has run: Serve keeps them, the least recently used go first, and tells the router.
+    """The keys that a replica has run: Serve keeps them as model ids, least recently used out first, for the router.
 
-    most: keys that a replica's graphs and captured calls are kept of.
+    most: how many keys' captured calls the replica can hold.
     """
 
     def __init__(self, most: int):
         self._key = serve.multiplexed(_Key.new, max_num_models_per_replica=most)
 
     async def met(self, key: str) -> bool | None:
-        """Whether this replica has run the key before, and still counts it; from now on it has. None without a key."""
+        """Whether this replica has run the key before and still holds it; from now on it does. None without a key."""
         return (await self._key(key)).use() if key else None
 
 
@@ -42,7 +42,7 @@ class _Key:
 
 
 class States:
-    """What each replica said last; of no more than there are, since Serve does not say which has ended for good."""
+    """The latest state of each replica, limited to `most`, since Serve does not tell which ones are gone for good."""
 
     def __init__(self, most: int):
         self.most = most
@@ -53,7 +53,7 @@ class States:
         return list(self._by_name.values())
 
     def heard(self, said: dict[str, Any]) -> None:
-        """Add what it said to its state; beyond the number, the replica that was silent longest has no state."""
+        """Merge a report into its replica's state; beyond `most`, the replica silent for longest is dropped."""
         self._by_name[said["replica"]] = {**self._by_name.pop(said["replica"], {}), **said}
         if len(self._by_name) > self.most:
             del self._by_name[next(iter(self._by_name))]
@@ -63,6 +63,6 @@ class States:
 
 
 def counted(cache: Mapping[str, Any], store: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a replica tells of its graphs. cache, store: `statistics` of the engine's."""
+    """A replica's graph counters. cache, store: `statistics` of the engine's graph cache and store."""
     counts = {name: cache[name] for name in ("compilations", "loaded", "captures", "bytes")}
     return {**counts, "store": {name: (store or {}).get(name) for name in ("loaded", "saved")}}

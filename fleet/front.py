@@ -1,4 +1,4 @@
-"""The front: ComfyUI's API for clients, over replicas that Ray Serve keeps. Holds no image; knows the prompts."""
+"""The front: ComfyUI's API over the replicas that Ray Serve keeps. It tracks prompts and holds no images."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from .settings import Settings
 log = logging.getLogger("ray.serve")
 
 _RUNS = 2
-"""How often a prompt, or an upload, is tried at most: once more where the replica ended under it."""
+"""Most attempts at a prompt or an upload: one more after a replica ended under it."""
 
 _VALIDATED_WITHIN = 2.0
-"""Seconds in which a free replica says whether a prompt is valid; later it is answered as accepted."""
+"""Seconds to wait for a replica's validation of a prompt before answering that it is accepted."""
 
 _WATCH = 2.0
-"""Seconds between two looks at whether the application is being deleted."""
+"""Seconds between checks whether the application is being deleted."""
 
 _FOUND_WITHIN = 30.0
-"""Seconds in which some replica must be there for a question or an upload."""
+"""Seconds to wait for any replica before a question or an upload is answered with 503."""
 
 _NEVER_REACHED = (NotReached, TaskUnschedulableError)
-"""What says that a ComfyUI has seen nothing of a question, so it did not end over it."""
+"""Errors that mean no ComfyUI saw the request, so none died of it."""
 
 _MOST_HISTORY = 200
 
@@ -60,21 +60,21 @@ _OF_ANY_REPLICA = {
     + ("models/{rest:path}", "view_metadata/{rest:path}"),
     "POST": ("upload/image", "upload/mask"),
 }
-"""ComfyUI's routes that are the same in every replica."""
+"""Routes of ComfyUI that any replica may answer."""
 
 _SECRETS = ("auth_token_comfy_org", "api_key_comfy_org")
-"""Of `extra_data`: for the ComfyUI that runs the prompt, which shows them to nobody either."""
+"""Entries of `extra_data` that only the ComfyUI running the prompt may see."""
 
 _HELD = ("executed", "execution_success", "execution_error", "execution_interrupted")
-"""Messages after which clients fetch what was made, so it must be published."""
+"""Messages after which clients fetch results: they are held until the results are published."""
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt that was not answered yet.
+    """A prompt without a published result.
 
-    body: of POST /prompt. runs: how often it was sent to a replica. replica: the one that has it, or had it last.
-    accepted: (status, answer) of ComfyUI to it. told: whether the client has an answer.
+    body: of POST /prompt. runs: attempts so far. replica: the one that has it, or had it last.
+    accepted: ComfyUI's (status, answer) to it. told: whether the client has its answer to POST /prompt.
     """
 
     prompt_id: str
@@ -94,7 +94,7 @@ class Prompt:
         return self.body["client_id"]
 
     def queued(self) -> list:
-        """As an item of ComfyUI's queue."""
+        """The prompt as an item of ComfyUI's queue, without secrets."""
         extra = {name: value for name, value in self.body.get("extra_data", {}).items() if name not in _SECRETS}
         if self.client_id is not None:
             extra["client_id"] = self.client_id
@@ -103,7 +103,7 @@ class Prompt:
 
 @serve.ingress()
 class Front:
-    """Answers clients; there is one, since a client's WebSocket and its prompts have to meet."""
+    """Answers clients. There is one front, since a client's WebSocket and its prompts must meet."""
 
     def __init__(self, replicas: DeploymentHandle, given: dict[str, Any]):
         settings = Settings(**given)
@@ -139,7 +139,7 @@ class Front:
         return Starlette(routes=routes)
 
     async def __del__(self) -> None:
-        """Let what runs be finished and published; what waits is lost, as in a ComfyUI that ends."""
+        """Wait until running prompts are published; waiting ones are lost, as in a ComfyUI that ends."""
         for prompt in self._prompts.values():
             if not prompt.running:
                 prompt.task.cancel()
@@ -177,7 +177,7 @@ class Front:
         return Json(answer, status)
 
     async def _follow(self, prompt: Prompt) -> None:
-        """Have the prompt run, and run again where its replica ended; tell its client, and answer it either way."""
+        """Run the prompt, once more if its replica ended, and publish a result either way."""
         reason = "The prompt was taken back."
         try:
             while prompt.runs < _RUNS and not prompt.stopped:
@@ -208,7 +208,7 @@ class Front:
             await self._end(prompt)
 
     async def _run(self, prompt: Prompt) -> bool:
-        """One run; whether the prompt is answered. Raises whatever says that the replica ended."""
+        """Run the prompt once; whether it has a result. Raises Ray's error if the replica ended."""
         handle = self._replicas.options(stream=True, multiplexed_model_id=prompt.key if self._by_graph else "")
         prompt.response = handle.run.remote(prompt.prompt_id, prompt.key, prompt.body)
         held: list[str] = []
@@ -237,7 +237,7 @@ class Front:
         return False
 
     async def _refuse(self, prompt: Prompt, status: int, answer: dict[str, Any]) -> None:
-        """Hand ComfyUI's refusal on; where the client was told that the prompt waits, its history says so."""
+        """Pass ComfyUI's refusal to the client, or into the history if the prompt was already accepted."""
         self._counts["refused"] += 1
         if not prompt.told:
             prompt.accepted.set_result((status, answer))
@@ -253,7 +253,7 @@ class Front:
         await self._end(prompt, json.dumps({"type": name, "data": data}))
 
     async def _end(self, prompt: Prompt, *messages: str) -> None:
-        """Forget a prompt whose result is published, and tell its client: it asks for the history then. Once."""
+        """Forget a prompt whose result is published, once, and notify its client, which then asks for the history."""
         if self._prompts.pop(prompt.prompt_id, None) is None:
             return
         last = {"type": "executing", "data": {"node": None, "display_node": None, "prompt_id": prompt.prompt_id}}
@@ -335,7 +335,7 @@ class Front:
         return FileResponse(path, media_type=kind, filename=path.name, content_disposition_type=shown)
 
     async def _get_state(self, request: Request) -> Response:
-        """What was counted here, and what each replica said with its last prompt."""
+        """The front's counters, and each replica's state as of its last prompt."""
         waiting = sum(not prompt.running for prompt in self._prompts.values())
         counts = {**self._counts, "waiting": waiting, "running": len(self._prompts) - waiting}
         running = Counter(prompt.replica for prompt in self._prompts.values() if prompt.running)
@@ -367,7 +367,7 @@ class Front:
         return refusal("No ComfyUI answers. Try again later.", 503)
 
     async def _any(self) -> dict[str, Any]:
-        """A replica that has told of itself."""
+        """A replica whose address is known."""
         while self._prompts and not self._states.known:
             await asyncio.sleep(0.05)  # the one that takes a prompt will
         if not self._states.known:
@@ -375,7 +375,7 @@ class Front:
         return random.choice(self._states.known)
 
     async def _ask(self, replica: dict[str, Any], *asked: Any) -> Response:
-        """Its ComfyUI's answer, by a task on its machine: through Serve it would wait until a prompt has ended."""
+        """Its ComfyUI's answer, through a task on its machine: through Serve it would wait for running prompts."""
         there = NodeAffinitySchedulingStrategy(replica["node"], soft=False)
         status, text, kind = await _ask_here.options(scheduling_strategy=there).remote(replica["address"], *asked)
         return Response(text, status, media_type=kind)
@@ -400,9 +400,9 @@ class Front:
                 del self._sockets[client_id]
 
     async def _watch(self) -> None:
-        """While there are WebSockets: close them when the application is deleted and what runs is finished.
+        """Close all WebSockets once the application is being deleted and running prompts are finished.
 
-        Serve says nothing to us until all requests have ended, and a page's WebSocket has no end of its own.
+        Serve does not notify us before all requests have ended, and a WebSocket never ends by itself.
         """
         name = serve.get_replica_context().app_name
         while self._sockets:
@@ -450,7 +450,7 @@ def _ask_here(address: str, method: str, path: str, raw: bytes | None, kind: str
 
 
 def to_hold(message: str, prompt_id: str) -> str | None:
-    """The message, its files where they will be published, if it must wait for that; None for any other."""
+    """The message with its files' published paths, if it must wait for publication; None for any other."""
     event = json.loads(message)
     kind, data = event["type"], event["data"]
     if kind not in _HELD:
@@ -461,7 +461,7 @@ def to_hold(message: str, prompt_id: str) -> str | None:
 
 
 def path_of_any(path: str) -> str | None:
-    """A request's path for a replica's ComfyUI, quoted; None for one that leads out of `_OF_ANY_REPLICA`."""
+    """The request's path for a replica's ComfyUI, quoted; None if it leads out of `_OF_ANY_REPLICA`."""
     return None if ".." in path.split("/") else quote(path.removeprefix("/api"))
 
 

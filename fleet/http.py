@@ -1,4 +1,4 @@
-"""What both fronts do with requests: how much of one is read, whose are refused, and how."""
+"""HTTP shared by both fronts: limits on requests, refusals, and JSON that every client can read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 LARGEST_BODY = 100 << 20
-"""Bytes of a request, which is held in memory: ComfyUI's own default."""
+"""Most bytes of a request, which is held in memory. ComfyUI's default."""
 
 
 DEEPEST = 100
-"""Levels of objects and lists in a request: far more than workflows have, and few enough to write down again."""
+"""Most levels of nesting in a request: far more than workflows have, and few enough to serialize again."""
 
 
 class Json(JSONResponse):
@@ -32,7 +32,7 @@ class TooLarge(Exception):
 
 
 def answering(answer: Callable) -> Callable:
-    """The endpoint of a route: requests of another site's pages, and those that are too large, are refused."""
+    """A route's endpoint that refuses requests from other sites' pages and requests that are too large."""
 
     async def endpoint(request: Request) -> Response:
         refuse = refuse_foreign_origin(request.headers)
@@ -45,7 +45,7 @@ def answering(answer: Callable) -> Callable:
 
 
 async def read_body(request: Request) -> bytes:
-    """Raises TooLarge, before more than that is in memory."""
+    """The request's body. Raises TooLarge before more than `LARGEST_BODY` is in memory."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)

@@ -1,7 +1,7 @@
-"""A diffusers pipeline in each replica, and a front that takes requests in JSON and answers with a PNG.
+"""A diffusers pipeline in each replica, and a front that takes JSON requests and answers with a PNG.
 
-What a client asks for: {"prompt", "negative_prompt", "width", "height", "steps", "guidance", "seed"}; all but the
-prompt may be left to the pipeline.
+A request: {"prompt", "negative_prompt", "width", "height", "steps", "guidance", "seed"}, of which only the prompt is
+required.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ ENGINE = "comfy_accel" if __package__ == "comfy_accel_fleet" else "accel"
 """The engine's package: as the wheel names it, or as the folder beside this one in a checkout."""
 
 _RUNS = 2
-"""How often a request is run at most: once more where the replica ended under it."""
+"""Most attempts at a request: one more after a replica ended under it."""
 
 _LONGEST = 20_000
-"""Characters of a prompt: more than any text encoder reads, and few enough to divide into tokens at once."""
+"""Most characters of a prompt: more than any text encoder reads, few enough to tokenize quickly."""
 
 _NAMES = {"steps": "num_inference_steps", "guidance": "guidance_scale"}
 """Ours → a pipeline's argument, where that differs."""
 
 
 class Asked(BaseModel):
-    """One image. Sides in pixels; a seed that is not given is made, and told in the answer's header X-Seed."""
+    """A request for one image. Sides in pixels; a missing seed is random, and reported in the header X-Seed."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,13 +64,13 @@ class Asked(BaseModel):
         return f"{self.width}x{self.height}" if self.width and self.height else ""
 
     def arguments(self) -> dict[str, Any]:
-        """A pipeline's, but for its generator."""
+        """The pipeline's arguments, without its generator."""
         given = self.model_dump(exclude_none=True, exclude={"seed"})
         return {_NAMES.get(name, name): value for name, value in given.items()}
 
 
 class GivenUp(Exception):
-    """Nobody waits for the image."""
+    """The client left, so nobody waits for the image."""
 
 
 class PipelineReplica:
@@ -90,7 +90,7 @@ class PipelineReplica:
         """("image", a PNG), or ("refused" or "failed", a sentence); each with this replica's `state` and whether it has
         run the key before ("met").
 
-        given: of `Asked`. key: its key, "" for none.
+        given: fields of `Asked`. key: its key, "" for none.
         """
         asked = Asked(**given)
         done = {"met": await self._keys.met(key)}
@@ -167,7 +167,7 @@ def load(settings: PipelineSettings) -> Any:
 
 
 def most_keys(settings: PipelineSettings) -> int:
-    """How many sizes' graphs the graph cache holds, judged by those of the warm-up's."""
+    """How many sizes' graphs fit into the graph cache, judged by those of the warm-up."""
     shared = engine("cache.graph_cache").shared
 
     sizes = len(settings.warm_up.get("sizes", ())) * len(settings.warm_up.get("batches", (1,)))
@@ -179,7 +179,7 @@ def most_keys(settings: PipelineSettings) -> int:
 
 @serve.ingress()
 class PipelineFront:
-    """POST /image: one image. GET /accel/state: what was counted here, and what each replica said last."""
+    """POST /image makes one image; GET /accel/state returns the front's counters and each replica's latest state."""
 
     def __init__(self, replicas: DeploymentHandle, given: dict[str, Any]):
         settings = PipelineSettings(**given)

@@ -1,4 +1,4 @@
-"""A replica: one ComfyUI, and what Ray Serve asks of it: prompts, health, the keys that it has run."""
+"""A replica: one ComfyUI behind what Ray Serve calls: prompts, health, and the keys that it has run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .settings import Settings
 log = logging.getLogger("ray.serve")
 
 _WATCH = 1.0
-"""Seconds between two looks at whether ComfyUI still runs."""
+"""Seconds between checks whether ComfyUI still runs."""
 
 
 class Replica:
     """One ComfyUI, ready once its warm-up is done.
 
-    Where ComfyUI ends, the replica ends: Serve then starts another, and the front has its prompts run again.
+    If ComfyUI ends, the replica ends too: Serve starts another, and the front runs its prompts again.
     """
 
     async def __init__(self, given: dict[str, Any]):
@@ -57,10 +57,10 @@ class Replica:
         self._watching = asyncio.create_task(self._watch())
 
     async def run(self, prompt_id: str, key: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, Any]]:
-        """Run a prompt and publish what it made: as `ComfyUI.run`, with "replica" before all, and "done" at the end.
+        """Run a prompt and publish its results, with the events of `ComfyUI.run` between "replica" and "done".
 
-        key: of the prompt (`routing_key`), "" for none. "replica": names this one. "done": its `state`, and whether
-        the key was run here before ("met").
+        key: the prompt's `routing_key`, "" for none. "replica" names this replica; "done" has its `state` and whether
+        it had run the key before ("met").
         """
         done: dict[str, Any] = {"met": None}
         if self._results.entry(prompt_id) is not None:  # by a replica that ended before it could say so
@@ -120,7 +120,7 @@ class Replica:
             raise Gone(f"The warm-up failed: {entry['status']['messages'][-1]}")
 
     async def _most_keys(self) -> int:
-        """How many keys' captured calls the graph cache holds, judged by the largest that the warm-up has captured."""
+        """How many keys' captured calls fit into the graph cache, judged by the largest one of the warm-up."""
         _, text, _ = await self._comfyui.ask("GET", "/accel/state?rows=5000")
         cache = json.loads(text)["graph_cache"]
         captured = [row["bytes"] for row in cache["table"] if row["source"] == "captured" and row["bytes"]]
@@ -141,7 +141,7 @@ class Replica:
 
 
 def _own_folder() -> Path:
-    """A name for a new folder of this process; the folders of processes that were killed are removed."""
+    """A path for this process's new folder; folders of killed processes are removed."""
     parent = Path(tempfile.gettempdir()) / f"comfy-accel-ray-{os.getuid() if hasattr(os, 'getuid') else 'all'}"
     with contextlib.suppress(FileExistsError):
         parent.mkdir(mode=0o700)

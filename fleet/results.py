@@ -1,4 +1,4 @@
-"""Finished prompts, each published once, in a folder that all replicas and the front share."""
+"""Results of finished prompts, each published once, in a folder that all replicas and the front share."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 PROMPT_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
-"""Ids are names of folders, and clients may bring their own."""
+"""Valid prompt ids: they name folders, and clients may choose their own."""
 
 KINDS = ("output", "temp")
 """ComfyUI's types of files that a prompt makes."""
 
 _HISTORY = "history.json"
 _UNFINISHED = ".unfinished-"
-"""Begins the name of a folder for a prompt that is being published: one folder in it for each run."""
+"""Prefix of a folder for a prompt that is being published, with one folder in it for each run."""
 
 Entry = dict[str, Any]
 """What ComfyUI's /history says of one prompt: {"prompt", "outputs", "status", "meta"}."""
 
 
 def published(outputs: Any, prompt_id: str, seen: Callable[[dict], None] = lambda file: None) -> Any:
-    """The outputs of nodes, with each file where `Results.publish` puts it.
+    """A copy of nodes' outputs that names each file where `Results.publish` puts it.
 
     seen: called with each file as ComfyUI named it: {"filename", "subfolder", "type"}.
     """
@@ -43,19 +43,19 @@ def published(outputs: Any, prompt_id: str, seen: Callable[[dict], None] = lambd
 
 
 class Results:
-    """A prompt's files are in FOLDER/ID/output and /temp, its history in FOLDER/ID/history.json.
+    """Published prompts: files in FOLDER/ID/output and FOLDER/ID/temp, the history in FOLDER/ID/history.json.
 
-    The folder gets its name when all is in it: a prompt that ran twice, as after a replica's death, is published by
-    whichever run came first, and no file of the other is kept.
+    The folder is renamed to its id when it is complete. If a prompt ran twice, as after a replica's death, the first
+    run to finish is published and the other's files are dropped.
     """
 
     def __init__(self, folder: Path):
         self._folder = folder
 
     def publish(self, prompt_id: str, entry: Entry, made: Mapping[str, Path]) -> Entry:
-        """Publish a prompt's files and its history; the entry as it is published, of the earlier run if there was one.
+        """Publish a prompt's files and history. Returns the published entry: that of an earlier run if there was one.
 
-        made: where ComfyUI has put files of each of `KINDS`. Raises OSError.
+        made: the folder of ComfyUI's files for each of `KINDS`. Raises OSError.
         """
         runs = self._folder / f"{_UNFINISHED}{prompt_id}"
         unfinished = runs / secrets.token_hex(8)
@@ -90,7 +90,7 @@ class Results:
         return None
 
     def latest(self, count: int) -> list[str]:
-        """The ids of the prompts that were published last, the latest at the end."""
+        """The ids of the `count` latest prompts, oldest first."""
         found = []
         with contextlib.suppress(OSError), os.scandir(self._folder) as items:
             for item in items:
@@ -101,7 +101,7 @@ class Results:
         return [name for _, name in found[max(len(found) - count, 0) :]]
 
     def file(self, kind: str, subfolder: str, filename: str) -> Path | None:
-        """A published file by the names that the history gives it; None for anything else, wherever that is."""
+        """The path of a published file, named as in the history; None for anything else."""
         prompt_id, _, below = subfolder.partition("/")
         if kind not in KINDS or not PROMPT_ID.fullmatch(prompt_id):
             return None
@@ -114,7 +114,7 @@ class Results:
 
 
 def inside(folder: Path, subfolder: str, filename: str) -> Path | None:
-    """A file in the folder; None where there is none, or where the names lead out of it."""
+    """The path of a file in the folder; None if there is none, or if the names lead out of it."""
     with contextlib.suppress(OSError, ValueError):
         path = (folder / subfolder / filename).resolve()
         if path.is_relative_to(folder.resolve()) and path.is_file():
@@ -123,9 +123,9 @@ def inside(folder: Path, subfolder: str, filename: str) -> Path | None:
 
 
 def failed(kind: str, prompt: list, **details: Any) -> Entry:
-    """The history of a prompt that no replica finished.
+    """The history entry of a prompt that no replica finished.
 
-    kind: of ComfyUI's message, execution_error or execution_interrupted. prompt: as in ComfyUI's queue.
+    kind: execution_error or execution_interrupted. prompt: an item of ComfyUI's queue.
     """
     message = {"prompt_id": prompt[1], "node_id": None, "node_type": "", "executed": [], **details}
     status = {"status_str": "error", "completed": False, "messages": [[kind, message]]}
@@ -133,7 +133,7 @@ def failed(kind: str, prompt: list, **details: Any) -> Entry:
 
 
 def _link(source: Path, place: Path) -> None:
-    """Give a file a second name, or copy it where the file system cannot: the prompt may run again and name it."""
+    """Hard-link a file, or copy it where links are not possible. It stays in place: ComfyUI may return it again."""
     place.parent.mkdir(parents=True, exist_ok=True)
     if place.exists():
         return

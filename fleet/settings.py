@@ -1,4 +1,4 @@
-"""What a fleet is made of; given as `args` of a Serve application, or as `name=value` to `serve run`."""
+"""A fleet's settings: the `args` of a Serve application, or `name=value` for `serve run`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Fleet(BaseModel):
-    """replicas: how many. gpus, cpus: of one replica.
+    """Settings of every fleet.
 
+    replicas: how many. gpus, cpus: of one replica.
     environment: variables, such as ACCEL_STORE; no secrets, since Ray shows these settings.
-    route: by "graph", or to "any" replica. patience_s: how long a replica has nothing to do before it takes a
-        request whose graph another has.
-    at_once: requests that a replica has taken, of which it runs one.
-    drain_s: for what runs to be finished at shutdown.
+    route: "graph" sends a request where its graph is, "any" to any replica.
+    patience_s: how long a request waits for the replica with its graph before an idle one may take it.
+    at_once: requests that a replica holds; it runs one of them.
+    drain_s: time limit for finishing running requests at shutdown.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -33,14 +34,14 @@ class Fleet(BaseModel):
 
 
 class Settings(Fleet):
-    """Of replicas that are a ComfyUI each.
+    """Settings of a fleet of ComfyUIs.
 
-    comfyui: the folder with main.py, the same on every machine; "" is COMFYUI_PATH, or the one embedded in Python.
-    results: a folder that all machines share; what prompts made is there, and nowhere else.
+    comfyui: the folder with main.py, the same on every machine; "" is COMFYUI_PATH, or the installed package.
+    results: a folder that all machines share, for everything that prompts make.
     input: a shared folder for uploads and images to start from; "" leaves each ComfyUI its own.
     flags: further arguments of main.py.
     warm_up: bodies of POST /accel/warm_up, or prompts in API format, run before a replica takes any.
-    start_s: for a ComfyUI to start.
+    start_s: time limit for a ComfyUI to start.
     """
 
     comfyui: str = ""
@@ -64,12 +65,12 @@ class Settings(Fleet):
 
 
 class PipelineSettings(Fleet):
-    """Of replicas that are a diffusers pipeline each.
+    """Settings of a fleet of diffusers pipelines.
 
-    pipeline: its folder (`save_pretrained`), the same on every machine, or what else `from_pretrained` takes.
+    pipeline: its folder (`save_pretrained`), the same on every machine, or whatever else `from_pretrained` takes.
     dtype: of its weights; "" is float16 on a GPU, else float32. load: further arguments of `from_pretrained`.
-    accelerate: arguments of `accelerate_pipeline`; `deep_cache` as an object, of DeepCacheSettings' arguments.
-    warm_up: arguments of `warm_up`, run before a replica takes any request; none is no warm-up.
+    accelerate: arguments of `accelerate_pipeline`; `deep_cache` is an object of DeepCacheSettings' arguments.
+    warm_up: arguments of `warm_up`, which runs before a replica takes requests; empty for none.
     """
 
     pipeline: str
