@@ -10,7 +10,6 @@ import pytest
 
 from tools import ROOT
 
-WRITTEN_BY_BENCH: set[str] = set()
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
@@ -71,7 +70,7 @@ def read() -> Iterator[tuple[Path, str]]:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
             yield path, "\n".join(filter(_is_sentence, leaves(json.loads(text))))
-        elif path.name not in {*WRITTEN_BY_BENCH, "glossary.md", "zh.md"}:
+        elif path.name not in {"glossary.md", "zh.md"}:
             yield path, prose(text)
     for path in sorted(ROOT.glob("locales/en/*.json")):
         yield path, "\n".join(filter(_is_sentence, leaves(json.loads(path.read_text(encoding="utf-8")))))
