@@ -164,7 +164,7 @@ MUTATIONS = [
         "saved graph that cannot be opened ends the run",
         "except Exception as error:\n            pass_on(error, interrupts)\n            if isinstance(",
         "except NotPortable as error:\n            pass_on(error, interrupts)\n            if isinstance(",
-        "unit/test_graph_store.py::test_full_disk_costs_the_saving_alone",
+        "unit/test_graph_store.py::test_full_disk_costs_the_saving_alone_which_is_given_up",
     ),
     Mutation(
         "key that leads out of the store",
@@ -176,7 +176,7 @@ MUTATIONS = [
         "secret that others can read",
         "forbidden = 0o077 if private else 0o022",
         "forbidden = 0o022",
-        "unit/test_graph_store.py::test_secret_that_others_can_read_is_no_secret",
+        "unit/test_store_trust.py::test_secret_is_readable_by_its_owner_alone",
     ),
     Mutation(
         "newest graph pruned first",

@@ -36,12 +36,15 @@ def remote(tmp_path):
     return lambda: GraphStore(RemoteFolder(address), tmp_path / "secret"), RemoteFolder(address)
 
 
-def test_store_in_an_object_store_saves_and_loads(remote):
+def test_store_in_an_object_store_saves_loads_and_is_pruned(remote):
     make, folder = remote
     assert load(make()) is None
     assert save(make())
     assert load(make())[0] == b"code"
     assert len(list(folder.files())) == 2
+    assert prune(folder, 0) == 1
+    assert list(folder.files()) == []
+    folder.remove("not there")
 
 
 def test_changed_object_is_a_miss(remote):
@@ -52,14 +55,6 @@ def test_changed_object_is_a_miss(remote):
     changed = make()
     assert load(changed) is None
     assert "have changed" in reasons(changed)[0]
-
-
-def test_object_store_is_pruned(remote):
-    make, folder = remote
-    save(make(), "a")
-    assert prune(folder, 0) == 1
-    assert list(folder.files()) == []
-    folder.remove("not there")
 
 
 @pytest.mark.parametrize("address", ["nosuchprotocol://x/y", "http://127.0.0.1:9/x"])

@@ -48,8 +48,7 @@ def test_what_was_written_is_read(folder):
 def test_files_are_chosen_by_name_before_they_are_asked_about(folder, monkeypatch):
     for name in ("ab1", "ab2", "b1"):
         folder.write(name, b"")
-    asked = []
-    scan = os.scandir
+    asked, scan = [], os.scandir
 
     class Item:
         def __init__(self, item):
@@ -84,18 +83,6 @@ def test_file_that_is_too_large_is_not_read(folder):
         sparse.truncate(500 << 30)
     with pytest.raises(OSError, match="more than 1000"):
         folder.read("a", 1000)
-
-
-def test_link_that_windows_refuses_is_no_failure_of_a_test(request):
-    """Simulated: the account may make no links."""
-    (ours,) = (plugin for plugin in request.config.pluginmanager.get_plugins() if hasattr(plugin, "skip_without_links"))
-    for code, outcome in ((1314, pytest.skip.Exception), (5, OSError)):
-        refused = OSError("A required privilege is not held by the client")
-        refused.winerror = code
-        test = ours.skip_without_links()
-        next(test)
-        with pytest.raises(outcome):
-            test.throw(refused)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no such files on this system")
