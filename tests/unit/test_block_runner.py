@@ -8,53 +8,42 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
 from comfy_accel.accel.core import torch_internals
-from comfy_accel.accel.core.compile_settings import CompileSettings, Trouble
-from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.compile_settings import Trouble
 from comfy_accel.accel.dispatch.block_observer import BlockObserver
-from comfy_accel.accel.dispatch.block_runner import BlockRunner
-from comfy_accel.accel.fingerprint.survey import survey
+from kit.blocks import Block, reasons, runner
 
 
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(4, 4)
-        self.second = torch.nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.second(self.first(x))
+def ran(*_):
+    pytest.fail("ran eagerly")
 
 
-def runner(blocks, cache, **settings):
-    model = torch.nn.Module()
-    model.blocks = torch.nn.ModuleList(blocks)
-    region, *_ = survey(model.eval().requires_grad_(False)).regions
-    return BlockRunner(region, cache, CompileSettings(**{"backend": "eager", **settings}))
+def check(stand_in, block, *args, inner=None):
+    """The call is right; inner: what runs in place of the block where it has no graph."""
+    with torch.inference_mode():
+        assert torch.equal(stand_in(inner or block, *args), block(*args))
 
 
-def reasons():
-    return [row["reason"] for row in fallbacks.rows()]
+def differs():
+    return any("differs from the uncompiled one" in reason for reason in reasons())
 
 
-def test_weights_that_are_not_where_the_inputs_are_run_as_they_are():
+def test_weights_that_are_not_where_the_inputs_are_run_as_they_are_until_they_are_back():
     block, cache = Block(), GraphCache()
+    second = block.second.state_dict()
     block.second.to("meta")  # as a partly loaded model's weights wait elsewhere until their layer is called
-    assert runner([block], cache)(lambda x: "eager", torch.zeros(2, 4)) == "eager"
+    stand_in = runner(block, cache)
+    assert stand_in(lambda x: "eager", torch.zeros(2, 4)) == "eager"
     assert cache.statistics()["graphs"] == 0
     assert reasons() == ["its weights are partly on meta, its inputs are not"]
-
-
-def test_weights_that_are_back_are_compiled():
-    block, cache = Block(), GraphCache()
-    x = torch.randn(2, 4)
-    assert torch.equal(runner([block], cache)(lambda x: "eager", x), block(x))
+    block.second.to_empty(device="cpu").load_state_dict(second)
+    check(stand_in, block, torch.randn(2, 4))
     assert cache.statistics()["graphs"] == 1
 
 
 @pytest.mark.parametrize("wanted", ["input", "weight"])
 def test_gradients_are_those_of_the_block(wanted):
     block, cache = Block(), GraphCache()
-    stand_in = runner([block], cache, stop_on_trouble=True)
+    stand_in = runner(block, cache, stop_on_trouble=True)
     x = torch.randn(2, 4)
     with torch.inference_mode():
         stand_in(block, x)
@@ -70,7 +59,7 @@ def test_gradients_are_those_of_the_block(wanted):
 
 def test_autocast_is_not_undone_by_a_graph_made_outside_of_it():
     block, cache = Block(), GraphCache()
-    stand_in = runner([block], cache)
+    stand_in = runner(block, cache)
     x = torch.randn(2, 4)
     with torch.inference_mode():
         assert stand_in(block, x).dtype == torch.float32
@@ -89,7 +78,7 @@ def test_weights_cast_in_mid_run_get_a_graph_of_their_own(part):
             return self.second(x.to(self.second.weight.dtype))
 
     block, cache = Casting(), GraphCache()
-    stand_in = runner([block], cache)
+    stand_in = runner(block, cache)
     x = torch.randn(2, 4)
     for number, dtype in enumerate((torch.float32, torch.float64), start=1):
         getattr(block, part).to(dtype)
@@ -101,9 +90,8 @@ def test_weights_cast_in_mid_run_get_a_graph_of_their_own(part):
 def test_hook_on_the_block_itself_is_left_to_the_blocks_call():
     block, x = Block(), torch.randn(2, 4)
     block.register_forward_hook(lambda module, args, out: out * 2)
-    stand_in = runner([block], GraphCache())
     with torch.inference_mode():
-        assert torch.equal(stand_in(lambda x: pytest.fail("ran eagerly"), x), block.forward(x))
+        assert torch.equal(runner(block)(ran, x), block.forward(x))
 
 
 class Masked(Block):
@@ -111,16 +99,6 @@ class Masked(Block):
 
     def forward(self, x, mask):
         return self.second(self.first(x) * torch.stack([row.exp() for row in mask]))
-
-
-def test_graph_serves_the_call_that_it_is_made_for():
-    block, cache = Masked(), GraphCache()
-    stand_in = runner([block], cache)
-    for rows in (3, 3, 5, 3):
-        x, mask = torch.randn(1, rows, 4), torch.ones(1, rows, 1)
-        with torch.inference_mode():
-            assert torch.equal(stand_in(lambda *_: pytest.fail("ran eagerly"), x, mask), block(x, mask))
-    assert cache.statistics()["graphs"] == 1 and reasons() == []
 
 
 class Heads(Block):
@@ -132,13 +110,14 @@ class Heads(Block):
         return (heads * mask).unflatten(0, (2, -1)).sum(0)
 
 
-def test_mask_repeated_for_every_head_serves_every_batch():
-    block, cache = Heads(), GraphCache()
-    stand_in = runner([block], cache)
-    for batch in (1, 3, 2):
-        x, mask = torch.randn(batch, 5, 4), torch.ones(batch, 5, 1)
-        with torch.inference_mode():
-            assert torch.equal(stand_in(lambda *_: pytest.fail("ran eagerly"), x, mask), block(x, mask))
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [(Masked, [(1, rows) for rows in (3, 3, 5, 3)]), (Heads, [(1, 5), (3, 5), (2, 5)])]
+)
+def test_one_graph_serves_the_calls_whatever_is_done_with_a_mask(kind, sizes):
+    block, cache = kind(), GraphCache()
+    stand_in = runner(block, cache)
+    for size in sizes:
+        check(stand_in, block, torch.randn(*size, 4), torch.ones(*size, 1), inner=ran)
     assert cache.statistics()["graphs"] == 1 and reasons() == []
     assert "repeat_interleave" not in vars(torch.Tensor)
 
@@ -150,17 +129,15 @@ def test_graphs_of_a_torch_that_nobody_tried_are_compared_before_they_are_truste
 
     monkeypatch.setattr(torch_internals, "NEWEST", newest)
     block, x = Block(), torch.randn(2, 4)
-    stand_in = runner([block], GraphCache(), backend=miscompile)
+    stand_in = runner(block, backend=miscompile)
     with torch.inference_mode():
         is_right = torch.equal(stand_in(block, x), block(x))
-    assert is_right is (newest == (2, 0))
-    assert [reason for reason in reasons() if "differs from the uncompiled one" in reason] == reasons()
-    assert bool(reasons()) is is_right
+    assert is_right is differs() is (newest == (2, 0)) and len(reasons()) == is_right
 
 
 def test_call_that_fails_by_itself_is_not_held_against_the_block(caplog, capfd):
     block, cache = Block(), GraphCache()
-    stand_in = runner([block], cache)
+    stand_in = runner(block, cache)
     with torch.inference_mode():
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
             stand_in(block, torch.randn(2, 5))
@@ -173,25 +150,24 @@ def test_call_that_fails_by_itself_is_not_held_against_the_block(caplog, capfd):
 
 
 def test_call_that_fails_by_itself_marks_no_graph_failed():
+    def is_large(tensor):
+        return isinstance(tensor, torch.Tensor) and tensor.abs().max() > 100
+
     def strict(graph, examples):
         def run(*args):
-            if max(arg.abs().max() for arg in args if isinstance(arg, torch.Tensor)) > 100:
+            if any(map(is_large, args)):
                 raise ValueError("too large")
             return graph(*args)
 
         return run
 
-    class Strict(Block):
-        def forward(self, x):
-            return self.second(self.first(x))
-
     def inner(x):
-        if x.abs().max() > 100:
+        if is_large(x):
             raise ValueError("too large for the block, too")
         return block(x)
 
-    block, cache = Strict(), GraphCache()
-    stand_in = runner([block], cache, backend=strict)
+    block, cache = Block(), GraphCache()
+    stand_in = runner(block, cache, backend=strict)
     with torch.inference_mode():
         stand_in(inner, torch.ones(2, 4))
         with pytest.raises(ValueError, match="for the block, too"):
@@ -210,16 +186,14 @@ def slow(graph, examples):
 
 
 def call_often(stand_in, block, rows, times=10):
-    with torch.inference_mode():
-        for _ in range(times):
-            x = torch.randn(rows, 4)
-            assert torch.equal(stand_in(block, x), block(x))
+    for _ in range(times):
+        check(stand_in, block, torch.randn(rows, 4))
 
 
 def test_slow_graph_is_left_alone_at_its_size_and_only_while_gain_is_asked_for():
     block, cache = Block(), GraphCache()
     # Stopping on trouble is about blocks that cannot be compiled; this one can.
-    stand_in = runner([block], cache, backend=slow, measured=True, stop_on_trouble=True)
+    stand_in = runner(block, cache, backend=slow, measured=True, stop_on_trouble=True)
     call_often(stand_in, block, rows=4)
     assert len(reasons()) == 1 and "kept normal" in reasons()[0]
     hits = cache.statistics()["hits"]
@@ -228,32 +202,23 @@ def test_slow_graph_is_left_alone_at_its_size_and_only_while_gain_is_asked_for()
     call_often(stand_in, block, rows=2000)
     assert cache.statistics()["hits"] > hits
     hits = cache.statistics()["hits"]
-    call_often(runner([block], cache, backend=slow), block, rows=4, times=3)
+    call_often(runner(block, cache, backend=slow), block, rows=4, times=3)
     assert cache.statistics()["hits"] == hits + 3
     assert cache.statistics()["compilations"] == 1
 
 
-def test_where_calls_are_captured_the_first_call_of_a_graph_takes_all_comparisons():
-    """One round in each call would use up the four steps of a distilled model before anything is captured."""
-    block, cache = Block(), GraphCache()
-    stand_in = runner([block], cache, measured=True)
-    stand_in.observer = BlockObserver()
+@pytest.mark.parametrize("may_capture", [True, False])
+def test_first_call_of_a_graph_takes_all_comparisons_where_calls_are_captured(may_capture):
+    """One round in each call would use up the four steps of a distilled model before anything is captured; all at once
+    would bring streamed weights to the device again and again within one call, where nothing is captured."""
+    block = Block()
+    stand_in = runner(block, measured=True)
+    stand_in.observer = BlockObserver(may_capture=may_capture)
     call_often(stand_in, block, rows=4, times=1)
     assert not stand_in.observer.is_stable  # it was compiled
     stand_in.observer.reset()
     call_often(stand_in, block, rows=4, times=1)
-    assert stand_in.observer.is_stable
-
-
-def test_where_calls_cannot_be_captured_comparisons_are_one_round_a_call():
-    """All at once would bring streamed weights to the device again and again within one call."""
-    block, cache = Block(), GraphCache()
-    stand_in = runner([block], cache, measured=True)
-    stand_in.observer = BlockObserver(may_capture=False)
-    call_often(stand_in, block, rows=4, times=1)
-    stand_in.observer.reset()
-    call_often(stand_in, block, rows=4, times=1)
-    assert not stand_in.observer.is_stable  # still compared
+    assert stand_in.observer.is_stable is may_capture
 
 
 def test_second_graph_of_a_kind_is_compared_too():
@@ -269,11 +234,10 @@ def test_second_graph_of_a_kind_is_compared_too():
             return self.second(self.first(x)) if x.shape[0] > 8 else self.first(x)
 
     block, cache = Branching(), GraphCache()
-    stand_in = runner([block], cache, backend=second_is_wrong, measured=True)
+    stand_in = runner(block, cache, backend=second_is_wrong, measured=True)
     call_often(stand_in, block, rows=4)
     call_often(stand_in, block, rows=20)
-    assert len(made) == 2
-    assert any("differs from the uncompiled one" in reason for reason in reasons())
+    assert len(made) == 2 and differs()
 
 
 # Inductor's graphs hand inputs back by the code of torch's that "eager" uses too.
@@ -288,7 +252,7 @@ def test_block_that_hands_back_what_it_was_given_hands_back_that_very_tensor(bac
     block, cache = InPlace(), GraphCache()
     with torch.inference_mode():
         for measured in (True, False):
-            stand_in = runner([block], cache, backend=backend, measured=measured)
+            stand_in = runner(block, cache, backend=backend, measured=measured)
             for _ in range(3):
                 x, y = torch.randn(4, 3).t() if is_strided else torch.randn(3, 4), torch.randn(3, 4)
                 expected, _ = block(x.clone(), y)
@@ -314,20 +278,19 @@ def test_wrong_graph_leaves_the_inputs_as_the_block_would():
         return run
 
     block, cache = Changing(), GraphCache()
-    stand_in = runner([block], cache, backend=wrong, measured=True)
+    stand_in = runner(block, cache, backend=wrong, measured=True)
     with torch.inference_mode():
         x = torch.randn(2, 4)
         expected = x.clone()
         out = block(expected)
         assert torch.equal(stand_in(block, x), out)
-    assert torch.equal(x, expected)
-    assert any("differs from the uncompiled one" in reason for reason in reasons())
+    assert torch.equal(x, expected) and differs()
 
 
 def test_stopping_names_the_budget_that_is_too_small():
     block = Block()
     with torch.inference_mode(), pytest.raises(Trouble, match="need more than the memory limit of 0 MB"):
-        runner([block], GraphCache(max_bytes=0), stop_on_trouble=True)(block, torch.randn(2, 4))
+        runner(block, GraphCache(max_bytes=0), stop_on_trouble=True)(block, torch.randn(2, 4))
 
 
 class Lent:
@@ -357,7 +320,7 @@ class Lent:
 def test_loaded_graph_that_fails_is_compiled_anew():
     block, cache = Block(), GraphCache()
     cache.store = Lent()
-    stand_in = runner([block], cache)
+    stand_in = runner(block, cache)
     x = torch.randn(2, 4)
     for _ in range(3):
         torch.testing.assert_close(stand_in(block, x), block(x))
@@ -370,7 +333,7 @@ def test_loaded_graph_that_fails_is_compiled_anew():
 def test_graph_that_runs_out_of_memory_is_reported_and_kept():
     block, cache, reported = Block(), GraphCache(), []
     cache.store = Lent(torch.OutOfMemoryError("no more"))
-    stand_in = runner([block], cache)
+    stand_in = runner(block, cache)
     stand_in._on_shortage = lambda: reported.append("short")
     x = torch.randn(2, 4)
     torch.testing.assert_close(stand_in(block, x), block(x))

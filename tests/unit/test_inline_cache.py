@@ -3,23 +3,19 @@
 import gc
 import weakref
 
+import kit.blocks
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
-from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.signature import argument_guard
+from kit.blocks import Block as Layers
+from kit.blocks import reasons
 
 
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(4, 4)
-        self.second = torch.nn.Linear(4, 4)
-
+class Block(Layers):
     def forward(self, x, y=None, sign=1, scale=1.0, size=0, options=None):
         x = self.first(x.to(self.first.weight.dtype)).to(self.second.weight.dtype)
         return self.second(x) * scale * (-1 if sign is True else 1) / (1 + size) + (0 if y is None else y)
@@ -42,10 +38,7 @@ class Counting(BlockRunner):
 
 
 def runner(block, cache=None, simplify=None):
-    model = torch.nn.Module()
-    model.blocks = torch.nn.ModuleList([block])
-    region, *_ = survey(model.eval().requires_grad_(False)).regions
-    return Counting(region, cache or GraphCache(), CompileSettings(backend="eager"), simplify)
+    return kit.blocks.runner(block, cache, Counting, [simplify])
 
 
 def warmed_up(block, *args, cache=None, simplify=None, **kwargs):
@@ -106,7 +99,7 @@ def test_weights_that_left_the_device_run_as_they_are():
     stand_in = warmed_up(block, x)
     block.second.to("meta")
     assert stand_in(lambda x: "eager", x) == "eager"
-    assert [row["reason"] for row in fallbacks.rows()] == ["its weights are partly on meta, its inputs are not"]
+    assert reasons() == ["its weights are partly on meta, its inputs are not"]
 
 
 def test_weights_of_other_values_are_read_and_none_is_kept():
@@ -168,14 +161,14 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("variant", CALLS)
 @pytest.mark.parametrize("usual", [{}, {"scale": 0.0, "sign": 1, "size": 5, "options": None}], ids=["plain", "named"])
-def test_call_that_is_made_in_another_way_is_described_again(variant, usual):
+def test_call_that_is_made_in_another_way_is_described_again(usual):
     block, x, y = Block(), torch.randn(2, 4), torch.randn(2, 4)
     stand_in = warmed_up(block, x, y, **usual)
-    args, kwargs = CALLS[variant](x, y)
-    check(stand_in, block, *args, **{**usual, **kwargs})
-    check(stand_in, block, torch.randn(2, 4), torch.randn(2, 4), is_matched=True, **usual)
+    for variant in CALLS.values():
+        args, kwargs = variant(x, y)
+        check(stand_in, block, *args, **{**usual, **kwargs})
+        check(stand_in, block, torch.randn(2, 4), torch.randn(2, 4), is_matched=True, **usual)
 
 
 def test_nested_arguments_are_matched_too():
@@ -212,7 +205,7 @@ def test_changed_input_that_shares_memory_from_one_call_to_the_next_runs_as_it_i
         out = stand_in(block.forward, x, y)
         assert torch.equal(out, reference(*theirs)) and torch.equal(x, theirs[0]) and torch.equal(y, theirs[1])
     assert stand_in.unmatched == 4
-    assert [row["reason"] for row in fallbacks.rows()] == ["it changes an argument that shares memory with another"]
+    assert reasons() == ["it changes an argument that shares memory with another"]
 
 
 def test_options_that_change_in_place_are_asked_about_in_each_call():
@@ -252,7 +245,7 @@ def test_graph_that_fails_is_followed_by_the_block_and_forgotten():
     graph.run = fail
     check(stand_in, block, x, is_matched=True)
     check(stand_in, block, x)
-    assert [row["reason"] for row in fallbacks.rows()] == [
+    assert reasons() == [
         "its compiled graph failed: RuntimeError: simulated",
         "RuntimeError: simulated",
     ]

@@ -9,10 +9,10 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core import torch_internals
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.batch_dry_run import BatchDryRun
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.fingerprint.survey import survey
+from kit.blocks import reasons
 from kit.thorough import thorough_except
 
 
@@ -100,4 +100,4 @@ def test_renamed_in_a_new_torch_each_name_leaves_the_output_right(name, hide):
     for shape in ((1, 3, 8), (1, 5, 8), (2, 4, 8)):
         x = torch.randn(shape)
         assert torch.equal(dry_run(lambda x: runner(model.blocks[0], x), x), model(x))
-    assert len({row["reason"] for row in fallbacks.rows()}) <= 1
+    assert len(set(reasons())) <= 1

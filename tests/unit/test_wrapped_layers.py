@@ -11,6 +11,7 @@ from comfy_accel.accel.dispatch.lora import with_added
 from comfy_accel.accel.fingerprint.kinds import template_of
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.modules.wrapped_layers import LowRank
+from kit.blocks import model_of
 from torch import nn
 
 
@@ -68,9 +69,7 @@ class ReadsWeights(Block):
 
 def model(*blocks):
     torch.manual_seed(0)
-    made = nn.Module()
-    made.blocks = nn.ModuleList(blocks or [Block(), Block()])
-    return made.eval().requires_grad_(False)
+    return model_of(*(blocks or [Block(), Block()]))
 
 
 def wrap(block, **options):
