@@ -221,7 +221,7 @@ INPUTS = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     ("block", "inputs", "said"),
     [
         (nn.Sequential(Final(2, 4, 3), nn.SiLU()), (torch.randn(1, 2, 8, 8),), "no class may be derived"),
-        (AsksForValues(), INPUTS, ""),
+        (AsksForValues(), INPUTS, None),
         (Carries("append"), (torch.randn(2, 4), [torch.randn(2, 4)]), "may change a list"),
         (Carries("replace"), (torch.randn(2, 4), [torch.randn(2, 4)]), "may change a list"),
         (TakesSteps(changes=True), (torch.randn(6, 4), Steps(3)), "may change a list"),
