@@ -1,9 +1,6 @@
 """What `bench diffusers` makes of its rows, and when it has failed."""
 
-import pytest
-
 from bench import BENCHES, WITH_DIFFUSERS, diffusers
-from bench.session_plan import TOLERANCE, failure
 
 STEPS = diffusers.STEPS[:3]
 
@@ -31,24 +28,6 @@ def test_giving_up_is_named_by_the_image_at_which_it_was():
     for row in given_up[1:]:
         row["gave_up"] = True
     assert diffusers.totals(given_up)[0]["gave_up_at"] == STEPS[1].name
-
-
-def test_compiling_in_the_first_image_alone_is_no_failure():
-    assert failure([*rows(), *rows(diffusers.WHOLE, (1, 1, 1), relative_diff=9.0)], STEPS[0].name) is None
-
-
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"compilations": (4, 1, 0)}, f"m, step {STEPS[1].name}: compiled 1 graphs, and only the first"),
-        ({"compilations": (0, 0, 0)}, "nothing was compiled, so nothing was measured"),
-        ({"uncompiled": 3}, "3 calls of blocks ran uncompiled"),
-        ({"relative_diff": 1.1 * TOLERANCE["fp32"]}, "differs from uncompiled"),
-        ({"relative_diff": float("nan")}, "differs from uncompiled"),
-    ],
-)
-def test_broken_promises_are_named(changed, sentence):
-    assert sentence in failure(rows(**changed), STEPS[0].name)
 
 
 def test_measurements_with_more_requirements_are_measurements():

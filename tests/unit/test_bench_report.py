@@ -21,14 +21,6 @@ def test_table_aligns_numbers_and_shows_gaps():
     ]
 
 
-def test_table_of_named_columns_leaves_the_others_out():
-    assert report.table(ROWS, ["skipped", "width"]).splitlines()[0] == "skipped  width"
-
-
-def test_table_of_no_rows_is_empty():
-    assert report.table([]).strip() == ""
-
-
 def test_json_tells_machine_versions_and_rows(tmp_path):
     (tmp_path / "comfyui_version.py").write_text('__version__ = "1.2.3"\n')
     report.write(tmp_path / "new" / "report.json", ROWS, comfyui=tmp_path)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import report, restart
+from bench import restart
 
 
 def rows(**changes):
@@ -41,13 +41,6 @@ def test_goals_are_reached_or_missed():
     slow_import = {mode: {"import_ms": 160.0} for mode in (*restart.MODES, *restart.MECHANISMS)}
     assert missed(**slow_import) == ["importing the pack takes 160 ms; goal 150 ms: missed."]
     assert missed(eager={"import_ms": 900.0}) == []  # the first process may have to write bytecode
-
-
-def test_table_of_markdown_has_a_row_for_each_process():
-    lines = report.markdown(rows(), restart.COLUMNS).splitlines()
-    assert len(lines) == 2 + len(rows())
-    assert lines[0].startswith("| model | mode | first_image_s |") and lines[1].startswith("| --- | --- | --: |")
-    assert lines[5].startswith("| m | store | 3.00 | 0 | 5 |")
 
 
 def test_rows_as_they_should_be_are_a_result():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.vae import SIZES, failure, totals
+from bench.vae import failure, totals
 
 
 def rows(policy, graphs=(5, 5, 5, 5), rss=(1000.0, 1000.0, 1000.0, 1000.0), difference=0.0, uncompiled=0):
@@ -15,10 +15,6 @@ def rows(policy, graphs=(5, 5, 5, 5), rss=(1000.0, 1000.0, 1000.0, 1000.0), diff
         }
         for index in range(4)
     ]
-
-
-def test_twenty_different_sizes():
-    assert len(set(SIZES)) == 20
 
 
 def test_all_well():
