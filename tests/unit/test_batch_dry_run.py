@@ -10,6 +10,7 @@ import torch
 from comfy_accel.accel.dispatch.batch_dry_run import BatchDryRun
 from comfy_accel.accel.dispatch.global_state_guard import global_state_restored
 from comfy_accel.accel.modules.substitution import Order, substituted
+from kit.blocks import Stop
 
 
 class Block(torch.nn.Module):
@@ -73,6 +74,10 @@ def test_larger_batch_is_not_asked_about():
     assert asked({}, batch=3) == [None, None]
 
 
+def test_mask_of_one_row_for_every_image_is_left_as_it_is():
+    assert asked({}, model=Masked(), mask=torch.ones(1, 3, 1)) == LARGER
+
+
 class Masked(Model):
     """One mask for every image, which core's HunyuanVideo copies into a tensor of one row."""
 
@@ -80,10 +85,6 @@ class Masked(Model):
         rows = torch.zeros(1, x.shape[1], 1)
         rows[:] = mask
         return super().forward(x + rows, timestep, hooks)
-
-
-def test_mask_of_one_row_for_every_image_is_left_as_it_is():
-    assert asked({}, model=Masked(), mask=torch.ones(1, 3, 1)) == LARGER
 
 
 class Level(torch.nn.Module):
@@ -136,9 +137,6 @@ def test_other_layers_do_not_see_the_look_and_stay():
 
 
 def test_interrupt_passes_through_the_look():
-    class Stop(Exception):
-        pass
-
     class Interrupted(Model):
         def forward(self, x, timestep, hooks):
             if len(x) == 2:
@@ -244,13 +242,6 @@ def test_nothing_without_values_is_remembered(nothing_kept, frozen):
     assert (MEMO, NESTED["cpu"], LAST, Keeping.of_class, HELPER.kept) == ({}, {}, None, None, None)
     assert model.of_method.cache_info().currsize == grid.cache_info().currsize == 0
     assert untouched(3) is kept
-    assert_real(model)
-
-
-def test_model_that_remembers_gives_real_tensors_afterwards(nothing_kept):
-    model = Keeping()
-    assert asked({}, model=model) == LARGER
-    assert model.rows == 1
     assert_real(model)
 
 

@@ -24,11 +24,13 @@ def test_it_offers_what_the_capturer_of_tests_does():
     assert asked(CudaCapturer) == asked(CpuCapturer)
 
 
-def test_model_on_the_cpu_is_refused_in_one_sentence_and_left_alone():
+def test_model_on_the_cpu_is_left_alone_and_refused_in_one_sentence_however_many_calls_there_are():
     model, (cache, _) = Toy(), capturing_cache(CudaCapturer())
-    with run(model, cache) as call:
-        check_calls(model, call, 4)
+    for _ in range(3):
+        with run(model, cache) as call:
+            check_calls(model, call, 4)
     assert reasons() == ["CUDA graphs need a CUDA device, and the model runs on cpu"]
+    assert fallbacks.rows()[0]["calls"] == 12
 
 
 def test_other_allocator_is_refused_in_one_sentence(monkeypatch):
@@ -44,15 +46,6 @@ def test_cards_of_others_are_refused_and_asked_nothing_that_they_may_not_know(mo
     for name in ("get_allocator_backend", "is_current_stream_capturing", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("asked"))
     assert said in str(CudaCapturer().why_not(torch.device(device)))
-
-
-def test_reason_of_an_allocator_or_device_is_one_row_of_the_report_however_many_calls_there_are():
-    model, (cache, _) = Toy(), capturing_cache(CudaCapturer())
-    for _ in range(3):
-        with run(model, cache) as call:
-            check_calls(model, call, 4)
-    (row,) = fallbacks.rows()
-    assert row["calls"] == 12
 
 
 @contextmanager

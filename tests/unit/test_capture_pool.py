@@ -9,6 +9,14 @@ from kit.captures import Toy, capturing_cache, check_calls, left, reasons, run
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
 
+def images(model, cache, *sizes, calls=4):
+    """A run for each of these numbers of tokens; how often the model ran in the last."""
+    for tokens in sizes:
+        with run(model, cache) as call:
+            ran = check_calls(model, call, calls, tokens=tokens)
+    return ran
+
+
 def held(cache, capturer):
     """Bytes that are really there."""
     return capturer.bytes + sum(member.buffer_bytes for member in cache.captures.members)
@@ -20,10 +28,8 @@ def kernel(cache, key, nbytes):
 
 
 def weight_of(tokens):
-    cache, capturer = capturing_cache()
-    model = Toy()
-    with run(model, cache) as call:
-        check_calls(model, call, 3, tokens=tokens)
+    model, (cache, capturer) = Toy(), capturing_cache()
+    images(model, cache, tokens, calls=3)
     return held(cache, capturer)
 
 
@@ -46,50 +52,38 @@ def test_entries_weigh_what_there_is_and_sizes_share_it():
 def test_forty_sizes_in_a_row_stay_under_the_budget_and_are_all_right():
     budget = 4 * weight_of(30)
     model, (cache, capturer) = Toy(), capturing_cache(max_bytes=budget)
-    for _ in range(3):
-        for tokens in range(1, 41):
-            with run(model, cache) as call:
-                check_calls(model, call, 4, tokens=tokens)
-            assert held(cache, capturer) <= budget and cache.statistics()["bytes"] <= budget
+    for tokens in [*range(1, 41)] * 3:
+        images(model, cache, tokens)
+        assert held(cache, capturer) <= budget and cache.statistics()["bytes"] <= budget
     assert capturer.replays >= 120 and reasons() == []
 
 
 def test_number_of_entries_is_bounded_too():
     model, (cache, capturer) = Toy(), capturing_cache(max_entries=3)
-    for tokens in range(1, 8):
-        with run(model, cache) as call:
-            check_calls(model, call, 4, tokens=tokens)
+    images(model, cache, *range(1, 8))
     assert left(capturer) == 3 and cache.statistics()["entries"] == 3
-    with run(model, cache) as call:
-        assert check_calls(model, call, 3, tokens=7) == 0  # the last is there
+    assert images(model, cache, 7, calls=3) == 0  # the last is there
 
 
 def test_least_recently_used_size_leaves_first():
     model, (cache, _) = Toy(), capturing_cache(max_entries=2)
-    for tokens in (1, 2, 1, 3):
-        with run(model, cache) as call:
-            check_calls(model, call, 4, tokens=tokens)
-    with run(model, cache) as call:
-        assert check_calls(model, call, 2, tokens=1) == 0
-        assert check_calls(model, call, 2, tokens=2) > 0
+    images(model, cache, 1, 2, 1, 3)
+    assert images(model, cache, 1, calls=2) == 0 < images(model, cache, 2, calls=2)
 
 
 def test_captures_leave_before_kernels_since_they_cost_least_to_make():
     model, (cache, capturer) = Toy(), capturing_cache()
     kernel(cache, "old kernel", 1000)
-    with run(model, cache) as call:
-        check_calls(model, call, 4)
+    images(model, cache, 5)
     cache.set_budget(max_bytes=1000)
     assert left(capturer) == 0
     assert [row["name"] for row in cache.statistics()["table"]] == ["old kernel"]
 
 
 def test_room_is_what_kernels_leave():
-    weight = weight_of(20)
-    model, (cache, capturer) = Toy(), capturing_cache(max_bytes=weight + 1000)
+    model, (cache, capturer) = Toy(), capturing_cache(max_bytes=weight_of(20) + 1000)
     kernel(cache, "kernel", 1001)
-    with run(model, cache) as call:
-        check_calls(model, call, 6, tokens=20)
+    images(model, cache, 20, calls=6)
     assert left(capturer) == 0 and "the captured calls of this run need" in reasons()[0] and len(reasons()) == 1
     assert cache.keys() == ["kernel"]
 
@@ -118,20 +112,17 @@ def test_two_sizes_of_one_run_that_do_not_fit_together_do_not_take_turns():
 
 def test_budget_of_nothing_captures_nothing_and_a_larger_one_does_again():
     model, (cache, capturer) = Toy(), capturing_cache(max_bytes=100)
-    with run(model, cache) as call:
-        check_calls(model, call, 5)
+    images(model, cache, 5, calls=5)
     assert left(capturer) == 0 and "the captured calls of this run need" in reasons()[0]
     cache.set_budget(max_bytes=1 << 20)
-    with run(model, cache) as call:
-        check_calls(model, call, 5)
+    images(model, cache, 5, calls=5)
     assert left(capturer) == 1
 
 
 def test_models_captures_leave_with_it():
     (cache, _), models = capturing_cache(), [Toy(1), Toy(2)]
     for model in models:
-        with run(model, cache) as call:
-            check_calls(model, call, 4)
+        images(model, cache, 5)
     cache.captures.drop(cache, lambda call: call.key.model() is models[0])
     assert [member.key.model() for member in cache.captures.members] == [models[1]]
 

@@ -2,10 +2,7 @@
 
 import pytest
 from comfy_accel.accel.core.errors import cause_among, pass_on
-
-
-class Stop(Exception):
-    """What a host raises to stop a run."""
+from kit.blocks import Stop
 
 
 class Wrapper(RuntimeError):

@@ -17,6 +17,7 @@ from comfy_accel.accel.dispatch import current_code
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
 from comfy_accel.accel.modules.substitution import Order, Substitution
+from kit.blocks import Stop
 from kit.code_swaps import attribute, item
 from torch import nn
 
@@ -275,9 +276,6 @@ def item_added(hooks):
 
 
 def test_model_that_cannot_be_surveyed_in_a_call_runs_eagerly_there(monkeypatch):
-    class Stop(Exception):
-        pass
-
     net = Net()
     run = Run(net, Host(interrupts=(Stop,)))
     plain = run()

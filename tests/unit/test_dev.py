@@ -67,9 +67,10 @@ def test_thorough_tests_run_where_all_or_they_are_asked_for(dev, monkeypatch, tm
 def test_paths_are_meant_from_the_current_folder_and_what_follows_is_passed_on(dev, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("model.safetensors").touch()
-    options, passed_on = dev.parse(["bench", "demo", "--checkpoint", "model.safetensors", "--steps", "3"])
-    assert options.name == "demo"
-    assert passed_on == ["--checkpoint", str(tmp_path / "model.safetensors"), "--steps", "3"]
+    _, passed_on = dev.parse(["demo", "--checkpoint", "model.safetensors", "--json", "demo.json"])
+    assert passed_on == ["--checkpoint", str(tmp_path / "model.safetensors"), "--json", str(tmp_path / "demo.json")]
+    given = ["-k", "cache and not slow", "--steps", "3"]
+    assert dev.parse(["bench", "demo", *given])[1] == dev.parse(["test", *given])[1] == given
 
 
 @pytest.mark.parametrize(

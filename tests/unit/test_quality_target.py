@@ -15,58 +15,23 @@ LEVELS = (4.0, 2.0, 1.0, 0.5, 0.0)
 ANGLES = tuple(map(angle, LEVELS))
 
 
-def test_error_of_the_last_prediction_is_that_of_the_final_latent():
-    assert Carried(ANGLES).at_end(3) == pytest.approx(1)
-
-
-def test_step_injects_the_share_of_the_prediction_that_it_takes():
+def test_error_counts_by_the_share_of_the_prediction_that_its_step_takes_and_the_last_in_full():
     carried = Carried(ANGLES)
-    assert carried.share_kept(1) == pytest.approx(0.5)
-    assert carried.at_end(1) == pytest.approx(0.5)
+    assert [carried.at_end(step) for step in range(4)] == pytest.approx([0.5, 0.5, 0.5, 1])
     assert Carried(ANGLES, kept=2.0, factor=1.5).at_end(1) == pytest.approx(1.5 * 0.75)
-
-
-def extrapolated(carried):
-    """What reaches the end of errors of each step, over what a sampler passes on that extrapolates."""
-    return [carried.at_end(step) / quality.PASSED_ON_EXTRAPOLATED for step in range(len(carried.angles) - 1)]
-
-
-def test_extrapolating_over_even_steps_enlarges_nothing():
-    assert extrapolated(Carried(ANGLES, beyond=1.0)) == pytest.approx([0.5, 0.5, 0.5, 1])
-
-
-def test_long_step_after_a_short_one_enlarges_its_error_and_those_before():
-    carried = Carried(tuple(map(angle, (4.0, 2.0, 1.0, 0.125, 0.0))), beyond=1.0)
-    long = 0.875 * 2.5
-    assert extrapolated(carried) == pytest.approx([0.5 * long, 0.5 * long, 0.875 * long, 1])
-    assert Carried(carried.angles).at_end(2) == pytest.approx(0.875), "a sampler that does not extrapolate"
-
-
-def test_later_steps_take_nothing_back_of_what_is_extrapolated():
     assert Carried(ANGLES, passed_on=0.5).at_end(1) == pytest.approx(0.25)
-    assert extrapolated(Carried(ANGLES, beyond=1.0, passed_on=0.5))[1] == pytest.approx(0.5)
+    corrected = Carried(ANGLES, is_corrected=True)
+    shares = [corrected.at_end(step) / carried.at_end(step) for step in range(4)]
+    assert shares == sorted(shares) and shares[-1] == pytest.approx(1), "full steps correct what came early"
 
 
-def test_errors_that_full_steps_correct_count_less_the_more_noise_is_left():
-    carried = Carried(ANGLES, is_corrected=True)
-    shares = [carried.at_end(step) / Carried(ANGLES).at_end(step) for step in range(4)]
-    assert shares == sorted(shares)
-    assert shares[1] == pytest.approx(quality.CORRECTED_EARLY**0.5), "a step that ends halfway, at a noise level of 1"
-    assert shares[-1] == pytest.approx(1)
-    extrapolating = Carried(ANGLES, beyond=1.0, is_corrected=True).at_end(3)
-    assert extrapolating == pytest.approx(quality.CORRECTED_EXTRAPOLATED)
-
-
-def test_levels_that_stay_are_no_step():
-    carried = Carried((ANGLES[0], ANGLES[1], ANGLES[1], 0.0), beyond=1.0)
-    assert extrapolated(carried) == pytest.approx([0.5, 0, 1])
-
-
-def test_long_step_enlarges_what_the_few_steps_before_it_lack():
-    """Full steps take back what earlier ones lack."""
-    levels = [*(0.8**step for step in range(10)), 0.01, 0.0]
-    enlarged = [value > 1 for value in extrapolated(Carried(tuple(map(angle, levels)), beyond=1.0))]
-    assert enlarged == [False] * 5 + [True] * 5 + [False]
+def test_long_step_after_a_short_one_enlarges_its_error_and_those_before_where_the_sampler_extrapolates():
+    angles = tuple(map(angle, (4.0, 2.0, 1.0, 0.125, 0.0)))
+    even, long = Carried(ANGLES, beyond=1.0), Carried(angles, beyond=1.0)
+    enlarged = 0.875 * 2.5
+    ratios = [long.at_end(step) / even.at_end(step) for step in range(4)]
+    assert ratios == pytest.approx([enlarged, enlarged, 2 * 0.875 * enlarged, 1])
+    assert Carried(angles).at_end(2) == pytest.approx(0.875), "a sampler that does not extrapolate"
 
 
 def test_sampler_that_begins_anew_from_each_prediction_passes_all_of_its_error_on():
@@ -124,18 +89,6 @@ def test_step_that_a_sampler_comes_back_to_counts_once():
     assert told == [0, 1, 2, 3, 4]
 
 
-def test_evaluation_farther_on_in_a_step_is_farther_from_what_stands_in():
-    policy = DeepCacheSettings(quality=40.0).policy()
-    policy.begin(Carried(ANGLES))
-    policy.note_full(0)
-    for place in (ANGLES[0], (ANGLES[0] + ANGLES[1]) / 2):
-        policy.note_reach(0, place)
-        policy.note_skipped(1)
-    at_start, halfway = (distance for distance, _ in policy._skipped)
-    assert at_start == pytest.approx(ANGLES[0] - ANGLES[1])
-    assert halfway == pytest.approx(ANGLES[0] - (ANGLES[1] + ANGLES[2]) / 2)
-
-
 @pytest.mark.parametrize("adds_noise", [False, True])
 def test_run_notes_how_far_on_samplers_evaluate_where_no_layer_follows_the_latent(adds_noise):
     run = DeepCacheRun(DeepCacheSettings(quality=40.0))
@@ -164,13 +117,6 @@ def test_step_that_cannot_be_judged_is_full_and_so_are_the_rest(monkeypatch):
     monkeypatch.setattr(run.target, "should_refresh", lambda *_: 1 / 0)
     run.begin_evaluation(EVEN[1])
     assert run.is_full and run.failed and "cannot be judged (ZeroDivisionError" in run.why_full
-
-
-def test_errors_of_a_stretch_add_up_and_those_of_two_stretches_in_squares():
-    policy, _ = run_of(40, 0.01, EVEN)
-    known = quality._Full(6, 0.1, ())
-    one = policy._enlarged([(0.1, 0.5)], known)
-    assert policy._enlarged([(0.1, 0.5), (0.1, 0.5)], known) == pytest.approx(4 * one)
 
 
 def test_no_skip_takes_all_that_the_steps_left_may_add():
@@ -240,17 +186,6 @@ def test_error_of_the_feature_tells_what_a_step_costs_between_comparisons():
         return policy.estimated_db()
 
     assert estimate(1.0) - estimate(2.0) == pytest.approx(20 * math.log10(2))
-
-
-def test_late_steps_are_compared_again_and_neighbours_are_not():
-    policy = DeepCacheSettings(quality=30.0).policy()
-    policy.begin(Carried(tuple(map(angle, EVEN))))
-    truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
-    policy.note_full(1)
-    policy.compare(2, truth, truth)
-    policy.note_full(2)
-    apart = next(step for step in range(3, 18) if ANGLES_OF_EVEN[2] - ANGLES_OF_EVEN[step] >= quality.APART)
-    assert [policy.wants_probe(step) for step in range(3, 18)] == [step >= apart for step in range(3, 18)]
 
 
 def test_skipped_steps_that_were_never_compared_count():
@@ -389,21 +324,6 @@ def test_nothing_is_compared_outside_the_part_that_may_be_skipped():
     run = run_with_probes(20, 0.1, 0.01, window=(EVEN[6], EVEN[10]))
     assert run.skipped_steps
     assert run._compared and run._compared <= set(range(5, 10))
-
-
-def test_samples_that_become_fewer_count_as_the_farthest():
-    """As frames in a last context window."""
-    policy = DeepCacheSettings(quality=30.0).policy()
-    policy.begin(Carried(ANGLES_OF_EVEN))
-    truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
-    for step, features in enumerate(((), ([1.0, 4.0], [2.0]), ([1.0, 1.0, 9.0],), ([4.0, 1.0],))):
-        for squares in features:
-            policy.note_feature(step, torch.tensor(squares))
-        if step == 1:
-            policy.compare(step, truth + 0.1, truth)
-        policy.note_full(step)
-    assert policy.should_refresh(Step(4, 1, *ANGLES_OF_EVEN[4:6]), None)
-    assert [policy._features[step].read().tolist() for step in (1, 2, 3)] == [[3.0, 6.0], [9.0], [4.0, 1.0]]
 
 
 def test_run_whose_model_is_never_called_goes_on():

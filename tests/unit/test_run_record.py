@@ -33,8 +33,11 @@ def end(owner=1, failed=False):
     emit("run_end", owner=owner, failed=failed)
 
 
-def test_no_run_is_no_record(records):
+def test_no_run_is_no_record_and_one_that_fails_is_kept_as_failed(records):
     assert records.last() is None and records.deep_cache() is None and records.compiling() is None
+    start()
+    end(failed=True)
+    assert records.last().failed
 
 
 def test_events_between_start_and_end_belong_to_the_run(records):
@@ -147,12 +150,6 @@ def test_what_another_thread_does_belongs_to_its_own_run(records):
     other.join()
     end()
     assert records.last().compilations == 0
-
-
-def test_run_that_fails_is_kept_as_failed(records):
-    start()
-    end(failed=True)
-    assert records.last().failed
 
 
 def test_what_is_being_compiled_can_be_seen_meanwhile(records):

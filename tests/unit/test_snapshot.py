@@ -3,6 +3,7 @@
 import pytest
 import torch
 from comfy_accel.accel.modules.snapshot import AttributeSnapshot, UnsupportedWeights, WeightSnapshot
+from kit.blocks import Wrapped
 
 
 class Block(torch.nn.Module):
@@ -84,37 +85,19 @@ def test_weights_on_two_devices_or_of_an_unknown_type_are_refused():
         WeightSnapshot(blocks)
 
 
-class Scaled(torch.Tensor):
-    """Like a quantised weight: two tensors, and how they are to be read."""
-
-    @staticmethod
-    def __new__(cls, inner, scale, bits):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner, scale, bits):
-        self.inner, self.scale, self.bits = inner, scale, bits
-
-    def __tensor_flatten__(self):
-        return ["inner", "scale"], {"bits": self.bits}
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise NotImplementedError
-
-
 def test_tensors_in_quantised_weights_are_looked_at():
     inner, scale = torch.zeros(4, 4), torch.ones(1)
     block = Block()
     layer = block.layer
     del layer.weight
-    layer.weight = Scaled(inner, scale, 8)
+    layer.weight = Wrapped(inner, "8", scale)
     snapshot = WeightSnapshot(block)
     assert snapshot.is_current() and any(tensor is scale for tensor in snapshot.tensors())
-    layer.weight = Scaled(inner, scale, 8)  # as core's own cast or patch leaves it, in the same memory
+    layer.weight = Wrapped(inner, "8", scale)  # as core's own cast or patch leaves it, in the same memory
     assert snapshot.is_current() and WeightSnapshot(block).digest == snapshot.digest
-    layer.weight = Scaled(inner, scale, 4)
+    layer.weight = Wrapped(inner, "4", scale)
     assert WeightSnapshot(block).digest != snapshot.digest
-    layer.weight = Scaled(inner, scale.clone(), 8)
+    layer.weight = Wrapped(inner, "8", scale.clone())
     assert not snapshot.is_current()
     layer.weight = inner
     assert not snapshot.is_current()

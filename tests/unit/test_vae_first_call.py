@@ -3,15 +3,7 @@
 import pytest
 import torch
 from comfy_accel.accel.modules.first_call import at_first_call, parts
-
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-
-    def forward(self, x):
-        return self.two(self.one(x))
+from kit.blocks import Block
 
 
 class Part(torch.nn.Module):
@@ -30,7 +22,7 @@ class Model(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.encoder, self.decoder, self.single = Part(), Part(), torch.nn.Linear(2, 2)
+        self.encoder, self.decoder, self.single = Part(), Part(), torch.nn.Linear(4, 4)
 
     def decode(self, x):
         return self.single(self.decoder(x))
@@ -70,7 +62,7 @@ def test_layers_are_made_at_the_first_call_and_serve_that_one_too(model):
     with at_first_call(model, make_layers):
         assert made == []
         for count in (1, 2):
-            model.decode(torch.ones(1, 2))
+            model.decode(torch.ones(1, 4))
             assert made == [model.decoder]
             assert len(of_part) == len(of_block) == count
     assert forwards_in_place(model) == []
@@ -87,7 +79,7 @@ def test_part_inside_of_a_called_one_gets_no_layers_of_its_own():
 
     model, made = Outer(), []
     with at_first_call(model, lambda part: made.append(part) or {}):
-        model(torch.ones(1, 2))
+        model(torch.ones(1, 4))
     assert made == [model]
 
 
@@ -103,5 +95,5 @@ def test_failing_call_or_failing_layers_leave_nothing_behind(model):
         raise KeyError(part)
 
     with pytest.raises(KeyError), at_first_call(model, failing):
-        model.decode(torch.ones(1, 2))
+        model.decode(torch.ones(1, 4))
     assert forwards_in_place(model) == []
