@@ -10,13 +10,6 @@ asked_sizes = st.builds(Size, st.integers(16, 8192), st.integers(16, 8192))
 families = st.sampled_from(FAMILIES)
 
 
-@pytest.mark.parametrize(("family", "count", "multiple"), [("SDXL", 40, 64), ("SD1.5", 19, 64), ("Flux", 17, 16)])
-def test_a_list_is_as_long_as_published_and_of_whole_multiples(family, count, multiple):
-    sizes = TRAINED[family]
-    assert len(sizes) == len(set(sizes)) == count
-    assert all(size.width % multiple == size.height % multiple == 0 for size in sizes)
-
-
 @pytest.mark.parametrize(
     ("family", "asked", "size"),
     [

@@ -44,18 +44,14 @@ def test_rows_are_bounded_and_the_latest_and_totals_are_of_all(full):
     assert full.statistics(rows=0)["table"] == []
 
 
-def test_rows_are_filtered_by_name_and_model_in_any_case(full):
-    assert full.statistics(200, "transF")["rows_total"] == 5
-    assert full.statistics(200, "sd15")["rows_total"] == MANY
-    assert full.statistics(200, "nothing")["rows_total"] == 0
-
-
-def test_thousands_of_entries_are_told_quickly(full):
+def test_thousands_of_entries_are_told_quickly_and_filtered_by_name_and_model_in_any_case(full):
     full.statistics(200)
     started = time.process_time()
     full.statistics(200)
-    full.statistics(200, "transformer")
+    assert full.statistics(200, "transF")["rows_total"] == 5
     assert time.process_time() - started < 0.5
+    assert full.statistics(200, "sd15")["rows_total"] == MANY
+    assert full.statistics(200, "nothing")["rows_total"] == 0
 
 
 def test_entry_is_named_the_same_in_every_cache_and_evicted_by_its_name():
@@ -77,10 +73,5 @@ def test_row_says_what_the_graph_is_for():
     assert (exact["dtype"], exact["device"], exact["backend"]) == ("float16", "cpu", "inductor")
     assert exact["source"] == "compiled" and exact["model"] == "SD15"
     assert exact["used_at"] == [{"latent": [8, 8], "batch": 1, "context": None}]
-
-
-def test_loaded_graph_is_said_to_be_from_the_disk():
-    cache = GraphCache()
-    graph = CompiledGraph(len, bool)
-    cache.find("a", "A", lambda found: True, lambda: pytest.fail("compiled"), load_graph=lambda: graph)
-    assert cache.statistics()["table"][0]["source"] == "disk"
+    cache.find("a", "A", len, lambda: pytest.fail("compiled"), load_graph=lambda: CompiledGraph(len, bool))
+    assert cache.statistics()["table"][-1]["source"] == "disk"

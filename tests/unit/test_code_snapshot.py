@@ -13,7 +13,7 @@ from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
 from comfy_accel.accel.fingerprint.code_hash import CodeReader, unread_code
 from comfy_accel.accel.fingerprint.kinds import describe
-from comfy_accel.accel.fingerprint.plain_values import Indescribable
+from comfy_accel.accel.fingerprint.plain_values import Indescribable, number_of
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.modules.substitution import Order, substituted
 from torch import nn
@@ -303,3 +303,13 @@ def test_code_that_changes_again_and_again_runs_eagerly_after_a_while():
         model(x)
         assert [runner.eager_calls for runner in runners] == before
     assert sum(before)
+
+
+def test_numbers_of_objects_are_never_given_again():
+    class Thing:
+        pass
+
+    numbers = [number_of(Thing()) for _ in range(100)]
+    assert len(set(numbers)) == 100
+    kept = Thing()
+    assert number_of(kept) == number_of(kept)

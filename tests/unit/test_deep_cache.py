@@ -34,10 +34,6 @@ def test_settings_out_of_range_are_refused_with_the_range(settings, said):
     assert str(error.value) == f"DeepCache: {said}"
 
 
-def test_depth_zero_means_by_model():
-    assert DeepCacheSettings(3, 0).depth is None
-
-
 # CFG branches
 
 

@@ -15,6 +15,10 @@ from kit.toys import ToyDiffusersUNet
 TRAINED = (1 - torch.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2).cumprod(0)
 
 
+def assert_equal(outs, others):
+    assert all(torch.equal(*pair) for pair in zip(outs, others, strict=True))
+
+
 def scheduler(timesteps, **more):
     return SimpleNamespace(timesteps=torch.tensor(timesteps), **{"alphas_cumprod": TRAINED, **more})
 
@@ -63,18 +67,18 @@ def test_noise_levels_are_those_of_training_and_between_them():
     assert at[5] == at[4]
 
 
-def test_schedule_without_any_signal_has_a_finite_level():
-    alphas = TRAINED.clone()
-    alphas[-1] = 0
-    assert noise_levels(scheduler([], alphas_cumprod=alphas), [999])[0] == pytest.approx(4096, rel=1e-3)
-
-
 def test_scheduler_without_training_schedule_says_its_sigmas_or_counts_its_timesteps():
     told = SimpleNamespace(timesteps=torch.tensor([0.5, -0.5]), sigmas=torch.tensor([8.0, 2.0, 0.0]))
     assert PipelineSchedule(told).run_from(0) == (8.0, 2.0, 0.0)
     assert PipelineSchedule(told).level_at(0.5) == 2.0
     silent = SimpleNamespace(timesteps=torch.tensor([3.0, 1.0]))
     assert PipelineSchedule(silent).run_from(0) == (3.0, 1.0, 0.0)
+
+
+def test_schedule_without_any_signal_has_a_finite_level():
+    alphas = TRAINED.clone()
+    alphas[-1] = 0
+    assert noise_levels(scheduler([], alphas_cumprod=alphas), [999])[0] == pytest.approx(4096, rel=1e-3)
 
 
 def run_of(timesteps, place=0, **more):
@@ -93,21 +97,13 @@ def test_steps_are_timesteps_but_for_repeated_and_intermediate_ones():
     assert run_of([100, 500, 900]) == [100, 500, 900, math.inf]
 
 
-def test_percents_are_of_the_training_schedule():
-    schedule = PipelineSchedule(scheduler([900, 100]))
-    assert (schedule.level_at(0.0), schedule.level_at(1.0)) == (math.inf, 0.0)
-    assert schedule.level_at(0.25) == noise_levels(schedule.scheduler, [749.25])[0]
-
-
 @pytest.mark.parametrize("timestep", [600, 600.0, torch.tensor(600), torch.tensor([600, 600])])
-def test_timestep_is_found_as_number_or_tensor(timestep):
+def test_timestep_is_found_as_number_or_tensor_and_others_are_nowhere(timestep):
     schedule = PipelineSchedule(scheduler([900, 600, 600, 300]))
     assert schedule.place_of(timestep) == 1
-
-
-@pytest.mark.parametrize("timestep", [601, torch.tensor([900, 600])])
-def test_other_timesteps_are_nowhere(timestep):
-    assert PipelineSchedule(scheduler([900, 600])).place_of(timestep) is None
+    assert schedule.place_of(601) is schedule.place_of(torch.tensor([900, 600])) is None
+    assert (schedule.level_at(0.0), schedule.level_at(1.0)) == (math.inf, 0.0)
+    assert schedule.level_at(0.25) == noise_levels(schedule.scheduler, [749.25])[0]
 
 
 def flow(timesteps, step=None, begin=None, **config):
@@ -240,7 +236,7 @@ def test_failing_skip_is_computed_in_full_and_so_is_the_rest(counts, caplog):
     fail_skipped_calls(pipe.unet, ValueError("Eight."))
     with deep_cache(pipe, uniform_hold(3, 1)):
         outs = pipe()
-    assert all(torch.equal(*pair) for pair in zip(outs, plain, strict=True))
+    assert_equal(outs, plain)
     assert counts == [(5, 0)]
     said = "DeepCache: a skipped step failed (Eight.); the rest of this run is computed in full."
     assert [record.getMessage() for record in caplog.records] == [said]
@@ -264,7 +260,7 @@ def test_offloading_that_replaces_forwards_between_images_changes_nothing(counts
         second = pipe()
         assert vars(pipe.unet)["forward"] is hooked
     assert counts == [(3, 2), (3, 2)]
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    assert_equal(first, second)
 
 
 @pytest.mark.parametrize("iterated", [True, False])
@@ -301,9 +297,17 @@ def test_schedule_that_is_not_understood_is_computed_in_full(change, said, count
         pipe.timesteps = [900, 700, 500, 300]  # one too few for what it has counted
     plain = pipe()
     with deep_cache(pipe, uniform_hold(2, 1)):
-        assert all(torch.equal(*pair) for pair in zip(pipe(), plain, strict=True))
+        assert_equal(pipe(), plain)
     assert said in caplog.text and caplog.text.count("every step r") == 1
     assert sum(skipped for _, skipped in counts) == 0
+
+
+@pytest.mark.parametrize("pipe", [SimpleNamespace(), SimpleNamespace(unet=torch.nn.Linear(1, 1))])
+def test_pipeline_without_such_a_unet_is_left_alone(pipe, caplog):
+    before = dict(vars(pipe))
+    with deep_cache(pipe, uniform_hold(3)):
+        assert vars(pipe) == before
+    assert "cannot divide" in caplog.text
 
 
 def test_schedulers_may_have_no_timesteps(counts):
@@ -313,11 +317,3 @@ def test_schedulers_may_have_no_timesteps(counts):
         for _ in pipe.progress_bar([1, 2]):
             pipe.unet(torch.ones(1, 1, 4, 4), 900)
     assert counts == []
-
-
-@pytest.mark.parametrize("pipe", [SimpleNamespace(), SimpleNamespace(unet=torch.nn.Linear(1, 1))])
-def test_pipeline_without_such_a_unet_is_left_alone(pipe, caplog):
-    before = dict(vars(pipe))
-    with deep_cache(pipe, uniform_hold(3)):
-        assert vars(pipe) == before
-    assert "cannot divide" in caplog.text

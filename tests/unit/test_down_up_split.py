@@ -44,12 +44,6 @@ def test_skipped_call_runs_shallow_layers_alone_and_gives_the_same_for_the_same_
     assert torch.equal(model(torch.ones(2, 1, 5, 7), 500), full)
 
 
-def test_plain_call_runs_every_layer_in_that_order():
-    model = ToyDiffusersUNet()
-    model(torch.ones(2, 1, 5, 7), 500)
-    assert model.called == [*flat(DOWN), "middle", *flat(UP)]
-
-
 @pytest.mark.parametrize("depth", [1, 3, 5])
 def test_adaptive_run_is_shown_what_the_deep_part_starts_from(depth, monkeypatch):
     seen = []

@@ -1,10 +1,9 @@
 """The line on a node after a run: what it gained, or what stands in the way."""
 
 import pytest
-from comfy_accel.accel.core.events import emit
 from comfy_accel.accel.core.reasons import Reason
-from comfy_accel.accel.report.headline import headline, nodes_of
-from comfy_accel.accel.report.run import Run, Totals
+from comfy_accel.accel.report.headline import headline
+from comfy_accel.accel.report.run import Totals
 from comfy_accel.accel.report.run_record import RunRecords
 from comfy_accel.accel.report.savings import Saving
 from kit.run_facts import run_of
@@ -89,30 +88,27 @@ def said(records, node="3"):
     return " · ".join(map(str, records.last().lines[node]))
 
 
-def test_run_without_a_node_has_no_line():
-    emit("run_over", run=Run())  # a listener may be there, and must take it
-    assert nodes_of(Run(compiling={"node": None})) == []
-
-
 def test_failed_runs_and_nodes_with_nothing_new_leave_the_line_before():
     assert line(failed=True, by_compiling=saved(2.1)) == ""
     assert line(compiled_seconds={}) == ""
 
 
-def test_what_keeps_every_step_full_is_said():
-    facts = {
-        "compiling": None,
-        "caching": CACHING,
-        "steps_taken": "F" * 20,
-        "why_full": "the noise levels go up and down",
-    }
-    assert line("4", **facts) == "no step skipped: the noise levels go up and down"
-
-
-def test_a_quality_is_told_with_what_it_reached():
-    asked = {"compiling": None, "caching": CACHING, "target_db": 40.0}
-    reached = {**asked, "steps_taken": "FFSS", "estimated_db": 41.2, "skipped_work": 0.46}
-    assert line("4", **reached) == "40 dB asked, 41 reached by estimate, 46% of the work skipped"
-    assert line("4", **asked, steps_taken="FFFF", skipped_work=0.0) == (
-        "no step skipped: there is nothing to gain at the 40 dB asked"
-    )
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (
+            {"steps_taken": "F" * 20, "why_full": "the noise levels go up and down"},
+            "no step skipped: the noise levels go up and down",
+        ),
+        (
+            {"target_db": 40.0, "steps_taken": "FFSS", "estimated_db": 41.2, "skipped_work": 0.46},
+            "40 dB asked, 41 reached by estimate, 46% of the work skipped",
+        ),
+        (
+            {"target_db": 40.0, "steps_taken": "FFFF", "skipped_work": 0.0},
+            "no step skipped: there is nothing to gain at the 40 dB asked",
+        ),
+    ],
+)
+def test_a_quality_is_told_with_what_it_reached_or_what_keeps_every_step_full(facts, said):
+    assert line("4", compiling=None, caching=CACHING, **facts) == said

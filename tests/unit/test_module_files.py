@@ -147,12 +147,6 @@ def test_code_lies_in_its_outermost_package_or_its_file(name, file, source):
     assert module_files.source_of(scope) == os.path.join(os.sep, *source.split("/"))
 
 
-def test_folder_of_modules_is_nothing_by_itself(tmp_path, monkeypatch):
-    (tmp_path / "accel_test_folder").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert module_files.source_of(vars(importlib.import_module("accel_test_folder"))) is None
-
-
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """A package of two files, as if it had been there when the process began."""
@@ -194,15 +188,6 @@ def test_what_the_code_sets_itself_is_where_it_keeps_things(module):
     )
     made = module(BLOCK.replace("{setting}", setting).replace("{read}", "((LAST and keep()) or 1)"))
     assert kind_of(made).opaque == frozenset()
-
-
-def test_globals_that_no_result_depends_on_are_left_out(module):
-    reader = code_hash.CodeReader(frozenset({("accel_test_module", "SCALE")}))
-    made = module(BLOCK.format(setting="SCALE = 1", read="SCALE"))
-    before = kinds.describe(made.Block(), reader).digest
-    made.SCALE = 2
-    assert kinds.describe(made.Block(), code_hash.CodeReader(reader.ignored)).digest == before
-    assert kinds.describe(made.Block()).digest != before
 
 
 def test_code_reaches_the_files_that_its_names_lead_to():
@@ -250,3 +235,18 @@ def test_code_of_weights_classes_of_their_own_is_in_the_name(module):
     before = digest_of(module(WEIGHT.format(factor=2)))
     assert before == digest_of(module(WEIGHT.format(factor=2)))
     assert before != digest_of(module(WEIGHT.format(factor=33)))
+
+
+def test_globals_that_no_result_depends_on_are_left_out(module):
+    reader = code_hash.CodeReader(frozenset({("accel_test_module", "SCALE")}))
+    made = module(BLOCK.format(setting="SCALE = 1", read="SCALE"))
+    before = kinds.describe(made.Block(), reader).digest
+    made.SCALE = 2
+    assert kinds.describe(made.Block(), code_hash.CodeReader(reader.ignored)).digest == before
+    assert kinds.describe(made.Block()).digest != before
+
+
+def test_folder_of_modules_is_nothing_by_itself(tmp_path, monkeypatch):
+    (tmp_path / "accel_test_folder").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert module_files.source_of(vars(importlib.import_module("accel_test_folder"))) is None

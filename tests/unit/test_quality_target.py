@@ -20,6 +20,9 @@ def test_error_counts_by_the_share_of_the_prediction_that_its_step_takes_and_the
     assert [carried.at_end(step) for step in range(4)] == pytest.approx([0.5, 0.5, 0.5, 1])
     assert Carried(ANGLES, kept=2.0, factor=1.5).at_end(1) == pytest.approx(1.5 * 0.75)
     assert Carried(ANGLES, passed_on=0.5).at_end(1) == pytest.approx(0.25)
+    assert Carried((ANGLES[0], ANGLES[1], ANGLES[1], 0.0)).at_end(1) == 0, "levels that stay are no step"
+    ahead = [Carried(ANGLES, beyond=1.0, passed_on=passed_on).at_end(1) for passed_on in (0.5, 1.0)]
+    assert ahead[0] == ahead[1], "later steps take nothing back of what is extrapolated"
     corrected = Carried(ANGLES, is_corrected=True)
     shares = [corrected.at_end(step) / carried.at_end(step) for step in range(4)]
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1), "full steps correct what came early"
@@ -427,3 +430,18 @@ def test_evaluation_that_ran_after_all_is_not_counted_as_skipped():
         run.begin_evaluation(EVEN[step])
         run.count(False)
     assert run.letters == "FF" and not run.has_skipped and run.quality_facts()["estimated_db"] is None
+
+
+def test_samples_that_become_fewer_count_as_the_farthest():
+    """As frames in a last context window."""
+    policy = DeepCacheSettings(quality=30.0).policy()
+    policy.begin(Carried(ANGLES_OF_EVEN))
+    truth = torch.linspace(0, 1, 64).reshape(1, 1, 64)
+    for step, features in enumerate(((), ([1.0, 4.0], [2.0]), ([1.0, 1.0, 9.0],), ([4.0, 1.0],))):
+        for squares in features:
+            policy.note_feature(step, torch.tensor(squares))
+        if step == 1:
+            policy.compare(step, truth + 0.1, truth)
+        policy.note_full(step)
+    assert policy.should_refresh(Step(4, 1, *ANGLES_OF_EVEN[4:6]), None)
+    assert [policy._features[step].read().tolist() for step in (1, 2, 3)] == [[3.0, 6.0], [9.0], [4.0, 1.0]]

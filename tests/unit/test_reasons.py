@@ -4,8 +4,7 @@ import ast
 import json
 from string import Formatter
 
-import pytest
-from comfy_accel.accel.core.reasons import Reason, RunEagerly
+from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.sentences import SENTENCES
 from kit.engine_imports import ENGINE
 
@@ -66,9 +65,3 @@ def test_reason_is_its_sentence_as_text_and_a_code_with_fields_as_json():
 def test_equal_reasons_are_equal_and_hash_alike():
     assert Reason("patched", patch="attn1") == Reason("patched", patch="attn1") != Reason("patched", patch="attn2")
     assert len({Reason("autocast"), Reason("autocast")}) == 1
-
-
-def test_exception_carries_the_reason_and_reads_as_it():
-    with pytest.raises(RunEagerly, match="autocast is on") as refused:
-        raise RunEagerly(Reason("autocast"))
-    assert refused.value.reason.code == "autocast"

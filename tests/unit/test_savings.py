@@ -15,14 +15,11 @@ def benchmark(compiled, eager):
     return made
 
 
-def test_gain_of_a_call_times_calls():
+def test_gain_or_loss_of_a_call_times_calls():
     fast = benchmark([1.0, 2.0, 1.0], [3.0, 3.0, 9.0])  # medians 1 and 3
     saved = by_compiling(10, {fast: 10})
     assert saved.seconds == 20.0
     assert "median" in str(saved.how) and "not subtracted" in str(saved.how)
-
-
-def test_a_slower_graph_that_runs_costs():
     assert by_compiling(4, {benchmark([2.0] * 3, [1.5] * 3): 4}).seconds == -2.0
 
 
@@ -69,12 +66,6 @@ def test_half_skipped_steps_save_what_they_took_less():
     assert by_skipping("FFHHF", (0.0, 5.0, 9.0, 11.0, 13.0)).seconds == 2 * (4.0 - 2.0)
     # Where something was compiled in all of them, they count nothing.
     assert by_skipping("FFHSF", (0.0, 5.0, 9.0, 11.0, 12.0), disturbed=(10.0,)).seconds == 4.0 - 1.0
-
-
-def test_steps_in_which_something_was_compiled_are_left_out():
-    began = (0.0, 5.0, 6.0, 16.0, 17.0, 21.0, 22.0)
-    assert by_skipping("FSFSFSF", began).seconds == 3 * (7.0 - 1.0)
-    assert by_skipping("FSFSFSF", began, disturbed=(15.0,)).seconds == 3 * (4.0 - 1.0)
 
 
 @pytest.mark.parametrize("steps", ["", "F", "FF", "FS", "FSF", "FSS"])

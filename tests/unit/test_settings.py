@@ -13,19 +13,12 @@ from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.signature.tensors import TensorSpec
 
 
-def test_what_is_written_is_read_again(tmp_path):
+def test_what_is_written_is_read_again_and_the_rest_has_its_default(tmp_path):
+    assert settings.read(tmp_path / "none") == Settings() and not (tmp_path / "none").exists()
     wanted = Settings(max_mb=64, max_entries=7, store_mb=9, verbosity="quiet", weights_in_place=True)
     settings.write(tmp_path / "home", wanted)
     assert settings.read(tmp_path / "home") == wanted
-
-
-def test_without_a_file_there_are_the_defaults(tmp_path):
-    assert settings.read(tmp_path / "none") == Settings()
-    assert not (tmp_path / "none").exists()
-
-
-def test_fields_of_a_later_version_are_left_out(tmp_path):
-    (tmp_path / settings.NAME).write_text('{"max_mb": 5, "later": 1}')
+    (tmp_path / settings.NAME).write_text('{"max_mb": 5, "of a later version": 1}')
     assert settings.read(tmp_path) == Settings(max_mb=5)
 
 

@@ -50,11 +50,6 @@ def test_both_ends_of_a_window_are_inside(level, inside):
     assert in_window(level, (8.0, 1.0)) is inside
 
 
-@pytest.mark.parametrize("level", [0.0, 1e-3, 14.6, 1.0])
-def test_whole_range_leaves_nothing_out(level):
-    assert in_window(level, (999999999.9, 0.0))
-
-
 @pytest.mark.parametrize(
     "sigma, is_flow, expected",
     [
@@ -82,12 +77,12 @@ def test_step_weight_is_bounded_from_pure_noise_on_and_zero_without_a_step():
     assert step_weight(1.0, 1.0) == step_weight(0.0, 0.0) == 0.0
 
 
-def test_step_weight_of_a_rising_step_is_that_of_the_way():
-    assert step_weight(angle(1.0), angle(2.0)) == pytest.approx(0.5 * 2**0.5)
-
-
 @pytest.mark.parametrize(
     "levels, expected", [((3, 2, 2, 0), True), ((0, 1, 5), True), ((), True), ((14.6, 7, 3, 7, 3, 0), False)]
 )
 def test_levels_are_in_order_when_they_only_fall_or_only_rise(levels, expected):
     assert is_in_order(levels) == expected
+
+
+def test_step_weight_of_a_rising_step_is_that_of_the_way():
+    assert step_weight(angle(1.0), angle(2.0)) == pytest.approx(0.5 * 2**0.5)

@@ -57,12 +57,6 @@ def test_equal_blocks_are_one_kind_and_the_count_decides():
     assert survey(Model(), min_repetitions=6).regions == ()
 
 
-def test_parts_of_a_block_that_repeat_are_not_blocks():
-    model = nn.Module()
-    model.layers = nn.ModuleList(Block() for _ in range(3))
-    assert len(survey(model).regions) == 3
-
-
 def test_block_with_somebody_elses_forward_stays_eager_with_the_reason():
     model = Model()
     model.middle.forward = lambda x: x

@@ -10,7 +10,6 @@ from comfy_accel.accel.sizing.vae import (
     Repeats,
     VaePolicy,
     gives_back,
-    has_room,
     one_tile,
 )
 
@@ -43,12 +42,6 @@ def test_shape_is_often_enough_after_as_many_equal_ones():
     assert [repeats.count(SMALL) for _ in range(4)] == [False, False, True, True]
 
 
-def test_other_shapes_do_not_count():
-    repeats = Repeats(after=2)
-    assert not any(repeats.count((1, 4, side, side)) for side in range(1, 200))
-    assert not repeats.count(SMALL)
-
-
 def test_shape_not_seen_for_long_is_forgotten():
     repeats = Repeats(after=1)
     repeats.count(SMALL)
@@ -67,11 +60,6 @@ def test_size_at_which_memory_was_short_and_larger_ones_stay_as_they_are():
     assert repeats.count(SMALL)
     repeats.was_short((1, 4, 32, 32))
     assert not repeats.count(LARGE)
-
-
-def test_comparing_needs_room_for_both_ways():
-    assert has_room(free=2000, needed=1000)
-    assert not has_room(free=1999, needed=1000)
 
 
 @pytest.mark.parametrize(
