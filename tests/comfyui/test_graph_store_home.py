@@ -22,10 +22,7 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.versions import NO_RESULT_DEPENDS_ON
 from comfy_accel.accel.store import location, signing
 from comfy_accel.accel.store.graph_store import attach
-from kit import (
-    tiny_models,
-    zoo,  # noqa: F401  They add to the zoo.
-)
+from kit import tiny_models
 from kit.asked_keys import asked_keys
 from kit.zoo import ZOO
 

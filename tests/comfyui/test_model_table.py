@@ -5,7 +5,6 @@ Compiled calls equal eager ones at four sizes, and after the first nothing is co
 """
 
 import uuid
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -33,74 +32,12 @@ cache = GraphCache()
 """One for the file, as in a process: models of one architecture share its graphs."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """What is found in a model. eager: what stays eager, and why."""
-
-    model: str
-    blocks: int
-    kinds: int
-    eager: str = ""
-
-
 # The others are of a class that one of these has too, with other options; or are made of what these are: Chroma and
 # HunyuanVideo of Flux's blocks, AuraFlow and Mochi of SD3's last one that gives no text, HunyuanDiT of PixArt's blocks
 # and a UNet's skips, OmniGen2 of Z-Image's, Cosmos predict2 of Wan's, HiDream of experts as Hunyuan3D 2.1 is.
 QUICK = [
     *("SD1.5", "SDXL", "Stable Cascade B", "Flux", "SD3", "PixArt Sigma", "Z-Image", "Qwen-Image", "SVD", "Wan t2v"),
     *("Wan VACE", "LTXV", "Stable Audio", "ACE-Step", "Hunyuan3D 2.1"),
-]
-
-TABLE = [
-    Row("SD1.5", 12, 3),
-    Row("SD1.5 inpaint", 12, 3),
-    Row("SD2", 12, 3),
-    Row("SDXL", 17, 3),
-    Row("SDXL refiner", 16, 3),
-    Row("Stable Cascade C", 18, 3),
-    Row("Stable Cascade B", 26, 4),
-    Row("Flux", 4, 2),
-    Row("Flux Kontext", 4, 2),
-    Row("Flux 2", 4, 2),
-    Row("Chroma", 6, 3),
-    Row("Chroma Radiance", 8, 4),
-    Row("SD3", 3, 2),
-    Row("SD3.5 medium", 3, 2),
-    Row("AuraFlow", 4, 2),
-    Row("PixArt Alpha", 2, 1),
-    Row("PixArt Sigma", 2, 1),
-    Row("HunyuanDiT", 6, 2),
-    Row("HiDream", 26, 3),
-    Row("Lumina2", 6, 2),
-    Row("Z-Image", 6, 2),
-    Row("OmniGen2", 5, 2),
-    Row("OmniGen2 edit", 5, 2),
-    Row("Qwen-Image", 2, 1),
-    Row("SVD", 10, 3),
-    Row("Wan t2v", 2, 1),
-    Row("Wan i2v", 2, 1),
-    Row("Wan VACE", 3, 2),
-    Row("Wan camera", 2, 1),
-    Row("Wan HuMo", 2, 1),
-    Row("Wan S2V", 6, 3),
-    Row("Wan animate", 13, 7),
-    Row("HunyuanVideo", 6, 3),
-    Row("HunyuanVideo i2v", 6, 3),
-    Row("HunyuanVideo 1.5", 6, 3),
-    Row("HunyuanImage 2.1", 6, 3),
-    Row("LTXV", 2, 1),
-    Row("Mochi", 3, 2),
-    Row("Cosmos", 7, 4),
-    Row("Cosmos predict2", 2, 1),
-    Row("Stable Audio", 2, 1),
-    Row("ACE-Step", 8, 2),
-    Row("Hunyuan3D 2", 4, 2),
-    Row(
-        "Hunyuan3D 2.1",
-        25,
-        4,
-        eager="blocks with a mixture of experts, but for the experts: tokens are sorted by value",
-    ),
 ]
 
 
@@ -137,22 +74,22 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("name", thorough_except([row.model for row in TABLE], *QUICK))
-def test_model(name):
-    (row,) = (row for row in TABLE if row.model == name)
+@pytest.mark.parametrize("name", thorough_except(ZOO, *QUICK))
+def test_model_is_found_and_compiled_once_and_equals_eager_at_every_size(name):
     torch._dynamo.reset()
     sizes = [Size(), *LATER]
-    model = ZOO[row.model].build()
-    expected = [call(model, row.model, size, step) for step, size in enumerate(sizes)]
+    specimen = ZOO[name]
+    model = specimen.build()
+    expected = [call(model, name, size, step) for step, size in enumerate(sizes)]
     assert all(out.isfinite().all() for out in expected)
     found = survey(model)
-    assert (len(found.regions), len(found.kinds)) == (row.blocks, row.kinds), found.left_eager
+    assert (len(found.regions), len(found.kinds)) == (specimen.blocks, specimen.kinds), found.left_eager
     layers = block_layers(model, CompileSettings(backend="eager"), cache)
     hits = cache.statistics()["hits"]
     compiled = []
     with substituted(layers, Order.COMPILED):
         for step, size in enumerate(sizes):
-            out = call(model, row.model, size, step)
+            out = call(model, name, size, step)
             compiled.append(graphs())
             assert (out - expected[step]).abs().max() <= TOLERANCE * expected[step].abs().max(), size
     assert len(set(compiled)) == 1, compiled
@@ -178,7 +115,3 @@ def test_model_that_is_compiled_before_it_ever_ran_keeps_real_tensors_alone(name
 
 def held(part: torch.nn.Module) -> list:
     return [*vars(part).values(), *part._buffers.values(), *part._parameters.values()]
-
-
-def test_every_specimen_has_a_row():
-    assert sorted(row.model for row in TABLE) == sorted(ZOO)

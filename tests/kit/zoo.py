@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import importlib
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.ops
@@ -17,8 +16,7 @@ from comfy.ldm.chroma_radiance.model import ChromaRadianceParams
 from comfy.ldm.flux.model import FluxParams
 from comfy.ldm.hunyuan_video.model import HunyuanVideoParams
 
-from kit import tiny_models
-from kit.tiny_models import QWEN_IMAGE, SD3, WAN, known_to
+from kit.tiny_models import QWEN_IMAGE, SD3, UNET, WAN, known_to, randomize
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,16 @@ class Size:
     frames: int = 3
     batch: int = 1
     tokens: int = 24
+
+    def shape(self, text: str) -> list[int]:
+        """The sizes that a text names, as "16 F H*2 W": of B, T, F, H and W, the last two also as whole patches of 2.
+
+        HU and WU are rounded up, as core pads the latent itself; HD and WD down.
+        """
+        names = {"B": self.batch, "T": self.tokens, "F": self.frames, "H": self.height, "W": self.width}
+        names |= {f"{name}D": names[name] // 2 * 2 for name in "HW"}
+        names |= {f"{name}U": (names[name] + 1) // 2 * 2 for name in "HW"}
+        return [eval(part, {}, names) for part in text.split()]
 
 
 class Noise:
@@ -46,114 +54,46 @@ class Noise:
 class Specimen:
     """A model class made small.
 
-    build: the diffusion model with random weights. inputs: from a size to its latent and what else
-        the model's forward takes, as `BaseModel.apply_model` would give it.
+    blocks, kinds: that are found in it. path: of the class, under `comfy.ldm`; config: what it is made with. latent:
+    its shape behind the batch, as `Size.shape` reads it; batch: its rows. given: what else the model's forward takes,
+    as `BaseModel.apply_model` would give it: a text is noise of that shape, a float one number for each row, a shape
+    and a number are a tensor filled with it, and a function is called with size and noise.
     """
 
-    build: Callable[[], torch.nn.Module]
-    inputs: Callable[[Size, Noise], tuple[torch.Tensor, dict[str, Any]]]
+    blocks: int
+    kinds: int
+    path: str
+    config: dict[str, Any]
+    latent: str
+    given: dict[str, Any]
+    batch: str = "B"
 
-
-ZOO: dict[str, Specimen] = {}
-
-
-def built(cls: type, **config: Any) -> Callable[[], torch.nn.Module]:
-    def build() -> torch.nn.Module:
-        model = cls(**config, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init).eval()
-        tiny_models.randomize(model)
+    def build(self) -> torch.nn.Module:
+        """The diffusion model with random weights."""
+        module, _, name = self.path.rpartition(".")
+        cls = getattr(importlib.import_module(f"comfy.ldm.{module}"), name)
+        how = {"dtype": torch.float32, "device": "cpu", "operations": comfy.ops.disable_weight_init}
+        model = cls(**self.config, **how).eval()
+        randomize(model)
         return model.requires_grad_(False)
 
-    return build
+    def inputs(self, size: Size, noise: Noise) -> tuple[torch.Tensor, dict[str, Any]]:
+        """A latent, and what else the model takes."""
+
+        def made(what: Any) -> Any:
+            if isinstance(what, str):
+                return noise(*size.shape(f"{self.batch} {what}"))
+            if isinstance(what, float):
+                return made(("", what))
+            if isinstance(what, tuple):
+                return torch.full(size.shape(f"{self.batch} {what[0]}"), what[1])
+            return what(size, noise) if callable(what) else what
+
+        return made(self.latent), {name: made(what) for name, what in self.given.items()}
 
 
-def image(channels: int, context: int, has_frames: bool = False, **others: Callable[[Size, Noise], Any]):
-    """Inputs of a model: a latent of [B, channels, (F,) H, W] and a context of [B, tokens, context]."""
-
-    def inputs(size: Size, noise: Noise):
-        given = {"context": noise(size.batch, size.tokens, context)} if context else {}
-        given.update({name: make(size, noise) for name, make in others.items()})
-        return noise(size.batch, channels, *[size.frames] * has_frames, size.height, size.width), given
-
-    return inputs
-
-
-def vector(width: int):
-    """One vector an image: [B, width]."""
-    return lambda size, noise: noise(size.batch, width)
-
-
-def filled(value: float, *shape: int):
-    """[B, *shape], all of one value."""
-    return lambda size, noise: torch.full((size.batch, *shape), value)
-
-
-def unet(**changes: Any) -> Callable[[], torch.nn.Module]:
-    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
-
-    config = tiny_models.unet_config(**changes)
-    return built(UNetModel, **config)
-
-
-def _unets() -> None:
-    levels = dict(channel_mult=[1, 2], num_res_blocks=[1, 1])  # two, and attention on one of them: each is kinds more
-    sd = levels | dict(transformer_depth=[0, 1], transformer_depth_output=[0, 0, 1, 1])
-    ZOO["SD1.5"] = Specimen(unet(**sd), image(4, 768))
-    ZOO["SD1.5 inpaint"] = Specimen(unet(**sd, in_channels=9), image(9, 768))
-    linear = {"use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 16}
-    ZOO["SD2"] = Specimen(unet(**sd, context_dim=1024, **linear), image(4, 1024))
-    sdxl = dict(
-        **levels,
-        transformer_depth=[0, 2],
-        transformer_depth_output=[0, 0, 2, 2],
-        transformer_depth_middle=3,
-        num_classes="sequential",
-        **linear,
-    )
-    ZOO["SDXL"] = Specimen(
-        unet(context_dim=2048, adm_in_channels=2816, **sdxl),
-        image(4, 2048, y=vector(2816)),
-    )
-    ZOO["SDXL refiner"] = Specimen(
-        unet(context_dim=1280, adm_in_channels=2560, **(sdxl | {"transformer_depth_middle": 2})),
-        image(4, 1280, y=vector(2560)),
-    )
-
-
-def _cascade() -> None:
-    from comfy.ldm.cascade.stage_b import StageB
-    from comfy.ldm.cascade.stage_c import StageC
-
-    ZOO["Stable Cascade C"] = Specimen(
-        built(StageC, c_hidden=[64, 64], c_cond=64, nhead=[2, 2], blocks=[[1, 2], [2, 1]], stable_cascade_stage="c"),
-        image(
-            16,
-            0,
-            clip_text=lambda size, noise: noise(size.batch, size.tokens, 1280),
-            clip_text_pooled=lambda size, noise: noise(size.batch, 1, 1280),
-            clip_img=filled(0.0, 1, 768),
-            sca=filled(0.0),
-            crp=filled(0.0),
-        ),
-    )
-    ZOO["Stable Cascade B"] = Specimen(
-        built(
-            StageB,
-            c_hidden=[64, 64, 64, 64],
-            c_cond=64,
-            nhead=[-1, -1, 2, 2],
-            blocks=[[1, 1, 2, 1], [1, 2, 1, 1]],
-            block_repeat=[[1, 1, 1, 1], [2, 2, 2, 2]],
-            stable_cascade_stage="b",
-        ),
-        lambda size, noise: (
-            noise(size.batch, 4, size.height * 4, size.width * 4),
-            {
-                "clip": noise(size.batch, 1, 1280),
-                "effnet": noise(size.batch, 16, size.height, size.width),
-                "sca": torch.zeros(size.batch),
-            },
-        ),
-    )
+def _of(blocks: int, kinds: int, path: str, config: dict, latent: str, batch: str = "B", **given: Any) -> Specimen:
+    return Specimen(blocks, kinds, path, config, latent, given, batch)
 
 
 FLUX = dict(
@@ -196,384 +136,168 @@ RADIANCE = CHROMA | dict(
     **known_to(ChromaRadianceParams, use_x0=False, use_sequential_txt_ids=False),
 )
 
+_UNET = "modules.diffusionmodules.openaimodel.UNetModel"
+_LEVELS = UNET | dict(channel_mult=[1, 2], num_res_blocks=[1, 1])
+# Attention on one of the two levels: each is kinds more.
+_SD = _LEVELS | dict(transformer_depth=[0, 1], transformer_depth_output=[0, 0, 1, 1])
+_LINEAR = {"use_linear_in_transformer": True, "num_heads": -1, "num_head_channels": 16}
+_SDXL = _LEVELS | dict(transformer_depth=[0, 2], transformer_depth_output=[0, 0, 2, 2], transformer_depth_middle=3)
+_SDXL |= dict(num_classes="sequential", context_dim=2048, adm_in_channels=2816) | _LINEAR
+_REFINER = _SDXL | dict(context_dim=1280, adm_in_channels=2560, transformer_depth_middle=2)
+# Every ResBlock changes the number of channels: one kind.
+_SVD = UNET | dict(in_channels=8, channel_mult=[1, 2], num_res_blocks=[0, 1], transformer_depth=[1])
+_SVD |= dict(transformer_depth_output=[0, 1, 1], transformer_depth_middle=-2, context_dim=1024, adm_in_channels=768)
+_SVD |= dict(num_classes="sequential", extra_ff_mix_layer=True, use_spatial_context=True, merge_factor=0.0)
+_SVD |= dict(merge_strategy="learned_with_images", video_kernel_size=[3, 1, 1], use_temporal_resblock=True)
+_SVD |= dict(use_temporal_attention=True, disable_temporal_crossattention=False) | _LINEAR
 
-def _flux() -> None:
-    from comfy.ldm.chroma.model import Chroma
-    from comfy.ldm.chroma_radiance.model import ChromaRadiance
-    from comfy.ldm.flux.model import Flux
+_CASCADE_C = dict(c_hidden=[64, 64], c_cond=64, nhead=[2, 2], blocks=[[1, 2], [2, 1]], stable_cascade_stage="c")
+_CASCADE_B = dict(c_hidden=[64] * 4, c_cond=64, nhead=[-1, -1, 2, 2], blocks=[[1, 1, 2, 1], [1, 2, 1, 1]])
+_CASCADE_B |= dict(block_repeat=[[1, 1, 1, 1], [2, 2, 2, 2]], stable_cascade_stage="b")
 
-    flux = image(16, 48, y=vector(32), guidance=filled(3.5))
-    ZOO["Flux"] = Specimen(built(Flux, **FLUX), flux)
-    ZOO["Flux Kontext"] = Specimen(
-        built(Flux, **FLUX),
-        image(
-            16, 48, y=vector(32), guidance=filled(3.5), ref_latents=lambda size, noise: [noise(size.batch, 16, 9, 6)]
-        ),
-    )
-    ZOO["Flux 2"] = Specimen(built(Flux, **FLUX2), image(128, 48, guidance=filled(3.5)))
-    ZOO["Chroma"] = Specimen(built(Chroma, **CHROMA), image(16, 48, guidance=filled(0.0)))
-    ZOO["Chroma Radiance"] = Specimen(
-        built(ChromaRadiance, **RADIANCE),
-        lambda size, noise: (
-            noise(size.batch, 3, size.height * 8, size.width * 8),
-            {"context": noise(size.batch, size.tokens, 48), "guidance": torch.zeros(size.batch)},
-        ),
-    )
+_SD3, _MMDIT = SD3 | {"num_blocks": 3}, "modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper"
+_AURA = dict(dim=64, n_layers=4, n_double_layers=2, n_heads=2, global_conddim=64, cond_seq_dim=48)
+_PIXART = dict(hidden_size=96, depth=2, num_heads=4, caption_channels=48, model_max_length=300, input_size=64)
+_HUNYUAN_DIT = dict(hidden_size=64, depth=6, num_heads=2, text_states_dim=48, text_states_dim_t5=64, size_cond=True)
+_Z_IMAGE = LUMINA | dict(dim=288, axes_dims=[32, 32, 32], z_image_modulation=True, time_scale=1000.0)
+_OMNIGEN = dict(hidden_size=96, num_layers=2, num_refiner_layers=1, num_attention_heads=3, num_kv_heads=1)
+_OMNIGEN |= dict(axes_dim_rope=(8, 12, 12), text_feat_dim=48)
+_HUNYUAN_15 = HUNYUAN_VIDEO | dict(vec_in_dim=None, byt5=True, use_cond_type_embedding=True, vision_in_dim=40)
+_HUNYUAN_IMAGE = HUNYUAN_VIDEO | dict(vec_in_dim=None, axes_dim=[16, 16], patch_size=[1, 1], meanflow=True)
+_MOCHI = dict(depth=3, num_heads=2, hidden_size_x=48, hidden_size_y=32, mlp_ratio_x=256.0, learn_sigma=False)
+_MOCHI |= dict(in_channels=12, qk_norm=True, qkv_bias=False, timestep_scale=1000.0, use_t5=True, t5_feat_dim=64)
+_COSMOS = COSMOS | dict(block_x_format="THWBD", affline_emb_norm=True, extra_per_block_abs_pos_emb_type="learnable")
+_COSMOS2 = COSMOS | dict(extra_per_block_abs_pos_emb=False, rope_enable_fps_modulation=False)
+_AUDIO = dict(embed_dim=64, cond_token_dim=64, global_cond_dim=56, depth=2, num_heads=2)
+_ACE = dict(num_layers=2, attention_head_dim=32, num_attention_heads=2, mlp_ratio=2.5, lyric_encoder_vocab_size=50)
+_ACE |= dict(lyric_hidden_size=1024, max_width=4096)
+_SHAPES = dict(in_channels=64, hidden_size=64, num_heads=4)
+_SHAPES_2 = _SHAPES | dict(context_in_dim=48, depth=2, depth_single_blocks=2, guidance_embed=True)
+_SHAPES_21 = _SHAPES | dict(context_dim=48, depth=5, num_moe_layers=2, guidance_cond_proj_dim=None)
 
+_TEXT = {"context": "T 48"}
+_GUIDED = _TEXT | {"y": "32", "guidance": 3.5}
+_COUNTED = _TEXT | {"num_tokens": lambda size, noise: size.tokens}
+_PICTURE = _TEXT | {"clip_fea": "257 1280"}
+_HUNYUAN = _TEXT | {"guidance": 6.0}
 
-_unets()
-_cascade()
-_flux()
-
-
-def _transformers() -> None:
-    from comfy.ldm.aura.mmdit import MMDiT as AuraFlow
-    from comfy.ldm.hidream.model import HiDreamImageTransformer2DModel
-    from comfy.ldm.hydit.models import HunYuanDiT
-    from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
-    from comfy.ldm.pixart.pixartms import PixArtMS
-
-    sd3 = SD3 | {"num_blocks": 3}
-    ZOO["SD3"] = Specimen(built(OpenAISignatureMMDITWrapper, **sd3 | {"qk_norm": None}), image(16, 48, y=vector(32)))
-    ZOO["SD3.5 medium"] = Specimen(
-        built(OpenAISignatureMMDITWrapper, **sd3, x_block_self_attn_layers=[0, 1]),
-        image(16, 48, y=vector(32)),
-    )
-    ZOO["AuraFlow"] = Specimen(
-        built(AuraFlow, dim=64, n_layers=4, n_double_layers=2, n_heads=2, global_conddim=64, cond_seq_dim=48),
-        image(4, 48),
-    )
-    pixart = dict(hidden_size=96, depth=2, num_heads=4, caption_channels=48, model_max_length=300, input_size=64)
-    sizes = dict(c_size=filled(512.0, 2), c_ar=filled(1.0, 1))
-
-    def large(inputs):
-        """Below a quarter of its first size this family divides by zero, and it takes whole patches only."""
-        return lambda size, noise: inputs(replace(size, height=size.height * 4, width=size.width * 4), noise)
-
-    ZOO["PixArt Alpha"] = Specimen(built(PixArtMS, **pixart, pe_interpolation=1), large(image(4, 48, **sizes)))
-    ZOO["PixArt Sigma"] = Specimen(
-        built(PixArtMS, **pixart, pe_interpolation=1, micro_condition=False), large(image(4, 48))
-    )
-    ZOO["HunyuanDiT"] = Specimen(
-        built(
-            HunYuanDiT,
-            hidden_size=64,
-            depth=6,
-            num_heads=2,
-            text_states_dim=48,
-            text_states_dim_t5=64,
-            size_cond=True,
-            use_style_cond=True,
-        ),
-        # its text lengths are fixed: 77 for one encoder, 256 for the other
-        lambda size, noise: (
-            noise(size.batch, 4, size.height, size.width),
-            {
-                "context": noise(size.batch, 77, 48),
-                "text_embedding_mask": torch.ones(size.batch, 77),
-                "encoder_hidden_states_t5": noise(size.batch, 256, 64),
-                "text_embedding_mask_t5": torch.ones(size.batch, 256),
-                "image_meta_size": torch.full((size.batch, 6), 512.0),
-            },
-        ),
-    )
-    ZOO["HiDream"] = Specimen(
-        built(HiDreamImageTransformer2DModel, **HIDREAM),
-        image(
-            16,
-            48,
-            y=vector(32),
-            encoder_hidden_states_llama3=lambda size, noise: noise(size.batch, 2, size.tokens + 3, 56),
-        ),
-    )
-
-
-def _more_transformers() -> None:
-    from comfy.ldm.lumina.model import NextDiT
-    from comfy.ldm.omnigen.omnigen2 import OmniGen2Transformer2DModel
-    from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
-
-    tokens = dict(num_tokens=lambda size, noise: size.tokens)
-    ZOO["Lumina2"] = Specimen(built(NextDiT, **LUMINA, n_kv_heads=1), image(16, 48, **tokens))
-    ZOO["Z-Image"] = Specimen(
-        built(
-            NextDiT,
-            **LUMINA | dict(dim=288, axes_dims=[32, 32, 32]),
-            z_image_modulation=True,
-            time_scale=1000.0,
-            pad_tokens_multiple=32,
-        ),
-        image(16, 48, **tokens),
-    )
-    omnigen = built(
-        OmniGen2Transformer2DModel,
-        hidden_size=96,
-        num_layers=2,
-        num_refiner_layers=1,
-        num_attention_heads=3,
-        num_kv_heads=1,
-        axes_dim_rope=(8, 12, 12),
-        text_feat_dim=48,
-    )
-    ZOO["OmniGen2"] = Specimen(omnigen, image(16, 48, **tokens))
-    ZOO["OmniGen2 edit"] = Specimen(
-        omnigen, image(16, 48, **tokens, ref_latents=lambda size, noise: [noise(size.batch, 16, size.width, 10)])
-    )
-
-    def picture(size: Size, noise: Noise):
-        return noise(size.batch, 16, 1, size.height, size.width), {"context": noise(size.batch, size.tokens, 48)}
-
-    ZOO["Qwen-Image"] = Specimen(built(QwenImageTransformer2DModel, **QWEN_IMAGE), picture)
-
-
-_transformers()
-_more_transformers()
-
-
-video = functools.partial(image, has_frames=True)
-
-
-def whole(size: Size) -> tuple[int, int]:
-    """Height and width rounded up to patches of two, as core pads the latent itself."""
-    return (size.height + 1) // 2 * 2, (size.width + 1) // 2 * 2
-
-
-def _svd() -> None:
-    config = dict(
-        in_channels=8,
-        channel_mult=[1, 2],
-        num_res_blocks=[0, 1],  # every ResBlock changes the number of channels: one kind
-        transformer_depth=[1],
-        transformer_depth_output=[0, 1, 1],
-        transformer_depth_middle=-2,
-        context_dim=1024,
-        num_heads=-1,
-        num_head_channels=16,
-        use_linear_in_transformer=True,
-        num_classes="sequential",
-        adm_in_channels=768,
-        extra_ff_mix_layer=True,
-        use_spatial_context=True,
-        merge_strategy="learned_with_images",
-        merge_factor=0.0,
-        video_kernel_size=[3, 1, 1],
-        use_temporal_resblock=True,
-        use_temporal_attention=True,
-        disable_temporal_crossattention=False,
-    )
-
-    def inputs(size: Size, noise: Noise):
-        frames = size.batch * size.frames
-        return noise(frames, 8, size.height, size.width), {
-            "context": noise(frames, 1, 1024),
-            "y": noise(frames, 768),
-            "num_video_frames": size.frames,
-            "image_only_indicator": torch.zeros(1),
-        }
-
-    ZOO["SVD"] = Specimen(unet(**config), inputs)
-
-
-def _wan() -> None:
-    from comfy.ldm.wan.model import CameraWanModel, HumoWanModel, VaceWanModel, WanModel, WanModel_S2V
-    from comfy.ldm.wan.model_animate import AnimateWanModel
-
-    picture = dict(clip_fea=lambda size, noise: noise(size.batch, 257, 1280))
-    ZOO["Wan t2v"] = Specimen(built(WanModel, **WAN), video(16, 48))
-    ZOO["Wan i2v"] = Specimen(built(WanModel, **WAN | {"in_dim": 36}, model_type="i2v"), video(36, 48, **picture))
-    ZOO["Wan VACE"] = Specimen(
-        built(VaceWanModel, **WAN, vace_layers=1, vace_in_dim=96),
-        video(
-            16,
-            48,
-            vace_context=lambda size, noise: noise(size.batch, 1, 96, size.frames, *whole(size)),
-            vace_strength=lambda size, noise: [0.8],
-        ),
-    )
-    ZOO["Wan camera"] = Specimen(
-        built(CameraWanModel, **WAN | {"in_dim": 32}),
-        video(
-            32,
-            48,
-            **picture,
-            camera_conditions=lambda size, noise: noise(
-                size.batch, 24, size.frames, *(side * 8 for side in whole(size))
-            ),
-        ),
-    )
-    ZOO["Wan HuMo"] = Specimen(
-        built(HumoWanModel, **WAN),
-        video(16, 48, audio_embed=lambda size, noise: noise(size.batch, size.frames, 8, 5, 1280)),
-    )
-    ZOO["Wan S2V"] = Specimen(
-        built(WanModel_S2V, **WAN, audio_dim=64, audio_inject_layers=[0, 1]),
-        video(
-            16,
-            48,
-            audio_embed=lambda size, noise: noise(size.batch, 25, 64, size.frames * 4),
-            reference_latent=lambda size, noise: noise(size.batch, 16, 1, *whole(size)),
-        ),
-    )
-    ZOO["Wan animate"] = Specimen(
-        built(AnimateWanModel, **WAN | {"in_dim": 36, "num_layers": 5}),
-        video(
-            36,
-            48,
-            **picture,
-            pose_latents=lambda size, noise: noise(size.batch, 16, size.frames - 1, *whole(size)),
-        ),
-    )
-
-
-def _hunyuan() -> None:
-    from comfy.ldm.hunyuan_video.model import HunyuanVideo
-
-    def even(channels: int, **others: Callable[[Size, Noise], Any]):
-        """Core rounds the latents of this family to whole patches."""
-        inputs = video(channels, 48, guidance=filled(6.0), **others)
-        return lambda size, noise: inputs(replace(size, height=size.height // 2 * 2, width=size.width // 2 * 2), noise)
-
-    masked = dict(attention_mask=lambda size, noise: torch.ones(1, size.tokens, dtype=torch.long))
-    ZOO["HunyuanVideo"] = Specimen(built(HunyuanVideo, **HUNYUAN_VIDEO), even(16, y=vector(32), **masked))
-    first_frame = even(33, y=vector(32), guiding_frame_index=filled(0.0))
-    ZOO["HunyuanVideo i2v"] = Specimen(
-        built(HunyuanVideo, **HUNYUAN_VIDEO | {"in_channels": 33, "guidance_embed": False}),
-        lambda size, noise: first_frame(replace(size, batch=1), noise),  # core's own arithmetic fails at others
-    )
-    ZOO["HunyuanVideo 1.5"] = Specimen(
-        built(
-            HunyuanVideo,
-            **HUNYUAN_VIDEO
-            | dict(vec_in_dim=None, byt5=True, use_cond_type_embedding=True, vision_in_dim=40, patch_size=[1, 1, 1]),
-        ),
-        even(
-            16,
-            txt_byt5=lambda size, noise: noise(size.batch, 7, 1472),
-            clip_fea=lambda size, noise: noise(size.batch, 9, 40),
-        ),
-    )
-    ZOO["HunyuanImage 2.1"] = Specimen(
-        built(
-            HunyuanVideo, **HUNYUAN_VIDEO | dict(vec_in_dim=None, axes_dim=[16, 16], patch_size=[1, 1], meanflow=True)
-        ),
-        lambda size, noise: (
-            noise(size.batch, 16, size.height, size.width),
-            {"context": noise(size.batch, size.tokens, 48), "guidance": torch.full((size.batch,), 6.0)},
-        ),
-    )
-
-
-def _video() -> None:
-    from comfy.ldm.cosmos.model import GeneralDIT
-    from comfy.ldm.cosmos.predict2 import MiniTrainDIT
-    from comfy.ldm.genmo.joint_model.asymm_models_joint import AsymmDiTJoint
-    from comfy.ldm.lightricks.model import LTXVModel
-
-    ZOO["LTXV"] = Specimen(
-        built(LTXVModel, **LTXV),
-        video(16, 48, attention_mask=lambda size, noise: None, frame_rate=lambda size, noise: 25),
-    )
-    ZOO["Mochi"] = Specimen(
-        built(
-            AsymmDiTJoint,
-            depth=3,
-            num_heads=2,
-            hidden_size_x=48,
-            hidden_size_y=32,
-            mlp_ratio_x=256.0,
-            learn_sigma=False,
-            in_channels=12,
-            qk_norm=True,
-            qkv_bias=False,
-            timestep_scale=1000.0,
-            use_t5=True,
-            t5_feat_dim=64,
-        ),
-        lambda size, noise: (
-            noise(size.batch, 12, size.frames, size.height // 2 * 2, size.width // 2 * 2),
-            {
-                "context": noise(size.batch, 40, 64),
-                "attention_mask": torch.ones(size.batch, 40),
-                "num_tokens": size.tokens,
-            },
-        ),
-    )
-
-    def even(size: Size, noise: Noise):
-        latent = noise(size.batch, 16, size.frames, size.height // 2 * 2, size.width // 2 * 2)
-        return latent, {"context": noise(size.batch, size.tokens, 48), "fps": None}
-
-    ZOO["Cosmos"] = Specimen(
-        built(
-            GeneralDIT,
-            **COSMOS,
-            block_x_format="THWBD",
-            affline_emb_norm=True,
-            extra_per_block_abs_pos_emb_type="learnable",
-        ),
-        even,
-    )
-    ZOO["Cosmos predict2"] = Specimen(
-        built(MiniTrainDIT, **COSMOS | dict(extra_per_block_abs_pos_emb=False), rope_enable_fps_modulation=False), even
-    )
-
-
-_svd()
-_wan()
-_hunyuan()
-_video()
-
-
-def _sound_and_3d() -> None:
-    from comfy.ldm.ace.model import ACEStepTransformer2DModel
-    from comfy.ldm.audio.dit import AudioDiffusionTransformer
-    from comfy.ldm.hunyuan3d.model import Hunyuan3Dv2
-    from comfy.ldm.hunyuan3dv2_1.hunyuandit import HunYuanDiTPlain
-
-    ZOO["Stable Audio"] = Specimen(
-        built(AudioDiffusionTransformer, embed_dim=64, cond_token_dim=64, global_cond_dim=56, depth=2, num_heads=2),
-        lambda size, noise: (
-            noise(size.batch, 64, size.height * size.width // 2),
-            {"context": noise(size.batch, size.tokens, 64), "global_embed": noise(size.batch, 56)},
-        ),
-    )
-    ZOO["ACE-Step"] = Specimen(
-        built(
-            ACEStepTransformer2DModel,
-            num_layers=2,
-            attention_head_dim=32,
-            num_attention_heads=2,
-            mlp_ratio=2.5,
-            lyric_encoder_vocab_size=50,
-            lyric_hidden_size=1024,
-            max_width=4096,
-        ),
-        lambda size, noise: (
-            noise(size.batch, 8, 16, size.width * 4),
-            {
-                "context": noise(size.batch, size.tokens, 768),
-                "lyric_token_idx": torch.arange(size.tokens // 2).repeat(size.batch, 1),
-                "speaker_embeds": torch.zeros(size.batch, 512),
-                "lyrics_strength": 1.0,
-            },
-        ),
-    )
-    shapes = dict(in_channels=64, hidden_size=64, num_heads=4)
-    ZOO["Hunyuan3D 2"] = Specimen(
-        built(Hunyuan3Dv2, **shapes, context_in_dim=48, depth=2, depth_single_blocks=2, guidance_embed=True),
-        lambda size, noise: (
-            noise(size.batch, 64, size.height * 8),
-            {"context": noise(size.batch, size.tokens, 48), "guidance": torch.full((size.batch,), 5.0)},
-        ),
-    )
-    ZOO["Hunyuan3D 2.1"] = Specimen(
-        built(HunYuanDiTPlain, **shapes, context_dim=48, depth=5, num_moe_layers=2, guidance_cond_proj_dim=None),
-        # cond and uncond are always joined
-        lambda size, noise: (
-            noise(size.batch * 2, 64, size.height * 8),
-            {"context": noise(size.batch * 2, size.tokens, 48), "guidance": torch.full((size.batch * 2,), 5.0)},
-        ),
-    )
-
-
-_sound_and_3d()
+ZOO: dict[str, Specimen] = {
+    "SD1.5": _of(12, 3, _UNET, _SD, "4 H W", context="T 768"),
+    "SD1.5 inpaint": _of(12, 3, _UNET, _SD | {"in_channels": 9}, "9 H W", context="T 768"),
+    "SD2": _of(12, 3, _UNET, _SD | {"context_dim": 1024} | _LINEAR, "4 H W", context="T 1024"),
+    "SDXL": _of(17, 3, _UNET, _SDXL, "4 H W", context="T 2048", y="2816"),
+    "SDXL refiner": _of(16, 3, _UNET, _REFINER, "4 H W", context="T 1280", y="2560"),
+    "SVD": _of(
+        *(10, 3, _UNET, _SVD, "8 H W", "B*F"),
+        **dict(context="1 1024", y="768", num_video_frames=lambda size, noise: size.frames),
+        image_only_indicator=lambda size, noise: torch.zeros(1),
+    ),
+    "Stable Cascade C": _of(
+        *(18, 3, "cascade.stage_c.StageC", _CASCADE_C, "16 H W"),
+        **dict(clip_text="T 1280", clip_text_pooled="1 1280", clip_img=("1 768", 0.0), sca=0.0, crp=0.0),
+    ),
+    "Stable Cascade B": _of(
+        26, 4, "cascade.stage_b.StageB", _CASCADE_B, "4 H*4 W*4", clip="1 1280", effnet="16 H W", sca=0.0
+    ),
+    "Flux": _of(4, 2, "flux.model.Flux", FLUX, "16 H W", **_GUIDED),
+    "Flux Kontext": _of(
+        *(4, 2, "flux.model.Flux", FLUX, "16 H W"),
+        **_GUIDED,
+        ref_latents=lambda size, noise: [noise(size.batch, 16, 9, 6)],
+    ),
+    "Flux 2": _of(4, 2, "flux.model.Flux", FLUX2, "128 H W", **_TEXT, guidance=3.5),
+    "Chroma": _of(6, 3, "chroma.model.Chroma", CHROMA, "16 H W", **_TEXT, guidance=0.0),
+    "Chroma Radiance": _of(8, 4, "chroma_radiance.model.ChromaRadiance", RADIANCE, "3 H*8 W*8", **_TEXT, guidance=0.0),
+    "SD3": _of(3, 2, _MMDIT, _SD3 | {"qk_norm": None}, "16 H W", **_TEXT, y="32"),
+    "SD3.5 medium": _of(3, 2, _MMDIT, _SD3 | {"x_block_self_attn_layers": [0, 1]}, "16 H W", **_TEXT, y="32"),
+    "AuraFlow": _of(4, 2, "aura.mmdit.MMDiT", _AURA, "4 H W", **_TEXT),
+    # Below a quarter of its first size this family divides by zero, and it takes whole patches only.
+    "PixArt Alpha": _of(
+        *(2, 1, "pixart.pixartms.PixArtMS", _PIXART | {"pe_interpolation": 1}, "4 H*4 W*4"),
+        **_TEXT,
+        **dict(c_size=("2", 512.0), c_ar=("1", 1.0)),
+    ),
+    "PixArt Sigma": _of(
+        *(2, 1, "pixart.pixartms.PixArtMS", _PIXART | {"pe_interpolation": 1, "micro_condition": False}, "4 H*4 W*4"),
+        **_TEXT,
+    ),
+    # Its text lengths are fixed.
+    "HunyuanDiT": _of(
+        *(6, 2, "hydit.models.HunYuanDiT", _HUNYUAN_DIT | {"use_style_cond": True}, "4 H W"),
+        **dict(context="77 48", text_embedding_mask=("77", 1.0), encoder_hidden_states_t5="256 64"),
+        **dict(text_embedding_mask_t5=("256", 1.0), image_meta_size=("6", 512.0)),
+    ),
+    "HiDream": _of(
+        *(26, 3, "hidream.model.HiDreamImageTransformer2DModel", HIDREAM, "16 H W"),
+        **dict(context="T 48", y="32", encoder_hidden_states_llama3="2 T+3 56"),
+    ),
+    "Lumina2": _of(6, 2, "lumina.model.NextDiT", LUMINA | {"n_kv_heads": 1}, "16 H W", **_COUNTED),
+    "Z-Image": _of(6, 2, "lumina.model.NextDiT", _Z_IMAGE | {"pad_tokens_multiple": 32}, "16 H W", **_COUNTED),
+    "OmniGen2": _of(5, 2, "omnigen.omnigen2.OmniGen2Transformer2DModel", _OMNIGEN, "16 H W", **_COUNTED),
+    "OmniGen2 edit": _of(
+        *(5, 2, "omnigen.omnigen2.OmniGen2Transformer2DModel", _OMNIGEN, "16 H W"),
+        **_COUNTED,
+        ref_latents=lambda size, noise: [noise(size.batch, 16, size.width, 10)],
+    ),
+    "Qwen-Image": _of(2, 1, "qwen_image.model.QwenImageTransformer2DModel", QWEN_IMAGE, "16 1 H W", **_TEXT),
+    "Wan t2v": _of(2, 1, "wan.model.WanModel", WAN, "16 F H W", **_TEXT),
+    "Wan i2v": _of(2, 1, "wan.model.WanModel", WAN | dict(in_dim=36, model_type="i2v"), "36 F H W", **_PICTURE),
+    "Wan VACE": _of(
+        *(3, 2, "wan.model.VaceWanModel", WAN | dict(vace_layers=1, vace_in_dim=96), "16 F H W"),
+        **_TEXT,
+        **dict(vace_context="1 96 F HU WU", vace_strength=lambda size, noise: [0.8]),
+    ),
+    "Wan camera": _of(
+        *(2, 1, "wan.model.CameraWanModel", WAN | {"in_dim": 32}, "32 F H W"),
+        **_PICTURE,
+        camera_conditions="24 F HU*8 WU*8",
+    ),
+    "Wan HuMo": _of(2, 1, "wan.model.HumoWanModel", WAN, "16 F H W", **_TEXT, audio_embed="F 8 5 1280"),
+    "Wan S2V": _of(
+        *(6, 3, "wan.model.WanModel_S2V", WAN | dict(audio_dim=64, audio_inject_layers=[0, 1]), "16 F H W"),
+        **dict(context="T 48", audio_embed="25 64 F*4", reference_latent="16 1 HU WU"),
+    ),
+    "Wan animate": _of(
+        *(13, 7, "wan.model_animate.AnimateWanModel", WAN | dict(in_dim=36, num_layers=5), "36 F H W"),
+        **_PICTURE,
+        pose_latents="16 F-1 HU WU",
+    ),
+    "HunyuanVideo": _of(
+        *(6, 3, "hunyuan_video.model.HunyuanVideo", HUNYUAN_VIDEO, "16 F HD WD"),
+        **_HUNYUAN,
+        **dict(y="32", attention_mask=lambda size, noise: torch.ones(1, size.tokens, dtype=torch.long)),
+    ),
+    "HunyuanVideo i2v": _of(  # core's own arithmetic fails at other batches
+        *(6, 3, "hunyuan_video.model.HunyuanVideo", HUNYUAN_VIDEO | dict(in_channels=33, guidance_embed=False)),
+        *("33 F HD WD", "1"),
+        **_HUNYUAN,
+        **dict(y="32", guiding_frame_index=0.0),
+    ),
+    "HunyuanVideo 1.5": _of(
+        *(6, 3, "hunyuan_video.model.HunyuanVideo", _HUNYUAN_15 | {"patch_size": [1, 1, 1]}, "16 F HD WD"),
+        **_HUNYUAN,
+        **dict(txt_byt5="7 1472", clip_fea="9 40"),
+    ),
+    "HunyuanImage 2.1": _of(6, 3, "hunyuan_video.model.HunyuanVideo", _HUNYUAN_IMAGE, "16 H W", **_HUNYUAN),
+    "LTXV": _of(2, 1, "lightricks.model.LTXVModel", LTXV, "16 F H W", **_TEXT, attention_mask=None, frame_rate=25),
+    "Mochi": _of(
+        *(3, 2, "genmo.joint_model.asymm_models_joint.AsymmDiTJoint", _MOCHI, "12 F HD WD"),
+        **dict(context="40 64", attention_mask=("40", 1.0), num_tokens=lambda size, noise: size.tokens),
+    ),
+    "Cosmos": _of(7, 4, "cosmos.model.GeneralDIT", _COSMOS, "16 F HD WD", **_TEXT, fps=None),
+    "Cosmos predict2": _of(2, 1, "cosmos.predict2.MiniTrainDIT", _COSMOS2, "16 F HD WD", **_TEXT, fps=None),
+    "Stable Audio": _of(
+        2, 1, "audio.dit.AudioDiffusionTransformer", _AUDIO, "64 H*W//2", context="T 64", global_embed="56"
+    ),
+    "ACE-Step": _of(
+        *(8, 2, "ace.model.ACEStepTransformer2DModel", _ACE, "8 16 W*4"),
+        **dict(context="T 768", speaker_embeds=("512", 0.0), lyrics_strength=lambda size, noise: 1.0),
+        lyric_token_idx=lambda size, noise: torch.arange(size.tokens // 2).repeat(size.batch, 1),
+    ),
+    "Hunyuan3D 2": _of(4, 2, "hunyuan3d.model.Hunyuan3Dv2", _SHAPES_2, "64 H*8", **_TEXT, guidance=5.0),
+    # Its tokens are sorted to experts by value: of such a block the experts alone are compiled. Cond and uncond are
+    # always joined.
+    "Hunyuan3D 2.1": _of(
+        25, 4, "hunyuan3dv2_1.hunyuandit.HunYuanDiTPlain", _SHAPES_21, "64 H*8", "2*B", **_TEXT, guidance=5.0
+    ),
+}
