@@ -110,7 +110,7 @@ MUTATIONS = [
         "VAE compiled though its node says skip",
         "            return _nothing_compiled() if self._policy.compiled in (SKIP, AUTO) else nullcontext()\n",
         "            return nullcontext()\n",
-        "comfyui/test_vae_beside_others.py::test_skipped_vae_is_not_compiled_even_if_somebody_asked_for_it",
+        "comfyui/test_vae.py::test_skipped_vae_is_not_compiled_even_if_somebody_asked_for_it",
     ),
     Mutation(
         "graph used on another device",

@@ -14,7 +14,6 @@ from kit.pages import (
     UNFOLD,
     answering,
     close_panel,
-    idle,
     open_panel,
     row,
     screenshot,
@@ -264,16 +263,6 @@ def test_less_motion_is_given_where_it_is_asked_for(page, shown):
         assert page.evaluate(moves) == "none"
     finally:
         page.emulate_media(reduced_motion="no-preference")
-
-
-@in_both
-def test_an_empty_panel_says_what_to_do(page):
-    with answering(page, idle()):
-        panel = open_panel(page)
-        panel.get_by_text("Add Speed Up").wait_for()
-        screenshot(page, "panel-empty")
-        assert panel.locator(".accel-section:visible").count() == 1
-        close_panel(page)
 
 
 @in_both

@@ -3,28 +3,11 @@
 import json
 
 import pytest
-from kit.pages import EVERY_SETUP, SETUPS, answering, idle, screenshot
+from kit.pages import EVERY_SETUP, answering, idle, run_small, screenshot
 
 pytestmark = pytest.mark.browser
 in_all = pytest.mark.parametrize("setup", EVERY_SETUP, indirect=True)
 
-SMALL = """
-seed => {
-    const changes = { EmptyLatentImage: { width: 64, height: 96 }, KSampler: { steps: 2, seed } };
-    for (const node of window.app.graph.nodes)
-        for (const [name, value] of Object.entries(changes[node.type] ?? {}))
-            node.widgets.find(widget => widget.name === name).value = value;
-}
-"""
-ENDED = """
-() => {
-    window.accelEnded = null;
-    const listen = end => window.app.api.addEventListener(end, ({ detail }) => {
-        window.accelEnded = [end, detail.exception_message ?? null];
-    });
-    for (const end of ['execution_success', 'execution_error', 'execution_interrupted']) listen(end);
-}
-"""
 TEXT = "document.querySelector('.accel-node-text')?.textContent ?? ''"
 SHOWN = """
 () => window.app.graph.nodes.filter(({ type }) => type.startsWith('Accel'))
@@ -40,11 +23,7 @@ def test_three_clicks_lead_to_an_accelerated_image_whose_gain_stays_on_the_node(
         page.wait_for_function("window.app.graph.nodes.some(({ type }) => type === 'AccelSpeedUp')")
         page.get_by_role("button", name="Accel", exact=True).click()
     assert page.evaluate(SHOWN) == ["quality"]
-    page.evaluate(SMALL, 1 + SETUPS.index(page.setup))  # else the server has the image of the setup before
-    page.evaluate(ENDED)
-    page.locator("button[data-testid=queue-button], [data-testid=queue-button] button").first.click()
-    page.wait_for_function("window.accelEnded", timeout=300_000)
-    assert page.evaluate("window.accelEnded") == ["execution_success", None]
+    run_small(page)
     page.wait_for_function(f"({TEXT}).includes('compiled once in') || ({TEXT}).includes('loaded from disk')")
     said = page.evaluate(TEXT)
     screenshot(page, "start-here-done")

@@ -8,7 +8,7 @@ import io
 import json
 
 import pytest
-from kit.pages import CLASSIC, SETUPS, UPDATE, screenshot
+from kit.pages import CLASSIC, UPDATE, run_small, screenshot
 
 from tools import workflow
 from tools.comfyui import PACK_NAME
@@ -52,29 +52,6 @@ place => {
     ds.offset[0] = place.x / ds.scale - note.pos[0];
     ds.offset[1] = place.y / ds.scale - note.pos[1];
     window.app.canvas.setDirty(true, true);
-}
-"""
-
-SMALL = """
-seed => {
-    const changes = {
-        EmptyLatentImage: { width: 64 + 8 * seed, height: 96 },
-        KSampler: { steps: 2, seed },
-    };
-    for (const node of window.app.graph.nodes)
-        for (const [name, value] of Object.entries(changes[node.type] ?? {}))
-            node.widgets.find(widget => widget.name === name).value = value;
-}
-"""
-WATCH = """
-() => {
-    const seen = window.accelSeen = { progress: [], ended: null };
-    const { api, graph } = window.app;
-    const listen = (name, handle) => api.addEventListener(name, event => handle(event.detail));
-    listen('progress', ({ node, value, max }) =>
-        seen.progress.push([graph.getNodeById(node)?.type, value, max]));
-    for (const end of ['execution_success', 'execution_error', 'execution_interrupted'])
-        listen(end, detail => { seen.ended = [end, detail.exception_message ?? null]; });
 }
 """
 
@@ -137,16 +114,6 @@ def test_every_template_opens_whole_and_converts_to_the_stored_graph(page):
     assert complaints + page.errors() == []
 
 
-def test_the_first_template_has_few_settings_of_ours(page):
-    open_template(page, START)
-    shown = page.evaluate(
-        "() => window.app.graph.nodes.filter(node => node.type.startsWith('Accel')).flatMap(node => node.widgets ?? [])"
-        ".filter(widget => !widget.hidden && !widget.options?.hidden).map(widget => widget.name)"
-    )
-    assert "quality" in shown
-    assert len(shown) <= 8
-
-
 @pytest.mark.parametrize("theme", ["dark", "light"])
 def test_notes_are_readable_in_both_themes(page, theme):
     set_theme(page, theme)
@@ -162,13 +129,8 @@ def test_notes_are_readable_in_both_themes(page, theme):
 
 def test_a_template_runs_and_its_nodes_show_progress_and_results(page):
     open_template(page, "12 DeepCache quality")  # which compiles nothing
-    page.evaluate(SMALL, SETUPS.index(page.setup))  # another image than in the setup before
-    page.evaluate(WATCH)
-    page.locator("button[data-testid=queue-button], [data-testid=queue-button] button").first.click()
-    page.wait_for_function("() => window.accelSeen.ended", timeout=120_000)
-    seen = page.evaluate("() => window.accelSeen")
-    assert seen["ended"] == ["execution_success", None]
-    assert [entry for entry in seen["progress"] if entry[0] == "KSampler"][-1] == ["KSampler", 2, 2]
+    progress = run_small(page)
+    assert [entry for entry in progress if entry[0] == "KSampler"][-1] == ["KSampler", 2, 2]
     page.wait_for_timeout(1000)
     screenshot(page, "template-done")
     shown = page.evaluate(

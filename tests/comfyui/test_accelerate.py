@@ -1,6 +1,8 @@
 """Accelerate Model in a real ComfyUI: right images, one compilation per kind, no trace left behind."""
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,6 +17,7 @@ from comfy_accel.accel.dispatch.compiled_layers import survey_model
 from comfy_accel.accel.hosts.comfyui.models.accelerate import HOST, KEY, Run, accelerate
 from comfy_accel.accel.modules.substitution import StandIn
 from kit import tiny_models
+from kit.compiled import forwards_in_place, graphs
 from kit.thorough import thorough_except
 from torch._dynamo.utils import counters
 
@@ -28,14 +31,6 @@ def fast(model, cache=warm, **settings):
     """Accelerated with a backend that captures graphs and runs them as they are: same bits, in seconds."""
     settings.setdefault("backend", "eager")
     return accelerate(model, CompileSettings(**settings), cache)
-
-
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
-
-
-def forwards_in_place(model) -> list[str]:
-    return [name for name, module in model.model.diffusion_model.named_modules() if "forward" in module.__dict__]
 
 
 def test_any_size_batch_and_prompt_after_the_first_image_compiles_nothing(small_unet, sample):
@@ -81,7 +76,7 @@ def test_plain_model_is_bit_identical_after_an_accelerated_run(small_unet, sampl
     keys = list(small_unet.model.state_dict())
     sample(fast(small_unet), 160, 240)
     assert torch.equal(sample(small_unet, 160, 240), before)
-    assert forwards_in_place(small_unet) == []
+    assert forwards_in_place(small_unet.model.diffusion_model) == []
     assert list(small_unet.model.state_dict()) == keys
 
 
@@ -95,7 +90,7 @@ def test_interrupt_in_mid_run_leaves_no_trace(small_unet, sample):
 
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         sample(fast_model, callback=interrupt)
-    assert forwards_in_place(small_unet) == []
+    assert forwards_in_place(small_unet.model.diffusion_model) == []
     assert torch.equal(sample(small_unet), expected)
     assert torch.equal(sample(fast_model), expected)
 
@@ -117,7 +112,7 @@ def test_stop_with_the_reason_raises_instead(small_unet, sample):
 
     with pytest.raises(Trouble, match="the compiler is not installed"):
         sample(fast(small_unet, backend=broken, stop_on_trouble=True))
-    assert forwards_in_place(small_unet) == []
+    assert forwards_in_place(small_unet.model.diffusion_model) == []
 
 
 def test_model_without_repeated_blocks_is_told_or_stops(caplog):
@@ -243,7 +238,7 @@ def test_clones_called_by_threads_of_one_run_each_keep_their_own_layers():
         assert stand_ins[0] and stand_ins[0] == stand_ins[1] == stand_ins[2]  # made once, and there in every call
         model.model.diffusion_model.time_embed._forward_pre_hooks.clear()
         assert all(torch.equal(actual, output(model, {})) for actual in outputs)
-        assert forwards_in_place(model) == []
+        assert forwards_in_place(model.model.diffusion_model) == []
 
 
 # Both go one way: the kind has another dtype.
@@ -252,6 +247,36 @@ def test_half_weights_match_eager(sample, dtype):
     model = tiny_models.small_unet(dtype=dtype)
     assert torch.equal(sample(fast(model), 160, 240), sample(model, 160, 240))
     assert graphs() > 0
+
+
+def test_unloaded_and_loaded_again_compiles_nothing(sample):
+    model = tiny_models.small_unet()
+    expected = sample(model, steps=1)
+    fast_model = fast(model)
+    sample(fast_model, steps=1)
+    compiled = warm.statistics()["compilations"]
+    for unload in (comfy.model_management.unload_all_models, fast_model.detach):
+        unload()
+        assert torch.equal(sample(fast_model, steps=1), expected)
+    assert warm.statistics()["compilations"] == compiled > 0
+    assert fallbacks.rows() == []
+
+
+def test_model_that_is_gone_leaves_nothing_but_kernels(sample):
+    model = tiny_models.small_unet()
+    fast_model = fast(model)
+    sample(fast_model, steps=1)
+    network = model.model.diffusion_model
+    left = [weakref.ref(network), *(weakref.ref(parameter) for parameter in network.parameters())]
+    comfy.model_management.unload_all_models()
+    del model, fast_model, network
+    gc.collect()
+    assert [ref() for ref in left if ref() is not None] == []
+    assert warm.statistics()["graphs"] > 0
+    again = tiny_models.small_unet(seed=3)
+    compiled = warm.statistics()["compilations"]
+    assert torch.equal(sample(fast(again), steps=1), sample(again, steps=1))
+    assert warm.statistics()["compilations"] == compiled
 
 
 def assert_close(actual, expected, tolerance=TOLERANCE):

@@ -13,6 +13,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
+from kit.compiled import forwards_in_place, graphs
 from kit.controls import CONTROLS, SMALL, TinyControl, adapter, image, unet_control
 from kit.thorough import thorough_except
 from kit.zoo import Noise, Size
@@ -30,10 +31,6 @@ TOLERANCE = 1e-5  # of the largest value: a copy made contiguous is summed in an
 
 cache = GraphCache()
 """One for the file, as in a process: tracing is most of a test's time."""
-
-
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
 
 
 def fast(control, cache=cache, **settings):
@@ -105,10 +102,6 @@ def test_given_control_is_unchanged_and_the_copy_is_of_its_very_class():
     assert accelerated.control_model is plain.control_model
     assert accelerated.get_models() == plain.get_models()
     assert list(plain.control_model.state_dict()) == weights and forwards_in_place(plain.control_model) == []
-
-
-def forwards_in_place(network: torch.nn.Module) -> list[str]:
-    return [name for name, part in network.named_modules() if "forward" in part.__dict__]
 
 
 def first(name: str) -> tuple[TinyControl, Size]:

@@ -11,11 +11,9 @@ import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.step_cache.config import BETWEEN, POLICIES
-from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras.nodes_freelunch import FreeU_V2
 from kit import tiny_models
@@ -570,24 +568,3 @@ def test_residuals_of_shallow_layers_are_applied_on_skipped_steps(tiny_unet, no_
     assert torch.equal(full, skipped)
     without, _ = full_and_skipped(tiny_unet, depth, 23, 31)
     assert not torch.equal(full, without)
-
-
-def test_guidance_that_asks_twice_keeps_its_answers_apart(tiny_unet, sample, no_fallback):
-    from comfy_extras.nodes_pag import PerturbedAttentionGuidance
-
-    guided = PerturbedAttentionGuidance.execute(tiny_unet, 3.0).args[0]
-    keys = []
-
-    class Watched(DeepCacheRun):
-        def branches(self, *args):
-            keys.append(super().branches(*args))
-            return keys[-1]
-
-    host.DeepCacheRun, kept = Watched, host.DeepCacheRun
-    try:
-        joined = sample(cached(guided), steps=4)
-    finally:
-        host.DeepCacheRun = kept
-    assert [[bool(key.variant[1]) for key in call] for call in keys] == [[False, False], [True]] * 4
-    assert counts() == (2, 2)
-    assert_close(sample(cached(split_chunks(guided)), steps=4), joined)

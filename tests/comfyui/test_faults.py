@@ -12,9 +12,9 @@ from comfy_accel.accel.dispatch.batch_dry_run import BatchDryRun
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.nodes.compile_inputs import settings
 from kit import tiny_models
+from kit.compiled import forwards_in_place, graphs
 from kit.thorough import thorough_except
 from kit.tiny_models import FLUX_FAMILY, sample_latent
-from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
 
 
@@ -27,16 +27,12 @@ def fast(model, backend, cache):
     return accelerate(model, CompileSettings(backend=backend), cache)
 
 
-def assert_no_trace(model):
-    assert not [name for name, part in model.model.named_modules() if "forward" in part.__dict__]
-
-
 def test_backend_that_a_link_brings_and_nobody_knows(small, sample):
     chosen = settings("any size", "no such compiler", "run eagerly", check_gain=True)
     assert not chosen.measured
     assert torch.equal(sample(accelerate(small, chosen, GraphCache()), 64, 64, steps=1), sample(small, 64, 64, steps=1))
     assert fallbacks.rows()
-    assert_no_trace(small)
+    assert forwards_in_place(small.model) == []
 
 
 def test_compiler_binary_is_missing(small, sample, caplog, tmp_path):
@@ -46,7 +42,7 @@ def test_compiler_binary_is_missing(small, sample, caplog, tmp_path):
     assert torch.equal(out, sample(small, 64, 64, steps=1))
     lines = [record.message for record in caplog.records if "runs uncompiled" in record.message]
     assert lines and all("\n" not in line for line in lines)
-    assert_no_trace(small)
+    assert forwards_in_place(small.model) == []
 
 
 def test_out_of_memory_while_compiling_is_tried_again_in_the_next_run(small, sample):
@@ -84,19 +80,20 @@ def test_out_of_memory_while_running_falls_back_for_that_call(small, sample):
     assert [row["calls"] for row in fallbacks.rows()] == [1]
 
 
-def test_interrupt_in_mid_compile_passes_and_leaves_nothing(small, sample):
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, comfy.model_management.InterruptProcessingException])
+def test_interrupt_in_mid_compile_passes_and_leaves_nothing(small, sample, interrupt):
     interrupted = [True]
 
     def backend(graph, examples):
         if interrupted[0]:
-            raise KeyboardInterrupt
+            raise interrupt
         return graph
 
     cache = GraphCache()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(interrupt):
         sample(fast(small, backend, cache), 64, 64)
-    assert cache.statistics()["entries"] == 0
-    assert_no_trace(small)
+    assert cache.statistics()["entries"] == 0 and fallbacks.rows() == []
+    assert forwards_in_place(small.model) == []
     interrupted[0] = False
     assert torch.equal(sample(fast(small, backend, cache), 64, 64), sample(small, 64, 64))
 
@@ -111,7 +108,7 @@ def test_comfyuis_interrupt_inside_a_compiled_block_is_not_swallowed(small, samp
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         sample(fast(small, backend, GraphCache()), 64, 64)
     assert fallbacks.rows() == []
-    assert_no_trace(small)
+    assert forwards_in_place(small.model) == []
 
 
 def model_of(name):
@@ -144,7 +141,7 @@ def test_interrupt_button_during_a_compilation_ends_the_image(name):
         assert not comfy.model_management.processing_interrupted()
         assert all(row["failure"] is None and row["graphs"] for row in cache.statistics()["table"])
         assert fallbacks.rows() == []
-        assert_no_trace(model)
+        assert forwards_in_place(model.model) == []
     assert not presses
     assert torch.equal(make(fast(model, backend, cache)), expected)
     assert cache.statistics()["graphs"] == len(compilations) >= 2
@@ -168,19 +165,8 @@ def test_interrupt_button_while_nothing_is_computed_ends_the_image(small, sample
             sample(fast(small, "eager", cache), 64, 64, cfg=1.0)  # a batch of 1: no guidance
     assert not comfy.model_management.processing_interrupted()
     assert cache.statistics()["entries"] == 0 and fallbacks.rows() == []
-    assert_no_trace(small)
+    assert forwards_in_place(small.model) == []
     assert torch.equal(sample(fast(small, "eager", cache), 64, 64), sample(small, 64, 64))
-
-
-def test_comfyuis_interrupt_inside_the_compiler_is_no_failure(small, sample):
-    def backend(graph, examples):
-        raise comfy.model_management.InterruptProcessingException
-
-    cache = GraphCache()
-    with pytest.raises(comfy.model_management.InterruptProcessingException):
-        sample(fast(small, backend, cache), 64, 64)
-    assert cache.statistics()["entries"] == 0 and fallbacks.rows() == []
-    assert_no_trace(small)
 
 
 @pytest.mark.thorough  # a real compilation by inductor; its sibling runs out of memory with the backend eager
@@ -197,8 +183,8 @@ def test_out_of_memory_inside_inductor_is_tried_again(small, sample, monkeypatch
 
 def test_torch_that_cannot_compile_for_every_size_runs_eagerly(small, sample, hide):
     hide(torch_internals.AOT_CELLS, torch_internals.CACHE_ENTRIES)
-    before = counters["stats"]["unique_graphs"]
+    before = graphs()
     out = sample(fast(small, "eager", GraphCache()), 64, 64)
     assert torch.equal(out, sample(small, 64, 64))
     assert fallbacks.rows() and all("_debug_get_cache_entry_list" in row["reason"] for row in fallbacks.rows())
-    assert counters["stats"]["unique_graphs"] == before
+    assert graphs() == before

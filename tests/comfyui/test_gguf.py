@@ -20,8 +20,8 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substituted
+from kit.compiled import graphs
 from kit.quantised_layers import EAGER, WIDTH, FeedForwards, X, both_ways, plain, saving
-from torch._dynamo.utils import counters
 
 CODES = torch.arange(-128, 128).to(torch.int8)
 """The number that each byte stands for: a table, as the extension has one for its types IQ4."""
@@ -168,10 +168,6 @@ def patched(model: FeedForwards, layout: str, strength: float) -> None:
 def without_gradients():
     with torch.inference_mode():
         yield
-
-
-def graphs():
-    return counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -14,6 +14,7 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substituted
+from kit.compiled import graphs
 from kit.thorough import thorough_except
 from kit.zoo import ZOO, Noise, Size
 from torch._dynamo.utils import counters
@@ -68,10 +69,6 @@ def call(model: torch.nn.Module, name: str, size: Size, step: int) -> torch.Tens
             transformer_options=options(size, step),
             **given,
         )
-
-
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.parametrize("name", thorough_except(ZOO, *QUICK))

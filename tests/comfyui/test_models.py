@@ -22,13 +22,13 @@ from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.split_points import why_no_split
 from kit import streamed_weights as stand_in
 from kit.captures import capturing_cache
+from kit.compiled import graphs
 from kit.controls import CONTROLS
 from kit.deep_cache import last_run
 from kit.families import FAMILIES
 from kit.step_cache import uniform_hold
 from kit.thorough import thorough_except
 from kit.tiny_models import lora
-from torch._dynamo.utils import counters
 
 from tools import ROOT
 
@@ -89,10 +89,6 @@ with text and without. MiniMax H3's first step has one time for sound and pictur
 @pytest.fixture(autouse=True)
 def clean():
     torch._dynamo.reset()
-
-
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
 
 
 def assert_same(name, actual, expected):

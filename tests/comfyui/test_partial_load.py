@@ -20,10 +20,10 @@ from comfy_accel.accel.hosts.comfyui.models import streamed
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from kit import streamed_weights as stand_in
 from kit import tiny_models
+from kit.compiled import graphs
 from kit.families import DITS, FAMILIES
 from kit.thorough import thorough_except
 from kit.tiny_models import lora as lora_file
-from torch._dynamo.utils import counters
 
 SHARES = (1, 0.995, 0.2)
 """All; all but a part of one block; the largest parts alone."""
@@ -35,10 +35,6 @@ LOAD = comfy.model_patcher.ModelPatcher.load
 @pytest.fixture
 def model():
     return tiny_models.res_blocks(model_channels=64)
-
-
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
 
 
 def load(model, share: float) -> int:

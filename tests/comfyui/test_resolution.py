@@ -104,12 +104,6 @@ def test_through_the_vae_and_back_the_size_is_exact(asked, prompts, vae):
         assert kept["snapped"] is pixels
 
 
-def test_there_are_thirty_sizes_and_odd_latents_among_them():
-    assert len(set(SIZES)) == 30
-    assert all(256 <= side <= 2048 for size in SIZES for side in size)
-    assert any(width // 8 % 2 and height // 8 % 2 for width, height in SIZES)
-
-
 # Mode and anchor do not know of each other: each is quick with one of the other's.
 @pytest.mark.parametrize(
     "way", thorough_except([*itertools.product(MODES, ANCHORS)], *zip(itertools.cycle(MODES), ANCHORS)), ids=str

@@ -1,9 +1,10 @@
 """Code that other nodes replace while a model runs, and put back: each image is that of the code that is there."""
 
 import functools
+import itertools
 import threading
 import types
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import comfy.ops
 import pytest
@@ -27,12 +28,12 @@ from hypothesis import strategies as st
 from kit import code_swaps, tiny_models
 from kit.captures import EAGER_BLOCKS, capturing_cache
 from kit.code_swaps import IN_BLOCKS, all_of, attribute, functions_of, scaled, scaling, that_give_tensors
+from kit.compiled import graphs
 from kit.controls import CONTROLS
 from kit.deep_cache import last_run, split_chunks
 from kit.step_cache import uniform_hold
 from kit.thorough import thorough_except
 from kit.zoo import Noise, Size
-from torch._dynamo.utils import counters
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
@@ -59,10 +60,6 @@ cache = GraphCache()
 @pytest.fixture(scope="module")
 def model():
     return tiny_models.small_unet()
-
-
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
 
 
 def image(model, **changes) -> torch.Tensor:
@@ -114,62 +111,81 @@ def every_other(number: int) -> bool:
 TIMES = [always, first_only, last_only, every_other]
 
 
+class Swapping:
+    """Called once for each call of something: the swap in those that `when` chooses, and nothing in the others."""
+
+    def __init__(self, swap, when):
+        self._swap, self._when, self._numbers = swap, when, itertools.count()
+
+    def __call__(self):
+        return self._swap() if self._when(next(self._numbers)) else nullcontext()
+
+
+def wrapping(call, name=WrappersMP.DIFFUSION_MODEL):
+    """The place of a wrapper of core's: `call` is given the swapping, the executor and its arguments."""
+
+    @contextmanager
+    def place(model, swap, when=always):
+        changed = model.clone()
+        changed.add_wrapper_with_key(name, "test", functools.partial(call, Swapping(swap, when)))
+        yield changed, {}
+
+    return place
+
+
+def throughout(swapping, executor, *args, **kwargs):
+    with swapping():
+        return executor(*args, **kwargs)
+
+
+def by_another_thread(swapping, executor, *args, **kwargs):
+    """It begins to swap before each call of the model, and puts back after it."""
+    begun, over = threading.Event(), threading.Event()
+
+    def hold():
+        with swapping():
+            begun.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    begun.wait()
+    try:
+        return executor(*args, **kwargs)
+    finally:
+        over.set()
+        thread.join()
+
+
+def in_one_of_two_calls(swapping, executor, *args, **kwargs):
+    plain = executor(*args, **kwargs)
+    with swapping():
+        return (plain + executor(*args, **kwargs)) / 2
+
+
 @contextmanager
-def in_wrapper(name, model, swap, when=always):
-    changed, calls = model.clone(), []
+def of_one_prompt(which, model, swap, when=always):
+    """Both prompts are predicted in calls of their own; one has the swap."""
 
-    def wrapper(executor, *args, **kwargs):
-        calls.append(None)
-        with ExitStack() as stack:
-            if when(len(calls) - 1):
-                stack.enter_context(swap())
-            return executor(*args, **kwargs)
+    def call(swapping, executor, x, timesteps, context, y, control, options, **kwargs):
+        assert len(options["cond_or_uncond"]) == 1
+        with swapping() if options["cond_or_uncond"] == [which] else nullcontext():
+            return executor(x, timesteps, context, y, control, options, **kwargs)
 
-    changed.add_wrapper_with_key(name, "test", wrapper)
-    yield changed, {}
+    with attribute(model.model, "memory_required", model.model.memory_required):
+        with wrapping(call)(model, swap, when) as (changed, told):
+            yield split_chunks(changed), told
 
 
 @contextmanager
 def in_model_function(model, swap, when=always):
-    changed, calls = model.clone(), []
+    changed, swapping = model.clone(), Swapping(swap, when)
 
     def call(apply_model, args):
-        calls.append(None)
-        with ExitStack() as stack:
-            if when(len(calls) - 1):
-                stack.enter_context(swap())
+        with swapping():
             return apply_model(args["input"], args["timestep"], **args["c"])
 
     changed.set_model_unet_function_wrapper(call)
-    yield changed, {}
-
-
-@contextmanager
-def by_another_thread(model, swap, when=always):
-    """It begins to swap before each call of the model, and puts back after it."""
-    changed, calls = model.clone(), []
-
-    def wrapper(executor, *args, **kwargs):
-        calls.append(None)
-        if not when(len(calls) - 1):
-            return executor(*args, **kwargs)
-        begun, over = threading.Event(), threading.Event()
-
-        def hold():
-            with swap():
-                begun.set()
-                over.wait()
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        begun.wait()
-        try:
-            return executor(*args, **kwargs)
-        finally:
-            over.set()
-            thread.join()
-
-    changed.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
     yield changed, {}
 
 
@@ -194,37 +210,38 @@ def until_a_step(model, swap, when=always):
 
 
 @contextmanager
-def between_hooks(start, end, model, swap, when=always):
-    """From before the call of one of the model's modules until after that of another, or of the same."""
-    network, calls = model.model.diffusion_model, []
-    with ExitStack() as stack:
-        held = stack.enter_context(ExitStack())
+def in_hooks(first, last, swap, when=always):
+    """From before the call of a module until after that of another, or of the same."""
+    swapping = Swapping(swap, when)
+    with ExitStack() as held:
 
         def begin(*_):
-            calls.append(None)
-            if when(len(calls) - 1):
-                held.enter_context(swap())
+            held.enter_context(swapping())
 
-        handles = [
-            network.get_submodule(start).register_forward_pre_hook(begin),
-            network.get_submodule(end).register_forward_hook(lambda *_: held.close()),
-        ]
-        for handle in handles:
-            stack.callback(handle.remove)
+        handles = first.register_forward_pre_hook(begin), last.register_forward_hook(lambda *_: held.close())
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@contextmanager
+def between_hooks(start, end, model, swap, when=always):
+    network = model.model.diffusion_model
+    with in_hooks(network.get_submodule(start), network.get_submodule(end), swap, when):
         yield model, {}
 
 
 @contextmanager
 def between_patches(model, swap, when=always):
     """From an input block until an output block of the same call."""
-    changed, calls = model.clone(), []
+    changed, swapping = model.clone(), Swapping(swap, when)
     with ExitStack() as held:
 
         def begin(h, options):
             if options["block"] == ("input", 1):
-                calls.append(None)
-                if when(len(calls) - 1):
-                    held.enter_context(swap())
+                held.enter_context(swapping())
             return h
 
         def end(h, skip, options):
@@ -237,71 +254,27 @@ def between_patches(model, swap, when=always):
         yield changed, {}
 
 
-@contextmanager
-def in_one_of_two_calls(model, swap, when=always):
-    """A wrapper calls the model twice, and has the swap in one of both."""
-    changed, calls = model.clone(), []
-
-    def wrapper(executor, *args, **kwargs):
-        calls.append(None)
-        plain = executor(*args, **kwargs)
-        if not when(len(calls) - 1):
-            return plain
-        with swap():
-            return (plain + executor(*args, **kwargs)) / 2
-
-    changed.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
-    yield changed, {}
-
-
-@contextmanager
-def of_one_prompt(which, model, swap, when=always):
-    """Both prompts are predicted in calls of their own; one has the swap."""
-    changed, calls = model.clone(), []
-    asked = vars(model.model).get("memory_required")
-
-    def wrapper(executor, x, timesteps, context, y, control, options, **kwargs):
-        calls.append(None)
-        assert len(options["cond_or_uncond"]) == 1
-        with ExitStack() as stack:
-            if options["cond_or_uncond"] == [which] and when((len(calls) - 1) // 2):
-                stack.enter_context(swap())
-            return executor(x, timesteps, context, y, control, options, **kwargs)
-
-    changed.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
-    split_chunks(changed)
-    try:
-        yield changed, {}
-    finally:
-        if asked is None:
-            del model.model.memory_required
-        else:
-            model.model.memory_required = asked
-
-
 RES_BLOCKS = [f"output_blocks.{number}.0" for number in range(2)]
 
-PER_RUN = {
-    name: functools.partial(in_wrapper, getattr(WrappersMP, name)) for name in ("OUTER_SAMPLE", "SAMPLER_SAMPLE")
-}
-PER_STEP = {
-    name: functools.partial(in_wrapper, getattr(WrappersMP, name))
-    for name in ("PREDICT_NOISE", "CALC_COND_BATCH", "APPLY_MODEL", "DIFFUSION_MODEL")
-    if hasattr(WrappersMP, name)
-} | {
+
+def wrappers(*names):
+    return {name: wrapping(throughout, getattr(WrappersMP, name)) for name in names if hasattr(WrappersMP, name)}
+
+
+PER_STEP = wrappers("PREDICT_NOISE", "CALC_COND_BATCH", "APPLY_MODEL", "DIFFUSION_MODEL") | {
     "a model function": in_model_function,
-    "another thread": by_another_thread,
+    "another thread": wrapping(by_another_thread),
     "hooks around the network": functools.partial(between_hooks, "", ""),
     "hooks around blocks": functools.partial(between_hooks, *RES_BLOCKS),
     "hooks of one block": functools.partial(between_hooks, RES_BLOCKS[1], RES_BLOCKS[1]),
     "hooks between blocks": functools.partial(between_hooks, "input_blocks.1.0", "output_blocks.0.1"),
     "patches between blocks": between_patches,
-    "one of two calls of the network": in_one_of_two_calls,
+    "one of two calls of the network": wrapping(in_one_of_two_calls),
     "the calls for the prompt": functools.partial(of_one_prompt, 0),
     "the calls for the negative prompt": functools.partial(of_one_prompt, 1),
 }
 ONCE = {"from a step on": from_a_step_on, "until a step": until_a_step}
-PLACES = PER_RUN | PER_STEP | ONCE
+PLACES = wrappers("OUTER_SAMPLE", "SAMPLER_SAMPLE") | PER_STEP | ONCE
 
 ORDERS = ["accelerated first", "accelerated last"]
 orders = pytest.mark.parametrize("order", ORDERS)
@@ -402,21 +375,14 @@ def test_swap_by_one_model_is_not_in_the_image_of_another_that_shares_its_kinds(
 def test_code_that_is_swapped_while_an_error_ends_the_run_is_not_in_the_next_image():
     model, own = tiny_models.res_blocks(), GraphCache()
 
-    @contextmanager
-    def failing(model, swap, when):
-        changed = model.clone()
-
-        def wrapper(executor, *args, **kwargs):
-            with swap():
-                executor(*args, **kwargs)
-                raise ValueError("simulated")
-
-        changed.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
-        yield changed, {}
+    def failing(swapping, executor, *args, **kwargs):
+        with swapping():
+            executor(*args, **kwargs)
+            raise ValueError("simulated")
 
     plain = image(model)
     with pytest.raises(ValueError, match="simulated"):
-        swapped_image(model, failing, norms_swapped, order="accelerated first", cache=own)
+        swapped_image(model, wrapping(failing), norms_swapped, order="accelerated first", cache=own)
     assert torch.equal(image(fast(model, own)), plain)
 
 
@@ -460,22 +426,6 @@ def test_whatever_is_swapped_counts_while_it_is_there(what):
             assert hits(own) > before
         if order == ORDERS[0]:
             compiled = graphs()
-    assert graphs() == compiled
-
-
-@pytest.mark.parametrize("what", thorough_except(IN_BLOCKS, *list(IN_BLOCKS)[::4]))
-def test_whatever_is_swapped_in_the_middle_of_a_run_counts_from_then_on(what):
-    """Traced without the swap first."""
-    model = toy()
-    plain = image(model, **small())
-    assert torch.equal(image(fast(model), **small()), plain)
-    for place in ONCE.values():
-        for amount in (1.5, 0.5):
-            swap = functools.partial(IN_BLOCKS[what], model.model.diffusion_model, amount)
-            expected = swapped_image(model, place, swap, **small())
-            assert torch.equal(swapped_image(model, place, swap, order="accelerated last", **small()), expected)
-    compiled = graphs()
-    assert torch.equal(image(fast(model), **small()), plain)
     assert graphs() == compiled
 
 
@@ -640,25 +590,6 @@ def test_captured_calls_of_a_run_follow_the_code_from_step_to_step(model, when, 
 # Other networks
 
 
-@contextmanager
-def hooks_around(module, swap, when):
-    """The swap in some calls of a module, from its pre-hook to its hook."""
-    calls = []
-    with ExitStack() as held:
-
-        def begin(*_):
-            calls.append(None)
-            if when(len(calls) - 1):
-                held.enter_context(swap())
-
-        handles = module.register_forward_pre_hook(begin), module.register_forward_hook(lambda *_: held.close())
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
 CONTROL = CONTROLS["ControlNet"]
 
 
@@ -696,7 +627,7 @@ def test_control_with_swapped_code_gives_what_it_gives_uncompiled(place, when):
     def run(control):
         if place == "around its calls":
             return residuals(control, lambda step: norms_swapped() if when(step) else ExitStack())
-        with hooks_around(control.control_model, norms_swapped, when):
+        with in_hooks(control.control_model, control.control_model, norms_swapped, when):
             return residuals(control, nothing)
 
     plain, swapped = residuals(control, nothing), run(control)
@@ -720,7 +651,8 @@ def test_vae_whose_decoder_has_swapped_code_decodes_as_it_does_uncompiled(vae, w
         return vae.decode_tiled(latent, tile_x=4, tile_y=4, overlap=1)
 
     def swapped(decoder):
-        with hooks_around(vae.first_stage_model.decoder, functools.partial(scaling, OPS.Conv2d, "forward", 0.9), when):
+        network = vae.first_stage_model.decoder
+        with in_hooks(network, network, functools.partial(scaling, OPS.Conv2d, "forward", 0.9), when):
             return decoded(decoder)
 
     expected = {decoded: decoded(vae), swapped: swapped(vae)}
@@ -866,30 +798,16 @@ RUN = st.tuples(
     st.sampled_from(TIMES),
     st.sampled_from(ORDERS),
 )
-SESSION = given(
-    choices=st.tuples(st.integers(0, 10_000), st.integers(0, 10_000)), runs=st.lists(RUN, min_size=2, max_size=4)
+
+
+@settings(
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],  # an example is short, and takes seconds
+    suppress_health_check=[HealthCheck.too_slow],
 )
-
-
-def sessions(examples):
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        phases=[Phase.generate],  # an example is short, and takes seconds
-        suppress_health_check=[HealthCheck.too_slow],
-    )
-
-
-@sessions(15)
-@SESSION
+@given(choices=st.tuples(st.integers(0, 10_000), st.integers(0, 10_000)), runs=st.lists(RUN, min_size=2, max_size=4))
 def test_images_of_sessions_with_any_function_swapped_anywhere_are_the_plain_ones(both_models, choices, runs):
-    check_runs(both_models, choices, runs)
-
-
-@pytest.mark.thorough  # minutes, to meet what a few sessions do not
-@sessions(150)
-@SESSION
-def test_images_of_many_sessions_with_any_function_swapped_anywhere_are_the_plain_ones(both_models, choices, runs):
     check_runs(both_models, choices, runs)

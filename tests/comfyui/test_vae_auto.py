@@ -9,7 +9,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.sizing.vae import AUTO, VaePolicy
-from torch._dynamo.utils import counters
+from kit.compiled import graphs
 
 
 def auto(vae, after=2, cache=None, **settings):
@@ -19,10 +19,6 @@ def auto(vae, after=2, cache=None, **settings):
 
 def latent(side=6):
     return torch.randn(1, 4, side, side, generator=torch.Generator().manual_seed(side))
-
-
-def graphs():
-    return counters["stats"]["unique_graphs"]
 
 
 @torch.inference_mode()

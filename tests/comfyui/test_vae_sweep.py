@@ -10,17 +10,10 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.sizing.vae import AUTO, COMPILE_DECODER, VaePolicy
 from kit import tiny_vaes
+from kit.compiled import graphs
 from kit.thorough import thorough_except
-from torch._dynamo.utils import counters
 
 from bench.vae import MOST_GROWTH, SIZES, resident_mb
-
-REPORTED = ((896, 768), (960, 720), (1280, 1280), (720, 720))
-"""In pixels: the order in which OneDiff's users met their trouble."""
-
-
-def graphs():
-    return counters["stats"]["unique_graphs"]
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +53,3 @@ def _repeated(sizes):
         if size in seen:
             yield index
         seen.add(size)
-
-
-@pytest.mark.thorough  # images of up to 1280x1280
-@torch.inference_mode()
-def test_reported_sizes_in_one_process():
-    vae = tiny_vaes.sd15()
-    view = vae_view(vae, VaePolicy(COMPILE_DECODER), CompileSettings(backend="eager"), GraphCache())
-    counted = []
-    for width, height in REPORTED:
-        image = view.decode(tiny_vaes.latent(vae, height // 8, width // 8))
-        assert image.shape == (1, height, width, 3) and image.isfinite().all()
-        counted.append(graphs())
-    assert counted[0] > 0 and len(set(counted)) == 1
-    assert fallbacks.rows() == []

@@ -10,7 +10,6 @@ import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache, shared
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.warm_up import parse_runs, warm_up
@@ -114,26 +113,6 @@ def test_clearing_drops_graphs_and_frees_them(small, sample):
     gc.collect()
     assert [graph for graph in graphs if graph() is not None] == []
     assert shared.statistics()["entries"] == 0
-
-
-def test_progress_is_told_for_the_node(small, sample):
-    said = []
-    stop = subscribe(lambda name, data: said.append(data) if name == "compiling" else None)
-    try:
-        sample(accelerate(small, EAGER, GraphCache(), node_id="7"), 64, 64)
-    finally:
-        stop()
-    stages = [(data["number"], data["stage"]) for data in said]
-    assert stages == [(number + 1, stage) for number in range(said[0]["of"]) for stage in ("trace", "generate")]
-    assert {data["node"] for data in said} == {"7"}
-
-
-def test_listener_that_fails_does_not_harm_the_image(small, sample):
-    stop = subscribe(lambda name, data: 1 / 0)
-    try:
-        assert torch.equal(sample(accelerate(small, EAGER, GraphCache()), 64, 64), sample(small, 64, 64))
-    finally:
-        stop()
 
 
 def test_kind_that_computes_something_else_goes_back_to_eager(small, sample):

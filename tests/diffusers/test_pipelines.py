@@ -12,15 +12,11 @@ from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
 from diffusers.models.attention_processor import AttnProcessor  # noqa: E402
 from kit import deep_transformers  # noqa: E402
 from kit import pipeline_zoo as zoo  # noqa: E402
+from kit.compiled import graphs  # noqa: E402
 from kit.tiny_pipelines import difference  # noqa: E402
-from torch._dynamo.utils import counters  # noqa: E402
 
 TOLERANCE = 1e-5
 """Of the largest value: the graphs are run as they were captured."""
-
-
-def compiled():
-    return counters["stats"]["unique_graphs"]
 
 
 def image(pipe, width=32, height=32, batch=1, **given):
@@ -72,8 +68,8 @@ def test_every_model_runs_compiled_at_all_sizes(make, eager):
     for index, size in enumerate(SIZES):
         assert difference(image(pipe, *size), plain[index]) < TOLERANCE
         if index == 0:
-            before = compiled()
-    assert compiled() == before
+            before = graphs()
+    assert graphs() == before
     assert shared.statistics()["hits"] > used
     assert {row["block"] for row in fallbacks.rows()} == eager
 
@@ -83,12 +79,12 @@ def test_text_mask_at_batch_1_costs_no_graph_at_other_batches():
     pipe = deep_transformers.pipeline("HunyuanVideoPipeline")
     sizes = [{"batch": 1}, {"batch": 1}, {"batch": 2, "texts": (7, 7)}, {"batch": 3, "width": 64}]
     plain = [deep_transformers.sample(pipe, guidance_scale=1.0, steps=1, **size) for size in sizes]
-    graphs = []
+    made = []
     with accelerated(pipe, backend="eager", stop_on_trouble=True):
         for size, expected in zip(sizes, plain, strict=True):
             assert difference(deep_transformers.sample(pipe, guidance_scale=1.0, steps=1, **size), expected) < TOLERANCE
-            graphs.append(compiled())
-    assert len(set(graphs)) == 1, graphs
+            made.append(graphs())
+    assert len(set(made)) == 1, made
 
 
 def test_text_encoder_runs_compiled_and_a_block_with_hooks_in_it_as_it_is():
@@ -98,9 +94,9 @@ def test_text_encoder_runs_compiled_and_a_block_with_hooks_in_it_as_it_is():
     with torch.no_grad():
         plain = [encoder(ids)[0] for ids in tokens]
         with accelerated(pipe, ignores=("unet", "vae"), backend="eager", stop_on_trouble=True):
-            before, used = compiled(), shared.statistics()["hits"]
+            before, used = graphs(), shared.statistics()["hits"]
             assert [difference(encoder(ids)[0], out) < TOLERANCE for ids, out in zip(tokens, plain, strict=True)]
-            assert (compiled() - before, shared.statistics()["hits"] - used) == (1, 4)
+            assert (graphs() - before, shared.statistics()["hits"] - used) == (1, 4)
             handle = encoder.encoder.layers[0].self_attn.register_forward_hook(lambda *_: None)
             assert torch.equal(encoder(tokens[0])[0], plain[0])
             handle.remove()
@@ -179,11 +175,11 @@ def test_model_whose_weights_are_not_loaded_is_refused_by_name(sd):
 def test_exact_shapes_compile_for_each_size(sd):
     with accelerated(sd, ignores=("vae",), backend="eager", shapes="exact", min_repetitions=4):
         image(sd)
-        before = compiled()
+        before = graphs()
         image(sd)
-        assert compiled() == before
+        assert graphs() == before
         image(sd, 40, 24)
-        assert compiled() > before
+        assert graphs() > before
 
 
 def freeu(pipe):
@@ -221,37 +217,9 @@ def test_what_is_turned_on_in_between_is_on_and_then_off_again(sd, change):
         assert difference(image(sd, 48, 40), changed) < TOLERANCE
         assert shared.statistics()["hits"] > used
         undo()
-        before = compiled()
+        before = graphs()
         assert difference(image(sd, 48, 40), plain) < TOLERANCE
-        assert compiled() == before
-
-
-class Doubled:
-    """Attention of somebody's own, that no graph which was made without it may stand for."""
-
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, **_):
-        return 2 * AttnProcessor()(attn, hidden_states, encoder_hidden_states, attention_mask)
-
-
-def test_attention_that_a_callback_replaces_counts_from_the_next_step_on(sd):
-    before = sd.unet.attn_processors
-
-    def replace(pipe, step, time, tensors):
-        if step == 0:
-            pipe.unet.set_attn_processor(Doubled())
-        return tensors
-
-    def run():
-        try:
-            return image(sd, num_inference_steps=3, callback_on_step_end=replace)
-        finally:
-            sd.unet.set_attn_processor(dict(before))
-
-    plain, expected = image(sd, num_inference_steps=3), run()
-    assert difference(expected, plain) > 100 * TOLERANCE
-    with accelerated(sd, ignores=("vae",), backend="eager", stop_on_trouble=True):
-        assert difference(run(), expected) < TOLERANCE
-        assert difference(image(sd, num_inference_steps=3), plain) < TOLERANCE
+        assert graphs() == before
 
 
 def test_model_that_changes_at_every_step_is_given_up_with_the_reason(sd):

@@ -20,12 +20,12 @@ from diffusers.models.resnet import ResnetBlock2D  # noqa: E402
 from diffusers.models.transformers import transformer_flux  # noqa: E402
 from diffusers.models.transformers.transformer_flux import (  # noqa: E402
     FluxAttention,
-    FluxAttnProcessor,
     FluxSingleTransformerBlock,
 )
 from kit import deep_transformers  # noqa: E402
 from kit import pipeline_zoo as zoo  # noqa: E402
-from torch._dynamo.utils import counters  # noqa: E402
+from kit.code_swaps import all_of, attribute, item, scaling  # noqa: E402
+from kit.compiled import graphs  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
@@ -39,10 +39,6 @@ STEPS = 3
 def thorough(*case):
     """A case that costs graphs of its own and differs little from a quick one."""
     return pytest.param(*case, marks=pytest.mark.thorough)
-
-
-def compiled():
-    return counters["stats"]["unique_graphs"]
 
 
 def image(pipe, steps=STEPS, **given):
@@ -97,61 +93,18 @@ def empty_cache(monkeypatch):
     return cache
 
 
-# What is swapped: contexts that are given the model.
+# What is swapped: contexts that are given the model. Whatever else code may read is in test_current_code.py.
 
 
-@contextmanager
-def put(holder, name, value):
-    """The value in place of the holder's attribute, inside the context."""
-    is_its_own = name in vars(holder) or isinstance(holder, types.FunctionType)
-    before = getattr(holder, name)
-    setattr(holder, name, value)
-    try:
-        yield
-    finally:
-        if is_its_own:
-            setattr(holder, name, before)
-        else:
-            delattr(holder, name)
-
-
-@contextmanager
-def put_on_all(holders, name, make):
-    with ExitStack() as stack:
-        for holder in list(holders):
-            stack.enter_context(put(holder, name, make(holder)))
-        yield
+def on_all(holders, name, make):
+    return all_of(*(functools.partial(attribute, holder, name, make(holder)) for holder in holders))()
 
 
 def parts(model, *classes):
-    return (part for part in model.modules() if isinstance(part, classes))
+    return [part for part in model.modules() if isinstance(part, classes)]
 
 
-attend, rotate = functional.scaled_dot_product_attention, transformer_flux.apply_rotary_emb
-
-
-def doubled_group_norm(self, x):
-    return 2 * functional.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
-
-
-def doubled_layer_norm(self, x):
-    return 2 * functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
-
-
-def halved_feed_forward(self, hidden_states, *args, **kwargs):
-    for module in self.net:
-        hidden_states = module(hidden_states)
-    return hidden_states / 2
-
-
-def negated_feed_forward(self, hidden_states, *args, **kwargs):
-    for module in self.net:
-        hidden_states = module(hidden_states)
-    return -hidden_states
-
-
-def halved_attention(*args, **kwargs):
-    return attend(*args, **kwargs) / 2
+attend = functional.scaled_dot_product_attention
 
 
 def halved_native_attention(query, key, value, attn_mask=None, **_):
@@ -159,22 +112,13 @@ def halved_native_attention(query, key, value, attn_mask=None, **_):
     return attend(query, key, value, attn_mask).transpose(1, 2) / 2
 
 
-def halved_rotary_embedding(*args, **kwargs):
-    return rotate(*args, **kwargs) / 2
-
-
 def no_rotary_embedding(x, freqs_cis, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
     return x
 
 
-def no_attention(
-    self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None, **_
-):
-    return hidden_states / 2
-
-
 class NoAttention:
-    __call__ = no_attention
+    def __call__(self, attn, hidden_states, *args, **kwargs):
+        return hidden_states / 2
 
 
 def no_layer(self, hidden_states, *args, **kwargs):
@@ -182,34 +126,24 @@ def no_layer(self, hidden_states, *args, **kwargs):
 
 
 def method_of_group_norm(model):
-    return put(torch.nn.GroupNorm, "forward", doubled_group_norm)
+    return scaling(torch.nn.GroupNorm, "forward", 2)
 
 
 def method_of_layer_norm(model):
-    return put(torch.nn.LayerNorm, "forward", doubled_layer_norm)
+    return scaling(torch.nn.LayerNorm, "forward", 2)
 
 
 def method_of_feed_forward(model):
-    return put(FeedForward, "forward", halved_feed_forward)
-
-
-def function_of_torch(model):
-    return put(functional, "scaled_dot_product_attention", halved_attention)
+    return scaling(FeedForward, "forward", 0.5)
 
 
 def function_of_its_module(model):
-    return put(transformer_flux, "apply_rotary_emb", halved_rotary_embedding)
+    return scaling(transformer_flux, "apply_rotary_emb", 0.5)
 
 
-@contextmanager
 def function_in_a_table(model, name=attention_dispatch.AttentionBackendName.NATIVE):
     """Of diffusers' implementations of attention, by name."""
-    table = attention_dispatch._AttentionBackendRegistry._backends
-    before, table[name] = table[name], halved_native_attention
-    try:
-        yield
-    finally:
-        table[name] = before
+    return item(attention_dispatch._AttentionBackendRegistry._backends, name, halved_native_attention)
 
 
 @contextmanager
@@ -220,29 +154,24 @@ def backend_of_attention(model):
         yield
 
 
-def call_of_processors(model):
-    kind = AttnProcessor2_0 if isinstance(model, diffusers.UNet2DConditionModel) else FluxAttnProcessor
-    return put(kind, "__call__", no_attention)
-
-
 def processors_of_layers(model):
-    return put_on_all(parts(model, Attention, FluxAttention), "processor", lambda _: NoAttention())
+    return on_all(parts(model, Attention, FluxAttention), "processor", lambda _: NoAttention())
 
 
 def setting_of_processors(model):
-    processors = (part.processor for part in parts(model, Attention) if isinstance(part.processor, Weighed))
-    return put_on_all(processors, "weight", lambda _: 0.5)
+    processors = [part.processor for part in parts(model, Attention) if isinstance(part.processor, Weighed)]
+    return on_all(processors, "weight", lambda _: 0.5)
 
 
 def forward_of_layers(model):
     layers = parts(model, FeedForward, FluxAttention)
-    return put_on_all(layers, "forward", lambda layer: types.MethodType(no_layer, layer))
+    return on_all(layers, "forward", lambda layer: types.MethodType(no_layer, layer))
 
 
 def forward_of_blocks(model):
     """Replaces what stands there, which may be a stand-in of the pack's."""
     blocks = parts(model, BasicTransformerBlock, ResnetBlock2D, FluxSingleTransformerBlock)
-    return put_on_all(blocks, "forward", lambda block: functools.partial(twice, type(block).forward, block))
+    return on_all(blocks, "forward", lambda block: functools.partial(twice, type(block).forward, block))
 
 
 def twice(forward, *args, **kwargs):
@@ -250,27 +179,14 @@ def twice(forward, *args, **kwargs):
     return tuple(2 * part for part in out) if isinstance(out, tuple) else 2 * out
 
 
-def defaults_of_a_processor(model):
-    return put(Weighed.__call__, "__defaults__", (None, None, 0.25))
-
-
-def defaults_of_a_function(model):
-    return put(embeddings.apply_rotary_emb, "__defaults__", (True, -2, 2))
-
-
-def code_of_a_method(model):
-    return put(FeedForward.forward, "__code__", negated_feed_forward.__code__)
-
-
 def code_of_a_function(model):
-    return put(embeddings.apply_rotary_emb, "__code__", no_rotary_embedding.__code__)
+    return attribute(embeddings.apply_rotary_emb, "__code__", no_rotary_embedding.__code__)
 
 
 SWAPS = {
     "unet": [
-        method_of_group_norm,
         method_of_feed_forward,
-        call_of_processors,
+        method_of_group_norm,
         processors_of_layers,
         setting_of_processors,
         forward_of_layers,
@@ -278,19 +194,12 @@ SWAPS = {
     ],
     "dit": [
         method_of_layer_norm,
-        function_of_torch,
         function_of_its_module,
         function_in_a_table,
         backend_of_attention,
-        defaults_of_a_function,
         code_of_a_function,
     ],
 }
-ALSO = {
-    "unet": [function_of_torch, defaults_of_a_processor, code_of_a_method],
-    "dit": [call_of_processors, processors_of_layers, forward_of_layers, forward_of_blocks],
-}
-"""What costs graphs, and is like something that is quickly tested with the same model or the other."""
 
 
 # When it is swapped: contexts that are given the model and the swap, and hand out arguments for the call.
@@ -328,34 +237,26 @@ def by_a_wrapper(model, swap):
         with swap(model):
             return own(*args, **kwargs)
 
-    with put(model, "forward", forward):
+    with attribute(model, "forward", forward):
         yield {}
 
 
 @contextmanager
-def from_the_second_step_on(model, swap):
-    with ExitStack() as stack:
-
-        def begin(pipe, step, time, tensors):
-            if step == 0:
-                stack.enter_context(swap(model))
-            return tensors
-
-        yield {"callback_on_step_end": begin}
-
-
-@contextmanager
-def in_the_second_step(model, swap):
+def from_the_second_step_on(model, swap, until=99):
     with ExitStack() as stack:
 
         def change(pipe, step, time, tensors):
             if step == 0:
                 stack.enter_context(swap(model))
-            else:
+            elif step == until:
                 stack.close()
             return tensors
 
         yield {"callback_on_step_end": change}
+
+
+def in_the_second_step(model, swap):
+    return from_the_second_step_on(model, swap, until=1)
 
 
 WAYS = around_the_call, by_hooks, in_the_second_step
@@ -365,9 +266,9 @@ REST = by_a_wrapper, from_the_second_step_on
 
 def _cases():
     for kind in SWAPS:
-        for swap in SWAPS[kind] + ALSO[kind]:
+        for swap in SWAPS[kind]:
             for way in (*WAYS, *REST):
-                is_quick = swap is SWAPS[kind][0] or swap in SWAPS[kind] and way in WAYS
+                is_quick = swap is SWAPS[kind][0] or way in WAYS
                 name = f"{kind}-{swap.__name__}-{way.__name__}"
                 yield pytest.param(kind, swap, way, id=name, marks=() if is_quick else pytest.mark.thorough)
 
@@ -382,7 +283,7 @@ def hits_of_plain_image(pipe, plain, steps=STEPS, cache=shared):
     before = cache.statistics()["hits"]
     assert torch.equal(image(pipe, steps), plain)
     hits = cache.statistics()["hits"] - before
-    assert hits >= steps * len([*parts(denoiser(pipe), BasicTransformerBlock, FluxSingleTransformerBlock)])
+    assert hits >= steps * len(parts(denoiser(pipe), BasicTransformerBlock, FluxSingleTransformerBlock))
     return hits
 
 
@@ -395,10 +296,10 @@ def test_swap_between_plain_images_counts_while_it_lasts_and_costs_no_graph_late
         assert torch.equal(image(pipe), plain)
         hits = hits_of_plain_image(pipe, plain)
         assert torch.equal(swapped_image(pipe, way, swap), swapped)
-        graphs = compiled()
+        made = graphs()
         assert hits_of_plain_image(pipe, plain) == hits
         assert torch.equal(swapped_image(pipe, way, swap), swapped)
-        assert compiled() == graphs
+        assert graphs() == made
     assert torch.equal(image(pipe), plain)
 
 
@@ -418,10 +319,10 @@ def test_first_image_under_a_swap_leaves_no_graph_for_the_plain_ones(pipes, empt
         assert torch.equal(swapped_image(pipe, way, swap), swapped)
         assert torch.equal(image(pipe), plain)
         hits = hits_of_plain_image(pipe, plain, cache=empty_cache)
-        graphs = compiled()
+        made = graphs()
         assert torch.equal(swapped_image(pipe, way, swap), swapped)
         assert hits_of_plain_image(pipe, plain, cache=empty_cache) == hits
-        assert compiled() == graphs
+        assert graphs() == made
 
 
 @pytest.mark.parametrize(("kind", "swap"), [("unet", method_of_feed_forward), ("dit", function_of_its_module)])
@@ -439,10 +340,10 @@ def test_wrapper_from_before_acceleration_swaps_in_those_calls_alone_in_which_it
         with accelerated(pipe, **FAST):
             for is_swapped in (False, True):
                 assert torch.equal(made(is_swapped), (plain, swapped)[is_swapped])
-            graphs = compiled()
+            before = graphs()
             for is_swapped in (False, True, True, False):
                 assert torch.equal(made(is_swapped), (plain, swapped)[is_swapped])
-            assert compiled() == graphs
+            assert graphs() == before
 
 
 @pytest.mark.parametrize("kind", ["unet", "dit"])
@@ -454,10 +355,10 @@ def test_swap_in_each_of_many_steps_counts_in_each(pipes, kind):
         assert torch.equal(image(pipe, 12), plain)
         hits = hits_of_plain_image(pipe, plain, 12)
         assert torch.equal(swapped_image(pipe, by_hooks, swap, steps=12), swapped)
-        graphs = compiled()
+        made = graphs()
         assert torch.equal(swapped_image(pipe, by_hooks, swap, steps=12), swapped)
         assert hits_of_plain_image(pipe, plain, 12) == hits
-        assert compiled() == graphs
+        assert graphs() == made
 
 
 @pytest.mark.parametrize("kind", ["unet", "dit"])
@@ -494,9 +395,9 @@ def test_swap_in_one_pipeline_does_not_reach_another_that_shares_its_kinds(pipes
         assert torch.equal(image(both[0]), plain[0])
         for _ in range(2):
             assert torch.equal(swapped_image(both[1], way, swap), swapped)
-            graphs = compiled()
+            made = graphs()
             assert [torch.equal(image(pipe), out) for pipe, out in zip(both, plain, strict=True)] == [True, True]
-            assert compiled() == graphs
+            assert graphs() == made
     finally:
         for pipe in both:
             restore(pipe)
@@ -536,10 +437,10 @@ def _check_calls(pipe, call, first, cache, **settings):
     with accelerated(pipe, backend="eager", **settings):
         for way in ways:
             assert torch.equal(call(way), plain if way is None else swapped)
-        graphs = compiled()
+        made = graphs()
         for way in (by_a_wrapper, around_the_call, by_hooks):
             assert torch.equal(call(way), swapped)
             before = cache.statistics()["hits"]
             assert torch.equal(call(), plain)
             assert cache.statistics()["hits"] > before
-        assert compiled() == graphs
+        assert graphs() == made

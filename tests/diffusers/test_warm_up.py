@@ -10,9 +10,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from comfy_accel.accel import accelerate_pipeline, accelerated, restore, warm_up  # noqa: E402
 from kit import pipeline_zoo as zoo  # noqa: E402
+from kit.compiled import graphs  # noqa: E402
 from kit.thorough import thorough_except  # noqa: E402
 from kit.tiny_pipelines import difference  # noqa: E402
-from torch._dynamo.utils import counters  # noqa: E402
 
 from bench.session_plan import latent_side  # noqa: E402
 
@@ -27,10 +27,6 @@ def pixels(width, height):
 
 WARMED = [pixels(1024, 1024), pixels(512, 2048), pixels(2048, 512)]
 OTHERS = [pixels(720, 960), pixels(896, 768), pixels(1280, 720)]
-
-
-def compiled():
-    return counters["stats"]["unique_graphs"]
 
 
 def image(size, channels=3):
@@ -72,15 +68,15 @@ def test_no_size_or_batch_compiles_after_three_sizes(kind, ignores):
     unguided = output(pipe, OTHERS[0], guidance_scale=1.0)
 
     accelerate_pipeline(pipe, ignores=ignores, backend="eager", stop_on_trouble=True)
-    before = compiled()
+    before = graphs()
     warmed = warm_up(pipe, sizes=WARMED, batches=(1, 2), **zoo.prompt(pipe))
-    assert len(warmed.compiled) == compiled() - before
+    assert len(warmed.compiled) == graphs() - before
     assert warmed.runs == [(*size, images) for size in WARMED for images in (1, 2)]
-    before = compiled()
+    before = graphs()
     for (size, images), expected in zip(calls, plain, strict=True):
         assert difference(output(pipe, size, num_images_per_prompt=images), expected) < TOLERANCE
     assert difference(output(pipe, OTHERS[0], guidance_scale=1.0), unguided) < TOLERANCE
-    assert compiled() == before
+    assert graphs() == before
 
 
 def test_masks_are_made_up():
@@ -88,9 +84,9 @@ def test_masks_are_made_up():
     plain = output(pipe, (48, 80), num_images_per_prompt=2)
     with accelerated(pipe, ignores=("vae",), backend="eager", stop_on_trouble=True):
         warm_up(pipe, sizes=[(64, 32)], **zoo.prompt(pipe))
-        before = compiled()
+        before = graphs()
         assert difference(output(pipe, (48, 80), num_images_per_prompt=2), plain) < TOLERANCE
-        assert compiled() == before
+        assert graphs() == before
 
 
 def test_prompts_and_images_for_several_controlnets_are_made_up(tmp_path):
@@ -100,9 +96,9 @@ def test_prompts_and_images_for_several_controlnets_are_made_up(tmp_path):
     several = zoo.pipeline("StableDiffusionControlNetPipeline", **{**pipe.components, "controlnet": nets})
     accelerate_pipeline(several, ignores=("vae",), backend="eager", stop_on_trouble=True)
     warm_up(several, sizes=[(32, 64)], batches=(1, 2))
-    before = compiled()
+    before = graphs()
     assert len(several("two words", image=[image((64, 48))] * 2, num_inference_steps=2, output_type="pt")[0]) == 1
-    assert compiled() == before
+    assert graphs() == before
 
 
 def test_width_comes_first_and_batches_count_images():

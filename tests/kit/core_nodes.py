@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,8 +27,8 @@ from comfy_extras import nodes_model_patch
 
 import nodes
 from kit.controls import network, taesd, wan_vae
-from kit.families import DITS, FAMILIES, Shapes, TinyFamily, is_there
-from kit.other_nodes import VIDEO
+from kit.families import DITS, FAMILIES, Shapes, TinyFamily
+from kit.other_nodes import VIDEO, caller, find
 from kit.tiny_models import UNET, Family, conditioning, lora, randomize
 from kit.zoo import RADIANCE, Noise
 
@@ -77,8 +76,7 @@ class Row:
             return model
         shapes = FAMILIES_OF_NODES[self.family].sizes[size]
         given = self.inputs(model, shapes)
-        cls = find(self.node)
-        call = cls.execute if hasattr(cls, "execute") else getattr(cls(), cls.FUNCTION)
+        call = caller(self.node)
         known = inspect.signature(call).parameters  # older cores ask for less
         if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
             given = {name: value for name, value in given.items() if name in known}
@@ -97,16 +95,6 @@ class Row:
         extras = {} if bare else self.extras(case.sizes[size])
         parts = case.sample(model, size, batch=self.batch, steps=self.steps, **extras)
         return torch.cat([part.flatten() for part in parts])
-
-
-def find(name: str) -> type | None:
-    module, _, cls = name.rpartition(".")
-    importlib.import_module("comfy_extras.nodes_post_processing")  # it and nodes_latent import each other: it first
-    try:
-        module = nodes if module == "nodes" else importlib.import_module(f"comfy_extras.{module}")
-    except ModuleNotFoundError:
-        return None
-    return getattr(module, cls, None)
 
 
 def nodes_of_core() -> list[str]:
@@ -178,6 +166,9 @@ _TRIPO = dict(
 _PICTURE = ((4, 16, 16),), ((4, 12, 20),)
 _WAN = DITS["Wan"].family.config
 _SAME_FRAMES = ((16, 3, 8, 8),), ((16, 3, 6, 10),)
+_EVEN_FRAME = ((16, 1, 12, 12),), ((16, 1, 10, 16),)
+"""For patches that take no odd sizes."""
+_LONG = ((16, 5, 8, 8),), ((16, 6, 6, 10),)
 
 
 def family(model_class: str, config: dict, context: int = 48, pooled: int | None = None) -> Family:
@@ -196,7 +187,7 @@ def driven(shapes: Shapes, noise: Noise) -> Inputs:
 
 _UNET_FAMILY = TinyFamily(Family("UNet", "SD15", _UNET, 768), _PICTURE)
 
-FAMILIES_OF_NODES = {name: case for name, case in FAMILIES.items() if case.is_known} | {
+_ALL = FAMILIES | {
     "UNet": _UNET_FAMILY,
     "Lumina2, no mask": dataclasses.replace(FAMILIES["Lumina2"], extras=lambda shapes, noise: {}),
     "UNet, masked": dataclasses.replace(_UNET_FAMILY, mask=ramp),
@@ -215,56 +206,39 @@ FAMILIES_OF_NODES = {name: case for name, case in FAMILIES.items() if case.is_kn
         family("WAN21_T2V", _WAN | {"in_dim": 36, "out_dim": 16, "dim": 160}), _SAME_FRAMES, first_frame, cfg=1.0
     ),
     "Wan, image to video": dataclasses.replace(FAMILIES["Wan 2.2 14B i2v"], sizes=_SAME_FRAMES, cfg=1.0),
-    "Wan, long": dataclasses.replace(FAMILIES["Wan"], sizes=(((16, 5, 8, 8),), ((16, 6, 6, 10),))),
-}
-
-
-def _later(name: str, needs: str, make: Callable[[], TinyFamily]) -> None:
-    if is_there(needs):
-        FAMILIES_OF_NODES[name] = make()
-
-
-def _even(name: str) -> TinyFamily:
-    """Without odd sizes, which the patch does not take."""
-    return dataclasses.replace(FAMILIES[name], sizes=(((16, 1, 12, 12),), ((16, 1, 10, 16),)))
-
-
-_later("Anima, even", "comfy.ldm.anima.lllite", lambda: _even("Anima"))
-_later(
-    "LTXV, long",
-    "comfy.ldm.lightricks.av_model",
-    lambda: dataclasses.replace(FAMILIES["LTXV"], sizes=(((16, 5, 8, 8),), ((16, 6, 6, 10),))),
-)
-_later(
-    "Wan Animate 2",
-    "comfy.ldm.wan.model_animate2",
-    lambda: TinyFamily(
-        family("WAN_Animate2", _WAN | {"model_type": "animate2", "in_dim": 36, "out_dim": 16}), _SAME_FRAMES, driven
+    "Wan, long": dataclasses.replace(FAMILIES["Wan"], sizes=_LONG),
+    "Qwen-Image, even": dataclasses.replace(FAMILIES["Qwen-Image"], sizes=_EVEN_FRAME),
+    "Z-Image, even": dataclasses.replace(
+        FAMILIES["Z-Image"],
+        sizes=(((16, 12, 12),), ((16, 10, 16),)),
+        family=family("ZImage", DITS["Z-Image"].family.config | dict(n_layers=7, n_refiner_layers=2)),
     ),
-)
-_later(
-    "Wan, causal",
-    "comfy.ldm.wan.ar_model",
-    lambda: TinyFamily(family("WAN21_CausalAR_T2V", _WAN), _SAME_FRAMES, cfg=1.0),
-)
-_later(
-    "HiDream-O1",
-    "comfy.ldm.hidream_o1.model",
-    lambda: TinyFamily(
+    "Anima, even": dataclasses.replace(FAMILIES["Anima"], sizes=_EVEN_FRAME, needs="comfy.ldm.anima.lllite"),
+    "LTXV, long": dataclasses.replace(FAMILIES["LTXV"], sizes=_LONG, needs="comfy.ldm.lightricks.av_model"),
+    "Wan Animate 2": TinyFamily(
+        family("WAN_Animate2", _WAN | {"model_type": "animate2", "in_dim": 36, "out_dim": 16}),
+        _SAME_FRAMES,
+        driven,
+        needs="comfy.ldm.wan.model_animate2",
+    ),
+    "Wan, causal": TinyFamily(
+        family("WAN21_CausalAR_T2V", _WAN), _SAME_FRAMES, cfg=1.0, needs="comfy.ldm.wan.ar_model"
+    ),
+    "HiDream-O1": TinyFamily(
         family("HiDreamO1", _O1),
         (((3, 96, 96),), ((3, 96, 128),)),
         lambda shapes, noise: {"text_input_ids": torch.arange(7)[None]},
+        needs="comfy.ldm.hidream_o1.model",
     ),
-)
-_later(
-    "TripoSplat",
-    "comfy.ldm.triposplat.model",
-    lambda: TinyFamily(
+    "TripoSplat": TinyFamily(
         family("TripoSplat", _TRIPO),
         (((48, 16), (1, 5)), ((48, 16), (1, 5))),
         lambda shapes, noise: {"reference_latents": [noise(1, 16, 4, 4)]},
+        needs="comfy.ldm.triposplat.model",
     ),
-)
+}
+FAMILIES_OF_NODES = {name: case for name, case in _ALL.items() if case.is_known}
+
 
 # Networks and files
 
@@ -362,6 +336,33 @@ def llllite(model: Any, shapes: Shapes) -> Inputs:
     return {"model_patch": patch(net), "image": picture(), "strength": 0.9, "start_percent": 0.0, "end_percent": 0.7}
 
 
+def diffsynth(mask: bool = False, **config: Any) -> Callable[[Any, Shapes], Inputs]:
+    """A ControlNet for Qwen-Image that comes as a patch: it runs between the model's blocks."""
+
+    def inputs(model: Any, shapes: Shapes) -> Inputs:
+        net = network(nodes_model_patch.QwenImageBlockWiseControlNet, num_layers=6, dim=64, **config)
+        return {"model_patch": patch(net), "vae": wan_vae()} | control_picture(mask)
+
+    return inputs
+
+
+def z_image_fun(mask: bool = False, **config: Any) -> Callable[[Any, Shapes], Inputs]:
+    """The same for Z-Image."""
+
+    def inputs(model: Any, shapes: Shapes) -> Inputs:
+        cls = nodes_model_patch.comfy.ldm.lumina.controlnet.ZImage_Control
+        net = network(cls, dim=288, n_heads=3, n_kv_heads=3, **config)
+        return {"model_patch": patch(net), "vae": taesd(16)} | control_picture(mask)
+
+    return inputs
+
+
+def control_picture(is_masked: bool) -> Inputs:
+    mask = torch.zeros(1, 96, 96)
+    mask[:, 20:70, 30:80] = 1
+    return {"image": picture(1, 96, 96), "strength": 0.8, "mask": mask if is_masked else None}
+
+
 def supir(model: Any, shapes: Shapes) -> Inputs:
     """core's network, 64 channels wide where SDXL's has 320."""
     parts, made = nodes_model_patch.comfy.ldm.supir.supir_modules, {"operations": comfy.ops.disable_weight_init}
@@ -452,19 +453,22 @@ LOADERS = {
 }
 """They give a model as it is in its file."""
 
-ELSEWHERE = {"nodes_model_patch.QwenImageDiffsynthControlnet", "nodes_model_patch.ZImageFunControlnet"}
-"""In test_model_patches.py."""
-
 NO_NODES = {"nodes_train.TrainLoraNode", "nodes_model_advanced.ModelSamplingDiscreteDistilled"}
 """What trains, and classes of sampling."""
 
 
-def unet(node: str, eager: tuple[str, ...] = (), extras=lambda shapes: {}, how: dict | None = None, **inputs) -> Row:
-    return Row("UNet", node, given(**inputs), extras, eager, **how or {})
+def on(family: str, node: str, **inputs: Any) -> Row:
+    """A row whose inputs are plain values, beside whatever else a `Row` has."""
+    how = {field.name: inputs.pop(field.name) for field in dataclasses.fields(Row) if field.name in inputs}
+    return Row(family, node, given(**inputs), **how)
+
+
+unet = functools.partial(on, "UNet")
 
 
 def _rows() -> dict[str, Row]:
-    noise_scale = Row("SD3", "nodes_model_advanced.ModelNoiseScale", given(noise_scale=1.3))
+    qwen_patch, z_patch = "nodes_model_patch.QwenImageDiffsynthControlnet", "nodes_model_patch.ZImageFunControlnet"
+    inpaint = dict(additional_in_dim=17, refiner_control=True)
     merging, sampling = "nodes_model_merging.", "nodes_model_advanced."
     file = lambda model: lora(model, 5)  # noqa: E731
     loras = dict(strength_model=0.6, strength_clip=0.0)
@@ -484,34 +488,32 @@ def _rows() -> dict[str, Row]:
         "FreSca": unet("nodes_fresca.FreSca", scale_low=1.1, scale_high=1.3, freq_cutoff=4),
         "tonemap": unet("nodes_latent.LatentApplyOperationCFG", operation=lambda latent, **others: latent * 0.8),
         "Mahiro": unet("nodes_mahiro.Mahiro"),
-        "NAG": unet("nodes_nag.NAGuidance", EAGER, nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5),
-        "NAG, Flux": Row("Flux", "nodes_nag.NAGuidance", given(nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5), eager=EAGER),
-        "PAG": unet("nodes_pag.PerturbedAttentionGuidance", REPLACED, scale=3.0),
-        "PerpNeg": Row("UNet", "nodes_perpneg.PerpNeg", given(empty_conditioning=conditioning(seed=6), neg_scale=0.8)),
-        "RenormCFG": Row("Lumina2, no mask", "nodes_lumina2.RenormCFG", given(cfg_trunc=100.0, renorm_cfg=1.0)),
+        "NAG": unet("nodes_nag.NAGuidance", eager=EAGER, nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5),
+        "NAG, Flux": on("Flux", "nodes_nag.NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5, eager=EAGER),
+        "PAG": unet("nodes_pag.PerturbedAttentionGuidance", eager=REPLACED, scale=3.0),
+        "PerpNeg": on("UNet", "nodes_perpneg.PerpNeg", empty_conditioning=conditioning(seed=6), neg_scale=0.8),
+        "RenormCFG": on("Lumina2, no mask", "nodes_lumina2.RenormCFG", cfg_trunc=100.0, renorm_cfg=1.0),
         "RescaleCFG": unet(sampling + "RescaleCFG", multiplier=0.7),
-        "RescaleCFG, flow": Row("SD3", sampling + "RescaleCFG", given(multiplier=0.7)),
-        "SAG": unet("nodes_sag.SelfAttentionGuidance", REPLACED, scale=0.5, blur_sigma=2.0),
-        "SLG, SD3": Row(
-            "SD3", "nodes_sd3.SkipLayerGuidanceSD3", given(layers="1", scale=3.0, start_percent=0.0, end_percent=0.6)
+        "RescaleCFG, flow": on("SD3", sampling + "RescaleCFG", multiplier=0.7),
+        "SAG": unet("nodes_sag.SelfAttentionGuidance", eager=REPLACED, scale=0.5, blur_sigma=2.0),
+        "SLG, SD3": on(
+            "SD3", "nodes_sd3.SkipLayerGuidanceSD3", layers="1", scale=3.0, start_percent=0.0, end_percent=0.6
         ),
-        "SLG, Flux": Row("Flux", "nodes_slg.SkipLayerGuidanceDiT", given(**layers)),
-        "SLG, HunyuanVideo": Row("HunyuanVideo", "nodes_slg.SkipLayerGuidanceDiT", given(**layers)),
-        "SLG simple, Wan": Row("Wan", "nodes_slg.SkipLayerGuidanceDiTSimple", given(double_layers="2", **HALF)),
-        "STG": Row("LTXV", "nodes_lt.LTXVSpatioTemporalGuidance", given(blocks="2", scale=1.0, **HALF)),
-        "modality guidance": Row("LTX 2", "nodes_lt.LTXVModalityGuidance", given(modality_scale=3.0, **HALF)),
+        "SLG, Flux": on("Flux", "nodes_slg.SkipLayerGuidanceDiT", **layers),
+        "SLG, HunyuanVideo": on("HunyuanVideo", "nodes_slg.SkipLayerGuidanceDiT", **layers),
+        "SLG simple, Wan": on("Wan", "nodes_slg.SkipLayerGuidanceDiTSimple", double_layers="2", **HALF),
+        "STG": on("LTXV", "nodes_lt.LTXVSpatioTemporalGuidance", blocks="2", scale=1.0, **HALF),
+        "modality guidance": on("LTX 2", "nodes_lt.LTXVModalityGuidance", modality_scale=3.0, **HALF),
         "TCFG": unet("nodes_tcfg.TCFG"),
-        "linear CFG over frames": unet("nodes_video_model.VideoLinearCFGGuidance", how={"batch": 3}, min_cfg=1.0),
-        "triangle CFG over frames": Row(
-            "SVD", "nodes_video_model.VideoTriangleCFGGuidance", given(min_cfg=1.0), batch=3
-        ),
+        "linear CFG over frames": unet("nodes_video_model.VideoLinearCFGGuidance", batch=3, min_cfg=1.0),
+        "triangle CFG over frames": on("SVD", "nodes_video_model.VideoTriangleCFGGuidance", min_cfg=1.0, batch=3),
         # Attention and what is between blocks
         "FreeU": unet("nodes_freelunch.FreeU", **free_u),
         "FreeU V2": unet("nodes_freelunch.FreeU_V2", **free_u),
         "HyperTile": unet(
-            "nodes_hypertile.HyperTile", EAGER, tile_size=64, swap_size=2, max_depth=1, scale_depth=False
+            "nodes_hypertile.HyperTile", eager=EAGER, tile_size=64, swap_size=2, max_depth=1, scale_depth=False
         ),
-        "ToMe": unet("nodes_tomesd.TomePatchModel", EAGER, ratio=0.3),
+        "ToMe": unet("nodes_tomesd.TomePatchModel", eager=EAGER, ratio=0.3),
         "downscale": unet(
             "nodes_model_downscale.PatchModelAddDownscale",
             **dict(block_number=1, downscale_factor=2.0, downscale_after_skip=True, downscale_method="bicubic"),
@@ -525,33 +527,36 @@ def _rows() -> dict[str, Row]:
         ),
         "attention backend": unet(
             sampling + "ModelAttentionBackend",
-            ("attention_override",),
-            how={"changes": False},
+            eager=("attention_override",),
+            changes=False,
             attention="pytorch attention",
         ),
-        "rotary scale": Row(
-            "Flux",
-            "nodes_rope.ScaleROPE",
-            given(scale_x=1.5, shift_x=0.5, scale_y=1.2, shift_y=0.0, scale_t=1.0, shift_t=0.0),
+        "rotary scale": on(
+            "Flux", "nodes_rope.ScaleROPE", scale_x=1.5, shift_x=0.5, scale_y=1.2, shift_y=0.0, scale_t=1.0, shift_t=0.0
         ),
-        "rotary scale, Wan": Row(
-            "Wan",
-            "nodes_rope.ScaleROPE",
-            given(scale_x=1.5, shift_x=0.5, scale_y=1.2, shift_y=0.0, scale_t=1.1, shift_t=1.0),
+        "rotary scale, Wan": on(
+            "Wan", "nodes_rope.ScaleROPE", scale_x=1.5, shift_x=0.5, scale_y=1.2, shift_y=0.0, scale_t=1.1, shift_t=1.0
         ),
         "Flux.2 KV cache": Row("Flux.2 Klein", "nodes_flux.FluxKVCache", eager=EAGER),
-        "Radiance options": Row(
+        "Radiance options": on(
             "Chroma Radiance",
             "nodes_chroma_radiance.ChromaRadianceOptions",
-            given(
-                preserve_wrapper=True, start_sigma=1.0, end_sigma=0.0, nerf_tile_size=7, force_sequential_txt_ids=True
-            ),
+            preserve_wrapper=True,
+            start_sigma=1.0,
+            end_sigma=0.0,
+            nerf_tile_size=7,
+            force_sequential_txt_ids=True,
             changes=False,
         ),
-        "seam smoothing": Row(
+        "seam smoothing": on(
             "HiDream-O1",
             "nodes_hidream_o1.HiDreamO1PatchSeamSmoothing",
-            given(start_percent=0.4, end_percent=1.0, pattern="symmetric", passes="2", blend="average", strength=1.0),
+            start_percent=0.4,
+            end_percent=1.0,
+            pattern="symmetric",
+            passes="2",
+            blend="average",
+            strength=1.0,
             eager=("unsupported_argument",),
             full="cannot skip language_model.layers",
         ),
@@ -560,11 +565,21 @@ def _rows() -> dict[str, Row]:
         "Uni3C": Row("Wan, image to video", "nodes_model_patch.WanUni3CControlnetApply", uni3c),
         "InfiniteTalk": Row("Wan, 160 wide", "nodes_wan.WanInfiniteTalkToVideo", talk, eager=EAGER),
         "Anima LLLite": Row("Anima, even", "nodes_model_patch.AnimaLLLiteApply", llllite, eager=EAGER),
+        # Between blocks, as core's loader configures them
+        "Qwen-Image DiffSynth": Row("Qwen-Image, even", qwen_patch, diffsynth()),
+        "Qwen-Image DiffSynth inpaint": Row("Qwen-Image, even", qwen_patch, diffsynth(True, additional_in_dim=4)),
+        "Z-Image Fun": Row("Z-Image, even", z_patch, z_image_fun()),
+        "Z-Image Fun 2.0": Row("Z-Image, even", z_patch, z_image_fun(n_control_layers=15, **inpaint)),
+        "Z-Image Fun 2.0, its first release": Row(
+            "Z-Image, even", z_patch, z_image_fun(n_control_layers=15, broken=True, **inpaint)
+        ),
+        "Z-Image Fun 2.0 inpaint": Row("Z-Image, even", z_patch, z_image_fun(True, n_control_layers=3, **inpaint)),
         "SUPIR": Row("SDXL", "nodes_model_patch.SUPIRApply", supir, full="a skipped step failed"),
-        "Wan Animate 2, cached": Row(
+        "Wan Animate 2, cached": on(
             "Wan Animate 2",
             "nodes_wan.WanAnimate2Cache",
-            given(device="cpu", dtype="default"),
+            device="cpu",
+            dtype="default",
             eager=("no_block_runs",),
             full="cannot skip blocks of WanAnimate2Model: the model calls none",
         ),
@@ -587,10 +602,13 @@ def _rows() -> dict[str, Row]:
         # Weights
         "self-attention multiplied": unet("nodes_attention_multiply.UNetSelfAttentionMultiply", **multiply),
         "cross-attention multiplied": unet("nodes_attention_multiply.UNetCrossAttentionMultiply", **multiply),
-        "temporal attention multiplied": Row(
+        "temporal attention multiplied": on(
             "SVD",
             "nodes_attention_multiply.UNetTemporalAttentionMultiply",
-            given(self_structural=1.1, self_temporal=0.8, cross_structural=0.9, cross_temporal=1.2),
+            self_structural=1.1,
+            self_temporal=0.8,
+            cross_structural=0.9,
+            cross_temporal=1.2,
             batch=3,
         ),
         "LoRA": Row("UNet", "nodes.LoraLoader", from_file("loras", "lora_name", file, **loras)),
@@ -628,52 +646,48 @@ def _rows() -> dict[str, Row]:
         "sampling, V": unet(
             sampling + "ModelSamplingContinuousV", sampling="v_prediction", sigma_max=80.0, sigma_min=0.03
         ),
-        "sampling, Cascade": Row(
-            "Stable Cascade", sampling + "ModelSamplingStableCascade", given(shift=1.5), full="it is neither"
+        "sampling, Cascade": on(
+            "Stable Cascade", sampling + "ModelSamplingStableCascade", shift=1.5, full="it is neither"
         ),
-        "sampling, SD3": Row("SD3", sampling + "ModelSamplingSD3", given(shift=2.0)),
-        "sampling, AuraFlow": Row("Z-Image", sampling + "ModelSamplingAuraFlow", given(shift=1.7)),
-        "sampling, Flux": Row(
-            "Flux Kontext", sampling + "ModelSamplingFlux", given(max_shift=2.0, base_shift=0.7, width=96, height=96)
+        "sampling, SD3": on("SD3", sampling + "ModelSamplingSD3", shift=2.0),
+        "sampling, AuraFlow": on("Z-Image", sampling + "ModelSamplingAuraFlow", shift=1.7),
+        "sampling, Flux": on(
+            "Flux Kontext", sampling + "ModelSamplingFlux", max_shift=2.0, base_shift=0.7, width=96, height=96
         ),
-        "sampling, LTXV": Row("LTXV", "nodes_lt.ModelSamplingLTXV", given(max_shift=1.5, base_shift=0.8)),
-        "sampling, MiniMax": Row(
-            "MiniMax H3", "nodes_minimax_h3.MiniMaxH3SigmaShift", given(shift_video=5.0, shift_audio=2.0)
-        ),
-        "noise scale": noise_scale,
+        "sampling, LTXV": on("LTXV", "nodes_lt.ModelSamplingLTXV", max_shift=1.5, base_shift=0.8),
+        "sampling, MiniMax": on("MiniMax H3", "nodes_minimax_h3.MiniMaxH3SigmaShift", shift_video=5.0, shift_audio=2.0),
+        "noise scale": on("SD3", sampling + "ModelNoiseScale", noise_scale=1.3),
         "compute type": unet(sampling + "ModelComputeDtype", dtype="bf16"),
-        "differential diffusion": Row(
-            "UNet, masked", "nodes_differential_diffusion.DifferentialDiffusion", given(strength=0.8)
+        "differential diffusion": on(
+            "UNet, masked", "nodes_differential_diffusion.DifferentialDiffusion", strength=0.8
         ),
         # Windows, caches, devices, compilers
-        "windows": unet(
-            "nodes_context_windows.ContextWindowsManualNode", how={"batch": 5, "changes": False}, **WINDOWS
-        ),
-        "windows, Wan": Row(
+        "windows": unet("nodes_context_windows.ContextWindowsManualNode", batch=5, changes=False, **WINDOWS),
+        "windows, Wan": on(
             "Wan, long",
             "nodes_context_windows.WanContextWindowsManualNode",
-            given(**WINDOWS | {"context_length": 9, "context_overlap": 4}),
+            **WINDOWS | {"context_length": 9, "context_overlap": 4},
         ),
-        "windows, LTXV": Row(
+        "windows, LTXV": on(
             "LTXV, long",
             "nodes_context_windows.LTXVContextWindowsNode",
-            given(**WINDOWS | {"context_length": 17, "context_overlap": 8}),
+            **WINDOWS | {"context_length": 17, "context_overlap": 8},
         ),
         "EasyCache": unet(
             "nodes_easycache.EasyCacheNode",
-            how={"steps": 10},
+            steps=10,
             **dict(reuse_threshold=0.2, start_percent=0.1, end_percent=0.95, verbose=False),
         ),
         "LazyCache": unet(
             "nodes_easycache.LazyCacheNode",
-            how={"steps": 10},
+            steps=10,
             **dict(reuse_threshold=0.2, start_percent=0.1, end_percent=0.95, verbose=False),
         ),
         "core's compile node": unet(
-            "nodes_torch_compile.TorchCompileModel", how={"changes": False, "compiles": True}, backend="eager"
+            "nodes_torch_compile.TorchCompileModel", changes=False, compiles=True, backend="eager"
         ),
-        "several GPUs": unet("nodes_multigpu.MultiGPUCFGSplitNode", how={"changes": False}, max_gpus=2),
-        "device": unet("nodes_multigpu.SelectModelDeviceNode", how={"changes": False}, device="cpu"),
+        "several GPUs": unet("nodes_multigpu.MultiGPUCFGSplitNode", changes=False, max_gpus=2),
+        "device": unet("nodes_multigpu.SelectModelDeviceNode", changes=False, device="cpu"),
         "block swap": Row("Wan", "nodes_nop.wanBlockSwap", changes=False),
     }
 

@@ -3,6 +3,8 @@
 Imported by tests that have put a ComfyUI tree on the path.
 """
 
+import importlib
+
 import comfy.controlnet
 import comfy.hooks
 import comfy.model_patcher
@@ -15,10 +17,53 @@ from comfy.ldm.modules.attention import optimized_attention
 from comfy.patcher_extension import PatcherInjection
 from comfy.t2i_adapter.adapter import Adapter
 
+import nodes
 from kit import tiny_models
 from kit.deep_cache import by_uuid, reference
 from kit.tiny_models import Family
 from kit.tiny_models import lora as lora_file
+
+# Nodes of core
+
+
+def find(name: str) -> type | None:
+    """The class of a node of core by its module and name, as `nodes_pag.PerturbedAttentionGuidance`."""
+    module, _, cls = name.rpartition(".")
+    importlib.import_module("comfy_extras.nodes_post_processing")  # it and nodes_latent import each other: it first
+    try:
+        module = nodes if module == "nodes" else importlib.import_module(f"comfy_extras.{module}")
+    except ModuleNotFoundError:
+        return None
+    return getattr(module, cls, None)
+
+
+def caller(name: str):
+    """What runs a node of core."""
+    cls = find(name)
+    return cls.execute if hasattr(cls, "execute") else getattr(cls(), cls.FUNCTION)
+
+
+def core(name: str, *inputs):
+    """A node of core on a model, with these inputs behind it."""
+
+    def on(model):
+        out = caller(name)(model, *inputs)
+        return getattr(out, "args", out)[0]
+
+    return on
+
+
+free_u = core("nodes_freelunch.FreeU_V2", 1.3, 1.4, 0.9, 0.2)
+hyper_tile = core("nodes_hypertile.HyperTile", 64, 3, 1, False)
+token_merging = core("nodes_tomesd.TomePatchModel", 0.4)
+perturbed_attention = core("nodes_pag.PerturbedAttentionGuidance", 3.0)
+self_attention = core("nodes_sag.SelfAttentionGuidance", 0.5, 2.0)
+perpendicular = core("nodes_perpneg.PerpNeg", tiny_models.conditioning(seed=6), 0.8)
+with_momentum = core("nodes_apg.APG", 1.0, 5.0, 0.5)
+"""APG, which adds up what it saw of a run so far."""
+easy_cache = core("nodes_easycache.EasyCacheNode", 0.2, 0.1, 0.95, False)
+lazy_cache = core("nodes_easycache.LazyCacheNode", 0.2, 0.1, 0.95, False)
+
 
 # Attention, and patches between blocks
 
@@ -88,12 +133,6 @@ def in_place(model):
     return model
 
 
-def free_u(model):
-    from comfy_extras.nodes_freelunch import FreeU_V2
-
-    return FreeU_V2().patch(model, 1.3, 1.4, 0.9, 0.2)[0]
-
-
 def rolled_dice(model):
     """Chance falls alike in every block; to be patched in before the patch that plays."""
 
@@ -106,18 +145,6 @@ def rolled_dice(model):
     return model
 
 
-def hyper_tile(model):
-    from comfy_extras.nodes_hypertile import HyperTile
-
-    return HyperTile.execute(model, 64, 3, 1, False)[0]
-
-
-def token_merging(model):
-    from comfy_extras.nodes_tomesd import TomePatchModel
-
-    return TomePatchModel.execute(model, 0.4).args[0]
-
-
 def deep_shrink(model, after_skip, end, method="bilinear"):
     from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
 
@@ -125,24 +152,6 @@ def deep_shrink(model, after_skip, end, method="bilinear"):
 
 
 # Guidance
-
-
-def perturbed_attention(model):
-    from comfy_extras.nodes_pag import PerturbedAttentionGuidance
-
-    return PerturbedAttentionGuidance.execute(model, 3.0).args[0]
-
-
-def self_attention(model):
-    from comfy_extras.nodes_sag import SelfAttentionGuidance
-
-    return SelfAttentionGuidance.execute(model, 0.5, 2.0).args[0]
-
-
-def perpendicular(model):
-    from comfy_extras.nodes_perpneg import PerpNeg
-
-    return PerpNeg.execute(model, tiny_models.conditioning(seed=6), 0.8).args[0]
 
 
 def both_attentions(model):
@@ -446,25 +455,6 @@ def injected(model, blocks):
 
 
 # Caches of whole steps, and compiled blocks
-
-
-def with_momentum(model):
-    """APG, which adds up what it saw of a run so far."""
-    from comfy_extras.nodes_apg import APG
-
-    return APG.execute(model, 1.0, 5.0, 0.5).args[0]
-
-
-def easy_cache(model):
-    from comfy_extras.nodes_easycache import EasyCacheNode
-
-    return EasyCacheNode.execute(model, 0.2, 0.1, 0.95, False).args[0]
-
-
-def lazy_cache(model):
-    from comfy_extras.nodes_easycache import LazyCacheNode
-
-    return LazyCacheNode.execute(model, 0.2, 0.1, 0.95, False).args[0]
 
 
 def counted(model, calls):

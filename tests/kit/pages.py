@@ -91,6 +91,44 @@ def get(server, path: str) -> bytes:
         return answer.read()
 
 
+SMALL = """
+seed => {
+    const changes = {
+        EmptyLatentImage: { width: 64 + 8 * seed, height: 96 },
+        KSampler: { steps: 2, seed },
+    };
+    for (const node of window.app.graph.nodes)
+        for (const [name, value] of Object.entries(changes[node.type] ?? {}))
+            node.widgets.find(widget => widget.name === name).value = value;
+}
+"""
+WATCH = """
+() => {
+    const seen = window.accelSeen = { progress: [], ended: null };
+    const { api, graph } = window.app;
+    const listen = (name, handle) => api.addEventListener(name, event => handle(event.detail));
+    listen('progress', ({ node, value, max }) =>
+        seen.progress.push([graph.getNodeById(node)?.type, value, max]));
+    for (const end of ['execution_success', 'execution_error', 'execution_interrupted'])
+        listen(end, detail => { seen.ended = [end, detail.exception_message ?? null]; });
+}
+"""
+
+
+def run_small(page) -> list[list]:
+    """Run the open workflow at two steps, as a click on the button does; the progress of each node until it ended well.
+
+    Every setup has an image of its own: else the server would hand out that of the setup before.
+    """
+    page.evaluate(SMALL, 1 + SETUPS.index(page.setup))
+    page.evaluate(WATCH)
+    page.locator("button[data-testid=queue-button], [data-testid=queue-button] button").first.click()
+    page.wait_for_function("window.accelSeen.ended", timeout=300_000)
+    seen = page.evaluate("window.accelSeen")
+    assert seen["ended"] == ["execution_success", None]
+    return seen["progress"]
+
+
 def screenshot(page, name: str) -> Path:
     """The page as it is, in .work/screenshots/NAME-SETUP.png."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
