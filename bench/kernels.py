@@ -159,22 +159,23 @@ def measure(
     rows: list[report.Row] = []
     compile_block = block_compiler.compile_block
 
-    def compile_both(template: Any, kind: Any, weights: Any, spec: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+    def compile_both(template: Any, call: Any, *rest: Any) -> Any:
+        kind = call.kind
         if not kind.name.startswith(block):
             raise CompileFailed(Reason("too_few_blocks", least=1))
         ours = None
         for variant in variants:
             is_ours = variant == OURS
-            of = kind if is_ours else dataclasses.replace(kind, varying=())
-            given = rest if is_ours else (*rest[:1], False, None)
+            for_one_size = dataclasses.replace(call, kind=dataclasses.replace(kind, varying=()), any_size=False)
+            given = (call, *rest) if is_ours else (for_one_size,)
             with _fresh_kernels():
                 started = _cpu_seconds()
-                graph = compile_block(template, of, weights, spec, inputs, *given, **({} if not is_ours else more))
+                graph = compile_block(template, *given)
                 seconds = _cpu_seconds() - started
-                launches = _launches(graph, [*weights, *inputs])
+                launches = _launches(graph, call.tensors)
             ours = ours or graph
-            label = f"{kind.name} {' '.join('x'.join(map(str, tensor.shape)) for tensor in inputs)}"
-            rows.append(row(name, label, variant, max(map(torch.Tensor.numel, inputs)), launches, seconds))
+            label = f"{kind.name} {' '.join('x'.join(map(str, tensor.shape)) for tensor in call.inputs)}"
+            rows.append(row(name, label, variant, max(map(torch.Tensor.numel, call.inputs)), launches, seconds))
             print(report.table(rows[-1:], COLUMNS).splitlines()[-1], file=sys.stderr, flush=True)
             if details:
                 for launch in launches.kernels:

@@ -21,6 +21,7 @@ from ..core import torch_internals
 from ..core.errors import cause_among, one_line, pass_on
 from ..core.events import emit
 from ..core.reasons import Reason
+from ..fingerprint.block_call import Call
 from ..fingerprint.code_hash import unread_code
 from ..fingerprint.kinds import Kind
 from ..modules.stored_form import is_data, restored
@@ -30,7 +31,7 @@ from .backend import Artifact, Backend
 from .compiled_graph import CompiledGraph, CompileFailed, Facts
 from .convolution import leave_to_library
 from .generated_code import GENERATE
-from .registry import DEFAULT, backend_named
+from .registry import backend_named
 from .specialization import OpTrace, TracedSizes, trace_ops
 
 LARGEST_SIZE = 2**31 - 1
@@ -48,25 +49,15 @@ _one_at_a_time = threading.Lock()
 
 def compile_block(
     template: torch.nn.Module,
-    kind: Kind,
-    weights: Sequence[torch.Tensor],
-    spec: tree_spec.Spec,
-    inputs: Sequence[torch.Tensor],
-    backend: str | Callable = DEFAULT,
-    dynamic: bool = True,
+    call: Call,
     larger: Sequence[Sequence[int]] | None = None,
     interrupts: tuple[type[BaseException], ...] = (),
     savable: bool = True,
     codes: frozenset[types.CodeType] | None = None,
 ) -> CompiledGraph:
-    """Compile a block for calls like this one, at any size.
+    """The graph for calls like this one; of its tensors only shapes, strides, dtypes and devices are used.
 
     template: the block with its weights on the meta device (`kinds.template_of`); it is changed.
-    kind: the block's kind. weights, inputs: real tensors, of which only shapes, strides, dtypes and devices are used;
-        the inputs are dense (`tensors.dense`).
-    spec: how (args, kwargs) of the call are made from the inputs (`tree_spec.flatten`).
-    backend: as `registry.backend_named` takes it.
-    dynamic: every dimension of every input may vary; False compiles for these sizes alone.
     larger: sizes of the inputs in a call where only what is always 1 is 1; None where they are not known.
     interrupts: exceptions that mean "stop the run"; one that the compiler met is raised as it was.
     savable: the graph is going to be saved if it can be.
@@ -76,7 +67,7 @@ def compile_block(
         CompileFailed: the compiler is missing, failed, or met an operator it does not know.
         torch.OutOfMemoryError: there was too little memory for it now, on a device or in the process.
     """
-    compiler = backend_named(backend)
+    compiler, kind, spec, weights, inputs = backend_named(call.backend), call.kind, call.spec, call.weights, call.inputs
     device = next((tensor.device.type for tensor in (*inputs, *weights) if tensor.ndim), None)
     if (missing := compiler.missing(device)) is not None:
         raise CompileFailed(missing)
@@ -89,12 +80,12 @@ def compile_block(
     ops = trace((*weights, *inputs))
     if changed_lists or ops is None and tree_spec.has_lists(spec):
         raise CompileFailed(Reason("changes_list"))
-    lifted = _lifted(inputs, larger) if dynamic else None
+    lifted = _lifted(inputs, larger) if call.any_size else None
     if lifted is not None and ops is not None and trace((*weights, *lifted)) is None:
         lifted = None
-    examples, static_ones = _examples(lifted or inputs, dynamic)
+    examples, static_ones = _examples(lifted or inputs, call.any_size)
     tensors = (*_example_weights(weights, kind), *examples)
-    artifact, fixed, traced_code = _compile(template, kind, spec, tensors, compiler, dynamic, interrupts, savable)
+    artifact, fixed, traced_code = _compile(template, call, tensors, compiler, interrupts, savable)
     unread = None if codes is None else unread_code(traced_code, codes)
     if unread is not None:
         artifact.release()
@@ -104,8 +95,8 @@ def compile_block(
         static_ones=tuple((i + len(weights), d) for i, d in static_ones),
         weights=len(weights),
         changed=tuple(range(len(inputs))) if ops is None else ops.changed,
-        dynamic=dynamic,
-        values=tree_spec.without_values(spec)[1],
+        dynamic=call.any_size,
+        values=call.values,
         fixed=tuple(item for item in fixed if item[0] >= len(weights)),
         grown=tuple((i + len(weights), d, size) for i, d, size in _grown(inputs, lifted)),
     )
@@ -113,25 +104,18 @@ def compile_block(
 
 
 def load_block(
-    template: torch.nn.Module,
-    kind: Kind,
-    spec: tree_spec.Spec,
-    data: bytes,
-    facts: Facts,
-    interrupts: tuple[type[BaseException], ...] = (),
-    backend: str | Callable = DEFAULT,
+    template: torch.nn.Module, call: Call, data: bytes, facts: Facts, interrupts: tuple[type[BaseException], ...] = ()
 ) -> CompiledGraph:
     """The graph whose `save` gave these bytes, without tracing or compiling anything.
 
-    template, kind, spec, interrupts, backend: as for `compile_block`. data: code, so it must have been checked.
-    facts: the graph's.
+    template, interrupts: as for `compile_block`. data: code, so it must have been checked. facts: the graph's.
 
     Raises Exception: of any type; the bytes are of another torch, or this system cannot load them.
     """
     leave_to_library(template)
     with _one_at_a_time:
-        artifact = backend_named(backend).load(data, template)
-    return _graph(artifact, facts, None, _tracer(template, kind, spec, interrupts))
+        artifact = backend_named(call.backend).load(data, template)
+    return _graph(artifact, facts, None, _tracer(template, call.kind, call.spec, interrupts))
 
 
 def _graph(
@@ -182,11 +166,9 @@ def _tracer(
 
 def _compile(
     template: torch.nn.Module,
-    kind: Kind,
-    spec: tree_spec.Spec,
+    call: Call,
     tensors: Sequence[torch.Tensor],
     backend: Backend,
-    dynamic: bool,
     interrupts: tuple[type[BaseException], ...],
     savable: bool,
 ) -> tuple[Artifact, tuple[tuple[int, int, int], ...], Sequence[types.CodeType]]:
@@ -195,18 +177,18 @@ def _compile(
     A size of 1 is traced like others where that leaves no question open that tracing must answer.
     """
     torch_internals.keep_device_guard()
-    for oblivious in (True, False) if dynamic else (False,):
+    for oblivious in (True, False) if call.any_size else (False,):
         sizes = TracedSizes()
-        function = _block_function(template, kind, spec, sizes)
+        function = _block_function(template, call.kind, call.spec, sizes)
         try:
-            with _one_at_a_time, _tracing(dynamic, oblivious):
+            with _one_at_a_time, _tracing(call.any_size, oblivious):
                 return backend.compile(function, tensors, savable), sizes.fixed(tensors), sizes.codes
         except Exception as error:
             pass_on(error, (*interrupts, torch.OutOfMemoryError))
             if cause_among(error, (MemoryError,)) is not None:
                 raise torch.OutOfMemoryError("the process got no more memory") from error
             if not oblivious or not any(words in str(error) for words in _OPEN_QUESTIONS):
-                raise CompileFailed(_why_failed(error, kind)) from error
+                raise CompileFailed(_why_failed(error, call.kind)) from error
 
 
 def _why_failed(error: Exception, kind: Kind) -> Reason:

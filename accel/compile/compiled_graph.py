@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..core.reasons import Refusal
+from ..fingerprint.block_call import Call
 from ..signature.tensors import empty_dense_like
 from .specialization import OpTrace, scales_evenly
 
@@ -43,6 +44,10 @@ class Facts:
         sizes = (*((i, d, 1) for i, d in self.static_ones), *self.fixed)
         return all(i < len(tensors) and tensors[i].shape[d] == size for i, d, size in sizes)
 
+    def may_serve(self, call: Call) -> bool:
+        """Whether a graph with these facts might run the call."""
+        return self.values == call.values and self.allow(call.tensors)
+
 
 @dataclass(eq=False)
 class CompiledGraph:
@@ -62,6 +67,10 @@ class CompiledGraph:
     trace: Callable[[Sequence[torch.Tensor]], OpTrace | None] | None = None
     save: Callable[[], bytes] | None = None
     saved_as: str | None = None
+
+    def serves(self, call: Call) -> bool:
+        """Whether the graph is right for the call."""
+        return self.facts.values == call.values and self.accepts(call.tensors)
 
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the graph is right for these weights and dense inputs.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,18 +15,19 @@ from ..core.compile_settings import CompileSettings, Trouble
 from ..core.errors import Failure
 from ..core.events import emit
 from ..core.fallbacks import fallbacks
-from ..core.reasons import Reason, RunEagerly, not_in_this_mode
+from ..core.reasons import Reason, Refusal, RunEagerly, not_in_this_mode
 from ..fingerprint import kinds
+from ..fingerprint.block_call import Call
 from ..fingerprint.survey import Region
-from ..modules.streamed_weights import WeightSource
-from ..modules.substitution import Apart
+from ..modules.streamed_weights import WeightSource, weights_taken
+from ..modules.substitution import Outside
 from ..signature import tree_spec
 from ..signature.tensors import dense, share_memory
 from .batch_dry_run import BatchDryRun
 from .block_observer import BlockObserver
 from .current_code import CurrentCode
-from .inline_cache import InlineCache, call_key
-from .lora import Added, AddedWeights, with_added
+from .inline_cache import InlineCache
+from .lora import AddedWeights, with_added
 from .resolver import GraphResolver, ResolvedGraph
 
 
@@ -44,6 +45,8 @@ class BlockRunner:
     lease: keeps the run's graphs in the cache; None outside of a run.
     on_shortage: called when a graph ran out of memory, before the block runs eagerly.
     source: of the block's weights, where these are not in place.
+    outside_recording: makes the host's context for the whole call, so that nothing is made inside its record of the
+        model's memory and freed outside, or the other way round.
     still: whether the block is still of the kind that its region says.
     """
 
@@ -61,6 +64,7 @@ class BlockRunner:
         on_shortage: Callable[[], None] = lambda: None,
         source: WeightSource | None = None,
         still: Callable[[Region], bool] = lambda region: True,
+        outside_recording: Outside = nullcontext,
     ):
         self._region = region
         self._cache = cache
@@ -70,6 +74,8 @@ class BlockRunner:
         self._on_shortage = on_shortage
         self._resolver = GraphResolver(region, cache, settings, interrupts, dry_run, lease, still)
         kind, wraps = region.kind, region.wraps
+        self._outside_recording, self._is_streamed = outside_recording, source is not None
+        self._is_surrounded = self._is_streamed or outside_recording is not nullcontext
         self._weights = source or kinds.weight_slots(region.block, kind.weights, wraps, kind.forms)
         self._lora = None if wraps is None else AddedWeights(region.block, kind.tensors, wraps)
         self._inline = InlineCache(cache, self._weights, simplify_options)
@@ -93,6 +99,18 @@ class BlockRunner:
         return tensors
 
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_surrounded:
+            return self._call(inner, args, kwargs)
+        try:
+            outside_recording = self._outside_recording()
+        except RunEagerly as refusal:
+            reason = refusal.reason
+        else:
+            with outside_recording, weights_taken(self._weights, inner) as streaming:
+                return self._call(streaming, args, kwargs)
+        return self._eagerly(self._described(inner, args, kwargs), reason)
+
+    def _call(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         observer = self.observer
         if observer is not None and observer.runs_eagerly:
             return inner(*args, **kwargs)
@@ -106,8 +124,8 @@ class BlockRunner:
         if self._lora is None or self._are_bare():
             hit = self._inline.match(args, kwargs)
             if hit is not None:
-                call, tensors = hit
-                resolved, counter = call.resolved, call.counter
+                guarded, tensors = hit
+                resolved, counter = guarded.resolved, guarded.counter
                 if resolved.benchmark is None or resolved.benchmark.verdict is None:
                     counter.hits += 1
                     if observer is not None:
@@ -117,12 +135,12 @@ class BlockRunner:
                     except Exception as error:
                         failure = self._failure_of(error)
                     del hit, tensors  # the block may bring its weights itself
-                    return self._recover(failure, resolved, inner, args, kwargs)
+                    return self._recover(self._described(inner, args, kwargs), resolved, failure)
         return self._call_unmatched(inner, args, kwargs)
 
     def _call_instead(self, other: BlockRunner | Reason, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if isinstance(other, Reason):
-            return self._eagerly(inner, args, kwargs, other, is_trouble=False)
+            return self._eagerly(self._described(inner, args, kwargs), other)
         other.observer, before = self.observer, other.eager_calls
         try:
             return other(inner, *args, **kwargs)
@@ -138,94 +156,115 @@ class BlockRunner:
 
     @torch.compiler.disable
     def _call_unmatched(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A call that no guard matched: described in full, and looked up or resolved.
+        """The result of a call that no guard matched.
 
         Not for Dynamo: where the whole model is compiled too it would trace the compiler.
         """
-        inputs: list[torch.Tensor] = []
+        call = self._described(inner, args, kwargs)
         try:
-            spec = tree_spec.flatten((args, kwargs), inputs, self._simplify)
-            verdict = self._inline.verdict(spec, inputs)
-            if verdict is not None:
-                raise RunEagerly(verdict)
-            added = () if self._lora is None else self._lora.read()
-            weights = self._weights.take(inputs)
-            if any(weight is None for weight in weights):  # taken away since
-                raise RunEagerly(Reason("code_changes"))
-        except RunEagerly as refusal:
-            return self._eagerly(inner, args, kwargs, refusal.reason, is_trouble=False)
-        except tree_spec.UnsupportedArgument as why:
-            return self._eagerly(inner, args, kwargs, Reason("unsupported_argument", what=str(why)))
-        reason = not_in_this_mode(weights, inputs)
-        if reason is not None:
-            return self._eagerly(inner, args, kwargs, reason, is_trouble=False)
-        given, inputs = inputs, [dense(tensor) for tensor in inputs]
-        device = next((tensor.device for tensor in (*weights, *inputs)), torch.device("cpu"))
-        try:
-            resolved, is_new = self._resolve(spec, weights, inputs)
-        except NoGraph as why:
+            self._take(call)
+            resolved = self._resolve(call)
+            if resolved is not None:
+                self._prepare(call, resolved)
+        except Refusal as why:
             refusal = why.with_traceback(None)
-            del weights
         else:
-            del weights
-            if resolved is None:
-                self._count_eager()
-                return inner(*args, **kwargs)
-            if not is_new and resolved.is_stable:
-                self._inline.guard(args, kwargs, spec, given, resolved)
-            return self._run(resolved, inner, args, kwargs, spec, given, inputs, added, device)
+            return self._eagerly(call) if resolved is None else self._run(call, resolved)
+        if isinstance(refusal, NoGraph):
+            return self._without_graph(call, refusal)
+        return self._eagerly(call, refusal.reason, is_trouble=not isinstance(refusal, RunEagerly))
+
+    def _described(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
+        settings = self._settings
+        return Call(
+            self.kind, backend=settings.backend, any_size=settings.any_size, inner=inner, args=args, kwargs=kwargs
+        )
+
+    def _take(self, call: Call) -> None:
+        """Find the call's structure, tensors and weights. Raises Refusal: no graph may run it."""
+        try:
+            call.spec = tree_spec.flatten((call.args, call.kwargs), call.given, self._simplify)
+        except tree_spec.UnsupportedArgument as why:
+            raise Refusal(Reason("unsupported_argument", what=str(why))) from None
+        verdict = self._inline.verdict(call)
+        if verdict is not None:
+            raise RunEagerly(verdict)
+        call.added = () if self._lora is None else self._lora.read()
+        call.weights = self._weights.take(call.given)
+        if any(weight is None for weight in call.weights):  # taken away since
+            raise RunEagerly(Reason("code_changes"))
+        reason = not_in_this_mode(call.weights, call.given)
+        if reason is not None:
+            raise RunEagerly(reason)
+        call.inputs = [dense(tensor) for tensor in call.given]
+
+    def _resolve(self, call: Call) -> ResolvedGraph | None:
+        """The graph for the call; None where it runs eagerly. Raises NoGraph."""
+        is_capturing = self.observer is not None and self.observer.capturing
+        is_known, resolved = self._inline.find(call, expires=not is_capturing)
+        if is_known:
+            return resolved
+        if is_capturing:
+            raise NotReady(f"{self.kind.name} ({self._region.path}) has no graph at hand")
+        try:
+            resolved = self._resolver.resolve(call, self.observer)
+        except NoGraph:
+            self._inline.add(call, None)
+            raise
+        self._inline.add(call, resolved)
+        call.weights = ()  # compiling takes minutes, in which they may be replaced
+        return resolved
+
+    def _prepare(self, call: Call, resolved: ResolvedGraph) -> None:
+        """Give the call the weights that its graph takes. Raises Refusal: the graph must not run it."""
+        changed = resolved.graph.facts.changed
+        if changed and share_memory(call.given, changed):
+            raise Refusal(Reason("changes_shared_memory"))
+        if resolved.verdict is not None:
+            raise RunEagerly(resolved.verdict)
+        if resolved.is_compared and self._is_streamed:
+            call.weights = ()  # either way includes the cost of taking them, and neither keeps the other's
+            self._weights.release()
+        else:
+            call.weights = with_added(call.weights or self._weights.take(call.inputs), call.added)
+
+    def _run(self, call: Call, resolved: ResolvedGraph) -> Any:
+        """The call by its graph; eagerly where that fails."""
+        is_compared, observer = resolved.is_compared, self.observer
+        resolved.counter.hits += 1
+        if observer is not None:
+            observer.used.append((resolved.entry, resolved.graph, resolved.counter))
+            observer.is_stable &= not is_compared
+        try:
+            return self._compare(call, resolved) if is_compared else self._run_graph(call, resolved.graph)
+        except RunEagerly as refusal:  # streamed weights that could not be taken once more, which says nothing of it
+            failure = refusal.reason
+        except Exception as error:
+            failure = self._failure_of(error)
+        return self._eagerly(call, failure) if isinstance(failure, Reason) else self._recover(call, resolved, failure)
+
+    def _run_graph(self, call: Call, graph: CompiledGraph) -> Any:
+        """What the graph returns for the call; inputs that it writes to are changed as given."""
+        weights = call.weights or with_added(self._weights.take(call.inputs), call.added)
+        out = graph.run((*weights, *call.inputs))
+        for index in graph.facts.changed:
+            out = _handed_back(out, call.inputs[index], call.given[index])
+        return out
+
+    def _without_graph(self, call: Call, refusal: NoGraph) -> Any:
+        """Run the call eagerly after there was no graph for it."""
+        call.weights = ()
         self._count_eager()
         try:
-            out = inner(*args, **kwargs)
+            out = call.inner(*call.args, **call.kwargs)
         except BaseException:
             # The call itself is wrong, which says nothing of the block.
             self._inline.clear()
             if refusal.tried:
                 self._cache.clear_failure(refusal.key)
             raise
-        self._note(refusal.reason)
+        self._note(refusal.reason, is_trouble=True)
         return out
-
-    def _run(self, resolved, inner, args, kwargs, spec, given, inputs, added, device):
-        entry, graph, benchmark = resolved.entry, resolved.graph, resolved.benchmark
-        if graph.facts.changed and share_memory(given, graph.facts.changed):
-            return self._eagerly(inner, args, kwargs, Reason("changes_shared_memory"))
-        if benchmark is not None and benchmark.verdict is not None:
-            self._inline.add_verdict(spec, given, benchmark.verdict)
-            return self._eagerly(inner, args, kwargs, benchmark.verdict, is_trouble=False)
-        is_compared = benchmark is None or benchmark.done
-
-        def run(tensors: Sequence[torch.Tensor]) -> Any:
-            out = graph.run(tensors)
-            for index in graph.facts.changed:
-                if inputs[index] is not given[index]:
-                    given[index].copy_(inputs[index])
-                    out = _replaced(out, inputs[index], given[index])
-            return out
-
-        try:
-            compiled = self._call_of(run, inputs, added, again=not is_compared)
-        except RunEagerly as refusal:
-            return self._eagerly(inner, args, kwargs, refusal.reason, is_trouble=False)
-        counter = resolved.counter
-        counter.hits += 1
-        observer = self.observer
-        if observer is not None:
-            observer.used.append((entry, graph, counter))
-            observer.is_stable &= is_compared
-
-        try:
-            if is_compared:
-                return compiled()
-            return self._compare(graph, benchmark, compiled, inner, spec, given, inputs, device)
-        except RunEagerly as refusal:  # streamed weights that could not be taken once more, which says nothing of it
-            failure = refusal.reason
-        except Exception as error:
-            failure = self._failure_of(error)
-        del compiled  # and the weights in it: the block may bring them itself
-        if isinstance(failure, Reason):
-            return self._eagerly(inner, args, kwargs, failure, is_trouble=False)
-        return self._recover(failure, resolved, inner, args, kwargs)
 
     def _failure_of(self, error: Exception) -> Failure:
         """Why a graph failed; raises the error again where it stops the run, or ends a capture."""
@@ -233,18 +272,18 @@ class BlockRunner:
             raise error
         return Failure.of(error)
 
-    def _recover(self, failure: Failure, resolved: ResolvedGraph, inner: Callable, args: tuple, kwargs: dict) -> Any:
+    def _recover(self, call: Call, resolved: ResolvedGraph, failure: Failure) -> Any:
         """Run the call eagerly after its graph failed. Not in the handler, whose exception would keep tensors alive."""
         self._inline.clear()
+        call.weights = ()
         if failure.is_shortage:
             self._on_shortage()
             if resolved.benchmark is not None:
                 resolved.benchmark.done = True  # without a verdict
-        self._count_eager()
-        out = inner(*args, **kwargs)
+        out = self._eagerly(call)
         if not failure.is_shortage:
             self._reject(resolved.entry, resolved.graph, Reason("compile_failed", error=failure.error))
-        self._note(Reason("graph_failed", error=failure.error))
+        self._note(Reason("graph_failed", error=failure.error), is_trouble=True)
         return out
 
     def _reject(self, entry: Entry, graph: CompiledGraph, reason: Reason) -> None:
@@ -255,75 +294,56 @@ class BlockRunner:
         else:
             entry.mark_failed(reason)
 
-    def _compare(self, graph, benchmark, call, inner, spec, given, inputs, device):
+    def _compare(self, call: Call, resolved: ResolvedGraph) -> Any:
         """The call run both ways, the block on copies of its inputs; inputs that it changes are compared too."""
-        copies = [tensor.clone() for tensor in inputs]
+        benchmark, changes, given = resolved.benchmark, resolved.graph.facts.changed, call.given
+        copies = [tensor.clone() for tensor in call.inputs]
 
         def compiled():
-            return call(), [given[index] for index in graph.facts.changed]
+            return self._run_graph(call, resolved.graph), [given[index] for index in changes]
 
         def eager():
-            args, kwargs = tree_spec.rebuild(spec, copies)
-            return inner(*args, **kwargs), [copies[index] for index in graph.facts.changed]
+            args, kwargs = tree_spec.rebuild(call.spec, copies)
+            return call.inner(*args, **kwargs), [copies[index] for index in changes]
 
         may_capture = self.observer is not None and self.observer.may_capture
-        out, changed = benchmark.call(compiled, eager, device, captured=may_capture)
-        for index, tensor in zip(graph.facts.changed, changed, strict=True):
-            if tensor is not given[index]:
-                given[index].copy_(tensor)
-                out = _replaced(out, tensor, given[index])
+        out, changed = benchmark.call(compiled, eager, call.device, captured=may_capture)
+        for index, tensor in zip(changes, changed, strict=True):
+            out = _handed_back(out, tensor, given[index])
         # A capture waits for the verdict, and with one round a call the few steps of a distilled model would pass.
-        while may_capture and not benchmark.done and not graph.facts.changed:
-            benchmark.call(compiled, eager, device, captured=True)
+        while may_capture and not benchmark.done and not changes:
+            benchmark.call(compiled, eager, call.device, captured=True)
         if benchmark.verdict is not None:
-            fallbacks.note(self._region.kind.name, benchmark.verdict)
+            fallbacks.note(self.kind.name, benchmark.verdict)
         if benchmark.done:
-            emit("probe_end", name=self._region.kind.name, gain=benchmark.gain, reason=benchmark.verdict)
+            emit("probe_end", name=self.kind.name, gain=benchmark.gain, reason=benchmark.verdict)
         return out
 
-    def _call_of(
-        self, run: Callable[[Sequence[torch.Tensor]], Any], inputs: Sequence[torch.Tensor], added: Added, again: bool
-    ) -> Callable[[], Any]:
-        """The call of a graph on the block's weights and these inputs. again: eager calls come in between.
-
-        Raises RunEagerly, and so does the call.
-        """
-        return functools.partial(run, (*with_added(self._weights.take(inputs), added), *inputs))
-
-    def _resolve(self, spec, weights, inputs) -> tuple[ResolvedGraph | None, bool]:
-        """The graph for the call, None where it runs eagerly; and whether it was resolved only now."""
-        is_capturing = self.observer is not None and self.observer.capturing
-        if not is_capturing:
-            self._inline.expire()
-        key = call_key(spec, weights, inputs)
-        try:
-            return self._inline.lookup(key), False
-        except KeyError:
-            pass
-        if is_capturing:
-            raise NotReady(f"{self._region.kind.name} ({self._region.path}) has no graph at hand")
-        try:
-            resolved = self._resolver.resolve(spec, weights, inputs, self.observer)
-        except NoGraph:
-            self._inline.add(key, None)
-            raise
-        self._inline.add(key, resolved)
-        return resolved, True
+    def _eagerly(self, call: Call, reason: Reason | None = None, is_trouble: bool = False) -> Any:
+        """Run the call eagerly, which brings its weights itself; reason: is noted first."""
+        if reason is not None:
+            self._note(reason, is_trouble)
+        call.weights = ()
+        self._count_eager()
+        return call.inner(*call.args, **call.kwargs)
 
     def _count_eager(self) -> None:
         self.eager_calls += 1
         if self.observer is not None:
             self.observer.eager_calls += 1
 
-    def _eagerly(self, inner, args, kwargs, reason, is_trouble=True):
-        self._note(reason, is_trouble)
-        self._count_eager()
-        return inner(*args, **kwargs)
-
-    def _note(self, reason: Reason, is_trouble: bool = True) -> None:
+    def _note(self, reason: Reason, is_trouble: bool) -> None:
         if is_trouble and self._settings.stop_on_trouble:
-            raise Trouble(f"{self._region.kind.name} ({self._region.path}) cannot run compiled: {reason}")
-        fallbacks.note(self._region.kind.name, reason)
+            raise Trouble(f"{self.kind.name} ({self._region.path}) cannot run compiled: {reason}")
+        fallbacks.note(self.kind.name, reason)
+
+
+def _handed_back(out: Any, written: torch.Tensor, given: torch.Tensor) -> Any:
+    """The output with the tensor that was given where it has the copy that was written to; its values are copied."""
+    if written is given:
+        return out
+    given.copy_(written)
+    return _replaced(out, written, given)
 
 
 def _replaced(out: Any, one: torch.Tensor, other: torch.Tensor) -> Any:
@@ -331,51 +351,3 @@ def _replaced(out: Any, one: torch.Tensor, other: torch.Tensor) -> Any:
     if type(out) in (tuple, list):
         return type(out)(_replaced(part, one, other) for part in out)
     return other if out is one else out
-
-
-class ApartRunner(BlockRunner):
-    """A BlockRunner for a host that wants what it does apart from the model's own work, as where it keeps account of
-    the model's memory: all of a call, so that nothing is made on one side and freed on the other."""
-
-    def __init__(self, apart: Apart, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._apart = apart
-
-    def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
-        try:
-            context = self._apart()
-        except RunEagerly as refusal:
-            reason = refusal.reason
-        else:
-            with context:
-                return super().__call__(inner, *args, **kwargs)
-        return self._eagerly(inner, args, kwargs, reason, is_trouble=False)
-
-
-class StreamedBlockRunner(BlockRunner):
-    """The stand-in of a block whose weights are taken for each call of its graph, and released before an eager one.
-
-    Eager, the block brings its weights to the device layer by layer, as the host has it do.
-    """
-
-    def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
-        def eager(*args: Any, **kwargs: Any) -> Any:
-            self._weights.release()
-            return inner(*args, **kwargs)
-
-        try:
-            return super().__call__(eager, *args, **kwargs)
-        finally:
-            self._weights.release()
-
-    def _call_of(
-        self, run: Callable[[Sequence[torch.Tensor]], Any], inputs: Sequence[torch.Tensor], added: Added, again: bool
-    ) -> Callable[[], Any]:
-        if not again:
-            return super()._call_of(run, inputs, added, again)
-        self._weights.release()  # either way includes the cost of taking them, and neither keeps the other's
-        return lambda: run((*self._weights.take(inputs), *inputs))
-
-
-class StreamedApartRunner(ApartRunner, StreamedBlockRunner):
-    """Both: the weights are taken and released there too."""

@@ -19,10 +19,10 @@ from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly
 from ..fingerprint.survey import Region, Survey, Traceable, survey
 from ..modules.streamed_weights import Plain, WeightSource, in_place
-from ..modules.substitution import Apart, Layer
+from ..modules.substitution import Layer, Outside
 from ..modules.wrapped_layers import Wraps
 from .batch_dry_run import BatchDryRun
-from .block_runner import ApartRunner, BlockRunner, StreamedApartRunner, StreamedBlockRunner
+from .block_runner import BlockRunner
 from .current_code import CurrentCode
 
 Simplify = Callable[[dict], dict]
@@ -36,7 +36,8 @@ class Host:
     simplifier: for a block, what a dict among its arguments is replaced by (`BlockRunner`'s simplify_options).
     without_hooks: what a dict among the model's arguments is replaced by where nobody's code may run (`BatchDryRun`).
     wraps: recognises the host's wrappers around layers, such as LoRA.
-    apart: asked when a model's layers are made: where their calls do their work, None where it makes no difference.
+    outside_recording: asked when a model's layers are made: the context for their calls where the host records what the
+        model allocates; None where it does not.
     dry: entered around a call of the model on tensors without values (`BatchDryRun`).
     between: whether others' code runs between the blocks in a call of the model with these arguments.
     plain, weights: for blocks whose weights the host streams: how they look with them in place, and the source of a
@@ -49,7 +50,7 @@ class Host:
     simplifier: Callable[[Region], Simplify | None] = lambda region: None
     without_hooks: Simplify = dict
     wraps: Wraps | None = None
-    apart: Callable[[], Apart | None] = lambda: None
+    outside_recording: Callable[[], Outside | None] = lambda: None
     dry: Callable[[], AbstractContextManager] = nullcontext
     between: Callable[[tuple, dict[str, Any]], bool] = lambda args, kwargs: False
     plain: Plain = in_place
@@ -94,29 +95,26 @@ def compiled_layers(
     """
     tensors_of: dict[torch.nn.Module, Callable[[tuple], list[torch.Tensor]]] = {}
 
-    def make(region: Region, of: Survey, apart: Apart | None = None) -> BlockRunner:
+    def make(region: Region, of: Survey, outside: Outside = nullcontext) -> BlockRunner:
         try:
             source = host.weights(region)
         except host.interrupts:
             raise
         except Exception as error:  # layers of extensions may lack what the host's own have
             raise RunEagerly(Reason("weights_not_taken", error=one_line(error))) from error
-        if apart is None:
-            made = BlockRunner if source is None else StreamedBlockRunner
-        else:
-            made = functools.partial(ApartRunner if source is None else StreamedApartRunner, apart)
         simplify, interrupts = host.simplifier(region), host.interrupts
         still = functools.partial(code.still, of)
-        return made(region, cache, settings, simplify, interrupts, dry_run, lease, on_shortage, source, still)
+        run = dry_run, lease, on_shortage
+        return BlockRunner(region, cache, settings, simplify, interrupts, *run, source, still, outside)
 
     code = CurrentCode(model, found, lambda: _survey(model, settings, host), make, host.interrupts)
     asked = host.without_hooks, host.interrupts, host.dry, host.plain, code, host.between
     dry_run = BatchDryRun(model, tensors_of, *asked)
     layers: dict[torch.nn.Module, Layer] = {model: dry_run}
-    apart = host.apart()
+    outside = host.outside_recording() or nullcontext
     for region in found.regions:
         try:
-            layers[region.block] = runner = make(region, found, apart)
+            layers[region.block] = runner = make(region, found, outside)
         except RunEagerly as refusal:
             fallbacks.note(region.kind.name, refusal.reason)
             continue

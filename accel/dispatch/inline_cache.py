@@ -15,11 +15,12 @@ import torch
 
 from ..cache.graph_cache import GraphCache
 from ..core.reasons import Reason, RunEagerly
+from ..fingerprint.block_call import Call
 from ..fingerprint.kinds import WeightSlots
 from ..modules.streamed_weights import WeightSource
 from ..signature.argument_guard import ArgumentGuard, tensor_guard
 from ..signature.tensors import extent, is_dense, overlap, pairs
-from ..signature.tree_spec import Spec, UnsupportedArgument
+from ..signature.tree_spec import UnsupportedArgument
 from .resolver import ResolvedGraph
 
 _MAX_ENTRIES = 64
@@ -34,13 +35,18 @@ _MAX_GUARDS_MADE = 8
 _dtype_and_device = attrgetter("dtype", "device")
 
 
-def call_key(spec: Spec, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> tuple:
-    """What decides which graph runs a described call. inputs: dense."""
-    return (
-        spec,
-        tuple(map(_dtype_and_device, weights)),
-        tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs),
-    )
+def _key(call: Call) -> tuple:
+    """What decides which graph runs a described call."""
+    return call.spec, tuple(map(_dtype_and_device, call.weights)), _layouts(call.inputs)
+
+
+def _verdict_key(call: Call) -> tuple:
+    """The same before the weights are taken."""
+    return call.spec, _layouts(call.given)
+
+
+def _layouts(tensors: Sequence[torch.Tensor]) -> tuple:
+    return tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
 
 
 class InlineCache:
@@ -72,40 +78,39 @@ class InlineCache:
                 return call, tensors
         return None
 
-    def lookup(self, key: tuple) -> ResolvedGraph | None:
-        """What was added for the key (`call_key`); KeyError where nothing was."""
-        return self._entries[key]
-
-    def add(self, key: tuple, resolved: ResolvedGraph | None) -> None:
-        if len(self._entries) >= _MAX_ENTRIES:
-            self.clear()
-        self._entries[key] = resolved
-        if resolved is not None:  # making room for it may have dropped others
-            self._generation = self._cache.generation
-
-    def verdict(self, spec: Spec, inputs: Sequence[torch.Tensor]) -> Reason | None:
+    def verdict(self, call: Call) -> Reason | None:
         """Why calls like this one do without their graph, where that is known before the weights are taken."""
         if not self._verdicts or self._generation != self._cache.generation:
             return None
-        return self._verdicts.get(call_key(spec, (), inputs))
+        return self._verdicts.get(_verdict_key(call))
 
-    def add_verdict(self, spec: Spec, inputs: Sequence[torch.Tensor], verdict: Reason) -> None:
-        """The benchmark's verdict on the graph of such calls."""
-        self._verdicts[call_key(spec, (), inputs)] = verdict
+    def find(self, call: Call, expires: bool) -> tuple[bool, ResolvedGraph | None]:
+        """Whether something was added for calls like this one, and what; from then on guards match them.
 
-    def guard(
-        self, args: tuple, kwargs: dict[str, Any], spec: Spec, inputs: Sequence[torch.Tensor], resolved: ResolvedGraph
-    ) -> None:
-        """Match calls like this one from now on. inputs: as given, not yet dense."""
-        if resolved.guards_made < _MAX_GUARDS_MADE:
-            resolved.guards_made += 1
-            call = GuardedCall(args, kwargs, spec, inputs, self._weights, self._replace, resolved)
-            self._guarded = (call, *self._guarded[: _MAX_GUARDED - 1])
-
-    def expire(self) -> None:
-        """Clear it if a graph left the graph cache."""
-        if self._generation != self._cache.generation:
+        expires: after a graph has left the graph cache, nothing is found.
+        """
+        if expires and self._generation != self._cache.generation:
             self.clear()
+            self._generation = self._cache.generation
+        key = _key(call)
+        if key not in self._entries:
+            return False, None
+        resolved = self._entries[key]
+        if resolved is not None:
+            if resolved.verdict is not None:
+                self._verdicts[_verdict_key(call)] = resolved.verdict
+            elif not resolved.is_compared and resolved.guards_made < _MAX_GUARDS_MADE:
+                resolved.guards_made += 1
+                guarded = GuardedCall(call, self._weights, self._replace, resolved)
+                self._guarded = (guarded, *self._guarded[: _MAX_GUARDED - 1])
+        return True, resolved
+
+    def add(self, call: Call, resolved: ResolvedGraph | None) -> None:
+        """Run calls like this one with the graph from now on; None runs them eagerly."""
+        if len(self._entries) >= _MAX_ENTRIES:
+            self.clear()
+        self._entries[_key(call)] = resolved
+        if resolved is not None:  # making room for it may have dropped others
             self._generation = self._cache.generation
 
     def clear(self) -> None:
@@ -121,22 +126,16 @@ class GuardedCall:
     """
 
     def __init__(
-        self,
-        args: tuple,
-        kwargs: dict[str, Any],
-        spec: Spec,
-        inputs: Sequence[torch.Tensor],
-        source: WeightSource,
-        replace: Callable[[dict], Any] | None,
-        resolved: ResolvedGraph,
+        self, call: Call, source: WeightSource, replace: Callable[[dict], Any] | None, resolved: ResolvedGraph
     ):
+        args, kwargs, inputs = call.args, call.kwargs, call.given
         self.resolved, self.counter = resolved, resolved.counter
-        self._arguments = ArgumentGuard(args, kwargs, spec, inputs, replace)
+        self._arguments = ArgumentGuard(args, kwargs, call.spec, inputs, replace)
         self._take = source.take
         # As WeightSlots.take reads them, but without a call and a list for it.
         is_direct = type(source) is WeightSlots and not source.forms
         self._holders, self._names = (source.holders, source.names) if is_direct else (None, ())
-        weights, given = source.take(inputs), self._arguments.match(args, kwargs) or ()
+        weights, given = call.weights, self._arguments.match(args, kwargs) or ()
         self._check = tensor_guard((*weights, *given))
         self._wants_gradients = any(tensor.requires_grad for tensor in (*weights, *given))
         self._weights = len(weights)

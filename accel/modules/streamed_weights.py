@@ -7,8 +7,9 @@ and releases them at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
@@ -33,6 +34,23 @@ class WeightSource(Protocol):
 
     def release(self) -> None:
         """Give the weights back; without effect where none are taken. The device may still be reading them."""
+
+
+@contextmanager
+def weights_taken(source: WeightSource, inner: Callable) -> Iterator[Callable]:
+    """A context for one call of a block, at whose end its weights are released.
+
+    It gives the block's own forward, which releases them first: eager, the block brings them layer by layer.
+    """
+
+    def released(*args: Any, **kwargs: Any) -> Any:
+        source.release()
+        return inner(*args, **kwargs)
+
+    try:
+        yield released
+    finally:
+        source.release()
 
 
 def in_place(module: torch.nn.Module, device: torch.device | None = None) -> torch.nn.Module:

@@ -27,9 +27,10 @@ Forward = Callable[..., Any]
 Layer = Callable[..., Any]
 """A forward with the next forward inwards as an additional first argument."""
 
-Apart = Callable[[], AbstractContextManager]
-"""Makes the context in which a host wants a layer to do its own work, apart from the model's. Raises `RunEagerly` where
-the layer must let the call pass by."""
+Outside = Callable[[], AbstractContextManager]
+"""Makes the context in which a host wants a layer to do its own work, outside of its record of the model's memory.
+
+Raises `RunEagerly` where the layer must let the call pass by."""
 
 
 class Order(IntEnum):
@@ -102,28 +103,28 @@ def _call(items: tuple[_Item, ...], forward: Forward, /, *args: Any, **kwargs: A
     return forward(*args, **kwargs)
 
 
-def set_apart(layer: Layer, apart: Apart) -> Layer:
-    """The layer with what it does itself in the context, and the forwards further inwards outside of it."""
+def outside_recording(layer: Layer, outside: Outside) -> Layer:
+    """The layer, whose own work is done in the context; the forwards further inwards run as the host has them run."""
 
     def call(inner: Forward, *args: Any, **kwargs: Any) -> Any:
         try:
-            context = apart()
+            context = outside()
         except RunEagerly:
             return inner(*args, **kwargs)
 
-        def outside(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             nonlocal context
             context.__exit__(None, None, None)
             context = nullcontext()  # there may be none to come back to
             try:
                 return inner(*args, **kwargs)
             finally:
-                context = apart()
+                context = outside()
                 context.__enter__()
 
         context.__enter__()
         try:
-            return layer(outside, *args, **kwargs)
+            return layer(forward, *args, **kwargs)
         finally:
             context.__exit__(None, None, None)
 

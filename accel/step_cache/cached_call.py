@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..core.events import log
-from ..modules.substitution import Apart, Layer, Order, set_apart, substituted
+from ..modules.substitution import Layer, Order, Outside, outside_recording, substituted
 from .capture_io import RunProxy
 from .run import BranchKey, DeepCacheRun, OutdatedFeature
 from .split_points import Split
@@ -24,7 +24,7 @@ def cached_call(
     skipped: Callable[[], Any],
     must_raise: Callable[[Exception], bool],
     capture: Callable[[RunProxy], AbstractContextManager] | None = None,
-    apart: Apart | None = None,
+    outside: Outside | None = None,
     this_thread_only: bool = False,
 ) -> Any:
     """The model's output; counts the call in its run.
@@ -33,14 +33,14 @@ def cached_call(
     ...]. full: calls the model with the given arguments.
     skipped: calls it without what `split.withhold` removes. must_raise: tells the exceptions that the host handles; any
     other ends skipping for the rest of the run, and this call is made plainly. capture: a context around calls that
-    may be replayed from a CUDA graph; it learns what they exchange with the run. apart: where the split's layers do
-    their own work. this_thread_only: other threads may be calling the same model.
+    may be replayed from a CUDA graph; it learns what they exchange with the run. outside: the host's
+    context for the split's own work. this_thread_only: other threads may be calling the same model.
     """
     within = capture or nullcontext
 
     def placed(layers: Mapping[torch.nn.Module, Layer]) -> AbstractContextManager:
-        if apart is not None:
-            layers = {module: set_apart(layer, apart) for module, layer in layers.items()}
+        if outside is not None:
+            layers = {module: outside_recording(layer, outside) for module, layer in layers.items()}
         return substituted(layers, Order.CACHED, this_thread_only)
 
     if keys is not None and split.depth == 0:
@@ -48,7 +48,7 @@ def cached_call(
         def measure(nothing_further: Callable[[], None]) -> None:
             run.measure(keys, latent)
 
-        (measure if apart is None else set_apart(measure, apart))(lambda: None)
+        (measure if outside is None else outside_recording(measure, outside))(lambda: None)
     if keys is not None and run.can_skip(keys):
         try:
             proxy = RunProxy(run, split, keys, skips=True)

@@ -69,7 +69,7 @@ def attach(cache: GraphCache, find_home: Callable[[], Path | None]) -> None:
 
 
 class GraphStore:
-    """Saved graphs of one folder. Nothing is read or written before the first `load` or `save`.
+    """Saved graphs of one folder. Nothing is read or written before the first look at `candidates` or `save`.
 
     folder: of the files. secret: the file with this installation's secret.
     max_bytes: gives what the folder may hold; the least recently used graphs are evicted. 0 saves nothing.
@@ -91,65 +91,57 @@ class GraphStore:
         self._own: set[str] = set()
         self._misses: dict[tuple[str, str], int] = {}
 
-    def load(
+    def candidates(
         self,
         key: GraphKey,
         name: str,
         devices: Iterable[torch.device],
-        build: Callable[[bytes, Facts], CompiledGraph],
-        fits: Callable[[CompiledGraph], bool],
         values: tuple[str, ...] = (),
         interrupts: tuple[type[BaseException], ...] = (),
-        could_fit: Callable[[Facts], bool] = lambda facts: True,
-    ) -> CompiledGraph | None:
-        """A saved graph of this key that fits the call; None where there is none.
+    ) -> Iterator[Saved]:
+        """The saved graphs of this key, the most recently used first; the caller opens them until one serves its call.
 
-        name: of the kind, for the report. devices: of the call's tensors.
-        build: makes the graph; called only with bytes that this installation sealed.
-        values: those of the call (`tree_spec.without_values`).
-        interrupts: exceptions that mean "stop the run": no other is ever raised.
-        could_fit: whether a graph with these facts might fit; others are not opened.
+        Where none was used, the reason is counted.
+
+        name: of the kind, for the report. devices: of the call's tensors. values: those of the call
+        (`tree_spec.without_values`). interrupts: exceptions that mean "stop the run": no other is ever raised.
         """
         if key.backend != "inductor" or self._loading.is_open:
-            return None
+            return
         with self._lock:
             self._lookups += 1
         with self._failing_open(name, "the store cannot be read", self._loading, interrupts):
             digest, here = store_key.key_digest(key, values), store_key.environment(devices)
-            return self._load(digest, here, name, build, fits, interrupts, could_fit)
-        return None
+            yield from self._candidates(digest, here, name, interrupts)
 
-    def _load(self, digest, here, name, build, fits, interrupts, could_fit) -> CompiledGraph | None:
-        opened = failures = 0
-        reason, level = NOTHING_SAVED, logging.DEBUG
+    def _candidates(self, digest: str, here: dict[str, str], name: str, interrupts) -> Iterator[Saved]:
+        opened, failed = 0, False
+        why = BadEntry(NOTHING_SAVED)
         for stem in self._stems(digest):
             if opened >= _MOST_ALIKE or self._loading.is_open:
                 break
             if stem in self._distrusted:
-                reason, level = "what was saved of it failed in this process", logging.DEBUG
+                why = BadEntry("what was saved of it failed in this process")
                 continue
             try:
                 found = self._manifest(stem, here)
-                facts = _facts(found.facts)
-                if could_fit(facts):
-                    data = manifest.read_data(self._folder, found)
-                    opened += 1
-                    graph = self._build(build, stem, data, facts, interrupts)
-                    if fits(graph):
-                        self._note_loaded(graph, stem)
-                        return graph
-                reason, level = "what was saved of it does not fit this call", logging.DEBUG
+                saved = Saved(self, found, _facts(found.facts), interrupts)
             except BadEntry as bad:
-                reason, level = str(bad), bad.level
+                why = bad
             except OSError as error:
                 pass_on(error, interrupts)
-                failures += 1
-                self._loading.record_failure()
-                reason, level = f"it cannot be read: {error}", logging.WARNING
-        if not failures:
+                failed, why = True, self._unreadable(error)
+            else:
+                yield saved
+                opened += saved.is_read
+                failed, why = failed or saved.has_failed_disk, saved.why
+        if not failed:
             self._loading.record_success()
-        self._note(name, reason, level)
-        return None
+        self._note(name, str(why), why.level)
+
+    def _unreadable(self, error: OSError) -> BadEntry:
+        self._loading.record_failure()
+        return BadEntry(f"it cannot be read: {error}", logging.WARNING)
 
     def save(
         self,
@@ -246,19 +238,7 @@ class GraphStore:
         for stem in alike[_MOST_ALIKE - 1 :]:
             manifest.remove(self._folder, stem)
 
-    def _build(self, build, stem: str, data: bytes, facts: Facts, interrupts) -> CompiledGraph:
-        try:
-            return build(data, facts)
-        except torch.OutOfMemoryError as error:
-            raise BadEntry(f"there was too little memory for it: {error}") from error
-        except Exception as error:
-            pass_on(error, interrupts)
-            # Torch reading its own bytes, and the kernels' libraries, raise anything; it all means the same.
-            self._distrusted.add(stem)
-            raise BadEntry(f"it cannot be loaded: {type(error).__name__}: {error}", logging.WARNING) from error
-
-    def _note_loaded(self, graph: CompiledGraph, stem: str) -> None:
-        graph.saved_as = stem
+    def _note_loaded(self, stem: str) -> None:
         with self._lock:
             self._loaded += 1
         self._loading.record_success()
@@ -292,6 +272,49 @@ class GraphStore:
         if first_of_reason:
             log.log(level, "saved graphs, %s: %s", name, reason)
         emit("store", block=name, reason=reason)
+
+
+class Saved:
+    """One saved graph of a key. `with saved:` tries it: what fails inside ends there, and is the reason for a miss.
+
+    facts: what it is good for, known without opening it. why: it was not used.
+    """
+
+    def __init__(self, store: GraphStore, found: Manifest, facts: Facts, interrupts: tuple[type[BaseException], ...]):
+        self.facts = facts
+        self.why = BadEntry("what was saved of it does not fit this call")
+        self.is_read = self.has_failed_disk = False
+        self._store, self._found, self._interrupts = store, found, interrupts
+
+    def read(self) -> bytes:
+        """The bytes of its code, which this installation sealed."""
+        data = manifest.read_data(self._store._folder, self._found)
+        self.is_read = True
+        return data
+
+    def use(self, graph: CompiledGraph) -> CompiledGraph:
+        """The graph, made of the bytes, which counts as loaded and as used now."""
+        graph.saved_as = self._found.stem
+        self._store._note_loaded(self._found.stem)
+        return graph
+
+    def __enter__(self) -> Saved:
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        pass_on(error, self._interrupts)
+        if isinstance(error, BadEntry):
+            self.why = error.with_traceback(None)  # whose frames hold the call's tensors
+        elif isinstance(error, OSError) and not self.is_read:
+            self.has_failed_disk, self.why = True, self._store._unreadable(error)
+        elif isinstance(error, torch.OutOfMemoryError):
+            self.why = BadEntry(f"there was too little memory for it: {error}")
+        else:  # torch reading its own bytes, and the kernels' libraries, raise anything; it all means the same
+            self._store._distrusted.add(self._found.stem)
+            self.why = BadEntry(f"it cannot be loaded: {type(error).__name__}: {error}", logging.WARNING)
+        return True
 
 
 def _facts(stored: dict[str, Any]) -> Facts:

@@ -21,7 +21,7 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.core.settings import Settings
-from comfy_accel.accel.dispatch.block_runner import StreamedBlockRunner
+from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.fingerprint.kinds import describe
 from comfy_accel.accel.hosts.comfyui.models import capture, streamed
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
@@ -297,15 +297,12 @@ def test_memory_that_runs_out_while_a_graph_is_compared_is_not_held_against_it(c
     model, cache = card.streamed(FLUX.load()), GraphCache()
     expected = sample(model)
 
-    def short(self, run, inputs, added, again):
-        def refused():
-            raise RunEagerly(Reason("weights_not_taken", error="no memory is left"))
-
+    def short(self, call, graph):
         self._weights.release()
-        return refused
+        raise RunEagerly(Reason("weights_not_taken", error="no memory is left"))
 
     with monkeypatch.context() as patched:
-        patched.setattr(StreamedBlockRunner, "_call_of", short)
+        patched.setattr(BlockRunner, "_run_graph", short)
         assert torch.equal(sample(compiled(model, cache, measured=True)), expected)
     assert reasons() == ["weights_not_taken"] * len(reasons()) and reasons() and card.pins == 0
     fallbacks.clear()

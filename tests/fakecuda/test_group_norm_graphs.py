@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from comfy_accel.accel.compile import block_compiler, generated_code
+from comfy_accel.accel.fingerprint.block_call import Call
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.signature import tree_spec
 from torch import nn
@@ -32,7 +33,7 @@ def compiled(blocks, *shape, **how):
     before = {module.__file__ for module in generated_code.all_modules()}
     weights = [weight_slots(block, kind.weights).take() for block in blocks]
     with torch.inference_mode():
-        graph = block_compiler.compile_block(template_of(blocks[0]), kind, weights[0], spec, inputs, **how)
+        graph = block_compiler.compile_block(template_of(blocks[0]), Call(kind, spec, weights[0], inputs), **how)
     files = {module.__file__ for module in generated_code.all_modules()} - before
     return graph, kind, weights, spec, "".join(Path(file).read_text() for file in files)
 
@@ -51,7 +52,7 @@ def test_one_graph_of_our_kernels_serves_every_size_and_channels_and_is_saved():
         assert source.count(f"    {ours}") >= count and f"def {ours}" in source
     assert "_native_group_norm" not in source
     assert f"cc={os.environ.get('FAKECUDA_CC', 90)}," in source
-    loaded = block_compiler.load_block(template_of(blocks[0]), kind, spec, graph.save(), graph.facts)
+    loaded = block_compiler.load_block(template_of(blocks[0]), Call(kind, spec), graph.save(), graph.facts)
     for each in (graph, loaded):
         assert call(each, narrow, 1, 64, 5, 7).shape == (1, 96, 5, 7)
         assert call(each, wide, 3, 128, 90, 64).shape == (3, 64, 90, 64)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from comfy_accel.accel.compile import block_compiler, generated_code
 from comfy_accel.accel.core import torch_internals
+from comfy_accel.accel.fingerprint.block_call import Call
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.signature import tree_spec
 from kit.interpreted import generated, interpreted
@@ -58,7 +59,7 @@ def compiled(block, *shapes, dtype=torch.half):
     weights = weight_slots(block, kind.weights).take()
     before = {module.__file__ for module in generated_code.all_modules()}
     with torch.inference_mode():
-        graph = block_compiler.compile_block(template_of(block), kind, weights, spec, inputs, savable=False)
+        graph = block_compiler.compile_block(template_of(block), Call(kind, spec, weights, inputs), savable=False)
     files = {module.__file__ for module in generated_code.all_modules()} - before
     (file,) = (file for file in files if "def call(" in Path(file).read_text())
     return graph, weights, file

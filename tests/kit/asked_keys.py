@@ -15,7 +15,7 @@ class Asked:
     def __init__(self):
         self.digests = set()
 
-    def load(self, key, name, devices, build, fits, values, *_):
+    def candidates(self, key, name, devices, values, *_):
         self.digests.add(f"{name} {key_digest(key, values)}")
         raise NoGraph(key, Reason("interrupted"))
 

@@ -34,12 +34,21 @@ def save(store, name="a", data=b"code"):
     return store.save(key(name), "Block", CPU, graph(data))
 
 
+def built(store, build, fits=lambda graph: True, of=None, values=(), interrupts=(), may_serve=lambda facts: True):
+    """The first saved graph that fits, made by `build(data, facts)`; None for a miss."""
+    for saved in store.candidates(of or key(), "Block", CPU, values, interrupts):
+        if may_serve(saved.facts):
+            with saved:
+                made = build(saved.read(), saved.facts)
+                if fits(made):
+                    return saved.use(made)
+    return None
+
+
 def load(store, name="a", fits=lambda graph: True):
     """What was built from the saved bytes: (bytes, facts); None for a miss."""
-    built = store.load(
-        key(name), "Block", CPU, lambda data, facts: CompiledGraph(lambda t: data, lambda t: True, facts), fits
-    )
-    return None if built is None else (built.run(()), built.facts)
+    found = built(store, lambda data, facts: CompiledGraph(lambda t: data, lambda t: True, facts), fits, key(name))
+    return None if found is None else (found.run(()), found.facts)
 
 
 def reasons(store):

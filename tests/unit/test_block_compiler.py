@@ -15,6 +15,7 @@ from comfy_accel.accel.compile.block_compiler import compile_block, load_block
 from comfy_accel.accel.compile.compiled_graph import CompileFailed
 from comfy_accel.accel.core import torch_internals
 from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.fingerprint.block_call import Call
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.signature import tree_spec
 from kit.blocks import Stop, heard, in_new_process
@@ -48,18 +49,19 @@ def kind_of(block):
     return kinds_of([describe(block)])[0]
 
 
-def compiled(block, inputs, kind=None, **options):
-    options.setdefault("backend", "eager")
+def compiled(block, inputs, kind=None, backend="eager", any_size=True, **options):
     kind = kind or kind_of(block)
     tensors = []
     spec = tree_spec.flatten((tuple(inputs), {}), tensors)
     weights = weight_slots(block, kind.weights)
-    graph = compile_block(template_of(block), kind, weights.take(), spec, tensors, **options)
+    call = Call(kind, spec, weights.take(), tensors, backend, any_size)
+    graph = compile_block(template_of(block), call, **options)
     return graph, weights
 
 
 def loaded(block, inputs, data, facts):
-    return load_block(template_of(block), kind_of(block), tree_spec.flatten((inputs, {}), []), data, facts)
+    call = Call(kind_of(block), tree_spec.flatten((inputs, {}), []))
+    return load_block(template_of(block), call, data, facts)
 
 
 def tensors_of(weights, inputs):
@@ -591,6 +593,7 @@ IN_THREADS = """
 import threading
 import torch
 from comfy_accel.accel.compile.block_compiler import compile_block
+from comfy_accel.accel.fingerprint.block_call import Call
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.signature import tree_spec
 
@@ -600,7 +603,7 @@ kind = kinds_of([describe(block)])[0]
 def work():
     tensors = []
     spec = tree_spec.flatten(((torch.randn(3, 4),), {}), tensors)
-    compile_block(template_of(block), kind, weight_slots(block, kind.weights).take(), spec, tensors, "eager")
+    compile_block(template_of(block), Call(kind, spec, weight_slots(block, kind.weights).take(), tensors, "eager"))
     print("compiled")
 
 for _ in range(2):

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile import block_compiler
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph, Facts
 from comfy_accel.accel.core import torch_internals
 from comfy_accel.accel.core.compile_settings import Trouble
@@ -296,18 +297,31 @@ def test_stopping_names_the_budget_that_is_too_small():
 class Lent:
     """A store that has one graph for every key, which fails at every call, and keeps nothing."""
 
-    def __init__(self, error=None):
-        self.distrusted = []
-        self.error = error or RuntimeError("no kernel image is available")
+    facts = Facts(weights=4)
 
-    def load(self, key, name, devices, build, fits, values, interrupts, could_fit):
-        if self.distrusted:
-            return None
+    def __init__(self, monkeypatch, error):
+        self.distrusted = []
 
         def run(tensors):
-            raise self.error
+            raise error
 
-        return CompiledGraph(run, lambda tensors: True, Facts(weights=4), saved_as="lent")
+        graph = CompiledGraph(run, lambda tensors: True, self.facts, saved_as="lent")
+        monkeypatch.setattr(block_compiler, "load_block", lambda *_: graph)
+
+    def candidates(self, *_):
+        return [] if self.distrusted else [self]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return False
+
+    def read(self):
+        return b""
+
+    def use(self, graph):
+        return graph
 
     def save(self, *_):
         return False
@@ -317,9 +331,9 @@ class Lent:
         return True
 
 
-def test_loaded_graph_that_fails_is_compiled_anew():
+def test_loaded_graph_that_fails_is_compiled_anew(monkeypatch):
     block, cache = Block(), GraphCache()
-    cache.store = Lent()
+    cache.store = Lent(monkeypatch, RuntimeError("no kernel image is available"))
     stand_in = runner(block, cache)
     x = torch.randn(2, 4)
     for _ in range(3):
@@ -330,9 +344,9 @@ def test_loaded_graph_that_fails_is_compiled_anew():
     assert reasons() == ["its compiled graph failed: RuntimeError: no kernel image is available"]
 
 
-def test_graph_that_runs_out_of_memory_is_reported_and_kept():
+def test_graph_that_runs_out_of_memory_is_reported_and_kept(monkeypatch):
     block, cache, reported = Block(), GraphCache(), []
-    cache.store = Lent(torch.OutOfMemoryError("no more"))
+    cache.store = Lent(monkeypatch, torch.OutOfMemoryError("no more"))
     stand_in = runner(block, cache)
     stand_in._on_shortage = lambda: reported.append("short")
     x = torch.randn(2, 4)

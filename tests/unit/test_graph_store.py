@@ -15,8 +15,7 @@ from comfy_accel.accel.store import signing
 from comfy_accel.accel.store.folder import LocalFolder
 from comfy_accel.accel.store.graph_store import NOTHING_SAVED, GraphStore
 from comfy_accel.accel.store.prune import prune
-from kit.blocks import Stop
-from kit.stores import CPU, graph, key, load, reasons, save, store
+from kit.stores import CPU, built, graph, key, load, reasons, save, store
 
 
 def entry(path, end):
@@ -28,8 +27,8 @@ def fails(data, facts):
     raise ZeroDivisionError
 
 
-def opened(store, build, name="a", fits=lambda graph: True, **given):
-    return store.load(key(name), "Block", CPU, build, fits, **given)
+def opened(store, build, name="a", **given):
+    return built(store, build, of=key(name), **given)
 
 
 class Failing(LocalFolder):
@@ -73,14 +72,14 @@ def test_no_more_are_opened_than_a_call_can_wait_for_nor_kept(tmp_path):
     for number in range(7):
         save(store(tmp_path), data=bytes([number]))
         time.sleep(0.01)
-    built = []
+    made = []
 
     def build(data, facts):
-        built.append(data)
+        made.append(data)
         return CompiledGraph(lambda t: data, lambda t: True, facts)
 
     assert opened(store(tmp_path), build, fits=lambda graph: False) is None
-    assert built == [bytes([number]) for number in (6, 5, 4, 3)]
+    assert made == [bytes([number]) for number in (6, 5, 4, 3)]
     assert len(list((tmp_path / "graphs").iterdir())) == 8
 
 
@@ -118,7 +117,7 @@ def test_what_is_kept_for_another_environment_makes_room_for_none(tmp_path, monk
 def test_graph_whose_facts_are_against_it_is_not_opened(tmp_path):
     save(store(tmp_path))
     here = store(tmp_path)
-    assert opened(here, fails, could_fit=lambda facts: facts.weights == 2) is None
+    assert opened(here, fails, may_serve=lambda facts: facts.weights == 2) is None
     assert "does not fit" in reasons(here)[0]
 
 
@@ -377,7 +376,7 @@ def test_what_inductor_has_not_compiled_is_not_looked_for(tmp_path, backend):
     save(store(tmp_path))
     here, _ = failing(tmp_path, "files")
     other = dataclasses.replace(key(), backend=backend)
-    assert here.load(other, "Block", CPU, graph, lambda graph: True) is None
+    assert built(here, graph, of=other) is None
     assert reasons(here) == []
 
 

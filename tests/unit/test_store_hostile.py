@@ -8,8 +8,9 @@ import pytest
 import torch
 from comfy_accel.accel.compile import block_compiler
 from comfy_accel.accel.core import torch_internals
+from comfy_accel.accel.fingerprint.block_call import Call
 from comfy_accel.accel.store import bundle as store_bundle
-from kit.stores import CPU, key, reasons, run_command, save, store
+from kit.stores import built, key, reasons, run_command, save, store
 
 
 class Hostile:
@@ -27,9 +28,9 @@ def load_for_real(home):
     worker = store(home)
 
     def build(data, facts):
-        return block_compiler.load_block(torch.nn.Identity(), key().kind, ("tuple", ("tensor",)), data, facts)
+        return block_compiler.load_block(torch.nn.Identity(), Call(key().kind, ("tuple", ("tensor",))), data, facts)
 
-    assert worker.load(key(), "Block", CPU, build, lambda graph: True) is None
+    assert built(worker, build) is None
     return reasons(worker)[0]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfy_accel.accel.fingerprint import module_files
 from comfy_accel.accel.store import key as store_key
-from kit.stores import CPU, graph, key, load, reasons, save, store
+from kit.stores import CPU, built, graph, key, load, reasons, save, store
 
 THREADS = torch.get_num_threads()
 PRECISION = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
@@ -129,7 +129,7 @@ def test_code_that_looks_at_what_cannot_be_told_is_not_kept(tmp_path):
     opaque = dataclasses.replace(key(), kind=dataclasses.replace(key().kind, opaque=frozenset({"a pack.Box"})))
     assert not here.save(opaque, "Block", CPU, graph())
     assert reasons(here) == ["not kept: its code rests on what cannot be told from outside: a pack.Box"]
-    assert here.load(opaque, "Block", CPU, graph, lambda graph: True) is None
+    assert built(here, graph, of=opaque) is None
 
 
 def test_sizes_and_backend_are_in_the_key_and_values_are_not():

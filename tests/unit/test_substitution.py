@@ -11,7 +11,7 @@ from comfy_accel.accel.modules.substitution import (
     StandIn,
     Substitution,
     has_foreign_forward,
-    set_apart,
+    outside_recording,
     substituted,
 )
 
@@ -153,11 +153,11 @@ def test_context_is_entered_where_somebody_has_put_a_forward_over_its_own():
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_layer_works_apart_and_what_it_calls_does_not(error):
+def test_layer_works_outside_and_what_it_calls_does_not(error):
     said = []
 
     @contextmanager
-    def apart():
+    def outside():
         said.append("in")
         try:
             yield
@@ -178,22 +178,22 @@ def test_layer_works_apart_and_what_it_calls_does_not(error):
             said.append("after")
 
     if error is None:
-        assert set_apart(layer, apart)(inner, 1) == 1
+        assert outside_recording(layer, outside)(inner, 1) == 1
         assert said == ["in", "before", *["out", "inner", "in"] * 2, "after", "out"]
     else:
         with pytest.raises(error):
-            set_apart(layer, apart)(inner, 1)
+            outside_recording(layer, outside)(inner, 1)
         assert said == ["in", "before", "out", "inner", "in", "after", "out"]
 
 
-def test_layer_that_cannot_be_apart_lets_the_call_pass():
+def test_layer_that_cannot_be_outside_lets_the_call_pass():
     def nowhere():
         raise RunEagerly(Reason("captured_around"))
 
-    assert set_apart(times_ten, nowhere)(lambda x: x, 3) == 3
+    assert outside_recording(times_ten, nowhere)(lambda x: x, 3) == 3
 
 
-def test_place_apart_that_is_gone_after_the_call_is_not_left_twice():
+def test_place_outside_that_is_gone_after_the_call_is_not_left_twice():
     left = []
 
     @contextmanager
@@ -203,13 +203,13 @@ def test_place_apart_that_is_gone_after_the_call_is_not_left_twice():
         yield
         left.append(1)
 
-    def apart():
+    def outside():
         if left:
             raise RunEagerly(Reason("captured_around"))
         return once()
 
     with pytest.raises(RunEagerly):
-        set_apart(lambda inner, x: inner(x), apart)(lambda x: x, 3)
+        outside_recording(lambda inner, x: inner(x), outside)(lambda x: x, 3)
     assert left == [1]
 
 

@@ -52,7 +52,7 @@ HOST = Host(
     weights=streamed.weights_of,
     traceable=traceable,
     between=runs_between,
-    apart=unrecorded_context,
+    outside_recording=unrecorded_context,
     dry=recording_nothing,
 )
 
