@@ -1,1 +1,1 @@
-"""From a block and an example of a call to a compiled graph."""
+"""Compiles a block into a graph, given an example of a call."""

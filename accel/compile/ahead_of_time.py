@@ -60,7 +60,7 @@ def artifact_of(
 
 
 def own_noise() -> AbstractContextManager:
-    """While it lasts, code is compiled to draw random numbers as the block does: else an image gets other noise."""
+    """A context in which compiled code draws the random numbers that the block would: images keep their noise."""
     from torch._inductor import config
 
     return config.patch(fallback_random=True)

@@ -36,7 +36,7 @@ LONGEST_PAUSE = 0.02
 """Seconds: where the host needs longer for two calls, the device is not what they wait for."""
 
 _CYCLES = 2e9
-"""Of a GPU's clock a second, about; a slower one pauses longer."""
+"""A GPU's clock cycles a second, roughly; a slower one pauses longer."""
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Largest difference by dtype, relative to the largest value: sums in another order, and fused operations that round

@@ -1,4 +1,4 @@
-"""From a block and an example call to a compiled graph.
+"""Compiles a block into a graph, given an example call.
 
 A graph takes the block's weights as inputs beside the call's own tensors, so it serves every block of the kind. The
 caller owns it, to count, drop and save it, where plain `torch.compile` keeps compiling at later calls, up to a limit of
@@ -138,7 +138,7 @@ def _tracer(
     interrupts: tuple[type[BaseException], ...],
     changed_lists: list[Any] | None = None,
 ) -> Callable[[Sequence[torch.Tensor]], OpTrace | None]:
-    """From a call's weights and inputs to the block's operations.
+    """A function that traces the block's operations, given a call's weights and inputs.
 
     changed_lists: gets the arguments of calls that changed a list or dict.
     """
@@ -200,7 +200,7 @@ def _why_failed(error: Exception, kind: Kind) -> Reason:
 
 @torch.compiler.assume_constant_result
 def traced() -> None:
-    """For the end of the function that torch traces: torch calls this while tracing, and leaves it out of the graph."""
+    """Notifies that tracing has reached the end: torch calls this while it traces, and leaves it out of the graph."""
     emit("compile_stage", stage=GENERATE)
 
 
@@ -312,7 +312,7 @@ def _tracing(dynamic: bool, oblivious: bool):
 
 @contextmanager
 def _repeated_at_any_size():
-    """While it lasts, repeating a mask for every head does not fix its size, which torch else checks and so fixes."""
+    """A context in which repeating a mask for every head leaves its size dynamic; torch would fix it by a check."""
     own, is_inherited = torch.Tensor.repeat_interleave, "repeat_interleave" not in vars(torch.Tensor)
 
     def repeat_interleave(tensor, repeats, dim=None, *, output_size=None):
@@ -331,8 +331,9 @@ def _repeated_at_any_size():
 
 @contextmanager
 def _slices_as_defaults():
-    """While it lasts, torch traces a slice that is the default of a method's argument, which it otherwise knows of
-    objects from outside of a graph alone; LTX 2's time steps are made inside."""
+    """A context in which torch traces a slice that is the default of a method's argument.
+
+    Otherwise it does so for objects from outside a graph alone; LTX 2 makes its time steps inside."""
     tracers, traced = torch_internals.CONSTANT_TRACERS.get({}), torch_internals.TRACED_SLICE.get(None)
     if traced is None or slice in tracers:
         yield

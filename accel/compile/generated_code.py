@@ -13,12 +13,12 @@ from ..core.events import emit
 from ..core.torch_internals import CODE_CACHE, GENERATED_CODE, PYTHON_WRAPPER
 
 TRACE, GENERATE, BUILD = STAGES = ("trace", "generate", "build")
-"""Of a compilation, in their order: a block is traced, its code is generated, and kernels are built from that."""
+"""The stages of a compilation: a block is traced, its code is generated, and kernels are built from that."""
 
 
 @contextmanager
 def building_told() -> Iterator[None]:
-    """While it lasts, the event "compile_stage" says when inductor begins to build kernels from a graph's code."""
+    """A context that emits "compile_stage" when inductor begins to build kernels from a graph's code."""
     generate = GENERATED_CODE.get(None)
     if generate is None:
         yield

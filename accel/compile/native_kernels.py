@@ -26,7 +26,7 @@ from typing import Any
 from ..core import torch_internals
 
 FOLDER_PREFIX = "comfy-accel-"
-"""Of temporary folders from which libraries are loaded."""
+"""Prefix of temporary folders from which libraries are loaded."""
 
 _WEEK = 7 * 86400.0
 """Seconds."""

@@ -34,7 +34,7 @@ class TracedSizes:
         self.codes: Sequence[types.CodeType] = ()
 
     def observer(self) -> Callable[[], None]:
-        """For the function to call. Torch calls it while tracing, and leaves it out of the graph."""
+        """What the function has to call: torch calls it while it traces, and leaves it out of the graph."""
 
         tracing_context = torch_internals.TRACING_CONTEXT.get()
 

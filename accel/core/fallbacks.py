@@ -71,4 +71,4 @@ class Fallbacks:
 
 
 fallbacks = Fallbacks()
-"""Of this process; the report reads it."""
+"""The process' own, which the report reads."""

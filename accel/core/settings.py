@@ -12,7 +12,7 @@ from .atomic_file import opened, write_whole
 NAME = "preferences.json"
 
 DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES = 2 << 30, 512
-"""Of the graph cache."""
+"""Default limits of the graph cache."""
 
 DEFAULT_STORE_MB = 2048
 VERBOSITIES = QUIET, NORMAL, DEBUG = ("quiet", "normal", "debug")

@@ -169,7 +169,7 @@ RUN_ONCE = (CACHE_ENTRIES, LAST_GUARDS, GUARD_NAMES, CPP_SHAPE_GUARDS, MARK_DYNA
 KEYS = (INDUCTOR_SETTINGS, AUTOGRAD_SETTINGS)
 BUILT_KERNELS = (CODE_CACHE, CACHE_FOLDER, TENSOR_ADDRESS)
 OF_CUDA = (POOL_BEGIN, POOL_END, POOL_RELEASE, CLEAR_WORKSPACES, DEVICE_GUARD)
-"""Of torch for CUDA alone."""
+"""Names that only torch for CUDA has."""
 
 ALL = tuple(value for value in list(globals().values()) if type(value) is Internal)
 

@@ -89,7 +89,7 @@ class ModelCapture:
 
     @contextmanager
     def during(self, proxy: RunProxy) -> Iterator[None]:
-        """For one call that exchanges features with a DeepCache run."""
+        """A context for one call that exchanges features with a DeepCache run."""
         self._proxy = proxy
         try:
             yield

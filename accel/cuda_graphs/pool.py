@@ -157,7 +157,7 @@ class CapturePool:
         self._members: dict[int, weakref.ref[CapturedCall]] = {}
         self._refused: dict[Hashable, int] = {}
         self.in_vain: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-        """For each model, how often in a row the host took captured calls of it before a later run had replayed one."""
+        """How often in a row the host freed a model's captured calls before a later run had replayed one."""
         self.on_admitted: Callable[[torch.device], None] = lambda device: None
         """Called with the device of each captured call that was admitted. Must not raise."""
 

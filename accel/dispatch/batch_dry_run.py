@@ -263,7 +263,7 @@ class ModelCopy:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """While it lasts, torch does not log in this thread what fails on tensors without values: it is expected here."""
+    """A context in which torch does not log errors of this thread: without values, some are expected."""
     torch_log = logging.getLogger("torch._subclasses.fake_tensor")
     thread = threading.get_ident()
 

@@ -85,7 +85,7 @@ class BlockRunner:
         """Set while whole model calls are captured."""
         self.code: CurrentCode | None = None
         self.instead: BlockRunner | Reason | None = None
-        """As of `current_code.InPlace`, of the runner that is in place."""
+        """See `current_code.InPlace`; set on the runner that is in place."""
         self._passing: object = None
 
     @property

@@ -24,7 +24,7 @@ from ..fingerprint.survey import Region, Survey
 from ..modules.substitution import Layer, has_foreign_forward
 
 MOST_SURVEYS = 16
-"""Of one model in one run. Where its code changes more often than that, blocks run eagerly under what is new."""
+"""Surveys kept for one model in one run. Code that changes more often than that runs eagerly."""
 
 
 class InPlace(Protocol):
@@ -104,9 +104,7 @@ class CurrentCode:
             holds = self._now is self._first and stands(self._first.survey)
         else:
             holds = self._now is not None and self._now.survey.code.is_current() and self._is_set_as_before(block)
-        if any(
-            type(mode) is not self._device_mode for mode in self._modes()
-        ):  # for graphs a default device is no matter
+        if any(type(mode) is not self._device_mode for mode in self._modes()):  # a default device changes no graph
             self._put(None, Reason("torch_functions_changed"))
         elif not holds:
             self._put(self._found(), Reason("code_changes"))

@@ -27,10 +27,10 @@ _MAX_ENTRIES = 64
 """Call shapes; more than one model call ever has."""
 
 _MAX_GUARDED = 4
-"""Of these, how many have guards, the latest first."""
+"""Call shapes with guards; the latest are kept."""
 
 _MAX_GUARDS_MADE = 8
-"""For one call shape: guards of some shapes never match, and other shapes take turns."""
+"""Guards made for one call shape: some never match, and some shapes take turns."""
 
 _dtype_and_device = attrgetter("dtype", "device")
 
@@ -41,7 +41,7 @@ def _key(call: Call) -> tuple:
 
 
 def _verdict_key(call: Call) -> tuple:
-    """The same before the weights are taken."""
+    """What decides it before the weights are taken."""
     return call.spec, _layouts(call.given)
 
 
@@ -50,7 +50,7 @@ def _layouts(tensors: Sequence[torch.Tensor]) -> tuple:
 
 
 class InlineCache:
-    """From a call of one block to its graph, or to None for a call that runs eagerly.
+    """The graphs of one block by call; None for a call that runs eagerly.
 
     cache: where the graphs are; this cache is void once a graph leaves it. weights: the block's.
     replace: as for `ArgumentGuard`.

@@ -69,7 +69,7 @@ _INSTALLED = f"{os.sep}site-packages{os.sep}"
 """Part of the path of packages that are installed among Python's own modules; torch is."""
 
 _KEPT = "__slotnames__"
-"""Of a class, where Python keeps it once an instance was copied."""
+"""The attribute of a class in which Python keeps it once an instance was copied."""
 
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 

@@ -31,7 +31,7 @@ MAX_DEPTH = 16
 
 _numbers: dict[int, tuple[Any, int]] = {}
 _kept: collections.deque[Any] = collections.deque(maxlen=256)
-"""Of the objects that are numbered, the last that Python has no weak references to."""
+"""Numbered objects that are kept because Python has no weak references to them; the latest ones."""
 _next_number = itertools.count()
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

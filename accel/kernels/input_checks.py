@@ -24,7 +24,7 @@ _NAME = "known_inputs"
 
 @contextmanager
 def checked_together() -> Iterator[None]:
-    """While it lasts, inductor generates code that checks inputs of constant sizes together.
+    """A context in which inductor generates code that checks inputs of constant sizes together.
 
     Where this torch lacks what that takes, nothing changes.
     """

@@ -38,7 +38,7 @@ _MOST_PLANES, _MOST_BY_CHANNEL = 2, 2
 
 @contextmanager
 def rewritten_graphs(device: str | None) -> Iterator[None]:
-    """While it lasts, inductor rewrites graphs before it compiles them. device: the type of the device they run on.
+    """A context in which inductor rewrites graphs before it compiles them. device: the type of the device they run on.
 
     Where this torch lacks what that takes, or a pass of somebody else's has that place, nothing changes.
     """

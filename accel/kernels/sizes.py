@@ -32,12 +32,12 @@ def {name}(index, step: tl.constexpr, inverse):
     low, high = (inverse & 0xFFFFFFFF).to(tl.uint64), (inverse >> 32).to(tl.uint64)
     return (index * high + (index * low >> 32) >> 30).to(tl.int32)
 """
-"""In Triton's language, for the code of a kernel."""
+"""Triton source for the code of a kernel."""
 
 
 @contextmanager
 def narrow_sizes() -> Iterator[None]:
-    """While it lasts, inductor's kernels take sizes of 32 bits where their indices are of 32 bits.
+    """A context in which inductor's kernels take sizes of 32 bits where their indices are of 32 bits.
 
     Inductor itself guards that all indices of such a kernel fit, and each size is guarded here. Products of sizes in an
     address may overflow on the way: sums and products are right modulo 2**32, and the address fits. A kernel that does
@@ -63,7 +63,7 @@ def narrow_sizes() -> Iterator[None]:
 
 @contextmanager
 def _typed(narrow: frozenset[str]) -> Iterator[None]:
-    """While it lasts, the kernel that is finished takes these arguments as 32 bits."""
+    """A context in which the kernel being finished takes these arguments as 32 bits."""
     name = torch_internals.KERNEL_SIGNATURE
     module, original = importlib.import_module(name.module), name.get()
 

@@ -21,7 +21,7 @@ MakeLayers = Callable[[torch.nn.Module], Mapping[torch.nn.Module, Layer]]
 
 @contextmanager
 def at_first_call(model: torch.nn.Module, make_layers: MakeLayers) -> Iterator[None]:
-    """In this context, each part of the model that contains blocks gets its layers when it is first called.
+    """A context in which each part of the model that contains blocks gets its layers when it is first called.
 
     A part is a module around blocks (an encoder, a decoder); if parts are nested, the outermost one called counts.
     The layers stay in place until the context ends.

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 Plain = Callable[[torch.nn.Module, torch.device | None], torch.nn.Module]
-"""From a module to what it would be with its weights in place: itself, or a copy without what the host keeps on it for
+"""Gives a module as it would be with its weights in place: itself, or a copy without what the host keeps on it for
 streaming. The copy shares everything else; streamed weights are tensors without values on the device, by default on
 "meta".
 

@@ -70,7 +70,7 @@ class StandIn(functools.partial):
         return made
 
     def plus(self, item: _Item) -> StandIn:
-        """With one layer more."""
+        """This stand-in with one more layer."""
         items = (*self.items, item)
         if self.items[-1][0] > item[0]:
             items = tuple(sorted(items, key=operator.itemgetter(0)))
@@ -247,7 +247,7 @@ _FORWARD = itertools.repeat("forward")
 def substituted(
     layers: Mapping[torch.nn.Module, Layer], order: Order, this_thread_only: bool = False
 ) -> AbstractContextManager[None]:
-    """In this context, calling a module of `layers` calls its layer as `layer(inner, *args, **kwargs)`.
+    """A context in which calling a module of `layers` calls its layer as `layer(inner, *args, **kwargs)`.
 
     `inner` is the next layer inwards and finally the module's own forward. However the context ends
     (return, exception, interrupt), every module's `__dict__` is restored.

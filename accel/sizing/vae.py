@@ -51,7 +51,7 @@ class VaePolicy:
 
 
 class Repeats:
-    """For AUTO: how often each latent shape was decoded, and at which size memory ran out.
+    """How often each latent shape was decoded, and at which size memory ran out; AUTO decides by it.
 
     One per VAE that a node returns.
     """
