@@ -29,7 +29,8 @@ class CodeFacts:
     affixes: those of a code that looks attributes up by name, which it may make of them.
     assigned: the globals and attributes that it sets or deletes.
     globals_set: those of them that are globals of its own module.
-    mutates: whether it may change the items of a list, set or dict.
+    mutates: of what it may change the items, as of a list, set or dict: the global variable whose method it calls, which
+        may be a module with a function of that name; None for anything else.
     """
 
     digest: str
@@ -39,7 +40,7 @@ class CodeFacts:
     affixes: frozenset[str]
     assigned: frozenset[str]
     globals_set: frozenset[str]
-    mutates: bool
+    mutates: frozenset[str | None]
 
 
 _known: weakref.WeakKeyDictionary[types.CodeType, CodeFacts] = weakref.WeakKeyDictionary()
@@ -88,7 +89,6 @@ def _read(code: types.CodeType) -> CodeFacts:
     signature = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     constants = tuple(_constant(item) for item in code.co_consts)
     described = (code.co_code, code.co_names, constants, signature, getattr(code, "co_exceptiontable", b""))
-    operations = code.co_code[::2]
     strings = frozenset(_strings(code.co_consts))
     looks_up = not _LOOKS_UP.isdisjoint(code.co_names)
     affixes = frozenset(part for string in strings for part in string.split(".") if len(part) > 1 and looks_up)
@@ -100,10 +100,20 @@ def _read(code: types.CodeType) -> CodeFacts:
         affixes=affixes.union(*(inner.affixes for inner in nested)),
         assigned=frozenset(_assigned(code, _ASSIGNS)).union(*(inner.assigned for inner in nested)),
         globals_set=frozenset(_assigned(code, _SETS_GLOBALS)).union(*(inner.globals_set for inner in nested)),
-        mutates=any(dis.opmap[name] in operations for name in _MUTATES if name in dis.opmap)
-        or not _MUTATING_METHODS.isdisjoint(code.co_names)
-        or any(inner.mutates for inner in nested),
+        mutates=frozenset(_mutated(code)).union(*(inner.mutates for inner in nested)),
     )
+
+
+def _mutated(code: types.CodeType) -> Iterator[str | None]:
+    if any(dis.opmap[name] in code.co_code[::2] for name in _MUTATES if name in dis.opmap):
+        yield None
+    if _MUTATING_METHODS.isdisjoint(code.co_names):
+        return
+    before = None
+    for step in dis.get_instructions(code):
+        if step.opname in _ATTRIBUTES and step.argval in _MUTATING_METHODS:
+            yield before.argval if before is not None and before.opname == "LOAD_GLOBAL" else None
+        before = step
 
 
 def _constant(item: Any) -> Any:

@@ -464,6 +464,12 @@ class _Function:
             if not _is_library(cls.__module__):
                 self._follow(f"{path}.", cls, vars(cls), is_library, _MADE)
 
+    @functools.cached_property
+    def _changes_items(self) -> bool:
+        """Whether the function may change the items of a table: `torch.add` changes none."""
+        scope = self.function.__globals__
+        return any(not isinstance(scope.get(name), types.ModuleType) for name in self.facts.mutates)
+
     def _settings(self, value: Any, references: _References, method: types.FunctionType | None = None) -> Iterator[Any]:
         """Descriptions of a plain value, or of those attributes of an object that the function reads.
 
@@ -475,10 +481,11 @@ class _Function:
                 references.opaque.add(f"a table of {len(value)} items")
                 return
             described = None
-            if value and not self.facts.mutates:
+            is_filled = self._changes_items
+            if value and not is_filled:
                 described = references.describe(value)
             if described is None:
-                described = references.functions_of(value, is_filled=self.facts.mutates)
+                described = references.functions_of(value, is_filled=is_filled)
             if described:
                 yield described
         elif _has_named_state(value):

@@ -252,7 +252,7 @@ def test_size_that_was_one_is_not_taken_for_granted():
 
 def test_exact_size_matches_eager():
     block, inputs = fixed(Broadcasts()), (torch.randn(3, 5, 4), torch.randn(3, 1, 4))
-    check(*compiled(block, inputs, dynamic=False), block, *inputs)
+    check(*compiled(block, inputs, any_size=False), block, *inputs)
 
 
 def stopped_by(error):

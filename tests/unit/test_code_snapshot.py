@@ -26,7 +26,7 @@ def shifted(x, y):
 
 
 def offset(x, by=0.5, *, more=0.0):
-    return shifted(x, by) + more + OFFSETS["a"]
+    return torch.add(shifted(x, by) + more, OFFSETS["a"])  # a name that methods of sets have too
 
 
 class Choice:

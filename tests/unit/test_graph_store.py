@@ -15,6 +15,7 @@ from comfy_accel.accel.store import signing
 from comfy_accel.accel.store.folder import LocalFolder
 from comfy_accel.accel.store.graph_store import NOTHING_SAVED, GraphStore
 from comfy_accel.accel.store.prune import prune
+from kit.blocks import Stop
 from kit.stores import CPU, built, graph, key, load, reasons, save, store
 
 
