@@ -1,10 +1,10 @@
-"""The floating-point operations that a model really executes, whatever leaves parts of its calls out."""
+"""Counts the floating-point operations that a model really executes when parts of its calls are skipped."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -13,11 +13,20 @@ from torch.utils.flop_counter import FlopCounterMode
 _LAYERS = (torch.nn.Linear, torch.nn.modules.conv._ConvNd)
 
 
-class Flops:
-    """Of one model, by hooks on its layers with weights, which a block that is left out does not call.
+@contextmanager
+def counted(device: torch.device) -> Iterator[FlopCounterMode]:
+    """Torch's counter of floating-point operations on the device."""
+    # It does not know the CPU's fused attention.
+    attention = sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext()
+    with FlopCounterMode(display=False) as counter, attention:
+        yield counter
 
-    torch's counter says once, over a whole call, what each layer takes for one row of the batch. What a module does
-    beside its layers, such as attention, counts with the first of them.
+
+class Flops:
+    """Operations of one model, by hooks on its layers with weights, which a skipped block does not call.
+
+    Torch's counter says once, over a whole call, what each layer takes for one row of the batch. What a module does
+    beside its layers, such as attention, is attributed to the first of them.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -30,21 +39,18 @@ class Flops:
 
     def _on_call(self, layer: torch.nn.Module, _, out: torch.Tensor) -> None:
         made = out.shape[-1] if isinstance(layer, torch.nn.Linear) else out.shape[1]
-        if made == layer.weight.shape[0]:  # a layer that is left out itself passes something else on
+        if made == layer.weight.shape[0]:  # a skipped layer itself returns something else
             self._rows[layer] += out.shape[0]
 
     def learn(self, call: Callable[[], object]) -> None:
-        """Learn from `call`, which calls the model in full, what later ones at its size take."""
+        """Learn from `call`, which calls the model in full, what later calls at the same size take."""
         self._rows.clear()
-        on_cpu = next(self._model.parameters()).device.type == "cpu"
-        # The counter knows attention written out, not the CPU's fused kind.
-        attention = sdpa_kernel(SDPBackend.MATH) if on_cpu else nullcontext()
-        with FlopCounterMode(display=False) as counter, attention:
+        with counted(next(self._model.parameters()).device) as counter:
             call()
         root = type(self._model).__name__
         modules = {f"{root}.{name}" if name else root: module for name, module in self._model.named_modules()}
         own = {name: sum(taken.values()) for name, taken in counter.get_flop_counts().items() if name in modules}
-        for name, taken in sorted(own.items(), reverse=True):  # what is inside before what it is in
+        for name, taken in sorted(own.items(), reverse=True):  # inner modules first
             around = name
             while "." in around:
                 around = around.rpartition(".")[0]
@@ -60,7 +66,7 @@ class Flops:
         self._rows.clear()
 
     def take(self) -> float:
-        """Those of all calls since the last time, by what was learned last."""
+        """Operations of all calls since the last `take`, by the latest `learn`."""
         total = sum(rows * self._each.get(layer, 0.0) for layer, rows in self._rows.items())
         self._rows.clear()
         return total

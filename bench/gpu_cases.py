@@ -10,37 +10,33 @@ from .report import Row
 from .session_plan import STEPS, Step
 
 MODELS = ("SDXL", "SD1.5", "Flux", "Z-Image", "Qwen-Image", "Wan")
-"""SDXL first: the goals are of it."""
+"""SDXL first: the goals are about it."""
 
 SIZES = ((1024, 1024), (512, 512), (720, 960), (768, 768), (1280, 720))
-"""Width and height in pixels; those of the goals first, for a run that is cut."""
+"""Width and height in pixels; the sizes of the goals first, in case a run is cut short."""
 
 BATCHES = (1, 4)
 
 QUICK_MODELS, QUICK_SIZES, QUICK_BATCHES = ("SDXL",), ((512, 512), (720, 960)), (1,)
 
-SHARES = {"steps": 0.52, "profile": 0.04, "sizes40": 0.08, "session": 0.2, "cold": 0.16}
-"""The parts in their order, and how much of a model's time each may take."""
+SHARES = {"steps": 0.62, "profile": 0.05, "sizes40": 0.09, "session": 0.24}
+"""The parts in order, each with its share of a model's time."""
 
 PARTS = tuple(SHARES)
 
-EAGER, CORE, BLOCKS, EASY_CACHE = "eager", "core", "blocks", "easycache"
+EAGER, CORE, EASY_CACHE = "eager", "core", "easycache"
 COMPILED, CAPTURED = "compiled-blocks", "cuda-graphs"
 SHIPPED = "shipped"
-"""Accelerate Model with its inputs as they come: graphs are compared with their blocks first."""
-
-CHANNELS_LAST = "channels-last"
-"""`CAPTURED` on a copy of the model whose convolutions have channels-last weights; of models with convolutions."""
-
+"""Accelerate Model with its default inputs, which compares graphs with their blocks first."""
 
 NO_REPLAYS = "compiled blocks"
-"""What a contender with graphs ran as where none of its calls was replayed."""
+"""`ran_as` of a contender with graphs, none of whose calls was replayed."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """label: for people. has_graphs: records whole model calls. interval: of DeepCache. caches: skips work in steps,
-    so that its images are others by design."""
+    """label: shown to people. has_graphs: captures whole model calls. interval: of DeepCache. caches: skips work in
+    some steps, so its images differ by design."""
 
     label: str
     has_graphs: bool = False
@@ -54,32 +50,25 @@ CONTENDERS = {
     COMPILED: Contender("ours, compiled blocks"),
     SHIPPED: Contender("ours, as shipped"),
     "deepcache-3": Contender("ours + DeepCache 3", has_graphs=True, interval=3, caches=True),
-    CHANNELS_LAST: Contender("ours, channels-last", has_graphs=True),
     CORE: Contender("core's TorchCompileModel"),
-    "deepcache-2": Contender("ours + DeepCache 2", has_graphs=True, interval=2, caches=True),
-    "deepcache-5": Contender("ours + DeepCache 5", has_graphs=True, interval=5, caches=True),
     EASY_CACHE: Contender("ours + core's EasyCache", has_graphs=True, caches=True),
-    BLOCKS: Contender("core, block by block"),
 }
-"""In the order in which each case takes them: those that the goals are about before the others."""
+"""In the order in which each case runs them: those that the goals are about come first."""
 
-COMPILING = (CAPTURED, COMPILED, CORE, BLOCKS)
-"""Those that compile, without a cache policy beside: of the session, and of cold and warm starts."""
+COMPILING = (EAGER, CAPTURED, COMPILED, CORE)
+"""Contenders of the part "session": they cache no steps."""
 
 SAMPLED = 3
-"""Steps of an image that is compared with the eager one, and of a first image."""
+"""Steps of a first image, and of an image that is compared with the eager one."""
 
 MADE_TO_SKIP = 30
-"""Steps of a caching contender's timed run after its first: a multiple of every interval."""
+"""Timed steps of a caching contender's run: a multiple of its interval."""
 
-QUICK_COMPILING = {"session": (CAPTURED, CORE), "cold": (CAPTURED,)}
-"""Of the same parts, with --quick."""
-
-COLD, WARM, NEW_PROCESS = "cold", "warm", "new process"
-"""Starts: with nothing compiled; the image once more; the first of another process, which finds what is on disk."""
+COLD, WARM = "cold", "warm"
+"""Starts: with nothing compiled, and the same image again."""
 
 SESSION = tuple(step for step in STEPS if step.name not in ("960x720", "weights reloaded"))
-"""Sixteen of the session's prompts. Loading weights is no matter of speed here."""
+"""Sixteen of the session's prompts. Loading weights says nothing about speed here."""
 
 QUICK_SESSION = tuple(step for step in SESSION if step.name in ("512x512", "720x960", "LoRA at 0.8", "ControlNet on"))
 
@@ -107,26 +96,26 @@ def cases(sizes: Iterable[tuple[int, int]], batches: Iterable[int]) -> list[Case
 
 
 def turns(names: Sequence[str]) -> list[list[str]]:
-    """Who takes turns with whom: first all that are cheap at a new size, then core's with those that they are beside.
+    """Groups of contenders that take turns: everything quick to prepare, then core's node beside eager and graphs.
 
-    So a run that is cut in core's compiling has the rest. A contender's later rows stand in place of its earlier ones.
+    A run that is cut while core's node compiles keeps the first group's rows. Rows of the second group replace
+    earlier ones of the same contender.
     """
-    ours = [name for name in names if name not in (CORE, BLOCKS)]
-    theirs = [name for name in names if name in (CORE, BLOCKS)]
-    if not theirs or ours == [EAGER]:
+    ours = [name for name in names if name != CORE]
+    if ours == list(names) or ours == [EAGER]:
         return [list(names)]
-    return [ours, [*(name for name in (EAGER, CAPTURED) if name in names), *theirs]]
+    return [ours, [*(name for name in (EAGER, CAPTURED) if name in names), CORE]]
 
 
 def forty_sizes() -> list[tuple[int, int]]:
-    """Forty different sizes of 512 to 1024 pixels a side, in steps of 8, large and small ones in turn."""
+    """Forty different sizes of 512 to 1024 pixels a side, multiples of 8, large and small ones alternating."""
     sides = list(range(512, 1025, 8))
-    # 65 sides; steps of 38 and 24, which 65 has no part in, visit each once, far from the one before.
+    # 38 and 24 share no factor with the 65 sides, so each is visited once, far from the previous one.
     return [(sides[(38 * number + 64) % 65], sides[(24 * number + 64) % 65]) for number in range(40)]
 
 
 def named(names: Sequence[str] | None, known: Iterable[str]) -> list[str]:
-    """Those of `known` that were asked for, in its order; all where nobody asked."""
+    """Those of `known` that are in `names`, in the order of `known`; None selects all."""
     return [name for name in known if names is None or name in names]
 
 
@@ -139,9 +128,9 @@ def size_of(text: str) -> tuple[int, int]:
 
 
 class TimeBudget:
-    """Seconds that a run may take, given out part by part; None gives as much as it takes.
+    """Shares out the seconds that a run may take, part by part; None: no limit.
 
-    now: seconds of a clock that never goes back.
+    now: seconds of a monotonic clock.
     """
 
     def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic):
@@ -152,7 +141,7 @@ class TimeBudget:
     def parts(self, parts: Sequence[str], models_left: int) -> Iterator[str]:
         """Yield the parts of one model; while one is handled, `fits` goes by its deadline.
 
-        The model has its equal part of what is left. A part that ends early leaves its time to those after it.
+        Each model gets an equal share of the time left. A part that ends early leaves its time to the next ones.
         """
         started = self._now()
         total = sum(SHARES[part] for part in parts)
@@ -164,7 +153,7 @@ class TimeBudget:
             yield part
 
     def fits(self, expected: float = 0.0) -> bool:
-        """Whether something that takes so many seconds ends before the part's deadline."""
+        """Whether something that takes that many seconds ends before the part's deadline."""
         return self._deadline is None or self._now() + expected < self._deadline
 
 
@@ -174,30 +163,25 @@ def skipped(part: str, model: str, what: str, contender: str, why: str = "no tim
 
 
 _NAMES = ("part", "model", "contender", "size", "batch", "step", "start", "number", "kernel", "what")
-"""Of a row: what it is about."""
+"""Fields that say what a row is about."""
 
 
 def merged(old: Iterable[Row], new: Sequence[Row]) -> list[Row]:
-    """The new rows, and the old ones about something else. A contender's kernels are measured together."""
+    """The new rows, and the old ones about something else. A contender's kernels are replaced together."""
     measured = {_about(row) for row in new}
-    profiled = {_profiled(row) for row in new if row["part"] == "profile"}
-    kept = [row for row in old if _about(row) not in measured]
-    return [row for row in kept if row["part"] != "profile" or _profiled(row) not in profiled] + list(new)
+    return [row for row in old if _about(row) not in measured] + list(new)
 
 
 def replaced(rows: Iterable[Row], row: Row) -> list[Row]:
     """The rows with this one, in place of an earlier one about the same."""
-    return [*(known for known in rows if _about(known) != _about(row)), row]
+    return [*(known for known in rows if _about(known, _NAMES) != _about(row, _NAMES)), row]
 
 
-def _about(row: Row) -> tuple:
-    return tuple(row.get(name) for name in _NAMES)
-
-
-def _profiled(row: Row) -> tuple:
-    return tuple(row.get(name) for name in ("model", "contender", "size", "batch"))
+def _about(row: Row, names: Sequence[str] | None = None) -> tuple:
+    names = names or [name for name in _NAMES if name != "kernel"]
+    return tuple(row.get(name) for name in names)
 
 
 def in_session(control: bool, steps: Sequence[Step]) -> list[Step]:
-    """The session's prompts for a model; control: whether there is a ControlNet for it here."""
+    """The session's prompts for a model; control: whether it has a ControlNet here."""
     return [step for step in steps if control or not step.control]

@@ -1,4 +1,4 @@
-"""The device of `bench gpu`: its name and driver, the matrix products that it really does, memory and waiting."""
+"""The device of `bench gpu`: its name and driver, its measured rate of matrix products, memory and waiting."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kit import made_up_device
 
 from .vae import resident_mb
 
-ROUNDS = 10
+WARM_UP, ROUNDS = 3, 10
 SIDE, SIDE_CPU = 8192, 512
 
 
 def described(device: torch.device) -> dict[str, Any]:
     """name, driver, torch, and the rate of matrix products: tflops, dtype, side.
 
-    cuda: None without a GPU, which the made-up device is not.
+    cuda: None without a GPU, and on the made-up device.
     """
     is_gpu = device.type == "cuda"
     dtype = torch.float16 if is_gpu else torch.float32
@@ -39,18 +39,17 @@ def matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
     """Floating-point operations a second of square matrix products, the median of `ROUNDS` after warm-up."""
     one, other = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     seconds = []
-    for number in range(ROUNDS + 3):
+    for _ in range(WARM_UP + ROUNDS):
         wait(device)
         started = time.perf_counter()
         one @ other
         wait(device)
-        if number >= 3:
-            seconds.append(time.perf_counter() - started)
-    return 2 * side**3 / statistics.median(seconds)
+        seconds.append(time.perf_counter() - started)
+    return 2 * side**3 / statistics.median(seconds[WARM_UP:])
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done all it was asked for."""
+    """Until the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -61,18 +60,18 @@ def forget_peak(device: torch.device) -> None:
 
 
 def peak_mb(device: torch.device, kept: int = 0) -> float | None:
-    """Most that tensors held since `forget_peak`, MB; None without a GPU. kept: bytes that do not count."""
+    """Most that tensors held since `forget_peak`, MB; None without a GPU. kept: bytes to leave out."""
     return round((torch.cuda.max_memory_allocated(device) - kept) / 2**20) if device.type == "cuda" else None
 
 
 def private_bytes() -> int:
-    """Of what torch counts as tensors, what is in the pools of CUDA graphs."""
+    """Bytes in the pools of CUDA graphs, as a part of what torch counts as tensors."""
     segments = torch.cuda.memory_snapshot(include_traces=False)
     return sum(segment["active_size"] for segment in segments if segment["segment_pool_id"] != (0, 0))
 
 
 def held_mb(device: torch.device) -> float:
-    """What torch holds of the device's memory, MB, graphs included; without a GPU, what the process holds."""
+    """Device memory that torch holds, MB, graphs included; without a GPU, memory of the process."""
     return round(torch.cuda.memory_reserved(device) / 2**20) if device.type == "cuda" else resident_mb()
 
 

@@ -5,7 +5,6 @@ Import it after `inprocess.boot` and `pack.load`.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from dataclasses import dataclass, replace
@@ -17,9 +16,9 @@ import torch
 from comfy_accel.accel.compile.benchmark import TOLERANCE
 from kit import made_up_device, tiny_models
 from kit.tiny_models import Family
-from torch.utils.flop_counter import FlopCounterMode
 
-from . import full_size, similarity
+from . import full_size
+from .flops import counted
 from .gpu_cases import Case
 from .gpu_device import wait
 from .session_plan import latent_side
@@ -30,9 +29,9 @@ QUICK_SCALE = 8
 
 @dataclass(frozen=True)
 class Subject:
-    """family: of the model. dtype: of its weights, a name of `tiny_models.DTYPES`. tokens: of its prompt.
+    """dtype: of the weights, a name of `tiny_models.DTYPES`. tokens: of the prompt.
 
-    frames: of its latents, None for those of pictures. scale: of their sides (`session_plan.latent_side`).
+    frames: of the latents, None for pictures. scale: by which their sides are smaller (`session_plan.latent_side`).
     """
 
     family: Family
@@ -47,19 +46,8 @@ class Subject:
         return self.family.model_class in ("SD15", "SDXL", "Flux")
 
     @property
-    def has_convolutions(self) -> bool:
-        """Whether its blocks have any."""
-        return self.family.model_class in ("SD15", "SDXL")
-
-    @property
     def device(self) -> torch.device:
         return comfy.model_management.get_torch_device()
-
-    def missing(self) -> str | None:
-        """One sentence where this ComfyUI does not know the model."""
-        if hasattr(comfy.supported_models, self.family.model_class):
-            return None
-        return f"this ComfyUI has no {self.family.model_class}"
 
     def load(self):
         """A ModelPatcher with its weights on the device, where they stay."""
@@ -128,9 +116,9 @@ QUICK = {
 
 
 class Run(NamedTuple):
-    """image: the finished latent. seconds: of the whole run, its compiling included. steps: seconds of each step after
-    the first, which has what a run begins with in it. answer: what the model said in its first step, cond and uncond
-    [2 B, ...], before classifier-free guidance."""
+    """image: the finished latent. seconds: of the whole run, compiling included. steps: seconds of each step but the
+    first, which includes the run's set-up. answer: the model's output in the first step, cond and uncond [2 B, ...],
+    before classifier-free guidance."""
 
     image: torch.Tensor
     seconds: float
@@ -139,13 +127,13 @@ class Run(NamedTuple):
 
 
 class FirstAnswer:
-    """Sees what the model says before guidance; outside of what compilers look at."""
+    """Keeps the model's first output before guidance, outside of what compilers see."""
 
     def __init__(self) -> None:
         self.answer: torch.Tensor | None = None
 
     def watch(self, model: Any) -> None:
-        """From now on it sees the runs of this ModelPatcher and of its clones."""
+        """Watch the runs of this ModelPatcher and of its clones."""
 
         def see(args: dict[str, Any]) -> Any:  # a function, since cloning copies objects
             if self.answer is None:
@@ -156,7 +144,7 @@ class FirstAnswer:
 
 
 class Runs:
-    """Runs on one model. model: its ModelPatcher, which every contender's is made of."""
+    """Runs of core's sampler on one model. model: the ModelPatcher that every contender's is made of."""
 
     def __init__(self, subject: Subject):
         self._subject = subject
@@ -185,16 +173,11 @@ class Runs:
         return Run(image.float().cpu(), seconds, each, self._first.answer)
 
     def flops(self, case: Case) -> int:
-        """Floating-point operations of one step, by torch's count of an eager one."""
-        if case in self._flops:
-            return self._flops[case]
-        # The counter knows attention written out, not the CPU's fused kind.
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        written_out = sdpa_kernel(SDPBackend.MATH) if self._device.type == "cpu" else contextlib.nullcontext()
-        with FlopCounterMode(display=False) as counter, written_out:
-            self.run(self.model, case, steps=1)
-        self._flops[case] = counter.get_total_flops()
+        """Floating-point operations of one eager step, by torch's count."""
+        if case not in self._flops:
+            with counted(self._device) as counter:
+                self.run(self.model, case, steps=1)
+            self._flops[case] = counter.get_total_flops()
         return self._flops[case]
 
 
@@ -204,13 +187,6 @@ def tolerance(dtype: str) -> float | None:
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest, as a fraction of the largest value expected; infinite where something is not finite."""
+    """The largest one, as a fraction of the largest expected value; infinite where a value is not finite."""
     value = ((actual - expected).abs().max() / expected.abs().max()).item()
     return value if math.isfinite(value) else math.inf
-
-
-def decibels(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """PSNR of finished latents over the range of the expected ones, mean over the batch."""
-    low, high = expected.min(), expected.max()
-    one, other = ((image - low) / (high - low) for image in (actual, expected))
-    return round(similarity.psnr(one, other).mean().item(), 2)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .gpu_cases import CAPTURED, CONTENDERS, CORE, EAGER, NO_REPLAYS, PARTS
+from .gpu_cases import CAPTURED, CONTENDERS, CORE, EAGER, NO_REPLAYS
 from .report import Row, markdown
 
 REACHED, MISSED, NOT_MEASURED = "reached", "missed", "not measured"
 JUDGED = "SDXL"
-OF_EAGER = {"512x512": 1.3, "1024x1024": 1.15}
-WITH_DEEP_CACHE = 2.5
+OF_EAGER = (
+    ("512x512", CAPTURED, "with CUDA graphs", 1.3),
+    ("1024x1024", CAPTURED, "with CUDA graphs", 1.15),
+    ("512x512", "deepcache-3", "with DeepCache 3", 2.5),
+    ("1024x1024", "deepcache-3", "with DeepCache 3", 2.5),
+)
+"""How many times as fast as eager `JUDGED` has to be: size, contender, its words, times."""
 STALLS_OF_CORE = 0.1
-MINUTES = 9.0
 MOST_GROWTH = 1.03
 """Memory held at the last ten sizes, over the most held before."""
 
 NO_GPU = """\
 **No GPU was measured.** This is a trial run, on a CPU (`--quick`) with tiny models of the same families and a compiler
-that compiles nothing, or on a made-up device whose kernels do nothing: what is counted (compilations, recorded calls,
+that compiles nothing, or on a made-up device whose kernels do nothing: what is counted (compilations, captured calls,
 on a CPU differences too) is exact, and the seconds, ratios and shares say nothing."""
 
 LEGEND = """\
@@ -29,19 +33,17 @@ LEGEND = """\
 - of peak: floating-point operations of an eager step (torch's count) over the step's seconds, as a share of what a
   large square matrix product reached in the same run on the same device.
 - difference: of the model's output in a run's first step, before guidance, from the eager one, over its largest value;
-  eager's own is that of a second run. With DeepCache and EasyCache the first step is computed in full, and the image
-  is another by design: PSNR to the eager one after three steps stands beside, of random weights, which says nothing
-  of pictures.
+  eager's own is that of a second run. With DeepCache and EasyCache the first step is computed in full.
 - Graph caches: 24 GB for each contender, for the forty sizes 6 GB.
-- peak MB: what tensors held at most while the contender ran, without what recorded calls keep, its own or others';
+- peak MB: what tensors held at most while the contender ran, without what captured calls keep, its own or others';
   graphs MB: what these keep beside it, all sizes so far together.
-- as shipped: Accelerate Model with its inputs as they come.
+- as shipped: Accelerate Model with its default inputs.
 - ran as: a contender whose model calls were not replayed is named for what it was.
 - Weights are random, at the models' published sizes. CFG everywhere, also where a model is published for use without.
   Wan: clips of 17 frames (5 latent frames). DeepCache: uniform schedule, so that the interval is what is measured.
-- Cold starts have folders of their own, empty at first. Ours share theirs among them: the first of them starts cold,
-  the others trace for themselves and find its kernels on disk; those with a cache policy are "CUDA graphs" with one
-  node more, in its graph cache.
+- First images: cold with nothing compiled, warm the same image once more. Compiler folders are empty at first; ours
+  share theirs: the first of them starts cold, the others trace for themselves and find its kernels on disk; those that
+  cache steps are "CUDA graphs" with one node more, in its graph cache.
 - Ours: *Accelerate Model*'s defaults without `check_gain`, which would run some calls of the first images twice.
 - A prompt's stall: its seconds minus those of the same prompt once more."""
 
@@ -49,6 +51,9 @@ _TEXTS = ("contender", "kernel", "size", "start", "ran as", "notes", "model", "p
 
 Place = tuple[str, str, int]
 """Model, size and batch of steps."""
+
+Judgement = tuple["bool | None", str]
+"""Whether a goal is reached, None where that is open; and the figures."""
 
 
 class Goal(NamedTuple):
@@ -58,22 +63,23 @@ class Goal(NamedTuple):
     state: str
 
 
-def goals(rows: Sequence[Row], skips: Sequence[Row], has_gpu: bool, seconds: dict[str, float]) -> list[Goal]:
-    """All of them. seconds: that each model took; without a GPU only the outputs are judged."""
-    judged = [
-        *_each(
-            rows, "steps", "CUDA graphs at least as fast as core's TorchCompileModel at every size", _beside_core, skips
-        ),
-        *_beside_eager(rows),
-        *_each(
-            rows, "session", f"the session's stalls with CUDA graphs at most {STALLS_OF_CORE:.0%} of core's", _stalls
-        ),
-        *_each(rows, "sizes40", "forty sizes in a row, memory within the budget and flat", _flat),
-        _goal(f"{JUDGED}: every part within {MINUTES:.0f} minutes", *_minutes(rows, skips, seconds)),
-    ]
+def goals(rows: Sequence[Row], has_gpu: bool) -> list[Goal]:
+    """All goals; without a GPU only that of the outputs."""
+    outputs = _goal("Every contender's output is eager's within tolerance", _outputs(rows))
     if not has_gpu:
-        judged = [_goal(goal.sentence.rpartition(" (")[0].rpartition(": ")[0], None, "no GPU") for goal in judged]
-    return [*judged, _goal("Every contender's output is eager's within tolerance", *_outputs(rows))]
+        return [outputs]
+    core = "CUDA graphs at least as fast as core's TorchCompileModel at every size"
+    stalls = f"the session's stalls with CUDA graphs at most {STALLS_OF_CORE:.0%} of core's"
+    return [
+        *_each(rows, "steps", core, _beside_core),
+        *(
+            _goal(f"{JUDGED}, {size}, {words}: at least {least} times eager", _beside_eager(rows, size, name, least))
+            for size, name, words, least in OF_EAGER
+        ),
+        *_each(rows, "session", stalls, _stalls),
+        *_each(rows, "sizes40", "forty sizes in a row, memory within the budget and flat", _flat),
+        outputs,
+    ]
 
 
 def failures(rows: Iterable[Row]) -> list[str]:
@@ -89,63 +95,47 @@ def failures(rows: Iterable[Row]) -> list[str]:
     return found
 
 
-def speedups(rows: Iterable[Row], contender: str, over: str) -> dict[Place, float]:
-    """How many times as many steps a second the contender makes as the other one, place by place.
-
-    Over eager: as eager was in the same turns.
-    """
-    timed = [row for row in rows if row["part"] == "steps" and "step_ms" in row]
-    own = {_case(row): row for row in timed if row["contender"] == contender}
-    if over == EAGER:
-        return {case: row["eager_ms"] / row["step_ms"] for case, row in own.items() if row["eager_ms"]}
-    other = {_case(row): row["step_ms"] for row in timed if row["contender"] == over}
-    return {case: other[case] / row["step_ms"] for case, row in own.items() if case in other}
+def _each(rows: Sequence[Row], part: str, what: str, judge: Callable[[list[Row]], Judgement]) -> list[Goal]:
+    """A goal for each model that has rows of the part."""
+    own: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["part"] == part:
+            own.setdefault(row["model"], []).append(row)
+    made = [_goal(f"{model}: {what}", judge(found)) for model, found in own.items()]
+    return made or [_goal(what[0].upper() + what[1:], (None, "no rows"))]
 
 
-Judgement = tuple[bool | None, str]
-"""Whether a goal is reached, None where that is open, and the figures."""
+def _goal(what: str, judged: Judgement) -> Goal:
+    reached, figure = judged
+    state = NOT_MEASURED if reached is None else REACHED if reached else MISSED
+    return Goal(f"{what}: {state} ({figure}).", state)
 
 
-def _each(
-    rows: Sequence[Row], part: str, what: str, judge: Callable[..., Judgement], *more: Sequence[Row]
-) -> list[Goal]:
-    """A goal for each model that has rows of the part, from these rows."""
-    models = dict.fromkeys(row["model"] for row in rows if row["part"] == part)
-    own = {name: [row for row in rows if (row["part"], row["model"]) == (part, name)] for name in models}
-    made = [_goal(f"{name}: {what}", *judge(own[name], *more)) for name in models]
-    return made or [_goal(what[0].upper() + what[1:], None, "no rows")]
+def _timed(rows: Iterable[Row], contender: str) -> dict[Place, Row]:
+    return {_case(row): row for row in rows if row["part"] == "steps" and row["contender"] == contender and _ran(row)}
 
 
-def _beside_core(rows: Sequence[Row], skips: Sequence[Row]) -> Judgement:
-    times = speedups(rows, CAPTURED, CORE)
+def _beside_core(rows: Sequence[Row]) -> Judgement:
+    own, core = _timed(rows, CAPTURED), _timed(rows, CORE)
+    times = {case: core[case]["step_ms"] / own[case]["step_ms"] for case in own if case in core}
     if not times:
         return None, "no case has both"
     worst = min(times, key=times.__getitem__)
     figure = f"{times[worst]:.2f} times as fast at the worst of {len(times)} cases, {_name(worst)}"
-    unreplayed = [_name(case) for case in times if not _replays(rows, case, CAPTURED)]
-    about = "steps", rows[0]["model"]
-    out = [
-        row["what"] for row in skips if (row["part"], row["model"]) == about and row["contender"] in (CAPTURED, CORE)
-    ]
+    unreplayed = [_name(case) for case in times if own[case]["ran_as"] == NO_REPLAYS]
     if unreplayed:
         return None, f"{figure}, but no CUDA graphs at {', '.join(unreplayed)}"
-    if times[worst] >= 1 and out:
-        return None, f"{figure}; left out: {', '.join(dict.fromkeys(out))}"
     return times[worst] >= 1, figure
 
 
-def _beside_eager(rows: Sequence[Row]) -> list[Goal]:
-    wanted = [(size, CAPTURED, "with CUDA graphs", least) for size, least in OF_EAGER.items()]
-    wanted += [(size, "deepcache-3", "with DeepCache 3", WITH_DEEP_CACHE) for size in OF_EAGER]
-    made = []
-    for size, contender, label, least in wanted:
-        case = (JUDGED, size, 1)
-        times = speedups(rows, contender, EAGER).get(case)
-        judged: Judgement = (None, "no such row") if times is None else (times >= least, f"{times:.2f}")
-        if times is not None and not _replays(rows, case, contender):
-            judged = None, f"{times:.2f}, but as compiled blocks alone"
-        made.append(_goal(f"{JUDGED}, {size}, {label}: at least {least} times eager", *judged))
-    return made
+def _beside_eager(rows: Sequence[Row], size: str, contender: str, least: float) -> Judgement:
+    row = _timed(rows, contender).get((JUDGED, size, 1))
+    if row is None or not row["eager_ms"]:
+        return None, "no such row"
+    times = _of_eager(row)
+    if row["ran_as"] == NO_REPLAYS:
+        return None, f"{times:.2f}, but as compiled blocks alone"
+    return times >= least, f"{times:.2f}"
 
 
 def _stalls(rows: Sequence[Row]) -> Judgement:
@@ -157,10 +147,7 @@ def _stalls(rows: Sequence[Row]) -> Judgement:
         return None, "not run by both"
     ours, theirs = sum(own.values()), sum(core.values())
     figure = f"{ours:.1f} s in {len(own)} prompts, core {theirs:.1f} s in {len(core)}"
-    # A session of core's that was cut stalls no less than this; one of ours that was cut proves nothing.
-    if len(own) >= len(core) and ours <= STALLS_OF_CORE * theirs:
-        return True, figure
-    return False if len(own) == len(core) else None, figure
+    return ours <= STALLS_OF_CORE * theirs if len(own) == len(core) else None, figure
 
 
 def _flat(rows: Sequence[Row]) -> Judgement:
@@ -172,20 +159,8 @@ def _flat(rows: Sequence[Row]) -> Judgement:
     grown = max(held[-10:]) / max(held[:-10])
     figure = f"{most:.0f} MB of {budget} MB at most; the last ten sizes held {grown:.3f} of the most before"
     if any(row["ran_as"] == NO_REPLAYS for row in own):
-        return None, f"{figure}, but not every size was recorded"
+        return None, f"{figure}, but not every size was captured"
     return most <= budget and grown <= MOST_GROWTH, figure
-
-
-def _minutes(rows: Sequence[Row], skips: Sequence[Row], seconds: dict[str, float]) -> Judgement:
-    if JUDGED not in seconds:
-        return None, "not run"
-    left_out = [row for row in skips if row["model"] == JUDGED]
-    figure = f"{seconds[JUDGED] / 60:.1f} minutes, {len(left_out)} things left out"
-    if seconds[JUDGED] > 60 * MINUTES or left_out:
-        return False, figure
-    parts = {row["part"] for row in rows if row["model"] == JUDGED}
-    missing = ", ".join(part for part in PARTS if part not in parts)
-    return (None, f"{figure}; parts not run: {missing}") if missing else (True, figure)
 
 
 def _outputs(rows: Sequence[Row]) -> Judgement:
@@ -199,19 +174,18 @@ def _outputs(rows: Sequence[Row]) -> Judgement:
     return not wrong, f"{figure}; {len(wrong)} failures" if wrong else figure
 
 
-def _goal(what: str, reached: bool | None, figure: str) -> Goal:
-    state = NOT_MEASURED if reached is None else REACHED if reached else MISSED
-    return Goal(f"{what}: {state} ({figure}).", state)
-
-
 def _is_compared(row: Row) -> bool:
     """Whether its output has a value that should be eager's; on the made-up device none has."""
     return row.get("answer_diff") is not None and row.get("tolerance") is not None
 
 
-def _replays(rows: Sequence[Row], case: Place, contender: str) -> bool:
-    own = (row for row in rows if row["part"] == "steps" and row["contender"] == contender and "step_ms" in row)
-    return next(row for row in own if _case(row) == case)["ran_as"] != NO_REPLAYS
+def _ran(row: Row) -> bool:
+    return "step_ms" in row
+
+
+def _of_eager(row: Row) -> float | None:
+    """How many times as fast as eager, as eager was in the same turns."""
+    return row["eager_ms"] and row["eager_ms"] / row["step_ms"]
 
 
 def _case(row: Row) -> Place:
@@ -231,21 +205,19 @@ def _place(row: Row) -> str:
     return f"{row['start']} start, " if row["part"] == "cold" else f"size {row['number']} of 40, "
 
 
-def page(rows: Sequence[Row], skips: Sequence[Row], facts: dict[str, Any], seconds: dict[str, float]) -> str:
-    """The whole page. facts: date, command, device (`gpu_device.described`), versions. seconds: as of `goals`."""
+def page(rows: Sequence[Row], skips: Sequence[Row], facts: dict[str, Any]) -> str:
+    """The whole page. facts: date, command, device (`gpu_device.described`), versions."""
     device, versions = facts["device"], facts["versions"]
     driver = f", driver {device['driver']}" if device["driver"] else ""
     cuda = f" (CUDA {device['cuda']})" if device["cuda"] else ""
-    lines = ["# Benchmarks", ""]
-    if not cuda:
-        lines += [NO_GPU, ""]
+    lines = ["# Benchmarks", "", *([] if cuda else [NO_GPU, ""])]
     lines += [
         f"Written by `{facts['command']}` on {facts['date']}: {device['name']}{driver}; ComfyUI {versions['comfyui']}, "
         f"torch {device['torch']}{cuda}, triton {versions['triton'] or 'none'}. A {device['matrix_side']} x "
         f"{device['matrix_side']} product in {device['matrix_dtype']}: {device['matrix_tflops']:.4g} TFLOP/s. "
         "Every row: `benchmarks.json`.",
         *("", "## Goals", ""),
-        *(f"- {goal.sentence}" for goal in goals(rows, skips, bool(cuda), seconds)),
+        *(f"- {goal.sentence}" for goal in goals(rows, bool(cuda))),
     ]
     wrong = failures(rows)
     if wrong:
@@ -254,8 +226,7 @@ def page(rows: Sequence[Row], skips: Sequence[Row], facts: dict[str, Any], secon
         lines += ["", f"## {model}"]
         for part, write in TABLES.items():
             own = [row for row in rows if (row["model"], row["part"]) == (model, part)]
-            if own:
-                lines += ["", write(own)]
+            lines += ["", write(own)] if own else []
     if skips:
         lines += ["", "## Left out", "", markdown(skips, ("model", "part", "what", "contender", "why"), _TEXTS)]
     reasons = dict.fromkeys(f"{row['model']}: {reason}" for row in rows for reason in row.get("reasons", ()))
@@ -266,89 +237,73 @@ def page(rows: Sequence[Row], skips: Sequence[Row], facts: dict[str, Any], secon
 
 def steps_table(rows: Sequence[Row]) -> str:
     """By batch, size as first measured, and contender."""
-    times = {name: speedups(rows, name, EAGER) for name in CONTENDERS}
     sizes, names = list(dict.fromkeys(row["size"] for row in rows)), list(CONTENDERS)
-    timed = [row for row in rows if "step_ms" in row]
-    timed.sort(key=lambda row: (row["batch"], sizes.index(row["size"]), names.index(row["contender"])))
-    shown = [
-        {
-            **_shown(row, "size", "batch", "contender", steps_per_s="steps/s"),
-            "x eager": times[row["contender"]].get(_case(row)),
-            "of peak": "-" if row["share_of_matrix"] is None else f"{row['share_of_matrix']:.1%}",
-            **_shown(row, first_image_s="first image s", compilations="compiled", peak_mb="peak MB"),
-            **_shown(row, graphs_mb="graphs MB"),
-            "difference": f"{row['answer_diff']:.1e}",
-            "ran as": _ran_as(row),
-        }
-        for row in timed
-    ]
+    timed = sorted(
+        filter(_ran, rows), key=lambda row: (row["batch"], sizes.index(row["size"]), names.index(row["contender"]))
+    )
+    columns = {
+        **{"size": "size", "batch": "batch", "contender": _label, "steps/s": "steps_per_s", "x eager": _of_eager},
+        "of peak": lambda row: None if row["share_of_matrix"] is None else f"{row['share_of_matrix']:.1%}",
+        **{"first image s": "first_image_s", "compiled": "compilations", "peak MB": "peak_mb"},
+        **{"graphs MB": "graphs_mb", "difference": lambda row: f"{row['answer_diff']:.1e}", "ran as": _ran_as},
+    }
     clip = next((f", clips of {row['frames']} latent frames" for row in rows if row.get("frames")), "")
-    return f"### Steps ({rows[0].get('dtype', '')}{clip})\n\n{_table(shown)}"
+    return f"### Steps ({rows[0].get('dtype', '')}{clip})\n\n{_table(timed, columns)}"
+
+
+def profile_table(rows: Sequence[Row]) -> str:
+    columns = {
+        **{"size": "size", "contender": _label, "kernel": lambda row: f"`{row['kernel']}`", "calls a step": "calls"},
+        **{"ms a step": "kernel_ms", "share": lambda row: f"{row['share']:.1%}"},
+    }
+    return f"### Kernels\n\n{_table([row for row in rows if 'kernel' in row], columns)}"
 
 
 def cold_table(rows: Sequence[Row]) -> str:
-    columns = {"compilations": "compiled", "loaded": "loaded", "peak_mb": "peak MB", "held_mb": "held MB"}
-    shown = [
-        _shown(row, "contender", "start", first_image_s="first image s", **columns, ran_as="ran as")
-        for row in rows
-        if "first_image_s" in row
-    ]
-    size = next((f" at {row['size']}" for row in rows if "size" in row), "")
-    text = (
-        "cold: with nothing compiled. warm: the same image once more. new process: the first image of another process, "
-        "which finds what the cold one left on disk. held MB: all that torch holds in a process of the contender's "
-        "own, recorded calls included."
-    )
-    return f"### First images{size}\n\n{text}\n\n{_table(shown)}"
+    columns = {
+        **{"contender": _label, "start": "start", "first image s": "first_image_s", "compiled": "compilations"},
+        **{"peak MB": "peak_mb", "ran as": "ran_as"},
+    }
+    table = _table([row for row in rows if "first_image_s" in row], columns)
+    return f"### First images at {rows[0]['size']}\n\n{table}"
 
 
 def session_table(rows: Sequence[Row]) -> str:
-    shown = []
-    for contender in dict.fromkeys(row["contender"] for row in rows):
-        own = [row for row in rows if row["contender"] == contender and "stall_s" in row]
-        if not own:
-            continue
-        stalls, compiled = [row["stall_s"] for row in own], [row["compilations"] for row in own]
-        shown.append(
-            {
-                "contender": CONTENDERS[contender].label,
-                "prompts": len(own),
-                "stalls s": sum(stalls),
-                "after the first s": sum(stalls[1:]),
-                "worst after it s": max(stalls[1:], default=None),
-                "compiled": sum(compiled),
-                "after the first": sum(compiled[1:]),
-                "recorded": sum(row["captures"] for row in own),
-                "difference": f"{max(row['answer_diff'] for row in own):.1e}",
-                "notes": next((f"recompile limit at {row['step']}" for row in own if row["gave_up"]), ""),
-            }
-        )
-    return f"### Session\n\n{_table(shown)}"
+    """A line for each contender."""
+    by: dict[str, list[Row]] = {}
+    for row in rows:
+        if "stall_s" in row:
+            by.setdefault(row["contender"], []).append(row)
+
+    def gave_up(own: list[Row]) -> str:
+        return next((f"recompile limit at {row['step']}" for row in own if row["gave_up"]), "")
+
+    columns = {
+        "contender": lambda own: _label(own[0]),
+        "prompts": len,
+        "stalls s": lambda own: sum(row["stall_s"] for row in own),
+        "after the first s": lambda own: sum(row["stall_s"] for row in own[1:]),
+        "worst after it s": lambda own: max((row["stall_s"] for row in own[1:]), default=None),
+        "compiled": lambda own: sum(row["compilations"] for row in own),
+        "after the first": lambda own: sum(row["compilations"] for row in own[1:]),
+        "captured": lambda own: sum(row["captures"] for row in own),
+        "difference": lambda own: f"{max(row['answer_diff'] for row in own):.1e}",
+        "notes": gave_up,
+    }
+    return f"### Session\n\n{_table(list(by.values()), columns)}"
 
 
 def forty_table(rows: Sequence[Row]) -> str:
     own = [row for row in rows if "held_mb" in row]
-    memory = {"image_s": "seconds", "cache_mb": "cache MB", "budget_mb": "budget MB", "held_mb": "held MB"}
-    counts = {"compilations": "compiled", "captures": "recorded", "evictions": "let go so far", "ran_as": "ran as"}
-    picked = [row for row in own if row["number"] in (1, 2, 5, 10, 20, 30, 40)]
+    columns = {
+        **{"number": "number", "size": "size", "seconds": "image_s", "cache MB": "cache_mb", "budget MB": "budget_mb"},
+        **{"held MB": "held_mb", "compiled": "compilations", "captured": "captures", "let go so far": "evictions"},
+        "ran as": "ran_as",
+    }
     late = sum(row["compilations"] for row in own[1:])
     text = f"With CUDA graphs. Of {len(own)} sizes some; after the first, {late} graphs were compiled."
-    shown = [_shown(row, "number", "size", **memory, **counts) for row in picked]
-    return f"### Forty sizes in a row\n\n{text}\n\n{_table(shown)}"
-
-
-def profile_table(rows: Sequence[Row]) -> str:
-    shown = [
-        {
-            **_shown(row, "size", "contender"),
-            "kernel": f"`{row['kernel']}`",
-            **_shown(row, calls="calls a step", kernel_ms="ms a step"),
-            "share": f"{row['share']:.1%}",
-        }
-        for row in rows
-        if "kernel" in row
-    ]
-    return f"### Kernels\n\n{_table(shown)}"
+    table = _table([row for row in own if row["number"] in (1, 2, 5, 10, 20, 30, 40)], columns)
+    return f"### Forty sizes in a row\n\n{text}\n\n{table}"
 
 
 TABLES = {
@@ -358,34 +313,31 @@ TABLES = {
 
 
 def line(row: Row) -> str:
-    """One row as it is told while the bench runs."""
+    """One row in words, while the bench runs."""
     if "why" in row:
         return f"{row['model']}, {row['part']}, {row['what']}, {row['contender']}: left out, {row['why']}"
     names = ("size", "batch", "number", "step", "start", "contender")
-    figures = ("failed", "step_ms", "kernel_ms", "first_image_s", "stall_s", "image_s")
-    figures += ("compilations", "ran_as", "answer_diff")
+    figures = ("failed", "step_ms", "first_image_s", "stall_s", "image_s", "compilations", "ran_as", "answer_diff")
     told = [f"{name} {row[name]:{'.3g' if isinstance(row[name], float) else ''}}" for name in figures if name in row]
     return ", ".join([row["model"], row["part"], *(str(row[name]) for name in names if name in row), *told])
 
 
-def _shown(row: Row, *names: str, **headings: str) -> Row:
-    """Of the row, by their own names, and then under the headings; a contender by its label."""
-    shown = {heading: row[name] for name, heading in ({name: name for name in names} | headings).items()}
-    return shown | {"contender": CONTENDERS[row["contender"]].label} if "contender" in shown else shown
+def _table(rows: Sequence[Any], columns: Mapping[str, str | Callable[[Any], Any]]) -> str:
+    """A Markdown table; columns: heading → a field of the row, or a function of it."""
+    shown = [{heading: pick(row) if callable(pick) else row[pick] for heading, pick in columns.items()} for row in rows]
+    return markdown(shown, list(columns), _TEXTS) if rows else "-"
 
 
-def _table(rows: Sequence[Row]) -> str:
-    return markdown(rows, list(rows[0]), _TEXTS) if rows else "-"
+def _label(row: Row) -> str:
+    return CONTENDERS[row["contender"]].label
 
 
 def _ran_as(row: Row) -> str:
-    notes = [row["ran_as"]] if row["ran_as"] != CONTENDERS[row["contender"]].label else []
+    notes = [row["ran_as"]] if row["ran_as"] != _label(row) else []
     if row["gave_up"]:
         notes.append("recompile limit reached, eager from there")
     if row.get("skipped_steps") is not None:
         notes.append(f"{row['skipped_steps']} of {row['full_steps'] + row['skipped_steps']} steps skipped")
-    if row["psnr_db"] is not None:
-        notes.append(f"{row['psnr_db']:.1f} dB")
     if row["uncompiled"]:
         notes.append(f"{row['uncompiled']} block calls uncompiled")
     return ", ".join(notes)

@@ -50,7 +50,7 @@ PLANS = {
     ),
     2: (
         Stage(3.0, f"--models Flux --parts steps profile --sizes 1024x1024 --batches 1 {_OURS} core"),
-        Stage(2.5, f"--models SD1.5 --parts steps --sizes 512x512 --batches 1 {_OURS} channels-last core"),
+        Stage(2.5, f"--models SD1.5 --parts steps --sizes 512x512 --batches 1 {_OURS} core"),
         Stage(
             MINUTES,
             "--models SDXL --parts steps sizes40 --sizes 720x960 768x768 1280x720 1024x1024 --batches 1 4"
@@ -62,12 +62,12 @@ PLANS = {
             Stage(2.0, f"--models {model} --parts steps --sizes 1024x1024 --batches 1 {_OURS} core")
             for model in ("Z-Image", "Qwen-Image", "Wan")
         ),
-        Stage(MINUTES, f"--models SDXL --parts session cold {_BESIDE_CORE}"),
+        Stage(MINUTES, f"--models SDXL --parts session {_BESIDE_CORE}"),
     ),
 }
 """1: the `gpu` tests, then SDXL, which the goals are of, with its kernels; core's node last, which compiles longest.
 2: Flux, SD1.5, SDXL's other sizes and batches, single images first, and without those that would have to be compiled
-once more for what plan 1 says. 3: the other models, a session and starts."""
+again for what plan 1 says. 3: the other models and a session."""
 
 
 def run(number: int, out: Path, prepared: Path | None, quick: bool) -> None:

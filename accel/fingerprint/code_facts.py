@@ -29,8 +29,8 @@ class CodeFacts:
     affixes: those of a code that looks attributes up by name, which it may make of them.
     assigned: the globals and attributes that it sets or deletes.
     globals_set: those of them that are globals of its own module.
-    mutates: of what it may change the items, as of a list, set or dict: the global variable whose method it calls, which
-        may be a module with a function of that name; None for anything else.
+    mutates: of what it may change the items, as of a list, set or dict: the global variable whose method it calls,
+        which may be a module with a function of that name; None for anything else.
     """
 
     digest: str
