@@ -69,7 +69,7 @@ def a_few_steps(network, sampler="euler", change=lambda model: None, settings=No
     model = apply_deep_cache(network, DeepCacheSettings(interval=2, schedule="uniform", **settings or {}))
     change(model)
     prompts = (toy.conditioning(torch.tensor([which])) for which in (1, toy.NULL_CLASS))
-    return tiny_models.sample(model, torch.zeros(1, 4, 16, 16), *prompts, 4, toy.CFG, sampler, **others)
+    return tiny_models.sample_latent(model, torch.zeros(1, 4, 16, 16), *prompts, 4, toy.CFG, sampler, **others)
 
 
 @pytest.mark.parametrize("sampler", comfy.samplers.SAMPLER_NAMES)

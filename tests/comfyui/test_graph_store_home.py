@@ -105,13 +105,13 @@ def image():
     from comfy_accel.accel.core.reasons import Reason
     from comfy_accel.accel.store.graph_store import GraphStore
 
-    look = GraphStore.load
+    look = GraphStore.candidates
 
     def only_look(self, key, *arguments):
-        look(self, key, *arguments)
+        list(look(self, key, *arguments))
         raise NoGraph(key, Reason("interrupted"))  # what comes next is compiling, which is not what is asked here
 
-    GraphStore.load = only_look
+    GraphStore.candidates = only_look
     tiny_models.sample(accelerated, 64, 64, steps=1)
 
 folder_paths.set_user_directory(user)

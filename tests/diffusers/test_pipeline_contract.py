@@ -36,7 +36,7 @@ def pipes(request):
     """A pipeline, plain, and one of the same weights that is accelerated and warmed up at another size."""
     plain, fast = zoo.pipeline(request.param), accelerate(zoo.pipeline(request.param))
     given = {"num_frames": 5} if request.param == "WanPipeline" else {}
-    assert warm_up(fast, sizes=[(64, 32)], **zoo.prompt(fast), **given).failed == ()
+    assert warm_up(fast, sizes=[(64, 32)], **zoo.prompt(fast), **given).failed == []
     return plain, fast
 
 
