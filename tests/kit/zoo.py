@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import importlib
+import operator
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +39,19 @@ class Size:
         names = {"B": self.batch, "T": self.tokens, "F": self.frames, "H": self.height, "W": self.width}
         names |= {f"{name}D": names[name] // 2 * 2 for name in "HW"}
         names |= {f"{name}U": (names[name] + 1) // 2 * 2 for name in "HW"}
-        return [eval(part, {}, names) for part in text.split()]
+        return [_size(part, names) for part in text.split()]
+
+
+_OPERATIONS = {"*": operator.mul, "//": operator.floordiv, "+": operator.add}
+
+
+def _size(text: str, names: dict[str, int]) -> int:
+    """What "H*W//2" comes to, from left to right."""
+    first, *others = (names.get(part) or part for part in re.split(r"(\*|//|\+)", text))
+    size = int(first)
+    for operation, other in zip(others[::2], others[1::2], strict=True):
+        size = _OPERATIONS[operation](size, int(other))
+    return size
 
 
 class Noise:
