@@ -42,12 +42,12 @@ class Size:
         return [_size(part, names) for part in text.split()]
 
 
-_OPERATIONS = {"*": operator.mul, "//": operator.floordiv, "+": operator.add}
+_OPERATIONS = {"*": operator.mul, "//": operator.floordiv, "+": operator.add, "-": operator.sub}
 
 
 def _size(text: str, names: dict[str, int]) -> int:
     """What "H*W//2" comes to, from left to right."""
-    first, *others = (names.get(part) or part for part in re.split(r"(\*|//|\+)", text))
+    first, *others = (names.get(part) or part for part in re.split(r"(\*|//|[+-])", text))
     size = int(first)
     for operation, other in zip(others[::2], others[1::2], strict=True):
         size = _OPERATIONS[operation](size, int(other))
