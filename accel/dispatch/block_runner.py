@@ -168,6 +168,7 @@ class BlockRunner:
                 self._prepare(call, resolved)
         except Refusal as why:
             refusal = why.with_traceback(None)
+            refusal.__cause__ = refusal.__context__ = None  # their frames hold this call's tensors too
         else:
             return self._eagerly(call) if resolved is None else self._run(call, resolved)
         if isinstance(refusal, NoGraph):

@@ -38,8 +38,8 @@ class GraphMaker:
         if store is None:
             return None
         for saved in store.candidates(call.key, call.kind.name, call.devices, call.values, self.interrupts):
-            if saved.facts.may_serve(call):
-                with saved:
+            with saved:
+                if saved.facts.may_serve(call):
                     data, facts = saved.read(), saved.facts
                     graph = block_compiler.load_block(self._template(), call, data, facts, self.interrupts)
                     if graph.serves(call):

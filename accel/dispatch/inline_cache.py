@@ -29,6 +29,7 @@ _MAX_ENTRIES = 64
 _MAX_GUARDED = 4
 """Call shapes with guards; the latest are kept."""
 
+_MISSING: Any = object()
 _MAX_GUARDS_MADE = 8
 """Guards made for one call shape: some never match, and some shapes take turns."""
 
@@ -93,9 +94,9 @@ class InlineCache:
             self.clear()
             self._generation = self._cache.generation
         key = _key(call)
-        if key not in self._entries:
+        resolved = self._entries.get(key, _MISSING)  # another thread may clear them meanwhile
+        if resolved is _MISSING:
             return False, None
-        resolved = self._entries[key]
         if resolved is not None:
             if resolved.verdict is not None:
                 self._verdicts[_verdict_key(call)] = resolved.verdict

@@ -127,7 +127,7 @@ class GraphStore:
                 found = self._manifest(stem, here)
                 saved = Saved(self, found, _facts(found.facts), interrupts)
             except BadEntry as bad:
-                why = bad
+                why = BadEntry(str(bad), bad.level)
             except OSError as error:
                 pass_on(error, interrupts)
                 failed, why = True, self._unreadable(error)
@@ -188,7 +188,7 @@ class GraphStore:
     def statistics(self) -> dict[str, Any]:
         """The folder and what this process did there, as JSON.
 
-        lookups: calls of `load`; loaded: those that found a graph. misses: why others did not, or were not saved.
+        lookups: calls of `candidates`; loaded: those that found a graph. misses: why others did not, or were not saved.
         """
         with self._lock:
             misses = [{"block": block, "reason": reason, "count": n} for (block, reason), n in self._misses.items()]
@@ -306,7 +306,7 @@ class Saved:
             return False
         pass_on(error, self._interrupts)
         if isinstance(error, BadEntry):
-            self.why = error.with_traceback(None)  # whose frames hold the call's tensors
+            self.why = BadEntry(str(error), error.level)  # the frames of the other hold the call's tensors
         elif isinstance(error, OSError) and not self.is_read:
             self.has_failed_disk, self.why = True, self._store._unreadable(error)
         elif isinstance(error, torch.OutOfMemoryError):

@@ -1,7 +1,9 @@
 """A block's stand-in: when it lets a call run as it is."""
 
+import gc
 import logging
 import time
+import weakref
 
 import pytest
 import torch
@@ -353,3 +355,20 @@ def test_graph_that_runs_out_of_memory_is_reported_and_kept(monkeypatch):
     torch.testing.assert_close(stand_in(block, x), block(x))
     assert reported == ["short"]
     assert cache.statistics()["graphs"] == 1 and cache.store.distrusted == []
+
+
+def test_refused_call_keeps_nothing_alive():
+    """Without the garbage collector: on a card it would hold the memory of all that the call's frames refer to."""
+    stand_in = runner(Block())
+
+    def refused() -> weakref.ref:
+        x = torch.randn(2, 4)
+        assert stand_in(lambda x, _: "eager", x, object()) == "eager"
+        return weakref.ref(x)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert refused()() is None
+    finally:
+        gc.enable()
