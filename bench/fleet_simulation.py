@@ -45,7 +45,7 @@ _MAY_BE_ZERO = ("capture_s", "model_s")
 
 WORKERS = (1, 4, 16, 64, 250)
 ROUTES = ("any", "graph")
-"""Of the fleet's setting `route`; "any" is Ray Serve's own: of two replicas at random, the one with less to do."""
+"""Values of the fleet's setting `route`; "any" is Ray Serve's own rule: the less busy of two random replicas."""
 
 TRAFFIC = ("steady", "bursty")
 COLUMNS = ("traffic", "workers", "route", "met_graph", "met_model", "wait_s", "p95_s", "busy")

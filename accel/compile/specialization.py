@@ -34,7 +34,7 @@ class TracedSizes:
         self.codes: Sequence[types.CodeType] = ()
 
     def observer(self) -> Callable[[], None]:
-        """What the function has to call: torch calls it while it traces, and leaves it out of the graph."""
+        """A function for the traced one to call: torch calls it while it traces, and leaves it out of the graph."""
 
         tracing_context = torch_internals.TRACING_CONTEXT.get()
 

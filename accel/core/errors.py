@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+
+AnyError = TypeVar("AnyError", bound=BaseException)
 
 
 def cause_among(error: BaseException, classes: tuple[type[BaseException], ...]) -> BaseException | None:
@@ -39,6 +41,15 @@ def one_line(error: BaseException) -> str:
     error = getattr(error, "inner_exception", error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+
+
+def without_frames(error: AnyError) -> AnyError:
+    """The exception, to be kept: without its traceback and those of what it was raised from.
+
+    Their frames reference tensors, and all that the callers have: only the garbage collector would free these.
+    """
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
 
 
 class Failure(NamedTuple):

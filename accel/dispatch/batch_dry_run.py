@@ -107,15 +107,15 @@ class BatchDryRun:
             tries += [_Larger(rows, left=one) for one in given[1:] if one.shape[:1] == (1,)]
         known: dict[torch.nn.Module, list[list[torch.Size]]] = {}
         for size in tries:
-            shapes, error = self._run(size)
-            if error is None:
+            shapes, failure = self._run(size)
+            if failure is None:
                 return shapes
             known = max(known, shapes, key=len)
-            if type(error) not in (RuntimeError, ValueError):  # not of sizes that do not fit together
+            if failure not in (RuntimeError, ValueError):  # not of sizes that do not fit together
                 break
         return known
 
-    def _run(self, size: _Larger) -> tuple[dict[torch.nn.Module, list[list[torch.Size]]], Exception | None]:
+    def _run(self, size: _Larger) -> tuple[dict[torch.nn.Module, list[list[torch.Size]]], type[Exception] | None]:
         """The input shapes of each call of each block, in a call of the model at this size; and what ended it early."""
         shapes: dict[torch.nn.Module, list[list[torch.Size]]] = {}
         unset_fake, fake_tensor = torch_internals.UNSET_FAKE.get(), torch_internals.FAKE_TENSOR.get()
@@ -155,7 +155,7 @@ class BatchDryRun:
         except Exception as error:
             pass_on(error, self._interrupts)
             log.debug("the dry run at a larger size ended early: %s: %s", type(error).__name__, error)
-            return shapes, error.with_traceback(None)
+            return shapes, type(error)  # the error itself would keep its frames
         return shapes, None
 
     def _arguments_device(self) -> torch.device:

@@ -12,7 +12,7 @@ from ..cache.entry import Entry, Lease
 from ..cache.graph_cache import GraphCache, NoGraph
 from ..compile.compiled_graph import CompiledGraph
 from ..core.compile_settings import CompileSettings, Trouble
-from ..core.errors import Failure
+from ..core.errors import Failure, without_frames
 from ..core.events import emit
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, Refusal, RunEagerly, not_in_this_mode
@@ -167,8 +167,7 @@ class BlockRunner:
             if resolved is not None:
                 self._prepare(call, resolved)
         except Refusal as why:
-            refusal = why.with_traceback(None)
-            refusal.__cause__ = refusal.__context__ = None  # their frames hold this call's tensors too
+            refusal = without_frames(why)
         else:
             return self._eagerly(call) if resolved is None else self._run(call, resolved)
         if isinstance(refusal, NoGraph):
@@ -245,7 +244,7 @@ class BlockRunner:
         return self._eagerly(call, failure) if isinstance(failure, Reason) else self._recover(call, resolved, failure)
 
     def _run_graph(self, call: Call, graph: CompiledGraph) -> Any:
-        """What the graph returns for the call; inputs that it writes to are changed as given."""
+        """Run the graph for the call; what it writes to its inputs is written to those that were given."""
         weights = call.weights or with_added(self._weights.take(call.inputs), call.added)
         out = graph.run((*weights, *call.inputs))
         for index in graph.facts.changed:

@@ -43,16 +43,20 @@ class Call:
         return (*self.weights, *self.inputs)
 
     @functools.cached_property
+    def _split(self) -> tuple[tree_spec.Spec, tuple[str, ...]]:
+        return tree_spec.without_values(self.spec)
+
+    @property
     def values(self) -> tuple[str, ...]:
         """The numbers and texts among the arguments, which a graph has compiled in."""
-        return tree_spec.without_values(self.spec)[1]
+        return self._split[1]
 
     @functools.cached_property
     def key(self) -> GraphKey:
         """The key of its graphs; asked for while the weights are taken."""
         return GraphKey(
             kind=self.kind,
-            call=tree_spec.without_values(self.spec)[0],
+            call=self._split[0],
             # The kind describes the weights at the start of the run; they may have been moved or cast since.
             inputs=tuple(tensor_spec(tensor) for tensor in self.tensors),
             backend=self.backend,

@@ -105,7 +105,8 @@ def _read(code: types.CodeType) -> CodeFacts:
 
 
 def _mutated(code: types.CodeType) -> Iterator[str | None]:
-    if any(dis.opmap[name] in code.co_code[::2] for name in _MUTATES if name in dis.opmap):
+    operations = code.co_code[::2]  # made anew whenever it is read
+    if any(dis.opmap[name] in operations for name in _MUTATES if name in dis.opmap):
         yield None
     if _MUTATING_METHODS.isdisjoint(code.co_names):
         return

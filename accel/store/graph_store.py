@@ -22,7 +22,7 @@ from ..cache.graph_cache import GraphCache, shared
 from ..compile.backend import NotSavable
 from ..compile.compiled_graph import CompiledGraph, Facts
 from ..core.circuit_breaker import CircuitBreaker
-from ..core.errors import pass_on
+from ..core.errors import pass_on, without_frames
 from ..core.events import emit, log
 from ..core.settings import DEFAULT_STORE_MB
 from . import key as store_key
@@ -127,7 +127,7 @@ class GraphStore:
                 found = self._manifest(stem, here)
                 saved = Saved(self, found, _facts(found.facts), interrupts)
             except BadEntry as bad:
-                why = BadEntry(str(bad), bad.level)
+                why = without_frames(bad)
             except OSError as error:
                 pass_on(error, interrupts)
                 failed, why = True, self._unreadable(error)
@@ -306,7 +306,7 @@ class Saved:
             return False
         pass_on(error, self._interrupts)
         if isinstance(error, BadEntry):
-            self.why = BadEntry(str(error), error.level)  # the frames of the other hold the call's tensors
+            self.why = without_frames(error)
         elif isinstance(error, OSError) and not self.is_read:
             self.has_failed_disk, self.why = True, self._store._unreadable(error)
         elif isinstance(error, torch.OutOfMemoryError):

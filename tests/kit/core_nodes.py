@@ -347,7 +347,7 @@ def diffsynth(mask: bool = False, **config: Any) -> Callable[[Any, Shapes], Inpu
 
 
 def z_image_fun(mask: bool = False, **config: Any) -> Callable[[Any, Shapes], Inputs]:
-    """The same for Z-Image."""
+    """The inputs of a patch with Z-Image's control network."""
 
     def inputs(model: Any, shapes: Shapes) -> Inputs:
         cls = nodes_model_patch.comfy.ldm.lumina.controlnet.ZImage_Control

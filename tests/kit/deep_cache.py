@@ -24,7 +24,7 @@ from kit import tiny_models
 from kit.step_cache import uniform_hold
 
 SPLIT_TOLERANCE = 1e-4
-"""Of the largest value: joined and split batches add in another order, over six steps."""
+"""Share of the largest value that may differ: joined and split batches add in another order, over six steps."""
 
 
 def cached(model, interval=3, depth=None, **settings):

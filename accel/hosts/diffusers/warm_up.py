@@ -124,10 +124,8 @@ def _calls(sizes: Any, batches: Any) -> list[tuple[int, int, int]]:
 @contextmanager
 def _noting(done: WarmUp) -> Iterator[None]:
     """Add the names of the kinds that this thread compiles and loads."""
-    lists, thread = (
-        {"compile_end": done.compiled, "graph_loaded": done.loaded, "compile_failed": done.failed},
-        get_ident(),
-    )
+    thread = get_ident()
+    lists = {"compile_end": done.compiled, "graph_loaded": done.loaded, "compile_failed": done.failed}
 
     def note(event: str, data: dict[str, Any]) -> None:
         if event in lists and get_ident() == thread:
