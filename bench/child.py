@@ -1,30 +1,41 @@
-"""A measurement in a process of its own, which ends in one line of JSON. Standard library only."""
+"""A measurement in a process of its own, which ends in one line of JSON."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tools import ROOT, Problem
+from tools import ROOT, Problem, command
 
 
-def result_of(module: str, arguments: list[str], what: str, environment: Mapping[str, str]) -> Any:
-    """What `python -m module --child ARGUMENTS` prints as its last line.
+def result_of(measure: Callable, arguments: list, what: str, environment: Mapping[str, str] | None = None) -> Any:
+    """What the function of a bench returns in a new process; arguments and result are values of JSON.
 
     what: is measured, for the sentence of a failure. environment: beside this process' own.
 
     Raises:
         Problem: the process failed; what it said stands on stderr.
     """
+    module = sys.modules[measure.__module__].__spec__.name
     child = subprocess.run(
-        [sys.executable, "-m", module, "--child", *arguments],
+        [sys.executable, "-m", "bench.child", module, measure.__name__, json.dumps(arguments)],
         cwd=ROOT,
-        env={**os.environ, **environment},
+        env={**os.environ, **(environment or {})},
         stdout=subprocess.PIPE,
         text=True,
     )
     if child.returncode:
         raise Problem(f"{what} ended with exit code {child.returncode}; see above.")
     return json.loads(child.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    module, name, arguments = sys.argv[1:]
+    print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(arguments))))
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

@@ -1,52 +1,44 @@
 """The first image on SD1.5, SDXL and Flux, full depth and narrow: what compiling it costs, beside core's node.
 
 Every contender runs in a fresh process with an empty compiler cache, one at a time: one sampler step, in float32.
-And what our stand-in adds to a warm call of a block.
 """
 
-import argparse
-import json
 import os
 import sys
 import time
-from pathlib import Path
 
 from tools import Problem, command, pack
 from tools.comfyui import has_accelerator
 from tools.inprocess import boot
 
-from . import child, overhead, report
+from . import child, report
 from .compilations import counts, empty_inductor_cache
 
 LAYOUTS = ("SD1.5", "SDXL", "Flux")
 CONTENDERS = ("core", "ours")
 COLUMNS = (
     *("layout", "contender", "first_call_s", "cpu_s", "eager_s", "compilations", "kinds", "blocks"),
-    *("uncompiled", "relative_diff", "overhead_us", "overhead_worst_us", "survey_ms"),
+    *("uncompiled", "relative_diff"),
 )
 LEGEND = """\
 first_call_s, cpu_s: of the first image, its compiling included; cpu_s is the processor time of the process and the
-compilers it started, and says more on a machine that is busy otherwise. eager_s: the same image without compiling.
-overhead_us: the stand-in's own share of a warm block call, median and worst over the model's blocks.
-survey_ms: what each sampling run pays once to find the blocks."""
+compilers it started, and says more on a machine that is busy otherwise. eager_s: the same image without compiling."""
 LATENT_SIDE = 32
 GOAL_OF_CORE = {"SD1.5": 1.0, "SDXL": 0.5, "Flux": 0.5}
-GOAL_OVERHEAD_US = 30
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parse(arguments)
-    if options.child:
-        print(json.dumps(measure(*options.child)))
-        return
+    parser = report.parser("cold", __doc__)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="default: all")
+    options = parser.parse_args(arguments)
     rows = []
     for layout in options.layouts:
         for contender in CONTENDERS:
-            rows.append(_in_a_fresh_process(layout, contender))
-            print(report.table(rows[-1:], COLUMNS).splitlines()[-1], file=sys.stderr, flush=True)
-    shown = [{**row, "relative_diff": f"{row['relative_diff']:.1e}"} for row in rows]
-    print(f"\n{report.table(shown, COLUMNS)}\n")
-    print(LEGEND)
+            with empty_inductor_cache():
+                rows.append(child.result_of(measure, [layout, contender], f"{layout} with {contender}"))
+            report.tell(rows[-1], COLUMNS)
+    shown = [{**row, "relative_diff": report.scientific(row["relative_diff"])} for row in rows]
+    print(f"\n{report.table(shown, COLUMNS)}\n\n{LEGEND}")
     for sentence in verdicts(rows):
         print(sentence)
     report.finish(options.json, rows)
@@ -95,7 +87,6 @@ def measure(layout: str, contender: str) -> report.Row:
         if contender == "ours":
             found = survey(model.model.diffusion_model)
             row |= {"kinds": len(found.kinds), "blocks": len(found.regions)}
-            row |= overhead.of_a_warm_call(model, lambda: image(model))
     return row
 
 
@@ -111,16 +102,7 @@ def verdicts(rows: list[report.Row]) -> list[str]:
             sentences.append(
                 f"{layout}: {wall:.2f} of core's seconds, {cpu:.2f} of its processor time; goal {share}: {reached}."
             )
-    worst = max((row["overhead_us"] for row in rows if "overhead_us" in row), default=None)
-    if worst is not None:
-        reached = "reached" if worst < GOAL_OVERHEAD_US else "missed"
-        sentences.append(f"Stand-in: {worst:.1f} us a block; goal under {GOAL_OVERHEAD_US}: {reached}.")
     return sentences
-
-
-def _in_a_fresh_process(layout: str, contender: str) -> report.Row:
-    with empty_inductor_cache():
-        return child.result_of("bench.cold", [layout, contender], f"{layout} with {contender}", {})
 
 
 def _timed(call):
@@ -129,14 +111,6 @@ def _timed(call):
     started = time.perf_counter()
     result = call()
     return result, time.perf_counter() - started, sum(os.times()[:4]) - cpu
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dev.py bench cold", description=__doc__)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS, help="default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

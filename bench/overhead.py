@@ -4,16 +4,13 @@ SD1.5, SDXL and Flux at full depth and narrow, in float32 on the CPU, one thread
 core's sampler makes them with. Compiled blocks return nothing and replays do nothing, so what is timed is ours.
 """
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from tools import command, pack
 from tools.inprocess import boot
 
 from . import report
-from .overhead_blocks import of_a_warm_call as of_a_warm_call  # for bench.cold
 
 COLUMNS = ("layout", "part", "us", "per", "target_us", "verdict")
 TARGETS = {
@@ -35,7 +32,9 @@ LATENT_SIDE = 16
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parse(arguments)
+    parser = report.parser("overhead", __doc__)
+    parser.add_argument("--layouts", nargs="+", choices=("SD1.5", "SDXL", "Flux"), help="default: all")
+    options = parser.parse_args(arguments)
     boot(cpu=True)
     pack.load()
     import torch
@@ -47,8 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.layouts or layouts.ALL:
         rows += measure(layouts.ALL[name])
         print(f"{name}: measured", file=sys.stderr, flush=True)
-    print(f"\n{report.table(rows, COLUMNS)}\n")
-    print(LEGEND)
+    print(f"\n{report.table(rows, COLUMNS)}\n\n{LEGEND}")
     for sentence in verdicts(rows):
         print(sentence)
     report.finish(options.json, rows)
@@ -88,8 +86,8 @@ def verdicts(rows: list[report.Row]) -> list[str]:
     for part, target in TARGETS.items():
         worst = max((row for row in rows if row["part"] == part), key=lambda row: row["us"], default=None)
         if worst is not None:
-            verdict = "reached" if worst["us"] <= target else "missed"
-            sentences.append(f"{part}: {worst['us']} us at worst ({worst['layout']}); target {target:g}: {verdict}.")
+            at_worst = f"{worst['us']} us at worst ({worst['layout']})"
+            sentences.append(f"{part}: {at_worst}; target {target:g}: {worst['verdict']}.")
     return sentences
 
 
@@ -98,13 +96,6 @@ def _row(layout: str, part: str, us: float, per: str) -> report.Row:
     verdict = None if target is None else "reached" if us <= target else "missed"
     row = {"layout": layout, "part": part, "us": round(us, 2), "per": per}
     return {**row, "target_us": target, "verdict": verdict}
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dev.py bench overhead", description=__doc__)
-    parser.add_argument("--layouts", nargs="+", choices=("SD1.5", "SDXL", "Flux"), help="default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

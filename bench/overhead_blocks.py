@@ -9,30 +9,6 @@ from typing import Any
 REPETITIONS = 300
 
 
-def of_a_warm_call(model: Any, image: Callable[[], Any]) -> dict[str, float]:
-    """Measure every block of a ModelPatcher's model with the arguments that `image()` calls it with.
-
-    Returns overhead_us: microseconds a call, the median over the blocks of each one's least; overhead_worst_us: the
-    largest of these; survey_ms: what a sampling run pays once, to find the blocks and set the stand-ins up.
-    """
-    from comfy_accel.accel.cache.graph_cache import GraphCache
-    from comfy_accel.accel.modules.substitution import Order, substituted
-
-    cache = GraphCache()
-    started = time.perf_counter()
-    layers, runners = _stand_ins(model, cache)
-    survey_ms = 1e3 * (time.perf_counter() - started)
-    calls = _calls(runners, image)
-    with substituted(layers, Order.COMPILED):
-        with _idle(cache, calls):
-            each = [least_us(within_a_pass(layers[block], block.forward), *call) for block, call in calls.items()]
-    return {
-        "overhead_us": round(statistics.median(each), 1),
-        "overhead_worst_us": round(max(each), 1),
-        "survey_ms": round(survey_ms, 1),
-    }
-
-
 def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[dict[str, float], list[float]]:
     """Microseconds of each part, the median over the model's blocks; and of each block's call."""
     from comfy_accel.accel.modules.substitution import Order, substituted

@@ -1,9 +1,7 @@
-"""Pipelines of diffusers' own classes with random weights and without text encoder and VAE, small or in full size."""
+"""Small pipelines of diffusers' own classes with random weights and without text encoder and VAE."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +12,6 @@ SDXL = {
     "use_linear_projection": True,
     "addition_embed_type": "text_time",
     "addition_time_embed_dim": 256,
-}
-SDXL_FULL = {
-    **SDXL,
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-    "block_out_channels": (320, 640, 1280),
-    "transformer_layers_per_block": (1, 2, 10),
-    "attention_head_dim": (5, 10, 20),
-    "cross_attention_dim": 2048,
-    "projection_class_embeddings_input_dim": 1280 + 6 * 256,
-}
-SDXL_SMALL = {
-    **SDXL,
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
     "block_out_channels": (32, 64),
@@ -38,9 +23,7 @@ SDXL_SMALL = {
     "norm_num_groups": 8,
 }
 """Two levels of SDXL's three: a compiler takes long for a whole UNet with varying sizes."""
-FLUX_FULL = {"guidance_embeds": True}
-"""Beside the defaults of diffusers' class, which are Flux's."""
-FLUX_SMALL = {
+FLUX = {
     "num_layers": 2,
     "num_single_layers": 2,
     "attention_head_dim": 32,
@@ -110,47 +93,27 @@ class Pipeline:
         return {name: torch.randn(shape, generator=random).to(parameter) for name, shape in shapes.items()}
 
 
-def make(name: str, small: bool, device: str, dtype: torch.dtype) -> Pipeline:
-    """The pipeline of that name in `MODELS`; the same weights every time."""
+def make(name: str) -> Pipeline:
+    """The pipeline of that name in `MODELS`, in float32 on the CPU; the same weights every time."""
     diffusers.logging.set_verbosity_error()  # it says so whenever a model changes its dtype
     torch.manual_seed(0)
-    with _default_dtype(dtype), torch.device(device):
-        denoiser = MODELS[name][0](small).eval()
-    pipe = MODELS[name][1](denoiser)
+    pipe = MODELS[name]()
     pipe.set_progress_bar_config(disable=True)
     return Pipeline(name, pipe)
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """While it lasts, weights are made in this type: a large model in another one may not fit."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _sdxl_unet(small: bool) -> torch.nn.Module:
-    return diffusers.UNet2DConditionModel(sample_size=32, **(SDXL_SMALL if small else SDXL_FULL))
-
-
-def _sdxl(unet: torch.nn.Module) -> Any:
+def _sdxl() -> Any:
     scheduler = diffusers.EulerDiscreteScheduler(
         beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, steps_offset=1, timestep_spacing="leading"
     )
+    unet = diffusers.UNet2DConditionModel(sample_size=32, **SDXL).eval()
     return diffusers.StableDiffusionXLPipeline(**ABSENT, unet=unet, scheduler=scheduler)
 
 
-def _flux_transformer(small: bool) -> torch.nn.Module:
-    return diffusers.FluxTransformer2DModel(**(FLUX_SMALL if small else FLUX_FULL))
-
-
-def _flux(transformer: torch.nn.Module) -> Any:
+def _flux() -> Any:
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    transformer = diffusers.FluxTransformer2DModel(**FLUX).eval()
     return diffusers.FluxPipeline(**ABSENT, transformer=transformer, scheduler=scheduler)
 
 
-MODELS = {"sdxl": (_sdxl_unet, _sdxl), "flux": (_flux_transformer, _flux)}
-"""What makes the denoiser, and the pipeline around it."""
+MODELS = {"sdxl": _sdxl, "flux": _flux}

@@ -1,11 +1,13 @@
 """What every measurement ends in: a table to read and JSON to keep, one flat row per measurement."""
 
+import argparse
 import importlib.metadata
 import json
 import os
 import platform
 import re
 import shutil
+import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +17,23 @@ from tools import ROOT, Problem
 from tools.comfyui import tree, version
 
 Row = dict[str, Any]
+
+
+def parser(name: str, summary: str) -> argparse.ArgumentParser:
+    """The arguments that every measurement has; it adds its own."""
+    made = argparse.ArgumentParser(prog=f"dev.py bench {name}", description=summary)
+    made.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    return made
+
+
+def tell(row: Row, columns: Sequence[str]) -> None:
+    """The row on stderr, while others are still measured."""
+    print(table([row], columns).splitlines()[-1], file=sys.stderr, flush=True)
+
+
+def scientific(value: float) -> str:
+    """A difference as tables show it."""
+    return f"{value:.1e}"
 
 
 def machine() -> dict[str, Any]:

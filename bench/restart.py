@@ -5,10 +5,7 @@ saved graphs. Small models, float32: on a CPU the seconds are those of compiling
 With --mechanisms also what torch keeps of the same blocks when torch.compile itself compiles them.
 """
 
-import argparse
-import contextlib
 import dataclasses
-import json
 import statistics
 import sys
 import tempfile
@@ -25,6 +22,8 @@ from .compilations import counts, fresh_folders
 
 MODES = ("eager", "cold", "warm_process", "store", "torch_cache")
 MECHANISMS = ("plain_cold", "plain_cache", "mega_cache")
+TORCH_CACHE = {"cold": "torch", "torch_cache": "torch", "plain_cold": "plain", "plain_cache": "plain"}
+"""Modes that share a compiler cache of torch's; every other mode has one of its own, which is empty."""
 COLUMNS = ("model", "mode", "first_image_s", "compilations", "loaded", "import_ms", "uncompiled", "relative_diff")
 LEGEND = """\
 first_image_s: of the first image, its compiling or loading included; warm_process is the second image of the cold one.
@@ -43,21 +42,26 @@ MOST_RECOMPILED = 64
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parse(arguments)
-    if options.child:
-        print(json.dumps(measure(options.child[0], options.child[1], Path(options.child[2]))))
-        return
+    parser = report.parser("restart", __doc__)
+    models = ("unet", "dit", "tiny")
+    parser.add_argument("--models", nargs="+", choices=models, default=models[:2], help="default: unet and dit")
+    parser.add_argument("--mechanisms", action="store_true", help="measure torch's own caches too")
+    options = parser.parse_args(arguments)
     rows: list[report.Row] = []
     processes = [mode for mode in MODES if mode != "warm_process"] + list(MECHANISMS if options.mechanisms else ())
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         for model in options.models:
-            expected = Path(work) / f"{model}.pt"
             for mode in processes:
-                made = _in_a_fresh_process(model, mode, Path(work), expected)
-                rows += made
-                print("\n".join(report.table(made, COLUMNS).splitlines()[2:]), file=sys.stderr, flush=True)
-    shown = [{**row, "relative_diff": f"{row['relative_diff']:.1e}"} for row in rows]
-    print(f"\n{(report.markdown if options.markdown else report.table)(shown, COLUMNS)}\n\n{LEGEND}")
+                environment = {
+                    **fresh_folders(Path(work, f"{model}-{TORCH_CACHE.get(mode, mode)}")),
+                    "ACCEL_STORE": f"{work}/{model}-graphs" if mode in ("cold", "store") else "off",
+                }
+                given = [model, mode, f"{work}/{model}.pt"]
+                for row in child.result_of(measure, given, f"{model}, {mode}", environment):
+                    rows.append(row)
+                    report.tell(row, COLUMNS)
+    shown = [{**row, "relative_diff": report.scientific(row["relative_diff"])} for row in rows]
+    print(f"\n{report.table(shown, COLUMNS)}\n\n{LEGEND}")
     if options.mechanisms:
         print(LEGEND_OF_MECHANISMS)
     goals = verdicts(rows)
@@ -69,8 +73,8 @@ def main(arguments: list[str] | None = None) -> None:
         raise Problem(f"{missed} of {len(goals)} goals are missed; see above. A busy machine misses some by itself.")
 
 
-def measure(model: str, mode: str, expected: Path) -> list[report.Row]:
-    """The rows of one process: its first image, and in the cold one the second too."""
+def measure(model: str, mode: str, file: str) -> list[report.Row]:
+    """The rows of one process: its first image, and in the cold one the second too. file: of eager's image."""
     boot(cpu=not has_accelerator())
     import comfy.samplers  # noqa: F401
     import comfy.sd  # noqa: F401
@@ -87,6 +91,7 @@ def measure(model: str, mode: str, expected: Path) -> list[report.Row]:
     from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
     from kit import tiny_models
 
+    expected = Path(file)
     artifacts = expected.with_suffix(".artifacts")
     torch.set_num_threads(1)  # Layers this small gain nothing from more.
     family = _families()[model]
@@ -104,7 +109,7 @@ def measure(model: str, mode: str, expected: Path) -> list[report.Row]:
             _compile_plainly(patcher)
         elif mode != "eager":
             chosen = accelerate(patcher, CompileSettings())
-        with torch.inference_mode(), _settings(mode):
+        with torch.inference_mode():
             latent = torch.zeros(1, channels, LATENT_SIDE, LATENT_SIDE)
             image = tiny_models.sample_latent(chosen, latent, *prompts, steps=2)
         seconds = time.perf_counter() - started
@@ -163,9 +168,10 @@ def failure(rows: list[report.Row]) -> str | None:
         what = f"{row['model']}, {row['mode']}"
         if row["uncompiled"]:
             return f"{what}: {row['uncompiled']} block calls ran uncompiled; its time is no result."
-        if row["mode"] in ("eager", "store", "warm_process") and row["compilations"]:
+        must_compile = row["mode"] not in ("eager", "store", "warm_process")
+        if row["compilations"] and not must_compile:
             return f"{what}: {row['compilations']} graphs were compiled, and none should be."
-        if row["mode"] not in ("eager", "store", "warm_process") and not row["compilations"]:
+        if must_compile and not row["compilations"]:
             return f"{what}: nothing was compiled; its time is no result."
         if row["mode"] == "store" and not row["loaded"]:
             return f"{what}: nothing was loaded."
@@ -188,40 +194,12 @@ def _families():
 
 def _compile_plainly(patcher) -> None:
     """Have torch.compile itself compile the blocks that the pack would."""
+    import torch
     from comfy_accel.accel.fingerprint.survey import survey
 
+    torch._dynamo.config.recompile_limit = MOST_RECOMPILED
     for region in survey(patcher.model.diffusion_model).regions:
         region.block.compile(dynamic=True)
-
-
-def _settings(mode: str):
-    """Torch's settings while the image is made."""
-    if mode not in MECHANISMS:
-        return contextlib.nullcontext()
-    import torch
-
-    return torch._dynamo.config.patch(recompile_limit=MOST_RECOMPILED)
-
-
-def _in_a_fresh_process(model: str, mode: str, work: Path, expected: Path) -> list[report.Row]:
-    shared = {"cold": "torch", "torch_cache": "torch", "plain_cold": "plain", "plain_cache": "plain"}
-    torch_cache = work / f"{model}-{shared.get(mode, f'{mode}-empty')}"
-    environment = {
-        **fresh_folders(torch_cache),
-        "ACCEL_STORE": str(work / f"{model}-graphs") if mode in ("cold", "store") else "off",
-    }
-    return child.result_of("bench.restart", [model, mode, str(expected)], f"{model}, {mode}", environment)
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dev.py bench restart", description=__doc__)
-    models = ("unet", "dit", "tiny")
-    parser.add_argument("--models", nargs="+", choices=models, default=models[:2], help="default: unet and dit")
-    parser.add_argument("--mechanisms", action="store_true", help="measure torch's own caches too")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

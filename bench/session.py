@@ -5,12 +5,9 @@ compiler cache. Without a GPU the latents are scaled down with their parity kept
 Compilations are torch's own count of graphs.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tools import Problem, command, pack
@@ -22,7 +19,7 @@ from .compilations import RecompileLimit, counts, empty_inductor_cache
 from .session_plan import SCALE, STEPS, TOLERANCE, Step, failure, latent_side, with_waiting
 
 MODELS = ("SD1.5 UNet", "Flux DiT")
-CONTENDERS = ("eager", "ours", "core")
+CONTENDERS = ("ours", "core")
 COLUMNS = (
     *("model", "step", "contender", "first_image_s", "compilations", "graph_breaks"),
     *("max_abs_diff", "relative_diff", "uncompiled"),
@@ -31,22 +28,22 @@ SAMPLER_STEPS = 3
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parse(arguments)
-    if options.child:
-        print(json.dumps(measure(*options.child, options.dtype, options.quick)))
-        return
-    print(_heading(options), flush=True)
+    parser = report.parser("session", __doc__)
+    parser.add_argument("--quick", action="store_true", help="a cheap backend, fewer sampler steps: counts, no speed")
+    parser.add_argument("--dtype", choices=list(TOLERANCE), default="fp16", help="of the weights (default: fp16)")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="beside eager")
+    options = parser.parse_args(arguments)
     rows = []
-    given = ["--dtype", options.dtype, *(["--quick"] if options.quick else [])]
     for model in MODELS:
-        for contender in [name for name in CONTENDERS[1:] if name in options.contenders] or CONTENDERS[:1]:
-            own = child.result_of("bench.session", [model, contender, *given], f"{model}, {contender}", {})
+        for contender in options.contenders:
+            own = child.result_of(measure, [model, contender, options.dtype, options.quick], f"{model}, {contender}")
             has_eager = any(row["model"] == model for row in rows)
             rows += [row for row in own if row["contender"] == contender or not has_eager]
             if options.json:
                 report.write(options.json, rows, tree())  # also of a run that is stopped
     print(f"\n{report.table([_readable(row) for row in rows], COLUMNS)}\n")
     print(report.table(totals(rows)))
+    print(f"relative_diff: from eager's image, of its largest value; tolerance {TOLERANCE[options.dtype]:.0e}.")
     print("gave_up_at: where torch reached its recompile limit; from there on this contender ran eagerly.")
     print("waiting_s: by how much the images that compiled took longer than eager's.")
     report.finish(options.json, rows, failure(rows))
@@ -56,7 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measure(model: str, contender: str, dtype: str, quick: bool) -> list[report.Row]:
-    """Eager's session on one model and the contender's, in this process, with what waiting for the compiler took."""
+    """Eager's rows and the contender's of a session on one model, run in this process, with seconds of waiting."""
     boot(cpu=not has_accelerator())
     pack.load()
     import torch
@@ -68,7 +65,7 @@ def measure(model: str, contender: str, dtype: str, quick: bool) -> list[report.
     rows: list[report.Row] = []
     images: dict[str, Any] = {}
     with empty_inductor_cache(), RecompileLimit() as limit:
-        for name in dict.fromkeys((CONTENDERS[0], contender)):
+        for name in ("eager", contender):
             session = Session(family, name, dtype, quick, limit)
             for step in STEPS:
                 rows.append(session.row(step, images))
@@ -78,7 +75,7 @@ def measure(model: str, contender: str, dtype: str, quick: bool) -> list[report.
 
 
 class Session:
-    """One contender's run through the steps on one model; nothing that it compiles helps the next contender.
+    """One contender's run through the steps on one model. Nothing that it compiles helps the next contender.
 
     A contender's node is applied anew whenever the model that goes into it has changed, as ComfyUI does.
 
@@ -111,7 +108,7 @@ class Session:
         self._load()
 
     def row(self, step: Step, eager: dict[str, Any]) -> report.Row:
-        """Make the step's image and say what it took; `eager`: its image by step, filled by the contender eager."""
+        """The step's row, once its image is made. eager: images by step, which the contender eager fills."""
         if step.reload:
             self._load()
         before = counts()
@@ -170,7 +167,7 @@ class Session:
         return torch.zeros(step.batch, channels, latent_side(step.height, scale), latent_side(step.width, scale))
 
     def _load(self) -> None:
-        """Load the checkpoint; what was loaded of it before is let go."""
+        """Load the checkpoint, and unload the previous copy."""
         import comfy.model_management
         from kit import tiny_models
 
@@ -179,17 +176,17 @@ class Session:
         self._applied: dict[Any, Any] = {}
 
     def _with_lora(self, lora: tuple[int, float] | None):
+        """The contender's model, with the LoRA as core's LoraLoaderModelOnly puts it on."""
+        import comfy.sd
+        from kit import tiny_models
+
         if lora not in self._applied:
-            self._applied[lora] = self._apply(self._model if lora is None else _lora_loader(self._model, *lora))
+            model = self._model
+            if lora is not None:
+                weights = tiny_models.lora(model, seed=lora[0])
+                model, _ = comfy.sd.load_lora_for_models(model, None, weights, lora[1], 0)
+            self._applied[lora] = self._apply(model)
         return self._applied[lora]
-
-
-def _lora_loader(model, which: int, strength: float):
-    """What core's LoraLoaderModelOnly does."""
-    import comfy.sd
-    from kit import tiny_models
-
-    return comfy.sd.load_lora_for_models(model, None, tiny_models.lora(model, seed=which), strength, 0)[0]
 
 
 def node(contender: str, backend: str) -> Callable[[Any], Any]:
@@ -259,35 +256,14 @@ def totals(rows: list[report.Row]) -> list[report.Row]:
                     "gave_up_at": next((row["step"] for row in own if row["gave_up"]), None),
                     "waiting_s": sum(row["waiting_s"] for row in own),
                     "session_s": sum(row["first_image_s"] for row in own),
-                    "worst_diff": f"{max(row['relative_diff'] for row in own):.1e}",
+                    "worst_diff": report.scientific(max(row["relative_diff"] for row in own)),
                 }
             )
     return table
 
 
 def _readable(row: report.Row) -> report.Row:
-    return {name: f"{row[name]:.1e}" if name.endswith("_diff") else row[name] for name in COLUMNS}
-
-
-def _heading(options: argparse.Namespace) -> str:
-    tolerances = ", ".join(f"{dtype} {value:.0e}" for dtype, value in TOLERANCE.items())
-    backend = "eager (graphs captured, run as they are)" if options.quick else "inductor"
-    return (
-        f"Session in {options.dtype}, backend {backend}. Tolerance, of the largest value of the eager image: "
-        f"{tolerances}. relative_diff is compared with it."
-    )
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dev.py bench session", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a cheap backend, fewer sampler steps: counts, no speed")
-    parser.add_argument("--dtype", choices=list(TOLERANCE), default="fp16", help="of the weights (default: fp16)")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="eager always runs")
-    parser.add_argument("--child", nargs=2, metavar=("MODEL", "CONTENDER"), help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
-    options = parser.parse_args(arguments)
-    options.contenders = {CONTENDERS[0], *options.contenders}  # what the others are compared with
-    return options
+    return {name: report.scientific(row[name]) if name.endswith("_diff") else row[name] for name in COLUMNS}
 
 
 if __name__ == "__main__":

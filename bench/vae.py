@@ -4,13 +4,11 @@ One process and core's own VAE class with random weights, SD1.5's layout: full w
 where sizes are a quarter with their parity kept (`session_plan.latent_side`). Each policy starts with nothing compiled.
 """
 
-import argparse
 import ctypes
 import gc
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from tools import Problem, command, pack
@@ -39,20 +37,22 @@ MOST_GROWTH = 0.03
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parse(arguments)
+    parser = report.parser("vae", __doc__)
+    parser.add_argument("--quick", action="store_true", help="a cheap backend: counts and memory, no speed")
+    parser.add_argument("--sizes", type=int, default=len(SIZES), metavar="N", help="only the first N sizes")
+    parser.add_argument("--dtype", choices=list(TOLERANCE), default="fp32", help="of the weights (default: fp32)")
+    options = parser.parse_args(arguments)
+    if not 1 <= options.sizes <= len(SIZES):
+        raise Problem(f"--sizes {options.sizes} is not from 1 to {len(SIZES)}.")
     boot(cpu=not has_accelerator())
     pack.load()
-    sizes = SIZES[: options.sizes]
-    backend = "eager (graphs captured, run as they are)" if options.quick else "inductor"
-    print(f"VAE sweep of {len(sizes)} sizes in {options.dtype}, backend {backend}.", flush=True)
     rows: list[report.Row] = []
     images: dict[tuple[int, int], Any] = {}
     for policy in POLICIES:
         with empty_inductor_cache():
-            for row in sweep(policy, sizes, options.dtype, options.quick, images):
+            for row in sweep(policy, SIZES[: options.sizes], options.dtype, options.quick, images):
                 rows.append(row)
-                print(*(row[name] for name in COLUMNS), sep="  ", file=sys.stderr, flush=True)
-
+                report.tell(row, COLUMNS)
     print(f"\n{report.table(rows, COLUMNS)}\n")
     print(report.table(totals(rows)))
     print("graphs: compiled since the policy's start. The device's peak is of one decoding, null without CUDA.")
@@ -130,7 +130,7 @@ def totals(rows: list[report.Row]) -> list[report.Row]:
                 "graphs_sweep_2": second[-1]["graphs"],
                 "uncompiled": second[-1]["uncompiled"],
                 "rss_growth_%": round(100 * growth(own), 2),
-                "worst_diff": f"{max(row['relative_diff'] for row in own):.1e}",
+                "worst_diff": report.scientific(max(row["relative_diff"] for row in own)),
             }
         )
     return table
@@ -173,18 +173,6 @@ def resident_mb() -> float:
     if trim is not None:
         trim(0)
     return round(psutil.Process().memory_info().rss / 2**20, 1)
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dev.py bench vae", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a cheap backend: counts and memory, no speed")
-    parser.add_argument("--sizes", type=int, default=len(SIZES), metavar="N", help="only the first N sizes")
-    parser.add_argument("--dtype", choices=list(TOLERANCE), default="fp32", help="of the weights (default: fp32)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
-    options = parser.parse_args(arguments)
-    if not 1 <= options.sizes <= len(SIZES):
-        raise Problem(f"--sizes {options.sizes} is not from 1 to {len(SIZES)}.")
-    return options
 
 
 if __name__ == "__main__":
