@@ -26,17 +26,8 @@ def test_core_is_compared_by_what_a_layer_more_adds():
 
 
 @pytest.mark.parametrize("failed", [0, 3])
-def test_failure_is_told_and_kept_as_a_row(failed):
+def test_failure_is_no_ratio(failed):
     rows = whole(ours=(10, 30), core=(25, 75))
-    rows[failed] |= {"elements": None, "instructions_per_element": None, "cpu_seconds": None, "mark": "OutOfTime: late"}
+    rows[failed] |= {"elements": None, "instructions_per_element": None, "cpu_seconds": None, "mark": "RuntimeError"}
     (row,) = kernels.totals(BLOCKS + rows)
     assert row["core / ours"] == "failed"
-    assert "OutOfTime: late" in kernels.page(BLOCKS + rows)
-    assert kernels.totals(BLOCKS)[0]["core / ours"] == "not measured"
-
-
-def test_rows_of_whole_models_are_kept_beside_those_of_blocks(tmp_path):
-    file, models = tmp_path / "rows.json", whole(ours=(10, 30), core=(25, 75))
-    file.write_text(kernels.json.dumps({"rows": BLOCKS}), encoding="utf-8")
-    assert kernels._merged(file, models) == BLOCKS + models
-    assert kernels._merged(file, BLOCKS[:1]) == BLOCKS[:1]
