@@ -4,7 +4,6 @@ forecasts, core's EasyCache, and the baseline that everybody forgets, fewer step
 Each contender makes the same samples as the uncached run, from the same noise, through ComfyUI's real samplers.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -49,6 +48,8 @@ THRESHOLDS = (0.02, 0.03, 0.05, 0.1)
 EASY_THRESHOLDS = (0.02, 0.05, 0.1, 0.4)
 QUICK_CASES = (Case(16, 16, batch=2), Case(15, 20, batch=1))
 FORECASTS = ("hold", "forecast")
+LEARN = 8
+"""Earlier images that a quality learns from."""
 FIRST_SEED = 1000
 """Of the images that a quality learns from: others than those that are measured."""
 PARTS = ("targets", "first", "default", "fewer", "policies")
@@ -56,7 +57,16 @@ NETWORKS = ("unet", "dit")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parse(arguments)
+    parser = report.parser("deepcache", __doc__)
+    parser.add_argument("--quick", action="store_true", help="few samples and contenders: whether it runs")
+    parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=NETWORKS, help="none: only write the page")
+    parser.add_argument("--samplers", nargs="+", default=SAMPLERS, help=f"default: {' '.join(SAMPLERS)}")
+    parser.add_argument("--steps", nargs="+", type=int, default=STEPS, help=f"of the sampler (default: {STEPS})")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is compared (default: all)")
+    parser.add_argument("--merge", action="store_true", help="keep the rows in --out that this run does not measure")
+    parser.add_argument("--targets", nargs="+", type=float, default=TARGETS, help="qualities to ask for, in dB")
+    parser.add_argument("--out", type=Path, default=WORK / "deepcache", help="folder of rows, page and plots")
+    options = parser.parse_args(arguments)
     comfyui = boot(cpu=not has_accelerator())
     file = options.out / "deepcache.json"
     known = json.loads(file.read_text(encoding="utf-8"))["rows"] if options.merge and file.is_file() else []
@@ -66,27 +76,27 @@ def main(arguments: list[str] | None = None) -> None:
 
     from . import toy
 
-    torch.set_num_threads(options.threads)  # Layers this narrow gain little from more.
+    torch.set_num_threads(1)  # Layers this narrow gain little from more.
     torch.set_flush_denormal(True)
     defaults = DeepCacheSettings()
     rows = []
     for network in options.networks:
-        model = toy.load(network, options.weights)
-        bench = Bench(network, model, options.learn)
+        model = toy.load(network)
+        bench = Bench(network, model, LEARN)
         for steps in options.steps:
             given = []
             if "default" in options.parts:
-                given.append(of_default(defaults, options.depth))
+                given.append(of_default(defaults))
                 given.append(of_default(defaults, OUTER_DEPTH[network], OUTER))
             if "targets" in options.parts:
-                given += of_targets(options.targets, options.depth)
+                given += of_targets(options.targets)
             if "fewer" in options.parts:
                 given += of_fewer_steps(steps)
             if "policies" in options.parts and (steps == IN_DETAIL or options.quick):
-                policies = of_policies(THRESHOLDS, options.forecasts, options.easy_thresholds, options.depth)
+                policies = of_policies(THRESHOLDS, FORECASTS, EASY_THRESHOLDS)
                 given += policies[:: len(policies) // 4] if options.quick else policies
             if "first" in options.parts and (steps == IN_DETAIL or options.quick):
-                given += of_targets(options.targets, options.depth, FIRST_IMAGE)
+                given += of_targets(options.targets, FIRST_IMAGE)
             for sampler in options.samplers if given else ():
                 started = time.perf_counter()
                 with torch.inference_mode():  # as ComfyUI runs every node
@@ -227,26 +237,6 @@ def estimate() -> float | None:
     told = records.deep_cache()
     value = None if told is None else told.estimated_db
     return None if value is None else round(min(value, similarity.IDENTICAL), 2)
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dev.py bench deepcache", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few samples and contenders: whether it runs")
-    parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=NETWORKS, help="none: only write the page")
-    parser.add_argument("--samplers", nargs="+", default=SAMPLERS, help=f"default: {' '.join(SAMPLERS)}")
-    parser.add_argument("--steps", nargs="+", type=int, default=STEPS, help=f"of the sampler (default: {STEPS})")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is compared (default: all)")
-    parser.add_argument("--merge", action="store_true", help="keep the rows in --out that this run does not measure")
-    parser.add_argument("--targets", nargs="+", type=float, default=TARGETS, help="qualities to ask for, in dB")
-    parser.add_argument("--forecasts", nargs="+", default=FORECASTS, help=f"default: {' '.join(FORECASTS)}")
-    parser.add_argument("--easy-thresholds", nargs="+", type=float, default=EASY_THRESHOLDS, help="of EasyCache's")
-    parser.add_argument("--learn", type=int, default=8, help="earlier images that a quality learns from")
-    parser.add_argument("--depth", type=int, help="DeepCache's (default: chosen by the model)")
-    parser.add_argument("--weights", type=Path, help="of one network (default: bench/data/toy_NETWORK.safetensors)")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=WORK / "deepcache", help="folder of rows, page and plots")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

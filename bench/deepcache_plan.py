@@ -89,9 +89,9 @@ class Contender:
         return self.method if self.schedule is None else f"{self.schedule}, {self.between}"
 
 
-def of_targets(targets: Sequence[float], depth: int | None = None, method: str = TARGET) -> list[Contender]:
+def of_targets(targets: Sequence[float], method: str = TARGET) -> list[Contender]:
     """DeepCache, asked for a quality."""
-    return [Contender(method, target_db=target, depth=depth) for target in targets]
+    return [Contender(method, target_db=target) for target in targets]
 
 
 def of_fewer_steps(steps: int) -> list[Contender]:
@@ -107,16 +107,13 @@ def of_default(settings: DeepCacheSettings, depth: int | None = None, method: st
 
 
 def of_policies(
-    thresholds: Sequence[float],
-    forecasts: Sequence[str],
-    easy_thresholds: Sequence[float],
-    depth: int | None = None,
+    thresholds: Sequence[float], forecasts: Sequence[str], easy_thresholds: Sequence[float]
 ) -> list[Contender]:
     """Every policy with every forecast, and EasyCache. thresholds: of the adaptive schedule."""
     found = []
     for between in forecasts:
-        found += [Contender(DEEP_CACHE, interval, "uniform", between, depth=depth) for interval in INTERVALS]
-        found += [Contender(DEEP_CACHE, LONGEST, "adaptive", between, value, depth) for value in thresholds]
+        found += [Contender(DEEP_CACHE, interval, "uniform", between) for interval in INTERVALS]
+        found += [Contender(DEEP_CACHE, LONGEST, "adaptive", between, value) for value in thresholds]
     return [*found, *(Contender(EASY_CACHE, threshold=value) for value in easy_thresholds)]
 
 

@@ -1,6 +1,5 @@
 """Plain and accelerated images side by side: the saved workflow at four sizes, in one ComfyUI process."""
 
-import argparse
 import io
 import sys
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from tools.comfyui import has_accelerator, offer_checkpoint, tree
 from tools.server import serving
 
 from . import contact_sheet, report
-from .progress import ProgressLine
 
 FOLDER = WORK / "demo"
 SEED = 7
@@ -41,7 +39,9 @@ CASES = (Case(192, 128), Case(160, 240), Case(128, 192), Case(192, 128, batch=2)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parse(arguments)
+    parser = report.parser("demo", __doc__)
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="instead of the synthetic one")
+    options = parser.parse_args(arguments)
     comfyui = tree()
     if options.checkpoint:
         checkpoint = options.checkpoint
@@ -101,7 +101,6 @@ def compare(client: Client, graph: Graph, case: Case) -> tuple[report.Row, list[
     after, last_run = state["graph_cache"], state["deep_cache"]["last_run"] or {}
 
     images = [_images(result, case) for result in (plain, accelerated)]
-    _keep(case, images)
     row = {
         "width": case.width,
         "height": case.height,
@@ -129,13 +128,8 @@ def _warm_up(client: Client, graph: Graph) -> None:
 
 def _run(client: Client, graph: Graph, label: str) -> Result:
     graph = workflow.change(graph, {"SaveImage": {"filename_prefix": label.replace(" ", "_")}})
-    line = ProgressLine(label, graph)
-    try:
-        result = client.run(graph, line)
-    except BaseException:
-        line.finish("stopped")
-        raise
-    line.finish(f"{result.seconds:.1f} s")
+    result = client.run(graph)
+    print(f"{label}: {result.seconds:.1f} s", file=sys.stderr, flush=True)
     return result
 
 
@@ -147,23 +141,9 @@ def _images(result: Result, case: Case) -> list[Image.Image]:
     return images
 
 
-def _keep(case: Case, images: list[list[Image.Image]]) -> None:
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for kind, batch in zip(("plain", "accelerated"), images, strict=True):
-        for number, image in enumerate(batch):
-            image.save(FOLDER / f"{case.label.replace(' ', '_')}_{number}_{kind}.png")
-
-
 def _difference(one: Image.Image, other: Image.Image) -> int:
     """The largest difference of a channel, 0 to 255."""
     return max(high for _, high in ImageChops.difference(one, other).getextrema())
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dev.py demo", description=__doc__)
-    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="instead of the synthetic one")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table there too")
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@ Beside the uncached run: DeepCache at its defaults and at each target, and fewer
 contact sheet with one column a prompt.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from PIL import Image
 
 from tools import WORK, Problem, command, pack, synthetic
 from tools.comfyui import has_accelerator
@@ -42,19 +43,26 @@ LARGEST = 384
 
 @dataclass(frozen=True)
 class Scene:
-    """What is sampled: prompts, size in pixels, and the sampler's other settings."""
+    """What is sampled: prompts, the size in pixels, and the guidance."""
 
     prompts: Sequence[str]
-    negative: str
     width: int
     height: int
     cfg: float
-    scheduler: str
-    seed: int
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parse(arguments)
+    parser = report.parser("quality", __doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", type=Path, help="with text encoder and VAE (default: a synthetic one is made)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one a line (default: three of ours)")
+    parser.add_argument("--samplers", nargs="+", default=["euler"])
+    parser.add_argument("--steps", nargs="+", type=int, default=[30])
+    parser.add_argument("--cfg", type=float, default=5.0)
+    parser.add_argument("--width", type=int, default=512, help="in pixels")
+    parser.add_argument("--height", type=int, default=512, help="in pixels")
+    parser.add_argument("--targets", nargs="+", type=float, default=TARGETS, help="in dB")
+    parser.add_argument("--out", type=Path, default=WORK / "quality", help="folder of rows and contact sheet")
+    options = parser.parse_args(arguments)
     prompts = _prompts(options.prompts)
     comfyui = boot(cpu=not has_accelerator())
     checkpoint = options.checkpoint or synthetic.checkpoint(comfyui=comfyui)
@@ -63,14 +71,10 @@ def main(arguments: list[str] | None = None) -> None:
     pack.load()
     import torch
 
-    from . import perceptual
-
-    scene = Scene(
-        prompts, options.negative, options.width, options.height, options.cfg, options.scheduler, options.seed
-    )
+    scene = Scene(prompts, options.width, options.height, options.cfg)
     rows, columns = [], [[] for _ in prompts]
     with torch.inference_mode():
-        bench = Bench(checkpoint, scene, perceptual.measures())
+        bench = Bench(checkpoint, scene)
         for sampler in options.samplers:
             for steps in options.steps:
                 given = [_default(), *of_targets(options.targets), *of_fewer_steps(steps)]
@@ -78,8 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
                 rows += found
                 for column, of_prompt in zip(columns, pictures, strict=True):
                     column += [(f"{sampler}, {steps}: {label}", image) for label, image in of_prompt]
-    table = report.table(_by_way(rows), [*COLUMNS, *bench.measures])
-    print(f"\n{table}\n")
+    print(f"\n{report.table(_by_way(rows), COLUMNS)}\n")
     print(_verdict(rows, len(prompts)))
     if options.checkpoint is None:
         print("The model is random: these figures say that the bench runs, not what a target looks like.")
@@ -93,17 +96,16 @@ def main(arguments: list[str] | None = None) -> None:
 class Bench:
     """The checkpoint's model, text encoder and VAE, and its uncached pictures."""
 
-    def __init__(self, checkpoint: Path, scene: Scene, measures: dict):
+    def __init__(self, checkpoint: Path, scene: Scene):
         import comfy.sd
 
         from .flops import Flops
 
-        self.measures = measures
         self._scene = scene
         self._model, clip, self._vae = comfy.sd.load_checkpoint_guess_config(str(checkpoint))[:3]
         if None in (self._model, clip, self._vae):
             raise Problem(f"{checkpoint.name} lacks a text encoder or a VAE: name a full checkpoint.")
-        encode = [clip.encode_from_tokens_scheduled(clip.tokenize(text)) for text in (*scene.prompts, scene.negative)]
+        encode = [clip.encode_from_tokens_scheduled(clip.tokenize(text)) for text in (*scene.prompts, "")]
         self._positive, self._negative = encode[:-1], encode[-1]
         self._flops = Flops(self._model.model.diffusion_model)
 
@@ -134,8 +136,6 @@ class Bench:
                     "reached_db": round(similarity.latent_psnr(latent, expected).item(), 2),
                     "estimated_db": estimate() if contender.method == TARGET else None,
                 }
-                prompt = self._scene.prompts[index]
-                row |= {name: round(of(image, expected_image, prompt), 4) for name, of in self.measures.items()}
                 rows.append(row)
                 words = f"{row['way']}: {row['flops_share']:.0%} of the work, {row['reached_db']:.1f} dB"
                 columns[index].append((words, _small(image)))
@@ -160,8 +160,7 @@ class Bench:
         empty = torch.zeros(1, 4, scene.height // scale, scene.width // scale)
         empty = comfy.sample.fix_empty_latent_channels(model, empty)
         prompts = self._positive[index], self._negative
-        settings = (steps, scene.cfg, sampler, scene.scheduler, scene.seed)
-        return tiny_models.sample_latent(model, empty, *prompts, *settings)
+        return tiny_models.sample_latent(model, empty, *prompts, steps, scene.cfg, sampler)
 
 
 def _default() -> Contender:
@@ -202,10 +201,9 @@ def _verdict(rows: Sequence[report.Row], prompts: int) -> str:
     )
 
 
-def _small(image):
-    from .perceptual import picture
-
-    made = picture(image)
+def _small(image) -> Image.Image:
+    """[3, H, W] in 0..1 as a picture for the sheet."""
+    made = Image.fromarray((image.permute(1, 2, 0) * 255).round().byte().numpy())
     made.thumbnail((LARGEST, LARGEST))
     return made
 
@@ -219,24 +217,6 @@ def _prompts(file: Path | None) -> Sequence[str]:
     if not found:
         raise Problem(f"{file} has no prompt: write one a line.")
     return found
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="dev.py bench quality", description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoint", type=Path, help="with text encoder and VAE (default: a synthetic one is made)")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one a line (default: three of ours)")
-    parser.add_argument("--negative", default="", help="the negative prompt")
-    parser.add_argument("--samplers", nargs="+", default=["euler"])
-    parser.add_argument("--scheduler", default="normal")
-    parser.add_argument("--steps", nargs="+", type=int, default=[30])
-    parser.add_argument("--cfg", type=float, default=5.0)
-    parser.add_argument("--width", type=int, default=512, help="in pixels")
-    parser.add_argument("--height", type=int, default=512, help="in pixels")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--targets", nargs="+", type=float, default=TARGETS, help="in dB")
-    parser.add_argument("--out", type=Path, default=WORK / "quality", help="folder of rows and contact sheet")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

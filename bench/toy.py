@@ -91,14 +91,14 @@ def pooled(tokens: torch.Tensor) -> torch.Tensor:
     return tokens.mean(1) * TOKENS**0.5
 
 
-def load(name: str = "unet", file: Path | None = None, dtype: torch.dtype = torch.float32):
-    """A ModelPatcher of the trained network of that name in NETWORKS. file: other weights than its own.
+def load(name: str = "unet", dtype: torch.dtype = torch.float32):
+    """A ModelPatcher of the trained network of that name in NETWORKS.
 
     Raises:
         Problem: the file is not there.
     """
     network = NETWORKS[name]
-    file = file or network.file
+    file = network.file
     if not file.is_file():
         raise Problem(f"{file} is missing: make it by `python -m bench.train_toy --network {name}` or check it out.")
     model = network.family.build(dtype)

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     labels = torch.arange(len(toy_data.CLASSES)).repeat_interleave(EACH)
     data = toy_data.pictures(labels, 16, 16, torch.Generator().manual_seed(1_000_000))
     with torch.inference_mode():
-        made = toy.sample(toy.load(options.network, options.weights), labels, 16, 16, STEPS, "euler", seed=0)
+        made = toy.sample(toy.load(options.network), labels, 16, 16, STEPS, "euler", seed=0)
     columns = []
     for index, name in enumerate(toy_data.CLASSES):
         own = slice(index * EACH, (index + 1) * EACH)
@@ -100,7 +100,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.toy_sheet", description=__doc__.splitlines()[0])
     parser.add_argument("--network", choices=SHEETS, default="unet")
     parser.add_argument("--qualities", action="store_true", help="what each quality looks like, for the help pages")
-    parser.add_argument("--weights", type=Path, help="(default: bench/data/toy_NETWORK.safetensors)")
     parser.add_argument("--out", type=Path, help="(default: in docs, or beside the help pages)")
     return parser.parse_args(arguments)
 

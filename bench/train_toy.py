@@ -2,8 +2,7 @@
 
     .venv/bin/python -m bench.train_toy --network dit
 
-One thread, about an hour. The same seed on the same machine gives the same weights. Interrupted, it goes on from its
-last checkpoint.
+One thread, about an hour. The same machine and torch give the same weights.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tools import WORK, Problem, command
+from tools import command
 from tools.inprocess import boot
 
 STEPS = {"unet": 11000, "dit": 3000}
@@ -33,26 +32,25 @@ DROPPED_PROMPTS = 0.1
 EMA_DECAY = 0.998
 SNR_LIMIT = 5.0
 """Min-SNR weighting (Hang et al., arXiv 2303.09556): nearly noiseless steps count no more than at this SNR."""
-CHECKPOINT_EVERY = 250
+REPORT_EVERY = 250
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = _parse(arguments)
+    parser = argparse.ArgumentParser(prog="python -m bench.train_toy", description=__doc__.splitlines()[0])
+    parser.add_argument("--network", choices=STEPS, default="unet")
+    parser.add_argument("--steps", type=int, help=f"of the optimizer (default: {STEPS})")
+    parser.add_argument("--out", type=Path, help="file of the weights (default: bench/data/toy_NETWORK.safetensors)")
+    options = parser.parse_args(arguments)
     boot(cpu=True)
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     from . import toy
 
-    options.work.mkdir(parents=True, exist_ok=True)
     network = toy.NETWORKS[options.network]
-    training = Training(network, options.steps or STEPS[options.network], options.batch, options.seed)
-    checkpoint = options.work / f"{options.network}.pt"
-    if checkpoint.is_file():
-        training.restore(torch.load(checkpoint, weights_only=True))
+    training = Training(network, options.steps or STEPS[options.network], BATCH, SEED)
     while training.step < training.steps:
         training.advance()
-        if training.step % CHECKPOINT_EVERY == 0 or training.step == training.steps:
-            _replace(checkpoint, lambda path: torch.save(training.state(), path))
+        if training.step % REPORT_EVERY == 0 or training.step == training.steps:
             print(json.dumps(training.report()), flush=True)
     training.export(options.out or network.file)
 
@@ -125,46 +123,12 @@ class Training:
         self._losses.clear()
         return {"step": self.step, "seconds": round(self.seconds), "loss": round(loss, 5)}
 
-    def state(self) -> dict:
-        return {
-            "settings": self._settings(),
-            "step": self.step,
-            "seconds": self.seconds,
-            "net": self.net.state_dict(),
-            "average": self.average,
-            "optimizer": self.optimizer.state_dict(),
-            "random": self.random.get_state(),
-        }
-
-    def restore(self, state: dict) -> None:
-        """Raises Problem for the state of a training with other settings, whose result this one would not repeat.
-
-        The number of steps may be another while the learning rate is level: it makes no difference until then.
-        """
-        before, now = state["settings"], self._settings()
-        is_level = state["step"] <= min(self._descends_at(steps) for steps in (before["steps"], self.steps))
-        if before != now and not (is_level and before | {"steps": 0} == now | {"steps": 0}):
-            raise Problem(f"The checkpoint is of {state['settings']}, not {self._settings()}: give another --work.")
-        self.step, self.seconds = state["step"], state["seconds"]
-        self.net.load_state_dict(state["net"])
-        self.average = state["average"]
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.random.set_state(state["random"])
-
     def export(self, file: Path) -> None:
         """The averaged weights in half precision."""
         import safetensors.torch
 
         weights = {name: value.half().contiguous() for name, value in self.average.items()}
-        _replace(file, lambda path: safetensors.torch.save_file(weights, path))
-
-    def _settings(self) -> dict[str, int | str]:
-        return {
-            "network": self.network.family.name,
-            "steps": self.steps,
-            "batch": self.batch,
-            "seed": self.seed,
-        }
+        safetensors.torch.save_file(weights, file)
 
     def _loss(self) -> torch.Tensor:
         """Of the predicted noise, or of a flow's velocity from picture to noise."""
@@ -228,25 +192,6 @@ def initialize(net: torch.nn.Module, begins_as_zero: tuple[str, ...], seed: int)
             if name.endswith(begins_as_zero):
                 for parameter in module.parameters():
                     parameter.zero_()
-
-
-def _replace(file: Path, save) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".part")
-    save(temporary)
-    temporary.replace(file)
-
-
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.train_toy", description=__doc__.splitlines()[0])
-    parser.add_argument("--network", choices=STEPS, default="unet")
-    parser.add_argument("--steps", type=int, help=f"of the optimizer (default: {STEPS})")
-    parser.add_argument("--batch", type=int, default=BATCH, help=f"pictures a step (default: {BATCH})")
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--work", type=Path, default=WORK / "toy", help="folder of the checkpoint to go on from")
-    parser.add_argument("--out", type=Path, help="file of the weights (default: bench/data/toy_NETWORK.safetensors)")
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
