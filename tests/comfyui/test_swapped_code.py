@@ -801,8 +801,9 @@ RUN = st.tuples(
 )
 
 
+@pytest.mark.thorough  # minutes: places, times and functions at random, each of which has a quick test of its own
 @settings(
-    max_examples=15,
+    max_examples=150,
     deadline=None,
     derandomize=True,
     database=None,
