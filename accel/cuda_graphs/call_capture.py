@@ -14,6 +14,7 @@ from ..core.reasons import Reason
 from ..signature import tree_spec
 from .capturer import CaptureFailed
 from .dry_run import DryRun
+from .host_constants import HostConstants
 from .pool import Buffers, CapturedCall, CapturePool
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class CallCapture:
 
     inner: makes the call. tensors: of its arguments, then those of `features`, which a skipped call takes.
     proxy: of a call under DeepCache. weights: of the model. held: as of `CaptureHost.hold`. device: of all of it.
+    constants: from the dry run of this call or of an earlier one of its key.
     """
 
     key: CaptureKey
@@ -41,6 +43,7 @@ class CallCapture:
     weights: WeightSnapshot
     held: frozenset
     device: torch.device
+    constants: HostConstants
 
     def dry_run(self) -> Reason | None:
         """Why the call cannot be captured; None where it can. Warms the capturer up as well."""
@@ -52,10 +55,11 @@ class CallCapture:
                 mode = DryRun([*self.weights.tensors(), *buffers.tensors], self.device)
 
                 def call() -> None:
-                    with mode:
+                    with self.constants, mode:
                         self._call_on(buffers.tensors)
 
                 self.pool.capturer.warm_up(self.device, call)
+                self.constants.is_complete = True
         finally:
             self.observer.runs_eagerly = False
         return mode.reason
@@ -75,7 +79,7 @@ class CallCapture:
             loaded.fill(self.weights.loaded())
 
             def call() -> tuple[Any, CaptureIO | None]:
-                with self.weights.replaced(loaded.tensors):
+                with self.weights.replaced(loaded.tensors), self.constants:
                     return self._call_on(buffers.tensors)
 
             self.observer.capturing = True
@@ -90,7 +94,17 @@ class CallCapture:
             if not self.weights.is_current():
                 raise CaptureFailed(Reason("weights_moved"))
             captured = CapturedCall(
-                self.key, self.pool, graph, buffers, loaded, out, io, self.weights, self.held, self.observer
+                self.key,
+                self.pool,
+                graph,
+                buffers,
+                loaded,
+                self.constants,
+                out,
+                io,
+                self.weights,
+                self.held,
+                self.observer,
             )
             out, _, handed = captured.run(self.tensors)
             made = [*tensors_of(out), *handed]

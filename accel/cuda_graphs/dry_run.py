@@ -22,7 +22,7 @@ class DryRun(TorchDispatchMode):
     """A mode to make the call in; afterwards `reason` says why it cannot be captured, None where it can.
 
     own: the weights and the inputs. The call may read these and what it makes, and write to what it makes only.
-    device: where all of it must be.
+    device: where all of it must be, but for what is made on the CPU of numbers alone (`host_constants`).
     """
 
     def __init__(self, own: Iterable[torch.Tensor], device: torch.device):
@@ -47,7 +47,8 @@ class DryRun(TorchDispatchMode):
         made = tensors_in(out)
         # Beside a result, attention hands out the state of a random draw that it did not make, outside captures on the
         # CPU (`_scaled_dot_product_efficient_attention`, not in inference mode). Whoever takes that is refused.
-        if self._reason is None and made and all(tensor.device != self._device for tensor in made):
+        is_elsewhere = made and all(tensor.device != self._device for tensor in made)
+        if self._reason is None and is_elsewhere and (made[0].device.type != "cpu" or self._takes(args, kwargs)):
             there = str(made[0].device)
             self._reason = Reason("moves_tensor", here=str(self._device), there=there, operator=str(func))
         for tensor in made:
@@ -56,16 +57,22 @@ class DryRun(TorchDispatchMode):
                 self._made.add(storage)
         return out
 
+    def _takes(self, args: tuple, kwargs: dict) -> bool:
+        """Whether the operator reads a tensor on the device."""
+        return any(tensor.device == self._device and tensor.numel() for tensor in tensors_in((args, kwargs)))
+
     def _obstacle(self, func: Any, args: tuple, kwargs: dict) -> Reason | None:
         if torch.Tag.nondeterministic_seeded in func.tags and not _is_inert(func, args, kwargs):
             return Reason("random", operator=str(func))
         if any(tag in func.tags for tag in _SYNCHRONIZES):
             return Reason("waits", operator=str(func))
         if "lift_fresh" in func.name():
-            # A scalar may be an assigned index; it reaches the device without the CPU's memory.
-            return Reason("makes_constant", operator=str(func)) if args[0].ndim else None
+            # Made on the device it has been copied there already, unseen by any mode. A number that is assigned to an
+            # index is one too where the device is the CPU.
+            is_copied = args[0].device == self._device and (args[0].ndim or self._device.type != "cpu")
+            return Reason("makes_constant", operator=str(func)) if is_copied else None
         for tensor in tensors_in((args, kwargs)):
-            if tensor.device != self._device and tensor.numel():
+            if tensor.device != self._device and tensor.numel() and _storage(tensor) not in self._made:
                 return Reason("takes_from_device", device=str(tensor.device), operator=str(func))
             if tensor.numel() and _storage(tensor) not in self._own and _storage(tensor) not in self._made:
                 return Reason("reads_foreign", operator=str(func))

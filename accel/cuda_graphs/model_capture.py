@@ -31,6 +31,7 @@ from ..step_cache.capture_io import CaptureIO, RunProxy
 from .call_capture import CallCapture, tensors_of
 from .capture_key import CallCache, CallVariant, CaptureKey
 from .capturer import CaptureFailed
+from .host_constants import HostConstants
 from .model_guard import CaptureHost, ModelGuard
 from .pool import CapturedCall, CapturePool, MadeRoom, NoRoom
 
@@ -46,11 +47,12 @@ class _Progress:
 
     made: the weights held before the last call, if no block was compiled in it; None otherwise. A call is captured
         after one that found the same ones there, so that none of them is brought in its course.
+    constants: from its dry run; None before.
     refused: there is no captured call of it in this run.
     """
 
     made: frozenset | None = None
-    dry_run: bool = False
+    constants: HostConstants | None = None
     refused: bool = False
 
 
@@ -234,10 +236,10 @@ class ModelCapture:
             return None
         if captured not in self._confirmed:
             if captured.digest != self._guard.weights.digest or not captured.has_kernels():
-                self._cache.evict(key)
-                progress = self._progress_of(key)
                 # It had its dry run before it was captured, and the code is part of the key.
-                progress.made, progress.dry_run = self._held, True
+                progress = self._progress_of(key)
+                progress.made, progress.constants = self._held, captured.constants
+                self._cache.evict(key)
                 return None
             captured.lease_kernels(self._cache, self._lease)
             with self._pool.capturer.lock:
@@ -295,10 +297,13 @@ class ModelCapture:
         if not is_due or progress.made is None or self._hold() is not None or self._held != held:
             return out
         if entry is not None and entry.graphs:  # captured with weights that this run does without
+            progress.constants = next(iter(entry.graphs)).constants
             self._cache.evict(key)
-            progress.dry_run = True
         weights = self._guard.weights
-        call = CallCapture(key, inner, tensors, features, proxy, self._pool, self._observer, weights, held, device)
+        constants = progress.constants or HostConstants(device)
+        call = CallCapture(
+            key, inner, tensors, features, proxy, self._pool, self._observer, weights, held, device, constants
+        )
         refusal = self._advance(progress, call, [*tensors_of(out), *handed.tensors])
         if refusal is not None:
             self._note(refusal)
@@ -327,11 +332,11 @@ class ModelCapture:
 
         refusal = None
         try:
-            if not progress.dry_run:
+            if progress.constants is None:
                 refusal = self._dry_run(call, known)
                 emit("dry_run_end", name=self._name)
                 if refusal is None:
-                    progress.dry_run = True
+                    progress.constants = call.constants
                     return None
                 self._pool.capturer.give_back()
             self._cache.find(call.key, f"{self._name} call", lambda _: True, make, self._lease, action="capture")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..step_cache.capture_io import CaptureIO
     from .capture_key import CaptureKey
     from .capturer import CapturedGraph, Capturer
+    from .host_constants import HostConstants
 
 _MAX_REFUSED = 1024
 
@@ -60,9 +61,10 @@ class CapturedCall:
     """A captured call of a model, an entry of the graph cache like a compiled graph.
 
     buffers: of its inputs, including the features that a skipped call takes. loaded: of weights that the host loads
-        anew for each run. out: what it returned. io: what it handed to DeepCache, None without one. weights: of the
-        model, as captured. held: the streamed weights that must be held for a replay. observer: has the compiled graphs
-        inside, which live as long as this does. outlived_its_run: a run later than that which made it has replayed it.
+        anew for each run. constants: are read by the graph. out: what it returned. io: what it handed to DeepCache,
+        None without one. weights: of the model, as captured. held: the streamed weights that must be held for a replay.
+        observer: has the compiled graphs inside, which live as long as this does. outlived_its_run: a run later than
+        that which made it has replayed it.
     """
 
     saved_as: str | None = None
@@ -75,6 +77,7 @@ class CapturedCall:
         graph: CapturedGraph,
         buffers: Buffers,
         loaded: Buffers,
+        constants: HostConstants,
         out: Any,
         io: CaptureIO | None,
         weights: WeightSnapshot,
@@ -83,6 +86,7 @@ class CapturedCall:
     ):
         self.key, self._pool, self._buffers, self._loaded, self.held = key, pool, buffers, loaded, held
         self._graph: CapturedGraph | None = graph
+        self.constants: HostConstants | None = constants
         self._returned: list[torch.Tensor] = []
         self._spec = tree_spec.flatten(out, self._returned)
         self.io = io
@@ -107,7 +111,7 @@ class CapturedCall:
 
     def release(self) -> None:
         """Free all memory; the call cannot be replayed any more."""
-        self._graph = self.io = None
+        self._graph = self.constants = self.io = None
         self._buffers, self._loaded, self._returned = Buffers(()), Buffers(()), []
         self._pool.leave(self)
 

@@ -64,6 +64,28 @@ def test_the_third_call_is_captured_later_ones_are_replayed_in_later_runs_too():
     assert reasons() == []
 
 
+class Positions(Toy):
+    """Makes its frequencies and positions on the CPU, as Wan and Z-Image do."""
+
+    def forward(self, x, t, scale=1.0):
+        frequencies = torch.pow(100.0, -torch.arange(WIDTH).div(WIDTH)).to(t)
+        places = torch.zeros(x.shape[:2], device=x.device)
+        places[:, 0] = x.shape[1] + 1
+        return super().forward(x + frequencies + places[..., None], t, scale=scale)
+
+
+@torch.inference_mode()
+def test_positions_that_are_made_on_the_cpu_are_on_the_device_before_the_capture():
+    model, cache = Positions().cuda(), capturing_cache(CudaCapturer())[0]
+    with replays(model, cache) as call:
+        assert [call(*inputs(seed)) for seed in range(5)] == [False, False, False, True, True]
+        before = device.counts()
+        given = inputs(7)
+        copied = device.counts().to_device
+        assert call(*given) and device.counts().to_device == copied > before.to_device
+    assert reasons() == []
+
+
 @torch.inference_mode()
 def test_weights_that_move_outdate_the_capture_and_the_call_is_captured_anew():
     model, cache = toy()
