@@ -12,7 +12,10 @@ from ..core.atomic_file import UNFINISHED, UNFINISHED_NAME, new_file, opened, wr
 
 
 class File(NamedTuple):
-    """A file's name, size in bytes, and last use in seconds since 1970 by the folder's clock."""
+    """A file's name, size in bytes, and last use in seconds since 1970 by the folder's clock.
+
+    Where a folder cannot date a file that is read, its last use is when it was written.
+    """
 
     name: str
     size: int

@@ -133,12 +133,14 @@ def test_every_text_is_readable_in_both_themes(page, shown, theme):
 
 @in_both
 def test_another_language_is_taken_at_once(page, shown):
+    assert "found for 80% of 5 lookups" in shown.text_content()
     try:
         page.evaluate(SET, ["Comfy.Locale", "zh"])
         shown.get_by_role("heading", name="编译缓存").wait_for()
         screenshot(page, "panel-zh")
         texts = page.evaluate("document.querySelector('.accel-panel').innerText")
         assert "Graph cache" not in texts and "上次运行" in texts
+        assert "5 次查找中有 80% 找到" in shown.text_content()
         assert "有补丁（attn2）作用于它" in texts and "another node" not in texts
         assert [ratio for ratio, _ in page.evaluate(CONTRASTS) if ratio < 4.5] == []
     finally:
