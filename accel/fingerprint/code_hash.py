@@ -45,8 +45,8 @@ _BASES = (torch.nn.Module, torch.Tensor, torch._C.TensorBase, object)
 _CALLED = frozenset({"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__"})
 """What torch runs of a module in each call, whatever its code names."""
 
-_MADE = frozenset({"__init__", "__new__", "__call__"})
-"""What runs of a class whose name is called, and of what that makes."""
+_MADE = frozenset({"__init__", "__new__", "__call__", "__enter__", "__exit__"})
+"""What runs of a class whose name is called, and of what that makes, without a name in the code."""
 
 _FINDS = frozenset({"__getattr__", "__getattribute__"})
 """Methods that answer for attributes of any name."""

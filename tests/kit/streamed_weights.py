@@ -22,6 +22,7 @@ import mmap
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import cycle, pairwise
 from typing import Any
 from unittest import mock
 
@@ -79,7 +80,6 @@ class Card:
         self.vbars: list[ModelVBAR] = []
         self.races: list[str] = []
         self.streams = [Stream(self.races), Stream(self.races)]
-        self.turn = 0
 
     def streamed(self, patcher: Any) -> Any:
         """A ModelPatcherDynamic over the model of a ModelPatcher, with its patches; loaded by core as any other."""
@@ -319,13 +319,18 @@ def streaming(streams: int = 2) -> Iterator[Card]:
     card, current = Card(), object()
     management, own_cast = comfy.model_management, comfy.ops.cast_bias_weight
 
+    def in_turn() -> Iterator[Stream]:
+        for last, stream in pairwise(cycle(card.streams[:streams])):
+            last.wait_stream(current)  # as core does, whose layers release streamed weights without
+            yield stream.begin()
+
+    # A generator, because nobody looks inside: what core's layers read of streams would be part of their blocks' code.
+    turns = in_turn()
+
     def get_offload_stream(device: torch.device) -> Stream | None:
         if not streams or torch.compiler.is_compiling():
             return None
-        card.streams[card.turn].wait_stream(current)  # as core does, whose layers release streamed weights without
-        # In a cell of this function, which core's layers call, it would be a part of their blocks' code.
-        card.turn = (card.turn + 1) % streams
-        return card.streams[card.turn].begin()
+        return next(turns)
 
     def get_cast_buffer(stream: Stream, device: torch.device) -> VRAMBuffer:
         if stream.buffer is None:
