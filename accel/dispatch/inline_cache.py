@@ -111,8 +111,10 @@ class InlineCache:
         if len(self._entries) >= _MAX_ENTRIES:
             self.clear()
         self._entries[_key(call)] = resolved
-        if resolved is not None:  # making room for it may have dropped others
-            self._generation = self._cache.generation
+        if resolved is not None:
+            self._generation = self._cache.generation  # making room for it may have dropped others
+            if resolved.verdict is not None:
+                self._verdicts[_verdict_key(call)] = resolved.verdict
 
     def clear(self) -> None:
         self._entries.clear()

@@ -79,7 +79,7 @@ class Card:
         self.fail = lambda kind: None
         self.vbars: list[ModelVBAR] = []
         self.races: list[str] = []
-        self.streams = [Stream(self.races), Stream(self.races)]
+        self.streams = [Stream(self), Stream(self)]
 
     def streamed(self, patcher: Any) -> Any:
         """A ModelPatcherDynamic over the model of a ModelPatcher, with its patches; loaded by core as any other."""
@@ -257,11 +257,11 @@ class Stream:
     """An offload stream. Work is done at once here, so what counts is whose buffer may be overwritten, and who waits.
 
     What is copied on it may be read once the current stream waits for it (`sync`), and overwritten once it has waited
-    for the current one. races: where it says what was not waited for.
+    for the current one.
     """
 
-    def __init__(self, races: list[str]):
-        self._races = races
+    def __init__(self, card: Card):
+        self._card = card
         self.buffer: VRAMBuffer | None = None
         self.is_used = self.is_read = False
 
@@ -277,7 +277,7 @@ class Stream:
 
     def wait_stream(self, _: Any) -> None:
         if self.is_used and not self.is_read:
-            self._races.append("weights were released that nobody had waited for")
+            self._card.races.append("weights were released that nobody had waited for")
         self.stop()
 
     def stop(self) -> None:
@@ -285,6 +285,12 @@ class Stream:
 
     def synchronize(self) -> None:
         pass
+
+    def cast_buffer(self, device: torch.device) -> VRAMBuffer:
+        """As core's `get_aimdo_cast_buffer`."""
+        if self.buffer is None:
+            self.buffer = VRAMBuffer(self._card, BUFFER, device.index)
+        return self.buffer
 
     def begin(self) -> Stream:
         """Its next use, from which on nothing that was cast there before may be read."""
@@ -324,18 +330,14 @@ def streaming(streams: int = 2) -> Iterator[Card]:
             last.wait_stream(current)  # as core does, whose layers release streamed weights without
             yield stream.begin()
 
-    # A generator, because nobody looks inside: what core's layers read of streams would be part of their blocks' code.
+    # No function here closes over the card: what core's layers read of it would be part of their blocks' code. Nobody
+    # looks inside a generator.
     turns = in_turn()
 
     def get_offload_stream(device: torch.device) -> Stream | None:
         if not streams or torch.compiler.is_compiling():
             return None
         return next(turns)
-
-    def get_cast_buffer(stream: Stream, device: torch.device) -> VRAMBuffer:
-        if stream.buffer is None:
-            stream.buffer = VRAMBuffer(card, BUFFER, device.index)
-        return stream.buffer
 
     def cast_bias_weight(s: Any, input: Any = None, dtype: Any = None, device: Any = None, *args: Any, **kwargs: Any):
         """Core's, which takes weights to be in place where they and the input are on one device."""
@@ -353,7 +355,7 @@ def streaming(streams: int = 2) -> Iterator[Card]:
             (management, "is_device_cpu", lambda device: device == torch.device("cpu")),
             (management, "NUM_STREAMS", streams),
             (management, "get_offload_stream", get_offload_stream),
-            (management, "get_aimdo_cast_buffer", get_cast_buffer),
+            (management, "get_aimdo_cast_buffer", lambda stream, device: stream.cast_buffer(device)),
             (management, "current_stream", lambda device: current),
             (management, "sync_stream", lambda device, stream: stream and stream.sync()),
             (comfy.ops, "cast_bias_weight", cast_bias_weight),

@@ -16,6 +16,7 @@ from comfy_accel.accel.compile.compiled_graph import CompileFailed
 from comfy_accel.accel.core import torch_internals
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.fingerprint.block_call import Call
+from comfy_accel.accel.fingerprint.code_hash import CodeReader
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.signature import tree_spec
 from kit.blocks import Stop, heard, in_new_process
@@ -594,6 +595,7 @@ import threading
 import torch
 from comfy_accel.accel.compile.block_compiler import compile_block
 from comfy_accel.accel.fingerprint.block_call import Call
+from comfy_accel.accel.fingerprint.code_hash import CodeReader
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.signature import tree_spec
 
@@ -646,3 +648,29 @@ def test_threads_may_run_one_graph_at_once(backend):
             list(pool.map(calls, range(threads)))
     finally:
         sys.setswitchinterval(before)
+
+
+class Held:
+    """As core's newer layers hold their cast weights."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __enter__(self):
+        return self.weight * 2
+
+    def __exit__(self, *error):
+        return None
+
+
+class Entering(nn.Linear):
+    def forward(self, x):
+        with Held(self.weight) as weight:
+            return torch.nn.functional.linear(x, weight, self.bias)
+
+
+def test_what_a_with_statement_runs_is_code_that_the_analysis_found():
+    block, reader = fixed(Entering(4, 4)), CodeReader()
+    describe(block, reader)
+    graph, weights = compiled(block, (torch.randn(2, 4),), codes=reader.codes)
+    check(graph, weights, block, torch.randn(3, 4))

@@ -187,3 +187,31 @@ def test_digest_is_the_same_in_every_process(seed):
     )
     told = in_new_process(script, PYTHONHASHSEED=seed)
     assert told.split()[-1] == digest(nn.TransformerEncoderLayer(8, 2))
+
+
+class Scaled:
+    """As core's newer layers hold their cast weights: what it does begins where a `with` statement enters it."""
+
+    factor = 2.0
+
+    def __init__(self, x):
+        self.x = x
+
+    def __enter__(self):
+        return self.x * self.factor
+
+    def __exit__(self, *error):
+        return None
+
+
+def test_code_that_a_with_statement_enters_and_leaves_counts(monkeypatch):
+    def enters(x):
+        with Scaled(x) as scaled:
+            return scaled
+
+    before = digest(Runs(enters))
+    for name in ("__enter__", "__exit__"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Scaled, name, lambda self, *error: self.x)
+            assert digest(Runs(enters)) != before
+    assert digest(Runs(enters)) == before

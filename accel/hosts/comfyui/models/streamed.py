@@ -96,8 +96,9 @@ class _Plain:
             if _is_prepared(module):
                 kept.pop("prev_comfy_cast_weights", None)
                 # The class's own again, as for weights in place, but where they are cast there too (ModelComputeDtype).
-                if not kept.get("comfy_force_cast_weights"):
+                if not kept.setdefault("comfy_force_cast_weights", False):
                     kept.pop("comfy_cast_weights", None)
+                kept["comfy_patched_weights"] = True
                 for name in ("weight_function", "bias_function"):
                     if all(map(_is_lowvram_patch, kept.get(name, ()))):
                         kept.pop(name, None)
