@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import comfy.model_management
 import comfy.model_patcher
 import safetensors.torch
 import torch
-from comfy.model_sampling import CONST
+from comfy.model_base import ModelType, model_sampling
+from comfy.model_sampling import CONST, V_PREDICTION
 from kit import tiny_models
-from kit.tiny_models import FLUX, UNET, Family
+from kit.tiny_models import FLUX, SD3, UNET, Family
 
 from tools import ROOT, Problem
 
@@ -33,10 +35,26 @@ CHANNELS = len(toy_data.CHANNELS)
 @dataclass(frozen=True)
 class Network:
     """family: how core builds it. begins_as_zero: endings of the modules that training starts from zero, so that every
-    block begins as the identity."""
+    block begins as the identity. pictures: what it learns. predicts_v: whether it predicts v, as SD 2's, where core
+    builds one that predicts the noise."""
 
     family: Family
     begins_as_zero: tuple[str, ...]
+    pictures: Callable[[torch.Tensor, int, int, torch.Generator], torch.Tensor] = toy_data.figures
+    predicts_v: bool = False
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes of its pictures."""
+        return toy_data.CLASSES if self.pictures is toy_data.figures else toy_data.LETTERS
+
+    def build(self, dtype: torch.dtype):
+        """Core's BaseModel, its weights as the memory was."""
+        model = self.family.build(dtype)
+        if self.predicts_v:
+            model.model_type = ModelType.V_PREDICTION
+            model.model_sampling = model_sampling(model.model_config, model.model_type)
+        return model
 
     @property
     def file(self) -> Path:
@@ -68,6 +86,34 @@ _DIT_LAYOUT = {
 }
 """Flux's class, ten blocks: a token is 2 by 2 latent pixels."""
 
+_MMDIT_LAYOUT = {
+    **SD3,
+    "in_channels": CHANNELS,
+    "num_blocks": 5,
+    "num_patches": 16 * 16,
+    "pos_embed_max_size": 16,
+    "adm_in_channels": CONTEXT_DIM,
+    "context_embedder_config": {
+        "target": "torch.nn.Linear",
+        "params": {"in_features": CONTEXT_DIM, "out_features": 128},
+    },
+}
+"""SD3's class, five joint blocks."""
+
+_VPRED_LAYOUT = {
+    **UNET,
+    "model_channels": 32,
+    "num_res_blocks": [1, 1, 2],
+    "channel_mult": [1, 2, 3],
+    "transformer_depth": [1, 1, 1, 1],
+    "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1],
+    "num_heads": -1,
+    "num_head_channels": 16,
+    "use_linear_in_transformer": True,
+    "context_dim": CONTEXT_DIM,
+}
+"""SD 2's kind of UNet, with cross-attention on every level."""
+
 NETWORKS = {
     "unet": Network(
         Family("unet", "SD15", _UNET_LAYOUT, CONTEXT_DIM),
@@ -77,6 +123,17 @@ NETWORKS = {
         Family("dit", "FluxSchnell", _DIT_LAYOUT, CONTEXT_DIM, pooled_dim=CONTEXT_DIM),
         # As in DiT (Peebles and Xie, arXiv 2212.09748), "adaLN-Zero".
         begins_as_zero=("_mod.lin", ".modulation.lin", ".adaLN_modulation.1", "final_layer.linear"),
+    ),
+    "mmdit": Network(
+        Family("mmdit", "SD3", _MMDIT_LAYOUT, CONTEXT_DIM, pooled_dim=CONTEXT_DIM),
+        begins_as_zero=(".adaLN_modulation.1", "final_layer.linear"),
+        pictures=toy_data.letters,
+    ),
+    "vpred": Network(
+        Family("vpred", "SD15", _VPRED_LAYOUT, CONTEXT_DIM),
+        begins_as_zero=(".out_layers.3", ".proj_out", "out.2"),
+        pictures=toy_data.letters,
+        predicts_v=True,
     ),
 }
 
@@ -101,7 +158,7 @@ def load(name: str = "unet", dtype: torch.dtype = torch.float32):
     file = network.file
     if not file.is_file():
         raise Problem(f"{file} is missing: make it by `python -m bench.train_toy --network {name}` or check it out.")
-    model = network.family.build(dtype)
+    model = network.build(dtype)
     weights = model.model_config.process_unet_state_dict(safetensors.torch.load_file(file))  # newer cores' names
     model.diffusion_model.load_state_dict({name: value.to(dtype) for name, value in weights.items()})
     return comfy.model_patcher.ModelPatcher(
@@ -116,16 +173,22 @@ def is_flow(model_sampling) -> bool:
     return isinstance(model_sampling, CONST)
 
 
+def predicts_v(model_sampling) -> bool:
+    return isinstance(model_sampling, V_PREDICTION)
+
+
 def conditioning(classes: torch.Tensor) -> list:
     """Core's CONDITIONING for a batch of pictures of these classes [B]."""
     tokens = class_tokens()[classes]
     return [[tokens, {"pooled_output": pooled(tokens)}]]
 
 
-def sample(model, classes: torch.Tensor, height: int, width: int, steps: int, sampler: str, seed: int) -> torch.Tensor:
+def sample(
+    model, classes: torch.Tensor, height: int, width: int, steps: int, sampler: str, seed: int, cfg: float = CFG
+) -> torch.Tensor:
     """Latents [B, 4, height, width], one of each of the classes [B], by core's sampler from noise."""
     empty = torch.zeros(len(classes), CHANNELS, height, width)
     prompts = conditioning(classes), conditioning(torch.tensor([NULL_CLASS]))
     scheduler = "simple" if is_flow(model.model.model_sampling) else "normal"
-    latent = tiny_models.sample_latent(model, empty, *prompts, steps, CFG, sampler, scheduler, seed)
+    latent = tiny_models.sample_latent(model, empty, *prompts, steps, cfg, sampler, scheduler, seed)
     return model.model.process_latent_in(latent)

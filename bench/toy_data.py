@@ -1,4 +1,5 @@
-"""Pictures that a small network can learn: eight kinds of figure in four latent channels, made from random numbers.
+"""Pictures that a small network can learn, in four latent channels, made from random numbers: eight kinds of figure, or
+eight letters of the font that Pillow ships.
 
 Structure at three scales: a large soft figure on a slope of light, a pattern of a few latent pixels inside the figure,
 and an outline with a texture of single latent pixels. Every channel has mean 0 and variance 1, as SD's latents have.
@@ -7,10 +8,12 @@ and an outline with a texture of single latent pixels. Every channel has mean 0 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 CLASSES = ("disc", "ring", "square", "diamond", "triangle", "cross", "bars", "moon")
+LETTERS = "ABEGKRSX"
 CHANNELS = ("light", "red-green", "yellow-blue", "relief")
 MEAN = (0.143, 0.0, 0.0, 0.302)
 STD = (0.711, 0.639, 0.639, 0.578)
@@ -29,7 +32,7 @@ _PATTERNS = (
 """Of every class but the last, which is plain: degrees, period in latent pixels, whether checked."""
 
 
-def pictures(classes: torch.Tensor, height: int, width: int, generator: torch.Generator) -> torch.Tensor:
+def figures(classes: torch.Tensor, height: int, width: int, generator: torch.Generator) -> torch.Tensor:
     """Latents [B, 4, height, width] of the given classes [B]; everything but the class is random."""
     count = len(classes)
 
@@ -61,6 +64,61 @@ def pictures(classes: torch.Tensor, height: int, width: int, generator: torch.Ge
     )
     latent = torch.stack([field.expand(count, height, width) for field in fields], 1)
     return (latent - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+
+
+def letters(classes: torch.Tensor, height: int, width: int, generator: torch.Generator) -> torch.Tensor:
+    """Latents [B, 4, height, width] of two letters each, one of the given class [B] and a smaller one of any."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    count, fine = len(classes), 4
+    planes = []
+    for share, kinds in ((0.85, classes), (0.45, torch.randint(len(LETTERS), (count,), generator=generator))):
+        sizes = (0.75 + 0.4 * torch.rand(count, generator=generator)) * share * min(height, width) * fine
+        places = torch.rand(count, 2, generator=generator)
+        turns = (torch.rand(count, generator=generator) - 0.5) * 50
+        drawn = []
+        for kind, size, (across, down), turn in zip(kinds, sizes, places, turns, strict=True):
+            tile = Image.new("L", (round(1.5 * size.item()),) * 2)
+            middle = tile.width / 2
+            font = ImageFont.load_default(round(size.item()))
+            ImageDraw.Draw(tile).text((middle, middle), LETTERS[int(kind)], 255, font, "mm", stroke_width=fine // 2)
+            tile = tile.rotate(turn.item(), Image.Resampling.BILINEAR)
+            page = Image.new("L", (width * fine, height * fine))
+            edge = round(0.25 * size.item())
+            page.paste(
+                tile,
+                (
+                    round(across.item() * (page.width - tile.width + 2 * edge)) - edge,
+                    round(down.item() * (page.height - tile.height + 2 * edge)) - edge,
+                ),
+            )
+            drawn.append(
+                torch.frombuffer(bytearray(page.tobytes()), dtype=torch.uint8).reshape(page.height, page.width)
+            )
+        planes.append(torch.nn.functional.avg_pool2d(torch.stack(drawn).float()[:, None] / 255, fine)[:, 0])
+    large, small = planes
+
+    def any_of(low: float, high: float) -> torch.Tensor:
+        return torch.rand(count, 1, 1, generator=generator) * (high - low) + low
+
+    y, x = torch.linspace(-1, 1, height)[:, None], torch.linspace(-1, 1, width)
+    slope, hue = torch.deg2rad(any_of(0, 360)), torch.deg2rad(any_of(0, 360))
+    other, third = hue + torch.deg2rad(any_of(100, 180)), hue - torch.deg2rad(any_of(100, 180))
+    light = 0.5 * (x * slope.cos() + y * slope.sin())
+    around = (1 - large) * (1 - small)
+    edges = (large - torch.nn.functional.avg_pool2d(large[:, None], 3, 1, 1, count_include_pad=False)[:, 0]).abs()
+    threads = torch.sin(x * 9 * slope.sin() - y * 9 * slope.cos() + any_of(0, 6)) * around
+
+    def coloured(function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return function(hue) * large + function(other) * small * (1 - large) + function(third) * around
+
+    fields = (
+        1.4 * light + 1.5 * large - 0.8 * small + 0.4 * threads - 0.2,
+        1.3 * coloured(torch.cos),
+        1.3 * coloured(torch.sin),
+        6 * edges + 0.8 * threads - 0.6 + small,
+    )
+    return torch.stack([field.expand(count, height, width) for field in fields], 1)
 
 
 def view(latent: torch.Tensor) -> torch.Tensor:

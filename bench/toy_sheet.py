@@ -15,12 +15,17 @@ from tools.inprocess import boot
 
 from . import contact_sheet, similarity
 
-SHEETS = {"unet": "toy_samples.jpg", "dit": "toy_dit_samples.jpg"}
+SHEETS = {
+    "unet": "toy_samples.jpg",
+    "dit": "toy_dit_samples.jpg",
+    "mmdit": "toy_mmdit_samples.jpg",
+    "vpred": "toy_vpred_samples.jpg",
+}
 EACH = 5
 ZOOM = 4
 STEPS = 30
 
-QUALITIES = (50.0, 40.0, 32.0)
+QUALITIES = (50.0, 40.0, 35.0)
 SHOWN = (0, 2, 3)
 """Classes of each network on the sheet of qualities."""
 AMPLIFIED = 10
@@ -38,11 +43,12 @@ def main(arguments: list[str] | None = None) -> None:
 
     torch.set_num_threads(1)
     labels = torch.arange(len(toy_data.CLASSES)).repeat_interleave(EACH)
-    data = toy_data.pictures(labels, 16, 16, torch.Generator().manual_seed(1_000_000))
+    network = toy.NETWORKS[options.network]
+    data = network.pictures(labels, 16, 16, torch.Generator().manual_seed(1_000_000))
     with torch.inference_mode():
         made = toy.sample(toy.load(options.network), labels, 16, 16, STEPS, "euler", seed=0)
     columns = []
-    for index, name in enumerate(toy_data.CLASSES):
+    for index, name in enumerate(network.classes):
         own = slice(index * EACH, (index + 1) * EACH)
         columns.append([(name, _strip(toy_data.view(data[own]))), ("sampled", _strip(toy_data.view(made[own])))])
     file = options.out or ROOT / "docs" / SHEETS[options.network]
@@ -51,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _qualities(file: Path) -> Path:
-    """What both networks sample without DeepCache and at each quality, and the difference."""
+    """What the networks sample without DeepCache and at each quality, and the difference."""
     pack.load()
     import torch
     from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
@@ -76,7 +82,7 @@ def _qualities(file: Path) -> Path:
     for quality in QUALITIES:
         latents = sampled(quality)
         reached, made = similarity.latent_psnr(latents, plain), toy_data.view(latents)
-        told = f"{quality:g} dB asked, {reached.min():.0f} to {reached.max():.0f} dB reached"
+        told = f"planned for {quality:g} dB: {reached.min():.0f} to {reached.max():.0f} dB reached"
         column.append((told, _strip(made, across=True)))
         difference = (0.5 + AMPLIFIED * (made - view)).clamp(0, 1)
         column.append((f"its difference, {AMPLIFIED} times", _strip(difference, across=True)))

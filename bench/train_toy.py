@@ -20,12 +20,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tools import command
 from tools.inprocess import boot
 
-STEPS = {"unet": 11000, "dit": 3000}
+STEPS = {"unet": 11000, "dit": 3000, "mmdit": 9000, "vpred": 5000}
 BATCH = 16
 SEED = 0
-PEAK_LEARNING_RATE = {"unet": 1e-3, "dit": 2e-3}
+PEAK_LEARNING_RATE = {"unet": 1e-3, "dit": 2e-3, "mmdit": 1e-3, "vpred": 1e-3}
 WARM_UP = 300
-DESCENT = {"unet": 0.5, "dit": 0.4}
+DESCENT = {"unet": 0.5, "dit": 0.4, "mmdit": 0.4, "vpred": 0.5}
 """The last part of all steps: the learning rate falls, and high noise levels count more."""
 WEIGHT_DECAY = 0.01
 DROPPED_PROMPTS = 0.1
@@ -80,7 +80,7 @@ class Training:
         self.descent = DESCENT[network.family.name]
         self.step = 0
         self.seconds = 0.0
-        model = network.family.build(torch.float32)
+        model = network.build(torch.float32)
         self.net = model.diffusion_model
         initialize(self.net, network.begins_as_zero, seed)
         self.net.requires_grad_(True).train()
@@ -90,7 +90,7 @@ class Training:
                 module.register_forward_pre_hook(lambda _, args: (args[0].clone(), *args[1:]))
         self.average = {name: value.detach().clone() for name, value in self.net.named_parameters()}
         self.sampling = model.model_sampling
-        self.is_flow = toy.is_flow(self.sampling)
+        self.is_flow, self.predicts_v = toy.is_flow(self.sampling), toy.predicts_v(self.sampling)
         self.tokens = toy.class_tokens()
         self.sizes = toy.SIZES
         self.random = torch.Generator().manual_seed(seed)
@@ -124,19 +124,19 @@ class Training:
         return {"step": self.step, "seconds": round(self.seconds), "loss": round(loss, 5)}
 
     def export(self, file: Path) -> None:
-        """The averaged weights in half precision."""
+        """The averaged weights, and buffers, in half precision."""
         import safetensors.torch
 
-        weights = {name: value.half().contiguous() for name, value in self.average.items()}
+        weights = {name: value.half().contiguous() for name, value in {**self.net.state_dict(), **self.average}.items()}
         safetensors.torch.save_file(weights, file)
 
     def _loss(self) -> torch.Tensor:
-        """Of the predicted noise, or of a flow's velocity from picture to noise."""
+        """Of the predicted noise, of v, or of a flow's velocity from picture to noise."""
         from . import toy, toy_data
 
         size = self.sizes[int(torch.randint(len(self.sizes), (), generator=self.random))]
         classes = torch.randint(len(toy_data.CLASSES), (self.batch,), generator=self.random)
-        latent = toy_data.pictures(classes, *size, self.random)
+        latent = self.network.pictures(classes, *size, self.random)
         noise = torch.randn(latent.shape, generator=self.random)
         # One noise level of each of `batch` equal spans of their distribution: all of them in every batch.
         spread = (torch.arange(self.batch) + torch.rand(self.batch, generator=self.random)) / self.batch
@@ -151,6 +151,8 @@ class Training:
         if self.is_flow:
             return (predicted.float() - (noise - latent)).square().mean()
         sigma = sigma[:, None, None, None]
+        if self.predicts_v:
+            return (predicted.float() - (noise - sigma * latent) / (sigma**2 + 1).sqrt()).square().mean()
         weight = (sigma**2 * SNR_LIMIT).clamp(max=1)
         if self.step >= self._descends_at(self.steps):
             # A small error in the noise is a large one in the picture's light and hue there: they set the samples'.
