@@ -27,7 +27,7 @@ def main(arguments=None):
     prompt = {"prompt": options.prompt} if pipe.text_encoder else random_prompt()
     start = PIL.Image.open(options.image).convert("RGB") if options.image else PIL.Image.linear_gradient("L")
 
-    skipping = comfy_accel.DeepCacheSettings(interval=options.interval) if options.interval > 1 else None
+    skipping = comfy_accel.DeepCacheSettings(options.quality) if options.quality else None
     comfy_accel.accelerate_pipeline(pipe, ignores=("vae",), deep_cache=skipping, backend=options.backend)
     print(comfy_accel.warm_up(pipe, sizes=options.sizes[:1], batches=(1,), **prompt))
 
@@ -104,7 +104,9 @@ def parse(arguments):
     parser.add_argument("--sizes", type=size, nargs="+", metavar="WxH", help="width x height, in pixels")
     parser.add_argument("--images", type=int, default=1, help="of each size; default: %(default)s")
     parser.add_argument("--steps", type=int, default=8, help="of which half are run; default: %(default)s")
-    parser.add_argument("--interval", type=int, default=1, help="DeepCache's; default: %(default)s, which is off")
+    parser.add_argument(
+        "--quality", type=float, metavar="DB", help="what DeepCache plans for, such as 40; without, it is off"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=("inductor", "eager"), default="inductor")
     parser.add_argument("--output", type=Path, default=Path("images"), help="a folder; default: %(default)s")

@@ -4,13 +4,20 @@ from comfy_api.latest import io
 
 from ..accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from ..accel.hosts.comfyui.versions import make_input, schema
-from ..accel.step_cache.config import BETWEEN, POLICIES, DeepCacheSettings
+from ..accel.step_cache.config import BALANCED, FAST, DeepCacheSettings
 from .hidden import node_id
 
-DEFAULTS = DeepCacheSettings()
+QUALITIES = {"Balanced": BALANCED, "Fast": FAST, "50 dB": 50.0, "45 dB": 45.0, "30 dB": 30.0}
+"""Choices of `quality`, each with the dB that it plans for."""
 
-TARGETS = {"off": None, "50 dB (same picture)": 50.0, "40 dB (hard to see)": 40.0, "32 dB (small changes)": 32.0}
-"""Choices of `quality`, each with what it asks for."""
+EARLIER = {
+    "off": BALANCED,
+    "50 dB (same picture)": 50.0,
+    "40 dB (hard to see)": BALANCED,
+    "32 dB (small changes)": FAST,
+}
+"""What prompts and workflows of 0.1 and of earlier builds of 0.2 may hold. `web/earlier_workflows.js` knows the
+rest."""
 
 
 class AccelDeepCache(io.ComfyNode):
@@ -23,8 +30,8 @@ class AccelDeepCache(io.ComfyNode):
             display_name="Accel: DeepCache (faster, step cache)",
             category="accel",
             description=(
-                "Runs the full model only on the steps that matter and extrapolates the rest: about half of the work "
-                "at 30 steps, little effect below about 10 steps (Turbo, Lightning, LCM). The image changes a little. "
+                "Runs the full model only on the steps that matter and extrapolates the rest: about a third of the "
+                "work at 20 to 50 steps, nothing below about 10 (Turbo, Lightning, LCM). The image changes a little. "
                 "Works at any size, with any sampler, and with UNets (SD1.5, SDXL) and transformers (Flux, SD3, Wan, "
                 "Qwen-Image)."
             ),
@@ -41,47 +48,35 @@ class AccelDeepCache(io.ComfyNode):
             inputs=[
                 make_input(io.Model, "model", tooltip="The model to speed up. It is not changed itself."),
                 make_input(
-                    io.Int,
-                    "interval",
-                    default=DEFAULTS.interval,
-                    min=1,
-                    max=100,
+                    io.Combo,
+                    "quality",
+                    options=list(QUALITIES),
+                    default=next(iter(QUALITIES)),
+                    optional=True,
                     tooltip=(
-                        "Run the full model at least once every this many steps. 1 = off; higher is faster and "
-                        "changes the image more."
-                    ),
-                ),
-                make_input(
-                    io.Int,
-                    "depth",
-                    default=0,
-                    min=0,
-                    max=100,
-                    advanced=True,
-                    tooltip=(
-                        "How much of the model still runs on the steps in between. 0 = automatic: nothing, or the "
-                        "outermost layers of a UNet where the sampler adds noise. 1 and up = so many layers, which is "
-                        "slower (SD1.5 up to 11, SDXL up to 8, Flux up to 28)."
+                        "How close to stay to the image without this node. Balanced plans for 40 dB (PSNR of the "
+                        "latent), Fast for 35. More dB skip less. Each run compares what it extrapolates with what it "
+                        "computes, and skips less where they differ; no number of dB is sure."
                     ),
                 ),
                 make_input(
                     io.Float,
                     "start_percent",
-                    default=DEFAULTS.start_percent,
+                    default=0.0,
                     min=0.0,
                     max=1.0,
                     step=0.01,
                     optional=True,
                     advanced=True,
                     tooltip=(
-                        "Start skipping here; every step before it runs in full. 0 = from the beginning. Raise it to "
-                        "keep the composition closer to the image without this node."
+                        "Start skipping here; every step before it runs in full. 0 = as soon as the picture has "
+                        "formed. Raise it to keep the composition closer to the image without this node."
                     ),
                 ),
                 make_input(
                     io.Float,
                     "end_percent",
-                    default=DEFAULTS.end_percent,
+                    default=1.0,
                     min=0.0,
                     max=1.0,
                     step=0.01,
@@ -92,63 +87,18 @@ class AccelDeepCache(io.ComfyNode):
                         "detail closer to the image without this node."
                     ),
                 ),
-                make_input(
-                    io.Combo,
-                    "schedule",
-                    options=list(POLICIES),
-                    default=DEFAULTS.schedule,
-                    optional=True,
-                    advanced=True,
-                    tooltip=(
-                        "adaptive: run the full model as soon as more would change than threshold allows, and after "
-                        "interval steps at the latest. uniform: every interval steps, whatever changes; always the "
-                        "same speed, riskier at few steps."
-                    ),
-                ),
-                make_input(
-                    io.Float,
-                    "threshold",
-                    default=DEFAULTS.threshold,
-                    min=0.0,
-                    max=1.0,
-                    step=0.005,
-                    optional=True,
-                    advanced=True,
-                    tooltip=(
-                        "For the adaptive schedule: how much may change before the full model runs again. Higher = "
-                        "faster and less exact; 0 = skip nothing."
-                    ),
-                ),
-                make_input(
-                    io.Combo,
-                    "between",
-                    options=list(BETWEEN),
-                    default=DEFAULTS.between,
-                    optional=True,
-                    advanced=True,
-                    tooltip=(
-                        "What the steps in between use for the part that is skipped. forecast: extrapolate its last "
-                        "results. hold: repeat its last result, which takes a little less memory."
-                    ),
-                ),
-                make_input(
-                    io.Combo,
-                    "quality",
-                    options=list(TARGETS),
-                    default="off",
-                    optional=True,
-                    tooltip=(
-                        "How close to the image without this node (PSNR of the latent). The run measures what skipping "
-                        "costs and skips as much as this allows; schedule and threshold are then not used. off: skip "
-                        "by interval and schedule."
-                    ),
-                ),
             ],
             hidden=[io.Hidden.unique_id],
             outputs=[io.Model.Output(display_name="MODEL", tooltip="The model with DeepCache, for a sampler.")],
         )
 
     @classmethod
-    def execute(cls, model, interval, depth, quality="off", **others) -> io.NodeOutput:
-        settings = DeepCacheSettings(interval, depth, **others, quality=TARGETS[quality])
+    def validate_inputs(cls, quality="Balanced") -> bool | str:
+        if quality in QUALITIES or quality in EARLIER:
+            return True
+        return f"DeepCache: quality is {quality!r}; it must be one of: {', '.join(QUALITIES)}."
+
+    @classmethod
+    def execute(cls, model, quality="Balanced", **others) -> io.NodeOutput:
+        settings = DeepCacheSettings({**EARLIER, **QUALITIES}[quality], **others)
         return io.NodeOutput(apply_deep_cache(model, settings, node_id(cls)))

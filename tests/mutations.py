@@ -84,8 +84,8 @@ MUTATIONS = [
     ),
     Mutation(
         "DeepCache feature of another CFG branch",
-        "features = [self._histories[key, part].value(self._angle) for key in keys]",
-        "features = [self._histories[key, part].value(self._angle) for key in reversed(keys)]",
+        "features = [self._histories[key, part].value(self.run.angle) for key in keys]",
+        "features = [self._histories[key, part].value(self.run.angle) for key in reversed(keys)]",
         "unit/test_deep_cache.py::test_new_branch_recomputes_and_the_old_one_in_its_batch_does_not",
     ),
     Mutation(
@@ -293,10 +293,10 @@ MUTATIONS = [
         "unit/test_batch_dry_run.py::test_positions_do_not_grow",
     ),
     Mutation(
-        "steps skipped at an interval of 1",
-        "        return step.since_refresh >= self.interval\n",
-        "        return step.since_refresh > self.interval\n",
-        "unit/test_refresh.py::test_every_interval_th_step_is_full",
+        "steps skipped though the picture changes faster again",
+        "self._is_touchy |= not bool(",
+        "self._is_touchy &= not bool(",
+        "unit/test_quality_plan.py::test_nothing_more_is_skipped_once_the_picture_changes_faster_again",
     ),
     Mutation(
         "forecast followed to any distance",

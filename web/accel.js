@@ -2,6 +2,7 @@
 
 import { app } from "../../scripts/app.js";
 import { COMMANDS, TAB } from "./commands.js";
+import { bringUpToDate } from "./earlier_workflows.js";
 import { feed } from "./feed.js";
 import { onConfigured, onExecuted, showWaitingLines, startNodeTexts } from "./node_text.js";
 import { destroy, render } from "./panel.js";
@@ -26,6 +27,7 @@ app.registerExtension({
     if (!name.startsWith("Accel")) return;
     after(nodeType.prototype, "onExecuted", onExecuted);
     after(nodeType.prototype, "onConfigure", onConfigured);
+    if (name === "AccelDeepCache") before(nodeType.prototype, "configure", (node, saved) => bringUpToDate(saved));
   },
   afterConfigureGraph() {
     showWaitingLines();
@@ -39,6 +41,15 @@ function after(prototype, name, act) {
     const result = own?.apply(this, args);
     act(this, ...args);
     return result;
+  };
+}
+
+/** Call `act(node, ...)` before the node's own method. */
+function before(prototype, name, act) {
+  const own = prototype[name];
+  prototype[name] = function (...args) {
+    act(this, ...args);
+    return own.apply(this, args);
   };
 }
 

@@ -8,7 +8,7 @@ import { lineText, reasonText, t } from "./texts.js";
 const MOST_CELLS = 400;
 
 /** Classes of the letters of a run's steps. */
-const CELLS = { F: "accel-full", H: "accel-half", S: "accel-skipped" };
+const CELLS = { F: "accel-full", S: "accel-skipped" };
 
 export function runSection() {
   const gain = h("p", { class: "accel-gain", title: t("gainTip") });
@@ -94,13 +94,11 @@ function stepTimeline() {
     show(element, Boolean(cached));
     if (!cached) return;
     setText(heading, t(isEarlier ? "deepCacheEarlier" : "deepCache"));
-    const steps = typeof cached.steps_taken === "string" ? cached.steps_taken.replace(/[^FHS]/g, "") : "";
+    const steps = typeof cached.steps_taken === "string" ? cached.steps_taken.replace(/[^FS]/g, "") : "";
     const of = (letter) => [...steps].filter((step) => step === letter).length;
-    const half = of("H");
     const full = cached.full_steps ?? of("F");
     const skipped = cached.skipped_steps ?? of("S");
-    const numbers = { full: count(full), half: count(half), skipped: count(skipped) };
-    const summary = t(half ? "stepsSummaryHalf" : "stepsSummary", numbers);
+    const summary = t("stepsSummary", { full: count(full), skipped: count(skipped) });
     setText(words, summary);
     show(cells, steps.length > 0);
     cells.setAttribute("aria-label", `${summary} ${t("fullSteps", { list: fullSteps(steps) })}`);

@@ -158,9 +158,6 @@ _SAVED = {
     "skipping_saved": "DeepCache: the median time of a full step ({full} s), minus that of a skipped one "
     "({skipped} s), times the number skipped ({steps}). The first and last step, and any that compiled something, are "
     "left out.",
-    "skipping_saved_halves": "DeepCache: the median time of a full step ({full} s), minus that of a skipped or half "
-    "skipped one, for each of these ({steps}, {halves} of them half skipped). The first and last step, and any that "
-    "compiled something, are left out.",
 }
 
 _LINE = {
@@ -175,8 +172,7 @@ _LINE = {
     "line_traced": "traced but uncompiled (backend eager)",
     "line_not_compiled": "not compiled: {why}",
     "line_skipped": "{skipped} of {steps} steps skipped",
-    "line_quality": "{asked} dB asked, {reached} reached by estimate, {share} of the work skipped",
-    "line_quality_full": "no step skipped: there is nothing to gain at the {asked} dB asked",
+    "line_quality": "planned for {asked} dB, {share} of the work skipped",
     "line_paid_back_at_once": "paid back at once",
     "line_all_full": "no step skipped: {why}",
     "line_few_steps": "too few steps to skip any",

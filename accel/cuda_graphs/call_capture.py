@@ -20,7 +20,7 @@ from .pool import Buffers, CapturedCall, CapturePool
 if TYPE_CHECKING:
     from ..dispatch.block_observer import BlockObserver
     from ..modules.snapshot import WeightSnapshot
-    from ..step_cache.capture_io import CaptureIO, RunProxy
+    from ..step_cache.capture_io import CaptureIO, FeaturesProxy
     from .capture_key import CaptureKey
 
 
@@ -37,7 +37,7 @@ class CallCapture:
     inner: Callable[..., Any]
     tensors: Sequence[torch.Tensor]
     features: Mapping[Hashable, torch.Tensor]
-    proxy: RunProxy | None
+    proxy: FeaturesProxy | None
     pool: CapturePool
     observer: BlockObserver
     weights: WeightSnapshot
@@ -106,7 +106,7 @@ class CallCapture:
                 self.held,
                 self.observer,
             )
-            out, _, handed = captured.run(self.tensors)
+            out, handed = captured.run(self.tensors)
             made = [*tensors_of(out), *handed]
             is_even = len(made) == len(expected)
             difference = largest_difference(made, list(expected)) if is_even else float("inf")

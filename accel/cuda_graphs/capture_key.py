@@ -41,7 +41,7 @@ class CaptureKey:
     call: how the call is made of tensors, with the numbers and texts in it, which become constants of the graph: how
         many conditioning chunks are joined, which residuals of a ControlNet there are.
     inputs: of the call, then the features that a skipped step takes: latent shape, batch, context length.
-    phase: which part of the model runs (`capture_io.RunProxy.phase`); None where all of it does.
+    phase: which part of the model runs (`capture_io.FeaturesProxy.phase`); None where all of it does.
     facts: constants of the graph that the call does not show: the model's code and what it looks at (the attention
         implementation), how its blocks are compiled, torch's switches for arithmetic.
 

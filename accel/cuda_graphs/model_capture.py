@@ -27,7 +27,7 @@ from ..dispatch.block_runner import BlockRunner
 from ..modules.substitution import Order, Substitution
 from ..signature import tree_spec
 from ..signature.tensors import PLAIN_TENSORS
-from ..step_cache.capture_io import CaptureIO, RunProxy
+from ..step_cache.capture_io import CaptureIO, FeaturesProxy
 from .call_capture import CallCapture, tensors_of
 from .capture_key import CallCache, CallVariant, CaptureKey
 from .capturer import CaptureFailed
@@ -85,12 +85,12 @@ class ModelCapture:
         self._calls = CallCache(host.simplify)
         self._off: Reason | None = None
         self._held: frozenset = frozenset()
-        self._proxy: RunProxy | None = None
+        self._proxy: FeaturesProxy | None = None
         self.eager_calls = 0
         """Block calls inside replays that ran without a compiled graph."""
 
     @contextmanager
-    def during(self, proxy: RunProxy) -> Iterator[None]:
+    def during(self, proxy: FeaturesProxy) -> Iterator[None]:
         """A context for one call that exchanges features with a DeepCache run."""
         self._proxy = proxy
         try:
@@ -251,20 +251,20 @@ class ModelCapture:
         return captured
 
     def _replay(
-        self, captured: CapturedCall, tensors: Sequence[torch.Tensor], proxy: RunProxy | None
+        self, captured: CapturedCall, tensors: Sequence[torch.Tensor], proxy: FeaturesProxy | None
     ) -> tuple[bool, Any]:
         """Whether the replay may be used, and its output."""
         is_shortage = False
         try:
             with self._pool.capturer.lock:
-                out, parts, handed = captured.run(tensors)
+                out, handed = captured.run(tensors)
                 # The device is at work meanwhile. The captured addresses were mapped when the call began; only now
                 # is it known that all of them are the weights'.
                 if not self._guard.is_current(captured.outline):
                     self._cache.evict(captured.key)
                     return False, None
-                if proxy is not None:
-                    proxy.deliver(parts, handed)
+                if proxy is not None and captured.io is not None:
+                    proxy.deliver(captured.io, handed)
                 self.eager_calls += captured.count()
             return True, out
         except self._host.interrupts:

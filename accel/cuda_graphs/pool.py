@@ -134,18 +134,18 @@ class CapturedCall:
             counter.hits += calls
         return self._eager_calls
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, Sequence[Hashable | None], list[torch.Tensor]]:
+    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
         """Replay for these inputs, with the capturer's lock held.
 
-        What the call returns, in tensors of its own; then the parts and the tensors that it hands to DeepCache, which
-        are valid until the next replay.
+        What the call returns, in tensors of its own; then the tensors that it hands to DeepCache, which are valid until
+        the next replay.
         """
         if self._graph is None:
             raise CaptureFailed(Reason("model_gone"))
         self._buffers.fill(tensors)
         self._graph.replay()
         out = tree_spec.rebuild(self._spec, [tensor.clone() for tensor in self._returned])
-        return out, self.io.parts if self.io else (), self.io.tensors if self.io else []
+        return out, self.io.tensors if self.io else []
 
 
 class CapturePool:

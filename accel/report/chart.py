@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..core.sentences import counted
-from ..step_cache.run import COMPARED, HALF, SKIPPED
+from ..step_cache.run import SKIPPED
 from .run import Run, Skipping
 from .savings import together
-from .text import megabytes, quality_of, seconds, size_of, skipped_of
+from .text import megabytes, plan_of, seconds, size_of, skipped_of
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
@@ -23,9 +23,6 @@ BLUE, ORANGE, SKY, GREEN = "#0072b2", "#d55e00", "#56b4e9", "#009e73"
 """Okabe and Ito's palette, safe for colour-blind readers; no meaning rests on colour alone."""
 
 _MOST_STEPS = 120
-
-_PLOT, _BELOW, _ABOVE = 80, 8.0, 24.0
-"""The plot of a quality target: height in pixels, and its range below and above the target in dB."""
 
 
 def draw(run: Run | None, cache: Mapping[str, Any], psnr: float | None = None) -> Image.Image:
@@ -65,10 +62,8 @@ class _Sheet:
             self._time(run)
             if run.compiling is not None:
                 self._calls(run)
-            if run.skipping.plan:
-                self._plan(run.skipping)
-            elif run.skipping.steps_taken:
-                self._steps(run.skipping.steps_taken)
+            if run.skipping.steps_taken:
+                self._steps(run.skipping)
         self._budget(cache)
         if psnr is not None:
             self._gap()
@@ -92,48 +87,14 @@ class _Sheet:
         self._write("Calls of blocks")
         self._stack([(value, colour, f"{name} {value}") for value, colour, name in parts if value])
 
-    def _steps(self, steps: str) -> None:
+    def _steps(self, told: Skipping) -> None:
+        steps = told.steps_taken
         self._gap()
         self._write(f"DeepCache: {skipped_of(steps)}")
+        if told.skipped_steps and told.target_db is not None:
+            self._write(plan_of(told), colour=_GREY)
         self._step_bars(steps)
-        self._legend([(BLUE, "full (high)"), *_halves(steps), (SKY, "skipped (low)")])
-
-    def _plan(self, told: Skipping) -> None:
-        """What a quality target decided: above each step's bar its estimate, below it the noise level."""
-        letters, levels, decibels = zip(*told.plan, strict=True)
-        self._gap()
-        self._write(f"DeepCache: {skipped_of(letters)}")
-        self._write(quality_of(told))
-        self._estimates(letters[:_MOST_STEPS], decibels[:_MOST_STEPS], told.target_db)
-        self._step_bars("".join(letters))
-        shown = levels[:_MOST_STEPS]
-        wide, places = self._wide(len(shown)), sorted({round(part * (len(shown) - 1) / 4) for part in range(5)})
-        for place in places:
-            label = f"{shown[place]:.2g}"
-            left = _MARGIN + (place + 0.5) * wide - self._draw.textlength(label, self._font) / 2
-            self._draw.text((max(left, _MARGIN), self._y - 2), label, fill=_GREY, font=self._font)
-        self._y += _LINE
-        bars = [(BLUE, "full (high)"), (BLUE, "compared too (dot)"), *_halves(letters), (SKY, "skipped (low)")]
-        self._legend([*bars, (SKY, "dB by estimate"), (None, "if it had been skipped")])
-        self._write("Numbers below the steps: noise level", colour=_GREY)
-
-    def _estimates(self, letters: Sequence[str], decibels: Sequence[float | None], target: float) -> None:
-        """Each step's estimate as a dot, and the target as a line. An outline is a step that was not skipped."""
-        bottom, top, wide = target - _BELOW, target + _ABOVE, self._wide(len(letters))
-
-        def height(value: float) -> float:
-            return self._y + _PLOT * (top - min(max(value, bottom), top)) / (top - bottom)
-
-        asked = height(target)
-        for left in range(_MARGIN, WIDTH - _MARGIN, 8):
-            self._draw.line((left, asked, left + 4, asked), fill=ORANGE)
-        self._draw.text((_MARGIN, asked + 1), f"{target:g} dB asked", fill=_INK, font=self._font)
-        for place, (letter, value) in enumerate(zip(letters, decibels, strict=True)):
-            if value is not None:
-                x, y, radius = _MARGIN + (place + 0.5) * wide, height(value), min(4.0, wide / 2)
-                fill = SKY if letter == SKIPPED else "white"
-                self._draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill, outline=_GREY)
-        self._y += _PLOT + 8
+        self._legend([(BLUE, "full (high)"), (SKY, "skipped (low)")])
 
     def _wide(self, steps: int) -> float:
         return (WIDTH - 2 * _MARGIN) / steps
@@ -144,12 +105,9 @@ class _Sheet:
         for index, step in enumerate(shown):
             left = _MARGIN + index * wide
             # A skipped step is lower as well as paler, so colour is not needed to tell.
-            top = self._y + _BAR * {SKIPPED: 0.6, HALF: 0.3}.get(step, 0.0)
+            top = self._y + (_BAR * 0.6 if step == SKIPPED else 0)
             box = (left, top, left + max(wide - 2, 1), self._y + _BAR)
             self._draw.rectangle(box, fill=SKY if step == SKIPPED else BLUE)
-            if step == COMPARED:
-                x, y, radius = left + wide / 2 - 1, self._y + _BAR / 2, min(3.0, wide / 3)
-                self._draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill="white")
         self._y += _BAR + 4
 
     def _budget(self, cache: Mapping[str, Any]) -> None:
@@ -201,7 +159,3 @@ class _Sheet:
 
     def _gap(self) -> None:
         self._y += 10
-
-
-def _halves(letters: Sequence[str]) -> list[tuple[str, str]]:
-    return [(BLUE, "half skipped (medium)")] if HALF in letters else []

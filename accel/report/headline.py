@@ -33,8 +33,6 @@ def why_none_skipped(skipping: Skipping, steps: int, samplings: int = 1) -> Reas
     """Why a run skipped none of all its `steps`, which it took in so many `samplings`."""
     if skipping.why_full is not None:
         return Reason("line_all_full", why=skipping.why_full)
-    if skipping.target_db is not None:
-        return Reason("line_quality_full", asked=f"{skipping.target_db:g}")
     return Reason("line_few_steps") if steps / samplings < FEW_STEPS else Reason("line_none_skipped")
 
 
@@ -59,9 +57,8 @@ def _skipped(run: Run) -> list[Reason]:
     told, steps = run.skipping, len(run.skipping.steps_taken)
     if not steps:
         return []
-    if told.estimated_db is not None:
-        reached, share = f"{told.estimated_db:.0f}", f"{told.skipped_work:.0%}"
-        return [Reason("line_quality", asked=f"{told.target_db:g}", reached=reached, share=share)]
+    if told.skipped_steps and told.target_db is not None:
+        return [Reason("line_quality", asked=f"{told.target_db:g}", share=f"{told.skipped_work:.0%}")]
     if told.skipped_steps:
         return [Reason("line_skipped", skipped=told.skipped_steps, steps=steps)]
     return [why_none_skipped(told, steps, run.samplings)]

@@ -93,20 +93,15 @@ class Totals(Record):
 class Skipping(Record):
     """What DeepCache did in a run.
 
-    steps_taken: FULL, HALF or SKIPPED for each step, such as "FSSF". why_full: why the model or the sampler forced all
-        of them to be full.
-    target_db: the quality asked for. estimated_db: the estimated quality reached; None where nothing was skipped.
-    probes: extra passes made for comparison. skipped_work: fraction of the work saved.
-    plan: see `DeepCacheRun.plan`; of the last sampler with a quality.
+    steps_taken: FULL or SKIPPED for each step, such as "FSSF". why_full: why the model or the sampler forced all of
+        them to be full.
+    target_db: the quality that the run planned for. skipped_work: fraction of the work saved.
     """
 
     steps_taken: str = fact("", add)
     why_full: str | None = fact(None, lambda one, other: one or other)
     target_db: float | None = fact(None, _least)
-    estimated_db: float | None = fact(None, _least)
-    probes: int = fact(0, add)
     skipped_work: float | None = None
-    plan: list[tuple[str, float, float | None]] = fact(list, _latest)
     by_skipping: Saving = fact(Saving(), Saving.with_next)
 
     @property

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..compile.benchmark import Benchmark
 from ..core.reasons import Reason
-from ..step_cache.run import FULL, HALF, SKIPPED
+from ..step_cache.run import FULL, SKIPPED
 
 _EACH = {"compiling": Reason("compiling_saved_each"), "skipping": Reason("skipping_saved_each")}
 """How a sum over samplers is known: one sentence, however many there are (an upscaler's tiles)."""
@@ -52,29 +52,25 @@ def by_compiling(
 
 
 def by_skipping(steps: str, began: Sequence[float], disturbed: Sequence[float] = ()) -> Saving:
-    """The time saved by steps that were skipped, in whole or in half, against full ones.
+    """The time saved by steps that were skipped, against full ones.
 
-    steps: FULL, HALF or SKIPPED for each step, in order. began: the start of each, in seconds of one clock. The first
-        step and the last, whose end is unknown, are left out.
+    steps: FULL or SKIPPED for each step, in order. began: the start of each, in seconds of one clock. The first step
+        and the last, whose end is unknown, are left out.
     disturbed: times at which something was compiled, loaded or compared; steps that contain one are left out.
     """
-    if SKIPPED not in steps and HALF not in steps:
+    if SKIPPED not in steps:
         return Saving(None, Reason("skipping_unused"))
-    taken: dict[str, list[float]] = {FULL: [], SKIPPED: [], HALF: []}
+    taken: dict[str, list[float]] = {FULL: [], SKIPPED: []}
     for index in range(1, min(len(steps), len(began)) - 1):
         start, end = began[index], began[index + 1]
         if not any(start <= moment <= end for moment in disturbed):
             taken[steps[index]].append(end - start)
-    medians = {kind: statistics.median(times) for kind, times in taken.items() if times}
-    if FULL not in medians or len(medians) == 1 or (SKIPPED in steps and SKIPPED not in medians):
+    if not all(taken.values()):
         return Saving(None, Reason("skipping_unsure"))
-    full = medians.pop(FULL)
-    counts = {kind: steps.count(kind) for kind in medians}
-    if HALF in medians:
-        how = Reason("skipping_saved_halves", full=f"{full:.3g}", steps=sum(counts.values()), halves=counts[HALF])
-    else:
-        how = Reason("skipping_saved", steps=counts[SKIPPED], skipped=f"{medians[SKIPPED]:.3g}", full=f"{full:.3g}")
-    return Saving(sum(counts[kind] * (full - median) for kind, median in medians.items()), how)
+    full, skipped = (statistics.median(taken[kind]) for kind in (FULL, SKIPPED))
+    count = steps.count(SKIPPED)
+    how = Reason("skipping_saved", steps=count, skipped=f"{skipped:.3g}", full=f"{full:.3g}")
+    return Saving(count * (full - skipped), how)
 
 
 def together(*savings: Saving) -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
 from ..core.sentences import counted
-from ..step_cache.run import COMPARED, FULL, HALF, SKIPPED
+from ..step_cache.run import SKIPPED
 from .run import Run, Skipping
 from .savings import together
 
@@ -16,8 +15,6 @@ ALIKE_DB = 40.0
 
 _MOST_REASONS = 8
 _LONGEST_TIMELINE = 100
-_MOST_STRETCHES = 40
-_WORDS = {FULL: "full", HALF: "half skipped", SKIPPED: "skipped", COMPARED: "full, compared"}
 
 
 def text(
@@ -87,37 +84,19 @@ def _skipped(run: Run) -> list[str]:
         return []
     shown = steps if len(steps) <= _LONGEST_TIMELINE else f"{steps[:_LONGEST_TIMELINE]}..."
     lines = [f"DeepCache: {skipped_of(steps)}."]
-    legend = "F full, H half skipped, S skipped" if HALF in shown else "F full, S skipped"
-    return [*lines, f"  {shown}   ({legend})", *_plan(run.skipping)] if steps else lines
+    is_planned = run.skipping.skipped_steps and run.skipping.target_db is not None
+    plan = [f"  {plan_of(run.skipping)}"] if is_planned else []
+    return [*lines, f"  {shown}   (F full, S skipped)", *plan] if steps else lines
 
 
 def skipped_of(letters: Sequence[str]) -> str:
-    """How many of a run's steps were skipped: "8 of 20 steps skipped, 5 half skipped"."""
-    halves = f", {letters.count(HALF)} half skipped" if HALF in letters else ""
-    return f"{letters.count(SKIPPED)} of {counted(len(letters), 'step')} skipped{halves}"
+    """How many of a run's steps were skipped: "8 of 20 steps skipped"."""
+    return f"{letters.count(SKIPPED)} of {counted(len(letters), 'step')} skipped"
 
 
-def quality_of(told: Skipping) -> str:
-    """The result of a run with a quality target: "40 dB asked, 43.2 by estimate, 46% of the work skipped"."""
-    reached = "nothing skipped" if told.estimated_db is None else f"{told.estimated_db:.1f} by estimate"
-    return f"{told.target_db:g} dB asked, {reached}, {max(told.skipped_work, 0):.0%} of the work skipped"
-
-
-def _plan(told: Skipping) -> list[str]:
-    """What a quality target decided for each stretch of steps, and what by."""
-    if not told.plan:
-        return []
-    lines, first = [f"  {quality_of(told)}"], 1
-    for letter, rows in groupby(told.plan, key=lambda row: row[0]):
-        levels, decibels = zip(*((level, known) for _, level, known in rows), strict=True)
-        last = first + len(levels) - 1
-        places = f"{first}" if last == first else f"{first} to {last}"
-        noise = f"{levels[0]:.3g}" if last == first else f"{levels[0]:.3g} to {levels[-1]:.3g}"
-        known = [value for value in decibels if value is not None]
-        estimate = f"{known[-1]:.1f} dB by estimate{'' if letter == SKIPPED else ' if skipped'}" if known else ""
-        lines.append(f"  {places:>8}  {_WORDS[letter]:<14}  noise {noise:<16}  {estimate}".rstrip())
-        first = last + 1
-    return lines if len(lines) <= _MOST_STRETCHES else [*lines[:_MOST_STRETCHES], "  ..."]
+def plan_of(told: Skipping) -> str:
+    """What a run planned for, and what that left out: "planned for 40 dB, 46% of the work skipped"."""
+    return f"planned for {told.target_db:g} dB, {told.skipped_work or 0:.0%} of the work skipped"
 
 
 def _saved(run: Run) -> list[str]:

@@ -10,48 +10,38 @@ import torch
 
 from ..core.events import log
 from ..modules.substitution import Layer, Order, Outside, outside_recording, substituted
-from .capture_io import RunProxy
-from .run import BranchKey, DeepCacheRun, OutdatedFeature
-from .split_points import Split
+from .capture_io import FeaturesProxy
+from .features import BranchKey, Features, OutdatedFeature
 
 
 def cached_call(
-    run: DeepCacheRun,
-    split: Split,
+    features: Features,
     keys: Sequence[BranchKey] | None,
-    latent: torch.Tensor,
     full: Callable[[], Any],
     skipped: Callable[[], Any],
     must_raise: Callable[[Exception], bool],
-    capture: Callable[[RunProxy], AbstractContextManager] | None = None,
+    capture: Callable[[FeaturesProxy], AbstractContextManager] | None = None,
     outside: Outside | None = None,
     this_thread_only: bool = False,
 ) -> Any:
     """The model's output; counts the call in its run.
 
-    keys: the call's branches; None for a call that must be plain. latent: what the model is given [len(keys) * B,
-    ...]. full: calls the model with the given arguments.
+    keys: the call's branches; None for a call that must be plain. full: calls the model with the given arguments.
     skipped: calls it without what `split.withhold` removes. must_raise: tells the exceptions that the host handles; any
     other ends skipping for the rest of the run, and this call is made plainly. capture: a context around calls that
     may be replayed from a CUDA graph; it learns what they exchange with the run. outside: the host's
     context for the split's own work. this_thread_only: other threads may be calling the same model.
     """
-    within = capture or nullcontext
+    within, run, split = capture or nullcontext, features.run, features.split
 
     def placed(layers: Mapping[torch.nn.Module, Layer]) -> AbstractContextManager:
         if outside is not None:
             layers = {module: outside_recording(layer, outside) for module, layer in layers.items()}
         return substituted(layers, Order.CACHED, this_thread_only)
 
-    if keys is not None and split.depth == 0:
-
-        def measure(nothing_further: Callable[[], None]) -> None:
-            run.measure(keys, latent)
-
-        (measure if outside is None else outside_recording(measure, outside))(lambda: None)
-    if keys is not None and run.can_skip(keys):
+    if keys is not None and features.can_skip(keys):
         try:
-            proxy = RunProxy(run, split, keys, skips=True)
+            proxy = FeaturesProxy(features, keys, skips=True)
             with placed(split.skip_layers(proxy, keys)), within(proxy):
                 out = skipped()
             split.check_done()
@@ -67,7 +57,7 @@ def cached_call(
     if keys is None:
         out = full()
     else:
-        proxy = RunProxy(run, split, keys, skips=False)
+        proxy = FeaturesProxy(features, keys, skips=False)
         with placed(split.full_layers(proxy, keys)), within(proxy):
             out = full()
     run.count(skipped=False)

@@ -1,4 +1,4 @@
-"""The state of one sampling run under DeepCache: which steps are full, and the features of every CFG branch.
+"""One sampling run with skipped steps: the one place that has its state.
 
 Neighbouring sampler steps have nearly equal deep features (Ma, Fang, Wang: "DeepCache", CVPR 2024,
 arXiv 2312.00858). A full step stores the feature that the deep part of the model hands to the shallow part; a skipped
@@ -8,13 +8,11 @@ deep, as in TaylorSeer (Liu et al., arXiv 2503.06923) and AdaptiveDiffusion (Ye 
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -22,698 +20,256 @@ import torch
 from ..core.errors import one_line
 from ..core.events import log
 from .config import DeepCacheSettings
-from .policies.drift import Drift
-from .policies.quality import PASSED_ON, PLAIN, Carried, QualityRefresh
-from .policies.sensitivity import Learnt, key_of
-from .predictions.correction import Correction
-from .predictions.forecast import ORDER, History
-from .predictions.guidance import Guidance
-from .refresh import Step
-from .step_schedule import angle, in_window, is_in_order, is_near, step_of
+from .correction import Correction
+from .features import Features
+from .noise_levels import angle, in_window, is_in_order, step_of, stretch_of
+from .predictions import FOLLOWS, Evaluation, FullEvaluations
+from .sampler_facts import SamplerFacts
 
-FULL, HALF, SKIPPED = "FHS"
-"""A step of a run, as a letter. HALF: the second of its two evaluations reused the features of the first."""
-
-COMPARED = "C"
-"""In `DeepCacheRun.plan`, a full step that was also run as a skipped one, to compare."""
-
-LATENT_DRIFT = 1.25
-"""What the drift of the latent counts beside that of shallow features: with that, skipping all blocks at a threshold
-leaves the trained networks' images as close as skipping most of them, with a tenth to a third less work."""
+FULL, SKIPPED = "FS"
+"""A step of a run, as a letter."""
 
 LOOK_AHEAD = 2
 """The most steps that a sampler evaluates ahead of its own."""
 
 
-_SHARED = ("schedule", "window", "is_flow", "guidance", "_step", "_angle", "_refresh", "_full")
-"""What a run has in common with its siblings (`DeepCacheRun.of`)."""
+class Mode(Enum):
+    """What an evaluation is. PLAIN: nothing is stored and nothing skipped."""
 
-
-class OutdatedFeature(Exception):
-    """A stored feature does not fit this call, as when Kohya's Deep Shrink ends; a full call renews it."""
-
-
-@dataclass(frozen=True)
-class BranchKey:
-    """What tells one CFG branch of a run, a sequence of model inputs, from every other.
-
-    uuid and cond_index: the conditioning and the list that it is in (an area's copy in the negative list may have the
-    uuid of the positive one). variant: the rest that tells calls apart, such as the frame indices of a context window
-    or the blocks that a patch replaces. occurrence: how many equal ones came before it within one evaluation. shape:
-    one chunk of the latent, [B, C, ...].
-    """
-
-    uuid: Hashable
-    cond_index: int
-    variant: Hashable
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    occurrence: int
+    PLAIN, FULL, SKIPPED = range(3)
 
 
 class DeepCacheRun:
-    """Made at the start of a run, closed at its end; no tensor outlives it.
+    """Made when the sampler's schedule is known, closed at the end of the run; no tensor outlives it.
 
-    A step is full or skipped for all branches alike. A branch without a feature from the last full step (new in
-    mid-run, or left out there by another cache) is computed in full.
-
-    Memory for each branch (two with cond and uncond) and part of the split: one copy of the deep feature, with
-    "forecast" `forecast.ORDER` + 1; one of the shallow feature where the policy uses drift. SD1.5 at 1024² in half
-    precision and default depth: 10 MiB for each copy and image.
+    facts: of the sampler on this schedule. find: gives a model's split, or None. window: noise levels, highest and
+    lowest, of the steps that may be skipped. follows: for each step, how far a prediction follows the latent where what
+    the model returns stays as it is (`Correction`); None where nothing may be corrected. changes: noise levels in
+    radians at which what is asked of the model changes, as where a prompt begins or ends. why_full: why nothing may be
+    skipped.
     """
 
-    def __init__(self, settings: DeepCacheSettings):
-        self.settings = settings
-        self.policy = settings.policy()
-        self.target = self.policy if isinstance(self.policy, QualityRefresh) else None
-        """The quality target, where there is one."""
-        self.carries: tuple[float, float] | None = PLAIN
-        """The sampler's `kept` and `beyond`, as `policies.quality.Carried` has them; None where they are not known. Set
-        by the host."""
-        self.adds_noise = True
-        """Whether the sampler adds noise in a step, or may; set by the host."""
-        self.correction: Correction | None = None
-        """Corrects what the sampler is given; set by the host."""
-        self.sampler: Any = None
-        """The host's, where it may be corrected; set by the host."""
-        self.learnt: Learnt | None = None
-        """What earlier runs with a quality learnt; set by the host, None for nothing."""
-        self.guided_by = ""
-        """What else decides how errors reach the prediction, as the scale of the guidance; set by the host."""
-        self._key: str | None = None
-        """Of what this run learns, where it does."""
-        self.has_other_nodes = False
-        """Whether more than the model takes part in each evaluation, as hooks; set by the host."""
-        self.has_controls = False
-        """Whether ControlNets do where `leaves_controls_out` is not true; set by the host."""
-        self.models = 1
-        """How many models make a prediction, each with a run of its own; set by the host."""
-        self.guidance: Guidance | None = None
-        """Set by the host where skipped steps leave out the prediction without the prompt, and nothing else."""
-        self.is_probing = False
-        """Whether the current step, which is full, is being run by the skipped path for comparison."""
-        self._broken = 0
-        """Inconclusive probes: calls of theirs ran in full, or another cache answered those of their step."""
-        self._compared: set[int] = set()
-        """The steps that it was so for."""
+    def __init__(
+        self,
+        settings: DeepCacheSettings,
+        facts: SamplerFacts,
+        find: Callable[[torch.nn.Module], Any],
+        window: tuple[float, float],
+        follows: tuple[float, ...] | None = None,
+        changes: Iterable[float] = (),
+        why_full: str | None = None,
+    ):
+        self.settings, self.facts, self.plan = settings, facts, settings.plan()
+        self.why_full: str | None = None
+        """Why the rest of the run is computed in full, whatever the plan says."""
+        self.step, self.angle, self.mode = 0, 0.0, Mode.PLAIN
+        """Of the current evaluation."""
+        self.last_full = -1
+        """The last full step."""
+        self._find, self._window, self._changes = find, window, sorted(changes)
+        self._models: dict[torch.nn.Module, Features | None] = {}
+        self._is_skipped: dict[int, bool] = {}
+        """Decisions so far; samplers that look ahead come back to a step."""
+        self._began: dict[int, float] = {}
+        """Steps in the order in which they came, each with its start in seconds of `time.perf_counter`."""
+        self._counted: dict[int, bool] = {}
+        """Steps that made a call to its end: not the one that failed, nor what another cache took; whether any call of
+        it was skipped."""
         self._calls: list[bool] = []
         """Which calls of the current evaluation were skipped."""
-        self.split: Any = None
-        """The split of the run's model; set by the host, dropped at the end."""
-        self.levels: Any = None
-        """How the host reads noise levels; set by the host."""
-        self.schedule: tuple[float, ...] = ()
-        """Noise levels of the run, one more than it has steps; empty until its first evaluation."""
-        self.window: tuple[float, float] = (math.inf, 0.0)
-        """Noise levels, highest and lowest, of the steps that may be skipped."""
-        self.is_flow = False
-        """Whether noise levels are shares of noise, 0 to 1, instead of its ratio to the image."""
-        self.failed = False
-        """Whether the rest of the run is computed in full, whatever the policy says."""
-        self.why_full: str | None = None
-        """Why, where the model, the sampler or a failure is the reason."""
-        self._step: int | None = None
-        self._angle = 0.0
-        """Of the current evaluation's noise level."""
-        self._refresh: int | None = None
-        """The last full step."""
-        self._full: dict[int, bool] = {}
-        """Decisions so far; samplers that look ahead come back to a step."""
-        self._histories: dict[tuple[BranchKey, Hashable], History] = {}
-        self._parts: set[Hashable] = set()
-        self._drift = Drift()
-        self._occurrences: Counter[BranchKey] = Counter()
-        self._skipped: dict[int, bool] = {}
-        self._evaluations = 0
-        self._level = math.inf
-        """Of the current evaluation, as the sampler has it."""
-        self._is_second = False
-        """Whether it is the second of a noise level that could reuse the features of the first, as where a step of
-        Heun's begins: the latent has only been moved by what the end of the step before corrected."""
-        self._reuses = False
-        """Whether it reuses the features of the first, in a full step."""
-        self._halves: set[int] = set()
-        """The steps in which one did."""
-        self._began: list[tuple[int, float]] = []
-        """Steps in the order in which they came, each with its start in seconds of `time.perf_counter`."""
-        self._siblings: dict[torch.nn.Module, DeepCacheRun] = {}
+        self._evaluations = -1
+        self._is_new = False
+        """Whether the current evaluation is the first of its step."""
+        self._full = FullEvaluations(0.0 if facts.adds_noise else FOLLOWS)
+        can_correct = follows is not None and facts.response is not None and not settings.depth and self.plan.points > 1
+        self._correction = Correction(facts.response, self._full, follows) if can_correct else None
         self._lock = threading.Lock()
+        if why_full is None and not is_in_order(facts.levels):
+            why_full = "the noise levels of this run go up and down"
+        if why_full is None and facts.steps and facts.levels[0] < facts.levels[-1]:
+            why_full = "this run makes noise of an image"
+        if why_full is not None:
+            self.run_in_full(why_full)
+        self.plan.begin(facts)
 
-    def of(self, model: torch.nn.Module, find: Callable[[torch.nn.Module], Any]) -> DeepCacheRun | None:
-        """The run of this model: this one for the first that is asked about, siblings for others of its class.
+    # Evaluations
 
-        A host may call clones of a model on several devices at once, from a thread for each. A sibling has features of
-        its own; steps are full or skipped for all alike. None for a model that has no split.
+    def begin(self, level: float) -> None:
+        """Note that the sampler asks for a prediction at this noise level; the first one of a step decides for all."""
+        self._calls.clear()
+        for features in filter(None, self._models.values()):
+            features.begin_evaluation()
+        self._evaluations += 1
+        if not self.facts.steps:
+            return
+        step, self.angle = step_of(level, self.facts.levels), angle(level, self.facts.is_flow)
+        if step < self.last_full - LOOK_AHEAD:
+            self._go_back()  # a restarting sampler: the features are from the future
+        self._is_new = step not in self._is_skipped
+        if self._is_new:
+            self._began[step] = time.perf_counter()
+            self._is_skipped[step] = self._may_skip(step)
+            (self.plan.note_skipped if self._is_skipped[step] else self.plan.note_full)(step)
+        is_other, self.step = step != self.step or self._is_new, step
+        self.mode = Mode.SKIPPED if self._is_skipped[step] else Mode.FULL
+        if is_other and self.mode is Mode.FULL:
+            for features in filter(None, self._models.values()):
+                features.start_cycle(step if self.last_full < 0 else min(self.last_full, step))
+            self.last_full = step
 
-        find: gives a model's split, or None.
+    def end(self, latent: torch.Tensor, level: float, prediction: torch.Tensor, scale: Hashable = None) -> torch.Tensor:
+        """What the sampler is given in place of the `prediction` [B, ...] of the evaluation that is over.
+
+        latent: what it is of. level: its noise level, as the sampler has it. scale: of the guidance.
         """
-        with self._lock:
-            if self.split is None:
-                self.split = find(model)
-            if self.split is None or type(self.split.model) is not type(model):
-                return None
-            if self.split.model is model:
-                return self
-            if model not in self._siblings:
-                made = self._siblings[model] = DeepCacheRun(self.settings)
-                for name in _SHARED:
-                    setattr(made, name, getattr(self, name))
-                made.target = None  # this run decides, by its own features
-                made.split = find(model)
-            made = self._siblings[model]
-            return None if made.split is None else made
-
-    def set_schedule(self, levels: Sequence[float]) -> None:
-        """Set the run's noise levels. Where they go up and down, every step runs in full."""
-        self.schedule = tuple(levels)
-        if not is_in_order(self.schedule):
-            self.run_in_full("the noise levels of this run go up and down")
-        elif self.target is not None and self.schedule and self.schedule[0] < self.schedule[-1]:
-            self.run_in_full("a quality is that of an image, and this run makes noise of one")
-        elif self.target is not None and self.carries is not None:
-            # An error of the guidance is as lasting as the prompt. Other models are taken to add as much as this one.
-            passed_on = PASSED_ON if self.guidance is None else 1.0
-            angles = tuple(angle(level, self.is_flow) for level in self.schedule)
-            factor, is_corrected = math.sqrt(self.models), self.correction is not None
-            self.target.begin(
-                Carried(angles, *self.carries, passed_on=passed_on, factor=factor, is_corrected=is_corrected)
-            )
-
-    @property
-    def may_correct(self) -> bool:
-        """Whether skipped steps extrapolate the only model as a whole, and no noise is added."""
-        is_whole = not self.settings.depth and self.models == 1
-        return is_whole and not self.adds_noise and self.settings.between == "forecast"
-
-    def corrected(self, latent: torch.Tensor, level: float, prediction: torch.Tensor, scale: Hashable) -> torch.Tensor:
-        """What the sampler is given in place of `prediction` [B, ...], of the evaluation that is over.
-
-        latent, level, scale: as for `Correction.corrected`.
-        """
-        if self.correction is None:
+        if self.mode is Mode.PLAIN or self.why_full is not None and self._correction is None:
             return prediction
-        calls = {skipped for run in (self, *self._siblings.values()) for skipped in run._calls}
-        if len(calls) != 1:
+        if len(set(self._calls)) != 1:
             # Another cache answered, or only some calls were skipped: what is true is no longer known.
-            self.stop_correcting()
+            self._correction = None
+            self._full.known.clear()
             return prediction
         try:
-            prediction = self.correction.corrected(latent, level, self._angle, prediction, any(calls), scale)
+            return self._ended(latent, level, prediction, scale)
         except Exception as error:
-            log.warning("DeepCache corrects nothing from here on: %s", one_line(error))
-            self.stop_correcting()
+            self._correction = None
+            self.run_in_full(f"its predictions cannot be compared ({one_line(error)})")
             return prediction
-        if self.correction.is_over:
-            self.stop_correcting()
-        return prediction
+
+    def _ended(self, latent: torch.Tensor, level: float, prediction: torch.Tensor, scale: Hashable) -> torch.Tensor:
+        now = Evaluation(self._evaluations, self.angle, level, latent, prediction)
+        is_other = self._full.enter((scale, stretch_of(self.angle, self._changes)))
+        given, is_full = prediction, not self._calls[0]
+        if self._is_new and is_full and (shown := self._full.shown_by(now)) is not None:
+            self.plan.note_shown(self.step, shown)
+        if self._correction is not None:
+            given = self._correction.corrected(now, not is_full, is_other)
+            if self._correction.is_over:
+                self._correction = None
+        if self._is_new and is_full:
+            self._full.add(now)
+        return given
 
     def prediction_in(self, given: torch.Tensor) -> torch.Tensor:
         """As `Correction.prediction_in`."""
-        return given if self.correction is None else self.correction.prediction_in(given)
+        return given if self._correction is None else self._correction.prediction_in(given)
+
+    def add_noise(self) -> None:
+        """Note, before any step was skipped, that the sampler adds noise after all: the next step is full, since what
+        was stored is of another split."""
+        self.facts = replace(self.facts, adds_noise=True, response=None)
+        self._correction, self._full = None, FullEvaluations(0.0)
+        self._models.clear()
+        self.last_full = -1
+        self.plan.begin(self.facts)
 
     def stop_correcting(self) -> None:
         """Correct nothing from here on."""
-        self.correction = None
-        if self.target is not None:
-            self.target.stop_correcting()
+        self._correction = None
 
-    def add_noise(self, carries: tuple[float, float], split: Any) -> None:
-        """Note, before any step was skipped, that the sampler adds noise after all: the next step is full, since what
-        was stored is of another split."""
-        self.carries, self.split, self.adds_noise = carries, split, True
-        self.stop_correcting()
-        self._forget()
-        self._parts.clear()
-        self._step = self._key = None
-        self.set_schedule(self.schedule)
-
-    def run_in_full(self, reason: str) -> None:
-        """Skip nothing from now on; the first reason is logged."""
-        if not self.failed:
-            log.warning("DeepCache: %s; every step runs in full.", reason)
-            self.why_full = reason
-        self.failed = True
-
-    def begin_evaluation(self, sigma: float) -> None:
-        """Note that the sampler asks for a prediction at `sigma`; the first one of a step decides for all of it.
-
-        Without a schedule of at least one step, the calls until the next evaluation are plain.
-        """
-        self._occurrences.clear()
-        self._calls.clear()
-        if self._reuses:
-            self._full[self._step], self._reuses = True, False
-        if self.guidance is not None:
-            self.guidance.is_asked = False
-        if len(self.schedule) < 2:
-            self._step = None
-            return
-        self._evaluations += 1
-        before, self._level, self._angle = self._level, sigma, angle(sigma, self.is_flow)
-        step = step_of(sigma, self.schedule)
-        self._is_second = step == self._step and is_near(before, sigma) and self._could_reuse
-        if self._is_second and self._may_reuse(step):
-            self._full[step], self._reuses = False, True
-        if self.target is not None and not self.failed and (self.guidance is not None or not self.adds_noise):
-            self.target.note_reach(step, self._angle)
-        if step != self._step:
-            self._step = step
-            if self._refresh is not None and step < self._refresh - LOOK_AHEAD:
-                self._forget()  # a restarting sampler went back up: the features are from the future
-            is_new = step not in self._full
-            if is_new:
-                self._began.append((step, time.perf_counter()))
-                self._full[step] = self._must_refresh(step)
-                self.is_probing = self._full[step] and self._probes(step)
-            if self.is_probing:
-                self._full[step] = False
-            elif self._full[step]:
-                self._start_cycle(step)
-                if is_new and self.target is not None and self.guidance is None:
-                    self.target.note_full(step)
-            elif is_new and self.target is not None:
-                self.target.note_skipped(step)
-        for sibling in self._siblings.values():
-            sibling.begin_evaluation(sigma)
-            sibling.is_probing = self.is_probing
-
-    @property
-    def _is_free(self) -> bool:
-        """Whether a skipped evaluation costs next to nothing."""
-        has_more = self.has_other_nodes or (self.has_controls and self._takes_control)
-        return self._shallow_share() == 0 and not has_more and not self._broken
-
-    @property
-    def _could_reuse(self) -> bool:
-        """With samplers that add noise or extrapolate, the second evaluation counts for more than half a step."""
-        is_halved = self.carries == PLAIN and not self.adds_noise
-        return is_halved and self.target is not None and not self.failed and not self._siblings and self._is_free
-
-    def _may_reuse(self, step: int) -> bool:
-        is_possible = self._full[step] and in_window(self.schedule[step], self.window)
-        return is_possible and self.target.may_reuse(step)
-
-    def _probes(self, step: int) -> bool:
-        if self.target is None or self.failed or self.guidance is not None:
+    def _may_skip(self, step: int) -> bool:
+        if self.why_full is not None or self.last_full < 0 or self.settings.is_off:
             return False
-        share = self._shallow_share()
-        if not self.target.wants_probe(step, self._is_free) or not in_window(self.schedule[step + 1], self.window):
+        if not in_window(self.facts.levels[step], self._window):
             return False
-        return self._saved_steps() - share - self._broken >= -self.target.overhead()
-
-    def probed(self, evaluate: Callable[[bool], tuple[Any, Any]], must_raise: Callable[[Exception], bool]) -> Any:
-        """The result of the evaluation that was begun, where `is_probing`: it is made twice, first with the step
-        skipped, and the two are compared. A probe that fails ends skipping for the rest of the run.
-
-        evaluate: makes it, for True as the probe; returns its result and the prediction to compare. must_raise: tells
-        the exceptions of a probe that are passed on.
-        """
-        step, forecast = self._step, None
-        self.target.probes += 1
-        self._compared.add(step)
         try:
-            _, forecast = evaluate(True)
-        except Exception as error:
-            if must_raise(error):
-                raise
-            self.give_up(error)
-        finally:
-            self._full[step] = True
-            self._occurrences.clear()
-            skipped = self._calls
-            for run in (self, *self._siblings.values()):
-                run.is_probing = False
-                run._start_cycle(step)
-                run._calls = []
-        result, truth = evaluate(False)
-        self._conclude(step, skipped, self._calls, forecast, truth)
-        return result
-
-    def _conclude(self, step: int, skipped: Sequence[bool], full: Sequence[bool], forecast: Any, truth: Any) -> None:
-        """Compare what `step` gave as a skipped and as a full one; of each, which of its calls were skipped."""
-        # Another cache may have answered calls of either; then the difference says nothing.
-        are_whole = bool(skipped) and all(skipped) and not any(full) and len(full) >= len(skipped)
-        self._broken += not are_whole
-        if are_whole and not self.failed and _is_alike(forecast, truth):
-            self.target.compare(step, forecast, truth)
-        self.target.note_full(step)
-
-    def guided(
-        self,
-        shape: torch.Size,
-        evaluate: Callable[[bool], Sequence[torch.Tensor]],
-        must_raise: Callable[[Exception], bool],
-    ) -> Sequence[torch.Tensor]:
-        """The predictions of the denoised latent with and without the prompt, in a run with `guidance`.
-
-        shape: of each. evaluate: makes both, for False only the first; where that fails, both are made from then on.
-        must_raise: tells the exceptions that are passed on.
-        """
-        step, guidance = self._step, self.guidance
-        if step is not None and guidance.is_asked:
-            self.run_in_full("its predictions are made in parts, such as context windows")
-        guidance.is_asked = True
-        if step is None or self.failed:
-            return evaluate(True)
-        is_known = guidance.fits(shape, self._angle)
-        if not self._full[step] and is_known and not guidance.is_stronger:
-            try:
-                cond = evaluate(False)[0]
-            except Exception as error:
-                if must_raise(error):
-                    raise
-                self.give_up(error)
-                return evaluate(True)
-            self.count(skipped=True)
-            return [cond, guidance.uncond(cond)]
-        cond, uncond = evaluate(True)
-        # A sampler's later evaluations of a step are at the noise level of the next one.
-        if not guidance.is_of(step):
-            if is_known:
-                truth, forecast = (guidance.guided(cond, other) for other in (uncond, guidance.uncond(cond)))
-                self.target.note_feature(step, (forecast - truth).square().mean(dtype=torch.float32))
-                self.target.compare(step, forecast, truth)
-            self.target.note_full(step)
-            guidance.record(step, self._angle, cond, uncond)
-        return [cond, uncond]
-
-    def tried(self, call: Callable[[], Any]) -> Any:
-        """What `call`, one of the evaluation that was begun, gives as a skipped one, where `is_probing`; None where it
-        fails, which ends skipping. Then it is made once more `in_full`; `end_probe` follows the last call. For hosts
-        that cannot repeat an evaluation, as `probed` does."""
-        try:
-            return call()
-        except Exception as error:
-            self.give_up(error)
-            return None
-
-    @contextmanager
-    def in_full(self) -> Iterator[None]:
-        """Within it, calls of an evaluation that `is_probing` are full ones."""
-        self.is_probing, self._full[self._step] = False, True
-        try:
-            yield
-        finally:
-            self.is_probing, self._full[self._step] = True, False
-
-    def end_probe(self, forecast: torch.Tensor | None, truth: torch.Tensor | None) -> None:
-        """The evaluation that `is_probing` is over; both predictions of the denoised latent, None where unknown."""
-        step = self._step
-        self.target.probes += 1
-        self._compared.add(step)
-        self.is_probing, self._full[step] = False, True
-        self._start_cycle(step)
-        skipped, self._calls = self._calls[::2], self._calls[1::2]
-        self._conclude(step, skipped, self._calls, forecast, truth)
-
-    def give_up(self, error: Exception) -> None:
-        """Skip nothing from now on, since a skipped call failed."""
-        self.failed = True
-        if not self.has_skipped:
-            self.why_full = f"a skipped step failed ({one_line(error)})"
-        log.warning("DeepCache: a skipped step failed (%s); the rest of this run is computed in full.", error)
-        log.debug("DeepCache: where it failed", exc_info=True)
-
-    def _must_refresh(self, step: int) -> bool:
-        self._recall()
-        if self.settings.is_off or self._refresh is None or not in_window(self.schedule[step], self.window):
-            return True
-        if self.guidance is not None and (step == len(self.schedule) - 2 or not self.guidance.is_known(self._angle)):
-            # The last step too: samplers that correct a step by the next one's prediction divide its error by the noise
-            # level.
-            return True
-        start, end = (angle(sigma, self.is_flow) for sigma in self.schedule[step : step + 2])
-        scale = LATENT_DRIFT if self.split is not None and self.split.depth == 0 else 1.0
-        try:
-            return self.policy.should_refresh(Step(step, step - self._refresh, start, end, scale), self._drift)
+            return self.plan.skips(step)
         except Exception as error:
             self.run_in_full(f"whether to skip a step cannot be judged ({one_line(error)})")
-            return True
+            return False
 
-    def _recall(self) -> None:
-        """Take what earlier runs of this model learnt; not of the guidance, whose errors are seen whole."""
-        can_learn = self.target is not None and self.learnt is not None and self.guidance is None
-        if can_learn and self.split is not None and self._key is None:
-            self._key = key_of(self.split.model, self.split.layout, self.carries, self.guided_by)
-            self.target.sensitivity = self.learnt.of(self._key)
+    def _go_back(self) -> None:
+        for features in filter(None, self._models.values()):
+            features.forget()
+        self._is_skipped.clear()
+        self._full.known.clear()
+        self.last_full = -1
+        self.plan.begin(self.facts)
 
-    def _start_cycle(self, step: int) -> None:
-        """`step` is full: drop what later steps cannot use."""
-        last = step if self._refresh is None else min(self._refresh, step)
-        self._refresh = step
-        # A quality compares what was held with what is computed.
-        least = step if self.settings.between == "hold" and self.target is None else last
-        self._histories = {key: known for key, known in self._histories.items() if known.newest >= least}
-        self._drift.forget(before=last)
+    # What a model asks
 
-    def _forget(self) -> None:
-        self._histories.clear()
-        self._drift.forget()
-        self._full.clear()
-        self._refresh = None
-        if self.guidance is not None:
-            self.guidance.forget()
-        if self.target is not None:
-            self.target.restart()
+    def of(self, model: torch.nn.Module) -> Features | None:
+        """The features of this model; None for one that has no split, or is of another class than the first one.
 
-    def branches(
-        self, x: torch.Tensor, uuids: Sequence[Hashable], cond_indices: Sequence[int], variant: Hashable
-    ) -> list[BranchKey] | None:
-        """One key for each chunk of the batch `x` [len(uuids) * B, C, ...]; None when the call must be plain.
-
-        To be called once for each model call.
+        A host may call clones of a model on several devices at once, from a thread for each: steps are full or skipped
+        for all alike.
         """
-        chunks = len(uuids or ())
-        if self.failed or self._step is None or not chunks or len(cond_indices) != chunks or x.shape[0] % chunks:
-            return None
-        if self.guidance is not None:
-            if self._full[self._step]:
-                self.guidance.note_call(x.numel() // chunks, cond_indices)
-            return None
-        shape = (x.shape[0] // chunks, *x.shape[1:])
-        keys = []
-        for uuid, cond_index in zip(uuids, cond_indices, strict=True):
-            first = BranchKey(uuid, cond_index, variant, shape, x.dtype, x.device, 0)
-            before = self._occurrences[first]
-            keys.append(replace(first, occurrence=before) if before else first)
-            self._occurrences[first] = before + 1
-        return keys
-
-    def _has_all(self, key: BranchKey) -> bool:
-        """Whether every part that this run ever exchanged is there for the branch, from the last full step on."""
-        known = [self._histories.get((key, part)) for part in self._parts]
-        return bool(known) and all(history is not None and history.newest >= self._refresh for history in known)
-
-    def can_skip(self, keys: Sequence[BranchKey]) -> bool:
-        """Whether the current step is skipped and every branch of the call has its features."""
-        return not self._full[self._step] and all(self._has_all(key) for key in keys)
-
-    def gather(self, keys: Sequence[BranchKey], part: Hashable = 0) -> torch.Tensor:
-        """The branches' features for the current evaluation as one batch, in memory of its own."""
-        features = [self._histories[key, part].value(self._angle) for key in keys]
-        return torch.cat(features) if len(features) > 1 else features[0]
-
-    def exchange(
-        self, keys: Sequence[BranchKey], feature: torch.Tensor, part: Hashable = 0, owned: bool = False
-    ) -> torch.Tensor:
-        """Store each branch's chunk of `feature` [len(keys) * B, ...], and return what the model goes on with.
-
-        On a full step that is `feature` itself. Between full steps, where some branches of a joined batch had no
-        feature, the others go on with theirs, as they would in a call of their own.
-
-        part: which of the split's features this is. owned: nobody writes to `feature` any more, so it need not be
-        copied. Where that fails, as for lack of memory, nothing is skipped any more.
-        """
-        if self.failed:
-            return feature
-        try:
-            return self._exchanged(keys, feature, part, owned)
-        except Exception as error:
-            self.cannot_keep(error)
-            return feature
-
-    def cannot_keep(self, error: Exception) -> None:
-        """Note that a feature could not be stored, as for lack of memory: nothing is skipped any more."""
-        log.debug("DeepCache: why a feature could not be kept", exc_info=error)
-        self._histories.clear()
-        self._drift.forget()
-        self.run_in_full(f"a feature could not be kept ({one_line(error)})")
-
-    def _exchanged(self, keys: Sequence[BranchKey], feature: torch.Tensor, part: Hashable, owned: bool) -> torch.Tensor:
-        self._parts.add(part)
-        if not isinstance(feature, torch.Tensor) or feature.shape[0] % len(keys):
-            return feature
-        chunks = list(feature.chunk(len(keys)))
-        histories = [self._histories.get((key, part)) for key in keys]
-        is_known = [
-            not self._full[self._step] and self._has_all(key) and history is not None and history.fits(chunk)
-            for key, history, chunk in zip(keys, histories, chunks, strict=True)
-        ]
-        # A chunk of a shared tensor keeps all of it in memory.
-        owned = owned and not any(is_known)
-        for index, (key, history) in enumerate(zip(keys, histories, strict=True)):
-            if is_known[index]:
-                chunks[index] = history.value(self._angle)
-                continue
-            if history is None:
-                history = self._histories[key, part] = History(ORDER + 1 if self.settings.between == "forecast" else 1)
-            elif (note := self._noted_by(history)) is not None:
-                error = history.error(self._angle, chunks[index], key.shape[0])
-                if error is not None:
-                    note(self._step, error)
-            history.record(self._step, self._angle, chunks[index], owned)
-        return torch.cat(chunks) if any(is_known) else feature
-
-    def _noted_by(self, history: History) -> Callable[[int, torch.Tensor], None] | None:
-        """Where to note the error of what `history` gives for the current evaluation; None where it says nothing."""
-        if self.target is None or not self._full[self._step]:
-            return None
-        if history.newest != self._step:
-            return self.target.note_feature
-        return self.target.note_reuse if self._is_second else None
-
-    def measure(self, keys: Sequence[BranchKey], shallow: torch.Tensor, owned: bool = False) -> None:
-        """Measure the drift of `shallow` [len(keys) * B, ...], which the deep part is computed from: a feature, or the
-        latent where all of the model is deep.
-
-        To be called on full and skipped calls alike, before `exchange`. Does nothing where the policy does not use
-        drift. owned: nobody writes to `shallow` any more, so it need not be copied.
-        """
-        if not self.policy.uses_drift or not isinstance(shallow, torch.Tensor) or shallow.shape[0] % len(keys):
-            return
-        try:
-            for key, chunk in zip(keys, shallow.chunk(len(keys)), strict=True):
-                renew = self._full[self._step] or not self._has_all(key)
-                self._drift.measure(key, chunk, self._step, renew, owned and self._full[self._step])
-        except Exception as error:
-            self.cannot_keep(error)
+        with self._lock:
+            if model not in self._models:
+                first = next(iter(self._models), model)
+                split = self._find(model) if type(first) is type(model) else None
+                self._models[model] = None if split is None else Features(self, split)
+            return self._models[model]
 
     @property
-    def _takes_control(self) -> bool:
-        return self.split is None or self.split.takes_control
+    def caches(self) -> bool:
+        """Whether the calls of the current evaluation store or take features."""
+        return self.why_full is None and self.mode is not Mode.PLAIN
+
+    @property
+    def is_full(self) -> bool:
+        return self.mode is Mode.FULL
 
     @property
     def leaves_controls_out(self) -> bool:
         """Whether the current evaluation's calls, as far as they can be skipped, read nothing that ControlNets give."""
-        is_skipped = self._step is not None and not self.failed and not self._full[self._step]
-        return is_skipped and self.guidance is None and not self._takes_control
-
-    @property
-    def angle(self) -> float:
-        """The current evaluation's noise level (`step_schedule.angle`)."""
-        return self._angle
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the current step is computed in full."""
-        return self._step is not None and self._full[self._step]
+        known = [features.split for features in self._models.values() if features is not None]
+        return self.caches and not self.is_full and not any(split.takes_control for split in known)
 
     def count(self, skipped: bool) -> None:
-        """Count a finished model call, but none of a probe; a step with one skipped call is a skipped step."""
+        """Count a finished model call; a step with one skipped call is a skipped step."""
         self._calls.append(skipped)
-        if self._reuses and skipped:
-            self._halves.add(self._step)
-        elif self._step is not None and not self.is_probing:
-            self._skipped[self._step] = self._skipped.get(self._step, False) or skipped
+        if self.mode is not Mode.PLAIN:
+            self._counted[self.step] = self._counted.get(self.step, False) or skipped
 
-    @property
-    def full_steps(self) -> int:
-        return len(self._skipped) - self.skipped_steps - len(self._halves)
+    def run_in_full(self, reason: str) -> None:
+        """Skip nothing from now on; the first reason is logged."""
+        if self.why_full is None:
+            log.warning("DeepCache: %s; every step runs in full.", reason)
+            self.why_full = reason
 
-    @property
-    def skipped_steps(self) -> int:
-        return sum(self._skipped.values())
+    def give_up(self, error: Exception) -> None:
+        """Skip nothing from now on, since a skipped call failed."""
+        self.why_full = self.why_full or f"a skipped step failed ({one_line(error)})"
+        log.warning("DeepCache: a skipped step failed (%s); the rest of this run is computed in full.", error)
+        log.debug("DeepCache: where it failed", exc_info=True)
 
-    @property
-    def has_skipped(self) -> bool:
-        """Whether any step was skipped, or half skipped."""
-        return bool(self.skipped_steps or self._halves)
+    def cannot_keep(self, error: Exception) -> None:
+        """Skip nothing from now on, since a feature could not be stored."""
+        log.debug("DeepCache: why a feature could not be kept", exc_info=error)
+        self.run_in_full(f"a feature could not be kept ({one_line(error)})")
 
-    def quality_facts(self) -> dict[str, Any]:
-        """Facts reported of a run with a quality target; before `close`."""
-        if self.target is None:
-            return {}
-        steps = len(self._skipped)
-        estimated = self.target.estimated_db() if self.has_skipped else None
-        return {
-            "target_db": self.target.target,
-            "estimated_db": estimated if estimated is not None and math.isfinite(estimated) else None,
-            "probes": self.target.probes,
-            "skipped_work": self._saved_steps() / steps if steps else 0.0,
-            "plan": self.plan,
-        }
-
-    def log_quality(self, facts: dict[str, Any]) -> bool:
-        """Log what a quality target came to, if there is one and it skipped anything; whether that was said."""
-        if self.target is None or not self.has_skipped:
-            return False
-        log.info(
-            "DeepCache: %g dB asked, about %.0f reached by estimate; %d of %d steps were computed in full%s, %.0f %% "
-            "of the work was skipped.",
-            facts["target_db"],
-            facts["estimated_db"] or math.inf,
-            self.full_steps,
-            len(self._skipped),
-            f", {len(self._halves)} half skipped" if self._halves else "",
-            100 * facts["skipped_work"],
-        )
-        return True
-
-    @property
-    def plan(self) -> list[tuple[str, float, float | None]]:
-        """Each step of a run with a quality target, in the order in which they came: FULL, HALF, SKIPPED or COMPARED
-        (where it is not HALF), its noise level, and the final latent's PSNR in dB by estimate if it is skipped; None
-        where that was not asked."""
-        rows = []
-        for (step, _), letter in zip(self._counted, self.letters, strict=True):
-            letter = COMPARED if letter == FULL and step in self._compared else letter
-            error = self.target.estimates.get(step, 0.0)
-            decibels = round(-20 * math.log10(error), 1) if 0 < error < math.inf else None
-            rows.append((letter, float(f"{self.schedule[step]:.3g}"), decibels))
-        return rows
-
-    def _saved_steps(self) -> float:
-        """The work that was saved, in full steps, less what comparing cost: of a step's evaluations it repeats one."""
-        evaluation = len(self._began) / max(self._evaluations, 1)
-        saved = self.skipped_steps + len(self._halves) * evaluation
-        return saved * (1 - self._shallow_share()) - self.target.probes * evaluation * self._shallow_share()
-
-    def _shallow_share(self) -> float:
-        if self.guidance is not None:
-            return 1 - self.guidance.share
-        return 0.0 if self.split is None else self.split.shallow_share
+    # What is told of the run
 
     @property
     def letters(self) -> str:
-        """FULL, HALF or SKIPPED for each step, in the order in which they came."""
-        steps = [step for step, _ in self._counted]
-        return "".join(SKIPPED if self._skipped.get(step) else HALF if step in self._halves else FULL for step in steps)
+        """FULL or SKIPPED for each step, in the order in which they came."""
+        return "".join(SKIPPED if self._counted[step] else FULL for step in self._began if step in self._counted)
 
     @property
     def began(self) -> tuple[float, ...]:
         """The start of each of these steps, in seconds of `time.perf_counter`."""
-        return tuple(moment for _, moment in self._counted)
+        return tuple(moment for step, moment in self._began.items() if step in self._counted)
 
     @property
-    def _counted(self) -> list[tuple[int, float]]:
-        """The steps that made a call of the model to its end: not the one that failed, nor what another cache took."""
-        return [(step, moment) for step, moment in self._began if step in self._skipped or step in self._halves]
+    def skipped_steps(self) -> int:
+        return sum(self._counted.values())
+
+    @property
+    def full_steps(self) -> int:
+        return len(self._counted) - self.skipped_steps
+
+    @property
+    def skipped_work(self) -> float:
+        """The share of the run's work that was left out, by estimate."""
+        share = next((features.split.shallow_share for features in self._models.values() if features is not None), 0.0)
+        return self.skipped_steps * (1 - share) / max(len(self._counted), 1)
 
     def close(self) -> None:
         """Drop all tensors and the models."""
-        for sibling in self._siblings.values():
-            sibling.close()
-        self._siblings.clear()
-        self._forget()
-        if self.target is not None:
-            self.target.close()
-        self._parts.clear()
-        self._step = self.split = self.correction = self.sampler = None
-        if self._key is not None:
-            self.learnt.add(self._key, self.target.lessons)
-
-
-def _is_alike(one: Any, other: Any) -> bool:
-    is_tensor = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return is_tensor and one.shape == other.shape and one.ndim > 1
+        for features in filter(None, self._models.values()):
+            features.forget()
+        self._models.clear()
+        self._full.known.clear()
+        self._correction = None
+        self.mode = Mode.PLAIN

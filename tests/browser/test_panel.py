@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.parametrize("setup", FRONTENDS, indirect=True),
 ]
 
-STEPS = 4
+STEPS = 20
 
 RECORD = """
 () => {
@@ -80,7 +80,7 @@ def run(page, server):
         workflow.load(),
         {
             "AccelModel": {"backend": "eager"},
-            "AccelDeepCache": {"interval": 2, "schedule": "uniform"},
+            "AccelDeepCache": {"quality": "30 dB"},
             "AccelResolutionSnap": {"width": 64, "height": 64, "batch_size": 1, "multiple": "8"},
             "KSampler": {"steps": STEPS, "seed": random.getrandbits(32)},
         },
@@ -118,8 +118,8 @@ def test_a_run_is_watched_from_nothing_to_a_full_table(page, panel, server):
 
     assert sorted(panel.locator(".accel-row .accel-strong").all_inner_texts()) == names
     assert panel.locator(".accel-steps span").count() == STEPS
-    assert panel.locator(".accel-skipped").count() == now["deep_cache"]["last_run"]["skipped_steps"] == 2
-    assert "Full: 1, 3." in panel.locator(".accel-steps").get_attribute("aria-label")
+    assert panel.locator(".accel-skipped").count() == now["deep_cache"]["last_run"]["skipped_steps"] > 0
+    assert "Full: 1-" in panel.locator(".accel-steps").get_attribute("aria-label")
     assert panel.locator(".accel-imageSize").inner_text() == "64×64"
     assert panel.locator(".accel-tracedCalls").inner_text() == "100%"  # the backend is eager
     assert panel.locator(".accel-compiledCalls").count() == 0

@@ -265,16 +265,3 @@ def test_less_motion_is_given_where_it_is_asked_for(page, shown):
         assert page.evaluate(moves) == "none"
     finally:
         page.emulate_media(reduced_motion="no-preference")
-
-
-@in_both
-def test_half_skipped_steps_are_told_apart(page):
-    last = {"full_steps": 5, "skipped_steps": 11, "steps_taken": "FFFF" + "HHSS" * 4 + "HSSSF"}
-    with answering(page, state(deep_cache={"last_run": last})):
-        panel = open_panel(page)
-        panel.get_by_text("Full steps: 5, half skipped: 9, skipped: 11.").wait_for()
-        shown = panel.locator(".accel-steps")
-        assert [shown.locator(f".accel-{kind}").count() for kind in ("full", "half", "skipped")] == [5, 9, 11]
-        assert "Full: 1-4, 25." in shown.get_attribute("aria-label")
-        screenshot(page, "panel_half_steps")
-        close_panel(page)

@@ -94,6 +94,33 @@ def contrast(png: bytes) -> float:
     return max((max(ground, each) + 0.05) / (min(ground, each) + 0.05) for each in often)
 
 
+EARLIER = [
+    ([3, 0, 0.0, 1.0, "adaptive", 0.05, "forecast", "off"], ["Balanced", 0, 1]),
+    ([5, 0, 0.1, 0.9, "adaptive", 0.07, "forecast", "off"], ["Fast", 0.1, 0.9]),
+    ([3, 2, 0.2, 1.0, "uniform", 0.05, "hold", "50 dB (same picture)"], ["50 dB", 0.2, 1]),
+    ([1, 0, 0.2, 0.8, "adaptive", 0.05, "forecast", "off"], ["Balanced", 0.2, 0.2]),
+]
+"""What DeepCache nodes of an earlier build saved, and what they hold when opened."""
+WIDGETS = """
+() => window.app.graph.nodes.filter(({ type }) => type === 'AccelDeepCache')
+    .map(({ widgets, inputs }) => [widgets.slice(0, 3).map(({ value }) => value), inputs.map(({ name }) => name)])
+"""
+
+
+def test_workflow_of_an_earlier_build_opens_with_the_nearest_settings(page):
+    saved = json.loads((FOLDER / "12 DeepCache quality.json").read_text(encoding="utf-8"))
+    node = next(node for node in saved["nodes"] if node["type"] == "AccelDeepCache")
+    names = ["interval", "depth", "start_percent", "end_percent", "schedule", "threshold", "between", "quality"]
+    widgets = [{"name": name, "type": "*", "link": None, "widget": {"name": name}} for name in names]
+    node["inputs"] = [*node["inputs"][:1], *widgets]
+    for values, expected in EARLIER:
+        node["widgets_values"] = values
+        page.evaluate("text => window.app.loadGraphData(JSON.parse(text))", json.dumps(saved))
+        ((held, inputs),) = page.evaluate(WIDGETS)
+        assert held == expected
+        assert set(inputs) <= {"model", "quality", "start_percent", "end_percent"}
+
+
 def test_every_template_opens_whole_and_converts_to_the_stored_graph(page):
     complaints = []
     for name in NAMES:

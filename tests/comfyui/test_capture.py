@@ -25,13 +25,13 @@ from kit import tiny_models
 from kit.captures import EAGER_BLOCKS, left, reasons
 from kit.deep_cache import SMALL, last_run, split_chunks
 from kit.families import DITS
-from kit.step_cache import uniform_hold
+from kit.step_cache import every
 from kit.thorough import thorough_except
 from kit.tiny_models import Family
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
-SKIPS_ALL_IT_MAY = DeepCacheSettings(threshold=1000.0)
+SKIPS_ALL_IT_MAY = every(3, points=2)
 
 
 def unet(**changes):
@@ -102,25 +102,8 @@ def test_deep_cache_has_a_capture_for_full_and_one_for_skipped_steps(name, cache
     assert reasons() == []
 
 
-@pytest.mark.parametrize("cached_first", [True, False])
-def test_the_half_of_a_batch_that_a_skipped_step_makes_has_a_capture_of_its_own(cached_first, capturer, cache):
-    model, settings = unet(), DeepCacheSettings(quality=15.0)
-    expected = image(apply_deep_cache(model, settings), steps=16)
-    steps = last_run()
-    both = fast_and_cached(model, settings, cached_first, cache)
-    for _ in range(2):
-        assert torch.equal(image(both, steps=16), expected) and last_run() == steps
-    assert steps["skipped_steps"] > 4
-    assert (capturer.captures, left(capturer)) == (2, 2)
-    assert reasons() == []
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [uniform_hold(2), uniform_hold(3, 2), DeepCacheSettings(5, threshold=0.3), DeepCacheSettings(3, between="hold")]
-    + [DeepCacheSettings(quality=20.0)],
-)
-def test_schedules_and_streams_are_deep_caches_own(settings, capturer, cache):
+@pytest.mark.parametrize("settings", [every(2), every(3, 2), every(5, points=2), DeepCacheSettings(20.0)])
+def test_steps_and_streams_are_deep_caches_own(settings, capturer, cache):
     """Conditioning in calls of their own: two streams share each capture."""
     model = split_chunks(unet())
     expected = image(apply_deep_cache(model, settings), steps=12)
@@ -128,7 +111,7 @@ def test_schedules_and_streams_are_deep_caches_own(settings, capturer, cache):
     both = fast(apply_deep_cache(model, settings), cache)
     for _ in range(2):
         assert torch.equal(image(both, steps=12), expected) and last_run() == steps
-    assert capturer.captures <= 2 and capturer.replays > 20
+    assert steps["skipped_steps"] and capturer.captures <= 2 and capturer.replays > 20
 
 
 def test_session_of_sizes_batches_and_prompts_is_right_and_comes_back_to_replays(capturer, cache):
@@ -244,7 +227,7 @@ def control(seed=4, end=1.0):
 @pytest.mark.parametrize("cached", [False, True])
 def test_residuals_of_a_control_net_are_inputs_and_which_there_are_is_in_the_key(cached, capturer, cache):
     model = unet()
-    base = apply_deep_cache(model, uniform_hold(2)) if cached else model
+    base = apply_deep_cache(model, every(2)) if cached else model
     both = fast(base, cache)
     for seed, end in ((4, 1.0), (5, 1.0), (4, 0.5), (None, 1.0)):
         extra = {} if seed is None else {"control": control(seed, end), "control_apply_to_uncond": True}

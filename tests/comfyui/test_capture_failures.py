@@ -17,11 +17,11 @@ from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from kit import tiny_models
 from kit.captures import EAGER_BLOCKS, STAGES, CpuCapturer, left, reasons
 from kit.deep_cache import SMALL
 from kit.families import DITS
+from kit.step_cache import every
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
@@ -78,7 +78,7 @@ def lora(model):
 
 
 def cached(model):
-    return apply_deep_cache(model, DeepCacheSettings(threshold=1000.0))
+    return apply_deep_cache(model, every(3, points=2))
 
 
 SESSION = {

@@ -14,13 +14,13 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.modules.blocks import blocks
-from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.nodes.controlnet import AccelControlNet
 from kit import controls, tiny_models
 from kit.compiled import graphs
 from kit.controls import SMALL, adapter, control_lora, taesd, unet_control
-from kit.deep_cache import last_run
+from kit.deep_cache import counts
 from kit.families import CONTROLLED
+from kit.step_cache import every
 from torch._dynamo.utils import counters
 
 SETTINGS = CompileSettings(backend="eager")
@@ -193,9 +193,9 @@ def test_control_net_whose_streamed_weights_cannot_be_taken_says_so(monkeypatch,
 
 
 def test_beside_deep_cache_the_image_is_that_of_the_plain_control():
-    cached = apply_deep_cache(model(), DeepCacheSettings(interval=2, depth=1, schedule="uniform"))
+    cached = apply_deep_cache(model(), every(2, 1, points=2))
     assert_same_image((control(), 0.8, 0.0, 1.0), base=cached, steps=4)
-    assert last_run() == {"full_steps": 2, "skipped_steps": 2}
+    assert counts() == (2, 2)
 
 
 def test_the_node_hands_out_an_accelerated_control_and_says_what_it_takes():

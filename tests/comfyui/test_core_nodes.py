@@ -10,11 +10,11 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from comfy_accel.accel.step_cache.split_points import why_no_split
+from comfy_accel.accel.step_cache.splits.layouts import why_no_split
 from kit.compiled import graphs
 from kit.core_nodes import ALL_ROWS, FAMILIES_OF_NODES, LOADERS, NO_NODES, ROWS, nodes_of_core
 from kit.deep_cache import last_run
-from kit.step_cache import uniform_hold
+from kit.step_cache import every
 from kit.thorough import thorough_except
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
@@ -65,10 +65,10 @@ def test_deep_cache_beside_a_node_skips_alike_in_either_order_or_says_why_it_doe
     row = ROWS[name]
     model = models(row.family)
     plain = row.image(row.on(model))
-    for off in (apply_deep_cache(row.on(model), uniform_hold(1)), row.on(apply_deep_cache(model, uniform_hold(1)))):
+    for off in (apply_deep_cache(row.on(model), every(1)), row.on(apply_deep_cache(model, every(1)))):
         assert torch.equal(row.image(off), plain)
     records.clear()
-    deep = row.image(apply_deep_cache(row.on(model), uniform_hold(2)))
+    deep = row.image(apply_deep_cache(row.on(model), every(2)))
     assert deep.isfinite().all()
     if row.full:
         why = why_no_split(model.model.diffusion_model) if last_run() is None else records.deep_cache().why_full
@@ -77,16 +77,17 @@ def test_deep_cache_beside_a_node_skips_alike_in_either_order_or_says_why_it_doe
     else:
         assert not torch.equal(deep, plain)
     assert skips() != bool(row.full)
-    assert_close(row.image(row.on(apply_deep_cache(model, uniform_hold(2)))), deep)
+    assert_close(row.image(row.on(apply_deep_cache(model, every(2)))), deep)
     assert skips() != bool(row.full)
     for both in (
-        fast(row, apply_deep_cache(row.on(model), uniform_hold(2))),
-        row.on(apply_deep_cache(fast(row, model), uniform_hold(2))),
+        fast(row, apply_deep_cache(row.on(model), every(2))),
+        row.on(apply_deep_cache(fast(row, model), every(2))),
     ):
         assert_close(row.image(both), deep)
         assert skips() != bool(row.full)
-    for settings in (DeepCacheSettings(), DeepCacheSettings(quality=20.0)):
-        assert row.image(apply_deep_cache(row.on(model), settings)).isfinite().all()
+    # Too few steps to skip any; what they show is compared all the same.
+    assert torch.equal(row.image(apply_deep_cache(row.on(model), DeepCacheSettings())), plain)
+    assert row.full or records.deep_cache().why_full is None
     assert torch.equal(row.image(row.on(model)), plain)
 
 

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from comfy_accel.accel.step_cache.run import DeepCacheRun
 from kit import tiny_models
 from kit.deep_cache import (
     assert_close,
@@ -15,8 +14,8 @@ from kit.deep_cache import (
     counts,
     full_and_skipped,
     split_chunks,
+    unet_run,
 )
-from kit.step_cache import uniform_hold
 from kit.thorough import thorough_except
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
@@ -89,7 +88,7 @@ def test_true_sizes_run_one_after_the_other(sample, no_fallback):
         assert counts() == (2, 2)
 
 
-@pytest.mark.parametrize("settings", [{}, {"schedule": "adaptive", "between": "forecast", "threshold": 0.5}])
+@pytest.mark.parametrize("settings", [{}, {"points": 2}])
 def test_hires_fix_gives_each_sampler_a_state_of_its_own(tiny_unet, sample, no_fallback, settings):
     model = cached(tiny_unet, **settings)
     low = sample(model, 120, 160, steps=4)
@@ -103,11 +102,10 @@ def test_hires_fix_gives_each_sampler_a_state_of_its_own(tiny_unet, sample, no_f
 # Streams
 
 
-@pytest.mark.parametrize("schedule", ["uniform", "adaptive"])
-@pytest.mark.parametrize("between", ["hold", "forecast"])
+@pytest.mark.parametrize("points", [1, 2])
 @pytest.mark.parametrize("sampler", thorough_except(["euler", "heun"], "euler"))
-def test_split_and_switching_chunks_agree_with_joined_ones(tiny_unet, sample, no_fallback, schedule, between, sampler):
-    make = lambda model: cached(model, schedule=schedule, between=between, threshold=0.6)  # noqa: E731
+def test_split_and_switching_chunks_agree_with_joined_ones(tiny_unet, sample, no_fallback, points, sampler):
+    make = lambda model: cached(model, points=points)  # noqa: E731
     joined = sample(make(tiny_unet), 120, 184, 2, steps=7, sampler=sampler)
     done = counts()
     assert done[0] >= 2
@@ -140,7 +138,7 @@ def conds_with_masks():
 
 
 @pytest.mark.parametrize("positive", [conds_that_change, conds_with_areas, conds_with_masks])
-@pytest.mark.parametrize("settings", [{}, {"schedule": "adaptive", "between": "forecast", "threshold": 0.5}])
+@pytest.mark.parametrize("settings", [{}, {"points": 2}])
 def test_streams_that_come_and_go_or_cover_areas_agree_joined_and_split(
     tiny_unet, sample, no_fallback, positive, settings
 ):
@@ -174,10 +172,7 @@ def test_clones_called_by_threads_of_one_run_each_have_features_of_their_own():
     """As core's MultiGPU split calls them: one thread and one clone of the model for each device."""
     models = [tiny_models.small_unet(seed=seed) for seed in (0, 1)]
     latents = [torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
-    both, together = threading.Barrier(2), DeepCacheRun(uniform_hold(3))
-    alone = [DeepCacheRun(uniform_hold(3)) for _ in models]
-    for run in (together, *alone):
-        run.schedule = (4.0, 3.0, 2.0, 1.0, 0.0)
+    both, (together, *alone) = threading.Barrier(2), [unet_run(1, levels=(4.0, 3.0, 2.0, 1.0, 0.0)) for _ in range(3)]
 
     def call(run, number, step):
         x = latents[number] + step
@@ -188,13 +183,13 @@ def test_clones_called_by_threads_of_one_run_each_have_features_of_their_own():
         return call(together, number, step)
 
     with ThreadPoolExecutor(2) as threads:
-        for step, sigma in enumerate(together.schedule[:-1]):
+        for step, sigma in enumerate(together.facts.levels[:-1]):
             for run in (together, *alone):
-                run.begin_evaluation(sigma)
+                run.begin(sigma)
             outs = threads.map(waiting, (0, 1), (step, step))
             for number, out in enumerate(outs):
                 assert torch.equal(out, call(alone[number], number, step))
     assert (together.full_steps, together.skipped_steps) == (2, 2)
-    assert [(run.full_steps, run.skipped_steps) for run in together._siblings.values()] == [(2, 2)]
+    assert len({features for features in together._models.values()}) == 2
     together.close()
-    assert not together._siblings
+    assert not together._models

@@ -5,6 +5,7 @@ Most of it is one table, `BESIDE`; what has an assertion of its own follows, by 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import mock
 
 import comfy.sd
 import pytest
@@ -12,8 +13,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
-from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-from comfy_accel.accel.step_cache.config import BETWEEN, POLICIES
+from comfy_accel.accel.report.run_record import records
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras.nodes_freelunch import FreeU_V2
 from kit import tiny_models
@@ -41,7 +41,6 @@ from kit.other_nodes import (
     by_uuid_reference,
     control_net,
     controlled,
-    counted,
     deep_shrink,
     easy_cache,
     every_patch,
@@ -77,7 +76,6 @@ from kit.other_nodes import (
     windowed,
     within,
 )
-from kit.step_cache import uniform_hold
 from kit.tiny_models import Family, with_control
 from kit.tiny_models import lora as lora_file
 from torch._dynamo.utils import counters
@@ -139,8 +137,6 @@ BESIDE = {
     "SAG": guidance(self_attention, reference_with_held_attention),
     "PAG and SAG": guidance(both_attentions, reference_with_held_attention),
     "PerpNeg": guidance(perpendicular),
-    "tiles": guidance(tiled),
-    "even tiles": guidance(tiled_evenly),
     "SDXL": Beside(sdxl, depths=(1, 3, 5)),
     "SDXL refiner": Beside(refiner, depths=(5,)),
     "SVD": Beside(svd, depths=(1, 3)),
@@ -175,8 +171,6 @@ def test_run_is_as_if_every_layer_ran_in_either_order_of_the_nodes(name):
 
 SHALLOW = {1: [BLOCKS[-1]], 2: [BLOCKS[0], *BLOCKS[-2:]], 4: [*BLOCKS[:2], *BLOCKS[3:]]}
 """By depth, those of `BLOCKS` that run on a skipped step, in this order."""
-
-WAYS = [{"schedule": schedule, "between": between} for schedule in POLICIES for between in BETWEEN]
 
 
 @pytest.mark.parametrize("depth", SHALLOW)
@@ -218,9 +212,9 @@ def test_deep_shrink_acts_as_if_every_layer_ran(tiny_unet, after_skip, depth, en
 
 
 @pytest.mark.parametrize("interval", [2, 3, 5])
-@pytest.mark.parametrize("settings", WAYS, ids=lambda settings: "-".join(settings.values()))
-def test_deep_shrink_of_a_shallow_block_that_ends_in_mid_run_fails_nothing(tiny_unet, caplog, interval, settings):
-    model = cached(deep_shrink(tiny_unet, True, end=0.5), interval, 5, threshold=9.0, **settings)
+@pytest.mark.parametrize("points", [1, 2])
+def test_deep_shrink_of_a_shallow_block_that_ends_in_mid_run_fails_nothing(tiny_unet, caplog, interval, points):
+    model = cached(deep_shrink(tiny_unet, True, end=0.5), interval, 5, points=points)
     assert tiny_models.sample(model, **SIZE, steps=8).isfinite().all()
     assert counts()[1] >= 2
     assert said_of_fallbacks(caplog) == []
@@ -245,13 +239,10 @@ GUIDERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "settings", [{"between": "forecast"}, {"schedule": "adaptive"}, {"schedule": "adaptive", "between": "forecast"}]
-)
-def test_forecast_and_adaptive_schedule_keep_the_answers_apart_too(small_unet, settings):
+def test_forecasts_keep_the_answers_apart_too(small_unet):
     model = both_attentions(split_chunks(small_unet))
     (plain,) = still_answers(model, steps=1, **SIZE)
-    answers = still_answers(apply_deep_cache(model, uniform_hold(2, 2, **settings)), steps=7, **SIZE)
+    answers = still_answers(cached(model, 2, 2, points=2), steps=7, **SIZE)
     assert counts()[1] >= 2
     for answer in answers:
         assert_close(answer, plain)
@@ -465,30 +456,67 @@ def test_injected_layers_come_and_go_between_runs_of_one_model(small_unet, sampl
 # Caches of whole steps, and compiled blocks
 
 
-@pytest.mark.parametrize("other", [easy_cache, lazy_cache])
-def test_cache_of_whole_steps_takes_some_and_deep_cache_skips_in_the_rest(small_unet, sample, other):
-    run, calls = {**SIZE, "steps": 10}, []
-    model = counted(small_unet, calls)
-    plain = sample(other(model), **run)
-    calls.clear()
-    expected = sample(other(reference(model)), **run)
-    left = len(calls)
-    assert left < 10 and not torch.equal(expected, plain)
-    for both in (other(held(model)), held(other(model))):
-        calls.clear()
-        assert torch.equal(sample(both, **run), expected)
-        assert len(calls) == left
-        assert counts()[1] >= 1
-        assert_no_trace(both)
-    # Here DeepCache was asked only for what the other left.
-    assert sum(counts()) == left
-    assert torch.equal(sample(other(model), **run), plain)
+def own_blocks(model):
+    """Its own list in place of the model's blocks for each call, as step caches of other packs have."""
+    model, net = model.clone(), model.get_model_object("diffusion_model")
+    mine = torch.nn.ModuleList([*net.output_blocks])
+
+    def wrapper(apply_model, args):
+        with mock.patch.object(net, "output_blocks", mine):
+            return apply_model(args["input"], args["timestep"], **args["c"])
+
+    model.set_model_unet_function_wrapper(wrapper)
+    return model
 
 
-def test_cache_of_whole_steps_is_named_where_it_leaves_nothing_to_skip(small_unet, sample, caplog):
-    with caplog.at_level("INFO"):
-        sample(easy_cache(cached(small_unet, schedule="adaptive", threshold=1e-9)), **SIZE, steps=12)
-    assert "EasyCache or LazyCache skips steps of its own (use one of the two)" in caplog.text
+def repeating(model):
+    """Repeats the model's last answer in every second call, as TeaCache and FBCache may."""
+    model, kept = model.clone(), []
+
+    def wrapper(apply_model, args):
+        if args["timestep"][0] == args["c"]["transformer_options"]["sample_sigmas"][0]:
+            kept.clear()
+        kept.append(kept[-1] if len(kept) % 2 else apply_model(args["input"], args["timestep"], **args["c"]))
+        return kept[-1]
+
+    model.set_model_unet_function_wrapper(wrapper)
+    return model
+
+
+def own_forward(model):
+    """Its own forward on the model's instance."""
+    net = model.get_model_object("diffusion_model")
+    model = model.clone()
+    model.add_object_patch("diffusion_model.forward", lambda *args, **kwargs: type(net).forward(net, *args, **kwargs))
+    return model
+
+
+CACHES = {
+    "EasyCache": (easy_cache, "EasyCache or LazyCache skips steps of its own (use one of the two)"),
+    "LazyCache": (lazy_cache, "EasyCache or LazyCache skips steps of its own (use one of the two)"),
+    "repeating": (repeating, "makes the model's calls, and may skip some itself (use one of the two)"),
+    "own blocks": (own_blocks, "makes the model's calls, and may skip some itself (use one of the two)"),
+    "own forward": (own_forward, "another node has replaced the model's forward"),
+    "tiles": (tiled, "makes the model's calls, and may skip some itself (use one of the two)"),
+    "even tiles": (tiled_evenly, "makes the model's calls, and may skip some itself (use one of the two)"),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_image_beside_a_node_that_may_skip_steps_itself_is_that_nodes_alone(small_unet, sample, caplog, name):
+    other, why = CACHES[name]
+    run = {**SIZE, "steps": 10}
+    expected, plain = sample(other(small_unet), **run), sample(small_unet, **run)
+    for both in (other(held(small_unet)), held(other(small_unet))):
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            assert torch.equal(sample(both, **run), expected)
+        assert counts()[1] == 0 and why in records.deep_cache().why_full
+        said = [record.getMessage() for record in caplog.records if "DeepCache" in record.getMessage()]
+        assert said and all(why in line and " 0 " not in line for line in said)
+    assert torch.equal(sample(small_unet, **run), plain)
+    sample(held(small_unet), **run)
+    assert counts()[1] and records.deep_cache().why_full is None, "once the other node is gone"
 
 
 def blind(guards):

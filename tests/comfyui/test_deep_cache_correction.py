@@ -6,12 +6,14 @@ import pytest
 import torch
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-from comfy_accel.accel.hosts.comfyui.models.samplers import sampler_response
+from comfy_accel.accel.hosts.comfyui.models.samplers import facts_of
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from comfy_accel.accel.step_cache.predictions.correction import Correction
+from comfy_accel.accel.step_cache.correction import Correction
 from comfy_accel.accel.step_cache.run import DeepCacheRun
+from comfy_accel.accel.step_cache.sampler_facts import SamplerFacts
 from comfy_extras.nodes_custom_sampler import SamplerCustom
 from kit import tiny_models
+from kit.step_cache import every
 
 from bench import similarity, toy
 
@@ -50,13 +52,7 @@ def noted_at_end(monkeypatch):
 @pytest.fixture
 def corrections(noted_at_end):
     """Whether each run from now on corrects, when it ends."""
-    return noted_at_end(lambda run: run.correction is not None)
-
-
-@pytest.fixture
-def counted_on(noted_at_end):
-    """Whether the quality of each run from now on counts on corrections, when it ends."""
-    return noted_at_end(lambda run: run.target.carried.is_corrected)
+    return noted_at_end(lambda run: run._correction is not None)
 
 
 def sampled(model, sampler, steps=24):
@@ -66,7 +62,7 @@ def sampled(model, sampler, steps=24):
 
 def a_few_steps(network, sampler="euler", change=lambda model: None, settings=None, **others):
     """The latent of four steps, every second one skipped."""
-    model = apply_deep_cache(network, DeepCacheSettings(interval=2, schedule="uniform", **settings or {}))
+    model = apply_deep_cache(network, every(2, **{"points": 2} | (settings or {})))
     change(model)
     prompts = (toy.conditioning(torch.tensor([which])) for which in (1, toy.NULL_CLASS))
     return tiny_models.sample_latent(model, torch.zeros(1, 4, 16, 16), *prompts, 4, toy.CFG, sampler, **others)
@@ -78,15 +74,15 @@ def test_samplers_that_evaluate_each_step_once_are_corrected(network, correction
     assert corrections == [sampler in CORRECTED]
 
 
-@pytest.mark.parametrize("name", ["unet", "dit"])
+@pytest.mark.parametrize("name", toy.NETWORKS)
 def test_corrected_images_are_closer(monkeypatch, name):
     """Mean of four seeds, in dB over the same steps uncorrected; docs/lab/deepcache.md quotes the bounds."""
     model, closer = toy.load(name), []
-    cached = apply_deep_cache(model, DeepCacheSettings(interval=2, schedule="uniform", start_percent=0.3))
+    cached = apply_deep_cache(model, every(2, points=2, start_percent=0.3))
     for sampler in ("euler", "dpmpp_2m"):
         plain, corrected = sampled(model, sampler), sampled(cached, sampler)
         with monkeypatch.context() as without:
-            without.setattr(host, "_correct", lambda *_: None)
+            without.setattr(host, "_follows", lambda *_: None)
             uncorrected = sampled(cached, sampler)
         decibels = (similarity.latent_psnr(torch.cat(made), torch.cat(plain)) for made in (corrected, uncorrected))
         closer.append((next(decibels) - next(decibels)).mean())
@@ -101,49 +97,34 @@ def test_corrected_images_of_pipelines_are_closer(monkeypatch, name):
     from comfy_accel.accel.hosts.diffusers import deep_cache as pipelines
     from kit import toy_pipelines
 
-    def made(pipe, **settings):
-        with pipelines.deep_cache(pipe, DeepCacheSettings(**settings)):
+    def made(pipe, settings):
+        with pipelines.deep_cache(pipe, settings):
             return torch.cat([pipe(20, seed) for seed in SEEDS])
 
     closer, kept = [], []
     for make in toy_pipelines.SCHEDULERS[name].values():
         pipe = toy_pipelines.ToyPipeline(name, make())
-        plain = made(pipe, interval=1)
-        corrected = similarity.latent_psnr(made(pipe), plain)
+        plain = made(pipe, every(1))
+        corrected = similarity.latent_psnr(made(pipe, DeepCacheSettings()), plain)
         with monkeypatch.context() as without:
-            without.setattr(pipelines._Cache, "_response", lambda *_: None)
-            closer.append((corrected - similarity.latent_psnr(made(pipe), plain)).mean())
-        kept.append(similarity.latent_psnr(made(pipe, quality=40.0), plain).min())
-    assert min(closer) > 0.5 and sum(closer) / len(closer) > 1.5, closer
+            without.setattr(pipelines, "follows_of", lambda *_: 1 / 0)
+            uncorrected = made(pipe, DeepCacheSettings())
+            closer.append((corrected - similarity.latent_psnr(uncorrected, plain)).mean())
+        kept.append(corrected.min())
+    assert min(closer) > 0 and sum(closer) / len(closer) > 1.5, closer
     assert min(kept) > 39, kept
 
 
-@pytest.mark.parametrize("sampler", ["euler", "heun"])
-def test_quality_counts_on_corrections_where_there_are_some(network, counted_on, sampler):
-    a_few_steps(network, sampler, settings={"quality": 40.0})
-    assert counted_on == [sampler in CORRECTED]
-
-
-@pytest.mark.parametrize("leaves", ["by failing", "by leaving the response"])
-def test_quality_no_longer_counts_on_corrections_that_ended(network, counted_on, monkeypatch, leaves):
-    if leaves == "by failing":
-        monkeypatch.setattr(Correction, "corrected", lambda *_: 1 / 0)
-    else:
-        monkeypatch.setattr(Correction, "_fits", lambda *_: False)
-    a_few_steps(network, settings={"quality": 40.0})
-    assert counted_on == [False]
-
-
 def test_settings_that_skip_nothing_are_bit_identical_beside_it(network, corrections):
-    cached = apply_deep_cache(network, DeepCacheSettings(schedule="adaptive", threshold=0.0))
+    cached = apply_deep_cache(network, DeepCacheSettings(300.0))
     assert all(map(torch.equal, sampled(cached, "dpmpp_2m", steps=6), sampled(network, "dpmpp_2m", steps=6)))
     assert corrections == [True] * len(SEEDS)
 
 
-def test_finding_a_response_draws_no_random_numbers_and_calls_no_model(network):
+def test_measuring_a_sampler_draws_no_random_numbers_and_calls_no_model(network):
     guider, state = comfy.samplers.CFGGuider(network), torch.get_rng_state()
     for name in sorted(CORRECTED):
-        sampler_response(comfy.samplers.sampler_object(name), guider, torch.tensor([14.0, 5.0, 1.0, 0.0]))
+        assert facts_of(comfy.samplers.sampler_object(name), guider, (14.0, 5.0, 1.0, 0.0), False).response
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -151,23 +132,43 @@ def guided_by_another_node(model):
     model.set_model_sampler_post_cfg_function(lambda args: args["denoised"])
 
 
-def predicts_v(model):
-    class Sampling(comfy.model_sampling.ModelSamplingDiscrete, comfy.model_sampling.V_PREDICTION):
+PREDICTIONS = [
+    name
+    for name in ("EPS", "V_PREDICTION", "EDM", "X0", "CONST", "COSMOS_RFLOW")
+    if hasattr(comfy.model_sampling, name)
+]
+
+
+@pytest.mark.parametrize("kind", PREDICTIONS)
+def test_every_kind_of_prediction_is_corrected_as_far_as_it_follows_the_latent(network, kind):
+    predicted = getattr(comfy.model_sampling, kind)
+
+    class Sampling(comfy.model_sampling.ModelSamplingDiscrete, predicted):
         pass
 
-    model.add_object_patch("model_sampling", Sampling(model.model.model_config))
+    sampling, levels = Sampling(network.model.model_config), (0.9, 0.4, 0.1)
+    follows = host._follows(sampling, SamplerFacts(levels, False, False))
+    latent, output = torch.randn(2, 1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    for level, expected in zip(levels, follows, strict=True):
+        sigma = torch.tensor([level])
+        one, other = (sampling.calculate_denoised(sigma, output, latent + moved) for moved in (0.0, 0.5))
+        assert torch.allclose(other - one, torch.full_like(one, 0.5 * expected), atol=1e-5)
+
+    def change(model):
+        model.add_object_patch("model_sampling", Sampling(network.model.model_config))
+
+    assert a_few_steps(network, change=change).isfinite().all()
 
 
 @pytest.mark.parametrize(
     "how",
     [
         {"settings": {"depth": 1}},
-        {"settings": {"between": "hold"}},
+        {"settings": {"points": 1}},
         {"change": guided_by_another_node},
-        {"change": predicts_v},
         {"noise_mask": torch.ones(1, 1, 16, 16)},
     ],
-    ids=["depth", "hold", "guidance", "v prediction", "mask"],
+    ids=["depth", "hold", "guidance", "mask"],
 )
 def test_run_is_not_corrected_with(network, corrections, how):
     a_few_steps(network, **how)
@@ -176,16 +177,16 @@ def test_run_is_not_corrected_with(network, corrections, how):
 
 def test_failing_correction_leaves_the_image(network, caplog, monkeypatch):
     """It is made as without it from there on."""
-    monkeypatch.setattr(host.Correction, "corrected", lambda *_: 1 / 0)
+    monkeypatch.setattr(Correction, "corrected", lambda *_: 1 / 0)
     assert a_few_steps(network, "dpmpp_2m").isfinite().all()
-    assert "corrects nothing from here on: ZeroDivisionError" in caplog.text
+    assert "its predictions cannot be compared (ZeroDivisionError" in caplog.text
 
 
 def test_denoised_output_of_half_a_run_is_the_prediction_alone(network, monkeypatch):
     """Without what the sampler is given for the latent's sake, it is closer; the latent is the same."""
     sampler = comfy.samplers.sampler_object("euler")
     sigmas = comfy.samplers.calculate_sigmas(network.get_model_object("model_sampling"), "normal", 24)[:14]
-    cached = apply_deep_cache(network, DeepCacheSettings(interval=2, schedule="uniform"))
+    cached = apply_deep_cache(network, every(2, points=2))
 
     def outputs(model):
         found = []
@@ -199,7 +200,7 @@ def test_denoised_output_of_half_a_run_is_the_prediction_alone(network, monkeypa
     with torch.inference_mode():
         _, expected = outputs(network)
         latent, denoised = outputs(cached)
-        monkeypatch.setattr(host, "_showing", lambda run, args: args)
+        monkeypatch.setattr(host._Sampling, "showing", lambda self, args: args)
         same, given = outputs(cached)
     assert torch.equal(latent, same)
     closer = similarity.latent_psnr(denoised, expected) - similarity.latent_psnr(given, expected)

@@ -12,8 +12,7 @@ from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from comfy_accel.accel.step_cache.run import DeepCacheRun
-from comfy_accel.accel.step_cache.split_points import find_split
+from comfy_accel.accel.step_cache.splits.layouts import find_split
 from kit.deep_cache import (
     assert_close,
     assert_no_trace,
@@ -23,7 +22,7 @@ from kit.deep_cache import (
     split_chunks,
 )
 from kit.families import CONTROLLED, DITS
-from kit.step_cache import uniform_hold
+from kit.step_cache import features_of
 from kit.thorough import thorough_except
 from kit.tiny_models import with_control
 from torch._dynamo.utils import counters
@@ -96,16 +95,14 @@ def test_prompts_of_different_lengths_keep_their_own_text(name, no_fallback):
     assert not torch.equal(out, dit.sample(model))
 
 
-@pytest.mark.parametrize("settings", [{"between": "forecast"}, {"schedule": "adaptive", "threshold": 0.4}])
-@pytest.mark.parametrize("name", thorough_except(["Flux", "Wan", "SD3"], "Flux"))  # the schedule sees no model
-def test_schedules_and_forecasts_are_those_of_unets(name, settings, no_fallback):
+@pytest.mark.parametrize("name", thorough_except(["Flux", "Wan", "SD3"], "Flux"))
+def test_forecasts_of_joined_and_split_chunks_agree(name, no_fallback):
     dit = DITS[name]
     model = dit.load()
-    deep = lambda model: apply_deep_cache(model, uniform_hold(3, **settings))  # noqa: E731
-    joined = dit.sample(deep(model), steps=8)
+    joined = dit.sample(cached(model, points=2), steps=8)
     decided = counts()
     assert decided[1] >= 1
-    assert_close(dit.sample(deep(split_chunks(model)), steps=8), joined, 1e-3)
+    assert_close(dit.sample(cached(split_chunks(model), points=2), steps=8), joined, 1e-3)
     assert counts() == decided
 
 
@@ -129,20 +126,20 @@ def test_residuals_of_a_control_net_count_once(name, width, depth):
     residuals = [None if index == 3 else noise(2, 36, width, seed=index) for index in range(dit.blocks - 1)]
     control = {"input": residuals, "output": residuals[::-1]}
     x, context = noise(2, *dit.latents[0][1:]), noise(2, 24, 48)
-    run, split = DeepCacheRun(uniform_hold(3)), find_split(model, depth)
-    run.schedule = (3.0, 2.0, 1.0, 0.0)
+    split = find_split(model, depth)
+    features = features_of(split, levels=(3.0, 2.0, 1.0, 0.0))
     plain = call(model, {}, x, context, control)
-    run.begin_evaluation(3.0)
-    keys = run.branches(x, ["a", "b"], [0, 1], None)
-    assert torch.equal(call(model, split.full_layers(run, keys), x, context, control), plain)
-    run.begin_evaluation(2.0)
-    keys = run.branches(x, ["a", "b"], [0, 1], None)
-    assert run.can_skip(keys)
+    features.run.begin(3.0)
+    keys = features.branches(x, ["a", "b"], [0, 1], None)
+    assert torch.equal(call(model, split.full_layers(features, keys), x, context, control), plain)
+    features.run.begin(2.0)
+    keys = features.branches(x, ["a", "b"], [0, 1], None)
+    assert features.can_skip(keys)
     withheld = split.withhold(control)
     assert any(kept is not None for kept in withheld["input"]) and withheld != control
-    assert_close(call(model, split.skip_layers(run, keys), x, context, withheld), plain, 1e-5)
+    assert_close(call(model, split.skip_layers(features, keys), x, context, withheld), plain, 1e-5)
     # Nothing depends on their being withheld, as in models whose lists nobody has named.
-    assert_close(call(model, split.skip_layers(run, keys), x, context, control), plain, 1e-5)
+    assert_close(call(model, split.skip_layers(features, keys), x, context, control), plain, 1e-5)
 
 
 def test_control_net_in_a_real_run(no_fallback):

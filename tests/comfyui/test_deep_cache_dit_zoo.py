@@ -6,13 +6,12 @@ The zoo's models are tiny; those with two blocks in their one list get five more
 import pytest
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.dit_split import DiTSplit
-from comfy_accel.accel.step_cache.run import DeepCacheRun
-from comfy_accel.accel.step_cache.split_points import find_split, why_no_split
-from comfy_accel.accel.step_cache.unet_split import UNetSplit
+from comfy_accel.accel.step_cache.splits.dit import DiTSplit
+from comfy_accel.accel.step_cache.splits.layouts import find_split, why_no_split
+from comfy_accel.accel.step_cache.splits.unet import UNetSplit
 from kit.deep_cache import assert_close
 from kit.families import lengthened
-from kit.step_cache import uniform_hold
+from kit.step_cache import features_of
 from kit.zoo import ZOO, Noise, Size
 
 UNETS = ("SD1.5", "SD1.5 inpaint", "SD2", "SDXL", "SDXL refiner", "SVD")
@@ -73,19 +72,19 @@ def call(model, name, stand_ins):
 @pytest.mark.parametrize("name", STREAMS)
 def test_skipped_call_adds_what_a_full_one_remembered(name):
     model = lengthened(name)
-    split, run = find_split(model, None), DeepCacheRun(uniform_hold(3))
+    split = find_split(model, None)
     assert isinstance(split, DiTSplit)
-    run.schedule = (14.6, 8.0, 0.0)
+    features = features_of(split, levels=(14.6, 8.0, 0.0))
     latent, _ = ZOO[name].inputs(Size(height=12, batch=2), Noise(0))
     plain = call(model, name, {})
-    run.begin_evaluation(14.6)
-    keys = run.branches(latent, ["a"], [0], None)
-    assert torch.equal(call(model, name, split.full_layers(run, keys)), plain)
+    features.run.begin(14.6)
+    keys = features.branches(latent, ["a"], [0], None)
+    assert torch.equal(call(model, name, split.full_layers(features, keys)), plain)
     assert tuple(span.streams.names for span in split.spans) == STREAMS[name]
-    run.begin_evaluation(8.0)
-    keys = run.branches(latent, ["a"], [0], None)
-    assert run.can_skip(keys)
-    assert_close(call(model, name, split.skip_layers(run, keys)), plain, 1e-5)
+    features.run.begin(8.0)
+    keys = features.branches(latent, ["a"], [0], None)
+    assert features.can_skip(keys)
+    assert_close(call(model, name, split.skip_layers(features, keys)), plain, 1e-5)
     assert torch.equal(call(model, name, {}), plain)
 
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
-from comfy_accel.accel.step_cache.run import DeepCacheRun
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
+from comfy_accel.accel.step_cache.config import DeepCacheSettings
+from comfy_accel.accel.step_cache.features import Features
 from kit.deep_cache import assert_no_trace, cached, counts
+from kit.step_cache import EveryFew
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
@@ -36,7 +39,7 @@ def failing(model, error, when):
 
 @pytest.mark.parametrize("error", [Broken(), comfy.model_management.InterruptProcessingException()])
 @pytest.mark.parametrize("call", [1, 2, 4])
-@pytest.mark.parametrize("settings", [{}, {"schedule": "adaptive", "between": "forecast", "threshold": 9.0}])
+@pytest.mark.parametrize("settings", [{}, {"points": 2}])
 def test_failure_or_interrupt_in_mid_run_leaves_no_trace(tiny_unet, sample, error, call, settings, caplog):
     plain = sample(tiny_unet, steps=4)
     # From the call on, since a failing skipped step is tried once more in full.
@@ -75,35 +78,35 @@ def test_interrupt_and_lack_of_memory_on_a_skipped_step_are_passed_on(tiny_unet,
 def test_no_tensor_of_a_run_outlives_it(tiny_unet, sample, monkeypatch):
     kept = []
 
-    class Watched(DeepCacheRun):
-        def exchange(self, keys, feature, *args):
-            out = super().exchange(keys, feature, *args)
-            kept.extend(weakref.ref(point[2]) for known in self._histories.values() for point in known._points)
-            return out
+    def exchange(self, keys, feature, *args, **kwargs):
+        out = own(self, keys, feature, *args, **kwargs)
+        kept.extend(weakref.ref(point[2]) for known in self._histories.values() for point in known._points)
+        return out
 
-        def measure(self, keys, shallow, *args):
-            super().measure(keys, shallow, *args)
-            kept.extend(weakref.ref(reference) for _, reference in self._drift._references.values())
-            kept.extend(weakref.ref(change.amount) for change in self._drift._changes.values())
-
-    monkeypatch.setattr(host, "DeepCacheRun", Watched)
-    model = cached(tiny_unet, schedule="adaptive", between="forecast", threshold=99.0)
-    sample(model, 64, 64, steps=4)
-    assert counts() == (2, 2)
+    own = Features.exchange
+    monkeypatch.setattr(Features, "exchange", exchange)
+    sample(cached(tiny_unet, points=2), 64, 64, steps=6)
+    assert counts() == (2, 4)
     gc.collect()
-    assert len(kept) > 8
+    assert len(kept) >= 4
     assert not any(reference() is not None for reference in kept)
 
 
-def test_run_without_a_schedule_is_plain(tiny_unet, sample):
-    def forget(executor, x, timestep, model_options, seed):
-        model_options["transformer_options"].pop("sample_sigmas", None)
-        return executor(x, timestep, model_options, seed)
+def test_guider_that_samples_in_a_way_of_its_own_gets_a_plain_run(tiny_unet, sample, caplog, monkeypatch):
+    """Core's own calls wrappers around the sampler, from which the schedule is known."""
+    plain = sample(tiny_unet, steps=4)
+    monkeypatch.setattr(host, "_begin_sampling", None)
+    model = cached(tiny_unet)
+    for owner in (model.wrappers, model.model_options.get("transformer_options", {}).get("wrappers", {})):
+        owner.get(WrappersMP.SAMPLER_SAMPLE, {}).pop(host.KEY, None)
+    assert torch.equal(sample(model, steps=4), plain)
+    assert counts() == (0, 0) and "in a way of its own; every step ran in full" in caplog.text
 
-    model = tiny_unet.clone()
-    model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "forget", forget)
-    assert torch.equal(sample(cached(model), steps=4), sample(tiny_unet, steps=4))
-    assert counts() == (0, 0)
+
+def test_run_that_cannot_be_read_is_plain(tiny_unet, sample, caplog, monkeypatch):
+    monkeypatch.setattr(host, "facts_of", lambda *_: 1 / 0)
+    assert torch.equal(sample(cached(tiny_unet), steps=4), sample(tiny_unet, steps=4))
+    assert caplog.text.count("this run cannot be read (ZeroDivisionError") == 1
 
 
 # The node
@@ -118,38 +121,40 @@ def node():
 @pytest.mark.parametrize("depth", [6, 99])
 def test_depth_beyond_the_model_names_the_range(tiny_unet, depth):
     with pytest.raises(ValueError) as error:
-        node().execute(tiny_unet, 3, depth)
+        apply_deep_cache(tiny_unet, DeepCacheSettings(depth=depth))
     expected = f"DeepCache: depth {depth} is outside this model's range 1 to 5 (0 = automatic)."
     assert str(error.value) == expected
 
 
-@pytest.mark.parametrize(
-    "inputs, said",
-    [
-        ({"start_percent": 0.8, "end_percent": 0.5}, "start_percent 0.8 is above end_percent 0.5"),
-        ({"interval": 0}, "interval 0 is below 1"),
-        ({"schedule": "often"}, "schedule is 'often'"),
-    ],
-)
-def test_wrong_settings_end_in_one_sentence(tiny_unet, inputs, said):
-    with pytest.raises(ValueError, match=said):
-        node().execute(tiny_unet, **{"interval": 3, "depth": 0, **inputs})
+def test_wrong_settings_end_in_one_sentence(tiny_unet):
+    with pytest.raises(ValueError, match="start_percent 0.8 is above end_percent 0.5"):
+        node().execute(tiny_unet, start_percent=0.8, end_percent=0.5)
+    assert node().validate_inputs(quality="Fast") is True
+    assert "it must be one of: Balanced, Fast" in node().validate_inputs(quality="often")
 
 
-def test_workflow_saved_with_two_inputs_still_runs(tiny_unet):
-    declared = [declared.id for declared in node().define_schema().inputs]
-    assert declared[:3] == ["model", "interval", "depth"]
-    assert all(declared.optional for declared in node().define_schema().inputs[3:])
-    assert node().execute(tiny_unet, interval=3, depth=0).args[0] is not tiny_unet
+@pytest.mark.parametrize("quality", ["off", "50 dB (same picture)", "40 dB (hard to see)", "32 dB (small changes)"])
+def test_prompt_of_an_earlier_build_still_runs(tiny_unet, quality):
+    """Core leaves out inputs that a node does not have."""
+    assert all(declared.optional for declared in node().define_schema().inputs[1:])
+    assert node().validate_inputs(quality=quality) is True
+    assert node().execute(tiny_unet, quality=quality).args[0] is not tiny_unet
 
 
-def test_node_leaves_its_input_alone(tiny_unet, sample):
+def test_node_leaves_its_input_alone(tiny_unet, sample, monkeypatch):
     plain = sample(tiny_unet, steps=4)
-    out = node().execute(tiny_unet, 3, 0, schedule="uniform").args[0]
+    monkeypatch.setattr(DeepCacheSettings, "plan", lambda self: EveryFew(3))
+    out = node().execute(tiny_unet).args[0]
     assert out is not tiny_unet
     assert torch.equal(sample(tiny_unet, steps=4), plain)
     sample(out, steps=4)
     assert counts() == (2, 2)
+
+
+def test_node_without_a_window_is_off(tiny_unet, sample):
+    out = node().execute(tiny_unet, start_percent=0.3, end_percent=0.3).args[0]
+    assert not out.get_wrappers(WrappersMP.OUTER_SAMPLE, host.KEY)
+    assert torch.equal(sample(out, steps=4), sample(tiny_unet, steps=4))
 
 
 def test_model_without_a_unets_layout_passes_with_one_line(tiny_unet, sample, caplog):

@@ -23,7 +23,7 @@ from comfy_accel.accel.hosts.comfyui import versions
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.modules.blocks import trunk_of
 from comfy_accel.accel.modules.substitution import substituted
-from comfy_accel.accel.step_cache import dit_split
+from comfy_accel.accel.step_cache.splits import dit
 from comfy_extras.nodes_easycache import EasyCacheNode, LazyCacheNode
 from kit.captures import capturing_cache
 from kit.deep_cache import cached, counts
@@ -100,7 +100,7 @@ def fast(model, cache, **how):
 NODES = {
     "Accelerate Model": lambda model, cache: fast(model, cache),
     "DeepCache": lambda model, cache: cached(model),
-    "DeepCache that measures": lambda model, cache: cached(model, schedule="adaptive", threshold=9.0),
+    "DeepCache that extrapolates": lambda model, cache: cached(model, points=2),
     "both": lambda model, cache: cached(fast(model, cache)),
     "both, the other way round": lambda model, cache: fast(cached(model), cache),
 }
@@ -141,8 +141,8 @@ def test_features_that_last_would_be_lost_without_pauses(fake, monkeypatch):
 
 
 def test_skipped_block_that_hands_back_another_tensor_would_end_the_process(fake, monkeypatch):
-    kept = dit_split.Streams.__init__
-    monkeypatch.setattr(dit_split.Streams, "__init__", lambda self, *args: kept(self, *args[:2]))
+    kept = dit.Streams.__init__
+    monkeypatch.setattr(dit.Streams, "__init__", lambda self, *args: kept(self, *args[:2]))
     with recorded() as record:
         SINGLE.sample(cached(scoped(SINGLE.load(), fake)))
     assert any("depth 1 freed at depth 2" in violation for violation in record.violations)

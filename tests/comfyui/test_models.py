@@ -19,14 +19,14 @@ from comfy_accel.accel.hosts.comfyui.models.controlnet import accelerate_control
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.modules.blocks import blocks
 from comfy_accel.accel.report.run_record import records
-from comfy_accel.accel.step_cache.split_points import why_no_split
+from comfy_accel.accel.step_cache.splits.layouts import why_no_split
 from kit import streamed_weights as stand_in
 from kit.captures import capturing_cache
 from kit.compiled import graphs
 from kit.controls import CONTROLS
 from kit.deep_cache import last_run
 from kit.families import FAMILIES
-from kit.step_cache import uniform_hold
+from kit.step_cache import every
 from kit.thorough import thorough_except
 from kit.tiny_models import lora
 
@@ -46,7 +46,7 @@ fast anything is. `dev.py test --all tests/comfyui/test_models.py --write-models
 
 - **compiled**: block types, and the graphs that were made for them, all in the first image, a batch of 1. A negative
   prompt beside it, another size, a longer prompt, a batch of 3 and a LoRA compiled nothing more.
-- **DeepCache**: of a run of 4 steps with interval 2 and the uniform schedule.
+- **DeepCache**: of a run of 4 steps, every second one full.
 - **ControlNet**: run compiled beside the model, where the tests have one for it. Those that come as model patches
   (Qwen-Image DiffSynth, Z-Image Fun, Uni3C) run uncompiled between the model's compiled blocks, with DeepCache too;
   for these and other nodes see [compatibility.md](compatibility.md#nodes-that-change-the-model).
@@ -137,8 +137,8 @@ def cached(name, case):
     model = case.load()
     records.clear()
     plain = case.sample(model, steps=4)
-    assert_same(name, case.sample(apply_deep_cache(model, uniform_hold(1)), steps=4), plain)
-    deep = case.sample(apply_deep_cache(model, uniform_hold(2)), steps=4)
+    assert_same(name, case.sample(apply_deep_cache(model, every(1)), steps=4), plain)
+    deep = case.sample(apply_deep_cache(model, every(2)), steps=4)
     assert_same(name, case.sample(model, steps=4), plain)
     if last_run() is None:
         return f"no: {why_no_split(model.model.diffusion_model)}"

@@ -19,13 +19,13 @@ from comfy_accel.accel.hosts.comfyui.server import panel, report
 from comfy_accel.accel.hosts.comfyui.versions import finish_node_progress, show_node_progress
 from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.report.run_record import records
-from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.nodes.report import AccelReport
 from kit import tiny_models
-from kit.deep_cache import last_run
+from kit.deep_cache import counts
+from kit.step_cache import every
 
 warm = GraphCache()
-UNIFORM = DeepCacheSettings(interval=3, schedule="uniform", between="hold")
+UNIFORM = every(3)
 
 
 @pytest.fixture(autouse=True)
@@ -90,9 +90,9 @@ def test_deep_cache_and_compiling_are_one_run_in_either_order(unet):
         records.clear()
         image(order(unet), steps=7)
         run = records.last()
-        assert run.compiling["backend"] == "eager" and run.caching["interval"] == 3
+        assert run.compiling["backend"] == "eager" and run.caching["quality"] == 40.0
         assert run.skipping.steps_taken == "FSSFSSF"
-        assert last_run() == {"full_steps": 3, "skipped_steps": 4}
+        assert counts() == (3, 4)
         assert records.deep_cache().steps_taken == "FSSFSSF"
         # The middle ones were timed: F and S, none of them disturbed but the first.
         assert run.skipping.by_skipping.seconds is not None and "(4)" in str(run.skipping.by_skipping.how)

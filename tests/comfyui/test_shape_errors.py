@@ -26,7 +26,7 @@ def accelerated(model):
 
 
 def deep_cached(model):
-    return apply_deep_cache(model, DeepCacheSettings(interval=2))
+    return apply_deep_cache(model, DeepCacheSettings())
 
 
 NODES = {

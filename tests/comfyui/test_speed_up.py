@@ -5,6 +5,7 @@ import torch
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.report.run_record import records
+from comfy_accel.accel.step_cache.config import QUALITIES
 from comfy_accel.nodes import speed_up
 from comfy_accel.nodes.deep_cache import AccelDeepCache
 from comfy_accel.nodes.speed_up import AccelSpeedUp
@@ -40,10 +41,15 @@ def test_exact_is_the_same_image_and_says_that_nothing_was_compiled():
     assert said() == "traced but uncompiled (backend eager)"
 
 
-def test_balanced_is_deep_cache_with_its_defaults():
+@pytest.mark.parametrize(("quality", "by_hand"), [("Balanced", {}), ("Fast", {"quality": "Fast"})])
+def test_quality_is_that_of_deep_cache(quality, by_hand):
     model = tiny_models.small_unet()
-    by_hand = AccelDeepCache.execute(model, 3, 0).args[0]
-    assert torch.equal(sample(sped_up(model, "Balanced"), 64, 64, steps=16), sample(by_hand, 64, 64, steps=16))
+    images = [
+        sample(each, 64, 64, steps=16)
+        for each in (AccelDeepCache.execute(model, **by_hand).args[0], sped_up(model, quality), model)
+    ]
+    assert torch.equal(images[0], images[1]) and not torch.equal(images[0], images[2])
+    assert records.deep_cache().target_db == QUALITIES[quality].quality
 
 
 def test_few_steps_are_said_to_be_too_few():
@@ -99,7 +105,7 @@ def test_two_samplers_of_a_prompt_are_told_of_together(prompts):
     run = records.last()
     assert (run.samplings, run.steps, len(run.skipping.steps_taken), run.pixels) == (2, 17, 17, (96, 64))
     skipped = run.skipping.steps_taken.count("S")
-    assert skipped and said().endswith(f"{skipped} of 17 steps skipped")
+    assert skipped and said().endswith(f"planned for 35 dB, {skipped / 17:.0%} of the work skipped")
     assert [list(lines) for lines in told] == [["7"], ["7"]] and told[-1] == run.lines
     assert records.deep_cache().steps_taken == run.skipping.steps_taken
     assert 0 < run.prepare_seconds < run.seconds

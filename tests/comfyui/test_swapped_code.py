@@ -31,7 +31,7 @@ from kit.code_swaps import IN_BLOCKS, all_of, attribute, functions_of, scaled, s
 from kit.compiled import graphs
 from kit.controls import CONTROLS
 from kit.deep_cache import last_run, split_chunks
-from kit.step_cache import uniform_hold
+from kit.step_cache import every
 from kit.thorough import thorough_except
 from kit.zoo import Noise, Size
 
@@ -513,7 +513,7 @@ def test_function_of_torch_that_is_swapped_counts_while_it_is_there(model, what,
 @pytest.mark.parametrize("cached", ["before both", "between", "after both"])
 @pytest.mark.parametrize("order", thorough_except(ORDERS, "accelerated last"))
 def test_cached_features_with_swapped_code_are_those_of_deep_cache_alone(model, order, cached):
-    deep, place = uniform_hold(2), PLACES["DIFFUSION_MODEL"]
+    deep, place = every(2), PLACES["DIFFUSION_MODEL"]
 
     def run(accelerated, swap):
         nodes = [functools.partial(fast) if accelerated else lambda model: model]

@@ -10,26 +10,26 @@ diffusers = pytest.importorskip("diffusers", reason="needs the package diffusers
 
 from comfy_accel.accel.hosts.diffusers import deep_cache as host  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
-from comfy_accel.accel.hosts.diffusers.predictions import _on_cpu, scheduler_response  # noqa: E402
+from comfy_accel.accel.hosts.diffusers.predictions import _on_cpu, facts_of  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.schedule import PipelineSchedule  # noqa: E402
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
 from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
 from kit import deep_transformers, tiny_pipelines  # noqa: E402
+from kit.step_cache import every  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
-EVERY_SECOND = DeepCacheSettings(interval=2, schedule="uniform")
+EVERY_SECOND = every(2, points=2)
 
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Of each run that ended: whether it corrects, and counts on corrections."""
+    """Of each run that ended: whether it corrects."""
     seen = []
 
     class Watched(DeepCacheRun):
         def close(self):
-            counts = self.target is not None and self.target.carried.is_corrected
-            seen.append((self.correction is not None, counts))
+            seen.append(self._correction is not None)
             super().close()
 
     monkeypatch.setattr(host, "DeepCacheRun", Watched)
@@ -52,13 +52,7 @@ def cached(pipe, sample=tiny_pipelines.sample, settings=EVERY_SECOND, **argument
 )
 def test_schedulers_that_evaluate_each_step_once_are_corrected(ended, scheduler, is_corrected):
     cached(tiny_pipelines.pipeline(scheduler), steps=20)
-    assert [corrects for corrects, _ in ended] == [is_corrected]
-
-
-def test_quality_counts_on_corrections_where_there_are_some(ended):
-    for scheduler in ("EulerDiscreteScheduler", "HeunDiscreteScheduler"):
-        cached(tiny_pipelines.pipeline(scheduler), steps=8, settings=DeepCacheSettings(quality=40.0))
-    assert ended == [(True, True), (False, False)]
+    assert ended == [is_corrected]
 
 
 def test_noise_that_a_scheduler_is_told_to_add_ends_correcting(ended, monkeypatch):
@@ -66,13 +60,13 @@ def test_noise_that_a_scheduler_is_told_to_add_ends_correcting(ended, monkeypatc
     splits, count = [], DeepCacheRun.count
 
     def noted(run, skipped):
-        splits.append((run.split.depth, skipped))
+        splits.append((next(iter(run._models.values())).split.depth, skipped))
         count(run, skipped)
 
     monkeypatch.setattr(DeepCacheRun, "count", noted)
     made = cached(tiny_pipelines.pipeline("DDIMScheduler"), steps=6, eta=1.0)
     assert made.isfinite().all()
-    assert ended == [(False, False)]
+    assert ended == [False]
     assert splits[0] == (0, False) and all(depth > 0 for depth, _ in splits[1:])
     assert [skipped for _, skipped in splits] == [False, False, True, False, True, False]
 
@@ -81,7 +75,7 @@ def test_clipped_predictions_are_not_corrected(ended):
     pipe = tiny_pipelines.pipeline("DDIMScheduler")
     pipe.scheduler.register_to_config(clip_sample=True)
     cached(pipe)
-    assert ended == [(False, False)]
+    assert ended == [False]
 
 
 def test_what_another_schedulers_config_says_of_clipping_is_ignored(ended):
@@ -90,7 +84,7 @@ def test_what_another_schedulers_config_says_of_clipping_is_ignored(ended):
     pipe.scheduler = diffusers.DPMSolverMultistepScheduler.from_config({**pipe.scheduler.config, "clip_sample": True})
     assert pipe.scheduler.config.clip_sample
     cached(pipe, steps=12)
-    assert [corrects for corrects, _ in ended] == [True]
+    assert ended == [True]
 
 
 def test_noise_that_comes_after_skipped_steps_skips_nothing_more(ended, caplog):
@@ -103,7 +97,7 @@ def test_flows_are_corrected(ended, kind):
     pipe = deep_transformers.pipeline(kind)
     plain = deep_transformers.sample(pipe, steps=8)
     made = cached(pipe, deep_transformers.sample, steps=8)
-    assert [corrects for corrects, _ in ended] == [True]
+    assert ended == [True]
     assert made.isfinite().all() and not torch.equal(made, plain)
 
 
@@ -111,20 +105,20 @@ def test_two_transformers_are_not_corrected(ended):
     second = deep_transformers.transformer("Wan", 1, num_layers=9)
     pipe = deep_transformers.pipeline("WanPipeline", transformer_2=second, boundary_ratio=0.6)
     cached(pipe, deep_transformers.sample, steps=8)
-    assert [corrects for corrects, _ in ended] == [False, False]
+    assert ended == [False, False]
 
 
-@pytest.mark.parametrize("settings", [{"between": "hold"}, {"depth": 1}], ids=["hold", "outer layers"])
+@pytest.mark.parametrize("settings", [{"points": 1}, {"depth": 1}], ids=["hold", "outer layers"])
 def test_settings_that_are_not_corrected(ended, settings):
-    cached(tiny_pipelines.pipeline("EulerDiscreteScheduler"), settings=DeepCacheSettings(**settings))
-    assert [corrects for corrects, _ in ended] == [False]
+    cached(tiny_pipelines.pipeline("EulerDiscreteScheduler"), settings=every(2, **{"points": 2} | settings))
+    assert ended == [False]
 
 
 def test_settings_that_skip_nothing_are_bit_identical(ended):
     pipe = tiny_pipelines.pipeline("DPMSolverMultistepScheduler")
-    made = cached(pipe, settings=DeepCacheSettings(threshold=0.0))
+    made = cached(pipe, settings=DeepCacheSettings(300.0))
     assert torch.equal(made, tiny_pipelines.sample(pipe))
-    assert [corrects for corrects, _ in ended] == [True]
+    assert ended == [True]
 
 
 def test_latent_that_somebody_changes_is_no_longer_corrected(ended):
@@ -136,7 +130,7 @@ def test_latent_that_somebody_changes_is_no_longer_corrected(ended):
     pipe = tiny_pipelines.pipeline("EulerDiscreteScheduler")
     made = cached(pipe, steps=8, callback_on_step_end=changed, callback_on_step_end_tensor_inputs=["latents"])
     assert made.isfinite().all()
-    assert ended == [(False, False)]
+    assert ended == [False]
 
 
 def by_hand(pipe, begin=0, **told):
@@ -156,7 +150,7 @@ def by_hand(pipe, begin=0, **told):
 def test_step_that_is_told_more_is_not_corrected(ended, told, is_corrected):
     """As tokens' own noise levels, or noise to add."""
     cached(tiny_pipelines.pipeline("EulerDiscreteScheduler"), by_hand, **told)
-    assert [corrects for corrects, _ in ended] == [is_corrected]
+    assert ended == [is_corrected]
 
 
 def test_step_of_a_copied_scheduler_is_the_copys(ended):
@@ -173,23 +167,23 @@ def test_step_of_a_copied_scheduler_is_the_copys(ended):
     made = cached(pipe, steps=8, callback_on_step_end=lambda *given: copied(*given) if given[1] < 7 else {})
     assert steps == [(1, 0)] * 7
     assert torch.equal(made, cached(pipe, steps=8))
-    assert [corrects for corrects, _ in ended] == [True, True]
+    assert ended == [True, True]
 
 
 def test_guidance_that_changes_is_not_interpolated_across(monkeypatch):
     """What was asked of the model is told with each prediction."""
     asked = []
-    corrected = DeepCacheRun.corrected
+    end = DeepCacheRun.end
 
     def noted(run, latent, level, prediction, scale):
         asked.append(scale[0])
-        return corrected(run, latent, level, prediction, scale)
+        return end(run, latent, level, prediction, scale)
 
     def changed(pipe, step, timestep, tensors):
         pipe._guidance_scale = 5.0 if step >= 3 else 7.5
         return tensors
 
-    monkeypatch.setattr(DeepCacheRun, "corrected", noted)
+    monkeypatch.setattr(DeepCacheRun, "end", noted)
     cached(tiny_pipelines.pipeline("EulerDiscreteScheduler"), steps=8, callback_on_step_end=changed)
     assert asked == [7.5] * 4 + [5.0] * 4
 
@@ -211,7 +205,7 @@ def test_half_precision_stays(ended):
             **dict(zip(names, contexts, strict=True)), num_inference_steps=8, output_type="latent", height=64, width=64
         )
     assert given == {torch.bfloat16}
-    assert [corrects for corrects, _ in ended] == [True]
+    assert ended == [True]
 
 
 def test_image_to_image_begins_in_the_middle(ended):
@@ -219,7 +213,7 @@ def test_image_to_image_begins_in_the_middle(ended):
     image = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(5))
     made = cached(pipe, image=image, strength=0.5, steps=20)
     assert made.isfinite().all()
-    assert [corrects for corrects, _ in ended] == [True]
+    assert ended == [True]
 
 
 @pytest.mark.parametrize("options", [{}, {"use_karras_sigmas": True}, {"solver_order": 3}])
@@ -228,7 +222,7 @@ def test_response_tells_where_the_scheduler_leads(options):
     scheduler = diffusers.DPMSolverMultistepScheduler(beta_schedule="scaled_linear", **options)
     scheduler.set_timesteps(12)
     state, random = torch.get_rng_state(), torch.Generator().manual_seed(0)
-    response = scheduler_response(PipelineSchedule(scheduler), 0)
+    response = facts_of(PipelineSchedule(scheduler), 0).response
     assert scheduler.step_index is None and torch.equal(state, torch.get_rng_state())
     predictions = torch.randn(12, 4, generator=random)
     latent = torch.zeros(4)
@@ -238,12 +232,13 @@ def test_response_tells_where_the_scheduler_leads(options):
     torch.testing.assert_close(torch.tensor(response.effects[-1]).float() @ predictions, latent, rtol=1e-2, atol=1e-3)
 
 
-def test_scheduler_that_went_on_has_no_response():
+def test_scheduler_that_went_on_cannot_be_measured():
     scheduler = diffusers.EulerDiscreteScheduler()
     scheduler.set_timesteps(6)
     latent = torch.zeros(1, 4, 8, 8)
     scheduler.step(latent, scheduler.timesteps[0], scheduler.scale_model_input(latent, scheduler.timesteps[0]))
-    assert scheduler_response(PipelineSchedule(scheduler), 0) is None
+    facts = facts_of(PipelineSchedule(scheduler), 0)
+    assert facts.adds_noise and not facts.gains and facts.response is None
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -257,11 +252,26 @@ def test_copy_of_a_scheduler_is_on_the_cpu():
     assert {one.device.type for one in vars(copied).values() if isinstance(one, torch.Tensor)} == {"cpu"}
 
 
-def test_levels_of_another_kind_than_the_prediction_have_no_response():
+def test_flow_at_noise_levels_that_are_ratios_is_measured_like_any():
     """As Cosmos has: noise levels far above 1, and a flow that is predicted."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(sigmas=[80.0, 10.0, 1.0])
-    assert scheduler_response(PipelineSchedule(scheduler), 0) is None
+    facts = facts_of(PipelineSchedule(scheduler), 0)
+    assert not facts.is_flow and facts.response is not None
+    assert facts.gains == pytest.approx([1 - 10 / 80, 1 - 1 / 10, 1.0], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "adds_noise"),
+    [
+        *((f"{name}Scheduler", False) for name in ("EulerDiscrete", "HeunDiscrete", "DDIM", "UniPCMultistep", "PNDM")),
+        *((f"{name}Scheduler", True) for name in ("EulerAncestralDiscrete", "LCM", "DDPM", "KDPM2AncestralDiscrete")),
+    ],
+)
+def test_whether_a_scheduler_adds_noise_is_measured(scheduler, adds_noise):
+    made = tiny_pipelines.pipeline(scheduler).scheduler
+    made.set_timesteps(10)
+    assert facts_of(PipelineSchedule(made), 0).adds_noise == adds_noise
 
 
 def test_levels_of_continuous_timesteps_are_the_schedulers_sigmas():

@@ -16,21 +16,19 @@ from comfy_accel.accel import accelerate_pipeline, restore  # noqa: E402
 from comfy_accel.accel.core.events import subscribe  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
 from comfy_accel.accel.hosts.diffusers.predictions import around_steps  # noqa: E402
-from comfy_accel.accel.step_cache import dit_split  # noqa: E402
-from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
-from comfy_accel.accel.step_cache.predictions.forecast import History  # noqa: E402
-from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
+from comfy_accel.accel.step_cache.features import Features, History  # noqa: E402
+from comfy_accel.accel.step_cache.splits import dit  # noqa: E402
 from kit import (
     deep_transformers,  # noqa: E402
     tiny_pipelines,  # noqa: E402
 )
 from kit.deep_transformers import pipeline, sample, sample_cached  # noqa: E402
-from kit.step_cache import uniform_hold  # noqa: E402
+from kit.step_cache import every  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
 
 SMALL = {"height": 32, "width": 48, "steps": 4}
-EVERY_THIRD = uniform_hold(3)
+EVERY_THIRD = every(3)
 CACHED = (2, 2)
 """Full and skipped steps of four."""
 
@@ -70,7 +68,7 @@ def state_of(pipe):
 
 def features_kept():
     gc.collect()
-    return sum(len(thing._histories) for thing in gc.get_objects() if type(thing) is DeepCacheRun)
+    return sum(len(thing._histories) for thing in gc.get_objects() if type(thing) is Features)
 
 
 class Stop(Exception):
@@ -130,7 +128,7 @@ def test_interrupted_image_is_a_shorter_run(pipe, cached, counts):
 def test_scheduler_and_model_may_be_replaced_between_images(pipe, cached, counts):
     scheduler, transformer = pipe.scheduler, pipe.transformer
     try:
-        with deep_cache(pipe, uniform_hold(3, 2)):
+        with deep_cache(pipe, every(3, 2)):
             sample(pipe, **SMALL)
             pipe.scheduler = diffusers.FlowMatchHeunDiscreteScheduler(shift=3.0)
             sample(pipe, **SMALL)
@@ -184,7 +182,7 @@ def test_pipelines_that_share_a_model_have_runs_of_their_own(pipe, plain, cached
         one.set_progress_bar_config(disable=True)
     with deep_cache(pipe, EVERY_THIRD):
         assert torch.equal(sample(other, **SMALL), plain) and torch.equal(sample(twin, **SMALL), plain)
-        with deep_cache(other, uniform_hold(2)), deep_cache(twin, EVERY_THIRD):
+        with deep_cache(other, every(2)), deep_cache(twin, EVERY_THIRD):
             for _ in range(2):
                 assert torch.equal(sample(pipe, **SMALL), cached)
                 assert torch.equal(sample(twin, **SMALL), cached)
@@ -203,7 +201,7 @@ def test_images_within_images_and_contexts_within_contexts(pipe, cached, counts)
 
     with deep_cache(pipe, EVERY_THIRD), deep_cache(other, EVERY_THIRD):
         assert torch.equal(sample(pipe, **SMALL, callback_on_step_end=another), cached)
-        with deep_cache(pipe, uniform_hold(4)):
+        with deep_cache(pipe, every(4)):
             sample(pipe, **SMALL)
     assert counts == [CACHED, CACHED, (1, 3)]
 
@@ -351,7 +349,7 @@ def test_layers_that_a_hook_reads_run_in_every_step(counts):
     assert counts == [(tiny_pipelines.STEPS, 0)]
 
 
-@pytest.mark.parametrize("settings", [EVERY_THIRD, DeepCacheSettings(quality=32.0)])
+@pytest.mark.parametrize("settings", [EVERY_THIRD, every(2, points=2)])
 def test_feature_that_cannot_be_kept_ends_skipping_and_the_image_is_made(monkeypatch, settings, counts):
     def full(*_):
         raise torch.OutOfMemoryError("full")
@@ -364,14 +362,14 @@ def test_feature_that_cannot_be_kept_ends_skipping_and_the_image_is_made(monkeyp
     assert counts == [(tiny_pipelines.STEPS, 0)]
 
 
-@pytest.mark.parametrize("where", ["possible_streams", "_image"])  # before the blocks that are skipped, and after
+@pytest.mark.parametrize("where", ["possible_streams", "parts_of"])  # before the blocks that are skipped, and after
 def test_lack_of_memory_for_a_transformers_residuals_ends_skipping_and_the_image_is_made(
     pipe, plain, counts, monkeypatch, where
 ):
     def full(*_):
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(dit_split, where, full)
+    monkeypatch.setattr(dit, where, full)
     with deep_cache(pipe, EVERY_THIRD):
         assert torch.equal(sample(pipe, **SMALL), plain)
     assert counts == [(4, 0)]
@@ -394,6 +392,6 @@ def test_refused_acceleration_leaves_the_one_before(pipe):
     accelerate_pipeline(pipe, backend="eager", deep_cache=EVERY_THIRD)
     before = vars(pipe)["_accel"]
     with pytest.raises(ValueError, match="depth"):
-        accelerate_pipeline(pipe, backend="eager", deep_cache=uniform_hold(3, 99))
+        accelerate_pipeline(pipe, backend="eager", deep_cache=every(3, 99))
     assert vars(pipe)["_accel"] is before
     restore(pipe)

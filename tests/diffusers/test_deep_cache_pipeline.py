@@ -9,7 +9,7 @@ pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers:
 
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache  # noqa: E402
 from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
-from kit.step_cache import uniform_hold  # noqa: E402
+from kit.step_cache import every  # noqa: E402
 from kit.tiny_pipelines import difference, pipeline, sample, sample_cached  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
@@ -30,7 +30,7 @@ def test_sizes_whose_halves_are_odd(height, width):
         assert 0 < difference(cached, plain) < 0.2
 
 
-@pytest.mark.parametrize("settings", [uniform_hold(1), uniform_hold(3, start_percent=0.5, end_percent=0.5)])
+@pytest.mark.parametrize("settings", [every(1), every(3, start_percent=0.5, end_percent=0.5)])
 def test_settings_that_skip_nothing_change_nothing(settings):
     pipe = pipeline("EulerDiscreteScheduler")
     plain, before = sample(pipe), state_of(pipe)
@@ -59,7 +59,7 @@ def test_interrupted_image_leaves_nothing():
             raise KeyboardInterrupt
         return tensors
 
-    with pytest.raises(KeyboardInterrupt), deep_cache(pipe, uniform_hold(3, 2)):
+    with pytest.raises(KeyboardInterrupt), deep_cache(pipe, every(3, 2)):
         sample(pipe, callback_on_step_end=stop)
     assert state_of(pipe) == before
     assert torch.equal(sample(pipe), plain)
@@ -69,7 +69,7 @@ def test_images_in_one_context_are_as_in_contexts_of_their_own():
     pipe = pipeline()
     calls = [{}, {"height": 128}, {"batch": 2}, {}, {"steps": 2}, {"guidance_scale": 1.0}]
     alone = [sample_cached(pipe, 3, 2, **arguments)[0] for arguments in calls]
-    with deep_cache(pipe, uniform_hold(3, 2)):
+    with deep_cache(pipe, every(3, 2)):
         together = [sample(pipe, **arguments) for arguments in calls]
     for index, latents in enumerate(together):
         assert torch.equal(latents, alone[index]), calls[index]
@@ -82,7 +82,7 @@ def test_image_after_an_interrupted_one_uses_nothing_of_it():
     def stop(pipe, step, timestep, tensors):
         raise KeyboardInterrupt
 
-    with deep_cache(pipe, uniform_hold(5, 2)):
+    with deep_cache(pipe, every(5, 2)):
         with pytest.raises(KeyboardInterrupt):
             sample(pipe, callback_on_step_end=stop)
         assert torch.equal(sample(pipe, steps=3), alone)
@@ -114,14 +114,14 @@ def test_depth_beyond_the_model_is_refused_with_the_range():
     pipe = pipeline()
     before = state_of(pipe)
     with pytest.raises(ValueError, match="depth 9 is outside this model's range 1 to 8"):
-        with deep_cache(pipe, uniform_hold(3, 9)):
+        with deep_cache(pipe, every(3, 9)):
             pass
     assert state_of(pipe) == before
 
 
 def test_video_and_unconditional_models_are_divided_or_left_alone():
     import diffusers
-    from comfy_accel.accel.step_cache.unet_split import DownUpUNetSplit, has_down_up_layout
+    from comfy_accel.accel.step_cache.splits.unet import DownUpUNetSplit, has_down_up_layout
 
     narrow = {"block_out_channels": (32, 32), "norm_num_groups": 8}
     plain = diffusers.UNet2DModel(

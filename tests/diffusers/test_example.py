@@ -38,7 +38,7 @@ def test_example_makes_images_of_every_size_and_compiles_for_the_first_alone(exa
     made = {path.stem: Image.open(path).size for path in (tmp_path / "out").iterdir()}
     assert made == {f"{text}-{number}": example.size(text) for text in sizes for number in (0, 1)}
 
-    from_files = ["--model", tmp_path / "model", "--image", tmp_path / "start.png", "--interval", "2"]
+    from_files = ["--model", tmp_path / "model", "--image", tmp_path / "start.png", "--quality", "40"]
     example.main([*map(str, [*given, *from_files]), "--sizes", "96x64"])
     assert capsys.readouterr().out.splitlines()[-1].endswith(", 0 graphs compiled")
 

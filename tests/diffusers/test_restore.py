@@ -70,7 +70,7 @@ def models_are_plain_afterwards(models):
     assert not shared._leases
 
 
-@pytest.mark.parametrize("deep_cache", [None, DeepCacheSettings(interval=2)])
+@pytest.mark.parametrize("deep_cache", [None, DeepCacheSettings()])
 def test_restored_pipeline_is_what_it_was_to_the_bit(pipe, tmp_path, deep_cache):
     plain, before = image(pipe), state(pipe)
     keys, forward = list(pipe.unet.state_dict()), pipe.unet.forward
@@ -98,7 +98,7 @@ def test_last_call_counts_and_one_restore_undoes_all(pipe):
     used = hits()
     image(pipe)
     assert hits() == used
-    accelerate_pipeline(pipe, **FAST, deep_cache=DeepCacheSettings(interval=2))
+    accelerate_pipeline(pipe, **FAST, deep_cache=DeepCacheSettings())
     image(pipe)
     assert hits() > used
     restore(pipe)
@@ -222,7 +222,7 @@ def test_model_put_in_the_place_of_another_is_followed(pipe):
 
 def test_copies_of_an_accelerated_pipeline_and_of_its_models_are_plain(pipe):
     plain = image(pipe)
-    accelerate_pipeline(pipe, **FAST, deep_cache=DeepCacheSettings(interval=2))
+    accelerate_pipeline(pipe, **FAST, deep_cache=DeepCacheSettings())
     copied = copy.deepcopy(pipe)
     restore(pipe)
     used = hits()
@@ -235,7 +235,7 @@ def test_copies_of_an_accelerated_pipeline_and_of_its_models_are_plain(pipe):
 
 def test_accelerated_pipeline_that_is_let_go_of_is_gone(models):
     pipe = zoo.pipeline("StableDiffusionPipeline", **{**models, "unet": copy.deepcopy(models["unet"])})
-    accelerate_pipeline(pipe, **FAST, deep_cache=DeepCacheSettings(interval=2))
+    accelerate_pipeline(pipe, **FAST, deep_cache=DeepCacheSettings())
     image(pipe)
     kept = pipe.unet  # others may have it
     gone = weakref.ref(pipe)

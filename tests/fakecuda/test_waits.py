@@ -15,11 +15,14 @@ from comfy_accel.accel.hosts.comfyui.models import samplers  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.server import panel, report  # noqa: E402
+from comfy_accel.accel.report.run_record import records  # noqa: E402
 from comfy_accel.accel.step_cache.config import DeepCacheSettings  # noqa: E402
-from comfy_accel.accel.step_cache.policies.drift import Drift  # noqa: E402
+from comfy_accel.accel.step_cache.plan import QualityPlan  # noqa: E402
+from comfy_accel.accel.step_cache.sampler_facts import SamplerFacts  # noqa: E402
 from kit import made_up_device as device  # noqa: E402
 from kit import tiny_models  # noqa: E402
 from kit.deep_cache import last_run  # noqa: E402
+from kit.step_cache import every  # noqa: E402
 from kit.tiny_models import UNET, Family  # noqa: E402
 
 LAYOUT = {
@@ -94,23 +97,32 @@ def test_replays_wait_for_nothing_and_are_one_launch(model, cache):
     assert counted(both, "graph_launches", 10) == 10 and fallbacks.rows() == []
 
 
-@pytest.mark.parametrize("schedule", ["uniform", "adaptive"])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_either_schedule_of_deepcache_waits_for_nothing(model, cache, schedule, graphs):
+def test_steps_that_are_skipped_wait_for_nothing(model, cache, graphs):
     ours = accelerate(model, CompileSettings(), cache, graphs=graphs)
-    assert waits_a_step(apply_deep_cache(ours, DeepCacheSettings(schedule=schedule))) == 0
-    # How far a feature has drifted is what was in the memory, so that adaptively any step may be skipped, or none.
-    assert (last_run()["skipped_steps"] > 0 or schedule == "adaptive") and fallbacks.rows() == []
+    assert waits_a_step(apply_deep_cache(ours, every(3, points=2))) == 0
+    assert last_run()["skipped_steps"] > 0 and fallbacks.rows() == []
 
 
-def test_drift_that_has_not_come_yet_is_that_of_the_step_before():
-    """The device is far behind: nothing has been computed when the host decides."""
-    drift, feature = Drift(), torch.zeros(8).cuda()
-    drift.measure("a", feature, 0, True)
-    drift.measure("a", feature, 1, False)
-    assert drift.predicted(2) is not None
-    torch.cuda._sleep(10**9)
-    drift.measure("a", feature, 2, False)
+@pytest.mark.parametrize("graphs", [False, True])
+def test_deciding_what_to_skip_waits_for_nothing(model, cache, graphs):
+    """What full steps show is what was in the memory, so any step may be skipped, or none."""
+    ours = accelerate(model, CompileSettings(), cache, graphs=graphs)
+    assert waits_a_step(apply_deep_cache(ours, DeepCacheSettings())) == 0
+    assert records.deep_cache().why_full is None and fallbacks.rows() == []
+
+
+@pytest.mark.parametrize("behind", [0, 10**9])
+def test_what_a_full_step_shows_decides_a_step_later_whether_it_has_come_or_not(behind):
+    """behind: how long the device is busy with what was asked before, when the host decides."""
+    plan = QualityPlan(40.0)
+    plan.begin(SamplerFacts(tuple(4.0 - 0.5 * step for step in range(8)) + (0.0,), False, False))
+    for step in range(4):
+        plan.note_full(step)
+        if step == 3:
+            torch.cuda._sleep(behind)
+        plan.note_shown(step, torch.zeros(2, 1).cuda())
     before = device.counts().waits
-    assert drift.predicted(3) is not None and device.counts().waits == before
+    plan.skips(4)
+    assert device.counts().waits == before and set(plan._bends) == {2}
     torch.cuda.synchronize()

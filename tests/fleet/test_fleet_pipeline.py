@@ -135,11 +135,11 @@ def test_what_the_pipeline_raises_is_an_answer():
 def test_pipeline_is_loaded_accelerated_and_warm(folder):
     settings = PipelineSettings(
         pipeline=str(folder),
-        accelerate={"backend": "eager", "ignores": ["vae"], "deep_cache": {"interval": 2}},
+        accelerate={"backend": "eager", "ignores": ["vae"], "deep_cache": {"quality": 45.0}},
         warm_up={"sizes": [[32, 32]]},
     )
     pipe = fleet_pipeline.load(settings)
-    assert "_accel" in vars(pipe) and vars(pipe)["_accel"]._deep_cache.interval == 2
+    assert "_accel" in vars(pipe) and vars(pipe)["_accel"]._deep_cache.quality == 45.0
     assert fleet_pipeline.engine("cache.graph_cache").shared.statistics(rows=0)["compilations"] > 0
 
 

@@ -677,11 +677,13 @@ def _rows() -> dict[str, Row]:
             "nodes_easycache.EasyCacheNode",
             steps=10,
             **dict(reuse_threshold=0.2, start_percent=0.1, end_percent=0.95, verbose=False),
+            full="EasyCache or LazyCache skips steps of its own",
         ),
         "LazyCache": unet(
             "nodes_easycache.LazyCacheNode",
             steps=10,
             **dict(reuse_threshold=0.2, start_percent=0.1, end_percent=0.95, verbose=False),
+            full="EasyCache or LazyCache skips steps of its own",
         ),
         "core's compile node": unet(
             "nodes_torch_compile.TorchCompileModel", changes=False, compiles=True, backend="eager"

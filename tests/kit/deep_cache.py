@@ -5,8 +5,10 @@ Imported by tests that have put a ComfyUI tree on the path.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Hashable
+from types import SimpleNamespace
 from typing import Any
 
 import comfy.sample
@@ -17,27 +19,27 @@ from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.report.run_record import records
+from comfy_accel.accel.step_cache.features import Features
 from comfy_accel.accel.step_cache.run import DeepCacheRun
+from comfy_accel.accel.step_cache.splits.layouts import find_split
 from torch.utils.flop_counter import FlopCounterMode
 
 from kit import tiny_models
-from kit.step_cache import uniform_hold
+from kit.step_cache import every, features_of, run_of
 
 SPLIT_TOLERANCE = 1e-4
 """Share of the largest value that may differ: joined and split batches add in another order, over six steps."""
 
 
 def cached(model, interval=3, depth=None, **settings):
-    return apply_deep_cache(model, uniform_hold(interval, depth, **settings))
+    return apply_deep_cache(model, every(interval, depth, **settings))
 
 
 def last_run() -> dict[str, Any] | None:
-    """The last DeepCache run: full_steps, skipped_steps, and with a quality target its facts; None before the first."""
+    """The last DeepCache run: full_steps, skipped_steps, target_db, skipped_work; None before the first."""
     known = records.deep_cache()
-    if known is None:
-        return None
-    facts = () if known.target_db is None else ("target_db", "estimated_db", "probes", "skipped_work", "plan")
-    return {name: getattr(known, name) for name in ("full_steps", "skipped_steps", *facts)}
+    names = ("full_steps", "skipped_steps", "target_db", "skipped_work")
+    return None if known is None else {name: getattr(known, name) for name in names}
 
 
 def counts():
@@ -64,11 +66,9 @@ def assert_no_trace(model):
     changed = [name for name, part in model.model.diffusion_model.named_modules() if "forward" in part.__dict__]
     assert changed == []
     gc.collect()
-    runs = [thing for thing in gc.get_objects() if type(thing) is DeepCacheRun]
-    assert not any(run._histories or run._drift._references or run._drift._changes for run in runs)
-    assert not any(run.guidance._difference is not None for run in runs if run.guidance is not None)
-    targets = [run.target for run in runs if run.target is not None]
-    assert not any(target._squares or target._fulls or target._features for target in targets)
+    things = gc.get_objects()
+    assert not any(features._histories for features in things if type(features) is Features)
+    assert not any(run._full.known or run._correction for run in things if type(run) is DeepCacheRun)
     assert host.KEY not in model.model_options.get("transformer_options", {})
 
 
@@ -80,9 +80,9 @@ def said_of_fallbacks(caplog):
 
 def call_unet(model, run, x, sigma, control=None, patches=None, uuids=("u",), begins=True):
     if begins:
-        run.begin_evaluation(sigma)
+        run.begin(sigma)
     options = {
-        host.KEY: run,
+        host.KEY: SimpleNamespace(run=run),
         "uuids": list(uuids),
         "cond_or_uncond": list(range(len(uuids))),
         "wrappers": {WrappersMP.DIFFUSION_MODEL: {host.KEY: [host._call_model]}},
@@ -94,25 +94,28 @@ def call_unet(model, run, x, sigma, control=None, patches=None, uuids=("u",), be
         return unet(x, torch.full((x.shape[0],), 500.0), context, control=control, transformer_options=options)
 
 
+def unet_run(depth, interval=3, levels=(3.0, 2.0, 1.0, 0.0)):
+    """A run of any model that can be split at this depth."""
+    return run_of(every(interval, depth), levels, functools.partial(find_split, depth=depth))
+
+
 def full_and_skipped(model, depth, height, width, **call):
     """The UNet at one and the same input, first as a full step and then as a skipped one."""
-    run = DeepCacheRun(uniform_hold(3, depth))
-    run.schedule = (3.0, 2.0, 1.0, 0.0)
+    run = unet_run(depth)
     x = torch.randn(2, 4, height, width, generator=torch.Generator().manual_seed(1))
     make = {name: value if callable(value) else lambda value=value: value for name, value in call.items()}
     outs = [call_unet(model, run, x, sigma, **{name: value() for name, value in make.items()}) for sigma in (3.0, 2.0)]
-    assert (run.full_steps, run.skipped_steps, run.failed) == (1, 1, False)
+    assert (run.full_steps, run.skipped_steps, run.why_full) == (1, 1, None)
     return outs
 
 
 def full_and_skipped_flops(split, x, call):
     """Of a full and of a skipped `call()` of the split's model on two chunks `x`, as torch counts them."""
-    run = DeepCacheRun(uniform_hold(3))
-    run.schedule = (2.0, 1.0, 0.0)
+    features = features_of(split, levels=(2.0, 1.0, 0.0))
     spent = []
     for sigma, stand_ins in ((2.0, split.full_layers), (1.0, split.skip_layers)):
-        run.begin_evaluation(sigma)
-        layers = stand_ins(run, run.branches(x, ["a", "b"], [0, 1], None))
+        features.run.begin(sigma)
+        layers = stand_ins(features, features.branches(x, ["a", "b"], [0, 1], None))
         counter = FlopCounterMode(display=False)
         with counter, torch.no_grad(), substituted(layers, Order.CACHED):
             call()
@@ -280,6 +283,7 @@ def still_answers(model, steps=3, width=128, height=128, batch=1, cfg=5.0, laten
     answers = []
 
     def ask_the_same(guider, x, sigmas, extra_args=None, callback=None, disable=None):
+        answers.clear()  # what it does is measured first
         for sigma in sigmas[:-1]:
             answers.append(guider(x.clone(), sigma * x.new_ones(x.shape[0]), **extra_args))
         return answers[-1]

@@ -8,7 +8,7 @@ import torch
 from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.hosts.diffusers.deep_cache import deep_cache
 
-from kit.step_cache import uniform_hold
+from kit.step_cache import every
 
 WIDTH = 16
 """Of text features, pooled ones too."""
@@ -168,7 +168,7 @@ def sample_cached(pipe, settings=None, sample=sample, **arguments):
         )
     )
     try:
-        with deep_cache(pipe, settings or uniform_hold(3)):
+        with deep_cache(pipe, settings or every(3)):
             latents = sample(pipe, **arguments)
     finally:
         unsubscribe()

@@ -7,7 +7,7 @@ import diffusers
 import torch
 
 from kit import deep_transformers
-from kit.step_cache import uniform_hold
+from kit.step_cache import every
 
 CONTEXT_DIM = 16
 STEPS = 6
@@ -66,7 +66,7 @@ def sample(pipe, height=64, width=64, batch=1, steps=STEPS, **arguments):
 
 def sample_cached(pipe, interval, depth, **arguments):
     """Latents of one call with DeepCache, and its full and skipped steps."""
-    return deep_transformers.sample_cached(pipe, uniform_hold(interval, depth), sample, **arguments)
+    return deep_transformers.sample_cached(pipe, every(interval, depth), sample, **arguments)
 
 
 def difference(actual, expected):

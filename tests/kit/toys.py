@@ -2,11 +2,10 @@
 
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.dit_split import DiTSplit
-from comfy_accel.accel.step_cache.run import DeepCacheRun
+from comfy_accel.accel.step_cache.splits.dit import DiTSplit
 from torch.nn.functional import interpolate
 
-from kit.step_cache import uniform_hold
+from kit.step_cache import every, features_of
 
 FULL, SKIPPED = 14.6, 8.0
 
@@ -144,18 +143,18 @@ class Sampler:
 
     def __init__(self, model, depth=1, **settings):
         self.model, self.split = model, DiTSplit(model, depth)
-        self.run = DeepCacheRun(uniform_hold(**settings))
-        self.run.schedule = (14.6, 8.0, 4.0, 2.0, 0.0)
+        self.features = features_of(self.split, every(**settings), levels=(14.6, 8.0, 4.0, 2.0, 0.0))
+        self.run = self.features.run
 
     def call(self, sigma, x, *args, uuids="a", control=None):
-        self.run.begin_evaluation(sigma)
-        keys = self.run.branches(x, list(uuids), list(range(len(uuids))), None)
-        self.skipped = keys is not None and self.run.can_skip(keys)
+        self.run.begin(sigma)
+        keys = self.features.branches(x, list(uuids), list(range(len(uuids))), None)
+        self.skipped = keys is not None and self.features.can_skip(keys)
         if keys is None:
             return self.model(x, *args)
         stand_ins = self.split.skip_layers if self.skipped else self.split.full_layers
         given = {} if control is None else {"control": self.split.withhold(control) if self.skipped else control}
-        with substituted(stand_ins(self.run, keys), Order.CACHED):
+        with substituted(stand_ins(self.features, keys), Order.CACHED):
             out = self.model(x, *args, **given)
         if self.skipped:
             self.split.check_done()

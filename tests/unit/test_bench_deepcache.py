@@ -1,115 +1,49 @@
-"""The DeepCache bench's arithmetic: curves, gains, targets, merged rows, similarity, the plot, the networks' data."""
+"""The DeepCache bench's arithmetic: cells, gains, targets, merged rows, similarity, the plot, the networks' data."""
 
 import pytest
 import torch
 from PIL import Image
 
-from bench import deepcache_page, line_plot, similarity, toy_data
-from bench.deepcache_plan import (
-    FEWER_STEPS,
-    TARGET,
-    at,
-    gains,
-    merged,
-    more_was_possible,
-    share_at,
-    summary,
-    verdict,
-    verdicts,
-)
-
-HOLD, FORECAST = "uniform, hold", "adaptive, forecast"
+from bench import deepcache, line_plot, similarity, toy_data
 
 
-def row(curve=HOLD, share=0.5, psnr=30.0, **changes):
-    schedule, between = curve.split(", ") if ", " in curve else (None, None)
-    place = {"network": "unet", "sampler": "euler", "steps": 30, "width": 16, "height": 16, "batch": 1, "samples": 1}
-    setting = {"interval": 3, "threshold": share, "depth": None, "target_db": None, "fewer_steps": None}
-    measured = {"flops_share": share, "psnr_db": psnr, "ssim": 0.9, "latent_db": psnr}
-    method = "DeepCache" if schedule else curve
-    own = {"method": method, "schedule": schedule, "between": between, "on_curve": True}
-    return {**place, **own, **setting, **measured, **changes}
-
-
-def asked(target, share, psnr, reached=1, above=0, **changes):
-    return row(TARGET, share, psnr, target_db=target, reached_db=psnr, reached=reached, above=above, **changes)
-
-
-def test_summary_weighs_cases_by_their_samples_and_adds_up_what_reached():
-    cases = {"samples": 1, "batch": 1}, {"samples": 3, "batch": 3}
-    (mean,) = summary([asked(40.0, 0.5, 20.0, 0, **cases[0]), asked(40.0, 0.5, 32.0, 2, 1, **cases[1])])
-    assert mean["psnr_db"] == mean["reached_db"] == 29.0
-    assert (mean["samples"], mean["reached"], mean["above"]) == (4, 2, 1)
+def row(way="Balanced", latent=50.0, fewer=40.0, share=0.6, seed=50, target=40.0, **changes):
+    place = {"network": "unet", "sampler": "euler", "steps": 30, "cfg": 4.0, "seed": seed}
+    measured = {"flops_share": share, "latent_db": latent, "fewer_steps": 18, "fewer_db": fewer}
+    return {**place, "way": way, "target_db": target, **measured, "steps_taken": "FS", **changes}
 
 
 def test_merged_rows_replace_those_of_the_same_measurement_alone():
-    known = [row(psnr=1.0), row(psnr=2.0, steps=8), row(psnr=3.0, network="dit")]
-    found = merged(known, [row(psnr=4.0), row(psnr=5.0, batch=4)])
-    assert sorted(one["psnr_db"] for one in found) == [2.0, 3.0, 4.0, 5.0]
+    known = [row(latent=1.0), row(latent=2.0, steps=8), row(latent=3.0, network="dit")]
+    found = deepcache.merged(known, [row(latent=4.0), row(latent=5.0, seed=51)])
+    assert sorted(one["latent_db"] for one in found) == [2.0, 3.0, 4.0, 5.0]
 
 
-@pytest.mark.parametrize(("psnr", "expected"), [(25.0, 0.45), (40.0, 0.6), (15.0, 0.4), (41.0, None)])
-def test_share_at_a_quality_is_the_least(psnr, expected):
-    assert share_at([(0.4, 20.0), (0.6, 40.0)], psnr) == (expected if expected is None else pytest.approx(expected))
+def test_cell_has_the_mean_and_the_worst_of_its_images():
+    (cell,) = deepcache.cells([row(latent=60.0, fewer=40.0), row(latent=30.0, fewer=44.0, seed=51)])
+    assert (cell["mean"], cell["worst"], cell["gain"], cell["worst_gain"]) == (45.0, 30.0, 3.0, -14.0)
 
 
-@pytest.mark.parametrize(
-    ("other", "expected"),
-    [
-        (row(share=0.4, psnr=41.0), True),
-        (row(share=0.4, psnr=39.0), False),
-        (row(share=0.5, psnr=60.0), False),
-        (row(share=0.4, psnr=41.0, sampler="heun"), False),
-    ],
-)
-def test_more_was_possible_where_another_way_kept_the_target_for_less(other, expected):
-    assert more_was_possible(asked(40.0, 0.5, 50.0), [other]) is expected
+def test_overview_counts_cells_by_their_worst_image_and_leaves_out_those_that_skip_nothing():
+    rows = [row(latent=30.0, fewer=45.0), row(latent=60.0, seed=51), row(latent=34.0, fewer=38.0, steps=20)]
+    (line,) = deepcache.overview([*rows, row(latent=100.0, fewer=100.0, share=1.0, steps=8)])
+    assert (line["cells"], line["skipping"], line["worst below 35"], line["cells below"]) == (3, 2, 2, 1)
+    assert line["images over 1 dB below"] == 2 and line["worst image"] == "30.0"
 
 
-def test_verdicts_count_what_reached_its_target_and_what_was_too_far_above():
-    rows = [asked(40.0, 0.5, 50.0, above=1), row(share=0.4, psnr=41.0), asked(32.0, 0.3, 20.0, reached=0)]
-    kept, *_ = verdicts(rows)
-    assert "1 of 2 samples (50%)" in kept and "of 1 where more could have been skipped, 1 (100%)" in kept
+def test_targets_are_kept_within_a_decibel_where_anything_was_skipped():
+    rows = [row(latent=latent, seed=seed) for seed, latent in enumerate((38.5, 39.2, 45.0, 55.0))]
+    (line,) = deepcache.kept([*rows, row(latent=100.0, share=1.0, seed=9), row(target=None, seed=10)])
+    assert line["images"] == 4
+    assert (line["kept within 1 dB"], line["more than 10 dB above"]) == ("75%", "25%")
 
 
-def test_targets_are_judged_against_the_default_and_every_other_way():
-    rows = [asked(target, share, psnr) for target, share, psnr in ((40.0, 0.5, 40.0), (30.0, 0.3, 30.0))]
-    rows += [row(FORECAST, 0.4, 32.0, on_curve=False), *(row(FEWER_STEPS, share, 20.0) for share in (0.3, 0.5))]
-    kept, over_default, over_fewer = verdicts(rows)
-    assert "+3.0 dB" in over_default and "at least 2 dB: reached." in over_default
-    assert FEWER_STEPS in over_fewer and "+15.0 dB" in over_fewer
-
-
-def test_page_begins_with_a_table_and_the_plots(tmp_path):
-    rows = [asked(target, share, target + 1) for target, share in ((40.0, 0.5), (32.0, 0.3))]
-    rows += [row(FORECAST, 0.4, 32.0, on_curve=False), row(HOLD, 0.4, 30.0), row(HOLD, 0.6, 35.0)]
-    deepcache_page.save(tmp_path, rows)
+def test_page_has_a_table_for_every_question_and_the_plot(tmp_path):
+    rows = [row(), row("Fast", 45.0, 39.0, 0.5, target=35.0), row("EasyCache 0.1", 30.0, target=None)]
+    printed = deepcache.save(tmp_path, rows)
     page = (tmp_path / "deepcache.md").read_text(encoding="utf-8")
-    assert "| unet | 30 | 0.40 → 32.0 dB | 0.50 → 41.0 dB, 100% kept | 0.30 → 33.0 dB, 100% kept |" in page
-    assert page.index("| unet") < page.index("deepcache.png") < page.index("What it shows")
-    assert (tmp_path / "deepcache.png").is_file() and (tmp_path / "deepcache_unet_targets.png").is_file()
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0.4, 20.0), (0.45, 25.0), (0.6, 40.0), (0.39, None), (0.61, None)])
-def test_value_between_points_lies_on_the_line(share, expected):
-    assert at([(0.4, 20.0), (0.6, 40.0)], share) == (expected if expected is None else pytest.approx(expected))
-
-
-def test_gains_are_taken_where_both_curves_reach():
-    found = gains([(0.2, 20.0), (0.6, 40.0)], [(0.4, 25.0), (0.8, 45.0)])
-    assert found == [(0.4, pytest.approx(5.0)), (0.6, pytest.approx(5.0))]
-
-
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        ({"euler": 3.0, "heun": 4.0}, "+3.5 dB, +3.0 dB (euler) to +4.0 dB (heun); goal at least 3 dB: reached."),
-        ({"euler": 1.0, "heun": 4.0}, "goal at least 3 dB: missed."),
-        ({"euler": 3.0}, "+3.0 dB (euler); goal at least 3 dB: reached."),
-    ],
-)
-def test_gain_is_judged_by_its_mean_over_samplers(found, words):
-    assert words in verdict(found, goal=3.0)
+    assert "0.60 → 50 (50)" in page and "EasyCache 0.1" in page and "0.60 → 50 (50)" in printed
+    assert (tmp_path / "deepcache.png").is_file()
 
 
 def test_psnr_of_a_known_error():
@@ -146,7 +80,7 @@ def test_data_has_the_moments_of_latents_and_depends_on_the_seed_alone():
     classes = torch.arange(len(toy_data.CLASSES)).repeat(64)
 
     def made(seed):
-        return toy_data.pictures(classes, 16, 15, torch.Generator().manual_seed(seed))
+        return toy_data.figures(classes, 16, 15, torch.Generator().manual_seed(seed))
 
     pictures = made(0)
     assert pictures.mean((0, 2, 3)).abs().max() < 0.15

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from comfy_accel.accel.modules.blocks import trunk_of
-from comfy_accel.accel.step_cache.dit_split import DiTSplit, has_dit_layout
-from comfy_accel.accel.step_cache.split_points import find_split, why_no_split
-from comfy_accel.accel.step_cache.unet_split import UNetSplit
+from comfy_accel.accel.step_cache.splits.dit import DiTSplit, has_dit_layout
+from comfy_accel.accel.step_cache.splits.layouts import find_split, why_no_split
+from comfy_accel.accel.step_cache.splits.unet import UNetSplit
 from kit.toys import Chain, Doubles, Single
 
 

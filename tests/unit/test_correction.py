@@ -4,36 +4,16 @@ import math
 
 import pytest
 import torch
-from comfy_accel.accel.step_cache.predictions import correction
-from comfy_accel.accel.step_cache.predictions.correction import Correction, response_of
-from comfy_accel.accel.step_cache.step_schedule import angle
-
-SCHEDULE = (14.6, 9.0, 6.0, 4.0, 2.7, 1.8, 1.2, 0.8, 0.6, 0.45, 0.4, 0.35)
-"""It ends before the image: a last step to noise level 0 makes the latent of its prediction alone."""
-
-
-def sampler(memory):
-    """One that takes, beside the newest prediction, `memory` earlier ones; without any it is Euler's."""
-
-    def sample(predict, latent):
-        known = []
-        for now, end in zip(SCHEDULE, SCHEDULE[1:], strict=False):
-            known = [predict(latent, now), *known[:memory]]
-            drawn = sum((-0.3) ** back * one for back, one in enumerate(known))
-            latent = latent * end / now + (1 - end / now) * drawn / sum((-0.3) ** back for back in range(len(known)))
-        return latent
-
-    return sample
+from comfy_accel.accel.step_cache import correction, sampler_facts
+from comfy_accel.accel.step_cache.noise_levels import angle
+from comfy_accel.accel.step_cache.run import DeepCacheRun
+from comfy_accel.accel.step_cache.sampler_facts import measured
+from kit.sampling import SCHEDULE, heun, sampler
+from kit.step_cache import EveryFew, EveryFewSettings
 
 
-def heun(predict, latent):
-    for now, end in zip(SCHEDULE, SCHEDULE[1:], strict=False):
-        slope = (latent - predict(latent, now)) / now
-        ahead = latent + slope * (end - now)
-        if end:
-            slope = (slope + (ahead - predict(ahead, end)) / end) / 2
-        latent = latent + slope * (end - now)
-    return latent
+def response_of(schedule, sample):
+    return measured(schedule, False, sample).response
 
 
 def test_response_says_how_predictions_reach_the_final_latent():
@@ -50,9 +30,9 @@ def test_response_says_how_predictions_reach_the_final_latent():
     "schedule, sample",
     [
         (SCHEDULE, heun),
-        (SCHEDULE, lambda predict, latent: sampler(0)(lambda *given: predict(*given) ** 2, latent)),
-        (SCHEDULE, lambda predict, latent: sampler(0)(predict, latent) + 1.0),
-        (SCHEDULE, sampler(correction.MEMORY + 2)),
+        (SCHEDULE, lambda predict, noise, latent: sampler(0)(lambda *given: predict(*given) ** 2, noise, latent)),
+        (SCHEDULE, lambda predict, noise, latent: sampler(0)(predict, noise, latent) + 1.0),
+        (SCHEDULE, sampler(sampler_facts.MEMORY + 2)),
         (SCHEDULE[::-1], sampler(0)),
     ],
     ids=["evaluates beside its way", "is not linear", "adds of its own", "remembers too much", "makes noise"],
@@ -61,21 +41,35 @@ def test_no_response_of_a_sampler_that(schedule, sample):
     assert response_of(schedule, sample) is None
 
 
-def run(sample, skipped, correct, changes=(), scale=lambda step: None):
+class Steps(EveryFew):
+    """Skips these steps."""
+
+    def __init__(self, skipped):
+        super().__init__(0, points=2)
+        self.skips = lambda step: step in skipped
+
+
+class StepsSettings(EveryFewSettings):
+    def __init__(self, skipped):
+        super().__init__()
+        object.__setattr__(self, "plan", lambda: Steps(skipped))
+
+
+def run(sample, skipped, correct, changes=(), scale=lambda step: None, follows=1.0):
     """The final latent where predictions lie on a line over the noise level's angle, and are wrong in skipped steps."""
-    corrections = Correction(response_of(SCHEDULE, sample), changes) if correct else None
-    step = -1
+    facts, step = measured(SCHEDULE, False, sample), -1
+    follow = (follows,) * len(SCHEDULE) if correct else None
+    made = DeepCacheRun(StepsSettings(skipped), facts, lambda model: None, (math.inf, 0.0), follow, changes)
 
     def predict(latent, level):
         nonlocal step
         step += 1
-        place = angle(level)
-        prediction = torch.full_like(latent, 2.0 + place) + (0.1 * (step + 1) if step in skipped else 0.0)
-        if corrections is None:
-            return prediction
-        return corrections.corrected(latent, level, place, prediction, step in skipped, scale(step))
+        made.begin(level)
+        prediction = torch.full_like(latent, 2.0 + angle(level)) + (0.1 * (step + 1) if step in skipped else 0.0)
+        made.count(step in skipped)
+        return made.end(latent, level, prediction, scale(step))
 
-    return sample(predict, torch.full((2, 4, 3, 5), SCHEDULE[0]))
+    return sample(predict, torch.zeros_like, torch.full((2, 4, 3, 5), SCHEDULE[0]))
 
 
 @pytest.fixture
@@ -108,22 +102,32 @@ def test_nothing_is_interpolated_where_another_thing_is_asked_from_then_on(monke
     assert not torch.allclose(run(sampler(0), {4, 5}, True), wrong, rtol=1e-3)
 
 
+def test_predictions_that_do_not_follow_the_latent_are_brought_to():
+    """As where a model predicts the image itself: what it returns does not move with the latent."""
+    outs = [run(sampler(0), {4, 5}, True, follows=follows) for follows in (0.0, 0.5, 1.0)]
+    assert not torch.allclose(outs[0], outs[1], rtol=1e-4) and not torch.allclose(outs[1], outs[2], rtol=1e-4)
+
+
+def evaluated(evaluations):
+    """What a run gives for each (level, is_skipped, size)."""
+    skipped = {index for index, (_, is_skipped, _) in enumerate(evaluations) if is_skipped}
+    facts = measured(SCHEDULE, False, sampler(0))
+    run = DeepCacheRun(StepsSettings(skipped), facts, lambda model: None, (math.inf, 0.0), (1.0,) * len(SCHEDULE))
+    got = []
+    for level, is_skipped, size in evaluations:
+        run.begin(level)
+        run.count(is_skipped)
+        prediction = torch.full((1, 4, size, size), level)
+        got.append(run.end(2 * prediction, level, prediction))
+    return got
+
+
 def test_predictions_stay_as_they_are_once_the_run_leaves_the_response():
-    corrections = Correction(response_of(SCHEDULE, sampler(0)))
-    prediction = torch.ones(1, 4, 2, 2)
-
-    def given(level, is_skipped, latent=prediction):
-        return corrections.corrected(latent, level, angle(level), torch.full_like(latent, level), is_skipped)
-
-    for level, is_skipped in ((14.6, False), (9.0, True), (5.0, True)):
-        got = given(level, is_skipped)
-    assert torch.equal(got, torch.full_like(got, 5.0)), "of another level"
-    assert torch.equal(given(4.0, False), torch.full_like(got, 4.0)), "and for good"
+    got = evaluated([(14.6, False, 2), (9.0, True, 2), (5.0, False, 2), (4.0, False, 2)])
+    assert torch.equal(got[2], torch.full_like(got[2], 5.0)), "of another level"
+    assert torch.equal(got[3], torch.full_like(got[3], 4.0)), "and for good"
 
 
 def test_another_size_ends_it():
-    corrections = Correction(response_of(SCHEDULE, sampler(0)))
-    for level, size, is_skipped in ((14.6, 4, False), (9.0, 4, True), (6.0, 2, False), (4.0, 4, False)):
-        prediction = torch.full((1, 4, size, size), level)
-        got = corrections.corrected(2 * prediction, level, angle(level), prediction, is_skipped)
-    assert torch.equal(got, prediction)
+    got = evaluated([(14.6, False, 4), (9.0, True, 4), (6.0, False, 2), (4.0, False, 4)])
+    assert torch.equal(got[3], torch.full_like(got[3], 4.0))

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
-from comfy_accel.accel.step_cache.run import DeepCacheRun
-from kit.step_cache import ADAPTIVE, SCHEDULE, Sampler, uniform_hold
+from kit.step_cache import SCHEDULE, Sampler, every, features_of
 
 # Settings
 
@@ -12,8 +11,6 @@ from kit.step_cache import ADAPTIVE, SCHEDULE, Sampler, uniform_hold
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"interval": 0}, "interval 0 is below 1 (1 = off)."),
-        ({"interval": -3}, "interval -3 is below 1 (1 = off)."),
         ({"depth": -1}, "depth -1 is below 0 (0 = automatic)."),
         ({"start_percent": -0.1}, "start_percent -0.1 is outside 0.0 to 1.0."),
         ({"end_percent": 1.5}, "end_percent 1.5 is outside 0.0 to 1.0."),
@@ -22,10 +19,8 @@ from kit.step_cache import ADAPTIVE, SCHEDULE, Sampler, uniform_hold
             {"start_percent": 0.8, "end_percent": 0.2},
             "start_percent 0.8 is above end_percent 0.2; it must be 0.0 to 0.2.",
         ),
-        ({"schedule": "often"}, "schedule is 'often'; it must be one of: uniform, adaptive."),
-        ({"threshold": -1.0}, "threshold -1.0 is not a number from 0 up (0 skips nothing)."),
-        ({"threshold": float("nan")}, "threshold nan is not a number from 0 up (0 skips nothing)."),
-        ({"between": "guess"}, "between is 'guess'; it must be one of: hold, forecast."),
+        ({"quality": 0.0}, "quality 0.0 is not a number of dB above 0."),
+        ({"quality": float("nan")}, "quality nan is not a number of dB above 0."),
     ],
 )
 def test_settings_out_of_range_are_refused_with_the_range(settings, said):
@@ -50,7 +45,7 @@ def test_joined_and_split_calls_share_their_branches(splits):
     sampler = Sampler()
     seen = []
     for sigma, split in zip(SCHEDULE, splits, strict=False):
-        sampler.run.begin_evaluation(sigma)
+        sampler.run.begin(sigma)
         if split:
             seen.append([sampler.call(sigma, "b", conds=[1])[0], sampler.call(sigma, "a", conds=[0])[0]][::-1])
         else:
@@ -75,10 +70,10 @@ def test_feature_of_an_earlier_cycle_is_never_used():
 
 def test_second_call_of_one_evaluation_is_a_branch_of_its_own():
     sampler = Sampler()
-    sampler.run.begin_evaluation(14.6)
+    sampler.run.begin(14.6)
     assert sampler.call(1.0, "a") == [1.0]
     assert sampler.call(2.0, "a") == [2.0]
-    sampler.run.begin_evaluation(8.0)
+    sampler.run.begin(8.0)
     assert sampler.call(0.0, "a") == [1.0]
     assert sampler.call(0.0, "a") == [2.0]
 
@@ -87,35 +82,36 @@ def test_second_call_of_one_evaluation_is_a_branch_of_its_own():
 def test_another_shape_window_or_condition_is_another_stream(other):
     sampler = Sampler()
     sampler.evaluate(14.6, "a")
-    sampler.run.begin_evaluation(8.0)
+    sampler.run.begin(8.0)
     assert sampler.call(8.0, "a", **other) == [8.0]
 
 
 def test_features_are_copies_both_ways():
-    run = Sampler().run
-    run.begin_evaluation(14.6)
-    keys = run.branches(torch.zeros(1, 4, 8, 8), ["a"], [0], None)
-    feature = torch.ones(1, 3, 8, 8)
-    run.exchange(keys, feature)
+    sampler = Sampler()
+    sampler.run.begin(14.6)
+    features, feature = sampler.features, torch.ones(1, 3, 8, 8)
+    keys = features.branches(torch.zeros(1, 4, 8, 8), ["a"], [0], None)
+    features.exchange(keys, feature)
     feature.zero_()
-    run.gather(keys).zero_()
-    assert run.gather(keys).mean() == 1
+    features.gather(keys).zero_()
+    assert features.gather(keys).mean() == 1
 
 
 def test_call_without_evaluation_schedule_or_uuids_is_plain():
-    run = DeepCacheRun(DeepCacheSettings())
     x = torch.zeros(2, 4, 8, 8)
-    assert run.branches(x, ["a"], [0], None) is None
-    run.begin_evaluation(1.0)
-    assert run.branches(x, ["a"], [0], None) is None
-    run.schedule = SCHEDULE
-    run.begin_evaluation(1.0)
-    assert run.branches(x, ["a"], [0], None) is not None
-    assert run.branches(x, None, [0], None) is None
-    assert run.branches(x, ["a"], [], None) is None
-    assert run.branches(x[:1], ["a", "b"], [0, 1], None) is None
-    run.failed = True
-    assert run.branches(x, ["a"], [0], None) is None
+    for levels, begins in ((SCHEDULE, False), ((), True), ((1.0,), True)):
+        features = features_of(torch.nn.Identity(), levels=levels)
+        if begins:
+            features.run.begin(1.0)
+        assert features.branches(x, ["a"], [0], None) is None
+    features = features_of(torch.nn.Identity())
+    features.run.begin(1.0)
+    assert features.branches(x, ["a"], [0], None) is not None
+    assert features.branches(x, None, [0], None) is None
+    assert features.branches(x, ["a"], [], None) is None
+    assert features.branches(x[:1], ["a", "b"], [0, 1], None) is None
+    features.run.run_in_full("a test says so")
+    assert features.branches(x, ["a"], [0], None) is None
 
 
 def test_second_evaluation_of_a_step_counts_no_step():
@@ -126,17 +122,16 @@ def test_second_evaluation_of_a_step_counts_no_step():
 
 
 def test_closed_run_holds_nothing():
-    sampler = Sampler(SCHEDULE, **ADAPTIVE)
+    sampler = Sampler()
     sampler.evaluate(14.6, "ab")
+    assert sampler.features.bytes
     sampler.run.close()
-    assert not sampler.run._histories
-    assert not sampler.run._drift._references
-    assert sampler.run.split is None
+    assert not sampler.features.bytes and not sampler.run._models
     assert sampler.call(1.0, "a") is None
 
 
 def test_going_back_up_recomputes_though_the_interval_is_long():
-    sampler = Sampler(interval=5)
+    sampler = Sampler(settings=every(5))
     assert sampler.full_sigmas(14.6, 8.0, 4.0, 2.0, 1.0, 0.5) == [14.6, 0.5]
     # 8.0 is four steps before the last full one: nothing of the future is used, and counting begins anew.
     assert sampler.evaluate(8.0, "a") == [[8.0]]
@@ -144,24 +139,72 @@ def test_going_back_up_recomputes_though_the_interval_is_long():
 
 
 def test_branch_keeps_its_feature_only_where_it_fits():
-    run = DeepCacheRun(uniform_hold(3))
-    run.schedule = SCHEDULE
+    features = features_of(torch.nn.Identity())
     x = torch.zeros(2, 4, 8, 8)
     for sigma, uuids, size in ((14.6, "ab", 4), (8.0, "ac", 6), (4.0, "ac", 6)):
-        run.begin_evaluation(sigma)
-        keys = run.branches(x, list(uuids), [0, 1], None)
+        features.run.begin(sigma)
+        keys = features.branches(x, list(uuids), [0, 1], None)
         if sigma == 4.0:
-            assert run.can_skip(keys)
+            assert features.can_skip(keys)
         else:
             fresh = torch.full((2, 3, size, size), sigma)
-            assert torch.equal(run.exchange(keys, fresh), fresh)
-    assert (run.gather(keys) == 8.0).all()
+            assert torch.equal(features.exchange(keys, fresh), fresh)
+    assert (features.gather(keys) == 8.0).all()
 
 
 def test_branches_are_told_apart_by_their_variant():
     sampler = Sampler()
-    sampler.run.begin_evaluation(14.6)
+    sampler.run.begin(14.6)
     sampler.call(14.6, "a", window="plain")
-    sampler.run.begin_evaluation(8.0)
+    sampler.run.begin(8.0)
     assert sampler.call(8.0, "a", window="without block 3") == [8.0]
     assert sampler.call(8.0, "a", window="plain") == pytest.approx([14.6])
+
+
+def test_steps_outside_the_window_are_full():
+    sampler = Sampler(window=(4.0, 1.0))
+    assert sampler.full_sigmas(*SCHEDULE[:-1]) == [14.6, 8.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    "run, why",
+    [
+        ({"levels": SCHEDULE[::-1]}, "this run makes noise of an image"),
+        ({"levels": (14.6, 4.0, 8.0, 0.0)}, "the noise levels of this run go up and down"),
+        ({"why_full": "a test says so"}, "a test says so"),
+    ],
+)
+def test_runs_that_may_skip_nothing_store_nothing_and_say_why(run, why):
+    sampler = Sampler(**run)
+    for sigma in sampler.run.facts.levels[:-1]:
+        assert sampler.evaluate(sigma, "a") == [None]
+    assert sampler.run.why_full == why and not sampler.features.bytes
+
+
+def test_clones_on_several_devices_share_what_is_skipped_and_keep_features_of_their_own():
+    sampler, other = Sampler(), torch.nn.Identity()
+    beside = sampler.run.of(other)
+    assert beside is not sampler.features and sampler.run.of(other) is beside
+    assert sampler.run.of(torch.nn.ReLU()) is None
+    x = torch.zeros(1, 4, 8, 8)
+    for sigma in SCHEDULE[:2]:
+        sampler.run.begin(sigma)
+        for features, value in ((sampler.features, 1.0), (beside, 2.0)):
+            keys = features.branches(x, ["a"], [0], None)
+            if features.can_skip(keys):
+                assert features.gather(keys).mean() == value
+            else:
+                features.exchange(keys, torch.full((1, 3), value))
+            features.run.count(not features.run.is_full)
+    assert sampler.run.letters == "FS"
+
+
+def test_another_caches_answers_end_corrections_and_comparisons(monkeypatch):
+    sampler = Sampler(settings=every(3, points=2))
+    shown = []
+    monkeypatch.setattr(sampler.run.plan, "note_shown", lambda step, what: shown.append(step))
+    latent = torch.rand(1, 4, 8, 8)
+    for sigma in SCHEDULE[:-1]:
+        sampler.evaluate(sigma, "a", *("b" * (sigma == 8.0)))
+        sampler.run.end(latent, sigma, latent / 2)
+    assert sampler.run.letters == "FSSFSS"

@@ -97,22 +97,13 @@ SAID = [
     ),
     (facts(compiling(check_gain=False)), "turn it on"),
     (facts({"by_compiling": Saving(0.1, Reason("compiling_saved"))}), "matrix products"),
-    (facts(nodes={"AccelDeepCache": [{"interval": 1}]}), "3 is the default"),
     (
-        facts(nodes={"AccelDeepCache": [{"interval": 3, "start_percent": 0.5, "end_percent": 0.5}]}),
+        facts(nodes={"AccelDeepCache": [{"start_percent": 0.5, "end_percent": 0.5}]}),
         "no step to skip",
     ),
     (
-        facts(nodes={"AccelDeepCache": [{"interval": 3, "schedule": "adaptive", "threshold": 0.0}]}),
-        "0.05 is the default",
-    ),
-    (
-        facts({"prompt": "a"}, nodes={"AccelDeepCache": [{"interval": 3}]}, prompt="a"),
+        facts({"prompt": "a"}, nodes={"AccelDeepCache": [{"quality": "Fast"}]}, prompt="a"),
         "the log says why",
-    ),
-    (
-        facts(skipping(steps=8, target_db=50.0)),
-        "nothing to gain at the 50 dB asked",
     ),
     (
         facts(skipping(steps=4, why_full="the noise levels of this run go up and down")),
@@ -120,7 +111,7 @@ SAID = [
     ),
     (facts(skipping(steps=6)), "about 20 steps on"),
     (facts(skipping(sampler="euler_ancestral")), "Use euler"),
-    (facts(skipping()), "raise the threshold"),
+    (facts(skipping()), "choose Fast"),
     (facts(device="cpu"), "on the CPU"),
     (facts({"loaded_share": 0.4}), "Only 40%"),
     (facts(low_vram="lowvram"), "mode lowvram"),

@@ -5,8 +5,7 @@ import logging
 import pytest
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.run import OutdatedFeature
-from comfy_accel.accel.step_cache.step_schedule import step_of
+from comfy_accel.accel.step_cache.features import OutdatedFeature
 from kit.toys import (
     FULL,
     SKIPPED,
@@ -126,17 +125,11 @@ def test_input_of_the_first_skipped_block_stays_as_it_is():
     assert torch.equal(kept[0], tokens(2))
 
 
-@pytest.mark.parametrize("schedule", ["uniform", "adaptive"])
-def test_later_blocks_that_write_in_place_leave_what_was_stored_alone(schedule):
-    sampler = Sampler(Chain(kind=InPlaceSingle), schedule=schedule, threshold=100.0)
-    for sigma in (FULL, SKIPPED):  # the adaptive schedule needs two full steps
-        sampler.run._full[step_of(sigma, sampler.run.schedule)] = True
-        assert torch.equal(sampler.call(sigma, tokens(1)), tokens(32))
-    for sigma in (4.0, 2.0):
+def test_later_blocks_that_write_in_place_leave_what_was_stored_alone():
+    sampler = Sampler(Chain(kind=InPlaceSingle))
+    assert torch.equal(sampler.call(FULL, tokens(1)), tokens(32))
+    for sigma in (SKIPPED, 4.0):
         assert torch.equal(sampler.call(sigma, tokens(3)), tokens(40)) and sampler.skipped
-    references = [reference for _, reference in sampler.run._drift._references.values()]
-    assert all(torch.equal(reference, tokens(2)) for reference in references)
-    assert len(references) == (schedule == "adaptive")
 
 
 class Clones(TorchDispatchMode):
@@ -150,12 +143,10 @@ class Clones(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("uuids", ["a", "ab"])
-@pytest.mark.parametrize("settings", [{}, {"schedule": "adaptive", "between": "forecast"}])
-def test_full_step_copies_each_token_stream_once(uuids, settings):
-    sampler = Sampler(Doubles(), **settings)
+def test_full_step_copies_each_token_stream_once(uuids):
+    sampler = Sampler(Doubles(), interval=1)
     img, txt = tokens(*range(1, len(uuids) + 1)), tokens(*[9] * len(uuids), count=4)
     sampler.call(FULL, img, txt, uuids=uuids)
-    sampler.run._full[1] = True
     with Clones() as plain:
         expected = sampler.model(img, txt)
     with Clones() as full:
@@ -173,12 +164,12 @@ def test_joined_and_split_chunks_agree():
     joined = sampler.call(SKIPPED, tokens(5, 5), uuids="ab")
     # The middle adds 14 for each 1 that the chunk was.
     assert torch.equal(joined, tokens(48, 76))
-    keys = sampler.run.branches(tokens(5), ["b"], [1], None)
-    assert not sampler.run.can_skip(keys)  # a second call of one evaluation is another branch
-    sampler.run.begin_evaluation(4.0)
-    keys = sampler.run.branches(tokens(5), ["b"], [1], None)
-    assert sampler.run.can_skip(keys)
-    with substituted(sampler.split.skip_layers(sampler.run, keys), Order.CACHED):
+    keys = sampler.features.branches(tokens(5), ["b"], [1], None)
+    assert not sampler.features.can_skip(keys)  # a second call of one evaluation is another branch
+    sampler.run.begin(4.0)
+    keys = sampler.features.branches(tokens(5), ["b"], [1], None)
+    assert sampler.features.can_skip(keys)
+    with substituted(sampler.split.skip_layers(sampler.features, keys), Order.CACHED):
         assert torch.equal(sampler.model(tokens(5)), tokens(76))
 
 
@@ -220,18 +211,6 @@ def test_batch_may_stand_where_x_format_says():
     assert sampler.skipped
 
 
-def test_adaptive_schedule_sees_the_image_in_front_of_the_middle():
-    # Told by its name, or else by its length.
-    for model, args in ((Doubles(), (tokens(9, count=4),)), (Joints(), (tokens(9, count=2),))):
-        seen = []
-        sampler = Sampler(model, schedule="adaptive", threshold=10.0)
-        sampler.run.measure = lambda keys, shallow, owned=False, seen=seen: seen.append(shallow.clone())
-        for sigma in (FULL, FULL):
-            sampler.call(sigma, tokens(1), *args)
-        assert [shallow[0, 0, 0].item() for shallow in seen] == [2.0, 2.0]
-        assert all(shallow.shape == (1, 3, 2) for shallow in seen)
-
-
 # Patches
 
 
@@ -271,9 +250,9 @@ def test_call_that_is_made_again_and_ends_midway_is_done_and_leaves_no_tensor():
     """As where a capture is tried after the call was made."""
     sampler = Sampler(Chain())
     sampler.call(FULL, tokens(1))
-    sampler.run.begin_evaluation(SKIPPED)
-    keys = sampler.run.branches(tokens(1), ["a"], [0], None)
-    with substituted(sampler.split.skip_layers(sampler.run, keys), Order.CACHED):
+    sampler.run.begin(SKIPPED)
+    keys = sampler.features.branches(tokens(1), ["a"], [0], None)
+    with substituted(sampler.split.skip_layers(sampler.features, keys), Order.CACHED):
         assert torch.equal(sampler.model(tokens(1)), tokens(32))
         sampler.model.blocks[1](tokens(1), vec=torch.ones(1, 2))
     assert any(call.inputs for call in sampler.split._calls)
@@ -389,7 +368,7 @@ def test_block_that_needs_what_a_skipped_one_returned_keeps_steps_full(caplog):
 
     sampler = Sampler(Reaching())
     sampler.call(FULL, tokens(1))
-    assert sampler.run.failed and "takes what a skipped one returned; every step runs in full" in caplog.text
+    assert sampler.run.why_full and "takes what a skipped one returned; every step runs in full" in caplog.text
 
 
 # Residuals of a ControlNet

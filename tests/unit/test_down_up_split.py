@@ -3,9 +3,8 @@
 import pytest
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.run import DeepCacheRun
-from comfy_accel.accel.step_cache.unet_split import DownUpUNetSplit, has_down_up_layout
-from kit.step_cache import uniform_hold
+from comfy_accel.accel.step_cache.splits.unet import DownUpUNetSplit, has_down_up_layout
+from kit.step_cache import every, features_of
 from kit.toys import ToyDiffusersUNet, UNetBlock
 
 # The toy's skips, and with them depths: conv_in; d0 with two resnets and a downsampler; d1 with two resnets.
@@ -19,17 +18,16 @@ def flat(names):
     return [name for part in names for name in ([part] if isinstance(part, str) else part)]
 
 
-def full_then_skipped(model, depth, x, settings=None, **control):
-    run = DeepCacheRun(settings or uniform_hold(2))
-    run.schedule = (14.6, 8.0, 0.0)
+def full_then_skipped(model, depth, x, **control):
     split = DownUpUNetSplit(model, depth)
+    features = features_of(split, every(2), levels=(14.6, 8.0, 0.0))
     outs = []
     for sigma, stand_ins in ((14.6, split.full_layers), (8.0, split.skip_layers)):
-        run.begin_evaluation(sigma)
+        features.run.begin(sigma)
         given = {name: list(value) if isinstance(value, list) else value for name, value in control.items()}
         if sigma < 14:
             given = split.withhold(given)
-        with substituted(stand_ins(run, run.branches(x, ["a"], [0], None)), Order.CACHED):
+        with substituted(stand_ins(features, features.branches(x, ["a"], [0], None)), Order.CACHED):
             outs.append(model(x, 500, **given))
     return outs
 
@@ -42,17 +40,6 @@ def test_skipped_call_runs_shallow_layers_alone_and_gives_the_same_for_the_same_
     assert model.called == flat(DOWN[:depth]) + flat(UP[-depth:])
     assert torch.equal(full, skipped)
     assert torch.equal(model(torch.ones(2, 1, 5, 7), 500), full)
-
-
-@pytest.mark.parametrize("depth", [1, 3, 5])
-def test_adaptive_run_is_shown_what_the_deep_part_starts_from(depth, monkeypatch):
-    seen = []
-    monkeypatch.setattr(DeepCacheRun, "measure", lambda run, keys, shallow: seen.append(shallow))
-    monkeypatch.setattr(DeepCacheRun, "_must_refresh", lambda run, step: step == 0)
-    full_then_skipped(ToyDiffusersUNet(), depth, torch.ones(1, 1, 4, 4), uniform_hold(2, schedule="adaptive"))
-    assert len(seen) == 2
-    assert torch.equal(*seen)
-    assert seen[0].max() == 2 ** len(flat(DOWN[:depth]))
 
 
 @pytest.mark.parametrize("depth", [6, 99])

@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from comfy_accel.accel.step_cache.predictions.forecast import History, weights
-from torch.overrides import TorchFunctionMode
+from comfy_accel.accel.step_cache.features import History, weights
 
 
 @pytest.mark.parametrize("points", [(3.0,), (3.0, 1.0), (3.0, 1.0, 0.0)])
@@ -80,24 +79,3 @@ def test_feature_of_another_shape_or_type_replaces_what_is_known():
         assert not history.fits(other)
         history.record(2, 0.9, other)
         assert torch.equal(history.value(0.3), other)
-
-
-def test_error_of_a_forecast_is_measured_without_copies_in_single_precision():
-    """Features of long videos are gigabytes."""
-
-    class Noting(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            made.append(out.nbytes if isinstance(out, torch.Tensor) else 0)
-            return out
-
-    made = []
-    history = History(2)
-    for step, value in enumerate((1.0, 2.0)):
-        history.record(step, 2.0 - step, torch.full((2, 3, 8, 8), value, dtype=torch.float16))
-    truth = torch.full((2, 3, 8, 8), 2.5, dtype=torch.float16)
-    with Noting():
-        error = history.error(0.0, truth, samples=2)
-    assert error.tolist() == pytest.approx([0.25, 0.25]) and error.dtype == torch.float32
-    assert max(made) == truth.nbytes
-    assert history.error(0.0, truth[:1], samples=1) is None

@@ -101,14 +101,11 @@ def test_failed_runs_and_nodes_with_nothing_new_leave_the_line_before():
             "no step skipped: the noise levels go up and down",
         ),
         (
-            {"target_db": 40.0, "steps_taken": "FFSS", "estimated_db": 41.2, "skipped_work": 0.46},
-            "40 dB asked, 41 reached by estimate, 46% of the work skipped",
+            {"target_db": 40.0, "steps_taken": "FFSS", "skipped_work": 0.46},
+            "planned for 40 dB, 46% of the work skipped",
         ),
-        (
-            {"target_db": 40.0, "steps_taken": "FFFF", "skipped_work": 0.0},
-            "no step skipped: there is nothing to gain at the 40 dB asked",
-        ),
+        ({"target_db": 40.0, "steps_taken": "F" * 4, "skipped_work": 0.0}, "too few steps to skip any"),
     ],
 )
-def test_a_quality_is_told_with_what_it_reached_or_what_keeps_every_step_full(facts, said):
+def test_what_was_planned_is_told_or_what_keeps_every_step_full(facts, said):
     assert line("4", compiling=None, caching=CACHING, **facts) == said

@@ -129,45 +129,15 @@ def test_chart_shows_time_calls_steps_and_budget():
     assert {rgb(colour) for colour in shown} <= colours(picture)
 
 
-PLANNED = changed(
-    RUN,
-    **{"steps_taken": "FFSSFS", "target_db": 40.0, "estimated_db": 41.24, "skipped_work": 0.46},
-    plan=[("F", 14.6, None), ("C", 6.2, None), ("S", 3.1, 47.9), ("S", 1.5, 44.1), ("C", 0.7, 39.2), ("S", 0.2, 41.3)],
-)
-
-
-def test_text_has_the_plan_of_a_quality():
-    text = text_of(PLANNED)
-    for said in (
-        "40 dB asked, 41.2 by estimate, 46% of the work skipped",
-        "         1  full            noise 14.6\n",
-        "    3 to 4  skipped         noise 3.1 to 1.5        44.1 dB by estimate\n",
-        "         5  full, compared  noise 0.7               39.2 dB by estimate if skipped\n",
-    ):
-        assert said in text
-
-
-def test_chart_has_the_plan_of_a_quality():
-    plain, planned = chart.draw(RUN, CACHE), chart.draw(PLANNED, CACHE)
-    assert plain.height + 80 < planned.height < plain.height + 200
-
-    def orange(picture):  # the time bar's, and the line of what was asked
-        return sum(rgb(chart.ORANGE) in line(picture, y) for y in range(picture.height))
-
-    assert orange(planned) == orange(plain) + 1
-    far = changed(PLANNED, plan=[("S", 1e6, 300.0), ("F", 0.0, -50.0)] * 300)
-    assert chart.draw(far, CACHE).width == 512
-
-
-def test_half_skipped_steps_are_told_and_drawn():
-    halves = changed(RUN, steps_taken="FFHHSH")
-    said = text_of(halves)
-    assert "1 of 6 steps skipped, 3 half skipped" in said and "FFHHSH   (F full, H half skipped, S skipped)" in said
-    planned = changed(PLANNED, plan=[("F", 14.6, None), ("H", 6.2, None), ("S", 3.1, 47.9)])
-    assert "         2  half skipped    noise 6.2" in text_of(planned)
-    shown = chart.draw(halves, CACHE)
-    full, half = (sum(shown.getpixel((x, y)) == rgb(chart.BLUE) for y in range(shown.height)) for x in (60, 196))
-    assert 0 < half < full, "bars are 80 wide, from 16 on; the time bar is in both columns"
+def test_what_was_planned_and_saved_is_told_where_anything_was_skipped():
+    planned = changed(RUN, steps_taken="FFSSFS", target_db=40.0, skipped_work=0.46)
+    said = text_of(planned)
+    assert "3 of 6 steps skipped" in said and "FFSSFS   (F full, S skipped)" in said
+    assert "planned for 40 dB, 46% of the work skipped" in said
+    assert "planned" not in text_of(changed(planned, steps_taken="FFFFFF", skipped_work=0.0))
+    assert chart.draw(changed(planned, steps_taken="FS" * 300), CACHE).width == 512
+    shown = chart.draw(planned, CACHE)
+    assert shown.height > chart.draw(changed(planned, target_db=None), CACHE).height
 
 
 def line(picture, y):

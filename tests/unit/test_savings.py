@@ -58,16 +58,6 @@ def test_skipped_steps_cost_less_than_full_ones():
     assert "(3)" in str(saved.how)
 
 
-def test_half_skipped_steps_save_what_they_took_less():
-    # Durations: F 5 (the first, left out), F 4, H 2, S 1, H 2, and the last, which has no end.
-    saved = by_skipping("FFHSHF", (0.0, 5.0, 9.0, 11.0, 12.0, 14.0))
-    assert saved.seconds == (4.0 - 1.0) + 2 * (4.0 - 2.0)
-    assert "(3, 2 of them half skipped)" in str(saved.how)
-    assert by_skipping("FFHHF", (0.0, 5.0, 9.0, 11.0, 13.0)).seconds == 2 * (4.0 - 2.0)
-    # Where something was compiled in all of them, they count nothing.
-    assert by_skipping("FFHSF", (0.0, 5.0, 9.0, 11.0, 12.0), disturbed=(10.0,)).seconds == 4.0 - 1.0
-
-
 @pytest.mark.parametrize("steps", ["", "F", "FF", "FS", "FSF", "FSS"])
 def test_too_few_steps_are_not_guessed_from(steps):
     assert by_skipping(steps, tuple(range(len(steps)))).seconds is None

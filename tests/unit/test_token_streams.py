@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
-from comfy_accel.accel.step_cache import token_streams
-from comfy_accel.accel.step_cache.token_streams import NoStreams, StreamFinder, arguments
+from comfy_accel.accel.step_cache.splits import token_streams
+from comfy_accel.accel.step_cache.splits.token_streams import NoStreams, StreamFinder, arguments
 from kit.toys import FULL, SKIPPED, Block, Chain, Joint, Sampler, Single, tokens
 
 

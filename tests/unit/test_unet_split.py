@@ -3,9 +3,9 @@
 import pytest
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
-from comfy_accel.accel.step_cache.run import DeepCacheRun, OutdatedFeature
-from comfy_accel.accel.step_cache.unet_split import UNetSplit, has_unet_layout
-from kit.step_cache import uniform_hold
+from comfy_accel.accel.step_cache.features import OutdatedFeature
+from comfy_accel.accel.step_cache.splits.unet import UNetSplit, has_unet_layout
+from kit.step_cache import every, features_of
 from kit.toys import Scale
 
 
@@ -41,13 +41,12 @@ class ToyUNet(torch.nn.Module):
 
 
 def full_then_skipped(model, depth, x):
-    run = DeepCacheRun(uniform_hold(2))
-    run.schedule = (14.6, 8.0, 0.0)
     split = UNetSplit(model, depth)
+    features = features_of(split, every(2), levels=(14.6, 8.0, 0.0))
     outs = []
     for sigma, stand_ins in ((14.6, split.full_layers), (8.0, split.skip_layers)):
-        run.begin_evaluation(sigma)
-        with substituted(stand_ins(run, run.branches(x, ["a"], [0], None)), Order.CACHED):
+        features.run.begin(sigma)
+        with substituted(stand_ins(features, features.branches(x, ["a"], [0], None)), Order.CACHED):
             outs.append(model(x))
     return outs
 
@@ -62,31 +61,6 @@ def test_skipped_call_runs_shallow_blocks_alone_and_gives_the_same_for_the_same_
     assert model.called == expected
     assert torch.equal(full, skipped)
     assert torch.equal(model(torch.ones(2, 1, 3, 5)), full)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_adaptive_run_sees_the_deep_parts_input_on_full_and_skipped_calls(depth):
-    seen = []
-
-    class Watched(DeepCacheRun):
-        def measure(self, keys, shallow):
-            seen.append(shallow.mean().item())
-
-        def _must_refresh(self, step):
-            return step == 0
-
-    model = ToyUNet()
-    run = Watched(uniform_hold(2, schedule="adaptive"))
-    run.schedule = (14.6, 8.0, 0.0)
-    split = UNetSplit(model, depth)
-    for sigma, stand_ins in ((14.6, split.full_layers), (8.0, split.skip_layers)):
-        run.begin_evaluation(sigma)
-        x = torch.full((2, 1, 3, 5), sigma)
-        with substituted(stand_ins(run, run.branches(x, ["a"], [0], None)), Order.CACHED):
-            model(x)
-        assert f"in{depth}.0" not in model.called or sigma == 14.6
-    # Each block doubles twice.
-    assert seen == pytest.approx([14.6 * 4**depth, 8.0 * 4**depth])
 
 
 @pytest.mark.parametrize("depth", [4, 99])
@@ -128,7 +102,7 @@ def test_default_depth_is_none_or_the_largest_within_its_share_where_noise_is_ad
     # Work of the pairs of blocks: 2, 2, 1/2, 1/2, 1/8, 1/8, and 1/16 in the middle: 5.3 in all.
     model = Levels()
     for share, depth in ((0.1, 1), (0.4, 1), (0.76, 2), (0.86, 3), (1.0, 5)):
-        monkeypatch.setattr("comfy_accel.accel.step_cache.unet_split.NOISE_SHARE", share)
+        monkeypatch.setattr("comfy_accel.accel.step_cache.splits.unet.NOISE_SHARE", share)
         assert UNetSplit(model, None).depth == depth
     split = UNetSplit(model, None, adds_noise=False)
     assert split.depth == split.shallow_share == 0

@@ -27,17 +27,9 @@ def none_skipped(why: Reason, steps: int, sampler: str | None) -> str:
     """
     begin = f"DeepCache skipped none of {counted(steps, 'step')}"
     if why.code == "line_few_steps":
-        return (
-            f"{begin}: with so few, each changes too much. It pays from about 20 steps on; with fewer and CFG above 1, "
-            "a quality in dB (DeepCache's input) may gain a little."
-        )
+        return f"{begin}: with so few, each changes too much. It pays from about 20 steps on."
     if why.code == "line_all_full":
         return f"{begin}: {dict(why.fields)['why']}."
-    if why.code == "line_quality_full":
-        return f"{begin}: there is nothing to gain at the {dict(why.fields)['asked']} dB asked."
     if sampler and any(part in sampler for part in (*NOISY, "lcm")):
-        return f"{begin}: {sampler} adds new noise in each. Use euler or dpmpp_2m, or a higher threshold."
-    return (
-        f"{begin}: too much changed between them. Sample more steps, choose Fast in Speed Up, or raise the threshold "
-        "in DeepCache."
-    )
+        return f"{begin}: {sampler} adds new noise in each. Use euler or dpmpp_2m, or plan for fewer dB."
+    return f"{begin}: too much changed between them. Sample more steps, or choose Fast."

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,25 +18,13 @@ from ...report.headline import why_none_skipped
 from ...report.run import Skipping
 from ...step_cache.cached_call import cached_call
 from ...step_cache.config import DeepCacheSettings
-from ...step_cache.policies.quality import PLAIN
-from ...step_cache.policies.sensitivity import learnt_in
-from ...step_cache.predictions.correction import Correction, Response
+from ...step_cache.noise_levels import angle as angle_of
 from ...step_cache.run import DeepCacheRun
-from ...step_cache.split_points import find_split, why_no_split
-from ...step_cache.token_streams import NoStreams, arguments
-from ...step_cache.unet_split import DownUpUNetSplit
-from ...store import location
+from ...step_cache.splits.layouts import find_split, why_no_split
+from ...step_cache.splits.token_streams import NoStreams, arguments
+from ...step_cache.splits.unet import DownUpUNetSplit
 from .denoising_loop import around_loops
-from .predictions import (
-    around_steps,
-    carried_by,
-    combined,
-    denoised,
-    noisy,
-    scheduler_response,
-    share_of,
-    told_to_add_noise,
-)
+from .predictions import around_steps, denoised, facts_of, follows_of, noisy, share_of
 from .schedule import PipelineSchedule
 
 DENOISERS = ("unet", "transformer", "transformer_2")
@@ -61,8 +48,8 @@ def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
     `pipe` has a `scheduler`, any of `DENOISERS`, and a `progress_bar` around its denoising loop. Between images the
     models are untouched, so they may be moved, offloaded, shared or replaced, and the scheduler too; nothing of an
     image is kept, however it ends. With settings that skip nothing, or models without a split, the context does
-    nothing. A model compiled as a whole runs uncompiled within it. With a quality, some steps run both ways, and what
-    the scheduler is given by either is compared; where it cannot be, every step runs in full.
+    nothing. A model compiled as a whole runs uncompiled within it. What the scheduler is given by full steps decides
+    what is skipped; where that cannot be told, every step runs in full.
 
     Emits "deep_cache_run" after each run: one for each image and, where a pipeline has two, transformer. Raises
     ValueError when the depth is beyond a model.
@@ -149,8 +136,6 @@ class _Cache:
         self.run: DeepCacheRun | None = None
         self.evaluation: tuple[Any, ...] = (-1,)
         """Index in the schedule and the scheduler's step counts: the calls of one evaluation share them."""
-        self.compared: list[tuple[Any, Any]] = []
-        """Of each call of the current evaluation, where it is compared, the result as a skipped and as a full one."""
         self.layouts: list[Hashable] = []
         """Of each call of the current evaluation."""
         self.made: Callable[[], Any] | None = None
@@ -175,86 +160,60 @@ class _Cache:
             self.plain_calls += 1
             return inner(*args, **kwargs)
         self.cached_calls += 1
+        features = run.of(self.model)
         before = _called.set((*_called.get(), self.model))
-        split = run.split
         self.layouts.append(_layout(named))
-        once = functools.partial(
-            cached_call,
-            run,
-            split,
-            # Cond and uncond are one batch from the first step to the last, so one branch; or separate calls, in the
-            # same order at every step.
-            run.branches(latent, ("batch",), (0,), self.layouts[-1]),
-            latent,
-            lambda: inner(*args, **kwargs),
-            # A transformer's residuals stay: what skipped blocks are given has no effect.
-            lambda: inner(*args, **(split.withhold(kwargs) if isinstance(split, DownUpUNetSplit) else kwargs)),
-            lambda error: isinstance(error, torch.OutOfMemoryError),
-            this_thread_only=not self.is_compiled,
-        )
         try:
-            if not run.is_probing:
-                return once()
-            forecast = run.tried(once)
-            with run.in_full():
-                out = once()
-            self.compared.append((forecast, out))
-            return out
+            return cached_call(
+                features,
+                # Cond and uncond are one batch from the first step to the last, so one branch; or separate calls, in
+                # the same order at every step.
+                features.branches(latent, ("batch",), (0,), self.layouts[-1]),
+                lambda: inner(*args, **kwargs),
+                # A transformer's residuals stay: what skipped blocks are given has no effect.
+                lambda: inner(*args, **_withheld(features.split, kwargs)),
+                lambda error: isinstance(error, torch.OutOfMemoryError),
+                this_thread_only=not self.is_compiled,
+            )
         finally:
             _called.reset(before)
 
     def before_step(self, given: Mapping[str, Any]) -> torch.Tensor | None:
-        """Before the scheduler's step, with its arguments: compare, where the evaluation that led to it is compared,
-        and correct. Returns what the scheduler is to be given in place of the model's output, if anything."""
-        run, compared, layouts = self.run, self.compared, tuple(self.layouts)
-        self.compared, self.layouts = [], []
-        if run is None:
+        """Before the scheduler's step, with its arguments. Returns what it is to be given in place of the model's
+        output, if anything."""
+        run, layouts = self.run, tuple(self.layouts)
+        self.layouts = []
+        if run is None or not layouts:
             return None
-        if run.is_probing:
-            self._compare(given, compared)
-        if not run.adds_noise and given.get("eta"):
+        if not run.facts.adds_noise and given.get("eta"):
             # DDIM's noise of its own, which it is only told now.
-            if run.has_skipped:
+            if run.skipped_steps:
                 run.run_in_full("its scheduler began to add noise after it had skipped steps without")
             else:
-                run.add_noise(told_to_add_noise(run.carries), find_split(self.model, self.settings.depth, True))
-        return self._corrected(given, layouts) if run.correction is not None else None
-
-    def _compare(self, given: Mapping[str, Any], compared: Sequence[tuple[Any, Any]]) -> None:
-        run = self.run
-        forecast = truth = None
+                run.add_noise()
         try:
-            output, timestep, sample = (given[name] for name in ("model_output", "timestep", "sample"))
-            forecast = combined(*zip(*compared, strict=True), output)
-            if forecast is None:
-                raise ValueError("its predictions have another shape than what its scheduler is given")
-            forecast, truth = (
-                denoised(self.schedule.scheduler, one, timestep, sample, run.angle) for one in (forecast, output)
-            )
+            return self._ended(run, given, layouts)
         except Exception as error:
-            run.run_in_full(f"a quality cannot be measured in this pipeline ({error})")
-        run.end_probe(forecast, truth)
-
-    def _corrected(self, given: Mapping[str, Any], layouts: tuple[Hashable, ...]) -> torch.Tensor | None:
-        """The model's output with what it takes for the latent to be what it should be; None for as it is."""
-        run, scheduler = self.run, self.schedule.scheduler
-        try:
-            output, timestep, sample = (given[name] for name in ("model_output", "timestep", "sample"))
-            others = [name for name, value in given.items() if value is not None and name not in _PLAIN_STEP]
-            if not layouts or others or output.shape != sample.shape:
-                raise ValueError("this step is not the scheduler's plain one")
-            if self.made is not None and self.made() is not sample:
-                raise ValueError("the latent was changed between steps")  # as for a mask
-            share, level = share_of(scheduler, run.angle), self.schedule.level(self.evaluation[0])
-            latent = noisy(scheduler, timestep, sample, run.angle)
-            prediction = latent + share * output.float()
-            asked = getattr(self.pipe, "guidance_scale", None), layouts
-            corrected = run.corrected(latent, level, prediction, asked)
-            return None if corrected is prediction else output + ((corrected - prediction) / share).to(output.dtype)
-        except Exception as error:
-            log.debug("DeepCache corrects nothing from here on: %s", error)
             run.stop_correcting()
+            run.run_in_full(f"its predictions cannot be compared in this pipeline ({error})")
             return None
+
+    def _ended(self, run: DeepCacheRun, given: Mapping[str, Any], layouts: tuple[Hashable, ...]) -> torch.Tensor | None:
+        """The model's output with what it takes for the latent to be what it should be; None for as it is."""
+        scheduler = self.schedule.scheduler
+        output, timestep, sample = (given[name] for name in ("model_output", "timestep", "sample"))
+        if output.shape != sample.shape:
+            raise ValueError("they have another shape than its latent")
+        has_more = any(value is not None and name not in _PLAIN_STEP for name, value in given.items())
+        if has_more or self.made is not None and self.made() is not sample:
+            run.stop_correcting()  # it is not a plain step, or the latent was changed since the last, as for a mask
+        latent = noisy(scheduler, timestep, sample, run.angle)
+        prediction = denoised(scheduler, output, timestep, sample, run.angle)
+        asked = getattr(self.pipe, "guidance_scale", None), layouts
+        corrected = run.end(latent, self.schedule.level(self.evaluation[0]), prediction, asked)
+        if corrected is prediction:
+            return None
+        return output + ((corrected - prediction) / share_of(scheduler, run.angle)).to(output.dtype)
 
     def after_step(self, result: Any) -> None:
         """After the scheduler's step, with what it returned."""
@@ -272,12 +231,8 @@ class _Cache:
             self.run = self._start_run(schedule, place)
         counted = tuple(getattr(schedule.scheduler, name, None) for name in ("step_index", "counter"))
         if (place, *counted) != self.evaluation:
-            if self.run.is_probing:  # no step came
-                self.run.run_in_full("a quality cannot be measured in this pipeline (its scheduler is not asked)")
-                self.run.end_probe(None, None)
-                self.compared.clear()
-                self.layouts.clear()
-            self.run.begin_evaluation(schedule.level(place))
+            self.layouts.clear()
+            self.run.begin(schedule.level(place))
             self.evaluation = (place, *counted)
         return self.run
 
@@ -298,34 +253,22 @@ class _Cache:
         return self.schedule
 
     def _start_run(self, schedule: PipelineSchedule, place: int) -> DeepCacheRun:
-        run = DeepCacheRun(self.settings)
-        run.is_flow = schedule.is_flow
-        run.carries, run.models = carried_by(schedule.scheduler), self.models
-        run.adds_noise = run.carries is None or run.carries[0] != PLAIN[0]  # DDIM is told later, by an eta
-        run.split = find_split(self.model, self.settings.depth, run.adds_noise)
-        response = self._response(run, schedule, place)
-        run.correction = None if response is None else Correction(response)
-        home = location.personal_home()
-        if run.target is not None and not location.is_off() and home is not None:
-            run.learnt = learnt_in(home)
-        run.guided_by = str(getattr(self.pipe, "guidance_scale", ""))
-        if run.target is not None and run.carries is None:
-            run.run_in_full(f"how {type(schedule.scheduler).__name__} carries errors on is not known to a quality")
-        if any(module._forward_hooks for module in self.model.modules() if module is not self.model):
-            run.run_in_full("a hook may read what its layers give")  # self-attention guidance
-        run.window = tuple(schedule.level_at(p) for p in (self.settings.start_percent, self.settings.end_percent))
-        run.set_schedule(schedule.run_from(place))
-        return run
-
-    def _response(self, run: DeepCacheRun, schedule: PipelineSchedule, place: int) -> Response | None:
-        """Of the scheduler; None where nothing is corrected."""
-        if not run.may_correct:
-            return None
+        settings, facts, scheduler = self.settings, facts_of(schedule, place), schedule.scheduler
+        has_hooks = any(module._forward_hooks for module in self.model.modules() if module is not self.model)
         try:
-            return scheduler_response(schedule, place)
-        except Exception as error:
-            log.debug("DeepCache corrects nothing with %s: %s", type(schedule.scheduler).__name__, error)
-            return None
+            follows = tuple(follows_of(scheduler, angle_of(level, facts.is_flow)) for level in facts.levels)
+        except Exception:  # a scheduler without a config
+            follows = None
+        run = DeepCacheRun(
+            settings,
+            facts,
+            lambda model: find_split(model, settings.depth, run.facts.adds_noise),
+            window=tuple(schedule.level_at(percent) for percent in (settings.start_percent, settings.end_percent)),
+            follows=follows if self.models == 1 else None,
+            # Self-attention guidance's.
+            why_full="a hook may read what its layers give" if has_hooks else None,
+        )
+        return run
 
     def end_image(self) -> None:
         self.end_run()
@@ -336,16 +279,18 @@ class _Cache:
     def end_run(self) -> None:
         """Close the run and report it."""
         if self.run is not None:
-            facts = self.run.quality_facts()
-            skipping = Skipping(self.run.letters, self.run.why_full, **facts)
-            if not self.run.log_quality(facts) and self.run.target is not None and not self.run.failed:
-                why = why_none_skipped(skipping, self.run.full_steps)
-                log.info("DeepCache, %d steps: %s.", self.run.full_steps, why)
-            self.run.close()
-            emit("deep_cache_run", skipping=skipping, began=self.run.began)
+            run = self.run
+            skipping = Skipping(run.letters, run.why_full, run.settings.quality, run.skipped_work)
+            if not run.skipped_steps and run.why_full is None:
+                log.info("DeepCache, %d steps: %s.", run.full_steps, why_none_skipped(skipping, run.full_steps))
+            run.close()
+            emit("deep_cache_run", skipping=skipping, began=run.began)
         self.run, self.evaluation, self.made = None, (-1,), None
-        self.compared.clear()
         self.layouts.clear()
+
+
+def _withheld(split: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return split.withhold(kwargs) if isinstance(split, DownUpUNetSplit) else kwargs
 
 
 def _joined(latent: Any) -> torch.Tensor | None:

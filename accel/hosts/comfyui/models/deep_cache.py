@@ -4,63 +4,51 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
+import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import torch
-from comfy.model_sampling import CONST, EPS
+from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrappersMP, get_wrappers_with_key
 from comfy.samplers import CFGGuider
 
+from ....core.errors import one_line
 from ....core.events import emit, log
-from ....modules.substitution import Order, substituted
-from ....report.headline import FEW_STEPS, why_none_skipped
+from ....modules.substitution import Order, drop_restored_forwards, has_foreign_forward, substituted
+from ....report.headline import why_none_skipped
 from ....report.run import Skipping
 from ....step_cache.cached_call import cached_call
 from ....step_cache.config import DeepCacheSettings
-from ....step_cache.policies.sensitivity import learnt_in
-from ....step_cache.predictions.correction import Correction
-from ....step_cache.predictions.guidance import MOST_STEPS, Guidance
-from ....step_cache.run import BranchKey, DeepCacheRun
-from ....step_cache.split_points import find_split, why_no_split
-from ....step_cache.step_schedule import angle
-from ....store import location
-from ..home import running_home
+from ....step_cache.features import BranchKey, Features
+from ....step_cache.noise_levels import angle
+from ....step_cache.run import DeepCacheRun
+from ....step_cache.sampler_facts import SamplerFacts
+from ....step_cache.splits.layouts import find_split, why_no_split
 from ..sizes.shape_errors import sizes_explained
 from ..versions import unrecorded_context
-from ..words import NOISY, none_skipped
-from .late_control import LateControl, can_wait, postponed
+from ..words import none_skipped
+from .late_control import LateControl, postponed
 from .options import CAPTURE, CORE_CACHE, CORE_COMPILE, INTERRUPTS, WARMS_UP, asks_wrappers, compiles_whole
 from .run_events import run_events, sampling_begins
-from .samplers import NoiseLevels, is_of_core, reckons, sampler_response
+from .samplers import NoiseLevels, facts_of, reckons
 
 if TYPE_CHECKING:
     from ....cuda_graphs.model_capture import ModelCapture
 
 KEY = "accel_deep_cache"
-"""Key of our wrappers, and of the run in its transformer_options."""
+"""Key of our wrappers, and of the sampling in its transformer_options."""
 
 _WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE)
 _WRAPPED += (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
 
-_EXTRAPOLATE = ("_2m", "_3m", "multistep", "ipndm", "deis", "lms", "unipc", "sa_solver", "gradient_estimation")
-"""Parts of the names of samplers that go beyond their newest prediction."""
-
-_FARTHEST = {"ge_gamma": 2, "order": 4}
-"""The most of sampler options (of gradient_estimation and lms) with which a quality was kept. Above, it missed by up to
-15 dB."""
-
-_GUIDANCE = ("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function")
-"""Keys of model_options: functions of other nodes that change how predictions are combined."""
-
-_PREDICTS = (*_GUIDANCE, "sampler_calc_cond_batch_function")
-"""Keys of model_options: the same, and functions that make the predictions."""
-
-_ASKS_BOTH = (*_PREDICTS, "disable_cfg1_optimization")
-"""Keys of model_options: other nodes make the predictions, or need both where one would do, as NAG."""
+_PREDICTS = (
+    *("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function"),
+    "sampler_calc_cond_batch_function",
+)
+"""Keys of model_options: functions of other nodes that change how predictions are made or combined."""
 
 
 def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: str | None = None) -> Any:
@@ -78,9 +66,9 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: s
         return clone
     if not settings.is_off:
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings, node_id))
-        clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, sampling_begins)
+        clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, _begin_sampling)
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, _begin_evaluation)
-        clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _predict)
+        clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _ask)
         if asks_wrappers(_uncompiled(model)):
             clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _call_model)
         else:
@@ -98,25 +86,8 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         # The guider's model_options belong to this run; core copies them, with our state by reference.
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
         before = options.get(KEY)
-        run = options[KEY] = DeepCacheRun(settings)
-        sampling = executor.class_obj.model_patcher.get_model_object("model_sampling")
-        run.window = tuple(float(sampling.percent_to_sigma(p)) for p in (settings.start_percent, settings.end_percent))
-        run.is_flow = isinstance(sampling, CONST)
-        patcher = executor.class_obj.model_patcher
-        sampler = args[2] if len(args) > 2 else None
-        name = _name(sampler)
-        run.carries = _carried_by(name)
-        run.adds_noise = _may_add_noise(sampler)
         mask = args[4] if len(args) > 4 else kwargs.get("denoise_mask")
-        run.sampler = sampler if mask is None else None  # masked places take other ways to the latent
-        if run.target is not None and not location.is_off():
-            run.learnt = learnt_in(running_home())
-        scales = [getattr(executor.class_obj, scale, None) for scale in ("cfg", "cfg1", "cfg2")]
-        run.guided_by = f"{type(executor.class_obj).__name__} {scales}"
-        run.levels = NoiseLevels(reckons(sampler, patcher.load_device))
-        against = _against_quality(sampler, options)
-        if run.target is not None and against is not None:
-            run.run_in_full(f"no quality can be kept {against}")
+        sampling = options[KEY] = _Sampling(settings, args[2] if len(args) > 2 else None, mask is not None)
         if any(map(compiles_whole, get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options))):
             log.warning("DeepCache: TorchCompileModel compiles nothing beside it; use Accelerate Model instead.")
             # Newer cores' does not look at patches: what it compiled without DeepCache would run in place of it.
@@ -127,7 +98,7 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         with run_events(executor, args, caching={**asdict(settings), "node": node_id}):
             try:
                 with sizes_explained(executor, args):
-                    out = executor(*_showing(run, args), **kwargs)
+                    out = executor(*sampling.showing(args), **kwargs)
                 is_finished = True
                 return out
             finally:
@@ -135,76 +106,97 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
                     options.pop(KEY, None)
                 else:
                     options[KEY] = before
-                has_many = is_finished and len(run.schedule) > FEW_STEPS
-                if has_many and not run.has_skipped and not run.why_full and CORE_CACHE in options:
-                    run.why_full = "EasyCache or LazyCache skips steps of its own (use one of the two)"
-                _report(run, name.removeprefix("sample_"), not is_finished or bool(options.get(WARMS_UP)))
-                run.close()
+                sampling.end(not is_finished or bool(options.get(WARMS_UP)))
 
     return sample_in_run
 
 
-def _showing(run: DeepCacheRun, args: tuple) -> tuple:
-    """The arguments of a sampling with a callback that gets predictions alone, for previews and denoised outputs,
-    without what was added to them for the latent's sake."""
-    if len(args) < 6 or args[5] is None:
-        return args
-    callback = args[5]
+class _Sampling:
+    """One call of a sampler, and its run. is_masked: whether masked places take other ways
+    to the latent."""
 
-    def show(step: int, denoised: Any, *rest: Any) -> None:
-        prediction = run.prediction_in(denoised)
-        if prediction is denoised:
-            callback(step, denoised, *rest)
+    def __init__(self, settings: DeepCacheSettings, sampler: Any, is_masked: bool):
+        self._settings, self._sampler, self._is_masked = settings, sampler, is_masked
+        self._levels: NoiseLevels | None = None
+        self.run: DeepCacheRun | None = None
+
+    def begin(self, guider: Any, schedule: torch.Tensor, model_options: dict[str, Any]) -> None:
+        """Make the run, when the guider has its model and the sampler its schedule."""
+        patcher, settings = guider.model_patcher, self._settings
+        of_model = patcher.get_model_object("model_sampling")
+        is_flow, levels = isinstance(of_model, CONST), schedule.tolist()
+        percents = settings.start_percent, settings.end_percent
+        self._levels = NoiseLevels(reckons(self._sampler, patcher.load_device))
+        facts = facts_of(self._sampler, guider, levels, is_flow)
+        may_correct = not self._is_masked and _is_plain(guider) and not any(map(model_options.get, _PREDICTS))
+        self.run = DeepCacheRun(
+            settings,
+            facts,
+            functools.partial(find_split, depth=settings.depth, adds_noise=facts.adds_noise),
+            window=tuple(float(of_model.percent_to_sigma(percent)) for percent in percents),
+            follows=_follows(of_model, facts) if may_correct else None,
+            changes=[angle(float(level), is_flow) for cond in _conds(guider) for level in _levels_of_change(cond)],
+            why_full=_who_skips(guider, model_options),
+        )
+
+    def level(self, timestep: Any) -> float:
+        """The noise level of the next evaluation."""
+        return self._levels.read(torch.as_tensor(timestep), self.run.facts.levels)
+
+    def showing(self, args: tuple) -> tuple:
+        """The arguments of the sampling with a callback that gets predictions alone, for previews and denoised outputs,
+        without what was added to them for the latent's sake."""
+        if len(args) < 6 or args[5] is None:
+            return args
+        callback = args[5]
+
+        def show(step: int, denoised: Any, *rest: Any) -> None:
+            prediction = denoised if self.run is None else self.run.prediction_in(denoised)
+            if prediction is denoised:
+                callback(step, denoised, *rest)
+            else:
+                shown = prediction.clone()
+                callback(step, shown, *rest)
+                denoised += shown - prediction  # some packs change it in place, for the sampler to go on with
+
+        return (*args[:5], show, *args[6:])
+
+    def end(self, is_quiet: bool) -> None:
+        """Emit what the run came to, and log it unless `is_quiet`, as where it was stopped and its steps say little."""
+        run, self.run = self.run, None
+        if run is None or not run.letters and run.why_full is None:
+            why = "another node or its sampler calls the model in a way of its own"
         else:
-            shown = prediction.clone()
-            callback(step, shown, *rest)
-            denoised += shown - prediction  # some packs change it in place, for the sampler to go on with
-
-    return (*args[:5], show, *args[6:])
-
-
-def _name(sampler: Any) -> str:
-    return getattr(getattr(sampler, "sampler_function", None), "__name__", "")
-
-
-def _against_quality(sampler: Any, options: dict[str, Any]) -> str | None:
-    """Where no quality can be kept: the circumstances, if there are any."""
-    if "dpm_adaptive" in _name(sampler):
-        return "with DPM adaptive, which chooses steps of its own"
-    if CORE_CACHE in options:
-        return "beside EasyCache or LazyCache, which skip steps of their own"
-    given = sampler.extra_options if is_of_core(sampler) else {}
-    far = (name for name, most in _FARTHEST.items() if abs(given.get(name) or 0) > most)
-    return next((f"where {name} is above {_FARTHEST[name]}: it enlarges errors" for name in far), None)
+            why = run.why_full
+        letters, share = ("", 0.0) if run is None else (run.letters, run.skipped_work)
+        skipping = Skipping(letters, why, self._settings.quality, share)
+        emit("deep_cache_run", skipping=skipping, began=() if run is None else run.began)
+        if is_quiet:
+            pass
+        elif skipping.skipped_steps:
+            counts = skipping.full_steps, len(letters), 100 * share
+            log.info("DeepCache: %d of %d steps ran in full, %.0f %% of the work was skipped.", *counts)
+        elif letters:
+            sampler = getattr(getattr(self._sampler, "sampler_function", None), "__name__", "").removeprefix("sample_")
+            log.info("%s", none_skipped(why_none_skipped(skipping, len(letters)), len(letters), sampler))
+        elif run is None or run.why_full is None:
+            log.warning("DeepCache: %s; every step ran in full.", why)
+        if run is not None:
+            run.close()
 
 
-def _may_add_noise(sampler: Any) -> bool:
-    """Whether it adds noise in a step, is none of core's, or is asked for noise of its own."""
-    options = getattr(sampler, "extra_options", None) or {}
-    is_plain = is_of_core(sampler) and _carried_by(_name(sampler))[0] == 1.0
-    return not is_plain or bool(options.get("eta") or options.get("s_churn"))
-
-
-def _carried_by(name: str) -> tuple[float, float]:
-    """How the sampler function of this name carries errors on: `kept` and `beyond` of `policies.quality.Carried`."""
-    if name.startswith("sample_lcm"):
-        return math.inf, 0.0
-    is_noisy, extrapolates = (any(part in name for part in parts) for parts in (NOISY, _EXTRAPOLATE))
-    return 2.0 if is_noisy else 1.0, 1.0 if extrapolates else 0.0
-
-
-def _report(run: DeepCacheRun, sampler: str, is_quiet: bool) -> None:
-    """Emit what the run came to, and log it unless `is_quiet`, as where it was stopped and its steps say little."""
-    facts = run.quality_facts()
-    skipping = Skipping(run.letters, run.why_full, **facts)
-    emit("deep_cache_run", skipping=skipping, began=run.began)
-    if is_quiet or run.log_quality(facts):
-        return
-    may_advise = run.why_full or run.policy.uses_drift or run.target is not None
-    if run.skipped_steps or run.failed or not may_advise:
-        log.info("DeepCache: %d of %d steps ran in full.", run.full_steps, run.full_steps + run.skipped_steps)
-    else:
-        log.info("%s", none_skipped(why_none_skipped(skipping, run.full_steps), run.full_steps, sampler))
+def _begin_sampling(
+    executor: Any, guider: Any, sigmas: Any, extra_args: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Before the sampler's first evaluation. What it does is measured here, not within it: it may keep a state."""
+    options = extra_args.get("model_options", {})
+    sampling: _Sampling | None = options.get("transformer_options", {}).get(KEY)
+    if sampling is not None:
+        try:
+            sampling.begin(guider, sigmas, options)
+        except Exception as error:  # a guider or a prompt of another pack, laid out in a way of its own
+            log.warning("DeepCache: this run cannot be read (%s); every step runs in full.", one_line(error))
+    return sampling_begins(executor, guider, sigmas, extra_args, *args, **kwargs)
 
 
 def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict | None = None, seed: Any = None) -> Any:
@@ -213,88 +205,39 @@ def _begin_evaluation(executor: Any, x: Any, timestep: Any, model_options: dict 
     The one place that reads sigmas, since that may wait for the GPU.
     """
     model_options = {} if model_options is None else model_options
-    options = model_options.get("transformer_options", {})
-    run: DeepCacheRun | None = options.get(KEY)
-    if run is not None:
-        schedule = options.get("sample_sigmas")
-        if not run.schedule and schedule is not None:
-            run.guidance = _guidance_of(run, len(schedule) - 1, executor.class_obj, model_options)
-            _note_other_nodes(run, executor.class_obj, model_options)
-            _correct(run, executor.class_obj, model_options, schedule)
-            run.set_schedule(schedule.tolist())
-        level = run.levels.read(torch.as_tensor(timestep), run.schedule)
-        run.begin_evaluation(level)
-        if run.is_probing:
-            evaluate = functools.partial(_evaluate, executor, x, timestep, model_options, seed)
-            out = run.probed(evaluate, lambda error: isinstance(error, INTERRUPTS))
-        else:
-            out = executor(x, timestep, model_options, seed)
-        return run.corrected(x, level, out, getattr(executor.class_obj, "cfg", None))
-    return executor(x, timestep, model_options, seed)
+    sampling: _Sampling | None = model_options.get("transformer_options", {}).get(KEY)
+    if sampling is None or sampling.run is None:
+        return executor(x, timestep, model_options, seed)
+    run, level = sampling.run, sampling.level(timestep)
+    run.begin(level)
+    return run.end(x, level, executor(x, timestep, model_options, seed), getattr(executor.class_obj, "cfg", None))
 
 
-def _correct(run: DeepCacheRun, guider: Any, model_options: dict[str, Any], schedule: torch.Tensor) -> None:
-    """Let the run correct what the sampler is given, where nothing else has a part in it."""
-    if run.sampler is None or not run.may_correct or not _is_plain(guider):
-        return
+def _follows(of_model: Any, facts: SamplerFacts) -> tuple[float, ...]:
+    """By how much a prediction of the denoised latent moves with the latent where the model's output does not, at each
+    noise level of the schedule: for every kind of output that core has."""
+
+    def moved(level: float) -> float:
+        still, latent = torch.zeros(2, 1, 1, 1), torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1)
+        one, other = of_model.calculate_denoised(torch.full((2,), level), still, latent).flatten().tolist()
+        return other - one
+
+    return tuple(moved(level) for level in facts.levels)
+
+
+def _who_skips(guider: Any, model_options: dict[str, Any]) -> str | None:
+    """Why nothing may be skipped: what else takes part in the model's calls, and may skip some of its own."""
     if CORE_CACHE in model_options.get("transformer_options", {}):
-        return
-    if any(model_options.get(name) for name in _PREDICTS):
-        return
-    sampling = type(guider.model_patcher.get_model_object("model_sampling"))
-    if sampling.calculate_denoised not in (EPS.calculate_denoised, CONST.calculate_denoised):
-        return  # forecasts of other kinds of predictions follow the latent less
-    try:
-        changes = _changes(run, guider)
-        response = sampler_response(run.sampler, guider, schedule)
-    except Exception as error:  # a sampler that needs more of the model than its predictions, or another pack's prompt
-        log.debug("DeepCache corrects nothing with %s: %s", _name(run.sampler), error)
-        return
-    if response is not None:
-        run.correction = Correction(response, changes)
-
-
-def _note_other_nodes(run: DeepCacheRun, guider: Any, model_options: dict[str, Any]) -> None:
-    conds = _conds(guider)
-    controls = [cond["control"] for cond in conds if cond.get("control") is not None]
-    run.has_controls = bool(controls)
-    run.has_other_nodes = any(cond.get("hooks") for cond in conds)
-    run.has_other_nodes |= any(not can_wait(control, model_options) for control in controls)
-
-
-def _evaluate(
-    executor: Any, x: Any, timestep: Any, model_options: dict, seed: Any, is_probe: bool
-) -> tuple[Any, torch.Tensor | None]:
-    """The evaluation's result and what of it is compared: the guided prediction before guidance of other nodes.
-
-    Such guidance may keep a state, as APG's momentum, or call the model itself, so a probe goes without it.
-    """
-    if not any(model_options.get(name) for name in _GUIDANCE):
-        out = executor(x, timestep, model_options, seed)
-        return out, out
-    guided = []
-
-    def note(args: dict[str, Any]) -> Any:
-        if len(args["conds_out"]) == 2:
-            cond, uncond = args["conds_out"]
-            guided.append(uncond + (cond - uncond) * args["cond_scale"])
-        return args["conds_out"]
-
-    options = {name: value for name, value in model_options.items() if not is_probe or name not in _GUIDANCE}
-    options[_GUIDANCE[0]] = [note, *options.get(_GUIDANCE[0], ())]
-    out = executor(x, timestep, options, seed)
-    return out, guided[0] if guided else None
-
-
-def _guidance_of(run: DeepCacheRun, steps: int, guider: Any, model_options: dict[str, Any]) -> Guidance | None:
-    """What lets a short run whose sampler adds noise leave out predictions without the prompt, where a quality is
-    asked; None where another node has a part in the guidance."""
-    if run.target is None or steps > MOST_STEPS or not run.adds_noise or not _is_plain(guider):
-        return None
-    is_guided = guider.conds.get("negative") is not None and not math.isclose(guider.cfg, 1.0)
-    if not is_guided or any(model_options.get(name) for name in _ASKS_BOTH):
-        return None
-    return Guidance(lambda: guider.cfg, _changes(run, guider))
+        return "EasyCache or LazyCache skips steps of its own (use one of the two)"
+    wrapper, net = model_options.get("model_function_wrapper"), guider.inner_model.diffusion_model
+    if wrapper is not None:
+        # Core names a pack's modules by its folder's path.
+        pack = os.path.basename((getattr(wrapper, "__module__", None) or type(wrapper).__module__).split(".")[0])
+        return f"another node ({pack}) makes the model's calls, and may skip some itself (use one of the two)"
+    drop_restored_forwards(net)
+    if has_foreign_forward(net) or "forward_orig" in vars(net):
+        return "another node has replaced the model's forward"
+    return None
 
 
 def _is_plain(guider: Any) -> bool:
@@ -305,11 +248,6 @@ def _is_plain(guider: Any) -> bool:
 def _conds(guider: Any) -> list[dict[str, Any]]:
     """Its prompts, positive, negative and any other."""
     return [cond for group in getattr(guider, "conds", {}).values() for cond in group or ()]
-
-
-def _changes(run: DeepCacheRun, guider: Any) -> list[float]:
-    """The noise levels, as angles, at which what the model is asked becomes another."""
-    return [angle(float(level), run.is_flow) for cond in _conds(guider) for level in _levels_of_change(cond)]
 
 
 def _levels_of_change(cond: dict[str, Any]) -> Iterator[float]:
@@ -323,18 +261,12 @@ def _levels_of_change(cond: dict[str, Any]) -> Iterator[float]:
         yield from (keyframe.start_t for keyframe in hook.hook_keyframe.keyframes)
 
 
-def _predict(executor: Any, model: Any, conds: list, x: torch.Tensor, timestep: Any, model_options: dict) -> Any:
+def _ask(executor: Any, model: Any, conds: list, x: torch.Tensor, timestep: Any, model_options: dict) -> Any:
     """Around the predictions with and without the prompt, and any that other nodes ask for."""
-    run: DeepCacheRun | None = model_options.get("transformer_options", {}).get(KEY)
-    if run is not None and run.leaves_controls_out:
+    sampling: _Sampling | None = model_options.get("transformer_options", {}).get(KEY)
+    if sampling is not None and sampling.run is not None and sampling.run.leaves_controls_out:
         conds = postponed(conds, model_options)
-    if run is None or run.guidance is None or len(conds) != 2 or None in conds:
-        return executor(model, conds, x, timestep, model_options)
-
-    def evaluate(both: bool) -> list[torch.Tensor]:
-        return executor(model, conds if both else [conds[0], None], x, timestep, model_options)
-
-    return run.guided(x.shape, evaluate, _must_raise)
+    return executor(model, conds, x, timestep, model_options)
 
 
 def _stand_in_for_model(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -362,35 +294,33 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
     """One call of the model: skipped, full with its features stored, or plain. names: of the positional arguments."""
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     options = named.get("transformer_options") or {}
-    run: DeepCacheRun | None = options.get(KEY)
-    if run is not None:
-        depth, adds_noise = run.settings.depth, run.adds_noise
-        run = run.of(model, functools.partial(find_split, depth=depth, adds_noise=adds_noise))
-    split = None if run is None else run.split
+    sampling: _Sampling | None = options.get(KEY)
+    run = None if sampling is None else sampling.run
+    features = None if run is None else run.of(model)
     x = args[0] if args else named.get("x")
     if type(x) is list and x and all(isinstance(part, torch.Tensor) for part in x):
         x = x[0]  # of several latents that are sampled together, the video's
-    if split is not None and not isinstance(x, torch.Tensor):
+    if features is not None and not isinstance(x, torch.Tensor):
         run.run_in_full(f"{type(model).__name__} takes several latents at once")
 
     def full() -> Any:
         given, named = _with_control(args, kwargs, names, _computed)
         return call(*given, **named)
 
-    if split is None:
+    if features is None:
         return full()
 
     def skipped() -> Any:
         def withhold(control: Any) -> Any:
-            return None if isinstance(control, LateControl) else split.withhold(control)
+            return None if isinstance(control, LateControl) else features.split.withhold(control)
 
         kept, named = _with_control(args, kwargs, names, withhold)
         return call(*kept, **named)
 
-    keys = _branches(run, x, options)
+    keys = _branches(features, x, options)
     capture: ModelCapture | None = options.get(CAPTURE)
     within = None if capture is None else capture.during
-    return cached_call(run, split, keys, x, full, skipped, _must_raise, within, unrecorded_context())
+    return cached_call(features, keys, full, skipped, _must_raise, within, unrecorded_context())
 
 
 def _computed(control: Any) -> Any:
@@ -415,7 +345,7 @@ def _with_control(args: tuple, kwargs: dict, names: Sequence[str], change: Calla
     return args, kwargs
 
 
-def _branches(run: DeepCacheRun, x: torch.Tensor, options: dict[str, Any]) -> list[BranchKey] | None:
+def _branches(features: Features, x: torch.Tensor, options: dict[str, Any]) -> list[BranchKey] | None:
     window = options.get("context_window")
     if window is not None and not hasattr(window, "index_list"):
         return None
@@ -424,7 +354,7 @@ def _branches(run: DeepCacheRun, x: torch.Tensor, options: dict[str, Any]) -> li
     if animate_diff.get("sub_idxs") is not None:
         frames = (frames, tuple(animate_diff["sub_idxs"]))
     variant = (frames, _replaced(options.get("patches_replace") or {}))
-    return run.branches(x, options.get("uuids"), options.get("cond_or_uncond", ()), variant)
+    return features.branches(x, options.get("uuids"), options.get("cond_or_uncond", ()), variant)
 
 
 def _replaced(patches: dict[str, dict[Hashable, Any]]) -> frozenset[Hashable]:

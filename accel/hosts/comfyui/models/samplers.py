@@ -1,5 +1,5 @@
 """What is known of a sampler: the noise level of each evaluation, for the most part without waiting for the device, and
-how predictions reach its later latents."""
+what it does with predictions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 
 from ....core.events import log
 from ....core.host_copy import HostCopy
-from ....step_cache.predictions.correction import Predict, Response, response_of
-from ....step_cache.step_schedule import is_near
+from ....step_cache.noise_levels import is_near
+from ....step_cache.sampler_facts import Noise, Predict, SamplerFacts, measured
 
 LEARNED = 4
 """Evaluations at the schedule's levels, one after the other, after which the sampler is taken to go on like that. All
@@ -71,23 +71,28 @@ def is_of_core(sampler: Any) -> bool:
     return getattr(module, function.__name__, function) is function
 
 
-def sampler_response(sampler: Any, guider: Any, sigmas: torch.Tensor) -> Response | None:
-    """The response of a sampler that adds no noise on this schedule, without calling the model; None where it has none.
+def facts_of(sampler: Any, guider: Any, levels: Sequence[float], is_flow: bool) -> SamplerFacts:
+    """What a sampler does on a schedule, by running it without the model.
 
-    sampler: core's KSAMPLER. guider: what it would call, for samplers that ask about the model. Raises whatever a
-    sampler raises that needs more of the model than its predictions.
+    sampler: core's KSAMPLER, around a function of anybody's. guider: what it would call, for samplers that ask about
+    the model.
     """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return measured(levels, is_flow, lambda *given: _sampled(sampler, guider, levels, *given))
+    except Exception as error:  # it needs more of the model than its predictions
+        log.debug("DeepCache: what a sampler does could not be measured: %s", error)
+        return SamplerFacts(tuple(levels), is_flow, adds_noise=True)
+
+
+def _sampled(
+    sampler: Any, guider: Any, levels: Sequence[float], predict: Predict, noise: Noise, latent: torch.Tensor
+) -> torch.Tensor:
     function, options = sampler.sampler_function, dict(sampler.extra_options)
     if "noise_sampler" in inspect.signature(function).parameters:
-        options["noise_sampler"] = lambda *_: 0.0
-    sigmas = sigmas.detach().cpu().clone()
-
-    def sample(predict: Predict, latent: torch.Tensor) -> torch.Tensor:
-        given = {"model_options": {"transformer_options": {}}, "seed": 0}
-        return function(_Model(guider, predict), latent, sigmas, extra_args=given, disable=True, **options)
-
-    with torch.random.fork_rng(devices=[]):
-        return response_of(sigmas.tolist(), sample)
+        options["noise_sampler"] = lambda *_, **__: noise(latent)
+    given = {"model_options": {"transformer_options": {}}, "seed": 0}
+    return function(_Model(guider, predict), latent, torch.tensor(levels), extra_args=given, disable=True, **options)
 
 
 class _Model:

@@ -11,7 +11,7 @@ from ....core.sentences import counted
 from ....report.headline import why_none_skipped
 from ....report.run import Run
 from ....step_cache.config import QUALITIES
-from ....step_cache.run import HALF, SKIPPED
+from ....step_cache.run import SKIPPED
 from ..words import none_skipped
 
 _CACHE_FULL = ("cache_entries_full", "cache_bytes_full")
@@ -170,7 +170,7 @@ def nothing_is_skipped(facts: Facts) -> Iterator[str]:
         yield off
     elif not run.caching and facts.is_of_this_prompt and facts.has_skipping_node:
         yield "DeepCache did nothing in the last run: it cannot split this model, and the log says why."
-    elif run.caching and not {SKIPPED, HALF} & set(run.skipping.steps_taken):
+    elif run.caching and SKIPPED not in run.skipping.steps_taken:
         steps = run.steps or len(run.skipping.steps_taken)
         yield none_skipped(why_none_skipped(run.skipping, steps, run.samplings), steps, run.sampler)
 
@@ -178,13 +178,8 @@ def nothing_is_skipped(facts: Facts) -> Iterator[str]:
 def _why_off(nodes: Nodes) -> str | None:
     """The input of DeepCache that turns it off."""
     for inputs in nodes.get("AccelDeepCache", ()):
-        if inputs.get("interval") == 1:
-            return "DeepCache's interval is 1, which turns it off: 3 is the default."
         if inputs.get("start_percent", 0.0) == inputs.get("end_percent", 1.0):
             return "DeepCache's start_percent equals its end_percent, which leaves no step to skip."
-        is_free = inputs.get("quality", "off") == "off"
-        if is_free and inputs.get("schedule") == "adaptive" and inputs.get("threshold") == 0:
-            return "DeepCache's threshold is 0, so it skips nothing: 0.05 is the default."
     return None
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..modules.blocks import matrix_weights
-from ..modules.substitution import Layer
-from .config import checked_depth
-from .run import BranchKey, DeepCacheRun, OutdatedFeature
+from ...modules.blocks import matrix_weights
+from ...modules.substitution import Layer
+from ..config import checked_depth
+from ..features import BranchKey, Features, OutdatedFeature
 
 NOISE_SHARE = 0.25
 """Largest share of the model's work that a skipped step may cost when no depth is given and the sampler adds noise, as
@@ -92,38 +92,38 @@ class UNetSplit:
         """Residuals are added before the last output block, all of which is deep without a shallow part."""
         return self.depth > 0
 
-    def note_full(self, keys: Sequence[BranchKey], x: torch.Tensor) -> None:
-        self._entered.update(dict.fromkeys(keys, x.shape[2:]))
+    def note_full(self, keys: Sequence[BranchKey], shape: torch.Size) -> None:
+        self._entered.update(dict.fromkeys(keys, shape[2:]))
 
-    def check_skipped(self, keys: Sequence[BranchKey], x: torch.Tensor) -> None:
+    def check_skipped(self, keys: Sequence[BranchKey], shape: torch.Size) -> None:
         # Without a shallow part it is the latent itself, whose size is in the keys.
         for size in {self._entered.get(key) for key in keys} if self.depth else ():
-            if size != x.shape[2:]:
-                raise OutdatedFeature(f"made from {size}, and {x.shape[2:]} is here")
+            if size != shape[2:]:
+                raise OutdatedFeature(f"made from {size}, and {shape[2:]} is here")
 
     def check_done(self) -> None:
         """Do nothing: patches have no place in front of the last deep layer."""
 
-    def full_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+    def full_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         def enter(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.note_full(keys, x)
-            run.measure(keys, x)
+            features.enter(x.shape)
+            self.note_full(keys, x.shape)
             return inner(x, *args, **kwargs)
 
         return {
             self.first: enter,
-            self.source: lambda inner, *args, **kwargs: run.exchange(keys, inner(*args, **kwargs)),
+            self.source: lambda inner, *args, **kwargs: features.exchange(keys, inner(*args, **kwargs)),
         }
 
-    def skip_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+    def skip_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         def enter(inner: Layer, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            self.check_skipped(keys, x)
-            run.measure(keys, x)
+            features.enter(x.shape)
+            self.check_skipped(keys, x.shape)
             # Patches may work in place, and `x` is also a skip connection of the shallow part.
             return _pass_nothing(inner, x).clone()
 
         layers: dict[torch.nn.Module, Layer] = dict.fromkeys(self.silent, _pass_nothing)
-        return layers | {self.first: enter, self.source: lambda inner, *args, **kwargs: run.gather(keys)}
+        return layers | {self.first: enter, self.source: lambda inner, *args, **kwargs: features.gather(keys)}
 
     def withhold(self, control: Mapping[str, list] | None) -> dict[str, list] | None:
         """A copy of `control` without the residuals of deep layers.
@@ -200,11 +200,11 @@ class DownUpUNetSplit(UNetSplit):
         super().__init__(_as_blocks(model), depth, adds_noise)
         self.model = model
 
-    def full_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
-        return {module: _for_tuples(layer) for module, layer in super().full_layers(run, keys).items()}
+    def full_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+        return {module: _for_tuples(layer) for module, layer in super().full_layers(features, keys).items()}
 
-    def skip_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
-        return {module: _for_tuples(layer) for module, layer in super().skip_layers(run, keys).items()}
+    def skip_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+        return {module: _for_tuples(layer) for module, layer in super().skip_layers(features, keys).items()}
 
     def withhold(self, control: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of `control`, a call's keyword arguments, with zeros in place of deep layers' residuals.

@@ -7,16 +7,16 @@ from typing import Any, Protocol
 
 import torch
 
-from ..core.sentences import counted
-from ..modules.blocks import trunk_of
-from ..modules.substitution import Layer
-from .dit_split import DiTSplit, has_dit_layout
-from .run import BranchKey, DeepCacheRun
-from .unet_split import DownUpUNetSplit, UNetSplit, has_down_up_layout, has_unet_layout
+from ...core.sentences import counted
+from ...modules.blocks import trunk_of
+from ...modules.substitution import Layer
+from ..features import BranchKey, Features
+from .dit import DiTSplit, has_dit_layout
+from .unet import DownUpUNetSplit, UNetSplit, has_down_up_layout, has_unet_layout
 
 
 class Split(Protocol):
-    """The shallow and the deep part of one model, for one run. `run` may be a RunProxy."""
+    """The shallow and the deep part of one model, for one run. `features` may be a FeaturesProxy."""
 
     model: torch.nn.Module
     parts: Sequence[Hashable]
@@ -32,10 +32,10 @@ class Split(Protocol):
     is_stable: bool
     """Whether calls of one phase do the same from now on."""
 
-    def full_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+    def full_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         """The layers to substitute for a full call: they store its features."""
 
-    def skip_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+    def skip_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         """The layers to substitute for a skipped call: the deep part is replaced by stored features.
 
         They raise OutdatedFeature where a full call would renew the features, RuntimeError where skipping fails.
@@ -47,11 +47,11 @@ class Split(Protocol):
     def withhold(self, control: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """A copy of `control` without the ControlNet residuals that a skipped call must not add."""
 
-    def note_full(self, keys: Sequence[BranchKey], shallow: torch.Tensor) -> None:
-        """Note that a full call computes its deep part from `shallow` [len(keys) * B, ...]."""
+    def note_full(self, keys: Sequence[BranchKey], shape: torch.Size) -> None:
+        """Note that a full call computes its deep part from a tensor of this shape, [len(keys) * B, ...]."""
 
-    def check_skipped(self, keys: Sequence[BranchKey], shallow: torch.Tensor) -> None:
-        """Raise OutdatedFeature where the features were not computed from a tensor of the size of `shallow`."""
+    def check_skipped(self, keys: Sequence[BranchKey], shape: torch.Size) -> None:
+        """Raise OutdatedFeature where the features were not computed from a tensor of this size."""
 
 
 def find_split(model: Any, depth: int | None, adds_noise: bool = True) -> Split | None:

@@ -1,4 +1,4 @@
-"""The sampler step of a noise level, and that step's weight: pure functions of numbers."""
+"""Noise levels: their angles, the sampler step of each, the order that they come in. Pure functions of numbers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from collections.abc import Sequence
 
 SIGMA_TOLERANCE = 1e-4
 """Relative. Samplers recompute their sigmas in float32; neighbouring sigmas differ by 5e-3 or more."""
-
-LARGEST_SCALE = 16.0
-"""Upper bound of 1 / cos(angle) in `step_weight`: the SD schedule starts at 14.6, a flow's at infinity."""
 
 
 def step_of(sigma: float, schedule: Sequence[float]) -> int:
@@ -51,18 +48,6 @@ def angle(sigma: float, is_flow: bool = False) -> float:
     sigma: the ratio of noise to image; for rectified flow, the share of noise.
     """
     return math.atan2(sigma, 1.0 - sigma if is_flow else 1.0)
-
-
-def step_weight(start: float, end: float) -> float:
-    """The effect on the image of a relative error in the model's input-sized features, in a step from the angle
-    `start` to `end`: of the order of 1.
-
-    The step replaces the share 1 - tan(end) / tan(start) of the noise by the model's prediction, and the latent is
-    1 / cos(start) times as large as the image in it. High at the beginning, where the image is decided, and at the
-    end, where the steps are long.
-    """
-    noise = sorted((math.tan(start), math.tan(end)))
-    return (noise[1] - noise[0]) / max(noise[1], 1e-9) * min(1 / max(math.cos(start), 1e-9), LARGEST_SCALE)
 
 
 def stretch_of(place: float, changes: Sequence[float]) -> tuple[int, int]:

@@ -3,14 +3,7 @@
 import math
 
 import pytest
-from comfy_accel.accel.step_cache.step_schedule import (
-    LARGEST_SCALE,
-    angle,
-    in_window,
-    is_in_order,
-    step_of,
-    step_weight,
-)
+from comfy_accel.accel.step_cache.noise_levels import angle, in_window, is_in_order, step_of
 
 SCHEDULE = (14.6, 8.0, 4.0, 2.0, 1.0, 0.5, 0.0)
 
@@ -65,24 +58,8 @@ def test_angle_goes_from_image_to_noise(sigma, is_flow, expected):
     assert angle(sigma, is_flow) == pytest.approx(expected)
 
 
-def test_step_weight_is_the_share_of_noise_that_goes_times_the_latents_size():
-    assert step_weight(angle(3.0), angle(1.5)) == pytest.approx(0.5 * 10**0.5)
-    assert step_weight(angle(0.1), 0.0) == pytest.approx(1.01**0.5)
-    # The same way in a flow's levels: 3 to 1 and 3 to 2 of noise to picture.
-    assert step_weight(angle(0.75, True), angle(0.6, True)) == pytest.approx(0.5 * 10**0.5)
-
-
-def test_step_weight_is_bounded_from_pure_noise_on_and_zero_without_a_step():
-    assert step_weight(math.pi / 2, angle(0.97, True)) == pytest.approx(LARGEST_SCALE)
-    assert step_weight(1.0, 1.0) == step_weight(0.0, 0.0) == 0.0
-
-
 @pytest.mark.parametrize(
     "levels, expected", [((3, 2, 2, 0), True), ((0, 1, 5), True), ((), True), ((14.6, 7, 3, 7, 3, 0), False)]
 )
 def test_levels_are_in_order_when_they_only_fall_or_only_rise(levels, expected):
     assert is_in_order(levels) == expected
-
-
-def test_step_weight_of_a_rising_step_is_that_of_the_way():
-    assert step_weight(angle(1.0), angle(2.0)) == pytest.approx(0.5 * 2**0.5)

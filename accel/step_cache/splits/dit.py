@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from ..core.events import log
-from ..modules.blocks import BlockList, matrix_weights, trunk_of
-from ..modules.substitution import Forward, Layer
-from .config import checked_depth
-from .run import BranchKey, DeepCacheRun, OutdatedFeature
+from ...core.events import log
+from ...modules.blocks import BlockList, matrix_weights, trunk_of
+from ...modules.substitution import Forward, Layer
+from ..config import checked_depth
+from ..features import BranchKey, Features, OutdatedFeature
 from .token_streams import NoStreams, StreamFinder, Streams, arguments, parts_of, possible_streams
 
 _CONTROLS = {
@@ -31,9 +31,6 @@ _CONTROLS = {
 
 The residuals of other models stay: adding them costs little, and what is added between skipped blocks has no effect.
 """
-
-_IMAGE = ("img", "x", "hidden_states", "image_tokens")
-"""Names of the token stream of the image, whose drift is measured, where a block has several."""
 
 
 @dataclass(eq=False)
@@ -111,32 +108,32 @@ class DiTSplit:
     def layout(self) -> Hashable:
         return "transformer", self.depth, tuple(span.found.path for span in self.spans if not span.is_excluded)
 
-    def note_full(self, keys: Sequence[BranchKey], image: torch.Tensor) -> None:
+    def note_full(self, keys: Sequence[BranchKey], shape: torch.Size) -> None:
         """Do nothing: shapes are compared when residuals are added."""
 
-    def check_skipped(self, keys: Sequence[BranchKey], image: torch.Tensor) -> None:
+    def check_skipped(self, keys: Sequence[BranchKey], shape: torch.Size) -> None:
         """Do nothing: shapes are compared when residuals are added."""
 
-    def full_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+    def full_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         self._calls = ()
         layers: dict[torch.nn.Module, Layer] = {}
         for span in self.spans:
             if span.was_placed and span.streams is None and not span.is_excluded and not span.finder.saw_any:
-                self.exclude(span, run, "the model calls none of its blocks by their forward")
+                self.exclude(span, features, "the model calls none of its blocks by their forward")
             span.was_placed = True
         spans = [span for span in self.spans if not span.is_excluded]
         for span in spans:
-            full = _FullCall(self, span, run, keys, measures_drift=span is spans[0])
+            full = _FullCall(self, span, features, keys)
             blocks = {span.first, span.last} if span.streams else span.found.blocks
             layers.update({block: partial(_call, full, block) for block in blocks})
         return layers
 
-    def skip_layers(self, run: DeepCacheRun, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
+    def skip_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         """As of any split. They raise RuntimeError for a patch in the place of the first skipped block, and
         OutdatedFeature for another shape than that of the last full call, as where reference tokens are left out from
         the second step on."""
         spans = [span for span in self.spans if span.has_residual]
-        self._calls = [_SkippedCall(span, run, keys, measures_drift=span is spans[0]) for span in spans]
+        self._calls = [_SkippedCall(span, features, keys) for span in spans]
         return {block: partial(_call, call, block) for call in self._calls for block in call.span.blocks}
 
     def check_done(self) -> None:
@@ -163,13 +160,13 @@ class DiTSplit:
         deep = sum(matrix_weights(block) for span in self.spans if not span.is_excluded for block in span.blocks)
         self.shallow_share = 1 - deep / max(sum(found.weight for found in self.lists), 1)
 
-    def exclude(self, span: Span, run: DeepCacheRun, reason: str) -> None:
+    def exclude(self, span: Span, features: Features, reason: str) -> None:
         """Run the blocks of `span` on every step from now on."""
         span.is_excluded, span.has_residual = True, False
         self._measure_share()
         message = f"cannot skip {span.found.path} of {type(self.model).__name__}: {reason}"
         if all(other.is_excluded for other in self.spans):
-            run.run_in_full(message)
+            features.run_in_full(message)
         else:
             log.warning("DeepCache: %s.", message)
 
@@ -186,8 +183,8 @@ def _call(call: _FullCall | _SkippedCall, block: torch.nn.Module, inner: Forward
 class _FullCall:
     """One full call on its way through a span."""
 
-    def __init__(self, split: DiTSplit, span: Span, run: DeepCacheRun, keys: Sequence[BranchKey], measures_drift: bool):
-        self.split, self.span, self.run, self.keys, self.measures_drift = split, span, run, keys, measures_drift
+    def __init__(self, split: DiTSplit, span: Span, features: Features, keys: Sequence[BranchKey]):
+        self.split, self.span, self.features, self.keys = split, span, features, keys
         self.is_learning = span.streams is None
         self.inputs: dict[str, torch.Tensor] | None = None
         """Copies of the first block's token streams: any block of the span may write to its arguments."""
@@ -263,9 +260,9 @@ class _FullCall:
         ends skipping."""
         self.inputs = None
         if not isinstance(reason, NoStreams):
-            self.run.cannot_keep(reason)
+            self.features.cannot_keep(reason)
         elif self.is_learning:
-            self.split.exclude(self.span, self.run, str(reason))
+            self.split.exclude(self.span, self.features, str(reason))
         else:
             log.debug("DeepCache: a call of %s is not remembered: %s", self.span.found.path, reason)
 
@@ -285,13 +282,11 @@ class _FullCall:
                 raise NoStreams(f"{name} {list(tensor.shape)} does not have the latent's batch of {rows}")
         span.streams, span.has_residual = streams, True
         # `before` and the residuals are tensors of ours that nobody writes to, so the run takes them as they are.
-        if self.measures_drift:
-            self.run.measure(self.keys, _image(span, before), owned=True)
         is_replaced = False
         for name, tensor in after.items():
             dim = span.batch_dim(tensor)
             residual = (tensor - before[name]).movedim(dim, 0)
-            kept = self.run.exchange(self.keys, residual, span.part(name), owned=True)
+            kept = self.features.exchange(self.keys, residual, span.part(name), owned=True)
             if kept is residual:
                 continue
             value = before[name] + kept.movedim(0, dim)
@@ -305,8 +300,8 @@ class _FullCall:
 class _SkippedCall:
     """One skipped call on its way past a span."""
 
-    def __init__(self, span: Span, run: DeepCacheRun, keys: Sequence[BranchKey], measures_drift: bool):
-        self.span, self.run, self.keys, self.measures_drift = span, run, keys, measures_drift
+    def __init__(self, span: Span, features: Features, keys: Sequence[BranchKey]):
+        self.span, self.features, self.keys = span, features, keys
         self.inputs: dict[str, torch.Tensor] | None = None
         """Copies of the first block's, which the model may write to or drop before the last one."""
         self.passed: dict[str, torch.Tensor] = {}
@@ -325,8 +320,6 @@ class _SkippedCall:
             known = arguments(block, args, kwargs)
             given = {name: known[name] for name in streams.tensors}
         if block is span.first:
-            if self.measures_drift:
-                self.run.measure(self.keys, _image(span, given))
             self.inputs = {name: tensor.clone() for name, tensor in given.items()}
             if block is not span.last:
                 self.passed = {name: tensor.clone() for name, tensor in given.items() if name not in streams.in_place}
@@ -344,7 +337,7 @@ class _SkippedCall:
         return streams.pack(out)
 
     def _residual(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        residual = self.run.gather(self.keys, part=self.span.part(name)).movedim(0, self.span.batch_dim(tensor))
+        residual = self.features.gather(self.keys, part=self.span.part(name)).movedim(0, self.span.batch_dim(tensor))
         if residual.shape != tensor.shape:
             raise OutdatedFeature(f"{name} of {self.span.found.path} has another shape than when it was remembered")
         return residual
@@ -352,10 +345,3 @@ class _SkippedCall:
 
 def _items(value: dict | list) -> list:
     return [*value, *value.values()] if type(value) is dict else list(value)
-
-
-def _image(span: Span, streams: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The token stream of the image [chunks * B, ...]; the longest one where no name tells."""
-    named = [streams[name] for name in _IMAGE if name in streams]
-    tensor = named[0] if named else max(streams.values(), key=torch.Tensor.numel)
-    return tensor.movedim(span.batch_dim(tensor), 0)

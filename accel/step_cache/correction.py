@@ -1,0 +1,134 @@
+"""Corrects what skipped steps got wrong, as soon as a full step shows it.
+
+Predictor and corrector, as in UniPC (Zhao et al., arXiv 2302.04867), without a model call of their own: with the
+prediction of a full step, those of the skipped steps before it can be interpolated instead of extrapolated, which is
+three to five times as close on the trained networks. What the latent lacks by that is added to the full step's
+prediction, as much of it as this sampler needs to reach the latent that it would have reached.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from .features import weights
+from .noise_levels import is_near
+from .predictions import FOLLOWS, Evaluation, FullEvaluations, mixed
+from .sampler_facts import MEMORY, Response
+
+GAIN = 0.7
+"""How much of what was wrong is corrected. All of it brings most images closer still, and some farther, which take
+errors back by themselves."""
+
+LARGEST_FACTOR = 200.0
+"""The most by which what the latent lacks is multiplied for a prediction to make up for it. A step that uses less of
+its prediction leaves that to the next one."""
+
+_INEXACT = 1e-4
+
+
+class Correction:
+    """Of one run. Memory: about twelve latents, and three for each step that is skipped in a row.
+
+    Where the run leaves the response, as at another level or size, predictions stay as they are from there on.
+
+    full: the run's last full evaluations. follows: of each evaluation, how far a prediction follows the latent where
+    what the model returns stays as it is; 1 for models that predict the noise or a flow.
+    """
+
+    def __init__(self, response: Response, full: FullEvaluations, follows: Sequence[float]):
+        self._response, self._full, self._follows = response, full, follows
+        self._skipped: list[Evaluation] = []
+        """Since the newest full one."""
+        self._off: dict[int, torch.Tensor] = {}
+        """By how much what should have been given exceeds what was: by evaluation, the last `MEMORY`, into which those
+        before are folded."""
+        self._off_before: dict[int, torch.Tensor] = {}
+        """The same at the newest full one."""
+        self._newest: tuple[torch.Tensor, torch.Tensor] | None = None
+        """What the sampler was given last, and the prediction in it; None where they are the same."""
+        self.is_over = False
+        """Whether the run has left the response."""
+
+    def corrected(self, now: Evaluation, is_skipped: bool, is_new: bool) -> torch.Tensor:
+        """What the sampler is given in place of the evaluation's prediction; to be called before it is added to the
+        full ones. is_new: nothing is interpolated, since what the model is asked has changed."""
+        self._newest = None
+        if self.is_over or not self._fits(now):
+            self.is_over = True
+            return now.prediction
+        if is_new:
+            self._skipped.clear()
+        if is_skipped:
+            prediction = self._extrapolated(now)
+            given = self._balanced(now.index, prediction)
+            self._skipped.append(replace(now, prediction=prediction, given=given))
+            return given
+        if self._full.known and self._skipped:
+            self._look_back([now, self._full.known[0]])
+        self._skipped.clear()
+        given = self._balanced(now.index, now.prediction + FOLLOWS * self._deviation(now.index))
+        self._off_before = self._off
+        return given
+
+    def prediction_in(self, given: torch.Tensor) -> torch.Tensor:
+        """The prediction in what the sampler was `given` for its newest evaluation, without what the latent lacked, for
+        previews; `given` itself where it is anything else, or where it becomes the latent."""
+        return self._newest[1] if self._newest is not None and given is self._newest[0] else given
+
+    def _fits(self, now: Evaluation) -> bool:
+        levels = self._response.levels
+        if now.index >= len(levels) or not is_near(levels[now.index], now.level):
+            return False
+        return all(
+            one.shape == now.prediction.shape for one in (now.latent, *(full.latent for full in self._full.known))
+        )
+
+    def _extrapolated(self, now: Evaluation) -> torch.Tensor:
+        """The prediction of a skipped evaluation, as far as it should follow the latent."""
+        if not self._full.known:
+            return now.prediction
+        held, moved = mixed(self._full.known, self._full.factors(now.place), now.latent, now.level)
+        # What the skipped path makes follows it as what the model returns does; right where there is little noise.
+        too_far = self._follows[now.index] - FOLLOWS
+        return now.prediction + too_far * math.tan(min(now.place, math.pi / 4)) * (held - moved)
+
+    def _look_back(self, points: Sequence[Evaluation]) -> None:
+        """Note what the skipped evaluations between two full ones should have given."""
+        places = [one.place for one in points]
+        self._off = self._off_before
+        for one in self._skipped:
+            latent = one.latent + self._deviation(one.index)
+            held, moved = mixed(points, weights(places, one.place), latent, one.level)
+            lacking = held + FOLLOWS * (moved - held) - one.prediction
+            self._note(one.index, GAIN * lacking + one.prediction - one.given)
+
+    def _balanced(self, index: int, prediction: torch.Tensor) -> torch.Tensor:
+        """`prediction` with what it takes for the next latent to be what it should be; noted."""
+        effect = self._response.effects[index + 1][index]
+        missing = self._deviation(index + 1)
+        if isinstance(missing, torch.Tensor) and abs(effect) * LARGEST_FACTOR > 1:
+            given = prediction + missing / effect
+            if abs(effect - 1) > _INEXACT:
+                self._newest = given, prediction
+            self._note(index, prediction - given)
+            return given
+        if self._off:
+            self._note(index, torch.zeros_like(prediction))
+        return prediction
+
+    def _deviation(self, index: int) -> torch.Tensor | float:
+        """By how much the latent of evaluation `index` should be larger."""
+        effects = self._response.effects[index]
+        return sum((off * effects[one] for one, off in self._off.items() if effects[one]), 0.0)
+
+    def _note(self, index: int, off: torch.Tensor) -> None:
+        self._off = {**self._off, index: off}
+        oldest = self._off.pop(index - MEMORY, None)
+        if oldest is not None:
+            for place, factor in enumerate(self._response.folds[index], index - MEMORY + 1):
+                if factor:
+                    self._off[place] = self._off.get(place, 0.0) + factor * oldest

@@ -1,1 +1,0 @@
-"""What is predicted in place of skipped work: features, guidance, and what the sampler's latent lacks."""

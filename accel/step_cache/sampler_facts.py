@@ -1,0 +1,168 @@
+"""What a sampler does with predictions, measured by running it on impulses: no sampler is known by its name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from .noise_levels import angle, is_in_order, is_near, step_of
+
+MEMORY = 4
+"""The most predictions that a sampler's step depends on beside the latent."""
+
+_INEXACT = 1e-4
+
+
+@dataclass(frozen=True)
+class Response:
+    """How the predictions of a sampler that evaluates each step once reach its later latents.
+
+    levels: noise levels of its evaluations. effects: [evaluations + 1, evaluations], by how much the latent of each
+    evaluation, and the final one, moves when the prediction of an earlier one does. folds: for each evaluation, what
+    stands for the prediction `MEMORY` before it from then on, in terms of those since.
+    """
+
+    levels: tuple[float, ...]
+    effects: list[list[float]]
+    folds: list[list[float]]
+
+
+@dataclass(frozen=True)
+class SamplerFacts:
+    """A sampler on one schedule.
+
+    levels: noise levels of its steps, and the one at which it ends. is_flow: whether they are shares of noise, 0 to 1,
+    instead of its ratio to the image. adds_noise: whether a step adds noise. gains: by how much an error in the
+    predictions of each step moves the image; empty where that could not be measured. response: None where its
+    evaluations are not one a step, or what it does is not linear.
+    """
+
+    levels: tuple[float, ...]
+    is_flow: bool
+    adds_noise: bool
+    gains: tuple[float, ...] = ()
+    response: Response | None = None
+
+    @cached_property
+    def angles(self) -> tuple[float, ...]:
+        """The noise levels in radians."""
+        return tuple(min(angle(level, self.is_flow), math.pi / 2) for level in self.levels)
+
+    @property
+    def steps(self) -> int:
+        return max(len(self.levels) - 1, 0)
+
+    def gain(self, step: int) -> float:
+        """As `gains`; where these are not known, that of Euler's method, enlarged as much as any sampler's is."""
+        return self.gains[step] if self.gains else MOST_ENLARGED * (1 - _kept(self.angles, step))
+
+
+LARGEST_GAIN = 4.0
+"""At the noise level of a flow's first step nothing of the image is in the latent, and no scale brings it to size."""
+
+MOST_ENLARGED = 1.6
+"""Of the gain over that of Euler's method: most multistep samplers are at 1.5 or below, a few at 1.6 to 1.9."""
+
+
+def _kept(angles: Sequence[float], step: int) -> float:
+    """The share of the noise in the latent that is left after the step."""
+    start, end = (math.tan(at) for at in angles[step : step + 2])
+    return min(max(end / start, 0.0), 1.0) if start > 0 else 0.0
+
+
+Predict = Callable[[torch.Tensor, float], torch.Tensor]
+"""Gives a prediction of the denoised latent for a latent [B, ...] at a noise level."""
+
+Noise = Callable[[torch.Tensor], torch.Tensor]
+"""Gives noise like a latent."""
+
+Sample = Callable[[Predict, Noise, torch.Tensor], torch.Tensor]
+"""Runs a sampler with these predictions and this noise, from a latent [B, 1, 1, 1] to the final one."""
+
+
+def measured(levels: Sequence[float], is_flow: bool, sample: Sample) -> SamplerFacts:
+    """What a sampler does on a schedule, by running it once without the model.
+
+    Raises whatever a sampler raises that needs more of the model than its predictions.
+    """
+    levels = tuple(levels)
+    unknown = SamplerFacts(levels, is_flow, adds_noise=True)
+    count = unknown.steps
+    if not count or not is_in_order(levels):
+        return unknown
+    anything = torch.rand(count, generator=torch.Generator().manual_seed(0))
+    begun: dict[int, torch.Tensor] = {}
+    evaluated: list[float] = []
+
+    # Row 0 has predictions that are anything, row 1 the same and noise of another size, row 2 no noise at all. The
+    # others have an impulse in the predictions of one step each.
+    def predict(latent: torch.Tensor, level: float) -> torch.Tensor:
+        step = step_of(level, levels)
+        if is_near(levels[step], level):  # the last one there: Heun's method goes to a step's level and comes back
+            begun[step] = latent.detach().reshape(-1).double().clone()
+        evaluated.append(level)
+        if len(evaluated) > 8 * count:
+            raise RuntimeError("it evaluates each step more than 8 times")
+        prediction = torch.full_like(latent, float(anything[step]))
+        prediction[3 + step] += 1.0
+        return prediction
+
+    def noise(latent: torch.Tensor) -> torch.Tensor:
+        made = torch.ones_like(latent)
+        made[1], made[2] = 2.0, 0.0
+        return made
+
+    final = sample(predict, noise, torch.zeros(count + 3, 1, 1, 1)).reshape(-1).double()
+    if sorted(begun) != list(range(count)) or any(one > other for one, other in pairwise(begun)):
+        return unknown
+    moved = torch.stack([*(begun[step] for step in range(count)), final])  # [steps + 1, rows]
+    adds_noise = not torch.allclose(moved[:, 0], moved[:, 1], atol=1e-6)
+    if adds_noise and not torch.allclose(moved[:, 1] - moved[:, 2], 2 * (moved[:, 0] - moved[:, 2]), atol=1e-4):
+        return unknown  # noise of its own, which is another in every row
+    effects = moved[:, 3:] - moved[:, :1]
+    facts = SamplerFacts(levels, is_flow, adds_noise, tuple(_gains(levels, unknown.angles, is_flow, effects)))
+    if adds_noise or len(evaluated) != count or not all(map(is_near, levels, evaluated)):
+        return facts
+    return SamplerFacts(levels, is_flow, False, facts.gains, _response(levels, effects, moved[:, 0], anything.double()))
+
+
+def _gains(levels: tuple[float, ...], angles: tuple[float, ...], is_flow: bool, effects: torch.Tensor) -> list[float]:
+    """What the predictions of each step add to the image beyond what the latent carries on by itself, in all.
+
+    effects: [steps + 1, steps]. The latent is scaled so that the image in it has its own size.
+    """
+    scale = [max(1 - level, 1e-3) if is_flow else 1.0 for level in levels]
+    image = effects / torch.tensor(scale, dtype=effects.dtype)[:, None]
+    kept = torch.tensor([_kept(angles, step) for step in range(len(levels) - 1)], dtype=effects.dtype)
+    added = image[1:] - kept[:, None] * image[:-1]
+    # What a step adds, multistep samplers take back in part in the next: neighbours' errors cancel, a single one
+    # stands.
+    return torch.maximum(added.sum(0).abs(), added.abs().amax(0)).clamp(max=LARGEST_GAIN).tolist()
+
+
+def _response(
+    levels: tuple[float, ...], effects: torch.Tensor, moved: torch.Tensor, anything: torch.Tensor
+) -> Response | None:
+    """The response, where the sampler is linear: `moved` [steps + 1] are its latents by the predictions `anything`."""
+    count = len(levels) - 1
+    is_falling = all(one > other for one, other in pairwise([*levels[:count], 0.0]))
+    if not is_falling or not torch.allclose(moved, effects @ anything, rtol=_INEXACT, atol=_INEXACT):
+        return None
+    folds = []
+    for evaluation in range(count):
+        first = evaluation - MEMORY
+        if first < 0:
+            folds.append([])
+            continue
+        later = effects[evaluation + 1 :]
+        oldest, since = later[:, first : first + 1], later[:, first + 1 : evaluation + 1]
+        fold = torch.linalg.lstsq(since, oldest, rcond=1e-5, driver="gelsd").solution
+        if (since @ fold - oldest).norm() > _INEXACT * (oldest.norm() + 1e-9):
+            return None
+        folds.append(fold.flatten().tolist())
+    return Response(levels[:count], effects.tolist(), folds)
