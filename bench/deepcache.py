@@ -1,242 +1,303 @@
-"""What skipping costs in quality, on the trained test networks: DeepCache asked for a quality, its policies and
-forecasts, core's EasyCache, and the baseline that everybody forgets, fewer steps.
+"""What skipping steps costs in quality, on trained test networks: each level and target of DeepCache, core's EasyCache,
+and the baseline that everybody forgets, fewer steps at equal work.
 
-Each contender makes the same samples as the uncached run, from the same noise, through ComfyUI's real samplers.
+One image at a time, as most people sample, through ComfyUI's real samplers: the mean says little of the worst.
 """
 
+import functools
 import json
-import os
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from unittest.mock import patch
+from statistics import fmean
 
 from tools import WORK, command, pack
 from tools.comfyui import has_accelerator
 from tools.inprocess import boot
 
-from . import deepcache_page, report, similarity
-from .deepcache_plan import (
-    ABOVE,
-    BELOW,
-    CASES,
-    EASY_CACHE,
-    FEWER_STEPS,
-    FIRST_IMAGE,
-    IN_DETAIL,
-    OUTER,
-    OUTER_DEPTH,
-    SAMPLERS,
-    STEPS,
-    TARGET,
-    TARGETS,
-    Case,
-    Contender,
-    fields,
-    merged,
-    of_default,
-    of_fewer_steps,
-    of_policies,
-    of_targets,
-)
+from . import line_plot, report, similarity
 
-THRESHOLDS = (0.02, 0.03, 0.05, 0.1)
-"""Of the adaptive schedule."""
-EASY_THRESHOLDS = (0.02, 0.05, 0.1, 0.4)
-QUICK_CASES = (Case(16, 16, batch=2), Case(15, 20, batch=1))
-FORECASTS = ("hold", "forecast")
-LEARN = 8
-"""Earlier images that a quality learns from."""
-FIRST_SEED = 1000
-"""Of the images that a quality learns from: others than those that are measured."""
-PARTS = ("targets", "first", "default", "fewer", "policies")
-NETWORKS = ("unet", "dit")
+NETWORKS = ("unet", "dit", "mmdit", "vpred")
+SAMPLERS = ("euler", "dpmpp_2m", "heun", "ddim", "euler_ancestral", "uni_pc")
+STEPS = (8, 12, 20, 30, 50)
+CFGS = (1.0, 4.0, 7.5)
+LEVELS = ("Balanced", "Fast")
+TARGETS = ("50 dB", "45 dB", "30 dB")
+EASY_CACHE = "EasyCache"
+EASY_THRESHOLDS = (0.05, 0.1, 0.2)
+SUBSAMPLE = 1
+"""Of EasyCache, in place of 8, which leaves 2 by 2 places of latents as small as these."""
+SIDE = 16
+"""Of the latents, in places."""
+FIRST_SEED = 50
+
+LEAST_DB, MOST_WORSE, KEPT, FAR = 35.0, 1.0, 1.0, 10.0
+"""What is counted: *Balanced*'s worst image in a cell, dB; how far below fewer steps one image may be; how far below
+its target an image keeps it, and how far above it is more than was asked for."""
+
+CELL = ("network", "sampler", "steps", "cfg")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = report.parser("deepcache", __doc__)
-    parser.add_argument("--quick", action="store_true", help="few samples and contenders: whether it runs")
-    parser.add_argument("--networks", nargs="*", choices=NETWORKS, default=NETWORKS, help="none: only write the page")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS)
     parser.add_argument("--samplers", nargs="+", default=SAMPLERS, help=f"default: {' '.join(SAMPLERS)}")
     parser.add_argument("--steps", nargs="+", type=int, default=STEPS, help=f"of the sampler (default: {STEPS})")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is compared (default: all)")
+    parser.add_argument("--cfg", nargs="+", type=float, default=CFGS, help=f"guidance (default: {CFGS})")
+    parser.add_argument("--images", type=int, default=8, help="in each cell, one after another (default: 8)")
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help="of the images (default: 50)")
+    names = (*LEVELS, *TARGETS, EASY_CACHE)
+    parser.add_argument("--ways", nargs="+", default=names, metavar="WAY", help=f"of: {', '.join(names)}, or any N dB")
     parser.add_argument("--merge", action="store_true", help="keep the rows in --out that this run does not measure")
-    parser.add_argument("--targets", nargs="+", type=float, default=TARGETS, help="qualities to ask for, in dB")
-    parser.add_argument("--out", type=Path, default=WORK / "deepcache", help="folder of rows, page and plots")
+    parser.add_argument("--out", type=Path, default=WORK / "deepcache", help="folder of rows, page and plot")
     options = parser.parse_args(arguments)
     comfyui = boot(cpu=not has_accelerator())
     file = options.out / "deepcache.json"
     known = json.loads(file.read_text(encoding="utf-8"))["rows"] if options.merge and file.is_file() else []
     pack.load()
     import torch
-    from comfy_accel.accel.step_cache.config import DeepCacheSettings
 
     from . import toy
 
     torch.set_num_threads(1)  # Layers this narrow gain little from more.
     torch.set_flush_denormal(True)
-    defaults = DeepCacheSettings()
-    rows = []
+    rows: list[report.Row] = []
     for network in options.networks:
-        model = toy.load(network)
-        bench = Bench(network, model, LEARN)
-        for steps in options.steps:
-            given = []
-            if "default" in options.parts:
-                given.append(of_default(defaults))
-                given.append(of_default(defaults, OUTER_DEPTH[network], OUTER))
-            if "targets" in options.parts:
-                given += of_targets(options.targets)
-            if "fewer" in options.parts:
-                given += of_fewer_steps(steps)
-            if "policies" in options.parts and (steps == IN_DETAIL or options.quick):
-                policies = of_policies(THRESHOLDS, FORECASTS, EASY_THRESHOLDS)
-                given += policies[:: len(policies) // 4] if options.quick else policies
-            if "first" in options.parts and (steps == IN_DETAIL or options.quick):
-                given += of_targets(options.targets, FIRST_IMAGE)
-            for sampler in options.samplers if given else ():
+        bench = Bench(network, toy.load(network))
+        for sampler in options.samplers:
+            for steps in options.steps:
                 started = time.perf_counter()
-                with torch.inference_mode():  # as ComfyUI runs every node
-                    for case in QUICK_CASES if options.quick else CASES:
-                        rows += bench.rows(sampler, steps, case, given)
+                for cfg in options.cfg:
+                    for seed in range(options.first_seed, options.first_seed + options.images):
+                        with torch.inference_mode():  # as ComfyUI runs every node
+                            rows += bench.rows(sampler, steps, cfg, seed, options.ways)
                 seconds = time.perf_counter() - started
                 print(f"{network}, {sampler}, {steps} steps: {seconds:.0f} s", file=sys.stderr, flush=True)
                 report.write(file, merged(known, rows), comfyui)  # a long run may be stopped
     found = merged(known, rows)
     for path in filter(None, (file, options.json)):
         report.write(path, found, comfyui)
-    print(deepcache_page.save(options.out, found))
-    print(f"Rows, page and plots: {options.out}")
+    print(save(options.out, found))
+    print(f"Rows, page and plot: {options.out}")
 
 
 class Bench:
-    """One trained network: its uncached samples, and what each contender makes in their place.
+    """One trained network, its uncached images, and what each way makes in their place."""
 
-    earlier: images of which a quality has learnt before it is asked, with each sampler.
-    """
+    def __init__(self, network: str, model):
+        from comfy_accel.accel.report.run_record import records
 
-    def __init__(self, network: str, model, earlier: int):
         from .flops import Flops
 
-        self._network, self._model, self._earlier = network, model, earlier
+        self._records = records  # which listen from here on
+        self._network, self._model = network, model
         self._flops = Flops(model.model.diffusion_model)
-        self._homes = tempfile.TemporaryDirectory()
-        """Of what is learnt, a folder for each sampler."""
+        self._flops.learn(lambda: self._latent(model, "euler", 1, 1.0, 0))
+        self._plain = functools.lru_cache(maxsize=64)(self._sampled_plainly)
 
-    def rows(self, sampler: str, steps: int, case: Case, given: Sequence[Contender]) -> list[report.Row]:
-        """One row for each contender."""
-        self._flops.learn(lambda: self._latent(self._model, "euler", 1, case, 0))
-        expected, work, _ = self._sample(self._model, sampler, steps, case)
-        return [self._row(sampler, steps, case, contender, expected, work) for contender in given]
+    def rows(self, sampler: str, steps: int, cfg: float, seed: int, ways: Sequence[str]) -> list[report.Row]:
+        """One row for each way."""
+        expected, work = self._plain(sampler, steps, cfg, seed)
+        rows = []
+        for way, model in [made for name in ways for made in apply(name, self._model)]:
+            latent = self._latent(model, sampler, steps, cfg, seed)
+            share, told = self._flops.take() / work, self._records.deep_cache()
+            taken = None if told is None else told.steps_taken
+            fewer = max(1, round(share * steps))
+            rows.append(
+                {
+                    **{"network": self._network, "sampler": sampler, "steps": steps, "cfg": cfg, "seed": seed},
+                    "way": way,
+                    "target_db": target_of(way),
+                    "flops_share": round(share, 4),
+                    "latent_db": _decibels(latent, expected),
+                    "fewer_steps": fewer,
+                    "fewer_db": _decibels(self._plain(sampler, fewer, cfg, seed)[0], expected),
+                    "steps_taken": taken if way.partition(" ")[0] != EASY_CACHE else None,
+                }
+            )
+        return rows
 
-    def _row(self, sampler: str, steps: int, case: Case, contender: Contender, expected, work: float) -> report.Row:
-        from . import toy_data
+    def _sampled_plainly(self, sampler: str, steps: int, cfg: float, seed: int):
+        self._flops.take()
+        latent = self._latent(self._model, sampler, steps, cfg, seed)
+        return latent, self._flops.take()
 
-        model = apply(contender, self._model)
-        with self._learnt(sampler) if contender.method == TARGET else _store("off"):
-            actual, taken, estimates = self._sample(model, sampler, contender.fewer_steps or steps, case)
-        decibels = similarity.latent_psnr(actual, expected)
-        views = toy_data.view(actual), toy_data.view(expected)
-        row = {
-            "network": self._network,
-            "sampler": sampler,
-            "steps": steps,
-            **fields(contender),
-            "width": case.width,
-            "height": case.height,
-            "batch": case.batch,
-            "samples": case.samples,
-            "flops_share": round(taken / work, 4),
-            "psnr_db": round(similarity.psnr(*views).mean().item(), 3),
-            "ssim": round(similarity.ssim(*views).mean().item(), 5),
-            "latent_db": round(decibels.mean().item(), 3),
-        }
-        if contender.target_db is not None:
-            row |= {
-                "reached_db": row["latent_db"],
-                "reached_least_db": round(decibels.min().item(), 3),
-                "reached_most_db": round(decibels.max().item(), 3),
-                "reached": int((decibels >= contender.target_db - BELOW).sum()),
-                "above": int((decibels > contender.target_db + ABOVE).sum()),
-                "estimated_db": estimates,
-            }
-        return row
-
-    @contextmanager
-    def _learnt(self, sampler: str) -> Iterator[None]:
-        """Within it, a quality knows what earlier images showed; they are made at the first call."""
-        import folder_paths
-
-        home = Path(self._homes.name, sampler)
-        before, is_new = folder_paths.get_user_directory(), not home.exists()
-        home.mkdir(exist_ok=True)
-        folder_paths.set_user_directory(str(home))
-        try:
-            with _store("" if self._earlier else "off"):
-                for image in range(self._earlier if is_new else 0):
-                    asked = Contender(TARGET, target_db=TARGETS[image % len(TARGETS)])
-                    self._latent(apply(asked, self._model), sampler, IN_DETAIL, CASES[0], FIRST_SEED + image)
-                self._flops.take()
-                yield
-        finally:
-            folder_paths.set_user_directory(before)
-
-    def _sample(self, model, sampler: str, steps: int, case: Case):
-        """Latents [samples, 4, H, W], FLOPs of all runs, and what each run estimated its quality to be."""
-        import torch
-
-        latents, work, estimates = [], 0.0, []
-        for run in range(case.runs):
-            latents.append(self._latent(model, sampler, steps, case, run))
-            work += self._flops.take()
-            estimates.append(estimate())
-        return torch.cat(latents), work, estimates
-
-    def _latent(self, model, sampler: str, steps: int, case: Case, run: int):
+    def _latent(self, model, sampler: str, steps: int, cfg: float, seed: int):
         import torch
 
         from . import toy, toy_data
 
-        seed = case.first + run
-        classes = (torch.arange(case.batch) + seed) % len(toy_data.CLASSES)
-        return toy.sample(model, classes, case.height, case.width, steps, sampler, seed=seed)
+        classes = torch.tensor([seed % len(toy_data.CLASSES)])
+        return toy.sample(model, classes, SIDE, SIDE, steps, sampler, seed=seed, cfg=cfg)
 
 
-def _store(named: str) -> AbstractContextManager:
-    """Within it, ACCEL_STORE is this."""
-    return patch.dict(os.environ, ACCEL_STORE=named)
+def _decibels(latent, expected) -> float:
+    return round(similarity.latent_psnr(latent, expected).item(), 2)
 
 
-def apply(contender: Contender, model):
-    """A clone of the ModelPatcher, as the contender's node gives it."""
-    if contender.method == FEWER_STEPS:
-        return model
-    if contender.method == EASY_CACHE:
-        from comfy_extras.nodes_easycache import EasyCacheNode
+def target_of(way: str) -> float | None:
+    """The dB that a way plans for; None where it plans for none."""
+    from comfy_accel.accel.step_cache.config import QUALITIES
 
-        defaults = {entry.id: entry.default for entry in EasyCacheNode.define_schema().inputs if entry.id != "model"}
-        return EasyCacheNode.execute(model, **{**defaults, "reuse_threshold": contender.threshold}).args[0]
+    if way.endswith(" dB"):
+        return float(way.removesuffix(" dB"))
+    return QUALITIES[way].quality if way in LEVELS else None
+
+
+def apply(way: str, model) -> list[tuple[str, object]]:
+    """Clones of the ModelPatcher as the way's node gives them, each with its name: EasyCache has several thresholds."""
+    if way == EASY_CACHE:
+        return [(f"{EASY_CACHE} {value:g}", easy_cache(model, value, SUBSAMPLE)) for value in EASY_THRESHOLDS]
     from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
     from comfy_accel.accel.step_cache.config import DeepCacheSettings
 
-    if contender.target_db is not None:
-        return apply_deep_cache(model, DeepCacheSettings(depth=contender.depth, quality=contender.target_db))
-    settings = {"schedule": contender.schedule, "between": contender.between}
-    if contender.threshold is not None:
-        settings["threshold"] = contender.threshold
-    return apply_deep_cache(model, DeepCacheSettings(contender.interval, contender.depth, **settings))
+    return [(way, apply_deep_cache(model, DeepCacheSettings(target_of(way))))]
 
 
-def estimate() -> float | None:
-    """What the DeepCache run that has just ended takes its PSNR to be, in dB; None without a target."""
-    from comfy_accel.accel.report.run_record import records
+def easy_cache(model, threshold: float, subsample: int | None = None):
+    """A clone with core's EasyCache. subsample: in place of what core compares of the latents."""
+    from comfy_extras.nodes_easycache import EasyCacheNode
 
-    told = records.deep_cache()
-    value = None if told is None else told.estimated_db
-    return None if value is None else round(min(value, similarity.IDENTICAL), 2)
+    defaults = {entry.id: entry.default for entry in EasyCacheNode.define_schema().inputs if entry.id != "model"}
+    clone = EasyCacheNode.execute(model, **{**defaults, "reuse_threshold": threshold}).args[0]
+    if subsample is not None:
+        clone.model_options["transformer_options"]["easycache"].subsample_factor = subsample
+    return clone
+
+
+def merged(known: Sequence[report.Row], new: Sequence[report.Row]) -> list[report.Row]:
+    """All rows, the new ones in place of known ones of the same measurement."""
+    return list({tuple(row[name] for name in (*CELL, "way", "seed")): row for row in (*known, *new)}.values())
+
+
+def cells(rows: Sequence[report.Row]) -> list[report.Row]:
+    """One row for each cell and way: means over its images, and the worst of them."""
+    groups: dict[tuple, list[report.Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in (*CELL, "way")), []).append(row)
+    return [
+        {
+            **dict(zip((*CELL, "way"), key, strict=True)),
+            "share": fmean(row["flops_share"] for row in group),
+            "mean": fmean(row["latent_db"] for row in group),
+            "worst": min(row["latent_db"] for row in group),
+            "gain": fmean(row["latent_db"] - row["fewer_db"] for row in group),
+            "worst_gain": min(row["latent_db"] - row["fewer_db"] for row in group),
+            "skips": any(row["flops_share"] < 1 for row in group),
+        }
+        for key, group in groups.items()
+    ]
+
+
+def overview(rows: Sequence[report.Row]) -> list[report.Row]:
+    """One row for each network and way: over all its cells where anything was skipped."""
+    table = []
+    for network, way in dict.fromkeys((row["network"], row["way"]) for row in rows):
+        every = cells([row for row in rows if (row["network"], row["way"]) == (network, way)])
+        own = [cell for cell in every if cell["skips"]]
+        line: report.Row = {"network": network, "way": way, "cells": len(every), "skipping": len(own)}
+        if own:
+            line |= {
+                "FLOPs": f"{fmean(cell['share'] for cell in own):.2f}",
+                "mean dB": f"{fmean(cell['mean'] for cell in own):.1f}",
+                "worst image": f"{min(cell['worst'] for cell in own):.1f}",
+                f"worst below {LEAST_DB:g}": sum(cell["worst"] < LEAST_DB for cell in own),
+                "over fewer steps": f"{fmean(cell['gain'] for cell in own):+.1f}",
+                "cells below": sum(cell["gain"] < 0 for cell in own),
+                f"images over {MOST_WORSE:g} dB below": sum(cell["worst_gain"] < -MOST_WORSE for cell in own),
+            }
+        table.append(line)
+    return table
+
+
+def kept(rows: Sequence[report.Row]) -> list[report.Row]:
+    """One row for each network and target: which images kept it, and which ended far above it."""
+    table = []
+    asked = [row for row in rows if row["target_db"] is not None and row["flops_share"] < 1]
+    for network, target in dict.fromkeys((row["network"], row["target_db"]) for row in asked):
+        over = [row["latent_db"] - target for row in asked if (row["network"], row["target_db"]) == (network, target)]
+        shares = (fmean(value >= -KEPT for value in over), fmean(value > FAR for value in over))
+        names = (f"kept within {KEPT:g} dB", f"more than {FAR:g} dB above")
+        told = {name: f"{share:.0%}" for name, share in zip(names, shares, strict=True)}
+        table.append({"network": network, "planned for": f"{target:g} dB", "images": len(over), **told})
+    return table
+
+
+def by_steps(rows: Sequence[report.Row], way: str) -> list[report.Row]:
+    """One row for each network and sampler: by number of steps the share of FLOPs, the mean and the worst image."""
+    own, table = cells([row for row in rows if row["way"] == way]), []
+    for network, sampler in dict.fromkeys((cell["network"], cell["sampler"]) for cell in own):
+        line: report.Row = {"network": network, "sampler": sampler}
+        for steps in sorted({cell["steps"] for cell in own}):
+            place = (network, sampler, steps)
+            found = [cell for cell in own if (cell["network"], cell["sampler"], cell["steps"]) == place]
+            line[f"{steps} steps"] = _cell(found) if found else None
+        table.append(line)
+    return table
+
+
+def _cell(found: Sequence[report.Row]) -> str:
+    if not any(cell["skips"] for cell in found):
+        return "nothing skipped"
+    share, mean, worst = (
+        fmean(c["share"] for c in found),
+        fmean(c["mean"] for c in found),
+        min(c["worst"] for c in found),
+    )
+    return f"{share:.2f} → {mean:.0f} ({worst:.0f})"
+
+
+LEGEND = f"""\
+**FLOPs** are the floating-point operations of convolutions, matrix products and attention that really ran, counted
+layer by layer, as a share of the uncached run's. **dB** is the PSNR of the final latent to the uncached run's, with its
+own range of values as the peak. Images are made one at a time, at {SIDE}×{SIDE} latent places. *Over fewer steps*: the
+same sampler with as many steps as the way's FLOPs are worth, and nothing cached, against the same uncached run. A cell
+is a network, sampler, number of steps and CFG; cells in which nothing was skipped are left out of means."""
+
+
+INTRODUCTION = """\
+Written by `dev.py bench deepcache --out docs` on four small networks that were trained for it: a UNet of SD1.5's kind
+([toy_unet.md](../bench/data/toy_unet.md)), a DiT of Flux's ([toy_dit.md](../bench/data/toy_dit.md)), an MMDiT of SD3's
+([toy_mmdit.md](../bench/data/toy_mmdit.md)) and a UNet with v-prediction
+([toy_vpred.md](../bench/data/toy_vpred.md)). Checkpoints of full size were not measured:
+`dev.py bench quality --checkpoint FILE` does that with yours. Each image: `deepcache.json`. What it comes to:
+[measurements.md](measurements.md#deepcache); why DeepCache does what it does: [lab/deepcache.md](lab/deepcache.md)."""
+
+
+def save(folder: Path, rows: Sequence[report.Row]) -> str:
+    """Write page and plot to `folder`; return what to print."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = {"All cells, by network": overview(rows), "Target against reached": kept(rows)}
+    tables |= {f"{way}, by sampler and steps": by_steps(rows, way) for way in LEVELS}
+    shown = {title: report.markdown(table, list(max(table, key=len))) for title, table in tables.items() if table}
+    _plot(folder / "deepcache.png", rows)
+    page = ["# DeepCache: quality over cost", "", INTRODUCTION, "", LEGEND, ""]
+    page += ["![Quality over cost: all ways, 30 steps of euler and dpmpp_2m](deepcache.png)", ""]
+    page += [line for title, table in shown.items() for line in (f"## {title}", "", table, "")]
+    (folder / "deepcache.md").write_text("\n".join(page), encoding="utf-8")
+    return "\n\n".join(f"{title}\n{table}" for title, table in shown.items())
+
+
+def _plot(path: Path, rows: Sequence[report.Row]) -> None:
+    """Of each way the mean over networks, in the cells in which every way was tried."""
+    names = {row["way"] for row in rows}
+    tried: dict[tuple, set[str]] = {}
+    for row in rows:
+        tried.setdefault(tuple(row[name] for name in CELL), set()).add(row["way"])
+    own = [cell for cell in cells(rows) if tried[tuple(cell[name] for name in CELL)] == names]
+    found: dict[str, list[tuple[float, float]]] = {}
+    for way in sorted(names):
+        these = [cell for cell in own if cell["way"] == way and cell["skips"]]
+        if these:
+            share, mean, gain = (fmean(cell[name] for cell in these) for name in ("share", "mean", "gain"))
+            found.setdefault(EASY_CACHE if way.startswith(EASY_CACHE) else "DeepCache", []).append((share, mean))
+            if not way.startswith(EASY_CACHE):
+                found.setdefault("fewer steps", []).append((share, mean - gain))
+    if found:
+        axes = "FLOPs, as a share of the uncached run", "PSNR of the final latent, dB"
+        line_plot.save(path, "Quality over cost, mean of the networks", *axes, found)
 
 
 if __name__ == "__main__":

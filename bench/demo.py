@@ -16,9 +16,9 @@ from . import contact_sheet, report
 
 FOLDER = WORK / "demo"
 SEED = 7
-STEPS = 6
-DEEP_CACHE = {"interval": 3, "schedule": "uniform"}
-"""Two of the steps whole; the adaptive schedule would leave out none of so few."""
+STEPS = 12
+DEEP_CACHE = {"quality": "Fast"}
+"""So many steps that some may be skipped."""
 
 
 @dataclass(frozen=True)

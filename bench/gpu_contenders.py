@@ -19,14 +19,13 @@ from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.nodes import accelerate_model
 from comfy_accel.nodes.compile_inputs import ANY_SIZE, RUN_EAGERLY
 from comfy_accel.nodes.compile_inputs import settings as compiling
+from kit.step_cache import every
 
 from . import deepcache, gpu_device
 from .compilations import RecompileLimit, compiling_into, counts
-from .deepcache_plan import Contender as Skipping
 from .gpu_cases import CAPTURED, COMPILED, CONTENDERS, CORE, EAGER, EASY_CACHE, NO_REPLAYS, SHIPPED
 from .report import Row
 from .session import node
@@ -83,9 +82,9 @@ class Lineup:
         if name == CAPTURED:
             return model
         if name == EASY_CACHE:
-            return deepcache.apply(Skipping(deepcache.EASY_CACHE, threshold=EASY_THRESHOLD), model)
-        # The interval itself is measured: what an adaptive schedule makes of random weights would say nothing.
-        return apply_deep_cache(model, DeepCacheSettings(CONTENDERS[name].interval, schedule="uniform"))
+            return deepcache.easy_cache(model, EASY_THRESHOLD)
+        # The interval itself is measured: what the rule makes of random weights would say nothing.
+        return apply_deep_cache(model, every(CONTENDERS[name].interval, points=2))
 
     @contextmanager
     def running(self, name: str) -> Iterator[Row]:

@@ -40,7 +40,8 @@ LEGEND = """\
 - as shipped: Accelerate Model with its default inputs.
 - ran as: a contender whose model calls were not replayed is named for what it was.
 - Weights are random, at the models' published sizes. CFG everywhere, also where a model is published for use without.
-  Wan: clips of 17 frames (5 latent frames). DeepCache: uniform schedule, so that the interval is what is measured.
+  Wan: clips of 17 frames (5 latent frames). DeepCache: every third step in full, so that the interval is what is
+  measured.
 - First images: cold with nothing compiled, warm the same image once more. Compiler folders are empty at first; ours
   share theirs: the first of them starts cold, the others trace for themselves and find its kernels on disk; those that
   cache steps are "CUDA graphs" with one node more, in its graph cache.

@@ -54,7 +54,7 @@ def of_calls(model: Any, image: Callable[[Any, int], Any], cache: Any) -> dict[s
     from comfy_accel.accel.cuda_graphs.pool import CapturePool
     from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
     from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-    from comfy_accel.accel.step_cache.config import DeepCacheSettings
+    from kit.step_cache import every
 
     capturer = IdleCapturer()
     cache.captures = CapturePool(capturer)
@@ -80,9 +80,8 @@ def of_calls(model: Any, image: Callable[[Any, int], Any], cache: Any) -> dict[s
         "replay, before the launch": min(before for before, _ in replays),
         "replay, after the launch": min(after for _, after in replays),
     }
-    every_other = DeepCacheSettings(interval=2, schedule="uniform", between="hold")
     kinds = (apply, forward, WrappersMP.PREDICT_NOISE)
-    cached = _Around(model, kinds, lambda model: apply_deep_cache(model, every_other))
+    cached = _Around(model, kinds, lambda model: apply_deep_cache(model, every(2)))
     image(cached.model, STEPS)
     where = forward if any(cached.own(forward)) else apply
     # Full and skipped calls take turns.

@@ -1,8 +1,9 @@
-"""What each quality target costs and reaches on a checkpoint of yours: through ComfyUI's loader, samplers and VAE.
+"""What each level and target of DeepCache costs and reaches on a checkpoint of yours: through ComfyUI's loader,
+samplers and VAE.
 
     python3 dev.py bench quality --checkpoint FILE [--prompts FILE]
 
-Beside the uncached run: DeepCache at its defaults and at each target, and fewer steps. Writes rows, a table and a
+Beside the uncached run: DeepCache in each way, and as many steps as its work is worth. Writes rows, a table and a
 contact sheet with one column a prompt.
 """
 
@@ -19,24 +20,14 @@ from tools.comfyui import has_accelerator
 from tools.inprocess import boot
 
 from . import contact_sheet, report, similarity
-from .deepcache_plan import (
-    BELOW,
-    FEWER_STEPS,
-    TARGET,
-    TARGETS,
-    Contender,
-    fields,
-    of_default,
-    of_fewer_steps,
-    of_targets,
-)
+from .deepcache import KEPT, LEVELS, TARGETS, apply, target_of
 
 PROMPTS = (
     "a lighthouse on a cliff in a storm, oil painting",
     "portrait of an old fisherman, photograph, window light",
     "a bowl of lemons on a blue tablecloth",
 )
-COLUMNS = ("sampler", "steps", "way", "flops_share", "seconds", "psnr_db", "ssim", "reached_db", "estimated_db")
+COLUMNS = ("sampler", "steps", "way", "flops_share", "seconds", "psnr_db", "ssim", "latent_db", "fewer_db")
 LARGEST = 384
 """Pixels of a picture's longer side on the sheet."""
 
@@ -60,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cfg", type=float, default=5.0)
     parser.add_argument("--width", type=int, default=512, help="in pixels")
     parser.add_argument("--height", type=int, default=512, help="in pixels")
-    parser.add_argument("--targets", nargs="+", type=float, default=TARGETS, help="in dB")
+    parser.add_argument("--ways", nargs="+", default=(*LEVELS, *TARGETS), help="levels, or N dB")
     parser.add_argument("--out", type=Path, default=WORK / "quality", help="folder of rows and contact sheet")
     options = parser.parse_args(arguments)
     prompts = _prompts(options.prompts)
@@ -77,8 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         bench = Bench(checkpoint, scene)
         for sampler in options.samplers:
             for steps in options.steps:
-                given = [_default(), *of_targets(options.targets), *of_fewer_steps(steps)]
-                found, pictures = bench.rows(sampler, steps, given)
+                found, pictures = bench.rows(sampler, steps, options.ways)
                 rows += found
                 for column, of_prompt in zip(columns, pictures, strict=True):
                     column += [(f"{sampler}, {steps}: {label}", image) for label, image in of_prompt]
@@ -109,35 +99,35 @@ class Bench:
         self._positive, self._negative = encode[:-1], encode[-1]
         self._flops = Flops(self._model.model.diffusion_model)
 
-    def rows(self, sampler: str, steps: int, given: Sequence[Contender]):
+    def rows(self, sampler: str, steps: int, ways: Sequence[str]):
         """A row for each way and prompt, and for each prompt its labelled pictures."""
-        from .deepcache import apply, estimate
-
         count = len(self._scene.prompts)
         self._flops.learn(lambda: self._latent(self._model, 0, sampler, 1))
         self._flops.take()
         plain = [self._run(self._model, index, sampler, steps) for index in range(count)]
         rows, columns = [], [[("uncached", _small(image))] for _, image, _, _ in plain]
-        for contender in given:
-            model = apply(contender, self._model)
+        for way, model in [made for name in ways for made in apply(name, self._model)]:
             for index, (expected, expected_image, work, seconds) in enumerate(plain):
-                latent, image, taken, spent = self._run(model, index, sampler, contender.fewer_steps or steps)
+                latent, image, taken, spent = self._run(model, index, sampler, steps)
+                fewer = max(1, round(steps * taken / work))
+                at_equal_work = self._run(self._model, index, sampler, fewer)[0] if fewer < steps else expected
                 row = {
                     "prompt": index,
                     "sampler": sampler,
                     "steps": steps,
-                    "way": _name(contender),
-                    **fields(contender),
+                    "way": way,
+                    "target_db": target_of(way),
                     "flops_share": round(taken / work, 4),
                     "seconds": round(spent, 3),
                     "uncached_seconds": round(seconds, 3),
                     "psnr_db": round(similarity.psnr(image[None], expected_image[None]).item(), 2),
                     "ssim": round(similarity.ssim(image[None], expected_image[None]).item(), 4),
-                    "reached_db": round(similarity.latent_psnr(latent, expected).item(), 2),
-                    "estimated_db": estimate() if contender.method == TARGET else None,
+                    "latent_db": round(similarity.latent_psnr(latent, expected).item(), 2),
+                    "fewer_steps": fewer,
+                    "fewer_db": round(similarity.latent_psnr(at_equal_work, expected).item(), 2),
                 }
                 rows.append(row)
-                words = f"{row['way']}: {row['flops_share']:.0%} of the work, {row['reached_db']:.1f} dB"
+                words = f"{way}: {row['flops_share']:.0%} of the work, {row['latent_db']:.1f} dB"
                 columns[index].append((words, _small(image)))
         return rows, columns
 
@@ -163,18 +153,6 @@ class Bench:
         return tiny_models.sample_latent(model, empty, *prompts, steps, scene.cfg, sampler)
 
 
-def _default() -> Contender:
-    from comfy_accel.accel.step_cache.config import DeepCacheSettings
-
-    return of_default(DeepCacheSettings())
-
-
-def _name(contender: Contender) -> str:
-    if contender.method == TARGET:
-        return f"{contender.target_db:g} dB asked"
-    return f"{contender.fewer_steps} steps" if contender.method == FEWER_STEPS else "DeepCache's defaults"
-
-
 def _by_way(rows: Sequence[report.Row]) -> list[report.Row]:
     """One row for each sampler, number of steps and way, means over prompts."""
     groups: dict[tuple, list[report.Row]] = {}
@@ -193,10 +171,10 @@ def _by_way(rows: Sequence[report.Row]) -> list[report.Row]:
 
 
 def _verdict(rows: Sequence[report.Row], prompts: int) -> str:
-    asked = [row for row in rows if row["method"] == TARGET]
-    kept = sum(row["reached_db"] >= row["target_db"] - BELOW for row in asked)
+    asked = [row for row in rows if row["target_db"] is not None]
+    kept = sum(row["latent_db"] >= row["target_db"] - KEPT for row in asked)
     return (
-        f"{kept} of {len(asked)} runs reached their target within {BELOW:g} dB, {prompts} prompts. seconds: of "
+        f"{kept} of {len(asked)} runs reached their target within {KEPT:g} dB, {prompts} prompts. seconds: of "
         "sampling alone, by this machine's clock."
     )
 
