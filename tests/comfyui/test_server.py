@@ -157,12 +157,11 @@ def test_value_out_of_range_ends_in_one_sentence_with_the_range(client):
         client.run(text_to_image(AccelDeepCache={"start_percent": 0.8, "end_percent": 0.0}), timeout=60)
 
 
-@pytest.mark.parametrize("quality", ["off", "50 dB (same picture)"])
-def test_prompt_with_the_inputs_of_an_earlier_build_runs(client, quality):
+def test_prompt_with_the_inputs_of_an_earlier_build_runs(client):
     graph = text_to_image(72, 72, KSampler={"seed": 31, "steps": 1})
     node = next(node for node in graph.values() if node["class_type"] == "AccelDeepCache")
     earlier = {"interval": 3, "depth": 0, "schedule": "uniform", "threshold": 0.05, "between": "hold"}
-    node["inputs"] = {"model": node["inputs"]["model"], **earlier, "quality": quality}
+    node["inputs"] = {"model": node["inputs"]["model"], **earlier, "quality": "off"}
     assert images(client, graph)
 
 
