@@ -547,6 +547,7 @@ def _rows() -> dict[str, Row]:
             nerf_tile_size=7,
             force_sequential_txt_ids=True,
             changes=False,
+            full="another node (comfy_extras) makes the model's calls",
         ),
         "seam smoothing": on(
             "HiDream-O1",
