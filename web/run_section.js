@@ -91,16 +91,15 @@ function stepTimeline() {
 
   /** isEarlier: the last run had no DeepCache, this is of the one before that had */
   function update(cached, isEarlier) {
-    show(element, Boolean(cached));
-    if (!cached) return;
+    const steps = typeof cached?.steps_taken === "string" ? cached.steps_taken.replace(/[^FS]/g, "") : "";
+    show(element, steps.length > 0);
+    if (!steps) return;
     setText(heading, t(isEarlier ? "deepCacheEarlier" : "deepCache"));
-    const steps = typeof cached.steps_taken === "string" ? cached.steps_taken.replace(/[^FS]/g, "") : "";
     const of = (letter) => [...steps].filter((step) => step === letter).length;
     const full = cached.full_steps ?? of("F");
     const skipped = cached.skipped_steps ?? of("S");
     const summary = t("stepsSummary", { full: count(full), skipped: count(skipped) });
     setText(words, summary);
-    show(cells, steps.length > 0);
     cells.setAttribute("aria-label", `${summary} ${t("fullSteps", { list: fullSteps(steps) })}`);
     const shown = [...steps.slice(0, MOST_CELLS)];
     cells.replaceChildren(...shown.map((step) => h("span", { class: CELLS[step] })));

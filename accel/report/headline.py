@@ -55,7 +55,7 @@ def _compiled(run: Run) -> list[Reason]:
 
 def _skipped(run: Run) -> list[Reason]:
     told, steps = run.skipping, len(run.skipping.steps_taken)
-    if not steps:
+    if not steps and told.why_full is None:
         return []
     if told.skipped_steps and told.target_db is not None:
         return [Reason("line_quality", asked=f"{told.target_db:g}", share=f"{told.skipped_work:.0%}")]

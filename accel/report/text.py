@@ -80,13 +80,12 @@ def _compiled(run: Run) -> list[str]:
 
 def _skipped(run: Run) -> list[str]:
     steps = run.skipping.steps_taken
-    if run.caching is None:
-        return []
+    if run.caching is None or not steps:
+        return []  # the advice has the reason
     shown = steps if len(steps) <= _LONGEST_TIMELINE else f"{steps[:_LONGEST_TIMELINE]}..."
-    lines = [f"DeepCache: {skipped_of(steps)}."]
     is_planned = run.skipping.skipped_steps and run.skipping.target_db is not None
     plan = [f"  {plan_of(run.skipping)}"] if is_planned else []
-    return [*lines, f"  {shown}   (F full, S skipped)", *plan] if steps else lines
+    return [f"DeepCache: {skipped_of(steps)}.", f"  {shown}   (F full, S skipped)", *plan]
 
 
 def skipped_of(letters: Sequence[str]) -> str:

@@ -100,6 +100,7 @@ def test_failed_runs_and_nodes_with_nothing_new_leave_the_line_before():
             {"steps_taken": "F" * 20, "why_full": "the noise levels go up and down"},
             "no step skipped: the noise levels go up and down",
         ),
+        ({"why_full": "another node makes the calls"}, "no step skipped: another node makes the calls"),
         (
             {"target_db": 40.0, "steps_taken": "FFSS", "skipped_work": 0.46},
             "planned for 40 dB, 46% of the work skipped",

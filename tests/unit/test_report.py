@@ -135,6 +135,7 @@ def test_what_was_planned_and_saved_is_told_where_anything_was_skipped():
     assert "3 of 6 steps skipped" in said and "FFSSFS   (F full, S skipped)" in said
     assert "planned for 40 dB, 46% of the work skipped" in said
     assert "planned" not in text_of(changed(planned, steps_taken="FFFFFF", skipped_work=0.0))
+    assert "0 of 0" not in text_of(changed(planned, steps_taken="", skipped_work=0.0, why_full="another node"))
     assert chart.draw(changed(planned, steps_taken="FS" * 300), CACHE).width == 512
     shown = chart.draw(planned, CACHE)
     assert shown.height > chart.draw(changed(planned, target_db=None), CACHE).height
