@@ -3,6 +3,7 @@
 Most of it is one table, `BESIDE`; what has an assertion of its own follows, by what acts.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from unittest import mock
@@ -14,6 +15,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.report.run_record import records
+from comfy_accel.accel.report.text import text
 from comfy_api.torch_helpers import set_torch_compile_wrapper
 from comfy_extras.nodes_freelunch import FreeU_V2
 from kit import tiny_models
@@ -33,6 +35,7 @@ from kit.deep_cache import (
     split_chunks,
     still_answers,
 )
+from kit.families import DITS
 from kit.other_nodes import (
     BLOCKS,
     SD15,
@@ -456,17 +459,25 @@ def test_injected_layers_come_and_go_between_runs_of_one_model(small_unet, sampl
 # Caches of whole steps, and compiled blocks
 
 
-def own_blocks(model):
-    """Its own list in place of the model's blocks for each call, as step caches of other packs have."""
+def swapped_in_calls(model, name, own):
+    """An attribute of the network is `own` for the length of each call, as step caches of other packs do."""
     model, net = model.clone(), model.get_model_object("diffusion_model")
-    mine = torch.nn.ModuleList([*net.output_blocks])
 
     def wrapper(apply_model, args):
-        with mock.patch.object(net, "output_blocks", mine):
+        with mock.patch.object(net, name, own(net)):
             return apply_model(args["input"], args["timestep"], **args["c"])
 
     model.set_model_unet_function_wrapper(wrapper)
     return model
+
+
+def own_blocks(model):
+    return swapped_in_calls(model, "output_blocks", lambda net: torch.nn.ModuleList([*net.output_blocks]))
+
+
+def own_forward_in_calls(model):
+    """Core's wrappers of the forward do not run then."""
+    return swapped_in_calls(model, "forward", lambda net: functools.partial(type(net)._forward, net))
 
 
 def repeating(model):
@@ -491,14 +502,16 @@ def own_forward(model):
     return model
 
 
+MAKES_CALLS = "makes the model's calls, and may skip some itself (use one of the two)"
 CACHES = {
     "EasyCache": (easy_cache, "EasyCache or LazyCache skips steps of its own (use one of the two)"),
     "LazyCache": (lazy_cache, "EasyCache or LazyCache skips steps of its own (use one of the two)"),
-    "repeating": (repeating, "makes the model's calls, and may skip some itself (use one of the two)"),
-    "own blocks": (own_blocks, "makes the model's calls, and may skip some itself (use one of the two)"),
+    "repeating": (repeating, MAKES_CALLS),
+    "own blocks": (own_blocks, MAKES_CALLS),
+    "own forward in calls": (own_forward_in_calls, MAKES_CALLS),
     "own forward": (own_forward, "another node has replaced the model's forward"),
-    "tiles": (tiled, "makes the model's calls, and may skip some itself (use one of the two)"),
-    "even tiles": (tiled_evenly, "makes the model's calls, and may skip some itself (use one of the two)"),
+    "tiles": (tiled, MAKES_CALLS),
+    "even tiles": (tiled_evenly, MAKES_CALLS),
 }
 
 
@@ -507,6 +520,7 @@ def test_image_beside_a_node_that_may_skip_steps_itself_is_that_nodes_alone(smal
     other, why = CACHES[name]
     run = {**SIZE, "steps": 10}
     expected, plain = sample(other(small_unet), **run), sample(small_unet, **run)
+    assert torch.equal(expected, plain) == name.startswith("own")
     for both in (other(held(small_unet)), held(other(small_unet))):
         caplog.clear()
         with caplog.at_level("INFO"):
@@ -514,9 +528,20 @@ def test_image_beside_a_node_that_may_skip_steps_itself_is_that_nodes_alone(smal
         assert counts()[1] == 0 and why in records.deep_cache().why_full
         said = [record.getMessage() for record in caplog.records if "DeepCache" in record.getMessage()]
         assert said and all(why in line and " 0 " not in line for line in said)
+        assert "0 of 0" not in text(records.last(), GraphCache().statistics(), None, [])
     assert torch.equal(sample(small_unet, **run), plain)
     sample(held(small_unet), **run)
     assert counts()[1] and records.deep_cache().why_full is None, "once the other node is gone"
+
+
+def test_own_inner_forward_of_a_transformer_is_another_nodes_too():
+    dit = DITS["Flux"]
+    model = dit.load()
+    net = model.get_model_object("diffusion_model")
+    model.add_object_patch("diffusion_model.forward_orig", functools.partial(type(net).forward_orig, net))
+    expected = dit.sample(model)
+    assert torch.equal(dit.sample(held(model)), expected)
+    assert counts()[1] == 0 and records.deep_cache().why_full == "another node has replaced the model's forward"
 
 
 def blind(guards):
