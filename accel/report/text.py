@@ -85,6 +85,8 @@ def _skipped(run: Run) -> list[str]:
     shown = steps if len(steps) <= _LONGEST_TIMELINE else f"{steps[:_LONGEST_TIMELINE]}..."
     is_planned = run.skipping.skipped_steps and run.skipping.target_db is not None
     plan = [f"  {plan_of(run.skipping)}"] if is_planned else []
+    if run.skipping.kept_bytes:
+        plan.append(f"  {megabytes(run.skipping.kept_bytes)} of features kept for it")
     return [f"DeepCache: {skipped_of(steps)}.", f"  {shown}   (F full, S skipped)", *plan]
 
 

@@ -19,7 +19,7 @@ def cached_call(
     keys: Sequence[BranchKey] | None,
     full: Callable[[], Any],
     skipped: Callable[[], Any],
-    must_raise: Callable[[Exception], bool],
+    interrupts: tuple[type[BaseException], ...],
     capture: Callable[[FeaturesProxy], AbstractContextManager] | None = None,
     outside: Outside | None = None,
     this_thread_only: bool = False,
@@ -27,11 +27,35 @@ def cached_call(
     """The model's output; counts the call in its run.
 
     keys: the call's branches; None for a call that must be plain. full: calls the model with the given arguments.
-    skipped: calls it without what `split.withhold` removes. must_raise: tells the exceptions that the host handles; any
-    other ends skipping for the rest of the run, and this call is made plainly. capture: a context around calls that
-    may be replayed from a CUDA graph; it learns what they exchange with the run. outside: the host's
-    context for the split's own work. this_thread_only: other threads may be calling the same model.
+    skipped: calls it without what `split.withhold` removes. interrupts: exceptions that the host handles; any other in
+    a skipped call ends skipping for the rest of the run, and this call is made plainly. So does lack of memory in any
+    call while features are kept: they are given back first. `full` may be called twice. capture: a context around calls
+    that may be replayed from a CUDA graph; it learns what they exchange with the run. outside: the host's context for
+    the split's own work. this_thread_only: other threads may be calling the same model.
     """
+    if keys is not None:
+        try:
+            return _stored_or_skipped(features, keys, full, skipped, interrupts, capture, outside, this_thread_only)
+        except torch.OutOfMemoryError:
+            if not features.run.bytes:
+                raise
+        # Outside the handler, whose exception would keep what the call had made.
+        features.run.give_back()
+    out = full()
+    features.run.count(skipped=False)
+    return out
+
+
+def _stored_or_skipped(
+    features: Features,
+    keys: Sequence[BranchKey],
+    full: Callable[[], Any],
+    skipped: Callable[[], Any],
+    interrupts: tuple[type[BaseException], ...],
+    capture: Callable[[FeaturesProxy], AbstractContextManager] | None,
+    outside: Outside | None,
+    this_thread_only: bool,
+) -> Any:
     within, run, split = capture or nullcontext, features.run, features.split
 
     def placed(layers: Mapping[torch.nn.Module, Layer]) -> AbstractContextManager:
@@ -39,7 +63,7 @@ def cached_call(
             layers = {module: outside_recording(layer, outside) for module, layer in layers.items()}
         return substituted(layers, Order.CACHED, this_thread_only)
 
-    if keys is not None and features.can_skip(keys):
+    if features.can_skip(keys):
         try:
             proxy = FeaturesProxy(features, keys, skips=True)
             with placed(split.skip_layers(proxy, keys)), within(proxy):
@@ -49,16 +73,15 @@ def cached_call(
             return out
         except OutdatedFeature as error:
             log.debug("DeepCache: a feature is out of date: %s", error)
+        except (torch.OutOfMemoryError, *interrupts):
+            raise
         except Exception as error:
-            if must_raise(error):
-                raise
             run.give_up(error)
-            keys = None
-    if keys is None:
-        out = full()
-    else:
-        proxy = FeaturesProxy(features, keys, skips=False)
-        with placed(split.full_layers(proxy, keys)), within(proxy):
             out = full()
+            run.count(skipped=False)
+            return out
+    proxy = FeaturesProxy(features, keys, skips=False)
+    with placed(split.full_layers(proxy, keys)), within(proxy):
+        out = full()
     run.count(skipped=False)
     return out

@@ -234,6 +234,13 @@ class DeepCacheRun:
         log.warning("DeepCache: a skipped step failed (%s); the rest of this run is computed in full.", error)
         log.debug("DeepCache: where it failed", exc_info=True)
 
+    def give_back(self) -> None:
+        """Drop all features and skip nothing from now on, since memory ran out."""
+        kept = self.bytes
+        for features in filter(None, self._models.values()):
+            features.forget()
+        self.run_in_full(f"memory ran out while it kept {kept / (1 << 20):.0f} MB for skipped steps")
+
     def cannot_keep(self, error: Exception) -> None:
         """Skip nothing from now on, since a feature could not be stored."""
         log.debug("DeepCache: why a feature could not be kept", exc_info=error)
@@ -258,6 +265,11 @@ class DeepCacheRun:
     @property
     def full_steps(self) -> int:
         return len(self._counted) - self.skipped_steps
+
+    @property
+    def bytes(self) -> int:
+        """Of all features that are kept."""
+        return sum(features.bytes for features in self._models.values() if features is not None)
 
     @property
     def skipped_work(self) -> float:

@@ -7,12 +7,15 @@ import pytest
 import torch
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.step_cache.splits.dit import DiTSplit
-from comfy_accel.accel.step_cache.splits.layouts import find_split, why_no_split
+from comfy_accel.accel.step_cache.splits.layouts import find_split, numbers_kept, why_no_split
 from comfy_accel.accel.step_cache.splits.unet import UNetSplit
 from kit.deep_cache import assert_close
 from kit.families import lengthened
 from kit.step_cache import features_of
 from kit.zoo import ZOO, Noise, Size
+
+ODD_HEADS = ("Chroma Radiance", "Cosmos", "Cosmos predict2")
+"""At these sizes: a head for pixels after the blocks, and inner layers narrower than it."""
 
 UNETS = ("SD1.5", "SD1.5 inpaint", "SD2", "SDXL", "SDXL refiner", "SVD")
 NEITHER = ("Stable Cascade C", "Stable Cascade B")
@@ -100,6 +103,36 @@ def test_other_layouts_are_told_apart(name):
             why_no_split(model)
             == "it is neither a UNet with skip levels nor a transformer with one main list of blocks"
         )
+
+
+@pytest.mark.parametrize("name", [name for name in (*STREAMS, *UNETS) if name not in ODD_HEADS])
+def test_what_is_kept_is_known_before_the_first_call(name):
+    """Within a factor of three, of models as narrow as their text is long and with latents as small."""
+    split = find_split(lengthened(name), None, adds_noise=False)
+    features = features_of(split, levels=(14.6, 8.0, 0.0))
+    latent, _ = ZOO[name].inputs(Size(height=12, batch=2), Noise(0))
+    features.run.begin(14.6)
+    call(split.model, name, split.full_layers(features, features.branches(latent, ["a"], [0], None)))
+    known = numbers_kept(split, latent.shape) * latent.itemsize
+    assert features.bytes / 3 < known < features.bytes * 3
+    assert features.run.bytes == features.bytes
+
+
+@pytest.mark.parametrize(
+    "latent, widths, lists, megabytes",
+    [
+        ((1, 16, 128, 128), (3072, 64), 2, 48),  # Flux at 1024 by 1024
+        ((1, 16, 21, 60, 104), (5120, 64), 1, 320),  # Wan 14B, 81 frames of 480p
+        ((1, 4, 128, 128), (320, 4), 1, 10),  # SDXL
+    ],
+)
+def test_what_models_of_full_size_keep_of_one_point(latent, widths, lists, megabytes):
+    model = torch.nn.Module()
+    for name in ("double_blocks", "single_blocks")[-lists:]:
+        setattr(model, name, torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(8, 2, 8) for _ in range(3)))
+    model.embed = torch.nn.Linear(256, widths[0], device="meta")
+    model.head = torch.nn.Linear(*widths, device="meta")
+    assert round(numbers_kept(DiTSplit(model, None), latent) * 2 / (1 << 20)) == megabytes
 
 
 def test_every_specimen_is_in_one_table():

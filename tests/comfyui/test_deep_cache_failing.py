@@ -1,6 +1,7 @@
 """DeepCache when something breaks in mid-run, and the node's refusals."""
 
 import gc
+import re
 import weakref
 
 import comfy.model_management
@@ -9,9 +10,11 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
+from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import DeepCacheSettings
 from comfy_accel.accel.step_cache.features import Features
 from kit.deep_cache import assert_no_trace, cached, counts
+from kit.other_nodes import control_net, controlled
 from kit.step_cache import EveryFew
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
@@ -64,15 +67,64 @@ def test_patch_that_fails_on_skipped_layers_gets_the_rest_in_full(tiny_unet, sam
     assert said == ["DeepCache: a skipped step failed (one channel); the rest of this run is computed in full."]
 
 
-@pytest.mark.parametrize(
-    "error", [comfy.model_management.InterruptProcessingException(), comfy.model_management.OOM_EXCEPTION("full")]
-)
-def test_interrupt_and_lack_of_memory_on_a_skipped_step_are_passed_on(tiny_unet, sample, error, caplog):
+def test_interrupt_on_a_skipped_step_is_passed_on(tiny_unet, sample, caplog):
+    error = comfy.model_management.InterruptProcessingException()
     model = cached(failing(tiny_unet, error, lambda calls, h: h.shape[1] == 1))
     with pytest.raises(type(error)):
         sample(model, steps=4)
     assert_no_trace(model)
     assert "DeepCache" not in caplog.text
+
+
+@pytest.mark.parametrize("call", [1, 2], ids=["full", "skipped"])
+def test_memory_that_runs_out_is_given_back_and_the_call_made_again(tiny_unet, sample, caplog, call):
+    """With the residuals of ControlNets, which the model takes off the lists that it is given."""
+    calls, last = [], len(tiny_unet.model.diffusion_model.output_blocks) - 1
+
+    def last_block(h, skip, transformer_options):
+        if transformer_options["block"] == ("output", last):
+            calls.append(None)
+            if len(calls) == call:
+                raise torch.OutOfMemoryError("full")
+        return h, skip
+
+    given = {"steps": 4, "positive": controlled(control_net())}
+    plain = sample(tiny_unet, **given)
+    model = tiny_unet.clone()
+    model.set_model_output_block_patch(last_block)
+    assert torch.equal(sample(cached(model, depth=2), **given), plain)
+    assert counts() == (4, 0)
+    said = [record.getMessage() for record in caplog.records if "DeepCache" in record.getMessage()]
+    assert len(said) == 1 and re.search(r"memory ran out while it kept \d+ MB for skipped steps; every step", said[0])
+
+
+@pytest.mark.parametrize("cfg, branches", [(5.0, 2), (1.0, 1)])
+def test_core_leaves_room_for_what_is_kept(tiny_unet, sample, monkeypatch, caplog, cfg, branches):
+    asked = []
+    load = comfy.model_management.load_models_gpu
+
+    def noted(models, memory_required=0, minimum_memory_required=None, **kwargs):
+        asked.append((memory_required, minimum_memory_required))
+        return load(models, memory_required, minimum_memory_required=minimum_memory_required, **kwargs)
+
+    monkeypatch.setattr(comfy.model_management, "load_models_gpu", noted)
+    monkeypatch.setattr(host, "_MUCH", 1)
+    size = {"width": 128, "height": 128, "steps": 4, "cfg": cfg}
+    with caplog.at_level("INFO"):
+        sample(tiny_unet, **size)
+        sample(cached(tiny_unet), **size)
+    points = records.deep_cache().kept_bytes
+    assert points == branches * 32 * 16 * 16 * 4
+    assert {after - before for before, after in zip(*asked, strict=True)} == {2 * points}
+    assert "memory_required" not in vars(tiny_unet.model)
+    assert "DeepCache: keeps about 0.0 GB of features for skipped steps." in caplog.text
+
+
+def test_lack_of_memory_with_nothing_kept_is_passed_on(tiny_unet, sample):
+    model = cached(failing(tiny_unet, torch.OutOfMemoryError("full"), lambda calls, h: True))
+    with pytest.raises(torch.OutOfMemoryError):
+        sample(model, steps=4)
+    assert_no_trace(model)
 
 
 def test_no_tensor_of_a_run_outlives_it(tiny_unet, sample, monkeypatch):

@@ -169,10 +169,12 @@ class _Cache:
                 # Cond and uncond are one batch from the first step to the last, so one branch; or separate calls, in
                 # the same order at every step.
                 features.branches(latent, ("batch",), (0,), self.layouts[-1]),
-                lambda: inner(*args, **kwargs),
+                lambda: inner(
+                    *args, **{name: list(own) if isinstance(own, list) else own for name, own in kwargs.items()}
+                ),
                 # A transformer's residuals stay: what skipped blocks are given has no effect.
                 lambda: inner(*args, **_withheld(features.split, kwargs)),
-                lambda error: isinstance(error, torch.OutOfMemoryError),
+                (),
                 this_thread_only=not self.is_compiled,
             )
         finally:
@@ -280,7 +282,7 @@ class _Cache:
         """Close the run and report it."""
         if self.run is not None:
             run = self.run
-            skipping = Skipping(run.letters, run.why_full, run.settings.quality, run.skipped_work)
+            skipping = Skipping(run.letters, run.why_full, run.settings.quality, run.skipped_work, run.bytes)
             if not run.skipped_steps and run.why_full is None:
                 log.info("DeepCache, %d steps: %s.", run.full_steps, why_none_skipped(skipping, run.full_steps))
             run.close()

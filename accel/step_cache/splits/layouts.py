@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +68,31 @@ def find_split(model: Any, depth: int | None, adds_noise: bool = True) -> Split 
     if has_dit_layout(model) and not _is_unet(model):
         return DiTSplit(model, depth)
     return None
+
+
+def numbers_kept(split: Split | None, latent: Sequence[int]) -> int:
+    """How many numbers one point of the features has for latents [B, C, ...], by estimate; 0 without a split.
+
+    For each list of blocks what enters the model's last layer: the one outside of all lists that gives least. Tokens of
+    prompts and references come on top, a tenth at usual sizes.
+    """
+    layers = [] if split is None else list(_layers_outside_lists(split.model))
+    if not layers:
+        return 0
+    taken, given = min(reversed(layers), key=lambda widths: widths[1])
+    return math.prod(latent) * taken // given * (len(split.spans) if isinstance(split, DiTSplit) else 1)
+
+
+def _layers_outside_lists(module: torch.nn.Module) -> Iterator[tuple[int, int]]:
+    """What each linear layer or convolution takes and gives, in numbers for each place."""
+    for child in module.children():
+        if isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            continue
+        for names in (("in_features", "out_features"), ("in_channels", "out_channels")):
+            taken, given = (getattr(child, name, None) for name in names)
+            if isinstance(taken, int) and isinstance(given, int) and getattr(child, "weight", None) is not None:
+                yield taken, given
+        yield from _layers_outside_lists(child)
 
 
 def why_no_split(model: Any) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import comfy.model_management
 import torch
 from comfy.model_sampling import CONST
 from comfy.patcher_extension import WrappersMP, get_wrappers_with_key
@@ -20,13 +20,14 @@ from ....core.events import emit, log
 from ....modules.substitution import Order, drop_restored_forwards, has_foreign_forward, substituted
 from ....report.headline import why_none_skipped
 from ....report.run import Skipping
+from ....report.text import megabytes
 from ....step_cache.cached_call import cached_call
 from ....step_cache.config import DeepCacheSettings
 from ....step_cache.features import BranchKey, Features
 from ....step_cache.noise_levels import angle
 from ....step_cache.run import DeepCacheRun
 from ....step_cache.sampler_facts import SamplerFacts
-from ....step_cache.splits.layouts import find_split, why_no_split
+from ....step_cache.splits.layouts import find_split, numbers_kept, why_no_split
 from ..sizes.shape_errors import sizes_explained
 from ..versions import unrecorded_context
 from ..words import none_skipped
@@ -41,8 +42,11 @@ if TYPE_CHECKING:
 KEY = "accel_deep_cache"
 """Key of our wrappers, and of the sampling in its transformer_options."""
 
-_WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.PREDICT_NOISE)
-_WRAPPED += (WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
+_WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE)
+_WRAPPED += (WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)
+
+_MUCH = 1 << 29
+"""Bytes kept from which on it is told before the run."""
 
 _PREDICTS = (
     *("sampler_pre_cfg_function", "sampler_cfg_function", "sampler_post_cfg_function"),
@@ -66,6 +70,7 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: s
         return clone
     if not settings.is_off:
         clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings, node_id))
+        clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, _make_room)
         clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, _begin_sampling)
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, _begin_evaluation)
         clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _ask)
@@ -87,7 +92,8 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
         before = options.get(KEY)
         mask = args[4] if len(args) > 4 else kwargs.get("denoise_mask")
-        sampling = options[KEY] = _Sampling(settings, args[2] if len(args) > 2 else None, mask is not None)
+        sampler, cfg = args[2] if len(args) > 2 else None, getattr(executor.class_obj, "cfg", None)
+        sampling = options[KEY] = _Sampling(settings, sampler, mask is not None, cfg)
         if any(map(compiles_whole, get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options))):
             log.warning("DeepCache: TorchCompileModel compiles nothing beside it; use Accelerate Model instead.")
             # Newer cores' does not look at patches: what it compiled without DeepCache would run in place of it.
@@ -115,10 +121,23 @@ class _Sampling:
     """One call of a sampler, and its run. is_masked: whether masked places take other ways
     to the latent."""
 
-    def __init__(self, settings: DeepCacheSettings, sampler: Any, is_masked: bool):
-        self._settings, self._sampler, self._is_masked = settings, sampler, is_masked
+    def __init__(self, settings: DeepCacheSettings, sampler: Any, is_masked: bool, cfg: float | None):
+        self._settings, self._sampler, self._is_masked, self._cfg = settings, sampler, is_masked, cfg
         self._levels: NoiseLevels | None = None
         self.run: DeepCacheRun | None = None
+
+    def will_keep(self, model: Any, noise_shape: Sequence[int], conds: Mapping[str, Sequence[Any]]) -> int:
+        """Bytes that the run will keep of the BaseModel at most, by estimate."""
+        split = find_split(_uncompiled(model.diffusion_model), self._settings.depth)
+        unused = "negative" if self._cfg == 1 else None  # core leaves it out
+        branches = sum(len(group or ()) for name, group in conds.items() if name != unused)
+        copies = self._settings.plan().points + 1  # and what a skipped step goes on with
+        return (
+            copies
+            * branches
+            * numbers_kept(split, noise_shape)
+            * (model.manual_cast_dtype or model.get_dtype()).itemsize
+        )
 
     def begin(self, guider: Any, schedule: torch.Tensor, model_options: dict[str, Any]) -> None:
         """Make the run, when the guider has its model and the sampler its schedule."""
@@ -168,14 +187,14 @@ class _Sampling:
             why = "another node or its sampler calls the model in a way of its own"
         else:
             why = run.why_full
-        letters, share = ("", 0.0) if run is None else (run.letters, run.skipped_work)
-        skipping = Skipping(letters, why, self._settings.quality, share)
+        letters, share, kept = ("", 0.0, 0) if run is None else (run.letters, run.skipped_work, run.bytes)
+        skipping = Skipping(letters, why, self._settings.quality, share, kept)
         emit("deep_cache_run", skipping=skipping, began=() if run is None else run.began)
         if is_quiet:
             pass
         elif skipping.skipped_steps:
-            counts = skipping.full_steps, len(letters), 100 * share
-            log.info("DeepCache: %d of %d steps ran in full, %.0f %% of the work was skipped.", *counts)
+            counts = skipping.full_steps, len(letters), 100 * share, megabytes(kept)
+            log.info("DeepCache: %d of %d steps ran in full, %.0f %% of the work was skipped; kept %s for it.", *counts)
         elif letters:
             sampler = getattr(getattr(self._sampler, "sampler_function", None), "__name__", "").removeprefix("sample_")
             log.info("%s", none_skipped(why_none_skipped(skipping, len(letters)), len(letters), sampler))
@@ -183,6 +202,37 @@ class _Sampling:
             log.warning("DeepCache: %s; every step ran in full.", why)
         if run is not None:
             run.close()
+
+
+def _make_room(
+    executor: Any, patcher: Any, noise_shape: Sequence[int], conds: dict[str, list], *args: Any, **kwargs: Any
+) -> Any:
+    """Around the loading of the model, for which core leaves as much memory free as it reckons that a call takes: with
+    what is kept for skipped steps."""
+    options = kwargs.get("model_options") or (args[0] if args else None) or {}
+    sampling: _Sampling | None = options.get("transformer_options", {}).get(KEY)
+    try:
+        kept = 0 if sampling is None else sampling.will_keep(patcher.model, noise_shape, conds)
+    except Exception as error:  # a model or a prompt of another pack, laid out in a way of its own
+        log.debug("DeepCache: what it will keep is not known: %s", error)
+        kept = 0
+    if kept >= _MUCH:
+        log.info("DeepCache: keeps about %.1f GB of features for skipped steps.", kept / (1 << 30))
+    with _reckoned_with(patcher.model, kept):
+        return executor(patcher, noise_shape, conds, *args, **kwargs)
+
+
+@contextmanager
+def _reckoned_with(model: Any, kept: int) -> Iterator[None]:
+    """Within the context the model takes `kept` bytes more of memory, as core asks it."""
+    own, before = model.memory_required, vars(model).get("memory_required")
+    model.memory_required = lambda *args, **kwargs: own(*args, **kwargs) + kept
+    try:
+        yield
+    finally:
+        del model.memory_required
+        if before is not None:
+            model.memory_required = before
 
 
 def _begin_sampling(
@@ -320,11 +370,16 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
     keys = _branches(features, x, options)
     capture: ModelCapture | None = options.get(CAPTURE)
     within = None if capture is None else capture.during
-    return cached_call(features, keys, full, skipped, _must_raise, within, unrecorded_context())
+    return cached_call(features, keys, full, skipped, INTERRUPTS, within, unrecorded_context())
 
 
 def _computed(control: Any) -> Any:
-    return control.computed if isinstance(control, LateControl) else control
+    """With lists of its own: the model takes entries off their ends, and the call may be made again."""
+    if isinstance(control, LateControl):
+        control = control.computed
+    if type(control) is not dict:
+        return control
+    return {name: list(value) if isinstance(value, list) else value for name, value in control.items()}
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -364,11 +419,3 @@ def _replaced(patches: dict[str, dict[Hashable, Any]]) -> frozenset[Hashable]:
         for kind, blocks in patches.items()
         for block, patch in blocks.items()
     )
-
-
-def _must_raise(error: Exception) -> bool:
-    """Whether it is an interrupt, or out of memory, which core handles itself."""
-    out_of_memory = comfy.model_management.OOM_EXCEPTION
-    if out_of_memory is not Exception and isinstance(error, out_of_memory):
-        return True
-    return isinstance(error, INTERRUPTS)
