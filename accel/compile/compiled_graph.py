@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from ..core.reasons import Refusal
 from ..fingerprint.block_call import Call
 from ..signature.tensors import empty_dense_like
 from .specialization import OpTrace, scales_evenly
+
+_MOST_ANSWERS = 128
+"""Calls whose answer a graph keeps, the latest ones: more than the blocks of a kind at a few sizes have."""
 
 
 class CompileFailed(Refusal):
@@ -67,6 +70,7 @@ class CompiledGraph:
     trace: Callable[[Sequence[torch.Tensor]], OpTrace | None] | None = None
     save: Callable[[], bytes] | None = None
     saved_as: str | None = None
+    _answers: dict[tuple, bool] = field(default_factory=dict, init=False, repr=False)
 
     def serves(self, call: Call) -> bool:
         """Whether the graph is right for the call."""
@@ -78,10 +82,26 @@ class CompiledGraph:
         Tracing leaves guards that a size is not 1, most of them needless: torch asks it of layouts. Where they alone
         refuse a call, it is accepted if the block itself does the same with 2 and with 3 in place of each 1. What has
         two rows for an image (time steps of a picture and of its references) then has 4 and 6.
+
+        That takes tens of milliseconds, and each block of each run asks. The answer is kept: it follows from what is in
+        its key here and from the graph, whose guards and template nobody changes, so nothing makes it untrue.
         """
         if not self.facts.allow(tensors):
             return False
         weights, inputs = tensors[: self.facts.weights], tensors[self.facts.weights :]
+        key = (
+            *((tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset()) for tensor in weights),
+            *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs),
+        )
+        answer = self._answers.pop(key, None)
+        if answer is None:
+            answer = self._is_right_for(weights, inputs)
+            if len(self._answers) >= _MOST_ANSWERS:
+                self._answers.pop(next(iter(self._answers)), None)
+        self._answers[key] = answer
+        return answer
+
+    def _is_right_for(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
         ones = [empty_dense_like(tensor, device="meta") for tensor in inputs]
         if self.guards((*weights, *ones)):
             return True

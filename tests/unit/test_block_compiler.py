@@ -9,7 +9,7 @@ from threading import Barrier
 
 import pytest
 import torch
-from comfy_accel.accel.compile import block_compiler, inductor, registry
+from comfy_accel.accel.compile import block_compiler, compiled_graph, inductor, registry
 from comfy_accel.accel.compile.backend import Artifact
 from comfy_accel.accel.compile.block_compiler import compile_block, load_block
 from comfy_accel.accel.compile.compiled_graph import CompileFailed
@@ -325,6 +325,65 @@ class Interrupted(Broadcasts):
 def test_interrupt_while_operations_are_traced_passes():
     with pytest.raises(Stop):
         compiled(Interrupted().eval(), INPUTS, interrupts=(Stop,))
+
+
+class Gates(nn.Module):
+    """A linear layer over a slice, as after joint attention: torch guards against a batch of 1, though needlessly."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        joint = torch.cat((x, y), dim=1)
+        return self.linear(joint[:, x.shape[1] :])
+
+
+def test_what_a_graph_serves_is_found_out_once_for_sizes_and_strides_and_weights(monkeypatch):
+    """By tracing the block at three sizes, for all blocks of the kind and every run."""
+    block = fixed(Gates())
+    graph, weights = compiled(block, (torch.randn(2, 5, 8), torch.randn(2, 3, 8)))
+    traced, trace = [], graph.trace
+    monkeypatch.setattr(graph, "trace", lambda tensors: traced.append(1) or trace(tensors))
+    monkeypatch.setattr(graph, "guards", asked := Asked(graph.guards))
+    inputs = torch.randn(1, 5, 8), torch.randn(1, 3, 8)
+    tensors = (*weights.take(), *inputs)
+    assert graph.accepts(tensors)
+    assert len(traced) == 3
+    others = [tensor.clone() for tensor in tensors]
+    assert graph.accepts(tensors) and graph.accepts(others)
+    assert (len(traced), asked.times) == (3, 3)
+    assert graph.accepts((*others[:2], torch.randn(1, 6, 8), others[3]))
+    assert len(traced) == 6
+    transposed = others[0].T.contiguous().T
+    for weight in (transposed, torch.randn(65)[1:].view(8, 8), others[0].double()):
+        before = asked.times
+        graph.accepts((weight, *others[1:]))
+        assert asked.times > before
+
+
+class Asked:
+    """Guards that count."""
+
+    def __init__(self, guards):
+        self.guards, self.times = guards, 0
+
+    def __call__(self, tensors):
+        self.times += 1
+        return self.guards(tensors)
+
+
+def test_answers_of_a_graph_are_bounded_and_the_latest_stay(monkeypatch):
+    monkeypatch.setattr(compiled_graph, "_MOST_ANSWERS", 2)
+    graph, weights = compiled(fixed(Gates()), (torch.randn(2, 5, 8), torch.randn(2, 3, 8)))
+    monkeypatch.setattr(graph, "guards", asked := Asked(graph.guards))
+
+    def times(tokens):
+        before = asked.times
+        assert graph.accepts((*weights.take(), torch.randn(2, tokens, 8), torch.randn(2, 3, 8)))
+        return asked.times - before
+
+    assert [times(tokens) for tokens in (5, 6, 5, 7, 5, 6)] == [1, 1, 0, 1, 0, 1]
 
 
 class WithReferences(nn.Module):

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from comfy_accel.accel.cache.graph_cache import MOST_GRAPHS, GraphCache, NoGraph
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph, CompileFailed, Facts
 from comfy_accel.accel.core.events import subscribe
@@ -17,8 +18,8 @@ def graph(nbytes=0, limit=None):
     return CompiledGraph(len, lambda tensors: limit is None or len(tensors) <= limit, Facts(weights=9), nbytes)
 
 
-def find(cache, key, make=graph, tensors=(), lease=None):
-    return cache.find(key, f"name of {key}", lambda g: g.accepts(tensors), make, lease)
+def find(cache, key, make=graph, tensors=0, lease=None):
+    return cache.find(key, f"name of {key}", lambda g: g.accepts([torch.empty(2)] * tensors), make, lease)
 
 
 def keys(cache):
@@ -45,8 +46,8 @@ def test_second_look_up_hits_what_the_first_compiled():
 
 def test_call_that_no_graph_fits_gets_one_of_its_own():
     cache = GraphCache()
-    find(cache, "a", lambda: graph(limit=1), tensors=[1])
-    find(cache, "a", lambda: graph(limit=2), tensors=[1, 2])
+    find(cache, "a", lambda: graph(limit=1), tensors=1)
+    find(cache, "a", lambda: graph(limit=2), tensors=2)
     assert cache.statistics()["entries"] == 1
     assert cache.statistics()["graphs"] == 2
 
@@ -54,9 +55,9 @@ def test_call_that_no_graph_fits_gets_one_of_its_own():
 def test_graphs_of_one_key_are_bounded():
     cache = GraphCache()
     for size in range(MOST_GRAPHS):
-        find(cache, "a", lambda size=size: graph(limit=size), tensors=[0] * size)
+        find(cache, "a", lambda size=size: graph(limit=size), tensors=size)
     with pytest.raises(NoGraph, match=f"none of its {MOST_GRAPHS} graphs fits"):
-        find(cache, "a", lambda: pytest.fail("compiled one more"), tensors=[0] * MOST_GRAPHS)
+        find(cache, "a", lambda: pytest.fail("compiled one more"), tensors=MOST_GRAPHS)
 
 
 def test_threads_that_ask_for_one_key_share_one_compilation():
