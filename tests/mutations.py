@@ -54,7 +54,7 @@ MUTATIONS = [
     ),
     Mutation(
         "graph run though its code has been replaced",
-        "            holds = self._now is self._first and stands(self._first.survey)\n",
+        "            holds = self._now is self._first and self._first.survey.stands\n",
         "            holds = True\n",
         "unit/test_code_snapshot.py::test_code_that_changes_again_and_again_runs_eagerly_after_a_while",
     ),

@@ -17,7 +17,7 @@ from ..core.errors import one_line
 from ..core.events import emit, log
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly
-from ..fingerprint.survey import Region, Survey, Traceable, survey
+from ..fingerprint.survey import KeptSurveys, Region, Survey, Traceable, survey
 from ..modules.streamed_weights import Plain, WeightSource, in_place
 from ..modules.substitution import Layer, Outside
 from ..modules.wrapped_layers import Wraps
@@ -59,7 +59,7 @@ class Host:
 
 
 def survey_model(model: torch.nn.Module, settings: CompileSettings, host: Host) -> Survey:
-    """Survey the model's blocks as they are now; emits "survey" and logs what stays eager."""
+    """The survey of the model's blocks as they are now; emits "survey" and logs what stays eager."""
     found = _survey(model, settings, host)
     if not found.regions and not found.left_eager:
         fallbacks.note(type(model).__name__, Reason("no_blocks"))
@@ -76,7 +76,8 @@ def survey_model(model: torch.nn.Module, settings: CompileSettings, host: Host) 
 
 
 def _survey(model: torch.nn.Module, settings: CompileSettings, host: Host) -> Survey:
-    return survey(model, settings.min_repetitions, host.ignored, host.wraps, host.plain, host.traceable)
+    asked = settings.min_repetitions, host.ignored, host.wraps, host.plain, host.traceable
+    return KeptSurveys.on(model).find(model, asked, lambda: survey(model, *asked))
 
 
 def compiled_layers(

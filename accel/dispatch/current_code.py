@@ -101,7 +101,7 @@ class CurrentCode:
         """
         begins = self._begins or again
         if begins:  # the first survey comes first: one that ended at what it could not read holds everywhere
-            holds = self._now is self._first and stands(self._first.survey)
+            holds = self._now is self._first and self._first.survey.stands
         else:
             holds = self._now is not None and self._now.survey.code.is_current() and self._is_set_as_before(block)
         if any(type(mode) is not self._device_mode for mode in self._modes()):  # a default device changes no graph
@@ -116,7 +116,7 @@ class CurrentCode:
 
     def still(self, survey: Survey, region: Region) -> bool:
         """Whether a block that runs now is of the kind that its region in the survey says."""
-        if stands(survey):
+        if survey.stands:
             return True
         now = self._looked()
         return now is not None and any(found.path == region.path and found.kind == region.kind for found in now.regions)
@@ -141,7 +141,7 @@ class CurrentCode:
 
     def _found(self) -> _Known | None:
         """What is known of the code as it stands, surveyed now where nothing is; None where it cannot be."""
-        known = next((known for known in self._known if stands(known.survey)), None)
+        known = next((known for known in self._known if known.survey.stands), None)
         if known is not None or len(self._known) == MOST_SURVEYS:
             return known
         survey = self._looked()
@@ -181,11 +181,6 @@ class CurrentCode:
                 except RunEagerly as refusal:
                     blocks[region.block] = refusal.reason
         return _Known(survey, blocks)
-
-
-def stands(survey: Survey) -> bool:
-    """Whether code and settings are those that the survey has read."""
-    return survey.code.is_current() and survey.settings.is_current()
 
 
 @functools.cache

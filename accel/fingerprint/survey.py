@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from ..core.errors import one_line
 from ..core.reasons import Reason
 from ..modules import wrapped_layers
 from ..modules.blocks import blocks
+from ..modules.snapshot import LayoutSnapshot
 from ..modules.streamed_weights import Plain, in_place
 from ..modules.substitution import drop_restored_forwards, has_foreign_forward
 from ..modules.wrapped_layers import Wraps
@@ -21,6 +23,12 @@ from .code_hash import CodeReader
 from .code_snapshot import CodeNotes, CodeSnapshot
 from .kinds import Description, Kind, describe, kinds_of
 from .plain_values import Indescribable, note_part
+
+_SLOT = "_accel_surveys"
+"""The attribute of a model that has its `KeptSurveys`."""
+
+_MOST_KEPT = 4
+"""Surveys of one model that differ in code or settings: programs that replace these take turns."""
 
 Traceable = Callable[[], AbstractContextManager[None]]
 
@@ -54,16 +62,70 @@ class Survey:
 
     code, settings: what was read for it, of the program and of the blocks, to be compared with what stands where the
         blocks are called.
+    layout: what else it rests on, to be compared at the start of another run; None where blocks were left eager for
+        what they are, which may have changed without a trace.
     """
 
     regions: tuple[Region, ...]
     left_eager: tuple[tuple[str, Reason], ...]
     code: CodeSnapshot
     settings: CodeSnapshot
+    layout: LayoutSnapshot | None = None
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         return tuple(dict.fromkeys(region.kind for region in self.regions))
+
+    @property
+    def stands(self) -> bool:
+        """Whether code and settings are those that it has read."""
+        return self.code.is_current() and self.settings.is_current()
+
+
+class KeptSurveys:
+    """The surveys of one model from one run to the next, kept on the model.
+
+    One is used again while all that it rests on stands. That is: the functions, classes, globals and hooks for all
+    modules that were read (`Survey.code`); the settings, parts, forwards and hooks of its blocks (`Survey.settings`);
+    which modules the model is made of, and how its blocks' weights are stored, in place or streamed (`Survey.layout`).
+    Values and devices of weights, and so LoRA that is added to them, are no part of a kind.
+
+    They do not follow a copy of the model. Nothing here refers to the model itself, which goes when nobody needs it.
+    """
+
+    __slots__ = ("_kept",)
+
+    def __init__(self) -> None:
+        self._kept: tuple[tuple[Any, Survey], ...] = ()
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return type(None), ()
+
+    @classmethod
+    def on(cls, model: torch.nn.Module) -> KeptSurveys:
+        found = model.__dict__.get(_SLOT)
+        if not isinstance(found, cls):
+            found = model.__dict__[_SLOT] = cls()
+        return found
+
+    @staticmethod
+    def forget(model: torch.nn.Module) -> None:
+        """Take them off the model."""
+        model.__dict__.pop(_SLOT, None)
+
+    def find(self, model: torch.nn.Module, asked: Any, look: Callable[[], Survey]) -> Survey:
+        """The survey of the model as it is now, made by `look` where none is kept. asked: what it is made with."""
+        for _, kept in self._kept[:1]:
+            drop_restored_forwards((model, *kept.layout.parts))
+        there = [(of, kept) for of, kept in self._kept if kept.layout.is_current(model)]
+        for of, kept in there:
+            if of == asked and kept.stands:
+                return kept
+        made = look()
+        if made.layout is not None:
+            there.insert(0, (asked, made))
+        self._kept = tuple(there[:_MOST_KEPT])
+        return made
 
 
 def survey(
@@ -82,7 +144,7 @@ def survey(
     plain: shows blocks with their weights in place; the result is the same wherever they are.
     traceable: as for `Region`; blocks' code is read in it.
     """
-    drop_restored_forwards(model)
+    drop_restored_forwards(model.modules())
     described, left_eager = [], []
     reader = CodeReader(ignored)
     found = list(blocks(model, wraps))
@@ -122,7 +184,10 @@ def survey(
             kept.append(region)
         else:
             left_eager.append((region.path, Reason("too_few_blocks", least=min_repetitions)))
-    return Survey(tuple(kept), tuple(left_eager), reader.snapshot(), notes.snapshot())
+    layout = None
+    if len(regions) == len(found):
+        layout = LayoutSnapshot(model, [(block, as_shown) for _, block, as_shown, _ in described])
+    return Survey(tuple(kept), tuple(left_eager), reader.snapshot(), notes.snapshot(), layout)
 
 
 def _notes_of(

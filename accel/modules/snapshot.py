@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -11,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..core.reasons import Reason, Refusal
+from ..core.reasons import Reason, Refusal, RunEagerly
 from . import stored_form, wrapped_layers
+from .substitution import has_foreign_forward
 from .wrapped_layers import Wraps
 
 _SAMPLED = 47
@@ -22,6 +24,7 @@ whole or in large parts. A prime, lest of blocks with equal numbers of weights a
 _ABSENT = object()
 
 _address = torch.Tensor.data_ptr
+_dtype_and_shape = operator.attrgetter("dtype", "shape")
 
 
 class AttributeSnapshot:
@@ -47,6 +50,83 @@ class AttributeSnapshot:
             len(attributes) == len(values) and all(map(operator.is_, attributes.values(), values))
             for attributes, values in self._values
         )
+
+
+class LayoutSnapshot:
+    """Of which modules a model is made, and how the weights of its blocks are stored; neither values nor devices.
+
+    blocks: each with the module that shows it with its weights in place: itself, or a copy (`streamed_weights.Plain`).
+        What a host keeps on such a block decides what the copy is like, so it is compared by identity.
+
+    Raises stored_form.Opaque: nothing tells how one is stored.
+    """
+
+    def __init__(self, model: torch.nn.Module, blocks: Sequence[tuple[torch.nn.Module, torch.nn.Module]]):
+        self._model = weakref.ref(model)  # which has what is kept here, and would keep itself alive
+        self._class = type(model)
+        parts = list(_changeable(model))
+        self.parts = [part for part in parts if part is not model]
+        self._children = [part._modules for part in parts]
+        self._named = [*self._children, *(part._parameters for part in parts), *(part._buffers for part in parts)]
+        self._blocks = [block for block, _ in blocks]
+        inside = [part for block in self._blocks for part in _changeable(block)]
+        holders = [holder for part in inside for holder in (part._parameters, part._buffers)]
+        self._slots = [(holder, name) for holder in holders for name in holder]
+        forms = [None if weight is None else stored_form.form_of(weight) for weight in self._weights()]
+        self._forms = [(at, form) for at, form in enumerate(forms) if form is not None]
+        self._hosts = [
+            (vars(part), [name for name in vars(as_shown) if name in vars(part) and name != "forward"])
+            for block, shown in blocks
+            if shown is not block
+            for part, as_shown in zip(block.modules(), shown.modules(), strict=True)
+        ]
+        self._modules, self._state = self._objects(), self._described()
+
+    def is_current(self, model: torch.nn.Module) -> bool:
+        """Whether the model is this one, made of the same modules and stored as it was; about 1 µs for each module."""
+        if model is not self._model() or type(model) is not self._class:
+            return False
+        try:
+            objects = self._objects()
+            return (
+                len(objects) == len(self._modules)
+                and all(map(operator.is_, objects, self._modules))
+                and self._described() == self._state
+            )
+        except (AttributeError, KeyError, RunEagerly):  # something is gone, or stored in another form
+            return False
+
+    def _weights(self) -> list[torch.Tensor | None]:
+        return [holder[name] for holder, name in self._slots]
+
+    def _objects(self) -> list[Any]:
+        """What is compared by identity."""
+        kept = [attributes[name] for attributes, names in self._hosts for name in names]
+        inside = chain.from_iterable(value for value in kept if type(value) is list)
+        return [*chain.from_iterable(map(dict.values, self._children)), *map(type, self.parts), *kept, *inside]
+
+    def _described(self) -> tuple[list, ...]:
+        """What is compared by value."""
+        weights = self._weights()
+        inner = [stored_form.plain([weights[at]], [form]) for at, form in self._forms]
+        tensors = [weight for weight in (*weights, *chain.from_iterable(inner)) if weight is not None]
+        first: dict[int, int] = {}
+        return (
+            list(map(len, self._named)),
+            list(chain.from_iterable(self._named)),
+            [part.__dict__["training"] for part in self.parts],
+            list(map(has_foreign_forward, self._blocks)),
+            [[name for name in attributes if name != "forward"] for attributes, _ in self._hosts],
+            list(map(type, weights)),
+            list(map(_dtype_and_shape, tensors)),
+            list(map(torch.Tensor.stride, tensors)),
+            [first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)],  # which are one tensor
+        )
+
+
+def _changeable(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules in the model, without those compiled by TorchScript, which nobody changes."""
+    return (part for part in model.modules() if isinstance(part._modules, dict))
 
 
 class UnsupportedWeights(Refusal):

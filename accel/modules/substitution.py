@@ -12,7 +12,7 @@ import itertools
 import operator
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
 from typing import Any
@@ -137,11 +137,11 @@ def has_foreign_forward(module: torch.nn.Module) -> bool:
     return forward.is_foreign if isinstance(forward, StandIn) else forward is not None
 
 
-def drop_restored_forwards(model: torch.nn.Module) -> None:
+def drop_restored_forwards(modules: Iterable[torch.nn.Module]) -> None:
     """Take off what has no effect: forwards of the modules' classes that somebody has put back on the modules, as after
     a run with a LoRA beside the layers. With them a module looks like one whose forward was replaced."""
     with _changing:
-        for module in model.modules():
+        for module in modules:
             forward = module.__dict__.get("forward")
             if type(forward) is types.MethodType and forward.__self__ is module:
                 if forward.__func__ is _forward_of(type(module)):

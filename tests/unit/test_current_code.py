@@ -16,6 +16,7 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch import current_code
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
+from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.modules.substitution import Order, Substitution
 from kit.blocks import Stop
 from kit.code_swaps import attribute, item
@@ -182,6 +183,17 @@ class Run:
     @property
     def eager_calls(self):
         return sum(runner.eager_calls for runner in self.runners)
+
+
+@pytest.mark.parametrize("what", SWAPS.keys() - {"torch's functions"})
+def test_run_that_begins_under_other_code_is_surveyed_for_it(what):
+    net, host = Net(), Host()
+    first = survey_model(net, EAGER, host)
+    with SWAPS[what](net):
+        found, anew = survey_model(net, EAGER, host), survey(net)
+        assert (found.kinds, found.left_eager) == (anew.kinds, anew.left_eager)
+        assert found.kinds != first.kinds
+    assert survey_model(net, EAGER, host).kinds == survey(net).kinds
 
 
 BOTH_WAYS = {"the class of a block", "a function of torch by one in its name", "what an object finds by name"}

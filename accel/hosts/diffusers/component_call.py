@@ -13,6 +13,7 @@ from ...cache.graph_cache import GraphCache
 from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
+from ...fingerprint.survey import KeptSurveys
 from ...modules.substitution import Order, substituted
 from .components import asks_for_attentions, load, without_idle_hooks
 from .runs import new_run, open_run
@@ -74,6 +75,7 @@ def take_away(model: torch.nn.Module, owner: object | None = None) -> None:
     found = call_of(model)
     if found is not None and (owner is None or found.owner is owner):
         del model.__dict__[_SLOT]
+        KeptSurveys.forget(model)
 
 
 def placed(models: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, ComponentCall]:

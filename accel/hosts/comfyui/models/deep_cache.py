@@ -284,7 +284,7 @@ def _who_skips(guider: Any, model_options: dict[str, Any]) -> str | None:
         # Core names a pack's modules by its folder's path.
         pack = os.path.basename((getattr(wrapper, "__module__", None) or type(wrapper).__module__).split(".")[0])
         return f"another node ({pack}) makes the model's calls, and may skip some itself (use one of the two)"
-    drop_restored_forwards(net)
+    drop_restored_forwards(net.modules())
     if has_foreign_forward(net) or "forward_orig" in vars(net):
         return "another node has replaced the model's forward"
     return None

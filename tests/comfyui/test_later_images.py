@@ -1,0 +1,90 @@
+"""An image costs its graphs and nothing else: one at a time, with CFG 1 or prompts of unequal length, as people use
+Flux and Qwen-Image. Counted, not timed: after the first image no block is traced, no model surveyed, none compiled."""
+
+from collections import Counter
+
+import pytest
+import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile import block_compiler
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.dispatch import batch_dry_run, compiled_layers
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from kit import tiny_models
+from kit.compiled import graphs
+from kit.families import FAMILIES
+from kit.zoo import ZOO
+
+_XL = tiny_models.Family("SDXL", "SDXL", ZOO["SDXL"].config, 2048, 1280)
+MODELS = {
+    "SD1.5": (tiny_models.UNET_FAMILY, (4, 16, 16)),
+    "SDXL": (_XL, (4, 16, 16)),
+    **{
+        name: (FAMILIES[name].family, FAMILIES[name].sizes[0][0])
+        for name in ("Flux", "SD3", "Qwen-Image", "Wan", "HunyuanVideo", "Z-Image")
+    },
+}
+PROMPTS = 24, 31
+"""Tokens of the prompt and of the negative one, so that core makes two calls of one row each."""
+
+
+@pytest.fixture
+def work(monkeypatch):
+    """How often what one image is to pay for, and no other, was done since it was cleared."""
+    done = Counter()
+
+    def count(owner, name):
+        own = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            done[name] += 1
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(block_compiler, "trace_ops")
+    count(compiled_layers, "survey")
+    count(batch_dry_run.BatchDryRun, "_look")
+    return done
+
+
+class Session:
+    """Images of one model, with the graphs of a cache."""
+
+    def __init__(self, name, cache, seed=0):
+        family, self.shape = MODELS[name]
+        self.prompts = [family.conditioning(tokens, seed) for seed, tokens in enumerate(PROMPTS, 1)]
+        self.model = accelerate(family.load(torch.float32, seed), CompileSettings(backend="eager"), cache)
+
+    def image(self, cfg, sampler="euler", seed=0):
+        with torch.inference_mode():  # as core runs nodes
+            latent = torch.zeros(1, *self.shape)
+            settings = dict(steps=2, cfg=cfg, sampler=sampler, scheduler="simple", seed=seed)
+            return tiny_models.sample_latent(self.model, latent, *self.prompts, **settings)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_after_the_first_image_nothing_is_traced_or_surveyed_or_compiled(name, work):
+    session = Session(name, GraphCache())
+    session.image(cfg=1.0)
+    assert work["survey"] == 1 and work["trace_ops"]
+    for cfg in (1.0, 5.0):
+        session.image(cfg)  # the negative prompt's length is new
+        work.clear()
+        before = graphs()
+        for seed, sampler in enumerate(("euler", "dpmpp_2m"), 1):
+            session.image(cfg, sampler, seed)
+        assert (dict(work), graphs() - before) == ({}, 0)
+
+
+@pytest.mark.parametrize("name", ["SDXL", "Flux"])
+def test_nor_where_two_models_take_turns(name, work):
+    cache = GraphCache()
+    sessions = Session(name, cache), Session(name, cache, seed=1)
+    for session in sessions:
+        session.image(1.0)
+    work.clear()
+    before = graphs()
+    images = [session.image(1.0).clone() for session in sessions * 2]
+    assert (dict(work), graphs() - before) == ({}, 0)
+    assert torch.equal(images[0], images[2]) and not torch.equal(images[0], images[1])

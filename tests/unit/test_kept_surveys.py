@@ -1,0 +1,291 @@
+"""A survey is kept for the model's next runs while all that it rests on stands, and is then what a new one would be."""
+
+import contextlib
+import copy
+import functools
+import gc
+import pickle
+import sys
+import types
+import weakref
+
+import pytest
+import torch
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.dispatch import compiled_layers
+from comfy_accel.accel.dispatch.compiled_layers import Host, survey_model
+from comfy_accel.accel.fingerprint.survey import KeptSurveys, survey
+from comfy_accel.accel.modules.substitution import Order, substituted
+from kit.blocks import Wrapped
+from kit.code_swaps import attribute
+from torch import nn
+
+SETTINGS = CompileSettings(backend="eager")
+
+
+def act(x):
+    return torch.tanh(x)
+
+
+class Block(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width, bias=False), nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.scale, self.index = 1.0, 0
+
+    def forward(self, x):
+        return x + act(self.second(self.first(self.norm(x)))) * self.scale
+
+
+class OtherBlock(Block):
+    def forward(self, x):
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.eval().requires_grad_(False)
+
+
+@pytest.fixture
+def surveys(monkeypatch):
+    """One item for each survey that was made."""
+    made = []
+
+    def counted(*args):
+        made.append(1)
+        return survey(*args)
+
+    monkeypatch.setattr(compiled_layers, "survey", counted)
+    return made
+
+
+def look(model, host=None, settings=SETTINGS):
+    """The survey at the start of a run, which must be what a new one is."""
+    host = host or _HOST
+    found = survey_model(model, settings, host)
+    anew = survey(model, settings.min_repetitions, host.ignored, host.wraps, host.plain, host.traceable)
+    assert [(region.path, region.block, region.kind) for region in found.regions] == [
+        (region.path, region.block, region.kind) for region in anew.regions
+    ]
+    assert found.left_eager == anew.left_eager
+    return found
+
+
+def is_kept(model, surveys, host=None):
+    before = len(surveys)
+    look(model, host)
+    return len(surveys) == before
+
+
+_HOST = Host()
+
+
+def set_weight(holder, name, tensor):
+    holder._parameters[name] = tensor
+
+
+def block(model):
+    return model.blocks[1]
+
+
+CHANGES = {
+    "a weight of another type": lambda model: set_weight(block(model).first, "weight", torch.zeros(4, 4).half()),
+    "the weights' type": lambda model: model.half(),
+    "a weight of another size": lambda model: set_weight(block(model).first, "weight", torch.zeros(6, 4)),
+    "a weight that lies otherwise": lambda model: set_weight(block(model).first, "weight", torch.zeros(4, 4).T),
+    "a weight cast in its place": lambda model: setattr(block(model).first.weight, "data", torch.zeros(4, 4).double()),
+    "a weight of a class of its own": lambda model: set_weight(
+        block(model).first, "weight", Wrapped(torch.zeros(4, 4))
+    ),
+    "a weight more in a layer": lambda model: set_weight(block(model).first, "scale_weight", torch.ones(1)),
+    "a weight where none was": lambda model: set_weight(block(model).first, "bias", torch.ones(4)),
+    "no weight where one was": lambda model: block(model).second._parameters.update(bias=None),
+    "a buffer": lambda model: block(model).first.register_buffer("shift", torch.zeros(4)),
+    "a weight that two layers share": lambda model: setattr(block(model).second, "weight", block(model).first.weight),
+    "a setting": lambda model: setattr(block(model), "scale", 2.0),
+    "a new setting": lambda model: setattr(block(model), "more", 2.0),
+    "a setting of a layer": lambda model: setattr(block(model).norm, "eps", 0.5),
+    "training": lambda model: model.train(),
+    "a part": lambda model: setattr(block(model), "norm", nn.LayerNorm(4)),
+    "a part more": lambda model: block(model).add_module("more", nn.Linear(4, 4)),
+    "a block": lambda model: model.blocks.__setitem__(1, Block()),
+    "a block more": lambda model: model.blocks.append(Block()),
+    "a block less": lambda model: model.blocks.pop(2),
+    "a part of another class": lambda model: setattr(block(model), "__class__", OtherBlock),
+    "the forward of a block": lambda model: setattr(block(model), "forward", lambda x: x),
+    "the forward of a part": lambda model: setattr(block(model).norm, "forward", lambda x: x),
+    "a hook of a part": lambda model: block(model).norm.register_forward_hook(lambda *_: None),
+    "a module that has become a block": lambda model: setattr(model, "stem", Block()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_a_survey_rests_on_is_noticed_when_it_changes(change, surveys):
+    model = Model()
+    look(model)
+    assert is_kept(model, surveys)
+    CHANGES[change](model)
+    assert not is_kept(model, surveys)
+
+
+SWAPS = {
+    "the forward of a class": lambda: attribute(Block, "forward", lambda self, x: x),
+    "a function": lambda: attribute(sys.modules[__name__], "act", torch.sigmoid),
+    "a function of torch": lambda: attribute(nn.functional, "linear", wrapped(nn.functional.linear)),
+    "hooks of all modules": lambda: hooks_everywhere(),
+}
+
+
+def wrapped(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def hooks_everywhere():
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+def test_replaced_code_is_noticed_and_what_is_known_of_the_former_is_kept_beside(swap, surveys):
+    model = Model()
+    look(model)
+    with SWAPS[swap]():
+        assert not is_kept(model, surveys)
+        # Of blocks that were left eager nobody knows what would change it.
+        assert is_kept(model, surveys) == (swap != "hooks of all modules")
+    assert is_kept(model, surveys)
+
+
+KEEPS = {
+    "values": lambda model: block(model).first.weight.add_(1),
+    "weights with LoRA in them": lambda model: setattr(block(model).first, "weight", nn.Parameter(torch.ones(4, 4))),
+    "another device": lambda model: model.to("meta"),
+    "what its code does not read": lambda model: setattr(block(model), "index", 3),
+    "a weight beside the blocks": lambda model: set_weight(model.stem, "weight", torch.zeros(9, 4)),
+    "a hook of a block": lambda model: block(model).register_forward_hook(lambda *_: None),
+    "a forward that was put back": lambda model: setattr(block(model), "forward", block(model).forward),
+}
+
+
+@pytest.mark.parametrize("change", KEEPS)
+def test_what_decides_no_kind_makes_no_new_survey(change, surveys):
+    model = Model()
+    look(model)
+    KEEPS[change](model)
+    assert is_kept(model, surveys)
+    with substituted({block(model): lambda inner, x: inner(x)}, Order.CACHED):
+        assert is_kept(model, surveys)
+
+
+def test_form_of_a_quantised_weight_is_compared_and_the_tensors_in_it(surveys):
+    model = Model()
+
+    def store(tag, inner):
+        set_weight(block(model).first, "weight", Wrapped(inner, tag))
+
+    store("8", torch.zeros(4, 4))
+    look(model)
+    store("8", torch.ones(4, 4))
+    assert is_kept(model, surveys)
+    for tag, inner in (("4", torch.zeros(4, 4)), ("4", torch.zeros(4, 4).half())):
+        store(tag, inner)
+        assert not is_kept(model, surveys)
+
+
+class Streams:
+    """A host that keeps account of each layer's weights on the layer, and shows blocks without that."""
+
+    def plain(self, module, device=None):
+        made = object.__new__(type(module))
+        kept = {name: value for name, value in vars(module).items() if name != "place"}
+        kept["_modules"] = {name: self.plain(child) for name, child in module._modules.items()}
+        if not kept.get("functions", ()):
+            kept.pop("functions", None)
+        made.__dict__.update(kept)
+        return made
+
+
+def test_what_a_host_keeps_on_streamed_blocks_is_compared(surveys):
+    model, host = Model(), Host(plain=Streams().plain)
+    layer = block(model).first
+    layer.place, layer.functions = (1, 2), []
+    look(model, host)
+    assert is_kept(model, surveys, host)
+    layer.place = 3, 4  # the memory of a weight
+    assert is_kept(model, surveys, host)
+    layer.cast = True
+    assert not is_kept(model, surveys, host)
+    layer.cast = False
+    assert not is_kept(model, surveys, host)
+    del layer.place
+    assert not is_kept(model, surveys, host)
+
+
+def test_surveys_are_of_one_model_and_one_request(surveys):
+    one, other = Model(), Model()
+    look(one)
+    assert not is_kept(other, surveys)
+    assert is_kept(one, surveys) and is_kept(other, surveys)
+    assert not is_kept(one, surveys, Host(plain=lambda module, device=None: module))
+    before = len(surveys)
+    assert not look(one, settings=CompileSettings(min_repetitions=4)).regions
+    assert len(surveys) == before + 1
+    assert is_kept(one, surveys)
+
+
+def test_surveys_do_not_follow_copies_of_the_model(surveys):
+    model = Model()
+    look(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.copy(model)):
+        assert not is_kept(copied, surveys)
+    KeptSurveys.forget(model)
+    assert vars(model).keys() == vars(Model()).keys()
+
+
+def test_block_that_was_left_eager_is_looked_at_again(surveys):
+    model = Model()
+    hook = block(model).norm.register_forward_hook(lambda *_: None)
+    assert len(look(model).left_eager) == 1
+    hook.remove()
+    assert not look(model).left_eager
+
+
+def test_model_with_surveys_goes_when_nobody_needs_it_and_so_does_a_block_that_was_replaced(surveys):
+    model = Model()
+    look(model)
+    gone = weakref.ref(block(model))
+    model.blocks[1] = Block()
+    look(model)
+    assert gone() is None
+    gc.disable()
+    try:
+        gone = weakref.ref(model), weakref.ref(block(model))
+        del model
+        assert [of() for of in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_few_surveys_are_kept_and_none_of_a_model_that_was_made_otherwise(surveys):
+    model = Model()
+    for index in range(9):
+        with attribute(Block, "forward", types.FunctionType(OtherBlock.forward.__code__, {"n": index})):
+            look(model)
+    assert len(KeptSurveys.on(model)._kept) == 4
+    block(model).scale = 3.0
+    set_weight(block(model).first, "weight", torch.zeros(6, 4))
+    look(model)
+    assert len(KeptSurveys.on(model)._kept) == 1
