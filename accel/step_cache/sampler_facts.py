@@ -62,9 +62,6 @@ class SamplerFacts:
         return self.gains[step] if self.gains else MOST_ENLARGED * (1 - _kept(self.angles, step))
 
 
-LARGEST_GAIN = 4.0
-"""At the noise level of a flow's first step nothing of the image is in the latent, and no scale brings it to size."""
-
 MOST_ENLARGED = 1.6
 """Of the gain over that of Euler's method: most multistep samplers are at 1.5 or below, a few at 1.6 to 1.9."""
 
@@ -142,7 +139,7 @@ def _gains(levels: tuple[float, ...], angles: tuple[float, ...], is_flow: bool, 
     added = image[1:] - kept[:, None] * image[:-1]
     # What a step adds, multistep samplers take back in part in the next: neighbours' errors cancel, a single one
     # stands.
-    return torch.maximum(added.sum(0).abs(), added.abs().amax(0)).clamp(max=LARGEST_GAIN).tolist()
+    return torch.maximum(added.sum(0).abs(), added.abs().amax(0)).tolist()
 
 
 def _response(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from comfy_accel.accel.step_cache import correction, sampler_facts
 from comfy_accel.accel.step_cache.noise_levels import angle
+from comfy_accel.accel.step_cache.predictions import Evaluation, FullEvaluations
 from comfy_accel.accel.step_cache.run import DeepCacheRun
 from comfy_accel.accel.step_cache.sampler_facts import measured
 from kit.sampling import SCHEDULE, heun, sampler
@@ -85,6 +86,40 @@ def test_latent_is_as_if_nothing_had_been_skipped(exactly, memory, skipped):
     plain, wrong, right = (run(sampler(memory), *how) for how in ((set(), False), (skipped, False), (skipped, True)))
     assert torch.allclose(right, plain, rtol=1e-4)
     assert not torch.allclose(wrong, plain, rtol=1e-3)
+
+
+def test_seven_tenths_of_what_was_wrong_are_taken_back(monkeypatch):
+    monkeypatch.setattr(correction, "FOLLOWS", 0.0)
+    plain, wrong, right = (run(sampler(0), *how) for how in ((set(), False), ({3}, False), ({3}, True)))
+    assert ((wrong - right) / (wrong - plain)).mean().item() == pytest.approx(0.7, abs=0.02)
+
+
+def test_step_that_hardly_uses_its_prediction_leaves_it_to_the_next(monkeypatch):
+    """One of 300 times what the latent lacks would be far from any prediction."""
+    monkeypatch.setattr(correction, "FOLLOWS", 0.0)
+    near = 4.0 * (1 - 1 / 300)
+    levels, given = (14.6, 9.0, 6.0, 4.0, near, 2.0, 1.0, 0.0), []
+    facts = measured(levels, False, sampler(0, levels))
+    made = DeepCacheRun(StepsSettings({2}), facts, lambda model: None, (math.inf, 0.0), (1.0,) * len(levels))
+
+    def predict(latent, level):
+        made.begin(level)
+        prediction = torch.full_like(latent, 2.0 + angle(level) + (0.3 if level == 6.0 else 0.0))
+        made.count(level == 6.0)
+        given.append(made.end(latent, level, prediction, None) - prediction)
+        return given[-1] + prediction
+
+    sampler(0, levels)(predict, torch.zeros_like, torch.full((1, 1, 2, 2), 14.6))
+    assert [bool(off.any()) for off in given] == [False, False, True, False, True, False, False]
+
+
+def test_predictions_are_taken_to_follow_the_latent_half_way():
+    latent, moved = torch.randn(2, 1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    full = FullEvaluations()
+    for index, place in enumerate((1.2, 1.1)):
+        full.add(Evaluation(index, place, 2.0, latent, torch.zeros_like(latent)))
+    error, _ = full.shown_by(Evaluation(2, 1.0, 2.0, latent + moved, moved / 2))
+    assert error.item() < 1e-6
 
 
 def test_full_steps_alone_stay_bit_identical():

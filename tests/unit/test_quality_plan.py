@@ -63,6 +63,21 @@ def test_more_is_skipped_the_less_predictions_bend_and_the_fewer_decibels_are_as
     assert skipped == sorted(skipped, reverse=True) and len(set(skipped)) > 2
 
 
+@pytest.mark.parametrize(
+    "bend, letters",
+    [
+        (1e-9, "FFFSSFSSFSSFSSFSSFSF"),
+        (0.4, "FFFSSFSFSFSSFSFSSFSF"),
+        (0.8, "FFFSFSFSFSFSFSFSFSFF"),
+        (lambda at: 4.0 if at > 1.2 else 0.3, "FFFFFFFSSFSSFSSFSSFF"),
+    ],
+    ids=["straight", "bent", "more", "at first"],
+)
+def test_what_is_skipped_at_40_db(bend, letters):
+    """With the constants that were measured: each of them changes one of these runs."""
+    assert planned(bend=bend) == letters
+
+
 def test_gains_of_the_sampler_count():
     assert planned(bend=0.8, gains=(0.8,) * STEPS).count("S") < planned(bend=0.8).count("S")
 
