@@ -5,7 +5,6 @@ from comfy_api.latest import io
 from ..accel.hosts.comfyui.models.accelerate import accelerate
 from ..accel.hosts.comfyui.versions import make_input, schema
 from .compile_inputs import how_to_compile, settings
-from .hidden import node_id
 
 GRAPHS = ("off", "auto")
 
@@ -42,11 +41,10 @@ class AccelModel(io.ComfyNode):
                     ),
                 ),
             ],
-            hidden=[io.Hidden.unique_id],
             outputs=[io.Model.Output("MODEL", tooltip="The accelerated model, for a sampler or further model nodes.")],
         )
 
     @classmethod
     def execute(cls, model, shapes, backend, on_trouble, check_gain=True, graphs=GRAPHS[0]) -> io.NodeOutput:
         compiling = settings(shapes, backend, on_trouble, check_gain)
-        return io.NodeOutput(accelerate(model, compiling, node_id=node_id(cls), graphs=graphs != GRAPHS[0]))
+        return io.NodeOutput(accelerate(model, compiling, made_by="AccelModel", graphs=graphs != GRAPHS[0]))

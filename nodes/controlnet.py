@@ -5,7 +5,6 @@ from comfy_api.latest import io
 from ..accel.hosts.comfyui.models.controlnet import accelerate_control
 from ..accel.hosts.comfyui.versions import make_input, schema
 from .compile_inputs import how_to_compile, settings
-from .hidden import node_id
 
 
 class AccelControlNet(io.ComfyNode):
@@ -23,6 +22,7 @@ class AccelControlNet(io.ComfyNode):
                 "Up or Accelerate Model."
             ),
             search_aliases=["controlnet", "t2i adapter", "control lora", "compile", "speed up", "onediff controlnet"],
+            not_idempotent=True,  # else core hands a second node with equal inputs what the first made, with its id
             inputs=[
                 make_input(
                     io.ControlNet,
@@ -41,4 +41,5 @@ class AccelControlNet(io.ComfyNode):
     @classmethod
     def execute(cls, control_net, shapes, backend, on_trouble, check_gain=True) -> io.NodeOutput:
         compiling = settings(shapes, backend, on_trouble, check_gain)
-        return io.NodeOutput(accelerate_control(control_net, compiling, node_id=node_id(cls)))
+        node_id = cls.hidden.unique_id if cls.hidden else None  # not looked up: several may lead to one sampler
+        return io.NodeOutput(accelerate_control(control_net, compiling, node_id=node_id))

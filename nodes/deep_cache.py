@@ -5,7 +5,6 @@ from comfy_api.latest import io
 from ..accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from ..accel.hosts.comfyui.versions import make_input, schema
 from ..accel.step_cache.config import BALANCED, FAST, DeepCacheSettings
-from .hidden import node_id
 
 QUALITIES = {"Balanced": BALANCED, "Fast": FAST, "50 dB": 50.0, "45 dB": 45.0, "30 dB": 30.0}
 """Choices of `quality`, each with the dB that it plans for."""
@@ -88,7 +87,6 @@ class AccelDeepCache(io.ComfyNode):
                     ),
                 ),
             ],
-            hidden=[io.Hidden.unique_id],
             outputs=[io.Model.Output(display_name="MODEL", tooltip="The model with DeepCache, for a sampler.")],
         )
 
@@ -101,4 +99,4 @@ class AccelDeepCache(io.ComfyNode):
     @classmethod
     def execute(cls, model, quality="Balanced", **others) -> io.NodeOutput:
         settings = DeepCacheSettings({**EARLIER, **QUALITIES}[quality], **others)
-        return io.NodeOutput(apply_deep_cache(model, settings, node_id(cls)))
+        return io.NodeOutput(apply_deep_cache(model, settings, made_by="AccelDeepCache"))

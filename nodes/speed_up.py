@@ -10,7 +10,6 @@ from ..accel.hosts.comfyui.models.vae import vae_view
 from ..accel.hosts.comfyui.versions import make_input, schema
 from ..accel.sizing.vae import AUTO, VaePolicy
 from ..accel.step_cache.config import QUALITIES
-from .hidden import node_id
 
 
 class AccelSpeedUp(io.ComfyNode):
@@ -48,7 +47,6 @@ class AccelSpeedUp(io.ComfyNode):
                     tooltip=("Optional. Compiles decoding too after 20 images of one size, if that is faster here."),
                 ),
             ],
-            hidden=[io.Hidden.unique_id],
             outputs=[
                 io.Model.Output("MODEL", tooltip="The faster model, for a sampler or further model nodes."),
                 io.Vae.Output("VAE", tooltip="The VAE given, for VAE Decode."),
@@ -57,12 +55,11 @@ class AccelSpeedUp(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, quality, vae=None) -> io.NodeOutput:
-        node = node_id(cls)
-        faster = accelerate(model, CompileSettings(measured=True), node_id=node, graphs=True)
+        faster = accelerate(model, CompileSettings(measured=True), made_by="AccelSpeedUp", graphs=True)
         caching = QUALITIES[quality]
         if caching is not None:
-            faster = apply_deep_cache(faster, caching, node_id=node)
+            faster = apply_deep_cache(faster, caching, made_by="AccelSpeedUp")
         view = ExecutionBlocker("Connect a VAE to Speed Up to use its VAE output.")
         if vae is not None:
-            view = vae_view(vae, VaePolicy(AUTO), CompileSettings(measured=True), node_id=node)
+            view = vae_view(vae, VaePolicy(AUTO), CompileSettings(measured=True), made_by="AccelSpeedUp")
         return io.NodeOutput(faster, view)

@@ -6,7 +6,6 @@ from ..accel.core.compile_settings import CompileSettings
 from ..accel.hosts.comfyui.models.vae import vae_view
 from ..accel.hosts.comfyui.versions import make_input, schema
 from ..accel.sizing.vae import AUTO, DEFAULT_AFTER, POLICIES, SKIP, VaePolicy
-from .hidden import node_id
 
 
 class AccelVAESkipCompile(io.ComfyNode):
@@ -58,7 +57,6 @@ class AccelVAESkipCompile(io.ComfyNode):
                     ),
                 ),
             ],
-            hidden=[io.Hidden.unique_id],
             outputs=[io.Vae.Output("VAE", tooltip="The VAE, for VAE Decode or VAE Encode.")],
         )
 
@@ -66,4 +64,4 @@ class AccelVAESkipCompile(io.ComfyNode):
     def execute(cls, vae, policy, after=DEFAULT_AFTER, free_memory_on_new_size=False) -> io.NodeOutput:
         settings = CompileSettings(measured=policy == AUTO)
         rules = VaePolicy(policy, after, free_memory_on_new_size)
-        return io.NodeOutput(vae_view(vae, rules, settings, node_id=node_id(cls)))
+        return io.NodeOutput(vae_view(vae, rules, settings, made_by="AccelVAESkipCompile"))

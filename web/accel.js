@@ -4,7 +4,7 @@ import { app } from "../../scripts/app.js";
 import { COMMANDS, TAB } from "./commands.js";
 import { bringUpToDate } from "./earlier_workflows.js";
 import { feed } from "./feed.js";
-import { onConfigured, onExecuted, showWaitingLines, startNodeTexts } from "./node_text.js";
+import { startNodeTexts } from "./node_text.js";
 import { destroy, render } from "./panel.js";
 import { SETTINGS, startSettings } from "./settings.js";
 import { tellFallback } from "./toasts.js";
@@ -24,25 +24,9 @@ app.registerExtension({
     startSettings(); // not waited for: the page starts no slower
   },
   beforeRegisterNodeDef(nodeType, { name }) {
-    if (!name.startsWith("Accel")) return;
-    after(nodeType.prototype, "onExecuted", onExecuted);
-    after(nodeType.prototype, "onConfigure", onConfigured);
     if (name === "AccelDeepCache") before(nodeType.prototype, "configure", (node, saved) => bringUpToDate(saved));
   },
-  afterConfigureGraph() {
-    showWaitingLines();
-  },
 });
-
-/** Call `act(node, ...)` after the node's own method. */
-function after(prototype, name, act) {
-  const own = prototype[name];
-  prototype[name] = function (...args) {
-    const result = own?.apply(this, args);
-    act(this, ...args);
-    return result;
-  };
-}
 
 /** Call `act(node, ...)` before the node's own method. */
 function before(prototype, name, act) {

@@ -1,4 +1,4 @@
-"""Text on our nodes: what a run gained, and what a node did; it stays, is saved, and changes nothing else."""
+"""Text on our nodes: what a run gained, and what a node did. It is beside the graph: the workflow stays the user's."""
 
 import json
 
@@ -16,11 +16,40 @@ type => {
     return String(node.id);
 }
 """
-TEXTS = "() => [...document.querySelectorAll('.accel-node-text')].map(element => element.textContent)"
-WORKFLOW = "() => (window.app.graph.rootGraph ?? window.app.graph).id"
+INTO_SUBGRAPH = """
+() => {
+    const { graph } = window.app;
+    const { node, subgraph } = graph.convertToSubgraph(new Set(graph.nodes.filter(({ comfyClass }) => comfyClass)));
+    node.pos = [300, 200];
+    return `${node.id}:${subgraph.nodes[0].id}`;
+}
+"""
+QUEUE = """
+async id => {
+    const { api } = window.app;
+    const answer = JSON.stringify({ prompt_id: id, number: 1, node_errors: {} });
+    const fetch = api.fetchApi;
+    api.fetchApi = (route, options) =>
+        route === "/prompt" ? Promise.resolve(new Response(answer)) : fetch.call(api, route, options);
+    await window.app.queuePrompt(0, 1);
+    api.fetchApi = fetch;
+}
+"""
+"""Queue the open workflow, on a server that says it is prompt `id`, and runs nothing."""
+
+TEXTS = "() => [...document.querySelectorAll('.accel-node-text')].map(element => element.textContent).filter(Boolean)"
 SAVED = "() => JSON.stringify(window.app.graph.serialize())"
 PROMPT = "async () => JSON.stringify((await window.app.graphToPrompt()).output)"
 LOAD = "async text => { await window.app.loadGraphData(JSON.parse(text)); }"
+NEW = "() => window.app.extensionManager.command.execute('Comfy.NewBlankWorkflow')"
+HISTORY = """
+() => {
+    const { changeTracker } = window.app.extensionManager.workflow.activeWorkflow;
+    (changeTracker.captureCanvasState ?? changeTracker.checkState).call(changeTracker);
+    return changeTracker.undoQueue.length;
+}
+"""
+"""How many steps could be undone, now that the page has looked for a change."""
 
 LINE = [
     {"code": "line_times", "fields": {"times": "1.31"}, "reason": "1.31×"},
@@ -28,6 +57,11 @@ LINE = [
     {"code": "line_paid_back", "fields": {"images": 7}, "reason": "paid back after 7 images"},
 ]
 SAID = "1.31× · 2.1 s saved · paid back after 7 images"
+
+
+def ran(page, prompt, *nodes):
+    """The prompt is over, and these nodes have a line."""
+    page.evaluate(SAY, {"event": "node_lines", "prompt_id": prompt, "lines": dict.fromkeys(nodes, LINE)})
 
 
 def until_shown(page, *texts):
@@ -38,48 +72,99 @@ def until_shown(page, *texts):
 
 
 @in_all
-def test_the_line_of_a_run_stays_on_its_node_and_in_the_saved_workflow(page):
+def test_a_run_leaves_its_line_on_the_node_and_nothing_in_the_workflow(page):
     node = page.evaluate(ADD, "AccelSpeedUp")
-    page.evaluate(ADD, "KSampler")
-    before = page.evaluate(PROMPT)
-    workflow = page.evaluate(WORKFLOW)
-    compiling = {"event": "compiling", "node": node, "name": "ResBlock", "number": 2, "of": 5, "stage": "build"}
-    page.evaluate(SAY, {**compiling, "workflow": "another"})
+    page.evaluate(ADD, "EmptyLatentImage")
+    page.wait_for_timeout(300)
+    steps, saved, prompt = (page.evaluate(of) for of in (HISTORY, SAVED, PROMPT))
+    page.evaluate(QUEUE, "prompt 1")
+    compiling = {"event": "node_compiling", "node": node, "name": "ResBlock", "number": 2, "of": 5, "stage": "build"}
+    page.evaluate(SAY, {**compiling, "prompt_id": "another"})
     assert page.evaluate(TEXTS) == []
-    page.evaluate(SAY, {**compiling, "workflow": workflow})
+    page.evaluate(SAY, {**compiling, "prompt_id": "prompt 1"})
     until_shown(page, "Compiling ResBlock, 2 of 5 · building kernels")
-    lines = {node: LINE, "2": LINE, "99": LINE}
-    page.evaluate(SAY, {"event": "run_end", "workflow": workflow, "lines": lines})
-    until_shown(page, SAID)  # and not on the sampler, which is not ours
+    ran(page, "prompt 1", node, "2", "99")
+    page.evaluate("() => window.app.api.dispatchCustomEvent('execution_success', { prompt_id: 'prompt 1' })")
+    until_shown(page, SAID)  # and not on the latent, which is not ours
     page.wait_for_timeout(300)
     screenshot(page, "node-text")
     box = page.locator(".accel-node-text").bounding_box()
     assert box["height"] >= 18 and box["width"] > 100
-    assert page.evaluate(PROMPT) == before
-    saved = page.evaluate(SAVED)
-    values = next(found["widgets_values"] for found in json.loads(saved)["nodes"] if found["type"] == "AccelSpeedUp")
-    assert values == ["Exact"]
+    assert [page.evaluate(of) for of in (HISTORY, SAVED, PROMPT)] == [steps, saved, prompt]
+    page.evaluate("() => { window.app.graph.nodes[1].title = 'renamed'; }")
+    assert page.evaluate(HISTORY) == steps + 1
+    page.evaluate("() => window.app.extensionManager.command.execute('Comfy.Undo')")
+    page.wait_for_function("() => window.app.graph.nodes[1].title !== 'renamed'")
+    until_shown(page, SAID)  # on the nodes that the page has made anew
     page.evaluate(LOAD, saved)
-    until_shown(page, SAID)
-    assert page.evaluate(PROMPT) == before
+    assert page.evaluate(TEXTS) == [], "the same file, opened again, has not run"
 
 
 @in_all
-def test_a_run_of_a_workflow_that_is_not_open_is_told_when_it_is(page):
-    page.evaluate(ADD, "AccelSpeedUp")
-    saved = page.evaluate(SAVED)
-    workflow = page.evaluate(WORKFLOW)
-    page.evaluate("() => window.app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
+def test_of_two_copies_of_a_workflow_the_one_that_ran_has_the_line(page):
     node = page.evaluate(ADD, "AccelSpeedUp")
-    page.evaluate(SAY, {"event": "run_end", "workflow": workflow, "lines": {node: LINE}})
-    page.wait_for_timeout(300)
-    assert page.evaluate(TEXTS) == [], "a node of the same id in another workflow"
+    saved = page.evaluate(SAVED)
+    page.evaluate("() => { window.first = window.app.extensionManager.workflow.activeWorkflow; }")
+    page.evaluate(QUEUE, "prompt 2")
+    page.evaluate(NEW)
     page.evaluate(LOAD, saved)
+    ran(page, "prompt 2", node)
+    page.wait_for_timeout(300)
+    assert page.evaluate(TEXTS) == []
+    page.evaluate("() => window.app.loadGraphData(window.first.activeState, true, true, window.first)")
     until_shown(page, SAID)
+
+
+@in_all
+def test_a_line_that_comes_before_the_prompt_is_known_waits_for_it(page):
+    ran(page, "prompt 3", page.evaluate(ADD, "AccelSpeedUp"))
+    assert page.evaluate(TEXTS) == []
+    page.evaluate(QUEUE, "prompt 3")
+    until_shown(page, SAID)
+
+
+@in_all
+def test_a_line_within_subgraphs_is_on_their_nodes_too(page):
+    page.evaluate(ADD, "AccelSpeedUp")
+    inner = page.evaluate(INTO_SUBGRAPH)
+    page.wait_for_timeout(300)
+    steps, saved, prompt = (page.evaluate(of) for of in (HISTORY, SAVED, PROMPT))
+    page.evaluate(QUEUE, "prompt 4")
+    ran(page, "prompt 4", inner)
+    page.wait_for_function(f"said => ({TEXTS})().includes(said)", arg=SAID)
+    page.wait_for_timeout(300)
+    screenshot(page, "node-text-subgraph")
+    shown = "() => [...window.app.graph.nodes, ...window.app.graph.nodes[0].subgraph.nodes]" + (
+        ".map(({ widgets }) => widgets.find(({ name }) => name === 'accel_text')?.element.textContent)"
+    )
+    assert page.evaluate(shown) == [SAID, SAID]
+    assert [page.evaluate(of) for of in (HISTORY, SAVED, PROMPT)] == [steps, saved, prompt]
+
+
+@in_all
+def test_a_copy_of_a_node_has_no_line_and_a_bypassed_one_is_dim(page):
+    node = page.evaluate(ADD, "AccelSpeedUp")
+    page.evaluate(QUEUE, "prompt 5")
+    ran(page, "prompt 5", node)
+    until_shown(page, SAID)
+    page.evaluate("() => { window.app.canvas.copyToClipboard(window.app.graph.nodes); }")
+    page.evaluate("() => { window.app.canvas.pasteFromClipboard(); }")
+    page.wait_for_function("() => window.app.graph.nodes.length === 2")
+    page.wait_for_timeout(300)
+    assert page.evaluate(TEXTS) == [SAID]
+    page.evaluate("() => { window.app.graph.nodes[0].mode = 4; window.app.canvas.setDirty(true, true); }")
+    page.wait_for_function("""() => {
+        let seen = 1;
+        for (let at = document.querySelector('.accel-node-text'); at; at = at.parentElement)
+            seen *= Number(getComputedStyle(at).opacity);
+        return seen < 0.6;
+    }""")
 
 
 @in_all
 def test_a_node_shows_what_it_did(page):
-    page.evaluate(ADD, "AccelSnapSize")
-    page.evaluate("() => window.app.graph.nodes[0].onExecuted({ text: ['720×960 → 704×960, 2.2 % narrower'] })")
+    node = page.evaluate(ADD, "AccelSnapSize")
+    page.evaluate(QUEUE, "prompt 6")
+    did = {"prompt_id": "prompt 6", "node": node, "output": {"text": ["720×960 → 704×960, 2.2 % narrower"]}}
+    page.evaluate("did => window.app.api.dispatchCustomEvent('executed', did)", did)
     until_shown(page, "720×960 → 704×960, 2.2 % narrower")

@@ -25,10 +25,8 @@ def test_three_clicks_lead_to_an_accelerated_image_whose_gain_stays_on_the_node(
     assert page.evaluate(SHOWN) == ["quality"]
     run_small(page)
     page.wait_for_function(f"({TEXT}).includes('compiled once in') || ({TEXT}).includes('loaded from disk')")
-    said = page.evaluate(TEXT)
     screenshot(page, "start-here-done")
     saved = page.evaluate("JSON.stringify(window.app.graph.serialize())")
     node = next(node for node in json.loads(saved)["nodes"] if node["type"] == "AccelSpeedUp")
     assert node["widgets_values"] == ["Exact"]
-    page.evaluate("text => window.app.loadGraphData(JSON.parse(text))", saved)
-    page.wait_for_function(f"said => ({TEXT}) === said", arg=said)
+    assert page.evaluate(TEXT) not in saved

@@ -55,8 +55,8 @@ def settings(tmp_path):
     report_log.set_verbosity("normal")
 
 
-def fast(model, cache=warm, node_id=None):
-    return accelerate(model, CompileSettings(backend="eager"), cache, node_id)
+def fast(model, cache=warm, made_by=None):
+    return accelerate(model, CompileSettings(backend="eager"), cache, made_by)
 
 
 def image(model, **arguments):
@@ -189,6 +189,7 @@ def test_image_alone_is_not_compared_and_the_missing_one_is_named():
 def test_bar_of_the_node_fills_while_compiling_and_the_samplers_stays(unet):
     from comfy_execution import progress
     from comfy_execution.graph import DynamicPrompt
+    from comfy_execution.utils import CurrentNodeContext
 
     heard, told = [], []
 
@@ -196,7 +197,10 @@ def test_bar_of_the_node_fills_while_compiling_and_the_samplers_stays(unet):
         def update_handler(self, node_id, value, max_value, state, prompt_id, image=None):
             heard.append((node_id, value, max_value))
 
-    prompt = {name: {"class_type": "any", "inputs": {}} for name in ("7", "sampler")}
+    prompt = {
+        "7": {"class_type": "AccelModel", "inputs": {}},
+        "sampler": {"class_type": "any", "inputs": {"model": ["7", 0]}},
+    }
     progress.reset_progress_state("prompt", DynamicPrompt(prompt))
     registry = progress.get_progress_state()
     registry.register_handler(Watch("watch"))
@@ -205,7 +209,8 @@ def test_bar_of_the_node_fills_while_compiling_and_the_samplers_stays(unet):
     heard.clear()
     stop = events.subscribe(lambda name, data: told.append(data) if name == "compiling" else None)
     try:
-        image(fast(unet, GraphCache(), node_id="7"))
+        with CurrentNodeContext("prompt", "sampler"):
+            image(fast(unet, GraphCache(), made_by="AccelModel"))
         show_node_progress("of another prompt", 1, 2)
         finish_node_progress("of another prompt")
     finally:

@@ -1,11 +1,14 @@
 """The pack in a ComfyUI server of its own, over HTTP and WebSocket, with a checkpoint that core's loader takes."""
 
+import asyncio
+import copy
 import io
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import aiohttp
 import pytest
 from PIL import Image
 
@@ -155,6 +158,42 @@ def test_warm_up_and_clear_run_in_a_workflow(client):
 def test_value_out_of_range_ends_in_one_sentence_with_the_range(client):
     with pytest.raises(PromptFailed, match="start_percent 0.8 is above end_percent 0.0"):
         client.run(text_to_image(AccelDeepCache={"start_percent": 0.8, "end_percent": 0.0}), timeout=60)
+
+
+def test_lines_go_to_who_asked_for_the_prompt_and_to_the_node_that_ran(client):
+    """Another visitor of the server hears that something ran; the node has other numbers than in prompts before."""
+    graph = text_to_image(64, 64, KSampler={"seed": 60, "steps": 1})
+    speeds_up = next(number for number, node in graph.items() if node["class_type"] == "AccelModel")
+    moved = copy.deepcopy(graph)
+    moved["12:2"] = moved.pop(speeds_up)
+    for node in moved.values():
+        node["inputs"].update((name, ["12:2", 0]) for name, at in node["inputs"].items() if at == [speeds_up, 0])
+    client.run(graph, timeout=300)
+    next(node for node in moved.values() if node["class_type"] == "KSampler")["inputs"]["seed"] = 61
+
+    async def two_visitors():
+        async with aiohttp.ClientSession() as session:
+            sockets = [await session.ws_connect(f"{client.url}/ws?clientId={name}") for name in ("asks", "watches")]
+            body = {"prompt": moved, "client_id": "asks"}
+            async with session.post(f"{client.url}/prompt", json=body) as answer:
+                prompt_id = (await answer.json())["prompt_id"]
+            return prompt_id, await asyncio.gather(*map(heard, sockets))
+
+    async def heard(socket):
+        """What this pack says until the run's end."""
+        said = []
+        async for message in socket:
+            data = json.loads(message.data) if message.type is aiohttp.WSMsgType.TEXT else {}
+            if data.get("type") == "accel":
+                said.append(data["data"])
+                if said[-1]["event"] == "run_end":
+                    return said
+
+    prompt_id, (asking, watching) = asyncio.run(asyncio.wait_for(two_visitors(), 300))
+    told = [message for message in asking if message["event"] == "node_lines"]
+    assert [(message["prompt_id"], "12:2" in message["lines"]) for message in told] == [(prompt_id, True)]
+    assert speeds_up not in told[0]["lines"]
+    assert not [message for message in watching if {"lines", "node", "prompt_id"} & set(message)]
 
 
 def test_prompt_with_the_inputs_of_an_earlier_build_runs(client):

@@ -4,21 +4,31 @@ import pytest
 import torch
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.events import subscribe
+from comfy_accel.accel.hosts.comfyui import models
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.config import QUALITIES
-from comfy_accel.nodes import speed_up
+from comfy_accel.nodes import controlnet, speed_up
 from comfy_accel.nodes.deep_cache import AccelDeepCache
 from comfy_accel.nodes.speed_up import AccelSpeedUp
+from comfy_extras import nodes_custom_sampler
 from kit import real_prompts, tiny_models, tiny_vaes
 from kit.tiny_models import sample
+
+import nodes
 
 
 @pytest.fixture(autouse=True)
 def with_eager_graphs(monkeypatch):
     """Graphs that are traced and not compiled give the very same image, in a moment."""
     monkeypatch.setattr(speed_up, "CompileSettings", lambda **_: CompileSettings(backend="eager"))
-    monkeypatch.setattr(AccelSpeedUp, "hidden", type("Hidden", (), {"unique_id": "7"}))
     records.clear()
+
+
+@pytest.fixture
+def by_hand(monkeypatch):
+    """The node is outside of a prompt, as number 7."""
+    for module in (models.accelerate, models.deep_cache):
+        monkeypatch.setattr(module, "leading_node", lambda *_: "7")
 
 
 @pytest.fixture
@@ -34,7 +44,7 @@ def said():
     return " · ".join(map(str, records.last().lines["7"]))
 
 
-def test_exact_is_the_same_image_and_says_that_nothing_was_compiled():
+def test_exact_is_the_same_image_and_says_that_nothing_was_compiled(by_hand):
     model = tiny_models.small_unet()
     plain = sample(model, 64, 64, steps=4)
     assert torch.equal(sample(sped_up(model, "Exact"), 64, 64, steps=4), plain)
@@ -52,7 +62,7 @@ def test_quality_is_that_of_deep_cache(quality, by_hand):
     assert records.deep_cache().target_db == QUALITIES[quality].quality
 
 
-def test_few_steps_are_said_to_be_too_few():
+def test_few_steps_are_said_to_be_too_few(by_hand):
     model = tiny_models.small_unet()
     plain = sample(model, 64, 64, steps=4)
     assert torch.equal(sample(sped_up(model, "Fast"), 64, 64, steps=4), plain)
@@ -111,3 +121,82 @@ def test_two_samplers_of_a_prompt_are_told_of_together(prompts):
     assert 0 < run.prepare_seconds < run.seconds
     prompts.run({**prompt, "4": sampler(["3", 0], 13)}, **things)
     assert records.last().steps == 16, "the next prompt is a run of its own"
+
+
+@pytest.fixture
+def lines(prompts, monkeypatch):
+    """A prompt's nodes between the loader and the end → ids of the nodes that have a line after it."""
+    monkeypatch.delattr(real_prompts.Give, "IS_CHANGED")
+    things = {
+        "model": tiny_models.small_unet(),
+        "conditioning": tiny_models.conditioning(),
+        "latent": {"samples": torch.zeros(1, 4, 8, 8)},
+    }
+    sources = {
+        "1": {"class_type": "Give", "inputs": {"name": "model"}},
+        "2": {"class_type": "Give", "inputs": {"name": "conditioning"}},
+        "3": {"class_type": "Give", "inputs": {"name": "latent"}},
+    }
+
+    def run(graph, last):
+        keep = {"class_type": "Keep", "inputs": {"value": [last, 0], "name": "latent"}}
+        prompts.run({**sources, **graph, "9": keep}, **things)
+        return list(records.last().lines)
+
+    return run
+
+
+def speed_up_node(quality="Exact", model="1"):
+    return {"class_type": "AccelSpeedUp", "inputs": {"model": [model, 0], "quality": quality}}
+
+
+def test_the_line_is_on_the_node_that_ran_whatever_number_it_had_before(lines):
+    """Core hands the model of a node to each later one with equal inputs."""
+    for steps, node in enumerate(("7", "12:7", "20:12:7", "31")):
+        assert lines({node: speed_up_node(), "4": sampler(["3", 0], 1 + steps, node)}, "4") == [node]
+    both = {"30": speed_up_node(), "31": speed_up_node()}
+    first, second = sampler(["3", 0], 6, "30"), sampler(["4", 0], 6, "31")
+    assert lines({**both, "4": first, "5": second}, "5") == ["30", "31"]
+
+
+def test_of_several_nodes_on_the_way_the_one_at_work_has_the_line(lines, monkeypatch):
+    """An image goes through a sampler with one node into a guider with another, which has a third further up."""
+    for name in ("BasicGuider", "KSamplerSelect", "BasicScheduler", "DisableNoise", "SamplerCustomAdvanced"):
+        node = getattr(nodes_custom_sampler, name)
+        node.GET_SCHEMA()
+        monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, name, node)
+    graph = {
+        "7": speed_up_node(),
+        "4": sampler(["3", 0], 1),
+        "8": speed_up_node("Fast"),
+        "10": speed_up_node("Exact", "8"),
+        "11": {"class_type": "BasicGuider", "inputs": {"model": ["10", 0], "conditioning": ["2", 0]}},
+        "12": {"class_type": "KSamplerSelect", "inputs": {"sampler_name": "euler"}},
+        "13": {
+            "class_type": "BasicScheduler",
+            "inputs": {"model": ["1", 0], "scheduler": "normal", "steps": 2, "denoise": 1.0},
+        },
+        "14": {"class_type": "DisableNoise", "inputs": {}},
+        "15": {
+            "class_type": "SamplerCustomAdvanced",
+            "inputs": {
+                **{"noise": ["14", 0], "guider": ["11", 0], "sampler": ["12", 0]},
+                **{"sigmas": ["13", 0], "latent_image": ["4", 0]},
+            },
+        },
+    }
+    assert lines(graph, "15") == ["7", "10"]
+
+
+def test_two_controlnets_with_equal_inputs_each_know_their_node(prompts, monkeypatch):
+    """Several may lead to one sampler, so there the number must be the node's own."""
+    monkeypatch.delattr(real_prompts.Give, "IS_CHANGED")
+    made = []
+    monkeypatch.setattr(controlnet, "accelerate_control", lambda control, settings, node_id: made.append(node_id))
+    how = {"shapes": "any size", "backend": "inductor", "on_trouble": "run eagerly"}
+    prompt = {"1": {"class_type": "Give", "inputs": {"name": "control"}}}
+    for node in ("7", "12:7"):
+        prompt[node] = {"class_type": "AccelControlNet", "inputs": {"control_net": ["1", 0], **how}}
+        prompt[f"9{node}"] = {"class_type": "Keep", "inputs": {"value": [node, 0], "name": node}}
+    prompts.run(prompt, control=object())
+    assert sorted(made) == ["12:7", "7"]

@@ -13,22 +13,22 @@ from .versions import finish_node_progress, show_node_progress
 
 
 class CompileProgress:
-    """Reports which of how many kinds is being compiled, and how far: by the event "compiling", and on a node's bar.
+    """Reports which of how many kinds is being compiled, and how far: by the event "compiling", and on a node's bar."""
 
-    node_id: of that node; None (a node outside of a graph, a library call) shows it nowhere.
-    """
-
-    def __init__(self, node_id: str | None):
-        self._node_id = node_id
+    def __init__(self) -> None:
+        self._node_id: str | None = None
         self._name = ""
         self._compiled = 0
         self._loaded = 0
         self._kinds = 0
 
     @contextmanager
-    def during_call(self, kinds: int) -> Iterator[None]:
-        """Report what this thread compiles during one call of a model with this many kinds of blocks."""
-        self._kinds = kinds
+    def during_call(self, kinds: int, node_id: str | None) -> Iterator[None]:
+        """Report what this thread compiles during one call of a model with this many kinds of blocks.
+
+        node_id: of the node with the bar; None (a node outside of a graph, a library call) shows it nowhere.
+        """
+        self._kinds, self._node_id = kinds, node_id
         done, thread = self._compiled, threading.get_ident()
 
         def listen(name: str, data: dict[str, Any]) -> None:

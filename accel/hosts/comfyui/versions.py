@@ -314,28 +314,62 @@ def finish_node_progress(node_id: str) -> None:
 
 def _progress_of(node_id: str) -> Any:
     """Core's registry of progress per node, if the running prompt has this node."""
-    registry = getattr(sys.modules.get("comfy_execution.progress"), "global_progress_registry", None)
+    registry = _progress_registry()
     has_node = getattr(getattr(registry, "dynprompt", None), "has_node", None)
     return registry if has_node is not None and has_node(node_id) else None
 
 
+def _progress_registry() -> Any:
+    """Core's, of the prompt that runs or ran last; None where there is none."""
+    return getattr(sys.modules.get("comfy_execution.progress"), "global_progress_registry", None)
+
+
 def running_prompt() -> str | None:
     """The id of the prompt that this thread runs a node of; None outside of a prompt."""
-    asked = getattr(sys.modules.get("comfy_execution.utils"), "get_executing_context", None)
-    context = None if asked is None else asked()
+    context = _executing()
     return None if context is None else context.prompt_id
 
 
-def running_workflow(server: Any) -> str | None:
-    """The id of the workflow that is being run, as the page that queued it gave it; None where none did.
+_ONE_THING = frozenset({"MODEL", "VAE", "CLIP", "CONDITIONING", "CONTROL_NET", "LATENT", "IMAGE", "MASK"})
+"""Types of links that carry nothing but what they are called after; others (GUIDER, packs' pipes) may hold a model."""
 
-    Core has no name for it: it is in the queue's entry, (number, prompt id, prompt, extra data, ...).
+
+def leading_node(class_type: str | None, carried: str) -> str | None:
+    """The id of the node of this class that the running node has its `carried` ("MODEL", "VAE") from, the nearest if
+    several are on the way; None outside of a prompt, and where none is.
+
+    Asked while it runs: core hands what a node made to every later node of its class with equal inputs, in whatever
+    prompt, so what was made cannot know whose it is.
     """
-    try:
-        running = next(iter(server.prompt_queue.currently_running.values()))
-        return str(running[3]["extra_pnginfo"]["workflow"]["id"])
-    except (AttributeError, KeyError, IndexError, TypeError, StopIteration):
+    context, registry = _executing(), _progress_registry()
+    prompt = getattr(registry, "dynprompt", None)
+    if context is None or prompt is None or class_type is None:
         return None
+    from comfy_execution.graph_utils import is_link
+
+    import nodes
+
+    waiting, seen = [context.node_id], set()
+    for node_id in waiting:
+        if node_id in seen or not prompt.has_node(node_id):
+            continue
+        seen.add(node_id)
+        node = prompt.get_node(node_id)
+        if node["class_type"] == class_type:
+            return prompt.get_display_node_id(node_id)
+        for link in filter(is_link, node["inputs"].values()):
+            source, output = link
+            made = prompt.get_node(source)["class_type"] if prompt.has_node(source) else None
+            types = getattr(nodes.NODE_CLASS_MAPPINGS.get(made), "RETURN_TYPES", ())
+            kind = types[output] if output < len(types) else None
+            if kind == carried or kind not in _ONE_THING:
+                waiting.append(source)
+    return None
+
+
+def _executing() -> Any:
+    asked = getattr(sys.modules.get("comfy_execution.utils"), "get_executing_context", None)
+    return None if asked is None else asked()
 
 
 async def queue_prompt(

@@ -29,6 +29,7 @@ from ..sizes.shape_errors import sizes_explained
 from ..versions import (
     NO_RESULT_DEPENDS_ON,
     is_split_over_devices,
+    leading_node,
     recording_nothing,
     traceable,
     unrecorded_context,
@@ -86,7 +87,8 @@ class Run:
         self._settings = settings
         self._cache = cache
         self._lease = lease
-        self._progress = CompileProgress(node_id)
+        self._node_id = node_id
+        self._progress = CompileProgress()
         self._lock = threading.Lock()
         self._states: dict[torch.nn.Module, _ModelState] = {}
         self._evictions = cache.evictions
@@ -104,7 +106,7 @@ class Run:
         state = self._state_of(model)
         if isinstance(context, torch.Tensor) and context.ndim > 1:
             self._contexts.add(context.shape[1])
-        with self._progress.during_call(state.kinds):
+        with self._progress.during_call(state.kinds, self._node_id):
             if self._graphs:
                 with self._lock:
                     self._model_calls += 1
@@ -179,11 +181,11 @@ def count_kinds(layers: Mapping[torch.nn.Module, Layer]) -> int:
 
 
 def accelerate(
-    model: Any, settings: CompileSettings, cache: GraphCache = shared, node_id: str | None = None, graphs: bool = False
+    model: Any, settings: CompileSettings, cache: GraphCache = shared, made_by: str | None = None, graphs: bool = False
 ) -> Any:
     """A clone of a ModelPatcher whose repeated blocks run compiled; the given one is unchanged.
 
-    node_id: the node in the page that shows compile progress. graphs: capture whole model calls and replay them, if
+    made_by: the class of the node that shows progress and gain. graphs: capture whole model calls and replay them, if
     the device and the call allow it.
     """
     attach(cache, running_home)
@@ -194,24 +196,24 @@ def accelerate(
         capture.attach(cache, patched)
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.APPLY_MODEL):
         patched.remove_wrappers_with_key(wrapper, KEY)
-    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _outer_sample(settings, cache, node_id, graphs))
+    patched.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _outer_sample(settings, cache, made_by, graphs))
     patched.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, sampling_begins)
     patched.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, _apply_model(settings, cache))
     return patched
 
 
-def _outer_sample(settings: CompileSettings, cache: GraphCache, node_id: str | None, graphs: bool):
+def _outer_sample(settings: CompileSettings, cache: GraphCache, made_by: str | None, graphs: bool):
     described = {
         "backend": settings.backend,
         "shapes": "any size" if settings.any_size else "exact size",
         "check_gain": settings.measured,
         "graphs": graphs,
-        "node": node_id,
     }
 
     def wrapper(executor, *args, **kwargs):
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
-        with run_events(executor, args, compiling=described), ExitStack() as stack:
+        node_id = leading_node(made_by, "MODEL")
+        with run_events(executor, args, compiling={**described, "node": node_id}), ExitStack() as stack:
             lease = stack.enter_context(cache.lease())
             run, is_finished = Run(settings, cache, lease, node_id, graphs), False
             options[KEY] = run

@@ -156,7 +156,8 @@ class _ControlRun:
     ):
         self.network = network
         self._made_with = settings, cache, lease
-        self._progress = CompileProgress(node_id)
+        self._node_id = node_id
+        self._progress = CompileProgress()
         self._layers: dict[torch.nn.Module, Layer] = {}
         self._kinds = 0
 
@@ -174,7 +175,7 @@ class _ControlRun:
             log.debug("%d blocks that set their own settings stay eager", len(unsteady))
             if not self._kinds:
                 fallbacks.note(type(self.network).__name__, Reason("no_block_compilable"))
-        with self._progress.during_call(self._kinds), substituted(self._layers, Order.COMPILED):
+        with self._progress.during_call(self._kinds, self._node_id), substituted(self._layers, Order.COMPILED):
             yield
 
 

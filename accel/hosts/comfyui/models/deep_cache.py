@@ -29,7 +29,7 @@ from ....step_cache.run import DeepCacheRun
 from ....step_cache.sampler_facts import SamplerFacts
 from ....step_cache.splits.layouts import find_split, numbers_kept, why_no_split
 from ..sizes.shape_errors import sizes_explained
-from ..versions import unrecorded_context
+from ..versions import leading_node, unrecorded_context
 from ..words import none_skipped
 from .late_control import LateControl, postponed
 from .options import CAPTURE, CORE_CACHE, CORE_COMPILE, INTERRUPTS, WARMS_UP, asks_wrappers, compiles_whole
@@ -55,11 +55,11 @@ _PREDICTS = (
 """Keys of model_options: functions of other nodes that change how predictions are made or combined."""
 
 
-def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: str | None = None) -> Any:
+def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, made_by: str | None = None) -> Any:
     """A clone of the ModelPatcher that samples with DeepCache, in place of any earlier settings.
 
     When the settings skip nothing, or the model has no split, the clone samples as without this pack. Raises
-    ValueError when the depth is beyond the model. node_id: the node in the page that shows what was skipped.
+    ValueError when the depth is beyond the model. made_by: the class of the node that shows what was skipped.
     """
     clone = model_patcher.clone()
     for kind in _WRAPPED:
@@ -69,7 +69,7 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, node_id: s
         log.warning("DeepCache: %s: %s; every step runs in full.", type(model).__name__, why_no_split(model))
         return clone
     if not settings.is_off:
-        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings, node_id))
+        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings, made_by))
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, _make_room)
         clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, _begin_sampling)
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, _begin_evaluation)
@@ -86,7 +86,7 @@ def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[..., Any]:
+def _run_wrapper(settings: DeepCacheSettings, made_by: str | None) -> Callable[..., Any]:
     def sample_in_run(executor: Any, *args: Any, **kwargs: Any) -> Any:
         # The guider's model_options belong to this run; core copies them, with our state by reference.
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
@@ -101,7 +101,7 @@ def _run_wrapper(settings: DeepCacheSettings, node_id: str | None) -> Callable[.
             others = {key: own for key, own in wrappers[WrappersMP.APPLY_MODEL].items() if key != CORE_COMPILE}
             options["wrappers"] = {**wrappers, WrappersMP.APPLY_MODEL: others}
         is_finished = False
-        with run_events(executor, args, caching={**asdict(settings), "node": node_id}):
+        with run_events(executor, args, caching={**asdict(settings), "node": leading_node(made_by, "MODEL")}):
             try:
                 with sizes_explained(executor, args):
                     out = executor(*sampling.showing(args), **kwargs)

@@ -23,6 +23,7 @@ from ....sizing.vae import AUTO, SKIP, Repeats, VaePolicy, gives_back, has_room,
 from ....store.graph_store import attach
 from ..home import running_home
 from ..progress import CompileProgress
+from ..versions import leading_node
 from .accelerate import block_layers, count_kinds
 from .streamed import clone_for_compiling, stays_in_place
 
@@ -35,12 +36,12 @@ def vae_view(
     policy: VaePolicy,
     settings: CompileSettings | None = None,
     cache: GraphCache = shared,
-    node_id: str | None = None,
+    made_by: str | None = None,
 ) -> Any:
     """A VAE with the same weights that follows the policy; the given VAE is unchanged.
 
     A view of a view replaces it: the last node counts.
-    node_id: the node in the page that shows compile progress.
+    made_by: the class of the node that shows compile progress.
     """
     base = getattr(type(vae), "_accel_base", type(vae))
     view = copy.copy(vae)
@@ -51,7 +52,7 @@ def vae_view(
             # The view uses its patcher's model, as core's own node for another device does.
             view.patcher = clone_for_compiling(view.patcher, cache)
             view.first_stage_model = view.patcher.model
-    view._accel = _Around(policy, settings or CompileSettings(), cache, node_id)
+    view._accel = _Around(policy, settings or CompileSettings(), cache, made_by)
     return view
 
 
@@ -87,12 +88,12 @@ def _view_class(base: type) -> type:
 class _Around:
     """The calls of one view: its policy, and the state from one call to the next."""
 
-    def __init__(self, policy: VaePolicy, settings: CompileSettings, cache: GraphCache, node_id: str | None):
-        self._made_with = policy, settings, cache, node_id
+    def __init__(self, policy: VaePolicy, settings: CompileSettings, cache: GraphCache, made_by: str | None):
+        self._made_with = policy, settings, cache, made_by
         self._policy = policy
         self._settings = settings
         self._cache = cache
-        self._progress = CompileProgress(node_id)
+        self._progress = CompileProgress()
         self._repeats = Repeats(policy.after)
         self._last_shape: tuple[int, ...] | None = None
 
@@ -133,7 +134,8 @@ class _Around:
                     return {}
                 on_shortage = functools.partial(self._repeats.was_short, shape) if is_auto else lambda: None
                 layers = block_layers(part, self._settings, self._cache, lease, on_shortage)
-                stack.enter_context(self._progress.during_call(count_kinds(layers)))
+                node_id = leading_node(self._made_with[-1], "VAE")
+                stack.enter_context(self._progress.during_call(count_kinds(layers), node_id))
                 if is_auto:
                     layers[part] = self._remembering_shortage(layers[part], shape)
                 return layers

@@ -17,47 +17,51 @@ SPACING = 0.2
 """Seconds between two messages."""
 
 _MOST_WAITING = 32
-"""Messages in the queue, the oldest of which makes room. It has the latest of each event, of fallbacks one a reason."""
+"""Messages in the queue, the oldest of which makes room. It has the latest of each event and prompt, of fallbacks one a
+reason."""
 
 
 class PanelMessages:
     """Sends the events that it hears, in order and at least `SPACING` apart.
 
-    send: takes a message; called on the thread of `later`. later: has a function called after seconds, from any
-    thread. is_heard: whether there is anybody to send to. workflow: the id of the workflow that runs, for messages
-        that are for one of its nodes.
+    send: takes a message and the client that it is for, None for all; called on the thread of `later`. later: has a
+    function called after seconds, from any thread. is_heard: whether there is anybody to send to. asker: the client
+        that this thread runs a prompt of, and the prompt's id. Nobody else hears of its nodes, or of what it is warned.
     """
 
     def __init__(
         self,
-        send: Callable[[dict[str, Any]], None],
+        send: Callable[[dict[str, Any], str | None], None],
         later: Callable[[float, Callable[[], None]], None],
         is_heard: Callable[[], bool],
-        workflow: Callable[[], str | None] = lambda: None,
+        asker: Callable[[], tuple[str | None, str | None]],
     ):
         self._send = send
         self._later = later
         self._is_heard = is_heard
-        self._workflow = workflow
+        self._asker = asker
         self._lock = threading.Lock()
-        self._waiting: dict[tuple, dict[str, Any]] = {}
+        self._waiting: dict[tuple, tuple[dict[str, Any], str | None]] = {}
         self._is_due = False
         self._sent = -SPACING
 
     def hear(self, name: str, data: dict[str, Any]) -> None:
         """A listener for `events.subscribe`."""
-        if name not in _MESSAGES or not self._is_heard():
+        if not (name in _FOR_ALL or name in _FOR_ONE) or not self._is_heard():
             return
-        message = _MESSAGES[name](data)
-        if "lines" in message or "node" in message:
-            message["workflow"] = self._workflow()
-        slot = (name, message["block"], message["reason"]) if name == "fallback" else (message["event"],)
-        slot += (message.get("workflow"),)
+        client, prompt = self._asker()
+        if name in _FOR_ONE and client is not None:
+            self._add({**_FOR_ONE[name](data), "prompt_id": prompt}, client)
+        if name in _FOR_ALL:
+            self._add(_FOR_ALL[name](data), None)
+
+    def _add(self, message: dict[str, Any], client: str | None) -> None:
+        slot = (message["event"], message.get("prompt_id"), message.get("reason"), message.get("block"))
         with self._lock:
-            earlier = self._waiting.pop(slot, {})
+            earlier, _ = self._waiting.pop(slot, ({}, None))
             if "lines" in message:  # of another run of this prompt
                 message["lines"] = {**earlier.get("lines", {}), **message["lines"]}
-            self._waiting[slot] = message
+            self._waiting[slot] = message, client
             if len(self._waiting) > _MOST_WAITING:
                 del self._waiting[next(iter(self._waiting))]
             if self._is_due:
@@ -75,10 +79,10 @@ class PanelMessages:
         if is_more:
             self._later(SPACING, self._send_one)
         if message is not None:
-            self._send(message)
+            self._send(*message)
 
 
-_MESSAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+_FOR_ALL: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "compiling": lambda data: {"event": "compiling", **(records.compiling() or data)},
     "compile_end": lambda data: {"event": "compiled", "name": data["name"], "seconds": data["seconds"]},
     "compile_failed": lambda data: {
@@ -88,23 +92,32 @@ _MESSAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "failed": str(data["reason"]),
     },
     "graph_loaded": lambda data: {"event": "loaded", "name": data["name"], "seconds": data["seconds"]},
-    "fallback": lambda data: {"event": "fallback", "block": data["block"], **data["reason"].as_json()},
-    "run_over": lambda data: {"event": "run_end", "lines": data["run"].lines_as_json()},
+    "run_over": lambda data: {"event": "run_end"},
     "cache_changed": lambda data: {"event": "cache_changed"},
+}
+
+_FOR_ONE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "compiling": lambda data: {"event": "node_compiling", **data},
+    "fallback": lambda data: {"event": "fallback", "block": data["block"], **data["reason"].as_json()},
+    "run_over": lambda data: {"event": "node_lines", "lines": data["run"].lines_as_json()},
 }
 
 
 def start(server: Any) -> None:
     """Send events to the pages of this server from now on."""
-    from ..versions import running_workflow  # which needs ComfyUI; the rest of this module does not
+    from ..versions import running_prompt  # which needs ComfyUI; the rest of this module does not
+
+    def asker() -> tuple[str | None, str | None]:
+        prompt = running_prompt()
+        return (None if prompt is None else server.client_id), prompt
 
     def later(seconds: float, act: Callable[[], None]) -> None:
         server.loop.call_soon_threadsafe(server.loop.call_later, seconds, act)
 
     messages = PanelMessages(
-        lambda message: server.send_sync(TYPE, message),
+        lambda message, client: server.send_sync(TYPE, message, client),
         later,
         lambda: bool(getattr(server, "sockets", None)),
-        lambda: running_workflow(server),
+        asker,
     )
     subscribe(messages.hear)
