@@ -58,9 +58,14 @@ class Host:
     traceable: Traceable = nullcontext
 
 
-def survey_model(model: torch.nn.Module, settings: CompileSettings, host: Host) -> Survey:
-    """The survey of the model's blocks as they are now; emits "survey" and logs what stays eager."""
-    found = _survey(model, settings, host)
+def survey_model(
+    model: torch.nn.Module, settings: CompileSettings, host: Host, surveys: KeptSurveys | None = None
+) -> Survey:
+    """The survey of the model's blocks as they are now; emits "survey" and logs what stays eager.
+
+    surveys: of earlier runs, one of which may still hold.
+    """
+    found = _survey(model, settings, host, surveys)
     if not found.regions and not found.left_eager:
         fallbacks.note(type(model).__name__, Reason("no_blocks"))
     for path, reason in found.left_eager:
@@ -75,9 +80,9 @@ def survey_model(model: torch.nn.Module, settings: CompileSettings, host: Host) 
     return found
 
 
-def _survey(model: torch.nn.Module, settings: CompileSettings, host: Host) -> Survey:
+def _survey(model: torch.nn.Module, settings: CompileSettings, host: Host, surveys: KeptSurveys | None) -> Survey:
     asked = settings.min_repetitions, host.ignored, host.wraps, host.plain, host.traceable
-    return KeptSurveys.on(model).find(model, asked, lambda: survey(model, *asked))
+    return (surveys or KeptSurveys()).find(model, asked, lambda: survey(model, *asked))
 
 
 def compiled_layers(
@@ -88,11 +93,12 @@ def compiled_layers(
     cache: GraphCache = shared,
     lease: Lease | None = None,
     on_shortage: Callable[[], None] = lambda: None,
+    surveys: KeptSurveys | None = None,
 ) -> dict[torch.nn.Module, Layer]:
     """A stand-in for every block found, and a layer around the model that keeps the arguments of its calls.
 
     lease: of the run; its graphs stay in the cache while it lasts.
-    on_shortage: as for `BlockRunner`.
+    on_shortage: as for `BlockRunner`. surveys: as for `survey_model`.
     """
     tensors_of: dict[torch.nn.Module, Callable[[tuple], list[torch.Tensor]]] = {}
 
@@ -108,7 +114,7 @@ def compiled_layers(
         run = dry_run, lease, on_shortage
         return BlockRunner(region, cache, settings, simplify, interrupts, *run, source, still, outside)
 
-    code = CurrentCode(model, found, lambda: _survey(model, settings, host), make, host.interrupts)
+    code = CurrentCode(model, found, lambda: _survey(model, settings, host, surveys), make, host.interrupts)
     asked = host.without_hooks, host.interrupts, host.dry, host.plain, code, host.between
     dry_run = BatchDryRun(model, tensors_of, *asked)
     layers: dict[torch.nn.Module, Layer] = {model: dry_run}

@@ -83,14 +83,15 @@ class Survey:
 
 
 class KeptSurveys:
-    """The surveys of one model from one run to the next, kept on the model.
+    """The surveys of one model from one run to the next.
 
     One is used again while all that it rests on stands. That is: the functions, classes, globals and hooks for all
     modules that were read (`Survey.code`); the settings, parts, forwards and hooks of its blocks (`Survey.settings`);
     which modules the model is made of, and how its blocks' weights are stored, in place or streamed (`Survey.layout`).
     Values and devices of weights, and so LoRA that is added to them, are no part of a kind.
 
-    They do not follow a copy of the model. Nothing here refers to the model itself, which goes when nobody needs it.
+    They are kept on the model, or by a host where it has something there; they do not follow a copy of it. Nothing here
+    refers to the model itself, which goes when nobody needs it.
     """
 
     __slots__ = ("_kept",)
@@ -103,15 +104,11 @@ class KeptSurveys:
 
     @classmethod
     def on(cls, model: torch.nn.Module) -> KeptSurveys:
+        """Those in an attribute of the model, made here."""
         found = model.__dict__.get(_SLOT)
         if not isinstance(found, cls):
             found = model.__dict__[_SLOT] = cls()
         return found
-
-    @staticmethod
-    def forget(model: torch.nn.Module) -> None:
-        """Take them off the model."""
-        model.__dict__.pop(_SLOT, None)
 
     def find(self, model: torch.nn.Module, asked: Any, look: Callable[[], Survey]) -> Survey:
         """The survey of the model as it is now, made by `look` where none is kept. asked: what it is made with."""

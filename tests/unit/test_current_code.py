@@ -16,7 +16,7 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch import current_code
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
-from comfy_accel.accel.fingerprint.survey import survey
+from comfy_accel.accel.fingerprint.survey import KeptSurveys, survey
 from comfy_accel.accel.modules.substitution import Order, Substitution
 from kit.blocks import Stop
 from kit.code_swaps import attribute, item
@@ -187,13 +187,13 @@ class Run:
 
 @pytest.mark.parametrize("what", SWAPS.keys() - {"torch's functions"})
 def test_run_that_begins_under_other_code_is_surveyed_for_it(what):
-    net, host = Net(), Host()
-    first = survey_model(net, EAGER, host)
+    net, host, kept = Net(), Host(), KeptSurveys()
+    first = survey_model(net, EAGER, host, kept)
     with SWAPS[what](net):
-        found, anew = survey_model(net, EAGER, host), survey(net)
+        found, anew = survey_model(net, EAGER, host, kept), survey(net)
         assert (found.kinds, found.left_eager) == (anew.kinds, anew.left_eager)
         assert found.kinds != first.kinds
-    assert survey_model(net, EAGER, host).kinds == survey(net).kinds
+    assert survey_model(net, EAGER, host, kept).kinds == survey(net).kinds
 
 
 BOTH_WAYS = {"the class of a block", "a function of torch by one in its name", "what an object finds by name"}

@@ -29,12 +29,13 @@ class ComponentCall:
     owner: who placed it.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_model", "_settings", "owner")
+    __slots__ = ("__weakref__", "_cache", "_model", "_settings", "_surveys", "owner")
 
     def __init__(self, model: torch.nn.Module, settings: CompileSettings, cache: GraphCache, owner: object):
         self._model = weakref.ref(model)
         self._settings = settings
         self._cache = cache
+        self._surveys = KeptSurveys()
         self.owner = owner
 
     def __bool__(self) -> bool:
@@ -52,7 +53,7 @@ class ComponentCall:
             return model._call_impl(*args, **kwargs)
         run = open_run(self._cache)
         with nullcontext(run) if run is not None else new_run(self._cache) as run, without_idle_hooks(model):
-            with substituted(run.layers(model, self._settings), Order.COMPILED, this_thread_only=True):
+            with substituted(run.layers(model, self._settings, self._surveys), Order.COMPILED, this_thread_only=True):
                 return model._call_impl(*args, **kwargs)
 
 
@@ -75,7 +76,6 @@ def take_away(model: torch.nn.Module, owner: object | None = None) -> None:
     found = call_of(model)
     if found is not None and (owner is None or found.owner is owner):
         del model.__dict__[_SLOT]
-        KeptSurveys.forget(model)
 
 
 def placed(models: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, ComponentCall]:

@@ -19,7 +19,7 @@ from ...core.compile_settings import CompileSettings
 from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
 from ...dispatch.compiled_layers import Host, compiled_layers, survey_model
-from ...fingerprint.survey import Region, Survey
+from ...fingerprint.survey import KeptSurveys, Region, Survey
 from ...modules.first_call import is_compiled
 from ...modules.snapshot import AttributeSnapshot
 from ...modules.substitution import Layer
@@ -67,29 +67,34 @@ class Run:
         self._placed: dict[torch.nn.Module, tuple[Layers, AttributeSnapshot]] = {}
         self._looks: dict[torch.nn.Module, int] = {}
 
-    def layers(self, model: torch.nn.Module, settings: CompileSettings) -> Layers:
-        """The layers for a call of the model now; made again if the model has changed since its last call."""
+    def layers(self, model: torch.nn.Module, settings: CompileSettings, surveys: KeptSurveys) -> Layers:
+        """The layers for a call of the model now; made again if the model has changed since its last call.
+
+        surveys: of the model, from this run and others.
+        """
         placed = self._placed.get(model)
         if placed is None or not placed[1].is_current():
             looks = self._looks[model] = self._looks.get(model, 0) + 1
             if looks <= _MOST_LOOKS:
-                placed = self._placed[model] = self._look(model, settings)
+                placed = self._placed[model] = self._look(model, settings, surveys)
             elif looks == _MOST_LOOKS + 1:
                 fallbacks.note(type(model).__name__, Reason("settings_change"))
                 placed = self._placed[model] = {}, AttributeSnapshot(())
         return placed[0]
 
-    def _look(self, model: torch.nn.Module, settings: CompileSettings) -> tuple[Layers, AttributeSnapshot]:
+    def _look(
+        self, model: torch.nn.Module, settings: CompileSettings, surveys: KeptSurveys
+    ) -> tuple[Layers, AttributeSnapshot]:
         reason = _why_not(model)
         if reason is not None:
             fallbacks.note(type(model).__name__, reason)
             return {}, AttributeSnapshot(())
-        found = survey_model(model, settings, HOST)
+        found = survey_model(model, settings, HOST, surveys)
         _note_eager_blocks(model, found)
         if not found.regions:
             return {}, AttributeSnapshot(())
         snapshot = AttributeSnapshot((region.block for region in found.regions), HOST.wraps)
-        return compiled_layers(model, found, settings, HOST, self.cache, self._lease), snapshot
+        return compiled_layers(model, found, settings, HOST, self.cache, self._lease, surveys=surveys), snapshot
 
 
 def _why_not(model: torch.nn.Module) -> Reason | None:

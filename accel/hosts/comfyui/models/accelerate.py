@@ -19,6 +19,7 @@ from ....core.fallbacks import fallbacks
 from ....core.reasons import Reason
 from ....dispatch.block_runner import BlockRunner
 from ....dispatch.compiled_layers import Host, compiled_layers, survey_model
+from ....fingerprint.survey import KeptSurveys
 from ....modules.substitution import Layer, Order, Substitution
 from ....report.run import Totals
 from ....store.graph_store import attach
@@ -172,7 +173,9 @@ def block_layers(
     """
     if cache is shared:
         preferences.current()  # puts the settings into force before the first graph is made
-    return compiled_layers(model, survey_model(model, settings, HOST), settings, HOST, cache, lease, on_shortage)
+    surveys = KeptSurveys.on(model)
+    found = survey_model(model, settings, HOST, surveys)
+    return compiled_layers(model, found, settings, HOST, cache, lease, on_shortage, surveys)
 
 
 def count_kinds(layers: Mapping[torch.nn.Module, Layer]) -> int:
