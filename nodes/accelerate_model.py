@@ -22,7 +22,7 @@ class AccelModel(io.ComfyNode):
                 "Compiles each block type of the model once, during the first image. Changing size, batch, prompt "
                 "length or LoRA never recompiles. Place it after the loaders and LoRAs, before the sampler."
             ),
-            search_aliases=["compile", "torch.compile", "speed up", "faster", "onediff"],
+            search_aliases=["torch.compile", "onediff"],
             inputs=[
                 make_input(io.Model, "model", tooltip="The model to make faster. It is not changed itself."),
                 *how_to_compile(),

@@ -26,7 +26,7 @@ class AccelDeepCache(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelDeepCache",
-            display_name="Accel: DeepCache (faster, step cache)",
+            display_name="Accel: DeepCache (step cache)",
             category="accel",
             description=(
                 "Runs the full model only on the steps that matter and extrapolates the rest: about a third of the "
@@ -36,11 +36,9 @@ class AccelDeepCache(io.ComfyNode):
             ),
             search_aliases=[
                 "deep cache",
-                "speed up",
                 "step cache",
                 "teacache",
                 "easycache",
-                "faster sampling",
                 "skip steps",
                 "TaylorSeer",
             ],

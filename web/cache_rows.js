@@ -74,7 +74,8 @@ export function updateRow({ accelParts: parts }, row) {
   setText(parts.lastUsed, ago(row.last_used));
   setAttribute(parts.lastUsed, "title", moment(row.last_used));
   const source = row.backend === "eager" ? "traced" : row.source in SOURCES ? row.source : "compiled";
-  setText(parts.compileTime, t(SOURCES[source], { seconds: seconds(row.seconds) }));
+  const isMade = row.graphs > 0 || !row.failure_reason;
+  setText(parts.compileTime, isMade ? t(SOURCES[source], { seconds: seconds(row.seconds) }) : NOTHING);
   setAttribute(parts.compileTime, "title", t(`${source}Tip`));
   setText(parts.failure, row.failure_reason ? t("failed", { reason: reasonText(row.failure_reason) }) : "");
   show(parts.failure, Boolean(row.failure_reason));

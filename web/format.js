@@ -68,9 +68,9 @@ export function seconds(value) {
 }
 
 function quantity(value, unit, digits) {
-  const unitDisplay = unit.endsWith("byte") ? "short" : "narrow"; // 380 MB, but 14s
+  const unitDisplay = unit === "second" ? "narrow" : "short"; // 14 s, not 14 sec
   const options = { style: "unit", unit, unitDisplay, maximumFractionDigits: digits };
-  return format(Intl.NumberFormat, options).format(value);
+  return format(Intl.NumberFormat, options).format(value).replace(/(\d)s$/, "$1 s");
 }
 
 /** How long ago a time is, in words. time: seconds since 1970 */

@@ -32,18 +32,17 @@ export function runSection() {
 
   function update({ state }) {
     const run = state?.last_run ?? null;
-    const cached = state?.deep_cache?.last_run ?? null;
-    show(element, Boolean(run || cached));
+    show(element, run !== null);
     if (element.hidden) return;
-    const said = lineText(run?.gain ?? []); // "1.31× · 2.1 s saved"
+    const said = lineText(run.gain ?? []); // "1.31× · 2.1 s saved"
     show(gain, said !== "");
     setText(gain, said);
-    facts.replaceChildren(...rows(run, cached).flatMap(([key, value]) => fact(key, value)));
-    timeline.update(cached, run?.steps_taken === "");
-    const sentence = ((run ?? cached).saved_reasons ?? []).map(reasonText).join(" ");
+    facts.replaceChildren(...rows(run).flatMap(([key, value]) => fact(key, value)));
+    timeline.update(run);
+    const sentence = (run.saved_reasons ?? []).map(reasonText).join(" ");
     setText(how, sentence);
     show(estimate, sentence !== "");
-    const reasons = (run?.left_eager_reasons ?? []).map((row) => ({ reason: reasonText(row), number: row.blocks }));
+    const reasons = (run.left_eager_reasons ?? []).map((row) => ({ reason: reasonText(row), number: row.blocks }));
     show(details, reasons.length > 0);
     setText(summary, t("leftAlone", { number: count(reasons.reduce((sum, { number }) => sum + number, 0)) }));
     left.update(reasons);
@@ -57,28 +56,28 @@ function fact(key, value) {
   return [h("dt", { text: t(key), title: tip }), h("dd", { class: `accel-${key}`, text: value, title: tip })];
 }
 
-function rows(run, cached) {
+function rows(run) {
   const found = [];
-  if (run) {
-    if (!run.failed && run.steps > 0 && run.working_seconds > 0) found.push(["speed", rate(run.steps / run.working_seconds)]);
-    if (!run.failed && run.pays_back_after > 0) found.push(["paysBack", count(run.pays_back_after)]);
-    if (run.model) found.push(["model", run.model]);
-    const batch = { size: size(run.pixels), batch: count(run.latent?.[0]) };
-    if (run.pixels) found.push(["imageSize", run.latent?.[0] > 1 ? t("sizeAndBatch", batch) : batch.size]);
-    else if (run.latent) found.push(["latent", size(run.latent)]);
-    const took = seconds(run.seconds);
-    const inSteps = run.steps === 1 ? "inOneStep" : "inSteps";
-    if (typeof run.seconds === "number")
-      found.push(["took", run.steps > 0 ? t(inSteps, { seconds: took, steps: count(run.steps) }) : took]);
-    const isTraced = run.compiling?.backend === "eager";
-    const calls = (run.compiled_calls ?? 0) + (run.eager_calls ?? 0);
-    if (calls) found.push([isTraced ? "tracedCalls" : "compiledCalls", percent(run.compiled_calls / calls)]);
-    if (run.compile_seconds > 0)
-      found.push([isTraced ? "traceSeconds" : "compileSeconds", seconds(run.compile_seconds)]);
-    if (run.model_calls > 0)
-      found.push(["replays", t("numberOf", { number: count(run.replays), of: count(run.model_calls) })]);
-    if (run.loaded > 0) found.push(["fromDisk", count(run.loaded)]);
-  }
+  const speed = rate(run.steps / run.working_seconds);
+  if (!run.failed && run.steps > 0 && run.working_seconds > 0) found.push(["speed", speed]);
+  if (!run.failed && run.pays_back_after >= (run.images ?? 1)) found.push(["paysBack", count(run.pays_back_after)]);
+  if (run.model) found.push(["model", run.model]);
+  const batch = { size: size(run.pixels), batch: count(run.latent?.[0]) };
+  if (run.pixels) found.push(["imageSize", run.latent?.[0] > 1 ? t("sizeAndBatch", batch) : batch.size]);
+  else if (run.latent) found.push(["latent", size(run.latent)]);
+  const took = seconds(run.seconds);
+  const isStopped = run.failed && typeof run.steps_done === "number";
+  const how = isStopped ? "stoppedAfter" : run.steps === 1 ? "inOneStep" : "inSteps";
+  const inSteps = { seconds: took, steps: count(run.steps), done: count(run.steps_done) };
+  if (typeof run.seconds === "number") found.push(["took", run.steps > 0 ? t(how, inSteps) : took]);
+  const isTraced = run.compiling?.backend === "eager";
+  const calls = (run.compiled_calls ?? 0) + (run.eager_calls ?? 0);
+  if (calls) found.push([isTraced ? "tracedCalls" : "compiledCalls", percent(run.compiled_calls / calls)]);
+  if (run.compile_seconds > 0)
+    found.push([isTraced ? "traceSeconds" : "compileSeconds", seconds(run.compile_seconds)]);
+  if (run.model_calls > 0)
+    found.push(["replays", t("numberOf", { number: count(run.replays), of: count(run.model_calls) })]);
+  if (run.loaded > 0) found.push(["fromDisk", count(run.loaded)]);
   return found;
 }
 
@@ -86,18 +85,15 @@ function rows(run, cached) {
 function stepTimeline() {
   const cells = h("div", { class: "accel-steps", role: "img" });
   const words = h("p", { class: "accel-muted" });
-  const heading = h("h4");
-  const element = h("div", { title: t("deepCacheTip"), hidden: true }, heading, cells, words);
+  const element = h("div", { title: t("deepCacheTip"), hidden: true }, h("h4", { text: t("deepCache") }), cells, words);
 
-  /** isEarlier: the last run had no DeepCache, this is of the one before that had */
-  function update(cached, isEarlier) {
-    const steps = typeof cached?.steps_taken === "string" ? cached.steps_taken.replace(/[^FS]/g, "") : "";
+  function update(run) {
+    const steps = typeof run.steps_taken === "string" ? run.steps_taken.replace(/[^FS]/g, "") : "";
     show(element, steps.length > 0);
     if (!steps) return;
-    setText(heading, t(isEarlier ? "deepCacheEarlier" : "deepCache"));
     const of = (letter) => [...steps].filter((step) => step === letter).length;
-    const full = cached.full_steps ?? of("F");
-    const skipped = cached.skipped_steps ?? of("S");
+    const full = run.full_steps ?? of("F");
+    const skipped = run.skipped_steps ?? of("S");
     const summary = t("stepsSummary", { full: count(full), skipped: count(skipped) });
     setText(words, summary);
     cells.setAttribute("aria-label", `${summary} ${t("fullSteps", { list: fullSteps(steps) })}`);

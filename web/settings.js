@@ -22,7 +22,7 @@ export const SETTINGS = [
   {
     id: "Accel.Models.WeightsInPlace",
     category: ["Accel", "Models", "WeightsInPlace"],
-    name: "Keep weights in place",
+    name: "Keep accelerated models fully on the GPU",
     tooltip:
       "Where ComfyUI streams weights (DynamicVRAM): load each accelerated model once more, whole, so that its weights " +
       "stay on the GPU. For models that fit into its memory; takes effect when a node runs next.",
@@ -50,7 +50,7 @@ export const SETTINGS = [
   {
     id: "Accel.Cache.MaxEntries",
     category: ["Accel", "Graph cache", "MaxEntries"],
-    name: "Max cached block types",
+    name: "Compiled parts kept in memory",
     tooltip: "How many block types stay compiled; the least recently used goes first. A model has 5 to 30.",
     type: "number",
     attrs: { min: 0, max: 65_536, step: 16 },

@@ -23,12 +23,8 @@ export function toastFailure(key, answer) {
   toast("error", t(key), complaint(answer) ?? t(problemOf(answer)));
 }
 
-/**
- * Show a toast for a fallback {block, code, fields, reason}, once a reason; many at once become one. None where only a
- * CUDA graph is missing: most machines have none, and the model is compiled all the same.
- */
+/** Show a toast for a fallback {block, code, fields, reason, of_all}, once a reason; many at once become one. */
 export function tellFallback(fallback) {
-  if (fallback.code === "not_captured") return;
   const key = String(fallback.reason ?? "").replace(/\d+/g, "#");
   if (shown.has(key) || shown.size >= MOST_KNOWN) return;
   shown.add(key);
@@ -40,12 +36,15 @@ async function tellWaiting() {
   await loadTexts();
   const now = waiting;
   waiting = [];
-  if (now.length > MOST_SINGLE) {
+  const ofAll = now.find((fallback) => fallback.of_all);
+  if (ofAll) {
+    toast("warn", t("nothingCompiledToast"), t("nothingCompiledDetail", { reason: reasonText(ofAll) }));
+  } else if (now.length > MOST_SINGLE) {
     toast("warn", t("fallbackToast"), t("fallbackManyDetail", { number: count(now.length) }));
-    return;
-  }
-  for (const fallback of now) {
-    const values = { block: fallback.block, reason: reasonText(fallback) };
-    toast("warn", t("fallbackToast"), t("fallbackDetail", values));
+  } else {
+    for (const fallback of now) {
+      const values = { block: fallback.block, reason: reasonText(fallback) };
+      toast("warn", t("fallbackToast"), t("fallbackDetail", values));
+    }
   }
 }

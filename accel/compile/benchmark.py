@@ -107,8 +107,10 @@ class Benchmark:
             self.done = True
         elif len(ratios) >= ROUNDS:
             self.done = True
-            if statistics.median(ratios) > SLOWER:
-                fast, plain = statistics.median(self._compiled), statistics.median(self._eager)
+            ratio = statistics.median(ratios)
+            if ratio > SLOWER:
+                plain = statistics.median(self._eager)
+                fast = ratio * plain  # the median of the compiled calls may be the smaller one all the same
                 self.verdict = Reason("slower", compiled=f"{fast * 1e3:.2f}", eager=f"{plain * 1e3:.2f}")
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping
+from logging import INFO, WARNING
 from typing import Any
 
 from .events import emit, log
 from .reasons import Reason
-from .sentences import OF_THE_MACHINE
+from .sentences import EXPECTED, OF_THE_MACHINE
 
 _MOST = 500
 """Reasons kept; beyond, a new one replaces the oldest."""
@@ -45,7 +46,7 @@ class Fallbacks:
                 del self._calls[next(iter(self._calls))]
             self._calls[key] = reason, 1
         if reason.code not in OF_THE_MACHINE:
-            log.warning("%s runs %s: %s", block, how, reason)
+            log.log(INFO if reason.code in EXPECTED else WARNING, "%s runs %s: %s", block, how, reason)
         elif not is_known:
             log.warning("Nothing is compiled: %s", reason)
         emit("fallback", block=block, reason=reason)

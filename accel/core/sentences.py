@@ -163,8 +163,9 @@ _SAVED = {
 _LINE = {
     "line_times": "{times}×",
     "line_saved": "{seconds} s saved",
-    "line_equal": "as fast as without",
-    "line_slower": "{seconds} s slower than without",
+    "line_equal": "no faster than without Accel",
+    "line_slower": "{seconds} s slower than without Accel",
+    "line_stopped": "stopped after {done} of {steps} steps",
     "line_compiled": "compiled once in {seconds} s",
     "line_paid_back": "paid back after {images} images",
     "line_unmeasured": "gain known after the next image",
@@ -192,6 +193,9 @@ def counted(number: int, noun: str) -> str:
 
 OF_THE_MACHINE = frozenset(_A_MACHINE)
 """Codes of what is missing for every block alike."""
+
+EXPECTED = frozenset({"slower", "interrupted"})
+"""Codes of what is as it should be: nobody is to be warned of it."""
 
 OF_CUDA_GRAPHS = frozenset({"not_captured"})
 """Codes of what keeps a call of the model from being captured; its blocks run compiled all the same."""

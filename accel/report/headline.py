@@ -18,12 +18,13 @@ def nodes_of(run: Run) -> list[str]:
 def headline(run: Run, node: str) -> list[Reason]:
     """The line of a node that took part in a run that is over, in parts.
 
-    Empty for a run that failed, and where the node has nothing new to say: the line of the run before stays.
+    Empty for a run that an error ended, and where the node has nothing new to say: the line of the run before stays.
 
     A node reports on what it does: compiling, skipping steps, or both.
     """
     if run.failed:
-        return []
+        is_known = run.steps_done is not None and run.steps is not None
+        return [Reason("line_stopped", done=run.steps_done, steps=run.steps)] if is_known else []
     compiles, skips = (bool(settings) and settings.get("node") == node for settings in (run.compiling, run.caching))
     own = [saving for saving, is_own in zip(run.savings, (compiles, skips), strict=True) if is_own]
     return [*run.gain_by(*own), *(_compiled(run) if compiles else ()), *(_skipped(run) if skips else ())]
@@ -44,10 +45,12 @@ def _compiled(run: Run) -> list[Reason]:
         return [Reason("line_traced")]
     if not run.compiled_total:
         return [Reason("line_loaded")] if run.loaded else []
+    images = run.pays_back_after
+    if not run.compilations and (images is None or run.images > images):
+        return []  # it was said, and has paid off, or is not going to
     parts = [Reason("line_compiled", seconds=rounded(run.compiled_total))]
     if run.totals.by_compiling.seconds is None:
         return [*parts, Reason("line_unmeasured")] if run.compilations else parts
-    images = run.pays_back_after
     if images is None:
         return parts
     return [*parts, Reason("line_paid_back", images=images) if images > 1 else Reason("line_paid_back_at_once")]

@@ -68,10 +68,10 @@ def _log_compiling(name: str, data: dict[str, Any]) -> None:
     global _has_begun
     if name == "run_start":
         _has_begun = False
-    elif name == "compile_start" and not _has_begun:
+    elif name in ("compile_stage", "compile_end") and not _has_begun:  # not where a compiler is missing
         _has_begun = True
         log.info("Compiling this model's blocks, once for every size. This image takes longer; later ones do not.")
-    elif name == "compile_end":
+    if name == "compile_end":
         log.info("Compiled %s in %.1f s.", data["name"], data["seconds"])
 
 

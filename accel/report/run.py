@@ -14,6 +14,7 @@ from operator import add, or_
 from typing import Any
 
 from ..cache.entry import Lease
+from ..compile.benchmark import SLOWER
 from ..core.fallbacks import rows_of
 from ..core.reasons import Reason
 from ..core.sentences import OF_CUDA_GRAPHS
@@ -132,11 +133,13 @@ class Run(Record):
     prompt: the id of the prompt; None for a run of none.
     latent: shape of the noise, such as [B, C, H, W]. pixels: width and height of the image; None where there is none.
     compiling, caching: settings of the compiler and of DeepCache; None where the run did without.
+    steps_done: fewer than `steps` where the run was interrupted; None where another error ended it.
     prepare_seconds: before the sampler's first call, most of it for loading the model. finished: unix seconds.
     loaded_share: fraction of the weights that were on the device at the end.
     left_eager: by reason, how many blocks nobody tried to compile. fallbacks: calls that ran uncompiled or were not
         captured, by (block, reason).
-    captures: calls captured in this run. compiled_seconds: by model, what compiling it took since the start.
+    images: of this model since the start, this one too. captures: calls captured in this run.
+    compiled_seconds: by model, what compiling it took since the start.
     lines: by node id, what it gained, in parts (`headline.headline`).
     """
 
@@ -146,6 +149,7 @@ class Run(Record):
     latent: tuple[int, ...] = ()
     pixels: tuple[int, int] | None = None
     steps: int | None = fact(None, _sum)
+    steps_done: int | None = fact(None, _sum)
     sampler: str | None = fact(None, _listed)
     compiling: dict[str, Any] | None = fact(None, _latest)
     caching: dict[str, Any] | None = fact(None, _latest)
@@ -167,6 +171,7 @@ class Run(Record):
     captures: int = fact(0, add)
     capture_seconds: float = fact(0.0, add)
     compiled_seconds: dict[str, float] = fact(dict, or_)
+    images: int = fact(0, max)
     lines: dict[str, list[Reason]] = fact(dict, or_)
 
     @property
@@ -208,7 +213,7 @@ class Run(Record):
         if times is None:
             return []
         saved = (times - 1) * self.working_seconds
-        if abs(saved) < LEAST_SAVED:
+        if -max(LEAST_SAVED, (SLOWER - 1) * self.working_seconds) < saved < LEAST_SAVED:
             return [Reason("line_equal")]
         if saved < 0:
             return [Reason("line_slower", seconds=rounded(-saved))]

@@ -58,11 +58,12 @@ class _Open:
             busy = run.compile_seconds + run.load_seconds + run.capture_seconds
             run.prepare_seconds = max(0.0, time.perf_counter() - self.began - busy)
 
-    def end(self, failed: bool, loaded_share: float | None) -> bool:
-        """Note that one of its wrappers has ended; True if the run has too."""
+    def end(self, failed: bool, loaded_share: float | None, steps_done: int | None) -> bool:
+        """Note that one of its wrappers has ended; True if the run has too. steps_done: of one that was interrupted."""
         self.depth -= 1
         run = self.run
         run.failed, run.loaded_share = run.failed or failed, loaded_share
+        run.steps_done = steps_done if run.failed else run.steps
         run.seconds, run.finished = time.perf_counter() - self.began, time.time()
         run.fallbacks = dict(list(fallbacks.since(self.fallbacks_before).items())[:_MOST_REASONS])
         return not self.depth
@@ -89,6 +90,7 @@ class RunRecords:
             self._compiling: dict[int, tuple[float, dict[str, Any]]] = {}  # by thread: since when, and what
             self._deep_cache: Skipping | None = None
             self._compile_seconds: Counter[str] = Counter()
+            self._images: Counter[str] = Counter()
 
     def last(self) -> Run | None:
         """The run that ended last; None before the first."""
@@ -131,7 +133,11 @@ class RunRecords:
             self._open.setdefault(thread, []).append(_Open(data["owner"], Run(**facts)))
 
     def _on_run_end(self, thread: int, now: _Open | None, data: dict[str, Any]) -> Run | None:
-        if now is None or now.owner != data["owner"] or not now.end(data["failed"], data.get("loaded_share")):
+        if (
+            now is None
+            or now.owner != data["owner"]
+            or not now.end(data["failed"], data.get("loaded_share"), data.get("steps_done"))
+        ):
             return None
         self._open[thread].pop()
         if not self._open[thread]:
@@ -144,6 +150,10 @@ class RunRecords:
 
     def _keep(self, run: Run) -> None:
         is_next = run.prompt is not None and self._last is not None and self._last.prompt == run.prompt
+        is_second_pass = is_next and run.model in self._last.model.split(" + ")
+        if not is_second_pass and not run.failed:
+            self._images[run.model] += run.latent[0] if run.latent else 1
+        run.images = self._images[run.model]
         before = self._by_node if is_next else {}
         now = {node: before[node].with_next(run) if node in before else run for node in nodes_of(run)}
         self._by_node = {**before, **now}

@@ -52,7 +52,9 @@ def _image(run: Run) -> list[str]:
     sampler = f" of {run.sampler}" if run.sampler and steps else ""
     tokens = f", prompt of {' and '.join(map(str, contexts))} tokens" if contexts else ""
     samplers = f" in {run.samplings} samplers" if run.samplings > 1 else ""
-    return [f"Last image: {run.model}, {size_of(run)}{tokens}{steps}{sampler}{samplers}: {seconds(run.seconds)}."]
+    stopped = f" until it was stopped after {run.steps_done}" if run.failed and run.steps_done is not None else ""
+    told = f"{run.model}, {size_of(run)}{tokens}{steps}{sampler}{samplers}"
+    return [f"Last image: {told}: {seconds(run.seconds)}{stopped}."]
 
 
 def _compiled(run: Run) -> list[str]:

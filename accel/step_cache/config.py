@@ -42,8 +42,7 @@ class DeepCacheSettings:
                 raise ValueError(f"DeepCache: {name} {getattr(self, name)} is outside 0.0 to 1.0.")
         if self.start_percent > self.end_percent:
             raise ValueError(
-                f"DeepCache: start_percent {self.start_percent} is above end_percent {self.end_percent}; "
-                f"it must be 0.0 to {self.end_percent}."
+                f"DeepCache: start_percent ({self.start_percent}) must not be above end_percent ({self.end_percent})."
             )
         if not 0.0 < self.quality < math.inf:
             raise ValueError(f"DeepCache: quality {self.quality} is not a number of dB above 0.")

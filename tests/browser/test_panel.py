@@ -16,6 +16,7 @@ from kit.pages import (
     get,
     idle,
     open_panel,
+    row,
     screenshot,
     state,
     until,
@@ -118,7 +119,7 @@ def test_a_run_is_watched_from_nothing_to_a_full_table(page, panel, server):
 
     assert sorted(panel.locator(".accel-row .accel-strong").all_inner_texts()) == names
     assert panel.locator(".accel-steps span").count() == STEPS
-    assert panel.locator(".accel-skipped").count() == now["deep_cache"]["last_run"]["skipped_steps"] > 0
+    assert panel.locator(".accel-skipped").count() == now["last_run"]["skipped_steps"] > 0
     assert "Full: 1-" in panel.locator(".accel-steps").get_attribute("aria-label")
     assert panel.locator(".accel-imageSize").inner_text() == "64×64"
     assert panel.locator(".accel-tracedCalls").inner_text() == "100%"  # the backend is eager
@@ -225,6 +226,38 @@ def test_a_fallback_is_told_once_for_its_reason_and_many_at_once_are_one(page):
     assert toasts.count() == 2
 
 
+def test_without_a_compiler_the_toast_says_that_nothing_is_compiled_and_once(page):
+    missing = {"event": "fallback", "of_all": True, "code": "no_triton", "fields": {"command": "pip install triton"}}
+    missing["reason"] = f"torch needs Triton {random.random()}"
+    for block in ("ResBlock", "SpatialTransformer", "Upsample"):
+        page.evaluate(SAY, {**missing, "block": block})
+    toast = page.get_by_text("Nothing is compiled", exact=True)
+    toast.wait_for()
+    page.wait_for_timeout(1000)
+    assert toast.count() == 1
+    page.get_by_text("Your images are made as in plain ComfyUI.").wait_for()
+
+
+def test_a_row_of_what_could_not_be_compiled_does_not_say_that_it_was(page):
+    given = state(0)
+    given["graph_cache"].update(rows_total=1, table=[row(3, graphs=0, seconds=0.0)])
+    with answering(page, given):
+        panel = open_panel(page)
+        assert panel.locator(".accel-row:not(.accel-head) .accel-of-compileTime").inner_text() == "–"
+        close_panel(page)
+
+
+def test_an_interrupted_run_tells_how_far_it_came_and_no_speed(page):
+    given = state(2)
+    given["last_run"].update(failed=True, steps_done=8, seconds=5.0, gain=[], pays_back_after=None, steps_taken="")
+    with answering(page, given):
+        panel = open_panel(page)
+        assert panel.locator("dd.accel-took").inner_text() == "5 s, stopped after 8 of 25 steps"
+        assert [panel.locator(f"dd.accel-{name}").count() for name in ("speed", "paysBack")] == [0, 0]
+        assert panel.get_by_text("DeepCache", exact=True).is_hidden()
+        close_panel(page)
+
+
 def test_nothing_is_asked_while_nothing_happens_or_nobody_looks(page):
     with answering(page, state()) as asked:
         page.evaluate(SAY, {"event": "run_end"})
@@ -249,7 +282,7 @@ def test_nothing_is_asked_while_nothing_happens_or_nobody_looks(page):
         ({"error": "no such route"}, 404, "restart ComfyUI"),
         ("", 500, "does not answer"),
         ({"graph_cache": {"entries": 1, "compilations": 1, "table": [{"name": "ResBlock"}]}}, 200, "ResBlock"),
-        ({"graph_cache": {"table": None}, "last_run": {}, "deep_cache": {"last_run": {}}}, 200, "Last run"),
+        ({"graph_cache": {"table": None}, "last_run": {}}, 200, "Last run"),
         ({}, 200, "Nothing is accelerated yet"),
         ([], 200, "Nothing is accelerated yet"),
     ],
@@ -284,7 +317,7 @@ def test_captured_calls_are_told_from_compiled_blocks(page):
     with answering(page, state()):
         panel = open_panel(page)
         assert panel.locator("dd.accel-replays").inner_text() == "18 of 25"
-        row = panel.locator(".accel-row", has_text="UNetModel call")
-        assert row.locator(".accel-of-compileTime").inner_text() == "CUDA graph, 0.3s"
-        assert "exact size" in row.locator(".accel-of-usedFor").inner_text()
+        captured = panel.locator(".accel-row", has_text="UNetModel call")
+        assert captured.locator(".accel-of-compileTime").inner_text() == "CUDA graph, 0.3 s"
+        assert "exact size" in captured.locator(".accel-of-usedFor").inner_text()
         close_panel(page)

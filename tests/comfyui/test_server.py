@@ -125,6 +125,9 @@ def test_interrupt_in_mid_run_leaves_model_and_cache_clean(client):
 
     with pytest.raises(PromptInterrupted):
         client.run(text_to_image(72, 72, steps=20), interrupt, timeout=300)
+    told = client.get("/accel/state")["last_run"]
+    assert 2 <= told["steps_done"] < 20 and told["gain"] == []
+    assert {line[0]["code"] for line in told["lines"].values()} == {"line_stopped"}
     assert same(images(client, graph), expected)
     assert client.get("/accel/state")["graph_cache"]["fallbacks"] == []
 
@@ -156,7 +159,7 @@ def test_warm_up_and_clear_run_in_a_workflow(client):
 
 
 def test_value_out_of_range_ends_in_one_sentence_with_the_range(client):
-    with pytest.raises(PromptFailed, match="start_percent 0.8 is above end_percent 0.0"):
+    with pytest.raises(PromptFailed, match=r"start_percent \(0.8\) must not be above end_percent \(0.0\)"):
         client.run(text_to_image(AccelDeepCache={"start_percent": 0.8, "end_percent": 0.0}), timeout=60)
 
 

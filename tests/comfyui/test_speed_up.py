@@ -69,6 +69,14 @@ def test_few_steps_are_said_to_be_too_few(by_hand):
     assert said().endswith("too few steps to skip any")
 
 
+def test_who_searches_for_speed_finds_this_node():
+    aliases = getattr(AccelSpeedUp.define_schema(), "search_aliases", None)
+    if aliases is None:
+        pytest.skip("this core knows no aliases")
+    words = {"faster", "speed up", "optimize", "performance", "compile", "torch compile", "teacache"}
+    assert words | {"wavespeed", "first block cache", "easycache", "sage"} <= set(aliases)
+
+
 def test_a_vae_goes_through_and_none_is_needed():
     vae = tiny_vaes.sd15()
     model, view = AccelSpeedUp.execute(tiny_models.small_unet(), "Exact", vae).args

@@ -227,7 +227,6 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
             **{"lookups": 5, "loaded": 4, "saved": 9, "limit_bytes": 2 << 30},
             "misses": [{"block": "ResBlock", "reason": "it was made by torch 2.10.0", "count": 5}],
         },
-        "deep_cache": {"last_run": {"full_steps": 9, "skipped_steps": 16, "steps_taken": "FF" + "SSF" * 7 + "SS"}},
         "compiling": None,
         "last_run": {
             **{"model": "SD15", "latent": [1, 4, 90, 120], "pixels": [960, 720]},
@@ -235,6 +234,7 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
             **{"model_calls": 25, "replays": 18, "captures": 2, "capture_seconds": 0.6},
             **{"eager_calls": 64, "compile_seconds": 4.4, "loaded": 4, "saved_seconds": 8.4},
             **{"working_seconds": 9.2, "pays_back_after": 3, "lines": {}},
+            **{"full_steps": 9, "skipped_steps": 16, "steps_taken": "FF" + "SSF" * 7 + "SS"},
             "gain": GAIN,
             "saved_reasons": [SKIPPED],
         },
@@ -252,7 +252,7 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
 
 def idle() -> dict[str, Any]:
     """The same before anything ran."""
-    fresh = state(0, graph_store=None, deep_cache={"last_run": None}, last_run=None)
+    fresh = state(0, graph_store=None, last_run=None)
     fresh["graph_cache"].update(hits=0, misses=0, compilations=0, loaded=0, evictions=0, bytes=0, fallbacks=[])
     return fresh
 

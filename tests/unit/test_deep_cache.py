@@ -17,7 +17,7 @@ from kit.step_cache import SCHEDULE, Sampler, every, features_of
         ({"end_percent": float("nan")}, "end_percent nan is outside 0.0 to 1.0."),
         (
             {"start_percent": 0.8, "end_percent": 0.2},
-            "start_percent 0.8 is above end_percent 0.2; it must be 0.0 to 0.2.",
+            "start_percent (0.8) must not be above end_percent (0.2).",
         ),
         ({"quality": 0.0}, "quality 0.0 is not a number of dB above 0."),
         ({"quality": float("nan")}, "quality nan is not a number of dB above 0."),

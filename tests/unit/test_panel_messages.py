@@ -65,7 +65,17 @@ def test_events_become_messages_in_order(page):
     assert (own["number"], own["node"]) == (1, "7")
     assert compiled == {"event": "compiled", "name": "Block", "seconds": 1.0}
     told = {"prompt_id": "prompt 1", "to": "somebody"}
-    assert fallback == {"event": "fallback", "block": "Block", **Reason("autocast").as_json(), **told}
+    assert fallback == {"event": "fallback", "block": "Block", "of_all": False, **Reason("autocast").as_json(), **told}
+
+
+def test_nobody_is_warned_of_what_is_as_it_should_be_and_of_a_missing_compiler_as_of_all(page):
+    emit("fallback", block="Block", reason=Reason("slower", compiled="3.20", eager="3.02"))
+    emit("fallback", block="Model", reason=Reason("not_captured", why=Reason("amd")))
+    emit("fallback", block="Block", reason=Reason("interrupted"))
+    assert page.due == []
+    emit("fallback", block="Block", reason=Reason("no_triton", command="pip install triton"))
+    page.events()
+    assert page.got[0]["of_all"]
 
 
 def test_what_is_of_a_node_goes_to_nobody_but_who_asked_for_the_prompt(page):

@@ -312,6 +312,13 @@ def finish_node_progress(node_id: str) -> None:
         registry.finish_progress(node_id)
 
 
+def steps_shown() -> int | None:
+    """How far the bar of the running node is, of a sampler its steps; None outside of a prompt, or without a bar."""
+    context, registry = _executing(), _progress_registry()
+    shown = None if context is None else getattr(registry, "nodes", {}).get(context.node_id)
+    return None if shown is None else int(shown["value"])
+
+
 def _progress_of(node_id: str) -> Any:
     """Core's registry of progress per node, if the running prompt has this node."""
     registry = _progress_registry()

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import comfy.model_management
 import torch
 from comfy.patcher_extension import WrappersMP
 
@@ -94,7 +95,7 @@ class Run:
         self._states: dict[torch.nn.Module, _ModelState] = {}
         self._evictions = cache.evictions
         self._contexts: set[int] = set()
-        self._graphs = graphs
+        self._graphs = graphs and _may_have_graphs(cache)
         self._model_calls = 0
 
     @contextmanager
@@ -158,6 +159,12 @@ class Run:
                     raise Trouble(f"{type(model).__name__} cannot run compiled: {Reason('no_block_compilable')}")
                 state = self._states[model] = _ModelState(layers, Substitution(layers, Order.COMPILED), kinds)
             return state
+
+
+def _may_have_graphs(cache: GraphCache) -> bool:
+    """Whether this machine's device has CUDA graphs at all: where it has none, nobody needs to hear of them."""
+    why = cache.captures.capturer.why_not(comfy.model_management.get_torch_device())
+    return why is None or why.code not in ("not_cuda", "amd")
 
 
 def block_layers(

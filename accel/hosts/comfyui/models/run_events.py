@@ -12,7 +12,8 @@ from ....cache.entry import Use
 from ....core.events import emit, log
 from .. import preferences
 from ..sizes.model_sizes import family_name, latent_layout
-from ..versions import running_prompt
+from ..versions import running_prompt, steps_shown
+from .options import INTERRUPTS
 
 
 @contextmanager
@@ -26,12 +27,16 @@ def run_events(executor: Any, arguments: Sequence[Any], **facts: Any) -> Iterato
     preferences.current()  # puts the log's verbosity into force
     owner = id(executor.class_obj)
     emit("run_start", owner=owner, **_described(executor, arguments), **facts)
-    failed = True
+    failed, steps_done = True, None
     try:
         yield
         failed = False
+    except INTERRUPTS:
+        steps_done = steps_shown()
+        raise
     finally:
-        emit("run_end", owner=owner, failed=failed, loaded_share=_loaded_share(executor.class_obj))
+        share = _loaded_share(executor.class_obj)
+        emit("run_end", owner=owner, failed=failed, steps_done=steps_done, loaded_share=share)
 
 
 def sampling_begins(executor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ....core.events import subscribe
+from ....core.reasons import Reason
+from ....core.sentences import EXPECTED, OF_CUDA_GRAPHS, OF_THE_MACHINE
 from ....report.run_record import records
 
 TYPE = "accel"
@@ -50,8 +52,9 @@ class PanelMessages:
         if not (name in _FOR_ALL or name in _FOR_ONE) or not self._is_heard():
             return
         client, prompt = self._asker()
-        if name in _FOR_ONE and client is not None:
-            self._add({**_FOR_ONE[name](data), "prompt_id": prompt}, client)
+        own = _FOR_ONE[name](data) if name in _FOR_ONE and client is not None else None
+        if own is not None:
+            self._add({**own, "prompt_id": prompt}, client)
         if name in _FOR_ALL:
             self._add(_FOR_ALL[name](data), None)
 
@@ -96,9 +99,17 @@ _FOR_ALL: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "cache_changed": lambda data: {"event": "cache_changed"},
 }
 
-_FOR_ONE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+
+def _warning(block: str, reason: Reason) -> dict[str, Any] | None:
+    """None where nobody needs one: most machines have no CUDA graphs, and the model is compiled all the same."""
+    if reason.code in OF_CUDA_GRAPHS | EXPECTED:
+        return None
+    return {"event": "fallback", "block": block, "of_all": reason.code in OF_THE_MACHINE, **reason.as_json()}
+
+
+_FOR_ONE: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
     "compiling": lambda data: {"event": "node_compiling", **data},
-    "fallback": lambda data: {"event": "fallback", "block": data["block"], **data["reason"].as_json()},
+    "fallback": lambda data: _warning(data["block"], data["reason"]),
     "run_over": lambda data: {"event": "node_lines", "lines": data["run"].lines_as_json()},
 }
 
