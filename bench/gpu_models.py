@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import comfy.model_management
 import comfy.supported_models
 import torch
-from comfy_accel.accel.compile.benchmark import TOLERANCE
 from kit import made_up_device, tiny_models
 from kit.tiny_models import Family
 
@@ -21,7 +20,7 @@ from . import full_size
 from .flops import counted
 from .gpu_cases import Case
 from .gpu_device import wait
-from .session_plan import latent_side
+from .session_plan import TOLERANCE, latent_side
 
 QUICK_SCALE = 8
 """Small models' latents are this many times smaller on each side than their pixels say."""
@@ -183,7 +182,7 @@ class Runs:
 
 def tolerance(dtype: str) -> float | None:
     """The largest `difference` of a right output; None on the made-up device, which computes no values."""
-    return None if made_up_device.is_here() else TOLERANCE[tiny_models.DTYPES[dtype]]
+    return None if made_up_device.is_here() else TOLERANCE[dtype]
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:

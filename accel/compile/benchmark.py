@@ -1,7 +1,7 @@
 """Whether a compiled graph is faster than its block on this machine: a few calls run both ways and are compared.
 
 What is faster at one size may not be at another, so each graph is judged once for each power of two in size. A graph
-that is slower than the eager block is not used at that size; one whose output differs beyond tolerance, at no size.
+that is slower than the eager block is not used at that size; one whose output differs beyond rounding, at no size.
 The cost is one eager call of a block for each of at most `ROUNDS + 1` calls of a graph and size, for
 `CLEAR_ROUNDS + 1` where the gain is clear.
 
@@ -22,6 +22,7 @@ import torch
 
 from ..core.reasons import Reason
 from ..core.torch_internals import SLEEP
+from ..signature.output_check import beyond_rounding
 
 ROUNDS = 7
 """Calls timed both ways before a graph is judged slow."""
@@ -37,10 +38,6 @@ LONGEST_PAUSE = 0.02
 
 _CYCLES = 2e9
 """A GPU's clock cycles a second, roughly; a slower one pauses longer."""
-
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""Largest difference by dtype, relative to the largest value: sums in another order, and fused operations that round
-once where eager rounds each time. A wrong graph is off by the size of the values themselves."""
 
 
 class Benchmark:
@@ -72,12 +69,17 @@ class Benchmark:
         return statistics.median(self._eager) - statistics.median(self._compiled)
 
     def call(
-        self, compiled: Callable[[], Any], eager: Callable[[], Any], device: torch.device, captured: bool = False
+        self,
+        compiled: Callable[[], Any],
+        eager: Callable[[], Any],
+        device: torch.device,
+        captured: bool = False,
+        difference: Callable[[Any, Any], float | None] = beyond_rounding,
     ) -> Any:
         """The output of this call, from the compiled graph unless it is wrong.
 
         The two must not share tensors that they write to; they take turns in running first. captured: calls like this
-        one are captured later, so that the host's time for them is no matter.
+        one are captured later, so that the host's time for them is no matter. difference: of the two outputs.
         """
         with self._lock:
             number = self._calls
@@ -89,17 +91,17 @@ class Benchmark:
         else:
             timed = [_timed(call, device) for call in calls]
         (out, compiled_seconds), (expected, eager_seconds) = timed if number % 2 else reversed(timed)
-        difference = largest_difference(out, expected)
+        excess = difference(out, expected)
         with self._lock:
             self.seconds += time.perf_counter() - started - compiled_seconds
-            if difference is not None:
+            if excess is not None:
                 self.done = self.wrong = True
-                self.verdict = Reason("wrong_output", difference=f"{difference:.1e}")
+                self.verdict = Reason("wrong_output", times=f"{excess:.1f}")
             elif number and not self.done:  # the first call of a kernel is not like the others
                 self._compiled.append(compiled_seconds)
                 self._eager.append(eager_seconds)
                 self._judge()
-        return out if difference is None else expected
+        return out if excess is None else expected
 
     def _judge(self) -> None:
         ratios = [fast / plain for fast, plain in zip(self._compiled, self._eager, strict=True)]
@@ -143,28 +145,6 @@ class Benchmarks:
 def order_of_size(inputs: Sequence[torch.Tensor]) -> int:
     """The exponent of the power of two next above the number of elements in the first tensor that has any."""
     return next((tensor.numel().bit_length() for tensor in inputs if tensor.numel()), 0)
-
-
-def largest_difference(out: Any, expected: Any) -> float | None:
-    """The largest relative difference beyond tolerance between two outputs (tensors, or nested tuples of them).
-
-    None when all are within tolerance. NaN where the eager output has none counts as infinite.
-    """
-    if isinstance(expected, torch.Tensor):
-        if out.shape != expected.shape or out.dtype != expected.dtype:
-            return float("inf")
-        if not expected.is_floating_point() or not expected.numel():
-            return None
-        scale = expected.abs().max().float()
-        difference = (out.float() - expected.float()).abs().max() / scale.clamp_min(1e-6)
-        if not scale.isfinite():
-            return None  # the model itself overflows here, which says nothing of the graph
-        value = float(difference)
-        return None if value <= TOLERANCE.get(expected.dtype, 8e-2) else (value if value == value else float("inf"))
-    if isinstance(expected, (tuple, list)):
-        differences = [largest_difference(one, other) for one, other in zip(out, expected, strict=True)]
-        return max((value for value in differences if value is not None), default=None)
-    return None
 
 
 def _timed_on_device(

@@ -44,7 +44,7 @@ _A_GRAPH = {
     "cache_entries_full": "the graph cache is full: all block types that it may hold ({kinds}) are in use",
     "cache_bytes_full": "the graphs of this run need more than the memory limit of {megabytes} MB",
     "graph_failed": "its compiled graph failed: {error}",
-    "wrong_output": "its compiled output differs from the uncompiled one by {difference} of the largest value",
+    "wrong_output": "its compiled output differs from the uncompiled one {times} times as much as rounding explains",
     "slower": "compiled {compiled} ms, normal {eager} ms a call at this size: kept normal",
 }
 
@@ -131,7 +131,7 @@ _CAPTURING = {
     "writes_own": "it writes to its inputs or weights ({operator})",
     "dry_run_failed": "its dry run failed: {error}",
     "weights_moved": "its weights moved while it was captured",
-    "replay_differs": "its replay differs from the call itself by {difference} of the largest value",
+    "replay_differs": "its replay differs from the call itself {times} times as much as rounding explains",
     "capture_failed": "capturing it failed: {error}",
     "replay_failed": "its replay failed: {error}",
     "model_gone": "its model was unloaded",

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..compile.benchmark import largest_difference
 from ..core.reasons import Reason
 from ..signature import tree_spec
+from ..signature.output_check import beyond_rounding
 from .capturer import CaptureFailed
 from .dry_run import DryRun
 from .host_constants import HostConstants
@@ -109,9 +109,10 @@ class CallCapture:
             out, handed = captured.run(self.tensors)
             made = [*tensors_of(out), *handed]
             is_even = len(made) == len(expected)
-            difference = largest_difference(made, list(expected)) if is_even else float("inf")
-        if difference is not None:
-            raise CaptureFailed(Reason("replay_differs", difference=f"{difference:.1e}"))
+            depth = len(self.observer.used) + self.observer.eager_calls
+            excess = beyond_rounding(made, list(expected), depth=max(1, depth)) if is_even else float("inf")
+        if excess is not None:
+            raise CaptureFailed(Reason("replay_differs", times=f"{excess:.1f}"))
         return captured
 
     def _call_on(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, CaptureIO | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -22,6 +23,7 @@ from ..fingerprint.survey import Region
 from ..modules.streamed_weights import WeightSource, weights_taken
 from ..modules.substitution import Outside
 from ..signature import tree_spec
+from ..signature.output_check import beyond_rounding
 from ..signature.tensors import dense, share_memory
 from .batch_dry_run import BatchDryRun
 from .block_observer import BlockObserver
@@ -298,6 +300,9 @@ class BlockRunner:
         """The call run both ways, the block on copies of its inputs; inputs that it changes are compared too."""
         benchmark, changes, given = resolved.benchmark, resolved.graph.facts.changed, call.given
         copies = [tensor.clone() for tensor in call.inputs]
+        before = [tensor.clone() if index in changes else tensor for index, tensor in enumerate(call.inputs)]
+        types = {spec.dtype for spec in resolved.entry.key.inputs}
+        difference = functools.partial(beyond_rounding, inputs=before, types=types)
 
         def compiled():
             return self._run_graph(call, resolved.graph), [given[index] for index in changes]
@@ -307,12 +312,12 @@ class BlockRunner:
             return call.inner(*args, **kwargs), [copies[index] for index in changes]
 
         may_capture = self.observer is not None and self.observer.may_capture
-        out, changed = benchmark.call(compiled, eager, call.device, captured=may_capture)
+        out, changed = benchmark.call(compiled, eager, call.device, may_capture, difference)
         for index, tensor in zip(changes, changed, strict=True):
             out = _handed_back(out, tensor, given[index])
         # A capture waits for the verdict, and with one round a call the few steps of a distilled model would pass.
         while may_capture and not benchmark.done and not changes:
-            benchmark.call(compiled, eager, call.device, captured=True)
+            benchmark.call(compiled, eager, call.device, True, difference)
         if benchmark.verdict is not None:
             fallbacks.note(self.kind.name, benchmark.verdict)
         if benchmark.done:

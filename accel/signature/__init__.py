@@ -1,1 +1,1 @@
-"""How a call is described, and how a later one like it is recognised."""
+"""How a call is described, how a later one like it is recognised, and whether two gave the same."""

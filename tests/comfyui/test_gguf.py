@@ -14,12 +14,12 @@ import comfy.ops
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.compile.benchmark import largest_difference
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
 from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.signature.output_check import beyond_rounding
 from kit.compiled import graphs
 from kit.quantised_layers import EAGER, WIDTH, FeedForwards, X, both_ways, plain, saving
 
@@ -229,7 +229,7 @@ def test_compiled_graph_serves_other_weights_of_its_layout_and_is_saved(layout, 
     settings, caches = CompileSettings(backend="inductor"), [saving(tmp_path), saving(tmp_path)]
     for seed, cache in enumerate(caches):
         eager, compiled = both_ways(stored(layout, seed), cache, X[:, : 7 - seed], settings)
-        assert largest_difference(compiled, eager) is None
+        assert beyond_rounding(compiled, eager) is None
     assert fallbacks.rows() == []
     statistics = caches[1].statistics()
     assert (statistics["loaded"], statistics["compilations"]) == (1, 0)

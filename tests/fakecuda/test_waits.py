@@ -49,7 +49,7 @@ def cache():
 @pytest.fixture(autouse=True)
 def levels_are_known(monkeypatch):
     """Nothing is computed on the device: outputs are what was in the memory, and the sampler's own levels are zero."""
-    monkeypatch.setattr(call_capture, "largest_difference", lambda actual, expected: None)
+    monkeypatch.setattr(call_capture, "beyond_rounding", lambda actual, expected, depth: None)
     monkeypatch.setattr(comfy.samplers, "calculate_sigmas", lambda _, name, steps: torch.linspace(10, 0, steps + 1))
     monkeypatch.setattr(samplers, "is_near", lambda one, other: True)
 

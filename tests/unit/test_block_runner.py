@@ -290,6 +290,24 @@ def test_wrong_graph_leaves_the_inputs_as_the_block_would():
     assert torch.equal(x, expected) and differs()
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_graph_that_adds_nothing_is_wrong_beside_a_channel_that_is_a_thousand_times_larger(in_place):
+    class Residual(Block):
+        def forward(self, x):
+            added = self.second(self.first(x / x.new_tensor([1000, 1, 1, 1])))
+            return x.add_(added) if in_place else x + added
+
+    def adds_nothing(graph, examples):
+        return lambda *args: [next(arg for arg in args if getattr(arg, "shape", ()) == (64, 4))]
+
+    block = Residual(4)
+    stand_in = runner(block, backend=adds_nothing, measured=True)
+    with torch.inference_mode():
+        x = torch.randn(64, 4) * torch.tensor([1000, 1, 1, 1])
+        assert torch.equal(stand_in(block, x.clone()), block(x.clone()))
+    assert differs()
+
+
 def test_stopping_names_the_budget_that_is_too_small():
     block = Block()
     with torch.inference_mode(), pytest.raises(Trouble, match="need more than the memory limit of 0 MB"):

@@ -1,0 +1,139 @@
+"""The check of a graph against its block throws no right graph out: blocks of all families in half precision.
+
+The thorough ones are the families that tell nothing new."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
+from comfy_accel.accel.modules.blocks import blocks
+from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.signature import output_check
+from comfy_accel.accel.signature.output_check import beyond_rounding
+from kit.compiled import graphs
+from kit.thorough import thorough_except
+from kit.zoo import ZOO, Noise, Size
+
+HALF = (torch.bfloat16, torch.float16)
+OUTLIERS = (1, 10, 100, 1000)
+QUICK = {"SDXL": 2, "Flux": 3, "Wan t2v": 1, "Qwen-Image": 2, "Lumina2": 1, "Cosmos predict2": 1}
+"""How many outputs of blocks there are."""
+
+UNNORMED = ("ACE-Step", "PixArt Alpha", "PixArt Sigma")
+"""Attention takes what it is given without a norm, and large channels rule it."""
+
+
+def mapped(change, value):
+    """The value with each floating tensor in it changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value) if value.is_floating_point() else value.clone()
+    if isinstance(value, dict):
+        return {name: mapped(change, part) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(mapped(change, part) for part in value)
+    if dataclasses.is_dataclass(value):
+        return dataclasses.replace(value, **mapped(change, vars(value)))
+    return value
+
+
+def tensors_in(value):
+    found = []
+    mapped(lambda tensor: found.append(tensor), value)
+    return found
+
+
+def options(level):
+    return {"transformer_options": {"sigmas": level, "sample_sigmas": level}}
+
+
+def calls_of(name):
+    """(block, args, kwargs) of the first call of each class of blocks in a model of the zoo."""
+    model, calls = ZOO[name].build(), {}
+
+    def keep(block, args, kwargs):
+        if type(block) not in calls:
+            calls[type(block)] = (block, *mapped(torch.clone, (args, kwargs)))
+
+    hooks = [block.register_forward_pre_hook(keep, with_kwargs=True) for _, block in blocks(model)]
+    x, given = ZOO[name].inputs(Size(batch=2), Noise(0))
+    level = torch.full((len(x),), 0.5)
+    model(x, level, **options(level), **given)
+    for hook in hooks:
+        hook.remove()
+    return list(calls.values())
+
+
+def with_outliers(size, shapes):
+    """What puts two channels of a size into tensors of these shapes."""
+
+    def change(tensor):
+        values = tensor.clone()
+        if tensor.shape in shapes:
+            channels = values.movedim(1 if tensor.ndim == 4 else -1, -1)
+            width = channels.shape[-1]
+            random = torch.Generator().manual_seed(0)
+            channels[..., 7 % width] = size * (1 + 0.1 * torch.randn(channels.shape[:-1], generator=random))
+            channels[..., width // 2] = -0.7 * size
+        return values
+
+    return change
+
+
+def run(block, call, dtype):
+    """The floating tensors of the output of a call on copies of its arguments, in a type."""
+    args, kwargs = mapped(lambda tensor: tensor.to(dtype, copy=True), call)
+    return [tensor for tensor in tensors_in(block(*args, **kwargs)) if tensor.numel()]
+
+
+@torch.inference_mode()
+def differences(name):
+    """Of each output of each class of blocks in a model, in each type with each outlier: the block in float32 on the
+    numbers that it is given in half precision, against the block in half precision."""
+    found = {}
+    for block, *call in calls_of(name):
+        for dtype in HALF:
+            half = copy.deepcopy(block).to(dtype)
+            wide = copy.deepcopy(half).float()
+            shapes = {tensor.shape for tensor in run(wide, call, torch.float32)}
+            for outlier in OUTLIERS:
+                given = mapped(lambda tensor, to=dtype: tensor.to(to), mapped(with_outliers(outlier, shapes), call))
+                pairs = zip(run(wide, given, torch.float32), run(half, given, dtype), strict=True)
+                for number, (one, other) in enumerate(pairs):
+                    at = type(block).__name__, number, dtype, outlier
+                    found[at] = beyond_rounding(one.to(other.dtype), other, tensors_in(given), [dtype])
+    return found
+
+
+@pytest.mark.parametrize("name", thorough_except(ZOO, *QUICK))
+def test_blocks_that_round_otherwise_pass(name, monkeypatch):
+    if name not in UNNORMED:  # with room to spare
+        monkeypatch.setattr(output_check, "STEPS", output_check.STEPS / 2)
+        monkeypatch.setattr(output_check, "LEAST", output_check.LEAST / 2)
+    found = differences(name)
+    assert {at: times for at, times in found.items() if times is not None} == {}
+    assert len(found) == QUICK.get(name, len(found) // 8) * len(HALF) * len(OUTLIERS) > 0
+
+
+@pytest.mark.thorough  # compiles with inductor
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("name", ["SDXL", "Flux", "Wan t2v", "Qwen-Image"])
+def test_graphs_compiled_in_half_precision_pass(name, dtype, monkeypatch):
+    monkeypatch.setattr(output_check, "STEPS", output_check.STEPS / 2)
+    monkeypatch.setattr(output_check, "LEAST", output_check.LEAST / 2)
+    model = ZOO[name].build().to(dtype)
+    getattr(model, "patch_embedding", torch.nn.Identity()).float()  # which takes floats in Wan
+    x, given = mapped(lambda tensor: tensor.to(dtype), ZOO[name].inputs(Size(batch=2), Noise(0)))
+    level = torch.full((len(x),), 0.5)
+    with (
+        torch.inference_mode(),
+        substituted(block_layers(model, CompileSettings("inductor"), GraphCache()), Order.COMPILED),
+    ):
+        for _ in range(2):
+            model(x, level, **options(level), **given)
+    assert [row for row in fallbacks.rows() if "slower" not in row["reason"]] == []
+    assert graphs() > 0

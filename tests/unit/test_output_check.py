@@ -1,0 +1,216 @@
+"""The check of a graph against its block: no wrong block passes and no right one is thrown out, outliers or not."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from comfy_accel.accel.signature import output_check
+from comfy_accel.accel.signature.output_check import beyond_rounding
+
+VALUE = torch.linspace(-1, 1, 64)
+HALF = (torch.bfloat16, torch.float16)
+DTYPES = (*HALF, torch.float32)
+OUTLIERS = (1, 10, 100, 1000)
+
+SAMPLES, TOKENS, WIDTH, HEADS = 2, 96, 64, 4
+LARGE = [7, 50]
+"""The channels with outliers."""
+ORDINARY = [channel for channel in range(WIDTH) if channel not in LARGE]
+
+
+class Block:
+    """Attention and a feed-forward part, each added to the stream after a norm that makes all channels alike, as
+    trained ones do: [B, T, 64] to the same."""
+
+    def __init__(self, outlier: float):
+        random = torch.Generator().manual_seed(0)
+        self.x = torch.randn(SAMPLES, TOKENS, WIDTH, generator=random)
+        self.gains = torch.ones(WIDTH)
+        self.gains[LARGE] = 1 / outlier
+        self.x = self.x / self.gains + torch.where(self.gains < 1, outlier, 0)
+        shapes = {"qkv": (3, WIDTH), "out": (1, WIDTH), "up": (4, WIDTH), "down": (1, 4 * WIDTH)}
+        self.weights = {
+            name: torch.randn(rows * WIDTH, columns, generator=random) / math.sqrt(columns)
+            for name, (rows, columns) in shapes.items()
+        }
+        self.weights["qkv"][: 2 * WIDTH] *= 1.5
+        self.other = torch.randn(WIDTH, WIDTH, generator=random) / math.sqrt(WIDTH)
+
+    def __call__(self, dtype, fault=lambda name, values: values, product=torch.nn.functional.linear, **weights):
+        x, gains = self.x.to(dtype).to(weights.get("computed", dtype)), self.gains
+        weights = {name: weights.get(name, weight).to(dtype).to(x.dtype) for name, weight in self.weights.items()}
+
+        def normed(values):
+            return torch.nn.functional.layer_norm(values * gains.to(values.dtype), (WIDTH,))
+
+        q, k, v = product(normed(x), weights["qkv"]).view(SAMPLES, TOKENS, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        heads = fault("heads", torch.nn.functional.scaled_dot_product_attention(q, k, v))
+        x = x + fault("attention", product(heads.transpose(1, 2).flatten(2), weights["out"]))
+        hidden = torch.nn.functional.gelu(product(normed(x), weights["up"]))
+        return fault("output", x + product(hidden, weights["down"]))
+
+
+def changed(name, change):
+    """A fault: what the block computes under this name becomes something else."""
+    return lambda at, values: change(values) if at == name else values
+
+
+def with_(value, *places):
+    """The values with another one in these places."""
+
+    def change(values):
+        values = values.clone()
+        values[places] = value
+        return values
+
+    return change
+
+
+def noise(values):
+    values = values.clone()
+    spread = values[..., ORDINARY].std(1, keepdim=True)
+    values[..., ORDINARY] = spread * torch.randn(spread.expand(-1, TOKENS, -1).shape).to(values.dtype)
+    return values
+
+
+FAULTS = {
+    "attention gives zeros": changed("attention", torch.zeros_like),
+    "attention's sign is flipped": changed("attention", torch.neg),
+    "a head is dropped": changed("heads", with_(0.0, slice(None), 1)),
+    "heads are swapped": changed("heads", lambda values: values.roll(1, 1)),
+    "attention's tokens are shifted": changed("attention", lambda values: values.roll(1, 1)),
+    "samples are swapped": changed("attention", lambda values: values.flip(0)),
+    "the last token of attention is missing": changed("attention", with_(0.0, slice(None), -1)),
+    "tokens are shifted": changed("output", lambda values: values.roll(1, 1)),
+    "an ordinary channel is zero": changed("output", with_(0.0, ..., 20)),
+    "a large channel is zero": changed("output", with_(0.0, ..., LARGE[0])),
+    "ordinary channels are noise": changed("output", noise),
+    "a value overflows": changed("output", with_(math.inf, 1, 5, 20)),
+    "a value is no number": changed("output", with_(math.nan, 1, 5, 20)),
+}
+
+
+def wrong_outputs(block, dtype):
+    """Each wrong output of the block by what is wrong."""
+    made = {name: block(dtype, fault) for name, fault in FAULTS.items()}
+    made["its input"] = block.x.to(dtype)
+    made["a stale weight"] = block(dtype, out=block.other)
+    made["all but what is given"] = block(dtype) - block.x.to(dtype)
+    right = block(dtype)
+    for name, part in {"last channels": (..., slice(-3, None)), "last sample's last token": (-1, -1)}.items():
+        made[f"{name} as they were given"] = right.clone()
+        made[f"{name} as they were given"][part] = block.x.to(dtype)[part]
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("outlier", OUTLIERS)
+def test_wrong_blocks_are_found_however_large_a_few_channels_are(dtype, outlier):
+    block = Block(outlier)
+    right = block(dtype)
+    given = [torch.zeros(3), block.x.to(dtype)]
+    found = {name: beyond_rounding(out, right, given) for name, out in wrong_outputs(block, dtype).items()}
+    assert len(found) == 18 and [name for name, times in found.items() if times is None] == []
+
+
+def in_parts(values, weight):
+    """The product as sums of four parts, each rounded."""
+    parts = zip(values.chunk(4, -1), weight.chunk(4, -1), strict=True)
+    return sum(torch.nn.functional.linear(*part) for part in reversed(list(parts)))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("outlier", OUTLIERS)
+def test_other_orders_of_rounding_pass_with_room_to_spare(dtype, outlier, monkeypatch):
+    block = Block(outlier)
+    right = block(dtype)
+    others = [block(dtype, product=in_parts), block(dtype, computed=torch.float32).to(dtype)]
+    monkeypatch.setattr(output_check, "STEPS", output_check.STEPS / 2)
+    monkeypatch.setattr(output_check, "LEAST", output_check.LEAST / 2)
+    assert [beyond_rounding(other, right, [block.x.to(dtype)]) for other in others] == [None, None]
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_pieces_find_what_the_whole_does(fault, monkeypatch):
+    block = Block(100)
+    given, right = block.x.half(), block(torch.float16, computed=torch.float32).half()
+    out = block(torch.float16) if fault is None else block(torch.float16, FAULTS[fault])
+    whole = beyond_rounding(out, right, [given])
+    monkeypatch.setattr(output_check, "_SMALLEST_PIECE", 100)
+    assert beyond_rounding(out, right, [given]) == (whole if whole is None else pytest.approx(whole, rel=1e-3))
+
+
+def test_channels_of_pictures_are_found_on_either_side():
+    block = Block(1000)
+    for dtype, fault in itertools.product(DTYPES, (None, "a head is dropped", "an ordinary channel is zero")):
+        made = block(dtype, FAULTS[fault]) if fault else block(dtype, product=in_parts)
+        tokens = [tensor.view(SAMPLES, 12, 8, WIDTH) for tensor in (made, block(dtype), block.x.to(dtype))]
+        pictures = [tensor.movedim(-1, 1) for tensor in tokens]
+        dense = [tensor.contiguous() for tensor in pictures]
+        for out, right, given in (tokens, pictures, dense):
+            assert (beyond_rounding(out, right, [given]) is None) == (fault is None), (dtype, fault)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_values_that_are_no_numbers_count_as_different(bad):
+    assert beyond_rounding(torch.full((4,), bad), torch.ones(4)) == math.inf
+    assert beyond_rounding(torch.tensor(bad), torch.tensor(1.0)) == math.inf
+
+
+def test_nothing_is_said_of_values_where_the_model_itself_overflows():
+    right = torch.where(VALUE > 0.9, math.inf, VALUE)
+    assert beyond_rounding(torch.ones(4), torch.full((4,), math.nan)) is None
+    assert beyond_rounding(torch.where(VALUE > 0.9, 2, VALUE), right) is None
+    assert beyond_rounding(torch.where(VALUE > 0.8, 2, VALUE), right) > 1
+
+
+def test_input_that_is_no_number_is_none_that_a_block_adds_to():
+    for bad in (math.nan, -math.inf):
+        assert beyond_rounding(VALUE * (1 + 1e-4), VALUE, [torch.full_like(VALUE, bad)]) is None
+        assert beyond_rounding(VALUE * 2, VALUE, [torch.full_like(VALUE, bad)]) > 1
+
+
+@pytest.mark.parametrize("out", [VALUE[:1], VALUE.double(), VALUE.reshape(8, 8)])
+def test_output_of_another_shape_or_type_is_different_whatever_its_values(out):
+    assert beyond_rounding(out, VALUE) == math.inf
+
+
+def test_tuples_differ_by_their_worst_tensor():
+    assert beyond_rounding((VALUE, [VALUE.half(), None]), (VALUE, [(VALUE * 1.005).half(), None])) is None
+    assert beyond_rounding((VALUE, VALUE + 1), (VALUE, VALUE)) > 10
+    assert beyond_rounding((torch.empty(0), torch.ones(2, dtype=torch.int)), (torch.empty(0), VALUE.int()[:2])) is None
+
+
+def test_zeros_are_zeros():
+    assert beyond_rounding(torch.zeros(4), torch.zeros(4), [torch.ones(4)]) is None
+    assert beyond_rounding(torch.ones(4), torch.zeros(4)) > 1
+
+
+@pytest.mark.parametrize(
+    ("types", "passes"),
+    [
+        ((torch.float32,), 5e-3),
+        ((torch.float16, torch.bool), 5e-3),
+        ((torch.bfloat16,), 2e-2),
+        ((torch.bfloat16, torch.float8_e4m3fn), 5e-2),
+        ((torch.bfloat16, torch.uint8), 0.2),
+    ],
+)
+def test_coarsest_numbers_in_a_call_say_what_rounding_explains(types, passes):
+    """A stream in float32 whose blocks compute in bf16 is as exact as these."""
+    random = torch.Generator().manual_seed(0)
+    right, error = torch.randn(2, 500, generator=random), torch.randn(2, 500, generator=random)
+    assert beyond_rounding(right + passes * error, right, types=types) is None
+    assert beyond_rounding(right + 4 * passes * error, right, types=types) > 1
+    assert beyond_rounding(right + 4 * passes * error, right, types=types, depth=16) is None
+
+
+def test_sums_that_are_rounded_to_half_precision_explain_more():
+    right = torch.randn(2, 500, generator=torch.Generator().manual_seed(0)).half()
+    assert beyond_rounding(right * 1.02, right) > 1
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    try:
+        assert beyond_rounding(right * 1.02, right) is None
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
