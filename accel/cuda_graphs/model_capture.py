@@ -25,7 +25,7 @@ from ..core.reasons import Reason, RunEagerly, not_in_this_mode
 from ..dispatch.block_observer import BlockObserver
 from ..dispatch.block_runner import BlockRunner
 from ..modules.substitution import Order, Substitution
-from ..signature import tree_spec
+from ..signature import switches, tree_spec
 from ..signature.tensors import PLAIN_TENSORS
 from ..step_cache.capture_io import CaptureIO, FeaturesProxy
 from .call_capture import CallCapture, tensors_of
@@ -74,6 +74,7 @@ class ModelCapture:
         self._model = weakref.ref(model)
         self._name = type(model).__name__
         self._cache, self._pool, self._lease, self._host = cache, pool, lease, host
+        self._facts = host.facts, switches.in_force()
         self._observer = BlockObserver()
         self._blocks = Substitution(blocks, Order.COMPILED)
         for runner in blocks.values():
@@ -115,7 +116,7 @@ class ModelCapture:
         if proxy is not None and not proxy.is_capturable:
             return self._alone(inner, args, kwargs)
         features = proxy.features() if proxy else {}
-        key = variant.key(self._model, features, proxy.phase if proxy else None, self._host.facts)
+        key = variant.key(self._model, features, proxy.phase if proxy else None, self._facts)
         entry = self._cache.get(key, self._lease)
         # Weights are looked at one by one, so a call that will not be captured does without.
         if (entry is None or not entry.graphs) and self._is_refused(key, entry):

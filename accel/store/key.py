@@ -8,7 +8,7 @@ import platform
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import torch
 from ..core import torch_internals
 from ..core.toolchain import triton_version
 from ..fingerprint import module_files
+from ..signature import switches
 
 if TYPE_CHECKING:
     from ..fingerprint.kinds import GraphKey
@@ -31,8 +32,6 @@ _PASSES = (
 """Settings of inductor that take custom code."""
 
 _THREADS = re.compile(r" \d+ threads")
-
-_ATTENTIONS = ("flash", "mem_efficient", "math", "cudnn")
 
 
 class NotPortable(Exception):
@@ -167,22 +166,20 @@ def _options() -> str:
     passes = [getattr(config, name, None) for name in _PASSES]
     if any(passes):
         raise NotPortable("inductor has a pass of somebody's own")
-    matmul, attention = torch.backends.cuda.matmul, torch.backends.cuda
+    matmul = torch.backends.cuda.matmul
     settings = (
         _shared(config),
         _shared(functorch),
         torch.get_default_dtype(),
-        _asked(torch.get_float32_matmul_precision),
-        _asked(lambda: matmul.fp32_precision),
+        switches.asked(torch.get_float32_matmul_precision),
+        switches.asked(lambda: matmul.fp32_precision),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
         torch.backends.mkldnn.enabled,
-        _asked(getattr(attention, "fp16_bf16_reduction_math_sdp_allowed", None)),
-        # The attention backend is chosen when the block is traced.
-        *(_asked(getattr(attention, f"{name}_sdp_enabled", None)) for name in _ATTENTIONS),
+        *switches.attention(),  # the backend is chosen when the block is traced
     )
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:12]
 
@@ -190,11 +187,3 @@ def _options() -> str:
 def _shared(config: Any) -> list[tuple[str, str]]:
     """A module's settings that decide what is generated, without the compiler's path."""
     return sorted((name, repr(value)) for name, value in config.save_config_portable().items() if name != "cpp.cxx")
-
-
-def _asked(setting: Callable[[], Any] | None) -> Any:
-    """The value of a setting, or the error's name: torch raises for one that was set through another name."""
-    try:
-        return setting() if setting is not None else None
-    except (AttributeError, RuntimeError) as error:
-        return type(error).__name__

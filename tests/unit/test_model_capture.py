@@ -1,5 +1,6 @@
 """The captured calls of a run: when they are made, told apart and marked failed, and that they are always right."""
 
+import contextlib
 import functools
 import gc
 import operator
@@ -118,6 +119,52 @@ def test_what_changes_the_work_is_captured_apart_and_what_changes_values_is_not(
         settle(call, latent(), times())
     assert capturer.captures == len(calls) + 1
     capturer.assert_reads_only(*model.parameters(), *model.buffers(), *buffers(cache))
+
+
+@contextlib.contextmanager
+def switched(holder, name, value):
+    names = (name, "fp32_precision") if holder is MATMUL and hasattr(holder, "fp32_precision") else (name,)
+    before = [getattr(holder, name) for name in names]
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(holder, name, value)
+
+
+@contextlib.contextmanager
+def without_flash():
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+
+
+MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        *(functools.partial(switched, MATMUL, name, True) for name in ("allow_tf32", "allow_fp16_accumulation")),
+        *(
+            functools.partial(switched, MATMUL, f"allow_{name}_reduced_precision_reduction", False)
+            for name in ("fp16", "bf16")
+        ),
+        functools.partial(switched, CUDNN, "allow_tf32", False),
+        *(functools.partial(switched, CUDNN, name, True) for name in ("benchmark", "deterministic")),
+        without_flash,
+    ],
+)
+def test_switch_of_torch_that_changes_results_is_captured_apart(other):
+    """As a node sets them for one run and back after it."""
+    model, (cache, capturer) = Toy(), capturing_cache()
+    for context, captures in ((contextlib.nullcontext, 1), (other, 2), (contextlib.nullcontext, 2), (other, 2)):
+        with context(), run(model, cache) as call:
+            settle(call, latent(), times())
+        assert capturer.captures == captures
 
 
 def test_odd_strides_share_a_capture_with_even_ones():

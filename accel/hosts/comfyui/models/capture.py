@@ -88,13 +88,7 @@ def begin(
         return _obstacle(base) or (Reason("memory_needed") if memory.asked > asked else None)
 
     host = CaptureHost(
-        facts=(
-            code,
-            kinds,
-            settings,
-            torch.get_float32_matmul_precision(),
-            torch.are_deterministic_algorithms_enabled(),
-        ),
+        facts=(code, kinds, settings),
         simplify=call_simplifier(strings),
         token=lambda: (_weights_token(base), held.current),
         why_not=why_not,
