@@ -560,6 +560,32 @@ def test_weights_that_core_has_prefetched_are_used_and_stay_core_s(card):
         source.release()
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("failing", range(3))
+def test_each_weight_is_released_whatever_the_release_of_another_raises(card, monkeypatch, failing):
+    model, asked, own = card.streamed(FLUX.load()), [], stand_in.ModelVBAR.unpin
+    sample(model)
+    block = model.model.diffusion_model.double_blocks[0]
+    source = streamed.StreamedWeights(block, describe(streamed.plain(block)).weights)
+    held = capture._HeldWeights(model.model.diffusion_model)
+
+    def unpin(self, *place):
+        own(self, *place)
+        asked.append(place)
+        if len(asked) == failing + 1:
+            raise RuntimeError("no page of this address")
+
+    monkeypatch.setattr(stand_in.ModelVBAR, "unpin", unpin)
+    for hold, release in ((lambda: source.take([torch.zeros(1)]), source.release), (held.hold, held.release)):
+        hold()
+        pinned = card.pins
+        asked.clear()
+        with pytest.raises(RuntimeError, match="no page"):
+            release()
+        assert pinned > 3 and card.pins == 0
+        release()
+
+
 class Captured:
     """Runs of streamed models whose calls are captured; the capturer counts captures and replays."""
 

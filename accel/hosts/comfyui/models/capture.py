@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import comfy.model_management
@@ -204,12 +204,12 @@ class _HeldWeights:
             if place is None:  # a LoRA of another size: core has put its weights in place
                 continue
             vbar, address, size = place
-            signature = vbar.fault(address, size)
+            unpin, signature = vbar.unpin, vbar.fault(address, size)
             if signature is None:
                 self.release()
                 self.current = None
                 return None
-            self._pinned.append(place)
+            self._pinned.append((unpin, address, size))
             if known is not None and bytes(signature) == bytes(known):
                 current.append(number)
         self.current, self._loaded = frozenset(current), self._sizes()
@@ -231,9 +231,11 @@ class _HeldWeights:
         return (place for state in self._parts if (place := state.get("_v")) is not None)
 
     def release(self) -> None:
-        while self._pinned:
-            vbar, address, size = self._pinned.pop()
-            vbar.unpin(address, size)
+        """Each is released, whatever the release of another raises."""
+        with ExitStack() as each:
+            for unpin, address, size in self._pinned:
+                each.callback(unpin, address, size)
+            self._pinned = []
 
 
 def _streamed(module: torch.nn.Module) -> Collection[str]:

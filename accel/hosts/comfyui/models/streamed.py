@@ -13,7 +13,7 @@ use of such a layer takes them to the device and adds its LoRA there. A graph ha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import comfy.model_management
@@ -164,18 +164,18 @@ class StreamedWeights:
         return self._taken
 
     def release(self) -> None:
+        """See `WeightSource.release`. Each weight is released, whatever the release of another raises."""
         self._taken = self._refusal = None
-        while self._brought:
-            part, clear = self._brought.pop()
-            for clear_prepared in clear:
-                clear_prepared()
-            vars(part).pop("_prefetch", None)
-        while self._pinned:
-            unpin, address, size = self._pinned.pop()
-            unpin(address, size)
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.wait_stream(self._current)
+        with ExitStack() as last_first:
+            if self._stream is not None:
+                last_first.callback(self._stream.wait_stream, self._current)
+            for unpin, address, size in self._pinned:
+                last_first.callback(unpin, address, size)
+            for part, clear in self._brought:
+                last_first.callback(vars(part).pop, "_prefetch", None)
+                for clear_prepared in clear:
+                    last_first.callback(clear_prepared)
+            self._stream, self._pinned, self._brought = None, [], []
 
     def _try(self, inputs: Sequence[torch.Tensor]) -> Reason | None:
         """Take the weights; why not, if that fails."""
