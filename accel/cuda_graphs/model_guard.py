@@ -11,6 +11,7 @@ import torch
 from ..core.reasons import Reason
 from ..modules.snapshot import UnsupportedWeights, WeightSnapshot
 from ..modules.substitution import StandIn, has_foreign_forward
+from ..modules.wrapped_forward import is_replaced
 
 _MAX_CHANGES = 8
 """Changes of the model within one run after which nothing more is captured in it."""
@@ -98,7 +99,8 @@ def _obstacle(model: torch.nn.Module, of_module: Callable[[torch.nn.Module], Rea
         name = f"{type(module).__name__} {path}".rstrip()
         if module._forward_hooks or module._forward_pre_hooks:
             return Reason("hooked", module=name)
-        if has_foreign_forward(module) or any(_is_override(module, key, value) for key, value in vars(module).items()):
+        replaced = has_foreign_forward(module) or is_replaced(type(module))
+        if replaced or any(_is_override(module, key, value) for key, value in vars(module).items()):
             return Reason("code_replaced", module=name)
         reason = of_module(module)
         if reason is not None:

@@ -24,6 +24,7 @@ from ..modules.wrapped_layers import Wraps
 from .batch_dry_run import BatchDryRun
 from .block_runner import BlockRunner
 from .current_code import CurrentCode
+from .wrapped_runner import WrappedRunner
 
 Simplify = Callable[[dict], dict]
 
@@ -112,7 +113,8 @@ def compiled_layers(
         simplify, interrupts = host.simplifier(region), host.interrupts
         still = functools.partial(code.still, of)
         run = dry_run, lease, on_shortage
-        return BlockRunner(region, cache, settings, simplify, interrupts, *run, source, still, outside)
+        cls = BlockRunner if region.wrapped is None else WrappedRunner
+        return cls(region, cache, settings, simplify, interrupts, *run, source, still, outside)
 
     code = CurrentCode(model, found, lambda: _survey(model, settings, host, surveys), make, host.interrupts)
     asked = host.without_hooks, host.interrupts, host.dry, host.plain, code, host.between

@@ -8,7 +8,6 @@ pass over the model; where it differs, the model is surveyed as it is there, and
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +21,7 @@ from ..core.reasons import Reason, RunEagerly
 from ..fingerprint.code_snapshot import CodeSnapshot
 from ..fingerprint.survey import Region, Survey
 from ..modules.substitution import Layer, has_foreign_forward
+from ..modules.wrapped_forward import is_replaced
 
 MOST_SURVEYS = 16
 """Surveys kept for one model in one run. Code that changes more often than that runs eagerly."""
@@ -126,13 +126,14 @@ class CurrentCode:
         return self._first.survey.settings.is_current()
 
     def _others_run_between(self) -> bool:
-        """Whether a part around the blocks has hooks, or a forward that is not its class's, or that of a class of which
-        another program has replaced it."""
+        """Whether a block's forward is wrapped, or a part around the blocks has hooks, or a forward that is not its
+        class's, or that of a class of which another program has replaced it."""
         return (
             any(self._hooks)
+            or any(region.wrapped is not None for region, _ in self._placed)
             or any("forward" in attributes for attributes in self._around)
             or has_foreign_forward(self._model)
-            or any(map(_is_replaced, self._classes))
+            or any(map(is_replaced, self._classes))
         )
 
     def _is_set_as_before(self, block: torch.nn.Module) -> bool:
@@ -155,6 +156,8 @@ class CurrentCode:
     def _put(self, known: _Known | None, otherwise: Reason) -> None:
         """Have the blocks run under this survey; otherwise: why those run eagerly that it has nothing for."""
         self._now = known
+        if known is not None and any(region.wrapped is not None for region in known.survey.regions):
+            self._between = True  # the wrappers run there
         blocks = {} if known is None else known.blocks
         for region, runner in self._placed:
             runner.instead = None if known is self._first else blocks.get(region.block, otherwise)
@@ -190,14 +193,3 @@ def _tell(model: str) -> None:
         " graphs for that.",
         model,
     )
-
-
-def _is_replaced(cls: type) -> bool:
-    """Whether the forward of the class is from another package than the class that has it."""
-    base = next(base for base in cls.__mro__ if "forward" in base.__dict__)
-    forward = base.__dict__["forward"]
-    if not isinstance(forward, types.FunctionType):
-        return False
-    home = forward.__globals__.get("__name__") or ""
-    package = home.partition(".")[0]
-    return package not in ("torch", base.__module__.partition(".")[0])

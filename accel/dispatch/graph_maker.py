@@ -74,7 +74,8 @@ class GraphMaker:
         return graph
 
     def _template(self) -> torch.nn.Module:
-        return kinds.template_of(self.region.plain(self.region.block, None), self.region.wraps)
+        region = self.region
+        return kinds.template_of(region.plain(region.block, None), region.wraps, region.read, region.wrapped)
 
     def _nothing_fake_left(self) -> AbstractContextManager:
         """Around tracing, which runs the code of weights' classes as it is: what that caches has no values there."""

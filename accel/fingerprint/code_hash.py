@@ -129,9 +129,17 @@ class CodeReader:
         """The code of every function that was read."""
         return self.notes.codes()
 
-    def read(self, classes: frozenset[type], functions: Iterable[types.FunctionType] = ()) -> CodeHash:
-        """The hash of what instances of the classes run when called, and of further functions."""
-        key = classes, tuple(dict.fromkeys(functions))
+    def read(
+        self,
+        classes: frozenset[type],
+        functions: Iterable[types.FunctionType] = (),
+        inside: tuple[type, types.FunctionType] | None = None,
+    ) -> CodeHash:
+        """The hash of what instances of the classes run when called, and of further functions.
+
+        inside: a class, and the function that counts in place of its forward.
+        """
+        key = classes, tuple(dict.fromkeys(functions)), inside
         if key not in self._hashes:
             self._hashes[key] = self._hash(*key)
         return self._hashes[key]
@@ -179,13 +187,20 @@ class CodeReader:
                 self._class_attributes[key] = None
         return self._class_attributes[key]
 
-    def _hash(self, classes: frozenset[type], functions: tuple[types.FunctionType, ...]) -> CodeHash:
+    def _hash(
+        self,
+        classes: frozenset[type],
+        functions: tuple[types.FunctionType, ...],
+        inside: tuple[type, types.FunctionType] | None,
+    ) -> CodeHash:
         described: list[Any] = []
         roots = list(functions)
         in_order = sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__))
         for cls in in_order:
             described.append((cls.__module__, cls.__qualname__, [base.__qualname__ for base in cls.__mro__]))
             for name, function in _methods_of(cls, self.notes):
+                if inside is not None and name == f"{inside[0].__qualname__}.forward":
+                    function = inside[1]
                 described.append((name, self.describe_function(function)))
                 roots.append(function)
         reached = self._reach(roots)

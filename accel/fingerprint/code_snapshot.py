@@ -36,6 +36,7 @@ class CodeNotes:
         self._containers: dict[int, dict | list | set] = {}
         self._typed: dict[int, Any] = {}
         self._functions: dict[int, types.FunctionType] = {}
+        self._cells: dict[int, types.CellType] = {}
 
     def name(self, namespace: Any, name: Any) -> None:
         """What the namespace has under the name matters, if it has it."""
@@ -66,6 +67,10 @@ class CodeNotes:
         if function.__kwdefaults__:
             self.contents(function.__kwdefaults__)
 
+    def cell(self, cell: types.CellType) -> None:
+        """What the cell holds matters."""
+        self._cells[id(cell)] = cell
+
     def add(self, other: CodeNotes) -> None:
         for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
             mine.update(theirs)
@@ -80,7 +85,7 @@ class CodeNotes:
         but: (id of a namespace, name) of what changes as the code runs, and decides nothing.
         """
         named = [place for key, place in self._named.items() if key not in but]
-        rest = (self._hiding, self._sized, self._sized_but, self._containers, self._typed, self._functions)
+        rest = (self._hiding, self._sized, self._sized_but, self._containers, self._typed, self._functions, self._cells)
         return CodeSnapshot(named, *(list(places.values()) for places in rest))
 
 
@@ -96,6 +101,7 @@ class CodeSnapshot:
         containers: list[dict | list | set],
         typed: list[Any],
         functions: list[types.FunctionType],
+        cells: list[types.CellType],
     ):
         there = [(names, name) for space, name in named if name in (names := _names_of(space))]
         self._namespaces, self._names = [names for names, _ in there], [name for _, name in there]
@@ -112,7 +118,8 @@ class CodeSnapshot:
         self._typed, self._types = typed, list(map(type, typed))
         self._functions = functions
         self._of_functions = [(of, list(map(of, functions))) for of in map(attrgetter, _OF_FUNCTIONS)]
-        self._cells = [cell for function in functions for cell in function.__closure__ or () if _is_filled(cell)]
+        closures = (cell for function in functions for cell in function.__closure__ or ())
+        self._cells = list(filter(_is_filled, chain(cells, closures)))
         self._cell_contents = list(map(_contents, self._cells))
 
     def is_current(self) -> bool:

@@ -8,9 +8,11 @@ except the tensors it is given, must be in the fingerprint. What cannot be descr
 from __future__ import annotations
 
 import copy
+import enum
 import hashlib
 import operator
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +20,28 @@ import torch
 
 from ..modules import stored_form, wrapped_layers
 from ..modules.stored_form import Forms, StoredForm
+from ..modules.wrapped_forward import WrappedForward
 from ..modules.wrapped_layers import Wraps
 from ..signature.tensors import PLAIN_TENSORS, TensorSpec, tensor_spec
 from ..signature.tree_spec import Spec
 from .code_hash import CodeHash, CodeReader
 from .code_snapshot import CodeNotes
-from .plain_values import Indescribable, References, attributes_of, describe_value
+from .plain_values import (
+    Attribute,
+    Indescribable,
+    References,
+    attribute,
+    describe_value,
+    is_plain,
+    require_own_code,
+    settings_of,
+)
+
+Read = tuple[tuple[str, tuple[str, ...]], ...]
+"""Settings of a block's parts: (path, names)."""
+
+_NOT_COPIED = (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+"""What a deep copy has as it is, wherever it refers to it."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +104,7 @@ class Description:
     weights: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
     code: CodeHash
-    read: tuple[tuple[str, tuple[str, ...]], ...]
+    read: Read
     notes: CodeNotes
     numbers: tuple[tuple[str, str, float], ...] = ()
     forms: Forms = ()
@@ -120,29 +138,34 @@ class WeightSlots:
         pass
 
 
-def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wraps | None = None) -> Description:
+def describe(
+    block: torch.nn.Module,
+    reader: CodeReader | None = None,
+    wraps: Wraps | None = None,
+    wrapped: WrappedForward | None = None,
+) -> Description:
     """The description of the block as it is now, with its weights' dtypes and layouts, not their values or devices.
 
     reader: shared by the blocks of one survey. wraps: recognises the wrappers to leave out.
+    wrapped: of the block, whose own forward alone counts.
     Raises Indescribable: with the path of what cannot be described.
     """
     reader = reader or CodeReader()
     references = References(reader)
     parts = list(wrapped_layers.modules(block, wraps))
-    state = [(path, module, attributes_of(module, path, references)) for path, module in parts]
+    for path, module in parts:
+        require_own_code(module, path)
     weights = [(name, tensor, _form_of(tensor, name)) for name, tensor in wrapped_layers.weights(block, wraps)]
-    classes = {type(module) for _, module in parts} | references.classes
+    classes = {type(module) for _, module in parts}
     classes |= {form.cls for _, _, form in weights if form is not None and stored_form.is_data(form.cls)}
-    code = reader.read(frozenset(classes), references.functions)
+    code, state = _read(parts, classes, references, wrapped)
     code = reader.resting_on(code, set().union(*(form.classes for _, _, form in weights if form is not None)))
     digest = hashlib.sha256(code.digest.encode())
     settings = []
-    for path, module, attributes in state:
-        # The block's code does not read the others: its index in the model, what a host notes there.
-        read = [item for item in attributes if not item.is_plain or code.may_read(item.name)]
-        settings.append((path, tuple(item.name for item in read)))
+    for (path, module), attributes in zip(parts, state, strict=True):
+        settings.append((path, tuple(sorted(attributes))))
         cls = type(module)
-        own = [(item.name, item.described) for item in read if item.is_own]
+        own = [(name, attributes[name].described) for name in sorted(attributes) if attributes[name].is_own]
         digest.update(repr((path, cls.__module__, cls.__qualname__, own)).encode())
     names, forms, shapes = [], [], []
     for name, tensor, form in weights:
@@ -159,6 +182,32 @@ def describe(block: torch.nn.Module, reader: CodeReader | None = None, wraps: Wr
         *(type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), code, tuple(settings)),
         *(references.notes, _numbers(parts), forms),
     )
+
+
+def _read(
+    parts: Sequence[tuple[str, torch.nn.Module]],
+    classes: set[type],
+    references: References,
+    wrapped: WrappedForward | None,
+) -> tuple[CodeHash, list[dict[str, Attribute]]]:
+    """The code that the parts of a block run, and of each part the settings that this code reads, by name.
+
+    It does not read the others: the block's index in the model, what a host or another program leaves there.
+    """
+    state: list[dict[str, Attribute]] = [{} for _ in parts]
+    settings = [settings_of(module) for _, module in parts]
+    inside = None if wrapped is None else (wrapped.owner, wrapped.own)
+    for cell in () if wrapped is None else wrapped.cells:
+        references.notes.cell(cell)
+    while True:  # what a setting refers to is code that may read more of them
+        code = references.reader.read(frozenset(classes | references.classes), references.functions, inside)
+        found = False
+        for (path, module), of_part, described in zip(parts, settings, state, strict=True):
+            for name, _ in of_part:
+                if name not in described and (name == "training" or code.may_read(name)):
+                    described[name], found = attribute(module, path, name, references), True
+        if not found:
+            return code, state
 
 
 def _numbers(parts: Iterable[tuple[str, torch.nn.Module]]) -> tuple[tuple[str, str, float], ...]:
@@ -281,12 +330,21 @@ def weight_slots(
     return WeightSlots(tuple(holders), tuple(leaves), forms)
 
 
-def template_of(block: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.Module:
+def template_of(
+    block: torch.nn.Module,
+    wraps: Wraps | None = None,
+    read: Read | None = None,
+    wrapped: WrappedForward | None = None,
+) -> torch.nn.Module:
     """An independent copy of the block with its weights on the meta device: code and settings without memory.
 
-    wraps: recognises the wrappers, which the copy replaces by their layers.
+    wraps: recognises the wrappers, which the copy replaces by their layers. read: its description's; what is not plain
+        among the other settings is left out, so that no graph is made of code that reads it after all. wrapped: of the
+        block; the copy has the forward inside.
     """
     memo: dict[int, Any] = {}
+    unread = [] if read is None else list(_unread(block, wraps, dict(read)))
+    memo.update((id(value), None) for _, _, value in unread if not isinstance(value, _NOT_COPIED))
     for _, tensor in wrapped_layers.weights(block, wraps):
         empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
         if isinstance(tensor, torch.nn.Parameter):
@@ -297,7 +355,25 @@ def template_of(block: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.
     template = copy.deepcopy(block, memo)
     # The block itself keeps its stand-in: other threads may be calling it.
     template.__dict__.pop("forward", None)
+    if wrapped is not None:
+        template.forward = types.MethodType(wrapped.own, template)
+    parts = dict(template.named_modules())
+    for path, name, _ in unread:
+        parts[path].__dict__.pop(name, None)
     for part in template.modules():  # the block's own run around its stand-in; a part with one is not compiled
         part._forward_hooks.clear()
         part._forward_pre_hooks.clear()
     return template
+
+
+def _unread(
+    block: torch.nn.Module, wraps: Wraps | None, read: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, str, Any]]:
+    """(path, name, value) of the settings of the block's parts that are not plain, and not among the read ones."""
+    parts = list(wrapped_layers.modules(block, wraps))
+    settings = [(path, name, value) for path, part in parts for name, value in settings_of(part)]
+    kept = {id(value) for path, name, value in settings if name in read.get(path, ())}
+    kept.update(id(part) for _, part in parts)
+    for path, name, value in settings:
+        if name not in read.get(path, ()) and id(value) not in kept and not is_plain(value):
+            yield path, name, value

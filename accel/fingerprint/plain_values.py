@@ -138,7 +138,8 @@ def _describe_parts(value: Any, references: References) -> Any:
         described = []
         for path, part in value.named_modules():
             note_part(part, references.notes)
-            attributes = attributes_of(part, path, references)
+            require_own_code(part, path)
+            attributes = [attribute(part, path, name, references) for name, _ in settings_of(part)]
             described.append((path, references.class_of(part), *(item for item in attributes if item.is_own)))
             for item in attributes:
                 references.notes.name(part.__dict__, item.name)
@@ -148,23 +149,15 @@ def _describe_parts(value: Any, references: References) -> Any:
 
 @dataclass(frozen=True)
 class Attribute:
-    """One setting of a module.
-
-    is_plain: it matters only if code reads it by name. is_own: it is another than the attribute of its class.
-    """
+    """One setting of a module. is_own: it is another than the attribute of its class."""
 
     name: str
     described: str
-    is_plain: bool
     is_own: bool
 
 
-def attributes_of(module: torch.nn.Module, path: str, references: References) -> list[Attribute]:
-    """The module's settings.
-
-    path: of the module in its block, "" for the block itself.
-    Raises Indescribable: with the path of what cannot be described.
-    """
+def require_own_code(module: torch.nn.Module, path: str) -> None:
+    """Raise Indescribable where calling the module runs more than its class's forward. path: of it in its block."""
     for name in _HOOKS:
         hooks = module.__dict__.get(name)
         if path and hooks:
@@ -172,17 +165,27 @@ def attributes_of(module: torch.nn.Module, path: str, references: References) ->
             raise Indescribable(f"{path} has {name.strip('_').replace('_', ' ')} of {owners}")
     if path and "forward" in module.__dict__:
         raise Indescribable(f"{path} has a forward of its own")
-    attributes = []
-    for name, value in sorted(module.__dict__.items()):
-        if name in _TORCH_STATE or name.endswith("_hooks") or "_hooks_" in name:
-            continue
-        try:
-            described = repr(describe_value(value, references))
-        except Indescribable as reason:
-            raise Indescribable(f"{path + '.' if path else ''}{name} holds {reason}") from None
-        is_own = described != references.reader.class_attribute(type(module), name)
-        attributes.append(Attribute(name, described, _is_plain(value) and name != "training", is_own))
-    return attributes
+
+
+def settings_of(module: torch.nn.Module) -> list[tuple[str, Any]]:
+    """(name, value) of all that is on the module and not torch's, in the order of their names."""
+    return [(name, value) for name, value in sorted(module.__dict__.items()) if not _is_torchs(name)]
+
+
+def _is_torchs(name: str) -> bool:
+    return name in _TORCH_STATE or name.endswith("_hooks") or "_hooks_" in name
+
+
+def attribute(module: torch.nn.Module, path: str, name: str, references: References) -> Attribute:
+    """One of the module's settings; path: of the module in its block, "" for the block itself.
+
+    Raises Indescribable: with the path of what cannot be described.
+    """
+    try:
+        described = repr(describe_value(module.__dict__[name], references))
+    except Indescribable as reason:
+        raise Indescribable(f"{path + '.' if path else ''}{name} holds {reason}") from None
+    return Attribute(name, described, described != references.reader.class_attribute(type(module), name))
 
 
 def note_part(part: torch.nn.Module, notes: CodeNotes, shown: bool = True, outermost: bool = False) -> None:
@@ -212,7 +215,8 @@ def note_part(part: torch.nn.Module, notes: CodeNotes, shown: bool = True, outer
             notes.contents(part.__dict__[name])
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether it is a constant, or a list or tuple of constants."""
     items = value if type(value) in (list, tuple) else (value,)
     return all(type(item) in PLAIN for item in items)
 

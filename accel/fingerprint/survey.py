@@ -18,10 +18,11 @@ from ..modules.blocks import blocks
 from ..modules.snapshot import LayoutSnapshot
 from ..modules.streamed_weights import Plain, in_place
 from ..modules.substitution import drop_restored_forwards, has_foreign_forward
+from ..modules.wrapped_forward import WrappedForward
 from ..modules.wrapped_layers import Wraps
 from .code_hash import CodeReader
 from .code_snapshot import CodeNotes, CodeSnapshot
-from .kinds import Description, Kind, describe, kinds_of
+from .kinds import Description, Kind, Read, describe, kinds_of
 from .plain_values import Indescribable, note_part
 
 _SLOT = "_accel_surveys"
@@ -41,7 +42,8 @@ class Region:
     wraps: recognises the wrappers around its layers, which are not part of its kind.
     plain: shows the block with its weights in place.
     traceable: a context to trace the block in, where its code calls functions that can be traced.
-    notes: where the block's settings were found.
+    notes: where the block's settings were found. read: those that its code reads, as `kinds.template_of` takes them.
+    wrapped: where other programs have wrapped its forward.
     codes: of every function that its survey has read.
     """
 
@@ -54,6 +56,8 @@ class Region:
     traceable: Traceable = nullcontext
     notes: CodeNotes = field(default_factory=CodeNotes, compare=False, repr=False)
     codes: frozenset[types.CodeType] = field(default=frozenset(), compare=False, repr=False)
+    read: Read | None = field(default=None, compare=False, repr=False)
+    wrapped: WrappedForward | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -153,13 +157,14 @@ def survey(
         if any(hooks):
             left_eager.append((path, Reason("hooks_everywhere")))
             continue
-        if has_foreign_forward(block):
+        wrapped = WrappedForward.of(block)
+        if wrapped is None and has_foreign_forward(block):
             left_eager.append((path, Reason("forward_replaced")))
             continue
         try:
             shown[-1] = plain(block, None)
             with traceable():
-                described.append((path, block, shown[-1], describe(shown[-1], reader, wraps)))
+                described.append((path, block, shown[-1], wrapped, describe(shown[-1], reader, wraps, wrapped)))
         except Indescribable as why:
             left_eager.append((path, Reason("indescribable", what=str(why))))
         except Exception as error:  # of an extension's class, of any type
@@ -169,10 +174,11 @@ def survey(
         reader.notes.contents(of_all)
     codes, notes = reader.codes, CodeNotes()
     regions = []
-    for (path, block, described_as, description), kind in zip(described, kinds, strict=True):
+    for (path, block, described_as, wrapped, description), kind in zip(described, kinds, strict=True):
         strings = description.code.strings
         own = _notes_of(block, described_as, description, wraps)
-        regions.append(Region(path, block, kind, strings, wraps, plain, traceable, own, codes))
+        asked = own, codes, description.read, wrapped
+        regions.append(Region(path, block, kind, strings, wraps, plain, traceable, *asked))
         notes.add(own)
     counts = Counter(region.kind for region in regions)
     kept = []
@@ -183,7 +189,7 @@ def survey(
             left_eager.append((region.path, Reason("too_few_blocks", least=min_repetitions)))
     layout = None
     if len(regions) == len(found):
-        layout = LayoutSnapshot(model, [(block, as_shown) for _, block, as_shown, _ in described])
+        layout = LayoutSnapshot(model, [(block, as_shown) for _, block, as_shown, *_ in described])
     return Survey(tuple(kept), tuple(left_eager), reader.snapshot(), notes.snapshot(), layout)
 
 

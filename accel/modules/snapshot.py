@@ -14,7 +14,7 @@ import torch
 
 from ..core.reasons import Reason, Refusal, RunEagerly
 from . import stored_form, wrapped_layers
-from .substitution import has_foreign_forward
+from .substitution import foreign_forward
 from .wrapped_layers import Wraps
 
 _SAMPLED = 47
@@ -103,7 +103,14 @@ class LayoutSnapshot:
         """What is compared by identity."""
         kept = [attributes[name] for attributes, names in self._hosts for name in names]
         inside = chain.from_iterable(value for value in kept if type(value) is list)
-        return [*chain.from_iterable(map(dict.values, self._children)), *map(type, self.parts), *kept, *inside]
+        forwards = map(foreign_forward, self._blocks)
+        return [
+            *chain.from_iterable(map(dict.values, self._children)),
+            *map(type, self.parts),
+            *forwards,
+            *kept,
+            *inside,
+        ]
 
     def _described(self) -> tuple[list, ...]:
         """What is compared by value."""
@@ -115,7 +122,6 @@ class LayoutSnapshot:
             list(map(len, self._named)),
             list(chain.from_iterable(self._named)),
             [part.__dict__["training"] for part in self.parts],
-            list(map(has_foreign_forward, self._blocks)),
             [[name for name in attributes if name != "forward"] for attributes, _ in self._hosts],
             list(map(type, weights)),
             list(map(_dtype_and_shape, tensors)),

@@ -133,8 +133,15 @@ def outside_recording(layer: Layer, outside: Outside) -> Layer:
 
 def has_foreign_forward(module: torch.nn.Module) -> bool:
     """Whether somebody else has replaced the forward of this module instance."""
+    return foreign_forward(module) is not None
+
+
+def foreign_forward(module: torch.nn.Module) -> Forward | None:
+    """The forward that somebody else has put on this module instance; None without one."""
     forward = module.__dict__.get("forward")
-    return forward.is_foreign if isinstance(forward, StandIn) else forward is not None
+    if isinstance(forward, StandIn):
+        return forward.own if forward.is_foreign else None
+    return forward
 
 
 def drop_restored_forwards(modules: Iterable[torch.nn.Module]) -> None:
@@ -144,7 +151,7 @@ def drop_restored_forwards(modules: Iterable[torch.nn.Module]) -> None:
         for module in modules:
             forward = module.__dict__.get("forward")
             if type(forward) is types.MethodType and forward.__self__ is module:
-                if forward.__func__ is _forward_of(type(module)):
+                if forward.__func__ is forward_of(type(module))[1]:
                     del module.__dict__["forward"]
 
 
@@ -220,17 +227,17 @@ class Substitution:
                 del place["forward"]
 
 
-def _forward_of(cls: type) -> Any:
-    """The forward of a class, as it stands there."""
+def forward_of(cls: type) -> tuple[type, Any]:
+    """The class that has the forward of a class, and that forward as it stands there."""
     for base in cls.__mro__:
         if "forward" in base.__dict__:
             break
-    return base.__dict__["forward"]
+    return base, base.__dict__["forward"]
 
 
 def _own_forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Call the forward that the module's class has now, whatever stands on the module itself."""
-    forward = _forward_of(type(module))
+    _, forward = forward_of(type(module))
     if hasattr(forward, "__get__"):
         forward = forward.__get__(module, type(module))
     return forward(*args, **kwargs)

@@ -3,11 +3,14 @@
 Core's own nodes are in test_core_nodes.py.
 """
 
+import functools
+
 import comfy.ops
 import comfy.sd
 import comfy.utils
 import pytest
 import torch
+from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
@@ -122,6 +125,23 @@ def test_hook_scheduled_lora_compiles_nothing(model):
         image(model, positive=conditioning(seed=1), steps=3), image(registered, positive=positive, steps=3)
     )
     assert graphs() == 0 and fallbacks.rows() == []
+
+
+def noting_options(function, seen):
+    @functools.wraps(function)
+    def forward(self, x, context=None, transformer_options=None):
+        seen["options"] = transformer_options
+        return function(self, x, context=context, transformer_options=transformer_options)
+
+    return forward
+
+
+def test_pack_that_wraps_a_class_of_blocks_when_it_is_installed_compiles_nothing(model, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(BasicTransformerBlock, "forward", noting_options(BasicTransformerBlock.forward, seen))
+    assert_same_image(model)
+    assert graphs() == 0 and fallbacks.rows() == []
+    assert "sigmas" in seen["options"]
 
 
 def test_fp8_weights_with_manual_cast_match_eager():

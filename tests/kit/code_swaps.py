@@ -5,6 +5,7 @@ A *swap* is a function without arguments that gives such a context. No host here
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """The value in the place of an attribute of a class, a module of Python's or torch's, a function or an object."""
     is_child = isinstance(owner, torch.nn.Module) and name in owner._modules
     before = owner._modules[name] if is_child else getattr(owner, "__dict__", {}).get(name, _ABSENT)
-    if before is _ABSENT and hasattr(type(owner), name) and not isinstance(owner, (type, torch.nn.Module)):
+    if before is _ABSENT and hasattr(inspect.getattr_static(type(owner), name, None), "__set__"):
         before = getattr(owner, name)  # what functions and cells have is in no dict
     setattr(owner, name, value)
     try:

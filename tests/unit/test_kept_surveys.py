@@ -287,3 +287,37 @@ def test_few_surveys_are_kept_and_none_of_a_model_that_was_made_otherwise(survey
     set_weight(block(model).first, "weight", torch.zeros(6, 4))
     look(model)
     assert len(KeptSurveys.on(model)._kept) == 1
+
+
+def wrapped_by_a_pack(function):
+    """As another pack wraps a forward: a new wrapper at each call."""
+
+    def forward(self, *args):
+        return function(self, *args)
+
+    return forward
+
+
+def wrap_block(model):
+    block(model).forward = types.MethodType(wrapped_by_a_pack(Block.forward), block(model))
+
+
+def wrap_class(model, monkeypatch):
+    outer = types.FunctionType(wrapped_by_a_pack.__code__, {**globals(), "__name__": "a_pack"}, "wrapped")
+    monkeypatch.setattr(Block, "forward", outer(Block.forward))
+
+
+@pytest.mark.parametrize("wraps", [wrap_block, wrap_class])
+def test_another_wrapper_around_a_forward_is_another_survey(surveys, monkeypatch, wraps):
+    model = Model()
+    look(model)
+    change = functools.partial(wraps, model, *([monkeypatch] if wraps is wrap_class else ()))
+    for _ in range(2):
+        change()
+        assert not is_kept(model, surveys) and is_kept(model, surveys)
+        found = look(model)
+        assert [region.wrapped is not None for region in found.regions].count(True) == (1 if wraps is wrap_block else 3)
+        assert all(
+            region.wrapped is None or region.wrapped.stands(region.block, vars(region.block).get("forward"))
+            for region in found.regions
+        )

@@ -1,5 +1,7 @@
 """Kinds: equal for equal behaviour, different for anything that could compute something else."""
 
+import threading
+
 import pytest
 import torch
 from comfy_accel.accel.core.reasons import RunEagerly
@@ -78,22 +80,32 @@ def test_sizes_vary_only_among_blocks_that_read_the_same_numbers():
 
 def test_block_that_cannot_be_described_now_makes_the_same_sizes_vary():
     narrow, wide, other = Block(8), Block(12), Block(16, groups=4)
-    wide.up.patch = object()
+    wide.up.padding_mode = object()
     (with_it,) = kinds_of([describe(narrow)], [narrow, wide, other])
-    del wide.up.patch
+    wide.up.padding_mode = "zeros"
     assert with_it == kinds_of([describe(narrow), describe(wide)])[0]
     assert kinds_of([describe(other)], [narrow, wide, other])[0].varying == ()
 
 
 def test_object_or_hook_that_cannot_be_described_is_named():
     block = Block()
-    block.up.patch = object()
-    with pytest.raises(Indescribable, match="up.patch"):
+    block.up.padding_mode = object()
+    with pytest.raises(Indescribable, match="up.padding_mode"):
         describe(block)
-    del block.up.patch
+    block.up.padding_mode = "zeros"
     block.up.register_forward_hook(lambda *_: None)
     with pytest.raises(Indescribable, match="up has forward hooks"):
         describe(block)
+
+
+def test_what_is_left_on_a_part_and_read_by_no_code_is_nobody_s_business():
+    block = Block()
+    before = digest(block)
+    for left in (torch.ones(3), lambda x: x, threading.Lock(), [torch.ones(3)]):
+        block.up.left = left
+        described = describe(block)
+        assert described.digest == before
+        assert "left" not in vars(template_of(block, read=described.read).up) and block.up.left is left
 
 
 def test_template_holds_no_memory_and_leaves_the_block_alone():
@@ -139,6 +151,11 @@ def test_plain_object_counts_with_its_state_and_what_it_reads_of_the_block_unles
 
 class Cast(nn.Linear):
     functions: list = []
+
+    def forward(self, x):
+        for function in self.functions:
+            x = function(x)
+        return super().forward(x)
 
 
 def test_attribute_that_repeats_the_class_is_as_if_it_were_not_there():

@@ -118,7 +118,7 @@ def test_blocks_that_are_moved_away_or_patched_leave_the_kind_of_the_others_as_i
     assert before.varying
     model.layers[2].to("meta")
     assert survey(model).regions[0].kind == before
-    model.layers[2].first[0].weight_function = [object()]
+    model.layers[2].first[1].inplace = [object()]
     found = survey(model)
     assert len(found.left_eager) == 1 and found.regions[0].kind == before
 
