@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from ..core.reasons import Reason
 from ..fingerprint.block_call import Call
 from ..fingerprint.code_hash import unread_code
 from ..fingerprint.kinds import Kind
+from ..fingerprint.survey import Traceable
 from ..modules.stored_form import is_data, restored
 from ..signature import tree_spec
 from ..signature.tensors import empty_dense_like
@@ -54,6 +55,7 @@ def compile_block(
     interrupts: tuple[type[BaseException], ...] = (),
     savable: bool = True,
     codes: frozenset[types.CodeType] | None = None,
+    traceable: Traceable = nullcontext,
 ) -> CompiledGraph:
     """The graph for calls like this one; of its tensors only shapes, strides, dtypes and devices are used.
 
@@ -62,6 +64,7 @@ def compile_block(
     interrupts: exceptions that mean "stop the run"; one that the compiler met is raised as it was.
     savable: the graph is going to be saved if it can be.
     codes: of the functions that the kind was told by: nothing is kept of other code. None asks for nothing.
+    traceable: makes a context in which the block runs without values.
 
     Raises:
         CompileFailed: the compiler is missing, failed, or met an operator it does not know.
@@ -72,7 +75,7 @@ def compile_block(
     if (missing := compiler.missing(device)) is not None:
         raise CompileFailed(missing)
     changed_lists: list[Any] = []
-    trace = _tracer(template, kind, spec, interrupts, changed_lists)
+    trace = _tracer(template, kind, spec, interrupts, traceable, changed_lists)
     try:
         leave_to_library(template)
     except Exception as error:  # a class that no other can be derived from
@@ -104,18 +107,24 @@ def compile_block(
 
 
 def load_block(
-    template: torch.nn.Module, call: Call, data: bytes, facts: Facts, interrupts: tuple[type[BaseException], ...] = ()
+    template: torch.nn.Module,
+    call: Call,
+    data: bytes,
+    facts: Facts,
+    interrupts: tuple[type[BaseException], ...] = (),
+    traceable: Traceable = nullcontext,
 ) -> CompiledGraph:
     """The graph whose `save` gave these bytes, without tracing or compiling anything.
 
-    template, interrupts: as for `compile_block`. data: code, so it must have been checked. facts: the graph's.
+    template, interrupts, traceable: as for `compile_block`. data: code, so it must have been checked.
+    facts: the graph's.
 
     Raises Exception: of any type; the bytes are of another torch, or this system cannot load them.
     """
     leave_to_library(template)
-    with _one_at_a_time:
+    with _one_at_a_time, traceable():  # operators are defined there
         artifact = backend_named(call.backend).load(data, template)
-    return _graph(artifact, facts, None, _tracer(template, call.kind, call.spec, interrupts))
+    return _graph(artifact, facts, None, _tracer(template, call.kind, call.spec, interrupts, traceable))
 
 
 def _graph(
@@ -136,6 +145,7 @@ def _tracer(
     kind: Kind,
     spec: tree_spec.Spec,
     interrupts: tuple[type[BaseException], ...],
+    traceable: Traceable,
     changed_lists: list[Any] | None = None,
 ) -> Callable[[Sequence[torch.Tensor]], OpTrace | None]:
     """A function that traces the block's operations, given a call's weights and inputs.
@@ -159,7 +169,8 @@ def _tracer(
             if changed_lists is not None and tree_spec.outline((args, kwargs)) != before:
                 changed_lists.append((args, kwargs))
 
-        return trace_ops(call, tensors[count:], interrupts)
+        with traceable():
+            return trace_ops(call, tensors[count:], interrupts)
 
     return trace
 

@@ -12,7 +12,7 @@ _A_CALL = {
     "stored_otherwise": "how a weight is stored ({type}) changed during the run",
     "changes_shared_memory": "it changes an argument that shares memory with another",
     "reads_option": "it reads {option} from the per-call options",
-    "attention_override": "an extension overrides attention for this run",
+    "attention_override": "another node puts something else in the place of attention",
     "patched": "another node patches it ({patch})",
     "attention_replaced": "another node replaces its attention ({patch})",
 }
@@ -98,6 +98,7 @@ _CAPTURING = {
     "code_replaced": "another extension has replaced code of {module}",
     "code_swapped": "another extension replaces its code during calls",
     "code_unknown": "its code cannot be analysed: {what}",
+    "attention_runs": "its attention function ({function}) is not known to work in a CUDA graph",
     "patch_runs": "a patch ({patch}) runs its own code in each call",
     "memory_needed": "the memory of its captures is needed elsewhere during this run",
     "captures_in_vain": "the memory of its captures was needed elsewhere {times} times in a row before another image "

@@ -134,10 +134,12 @@ class BlockRunner:
                         observer.used.append((resolved.entry, resolved.graph, counter))
                     try:
                         return resolved.graph.run(tensors)
+                    except RunEagerly as refusal:
+                        failure = refusal.reason
                     except Exception as error:
                         failure = self._failure_of(error)
                     del hit, tensors  # the block may bring its weights itself
-                    return self._recover(self._described(inner, args, kwargs), resolved, failure)
+                    return self._failed(self._described(inner, args, kwargs), resolved, failure)
         return self._call_unmatched(inner, args, kwargs)
 
     def _call_instead(self, other: BlockRunner | Reason, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -243,6 +245,9 @@ class BlockRunner:
             failure = refusal.reason
         except Exception as error:
             failure = self._failure_of(error)
+        return self._failed(call, resolved, failure)
+
+    def _failed(self, call: Call, resolved: ResolvedGraph, failure: Failure | Reason) -> Any:
         return self._eagerly(call, failure) if isinstance(failure, Reason) else self._recover(call, resolved, failure)
 
     def _run_graph(self, call: Call, graph: CompiledGraph) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ class GraphMaker:
             with saved:
                 if saved.facts.may_serve(call):
                     data, facts = saved.read(), saved.facts
-                    graph = block_compiler.load_block(self._template(), call, data, facts, self.interrupts)
+                    traceable = functools.partial(self.region.traceable, True)
+                    graph = block_compiler.load_block(self._template(), call, data, facts, self.interrupts, traceable)
                     if graph.serves(call):
                         return saved.use(graph)
         return None
@@ -66,9 +68,10 @@ class GraphMaker:
             raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
         if not self.still(self.region):
             raise NoGraph(call.key, Reason("code_changes"))
+        traceable = functools.partial(self.region.traceable, True)
         savable, codes = self.cache.store is not None, self.region.codes
-        with silent(), self._nothing_fake_left(), self.region.traceable():
-            graph = block_compiler.compile_block(template, call, larger, self.interrupts, savable, codes)
+        with silent(), self._nothing_fake_left(), traceable():
+            graph = block_compiler.compile_block(template, call, larger, self.interrupts, savable, codes, traceable)
         if not self.still(self.region):  # other threads run too
             raise NoGraph(call.key, Reason("code_changes"))
         return graph

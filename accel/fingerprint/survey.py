@@ -31,7 +31,8 @@ _SLOT = "_accel_surveys"
 _MOST_KEPT = 4
 """Surveys of one model that differ in code or settings: programs that replace these take turns."""
 
-Traceable = Callable[[], AbstractContextManager[None]]
+Traceable = Callable[..., AbstractContextManager[None]]
+"""Makes a context in which code is read; where its argument is True, in which it is traced or run without values."""
 
 
 @dataclass(frozen=True)

@@ -527,7 +527,6 @@ def _rows() -> dict[str, Row]:
         ),
         "attention backend": unet(
             sampling + "ModelAttentionBackend",
-            eager=("attention_override",),
             changes=False,
             attention="pytorch attention",
         ),

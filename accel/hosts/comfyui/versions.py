@@ -18,12 +18,12 @@ import torch
 from comfy_api.latest import io
 
 from ...core.reasons import Reason, RunEagerly
-from . import kitchen_kernels
+from . import attention, kitchen_kernels
 
 OLDEST = (0, 3, 75)
 """The oldest ComfyUI that this pack is tested with."""
 
-NO_RESULT_DEPENDS_ON = frozenset(
+NO_RESULT_DEPENDS_ON = attention.Ignored(
     {
         ("comfy.model_management", "MAX_PINNED_MEMORY"),
         ("comfy.memory_management", "RAM_CACHE_HEADROOM"),
@@ -133,8 +133,10 @@ _tracing_lock = threading.Lock()
 
 
 @contextmanager
-def traceable() -> Iterator[None]:
+def traceable(traces: bool = False) -> Iterator[None]:
     """Restore core's own casting functions, and replace kernels by operators of torch, in all threads while it lasts.
+
+    traces: code is traced or called without values, so attention that cannot be traced is replaced too.
 
     KJNodes hides the casting functions from torch's compiler (`patch_aimdo_for_compile`), process-wide and for good;
     a block could then not be traced in one piece.
@@ -145,8 +147,12 @@ def traceable() -> Iterator[None]:
     with _tracing_lock:
         _threads_tracing += 1
         casts = [(comfy.ops, name, getattr(vars(comfy.ops).get(name), _HIDDEN, None)) for name in _CASTS]
-        for module, name, function in (*casts, *kitchen_kernels.operators()):
-            if function is not None:
+        for module, name, function in (
+            *casts,
+            *kitchen_kernels.operators(),
+            *(attention.stand_ins() if traces else ()),
+        ):
+            if function is not None and (module, name) not in _replaced:
                 _replaced[module, name] = getattr(module, name)
                 setattr(module, name, function)
     try:
@@ -195,8 +201,19 @@ def records_memory() -> bool:
 
 
 @contextmanager
-def recording_nothing() -> Iterator[None]:
-    """Keep core from recording memory during a call of the model on tensors without values."""
+def without_values() -> Iterator[None]:
+    """For a call of the model on tensors without values, in the middle of another: core records no memory, and no
+    kernel is asked."""
+    options = attention.begun()
+    try:
+        with _recording_nothing(), traceable(True):
+            yield
+    finally:
+        attention.begin(options)
+
+
+@contextmanager
+def _recording_nothing() -> Iterator[None]:
     recordings = _recordings(sys.modules.get("comfy.model_prefetch"))
     thread = threading.get_ident()
     if recordings is None or thread not in recordings:

@@ -24,7 +24,7 @@ from ....fingerprint.survey import KeptSurveys
 from ....modules.substitution import Layer, Order, Substitution
 from ....report.run import Totals
 from ....store.graph_store import attach
-from .. import preferences
+from .. import attention, preferences
 from ..home import running_home
 from ..progress import CompileProgress
 from ..sizes.shape_errors import sizes_explained
@@ -32,9 +32,9 @@ from ..versions import (
     NO_RESULT_DEPENDS_ON,
     is_split_over_devices,
     leading_node,
-    recording_nothing,
     traceable,
     unrecorded_context,
+    without_values,
 )
 from . import streamed
 from .options import INTERRUPTS, runs_between, simplifier, without_hooks
@@ -56,7 +56,7 @@ HOST = Host(
     traceable=traceable,
     between=runs_between,
     outside_recording=unrecorded_context,
-    dry=recording_nothing,
+    dry=without_values,
 )
 
 
@@ -251,6 +251,9 @@ def _apply_model(settings: CompileSettings, cache: GraphCache):
         with nullcontext() if run is not None else cache.lease() as lease:
             run = run or Run(settings, cache, lease)
             with run.call(executor.class_obj, options, c_crossattn) as options:
-                return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+                try:
+                    return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+                finally:
+                    attention.begin(None)
 
     return wrapper

@@ -28,7 +28,7 @@ from ....fingerprint.code_hash import CodeReader
 from ....fingerprint.plain_values import Indescribable
 from ....modules.snapshot import WeightSnapshot
 from ....modules.substitution import Layer, Order, Substitution
-from .. import preferences
+from .. import attention, preferences
 from ..versions import (
     NO_RESULT_DEPENDS_ON,
     is_dynamic,
@@ -80,6 +80,9 @@ def begin(
         _unread[model] = hashed.unread
     except Indescribable as why:
         reason = Reason("code_unknown", what=str(why))
+    own_attention = attention.any_opaque()
+    if own_attention is not None:
+        reason = reason or Reason("attention_runs", function=own_attention)
     reason = reason or memory.why_not(model)
 
     def why_not() -> Reason | None:

@@ -18,6 +18,8 @@ from comfy.patcher_extension import CallbacksMP
 from ....core.reasons import Reason, RunEagerly
 from ....fingerprint.survey import Region
 from ....signature.tree_spec import CONSTANTS
+from .. import attention
+from ..attention import OVERRIDE
 
 INTERRUPTS = (comfy.model_management.InterruptProcessingException,)
 """Exceptions that mean "stop the run"; never swallowed."""
@@ -46,7 +48,6 @@ _FOR_PATCHES_ONLY = _NOT_IN_A_CALL | {"cond_or_uncond", "context_window"}
 
 _PATCHES = ("patches", "patches_replace")
 _HOOKS = frozenset(("callbacks", *_PATCHES, "wrappers"))
-_OVERRIDE = "optimized_attention_override"
 
 
 def compiles_whole(wrapper: Callable[..., Any]) -> bool:
@@ -62,11 +63,12 @@ def simplifier(region: Region) -> Callable[[dict], dict]:
     The function raises `RunEagerly` if a patch in the dict concerns the block.
     """
     strings = region.strings
-    readable = strings - _FOR_PATCHES_ONLY
-    asked = readable | {"patches", "patches_replace", _OVERRIDE}
+    readable = strings - _FOR_PATCHES_ONLY - {OVERRIDE}
+    asked = readable | {"patches", "patches_replace", OVERRIDE}
 
     def simplify(options: dict) -> dict:
         # Runs at every call of a block, so the usual case comes first.
+        attention.begin(options)
         if asked.isdisjoint(options):
             return options if _FOR_PATCHES_ONLY.isdisjoint(options) else {}
         if not is_transformer_options(options):
@@ -74,7 +76,10 @@ def simplifier(region: Region) -> Callable[[dict], dict]:
         reason = _concern(options, strings)
         if reason is not None:
             raise RunEagerly(reason)
-        return _only(readable, options, _is_constant)
+        kept = _only(readable, options, _is_constant)
+        if options.get(OVERRIDE) is not None:
+            kept[OVERRIDE] = attention.in_place_of(options[OVERRIDE])
+        return kept
 
     return simplify
 
@@ -90,7 +95,7 @@ def call_simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
     def simplify(options: dict) -> dict:
         if not is_transformer_options(options):
             return options
-        if options.get(_OVERRIDE) is not None:
+        if options.get(OVERRIDE) is not None:
             raise RunEagerly(Reason("attention_override"))
         for patches in (options.get("patches"), options.get("patches_replace")):
             name = next((name for name, given in (patches or {}).items() if given), None)
@@ -111,12 +116,12 @@ def without_hooks(options: dict) -> dict:
     """A copy of the per-call dict without patches and wrappers; any other dict unchanged."""
     if not is_transformer_options(options):
         return options
-    return {key: {} if key in _HOOKS else value for key, value in options.items() if key != _OVERRIDE}
+    return {key: {} if key in _HOOKS else value for key, value in options.items() if key != OVERRIDE}
 
 
 def is_transformer_options(options: dict) -> bool:
     """Whether a dict among a block's arguments is the per-call dict or a copy of it."""
-    return not _FOR_PATCHES_ONLY.isdisjoint(options) or _OVERRIDE in options
+    return not _FOR_PATCHES_ONLY.isdisjoint(options) or OVERRIDE in options
 
 
 def asks_wrappers(model: torch.nn.Module) -> bool:
@@ -132,8 +137,6 @@ def is_captured(model: Any) -> bool:
 
 def _concern(options: dict[str, Any], strings: frozenset[str]) -> Reason | None:
     """Why a patch in `options` changes the output of a block whose code has these strings; None if none does."""
-    if options.get(_OVERRIDE) is not None:
-        return Reason("attention_override")
     for name, patches in (options.get("patches") or {}).items():
         if patches and name in strings:
             return Reason("patched", patch=name)

@@ -1,0 +1,142 @@
+"""Attention that is not torch's own, by a flag of the command line or by an override of another node: blocks run
+compiled and call what is there, and another function compiles nothing."""
+
+import functools
+
+import comfy.ldm.modules.attention as core
+import pytest
+import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.hosts.comfyui import attention
+from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from kit import tiny_models
+from kit.compiled import graphs
+from kit.families import DITS
+
+SETTINGS = CompileSettings(backend="eager")
+
+
+@torch.compiler.disable
+def kernel(q, k, v, mask=None):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def like_sage(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
+    """As core's: a kernel that no compiler can look into."""
+    q, k, v = (t if skip_reshape else t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+    out = kernel(q, k, v, mask if mask is None or mask.ndim > 3 else mask.view(-1, 1, *mask.shape[-2:]))
+    return out if skip_output_reshape else out.transpose(1, 2).flatten(-2)
+
+
+def halved(function, *args, **kwargs):
+    return function(*args, **kwargs) * 0.5
+
+
+def by_block(function, *args, **kwargs):
+    """As a node that keeps its hands off some blocks: it goes by what core says of the block."""
+    options = kwargs["transformer_options"]
+    index = options["block"][1] if "block" in options else options.get("block_index", 0)
+    return function(*args, **kwargs) * (0.9 + 0.1 * index) * float(options["sigmas"][0].clamp(max=2))
+
+
+class Patched:
+    def __call__(self, function, *args, **kwargs):
+        return like_sage(*args, **{**kwargs, "tensor_layout": "HND"})
+
+
+def overridden(model, override):
+    model = model.clone()
+    model.model_options["transformer_options"]["optimized_attention_override"] = override
+    return model
+
+
+class Tiny:
+    """A model that is sampled plain and accelerated at one of two sizes."""
+
+    def __init__(self, model, sample):
+        self.model, self._sample, self.cache = model, sample, GraphCache()
+
+    def assert_same(self, change=lambda model: model, size=0):
+        expected = self._sample(change(self.model), size)
+        out = self._sample(accelerate(change(self.model), SETTINGS, self.cache), size)
+        assert torch.equal(out, expected) and fallbacks.rows() == []
+        return expected
+
+
+def _unet():
+    return Tiny(
+        tiny_models.small_unet(),
+        lambda model, size: tiny_models.sample(model, *((64, 96), (80, 64))[size], batch=1 + size, steps=2),
+    )
+
+
+def _dit(name):
+    return Tiny(DITS[name].load(), functools.partial(_sampled, name))
+
+
+def _sampled(name, model, size):
+    return DITS[name].sample(model, size, steps=1)
+
+
+@pytest.fixture(params=["SD1.5", "Flux", "Wan"])
+def tiny(request):
+    return _unet() if request.param == "SD1.5" else _dit(request.param)
+
+
+def test_override_is_called_from_compiled_blocks_and_another_compiles_nothing(tiny):
+    plain = tiny.assert_same()
+    first = graphs()
+    images = [tiny.assert_same(functools.partial(overridden, override=halved))]
+    compiled = graphs()
+    assert first < compiled <= 2 * first
+    for override in (by_block, Patched(), halved):
+        images.append(tiny.assert_same(functools.partial(overridden, override=override)))
+    tiny.assert_same(functools.partial(overridden, override=by_block), size=1)
+    assert torch.equal(images[0], images[-1]) and not any(torch.equal(image, plain) for image in images[:2])
+    tiny.assert_same()
+    assert graphs() == compiled
+
+
+@pytest.fixture
+def flagged(monkeypatch):
+    """Has core call another attention function, as started with another flag."""
+    places = [(module, name) for module, name, function in attention._places() if function is core.attention_pytorch]
+
+    def change(function):
+        for module, name in places:
+            monkeypatch.setattr(module, name, core.wrap_attn(function))
+
+    return change
+
+
+def test_attention_of_a_flag_is_called_from_compiled_blocks_and_another_compiles_nothing(tiny, flagged):
+    flagged(like_sage)
+    assert attention.any_opaque() == "like_sage"
+    tiny.assert_same()
+    compiled = graphs()
+    assert compiled > 0
+    tiny.assert_same(size=1)
+    flagged(functools.wraps(like_sage)(lambda *args, **kwargs: like_sage(*args, **kwargs) * 0.5))
+    tiny.assert_same()
+    assert graphs() == compiled
+    tiny.assert_same(functools.partial(overridden, override=by_block))
+
+
+def test_override_that_gives_something_else_than_attention_runs_with_uncompiled_blocks():
+    tiny, calls = _unet(), []
+
+    def odd(function, *args, **kwargs):
+        calls.append(1)
+        return function(*args, **kwargs)[:, :1]
+
+    def sampled(change):
+        return tiny._sample(accelerate(change(tiny.model), SETTINGS, tiny.cache), 0)
+
+    expected, own = tiny._sample(overridden(tiny.model, odd), 0), len(calls)
+    assert torch.equal(sampled(functools.partial(overridden, override=odd)), expected)
+    assert "something else in the place of attention" in str(fallbacks.rows())
+    assert len(calls) < 3 * own
+    fallbacks._calls.clear()
+    tiny.assert_same(functools.partial(overridden, override=halved))
