@@ -15,6 +15,7 @@ import torch
 
 from ..core import torch_internals
 from ..core.atomic_file import opened
+from ..kernels.casts import define, unknown_casts_left
 from ..kernels.input_checks import checked_together
 from ..kernels.rewriting import rewritten_graphs
 from ..kernels.sizes import narrow_sizes
@@ -39,7 +40,8 @@ class Inductor(AheadOfTime):
         with (
             generated_code.collected() as modules,
             narrow_sizes(),
-            rewritten_graphs(_device(tensors)),
+            rewritten_graphs(_device(tensors).type),
+            unknown_casts_left(_device(tensors)),
             checked_together(),
             generated_code.building_told(),
         ):
@@ -51,13 +53,14 @@ class Inductor(AheadOfTime):
         name, _, content = data.partition(b"\n")
         _delete_impostor(name.decode())
         delete_leftovers()
+        define()
         with generated_code.collected() as modules:
             compiled = torch_internals.AOT_FUNCTION.get().deserialize(content, None, {TEMPLATE: template})
         return artifact_of(compiled, compiled.fn.__globals__, modules, len(data))
 
 
-def _device(tensors: Sequence[torch.Tensor]) -> str | None:
-    return next((tensor.device.type for tensor in tensors if tensor.ndim), None)
+def _device(tensors: Sequence[torch.Tensor]) -> torch.device:
+    return next((tensor.device for tensor in tensors if tensor.ndim), torch.device("cpu"))
 
 
 def _has_remote_cache() -> bool:

@@ -37,10 +37,14 @@ def pass_on(error: BaseException, classes: tuple[type[BaseException], ...]) -> N
 
 
 def one_line(error: BaseException) -> str:
-    """The type and first line of an exception, or of the one that torch's compiler wrapped; at most 300 characters."""
+    """The type and first line of an exception, or of the one that torch's compiler wrapped; at most 300 characters.
+
+    Of one of Triton's the last line: before it comes the place in the kernel.
+    """
     error = getattr(error, "inner_exception", error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
+    line = (lines[-1] if type(error).__module__.startswith("triton.") else lines[0]) if lines else "no message"
+    return f"{type(error).__name__}: {line}"[:300]
 
 
 def without_frames(error: AnyError) -> AnyError:

@@ -146,6 +146,9 @@ GENERATED_CODE = Internal(
 
 _AS_TRACED = "group norms are inductor's, slower"
 KNOWN_TRUE = Internal("torch.fx.experimental.symbolic_shapes", "statically_known_true", "2.7", _AS_TRACED)
+GRAPH_PASS = Internal(
+    "torch._inductor.custom_graph_pass", "CustomGraphPass", "2.7", "fp8 weights are not compiled on older cards"
+)
 PRE_GRAD_PASS = Internal("torch._inductor.config", "pre_grad_custom_pass", "2.7", _AS_TRACED)
 
 POOL_BEGIN = Internal(

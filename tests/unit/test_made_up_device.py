@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from kit import made_up_device
+from kit.thorough import thorough_except
 
 from tools import PYTEST, ROOT
 from tools.comfyui import tree
@@ -101,6 +102,11 @@ def test_nothing_of_ours_waits_for_the_device(device):
 def test_kinds_compile_and_are_captured_on_cards_of_each_capability(device, capability):
     """Thorough: each compiles the same blocks as for 9.0, above."""
     passes(with_comfyui(device, FAKECUDA_CC=capability), "tests/fakecuda/test_waits.py")
+
+
+@pytest.mark.parametrize("capability", thorough_except(["80", "86", "89", "90", "120"], "86", "89"))
+def test_fp8_weights_are_compiled_on_cards_of_each_capability(device, capability):
+    passes({**device, "FAKECUDA_CC": capability}, "tests/fakecuda/test_fp8.py")
 
 
 def test_group_norms_are_our_kernels(device):

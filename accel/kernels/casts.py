@@ -1,0 +1,75 @@
+"""Casts of numbers of 8 bits that Triton has for newer cards alone: on older ones they stay torch's own operators.
+
+Below capability 8.9 (RTX 20 and 30, A100) Triton can neither read nor write float8_e4m3fn, as fp8 weights mostly are.
+Torch's own cast can, so only that is not fused with what surrounds it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.fx import Graph
+
+from ..core import torch_internals
+
+_FIRST_CAPABILITY = (8, 9)
+_TYPE = torch.float8_e4m3fn
+_NAME = "cast_by_torch"
+
+_libraries: list[torch.library.Library] = []
+_defining = threading.Lock()
+
+
+@contextmanager
+def unknown_casts_left(device: torch.device | None) -> Iterator[None]:
+    """A context in which inductor leaves casts to torch that Triton does not have for this device.
+
+    Where a pass of somebody else's has that place, nothing changes.
+    """
+    if device is None or device.type != "cuda" or torch.version.hip or torch_internals.GRAPH_PASS.get(None) is None:
+        yield
+        return
+    from torch._inductor import config
+
+    if torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY or config.post_grad_custom_pre_pass is not None:
+        yield
+        return
+    define()
+    with config.patch(post_grad_custom_pre_pass=_graph_pass()):
+        yield
+
+
+def leave_casts(graph: Graph) -> None:
+    """Replace casts from and to this type by the operator."""
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.prims.convert_element_type.default:
+            continue
+        types = {node.args[1], node.args[0].meta["val"].dtype}
+        if _TYPE in types:
+            node.target = torch.ops.accel.cast_by_torch.default
+
+
+def define() -> None:
+    """Register the operator, once in the process."""
+    with _defining:
+        if hasattr(torch.ops.accel, _NAME):
+            return
+        library = torch.library.Library("accel", "FRAGMENT")
+        library.define(f"{_NAME}(Tensor x, ScalarType dtype) -> Tensor")
+        library.impl(_NAME, lambda x, dtype: x.to(dtype, copy=True), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"accel::{_NAME}", lambda x, dtype: x.to(dtype, copy=True), lib=library)
+        _libraries.append(library)
+
+
+def _graph_pass() -> object:
+    class LeaveCasts(torch_internals.GRAPH_PASS.get()):
+        def __call__(self, graph: Graph) -> None:
+            leave_casts(graph)
+
+        def uuid(self) -> str:
+            return "accel casts 1"
+
+    return LeaveCasts()
