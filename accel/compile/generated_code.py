@@ -38,6 +38,22 @@ def building_told() -> Iterator[None]:
         wrapper.generate = generate
 
 
+@contextmanager
+def short_names() -> Iterator[None]:
+    """A context in which inductor's GPU kernels have numbers for names on Windows, where a path has 260 characters.
+
+    Described by what they compute, they have up to 115, and the files in Triton's cache, behind two hashes and the
+    user's folder, 254 to 292.
+    """
+    if sys.platform != "win32":
+        yield
+        return
+    from torch._inductor import config
+
+    with config.patch({"triton.descriptive_names": False}):
+        yield
+
+
 def all_modules() -> list[types.ModuleType]:
     """All of them; none before anything was compiled or loaded."""
     if CODE_CACHE.module not in sys.modules:  # importing it takes seconds

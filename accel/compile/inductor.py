@@ -39,6 +39,7 @@ class Inductor(AheadOfTime):
             return compile_by_running(function, tensors, self.name)
         with (
             generated_code.collected() as modules,
+            generated_code.short_names(),
             narrow_sizes(),
             rewritten_graphs(_device(tensors).type),
             unknown_casts_left(_device(tensors)),

@@ -91,6 +91,7 @@ def _run_once(
     devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
     with (
         generated_code.collected() as modules,
+        generated_code.short_names(),
         own_noise(),
         torch._dynamo.config.patch(settings),
         torch.random.fork_rng([device.index for device in devices], device_type=_type_of(devices)),

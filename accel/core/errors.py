@@ -39,12 +39,11 @@ def pass_on(error: BaseException, classes: tuple[type[BaseException], ...]) -> N
 def one_line(error: BaseException) -> str:
     """The type and first line of an exception, or of the one that torch's compiler wrapped; at most 300 characters.
 
-    Of one of Triton's the last line: before it comes the place in the kernel.
+    A first line that ends with a colon only says where ("at 1:0:" of Triton's): then it is the last.
     """
     error = getattr(error, "inner_exception", error)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    line = (lines[-1] if type(error).__module__.startswith("triton.") else lines[0]) if lines else "no message"
-    return f"{type(error).__name__}: {line}"[:300]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    return f"{type(error).__name__}: {lines[-1] if lines[0].endswith(':') else lines[0]}"[:300]
 
 
 def without_frames(error: AnyError) -> AnyError:

@@ -25,7 +25,7 @@ _A_MACHINE = {
     "no_triton": "torch needs Triton for the GPU, and it is not installed; this installs it: {command}",
     "no_triton_of_torch": "torch needs Triton for the GPU, and it is not installed: install torch again from where it "
     "came, with the Triton that belongs to it",
-    "no_python_headers": "Triton needs Python's folders include and libs, and there is no Python.h in {folder}: copy "
+    "no_python_headers": "Triton needs Python's folders include and libs, and there is no {file} in {folder}: copy "
     "both from a Python {python} of python.org",
 }
 

@@ -58,10 +58,14 @@ def lacking(device: str) -> Reason | None:
         if device == "xpu" or torch.version.hip is not None:  # theirs are not on PyPI
             return Reason("no_triton_of_torch")
         return Reason("no_triton", command=_install_triton())
-    headers = sysconfig.get_path("include")
-    if sys.platform == "win32" and not os.path.isfile(os.path.join(headers, "Python.h")):
-        # Triton builds its launcher with the compiler that it brings along. A portable Python has no headers.
-        return Reason("no_python_headers", folder=headers, python="{}.{}".format(*sys.version_info))
+    if sys.platform == "win32":
+        # Triton builds its launcher with the compiler that it brings along. A portable Python has neither.
+        headers = sysconfig.get_path("include")
+        libraries = os.path.join(os.path.dirname(headers), "libs")
+        for folder, file in ((headers, "Python.h"), (libraries, "python{}{}.lib".format(*sys.version_info))):
+            if not os.path.isfile(os.path.join(folder, file)):
+                python = "{}.{}".format(*sys.version_info)
+                return Reason("no_python_headers", folder=folder, file=file, python=python)
     return None
 
 

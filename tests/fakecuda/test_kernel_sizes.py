@@ -2,7 +2,9 @@
 
 import os
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from comfy_accel.accel.compile import block_compiler, generated_code
@@ -72,6 +74,16 @@ def types(file):
 
 def accepts(graph, weights, *shape):
     return graph.accepts([*weights, torch.empty(shape, dtype=torch.half, device="meta")])
+
+
+def test_kernels_have_names_whose_files_windows_can_open(monkeypatch):
+    """Behind a user's folder, inductor's and Triton's, a hash of 52 and a temporary folder with an id of 36."""
+    monkeypatch.setattr(generated_code, "sys", SimpleNamespace(platform="win32", modules=sys.modules))
+    _, _, file = compiled(Joined(), (2, 5, 24), (2, 7, 24), (2, 24))
+    names = re.findall(r"^(triton_\w+) = async_compile", Path(file).read_text(), re.MULTILINE)
+    folder = len(r"\AppData\Local\Temp\torchinductor_\triton\0\tmp.pid_123456_\.source") + 60 + 20 + 52 + 36
+    assert names and folder + max(map(len, names)) < 260
+    assert torch._inductor.config.triton.descriptive_names
 
 
 SMALL, LARGE = (2, 64, 30, 40), (2, 64, 4096, 4100)

@@ -1,7 +1,7 @@
 """What led to an exception is found, however it was wrapped."""
 
 import pytest
-from comfy_accel.accel.core.errors import cause_among, pass_on
+from comfy_accel.accel.core.errors import cause_among, one_line, pass_on
 from kit.blocks import Stop
 
 
@@ -53,3 +53,19 @@ def test_only_what_must_pass_is_raised():
     pass_on(error, ())
     with pytest.raises(Stop):
         pass_on(error, (KeyError, Stop))
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("", "no message"),
+        ("g++ was not found\nand much more", "g++ was not found"),
+        (
+            'at 1:0:\ndef triton_():\n^\nValueError("type fp8e4nv not supported")',
+            'ValueError("type fp8e4nv not supported")',
+        ),
+        ("An exception occurred in a subprocess:\n\n  File x\nOSError: no room\n", "OSError: no room"),
+    ],
+)
+def test_reason_is_the_line_that_has_the_cause(message, line):
+    assert one_line(Wrapper(RuntimeError(message))) == f"RuntimeError: {line}"

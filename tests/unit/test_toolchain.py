@@ -54,7 +54,7 @@ def test_triton_of_amd_and_intel_comes_with_their_torch(system, device, hip):
     assert "install torch again from where it came" in said and "pip" not in said
 
 
-def test_portable_python_without_headers_is_said_before_triton_fails_on_it(system, monkeypatch, tmp_path):
+def test_portable_python_without_headers_or_libraries_is_said_before_triton_fails_on_it(system, monkeypatch, tmp_path):
     system("win32", PORTABLE)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda name: str(tmp_path / name))
@@ -62,6 +62,9 @@ def test_portable_python_without_headers_is_said_before_triton_fails_on_it(syste
     assert str(tmp_path / "include") in said and "include and libs" in said
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "Python.h").touch()
+    assert str(tmp_path / "libs") in str(toolchain.lacking("cuda"))
+    (tmp_path / "libs").mkdir()
+    (tmp_path / "libs" / "python{}{}.lib".format(*sys.version_info)).touch()
     assert toolchain.lacking("cuda") is None
 
 
