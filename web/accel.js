@@ -1,7 +1,7 @@
 /** The pack's part of the page: a sidebar tab, settings, commands, and a toast when something runs uncompiled. */
 
 import { app } from "../../scripts/app.js";
-import { COMMANDS, TAB } from "./commands.js";
+import { COMMANDS, sortTemplates, TAB } from "./commands.js";
 import { bringUpToDate } from "./earlier_workflows.js";
 import { feed } from "./feed.js";
 import { startNodeTexts } from "./node_text.js";
@@ -21,6 +21,7 @@ app.registerExtension({
     feed.onMessage((message) => message.event === "fallback" && tellFallback(message));
     feed.onChange(showBadge);
     startNodeTexts();
+    sortTemplates();
     startSettings(); // not waited for: the page starts no slower
   },
   beforeRegisterNodeDef(nodeType, { name }) {

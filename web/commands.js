@@ -1,5 +1,6 @@
 /** What the command palette and the panel's buttons do. */
 
+import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { feed } from "./feed.js";
 import { bytes, count } from "./format.js";
@@ -27,12 +28,23 @@ async function openPanel() {
   if (!panel?.contains(document.activeElement)) panel?.focus();
 }
 
+const PACK = new URL(import.meta.url).pathname.split("/").at(-2);
+
+/** Have the page list our templates by name: the server does in whatever order the disk has them. */
+export function sortTemplates() {
+  const own = api.getWorkflowTemplates;
+  api.getWorkflowTemplates = async function (...args) {
+    const found = await own.apply(this, args);
+    found?.[PACK]?.sort?.();
+    return found;
+  };
+}
+
 /** Load the template to start with, as the template browser does. */
 export async function openStarter() {
-  const pack = new URL(import.meta.url).pathname.split("/").at(-2);
-  const offered = (await server.fetchTemplates())[pack] ?? [];
+  const offered = (await server.fetchTemplates())[PACK] ?? [];
   const name = offered.find((title) => title.toLowerCase().includes("start here")) ?? offered[0];
-  const graph = name && (await server.fetchTemplate(pack, name));
+  const graph = name && (await server.fetchTemplate(PACK, name));
   if (graph) await app.loadGraphData(graph, true, true, name);
   else toast("error", t("failedAction"), t("unreachable"));
 }

@@ -3,8 +3,8 @@
  * long as it is open: a run changes neither what is saved nor what can be undone.
  */
 
-import { app } from "../../scripts/app.js";
 import { api } from "../../scripts/api.js";
+import { app } from "../../scripts/app.js";
 import { h, setText } from "./dom.js";
 import { feed } from "./feed.js";
 import { lineText, loadTexts, onLanguage, stageText, t } from "./texts.js";

@@ -141,6 +141,16 @@ def test_every_template_opens_whole_and_converts_to_the_stored_graph(page):
     assert complaints + page.errors() == []
 
 
+def test_start_here_is_the_first_of_our_templates(page):
+    page.evaluate("() => window.app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+    page.get_by_text(PACK_NAME, exact=True).first.click()
+    titles = page.locator("[data-testid^='template-workflow-']")
+    titles.first.wait_for()
+    screenshot(page, "templates")
+    assert START in titles.first.get_attribute("data-testid")
+    page.keyboard.press("Escape")
+
+
 @pytest.mark.parametrize("theme", ["dark", "light"])
 def test_notes_are_readable_in_both_themes(page, theme):
     set_theme(page, theme)
