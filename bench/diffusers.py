@@ -1,8 +1,9 @@
 """A session in a diffusers script: plain, diffusers' compile_repeated_blocks, torch.compile of the whole model, ours.
 
-A small text-to-image pipeline of SDXL's layout with random weights, in float32 on the CPU, at sizes scaled down with
-their parity kept (`session_plan.latent_side`). Every contender runs in a fresh process with an empty compiler cache,
-one at a time, and without saved graphs.
+Small text-to-image pipelines of SDXL's and Flux's layout with random weights, in float32 on the CPU, at sizes scaled
+down with their parity kept (`session_plan.latent_side`). They are given a prompt's features in one row, also for two
+images of it. Every contender runs in a fresh process with an empty compiler cache, one at a time, and without saved
+graphs.
 """
 
 import importlib.util
@@ -20,12 +21,12 @@ from .session_plan import failure, latent_side
 
 CONTENDERS = PLAIN, BLOCKS, BLOCKS_DYNAMIC, WHOLE, OURS = ("plain", "blocks", "blocks dynamic", "whole", "ours")
 COLUMNS = (
-    *("contender", "first_image", "later", "stalls", "gave_up_at", "first_call_s", "session_s"),
+    *("model", "contender", "first_image", "later", "stalls", "gave_up_at", "first_call_s", "session_s"),
     *("worst_stall_s", "warm_s", "worst_diff"),
 )
 LEGEND = """\
 blocks: compile_repeated_blocks(fullgraph=True), as diffusers' guide has it; dynamic: with dynamic=True too.
-whole: unet.compile(), which is torch.compile(dynamic=None). ours: accelerate_pipeline(pipe, ignores=("vae",)).
+whole: the model's compile(), which is torch.compile(dynamic=None). ours: accelerate_pipeline(pipe, ignores=("vae",)).
 first_image, later: graphs compiled in the session's first image, and in all after it; stalls: images that compiled.
 gave_up_at: where torch reached its recompile limit; from there on it runs uncompiled. first_call_s, session_s: of the
 first image, and of all. worst_stall_s: of the slowest image after the first. warm_s: of all, each made once more right
@@ -46,8 +47,20 @@ UNET = {
     "norm_num_groups": 8,
 }
 """Two levels of SDXL's three: a compiler takes long for a whole UNet with varying sizes."""
+TRANSFORMER = {
+    "patch_size": 1,
+    "in_channels": 16,
+    "num_layers": 2,
+    "num_single_layers": 3,
+    "attention_head_dim": 32,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 64,
+    "pooled_projection_dim": 32,
+    "axes_dims_rope": (4, 14, 14),
+    "guidance_embeds": True,
+}
 PROMPTS = {"prompt_embeds": (1, 77, 64), "pooled_prompt_embeds": (1, 32)}
-"""And the negative ones."""
+"""And the negative ones, which Flux does without."""
 ABSENT = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 
 
@@ -95,27 +108,28 @@ def measure(contender: str, expected: str) -> list[report.Row]:
     import torch
 
     torch.set_num_threads(1)  # Layers this small gain nothing from more.
-    pipe = _pipeline()
     images = {} if contender == PLAIN else torch.load(expected)
     rows = []
-    with RecompileLimit() as limit:
-        _accelerate(pipe, contender)
-        for step in STEPS:
-            before, uncompiled = counts(), _uncompiled()
-            image, seconds = _timed(pipe, step)
-            _, warm = _timed(pipe, step)
-            wanted = images.setdefault(step.name, image)
-            difference = (image - wanted).abs().max() / wanted.abs().max()
-            row = {"model": "SDXL", "contender": contender, "step": step.name, "batch": step.batch}
-            row |= {"compilations": counts().since(before).graphs, "uncompiled": _uncompiled() - uncompiled}
-            row |= {"gave_up": limit.heard, "first_s": round(seconds, 3), "warm_s": round(warm, 4)}
-            rows.append({**row, "relative_diff": difference.item(), "dtype": "fp32"})
+    for model, (make, steps) in MODELS.items():
+        pipe = make()
+        with RecompileLimit() as limit:
+            _accelerate(pipe, contender)
+            for step in steps:
+                before, uncompiled = counts(), _uncompiled()
+                image, seconds = _timed(pipe, step)
+                _, warm = _timed(pipe, step)
+                wanted = images.setdefault(f"{model}, {step.name}", image)
+                difference = (image - wanted).abs().max() / wanted.abs().max()
+                row = {"model": model, "contender": contender, "step": step.name, "batch": step.batch}
+                row |= {"compilations": counts().since(before).graphs, "uncompiled": _uncompiled() - uncompiled}
+                row |= {"gave_up": limit.heard, "first_s": round(seconds, 3), "warm_s": round(warm, 4)}
+                rows.append({**row, "relative_diff": difference.item(), "dtype": "fp32"})
     if contender == PLAIN:
         torch.save(images, expected)
     return rows
 
 
-def _pipeline():
+def _sdxl():
     """Without text encoder and VAE; the same weights every time."""
     import diffusers
     import torch
@@ -130,11 +144,31 @@ def _pipeline():
     return pipe
 
 
+def _flux():
+    """As `_sdxl`."""
+    import diffusers
+    import torch
+
+    torch.manual_seed(0)
+    transformer = diffusers.FluxTransformer2DModel(**TRANSFORMER).eval()
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipe = diffusers.FluxPipeline(**dict.fromkeys(ABSENT), transformer=transformer, scheduler=scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+MODELS = {"SDXL": (_sdxl, STEPS), "Flux": (_flux, STEPS[:4])}
+
+
+def _network(pipe):
+    return getattr(pipe, "unet", None) or pipe.transformer
+
+
 def _accelerate(pipe, contender: str) -> None:
     if contender in (BLOCKS, BLOCKS_DYNAMIC):
-        pipe.unet.compile_repeated_blocks(fullgraph=True, dynamic=True if contender == BLOCKS_DYNAMIC else None)
+        _network(pipe).compile_repeated_blocks(fullgraph=True, dynamic=True if contender == BLOCKS_DYNAMIC else None)
     elif contender == WHOLE:
-        pipe.unet.compile()
+        _network(pipe).compile()
     elif contender == OURS:
         from comfy_accel.accel import accelerate_pipeline
 
@@ -155,11 +189,11 @@ def _timed(pipe, step: Step):
     random = torch.Generator().manual_seed(3)
     prompts = {
         f"{sign}{name}": torch.randn(shape, generator=random)
-        for sign in ("", "negative_")
+        for sign in (("", "negative_") if hasattr(pipe, "unet") else ("",))
         for name, shape in PROMPTS.items()
     }
     started = time.perf_counter()
-    _set_lora(pipe.unet, step.lora)
+    _set_lora(_network(pipe), step.lora)
     image = pipe(
         width=8 * latent_side(step.width),
         height=8 * latent_side(step.height),
@@ -172,33 +206,34 @@ def _timed(pipe, step: Step):
     return image, time.perf_counter() - started
 
 
-def _set_lora(unet, strength: float | None) -> None:
+def _set_lora(network, strength: float | None) -> None:
     """A LoRA with random weights, by PEFT, in the attention; None takes it out."""
     import torch
     from peft import LoraConfig
 
-    loaded = bool(getattr(unet, "peft_config", None))
+    loaded = bool(getattr(network, "peft_config", None))
     if strength is None:
         if loaded:
-            unet.unload_lora()
+            network.unload_lora()
         return
     if not loaded:
         torch.manual_seed(2)
         targets = ["to_q", "to_k", "to_v", "to_out.0"]
         # Not as PEFT starts training, with one half zero.
-        unet.add_adapter(LoraConfig(r=8, target_modules=targets, init_lora_weights=False), "lora")
-        unet.requires_grad_(False)
-    unet.set_adapters("lora", strength)
+        network.add_adapter(LoraConfig(r=8, target_modules=targets, init_lora_weights=False), "lora")
+        network.requires_grad_(False)
+    network.set_adapters("lora", strength)
 
 
 def totals(rows: Sequence[report.Row]) -> list[report.Row]:
-    """A row per contender, with `COLUMNS`."""
+    """A row per model and contender, with `COLUMNS`."""
     table = []
-    for contender in dict.fromkeys(row["contender"] for row in rows):
-        own = [row for row in rows if row["contender"] == contender]
+    for model, contender in dict.fromkeys((row["model"], row["contender"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["contender"]) == (model, contender)]
         compiled = [row["compilations"] for row in own]
         table.append(
             {
+                "model": model,
                 "contender": contender,
                 "first_image": compiled[0],
                 "later": sum(compiled[1:]),

@@ -15,6 +15,8 @@ from kit import pipeline_zoo as zoo  # noqa: E402
 from kit.compiled import graphs  # noqa: E402
 from kit.tiny_pipelines import difference  # noqa: E402
 
+from bench import diffusers as bench  # noqa: E402
+
 TOLERANCE = 1e-5
 """Of the largest value: the graphs are run as they were captured."""
 
@@ -237,3 +239,22 @@ def test_model_that_changes_at_every_step_is_given_up_with_the_reason(sd):
     assert ("UNet2DConditionModel", "its settings change on every call") in {
         (row["block"], row["reason"]) for row in fallbacks.rows()
     }
+
+
+def test_flux_makes_several_images_of_a_prompt_in_one_row_with_the_graphs_of_one():
+    """Its pipeline repeats no features that it is given."""
+    make, _ = bench.MODELS["Flux"]
+    pipe = make()
+    prompt = {name: torch.randn(shape) for name, shape in bench.PROMPTS.items()}
+
+    def images(number):
+        size = {"width": 64, "height": 64, "num_inference_steps": 2, "output_type": "latent"}
+        return pipe(**size, **prompt, num_images_per_prompt=number, generator=torch.Generator().manual_seed(1)).images
+
+    plain = images(2)
+    accelerate_pipeline(pipe, backend="eager")
+    images(1)
+    made = graphs()
+    assert difference(images(2), plain) < TOLERANCE
+    assert graphs() == made
+    restore(pipe)
