@@ -91,18 +91,18 @@ class Bench:
         from .flops import Flops
 
         self._records = records  # which listen from here on
-        self._network, self._model = network, model
+        self._network, self.model = network, model
         self._flops = Flops(model.model.diffusion_model)
         self._flops.learn(lambda: self._latent(model, "euler", 1, 1.0, 0))
         self._plain = functools.lru_cache(maxsize=64)(self._sampled_plainly)
 
     def rows(self, sampler: str, steps: int, cfg: float, seed: int, ways: Sequence[str]) -> list[report.Row]:
         """One row for each way."""
-        expected, work = self._plain(sampler, steps, cfg, seed)
+        expected, _ = self._plain(sampler, steps, cfg, seed)
         rows = []
-        for way, model in [made for name in ways for made in apply(name, self._model)]:
-            latent = self._latent(model, sampler, steps, cfg, seed)
-            share, told = self._flops.take() / work, self._records.deep_cache()
+        for way, model in [made for name in ways for made in apply(name, self.model)]:
+            latent, share = self.made(model, sampler, steps, cfg, seed)
+            told = self._records.deep_cache()
             taken = None if told is None else told.steps_taken
             fewer = max(1, round(share * steps))
             rows.append(
@@ -119,9 +119,16 @@ class Bench:
             )
         return rows
 
+    def made(self, model, sampler: str, steps: int, cfg: float, seed: int):
+        """A latent, and its share of the uncached one's work."""
+        _, work = self._plain(sampler, steps, cfg, seed)
+        self._flops.take()
+        latent = self._latent(model, sampler, steps, cfg, seed)
+        return latent, self._flops.take() / work
+
     def _sampled_plainly(self, sampler: str, steps: int, cfg: float, seed: int):
         self._flops.take()
-        latent = self._latent(self._model, sampler, steps, cfg, seed)
+        latent = self._latent(self.model, sampler, steps, cfg, seed)
         return latent, self._flops.take()
 
     def _latent(self, model, sampler: str, steps: int, cfg: float, seed: int):

@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
     columns = []
     for index, name in enumerate(network.classes):
         own = slice(index * EACH, (index + 1) * EACH)
-        columns.append([(name, _strip(toy_data.view(data[own]))), ("sampled", _strip(toy_data.view(made[own])))])
+        columns.append([(name, strip(toy_data.view(data[own]))), ("sampled", strip(toy_data.view(made[own])))])
     file = options.out or ROOT / "docs" / SHEETS[options.network]
     contact_sheet.save(file, columns)
     print(file)
@@ -78,19 +78,19 @@ def _qualities(file: Path) -> Path:
 
     plain = sampled()
     view = toy_data.view(plain)
-    column = [("without DeepCache", _strip(view, across=True))]
+    column = [("without DeepCache", strip(view, across=True))]
     for quality in QUALITIES:
         latents = sampled(quality)
         reached, made = similarity.latent_psnr(latents, plain), toy_data.view(latents)
         told = f"planned for {quality:g} dB: {reached.min():.0f} to {reached.max():.0f} dB reached"
-        column.append((told, _strip(made, across=True)))
+        column.append((told, strip(made, across=True)))
         difference = (0.5 + AMPLIFIED * (made - view)).clamp(0, 1)
-        column.append((f"its difference, {AMPLIFIED} times", _strip(difference, across=True)))
+        column.append((f"its difference, {AMPLIFIED} times", strip(difference, across=True)))
     contact_sheet.save(file, [column])
     return file
 
 
-def _strip(views, across: bool = False) -> Image.Image:
+def strip(views, across: bool = False) -> Image.Image:
     """RGB views [B, 3, H, W] in 0..1, one above the other or side by side, with a line of white between."""
     import torch
 

@@ -57,11 +57,13 @@ def change(graph: Graph, inputs: dict[str, dict]) -> Graph:
     return changed
 
 
-def bypass(graph: Graph) -> Graph:
-    """The graph as it would be without this pack: core nodes only, everything else equal."""
+def bypass(graph: Graph, *classes: str) -> Graph:
+    """The graph as it would be without nodes of these classes, by default all of this pack; everything else equal."""
     plain = copy.deepcopy(graph)
     for node_id, node in graph.items():
         kind = node["class_type"]
+        if classes and kind not in classes:
+            continue
         if kind in PASSED_ON:
             # From `plain`: what feeds this node may itself have been replaced already.
             given = plain[node_id]["inputs"]
