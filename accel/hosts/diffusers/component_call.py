@@ -47,7 +47,7 @@ class ComponentCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
         load(model)
-        args, kwargs = _all_contiguous(args, kwargs)
+        args, kwargs = _all_contiguous(args, _for_each_image(kwargs))
         if asks_for_attentions(model, kwargs):  # of parts of its blocks, which a compiled block does not hand out
             fallbacks.note(type(model).__name__, Reason("attentions_asked"))
             return model._call_impl(*args, **kwargs)
@@ -88,6 +88,20 @@ def place_again(calls: Mapping[torch.nn.Module, ComponentCall]) -> None:
     for model, call in calls.items():
         if _SLOT not in model.__dict__:
             model.__dict__[_SLOT] = call
+
+
+def _for_each_image(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The named arguments of a transformer with its prompt in a row for each image.
+
+    Flux's pipeline does not repeat features that it is given for several images of one prompt. The first block, which
+    would then take one row beside several, would need a graph of its own.
+    """
+    images, prompt = kwargs.get("hidden_states"), kwargs.get("encoder_hidden_states")
+    if not (isinstance(images, torch.Tensor) and isinstance(prompt, torch.Tensor) and images.ndim == prompt.ndim == 3):
+        return kwargs
+    if not prompt.shape[0] == 1 < images.shape[0]:
+        return kwargs
+    return {**kwargs, "encoder_hidden_states": prompt.expand(images.shape[0], -1, -1).contiguous()}
 
 
 def _all_contiguous(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
