@@ -78,7 +78,7 @@ class BlockRunner:
         kind, wraps = region.kind, region.wraps
         self._outside_recording, self._is_streamed = outside_recording, source is not None
         self._is_surrounded = self._is_streamed or outside_recording is not nullcontext
-        self._weights = source or kinds.weight_slots(region.block, kind.weights, wraps, kind.forms)
+        self._weights = source or region.slots
         self._lora = None if wraps is None else AddedWeights(region.block, kind.tensors, wraps)
         self._inline = InlineCache(cache, self._weights, simplify_options)
         self.eager_calls = 0

@@ -67,9 +67,7 @@ class CurrentCode:
         self._known = [self._first]
         self._now: _Known | None = self._first
         self._placed: list[tuple[Region, InPlace]] = []
-        blocks = {region.block for region in first.regions}
-        inside = {part for block in blocks for part in block.modules()}
-        around = [part for part in model.modules() if part not in inside and part is not model]
+        around, blocks = first.around, {region.block for region in first.regions}
         self._around = [part.__dict__ for part in around]
         self._classes = {type(part) for part in (model, *around)}
         self._hooks = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from ..modules.wrapped_forward import WrappedForward
 from ..modules.wrapped_layers import Wraps
 from .code_hash import CodeReader
 from .code_snapshot import CodeNotes, CodeSnapshot
-from .kinds import Description, Kind, Read, describe, kinds_of
+from .kinds import Description, Kind, Read, WeightSlots, describe, kinds_of, weight_slots
 from .plain_values import Indescribable, note_part
 
 _SLOT = "_accel_surveys"
@@ -60,6 +61,16 @@ class Region:
     read: Read | None = field(default=None, compare=False, repr=False)
     wrapped: WrappedForward | None = field(default=None, compare=False, repr=False)
 
+    @functools.cached_property
+    def parts(self) -> tuple[torch.nn.Module, ...]:
+        """The modules in the block."""
+        return tuple(self.block.modules())
+
+    @functools.cached_property
+    def slots(self) -> WeightSlots:
+        """Where the block's weights are."""
+        return weight_slots(self.block, self.kind.weights, self.wraps, self.kind.forms)
+
 
 @dataclass(frozen=True)
 class Survey:
@@ -67,6 +78,7 @@ class Survey:
 
     code, settings: what was read for it, of the program and of the blocks, to be compared with what stands where the
         blocks are called.
+    around: the modules in the model outside of the blocks to compile.
     layout: what else it rests on, to be compared at the start of another run; None where blocks were left eager for
         what they are, which may have changed without a trace.
     """
@@ -75,6 +87,7 @@ class Survey:
     left_eager: tuple[tuple[str, Reason], ...]
     code: CodeSnapshot
     settings: CodeSnapshot
+    around: tuple[torch.nn.Module, ...]
     layout: LayoutSnapshot | None = None
 
     @property
@@ -191,7 +204,9 @@ def survey(
     layout = None
     if len(regions) == len(found):
         layout = LayoutSnapshot(model, [(block, as_shown) for _, block, as_shown, *_ in described])
-    return Survey(tuple(kept), tuple(left_eager), reader.snapshot(), notes.snapshot(), layout)
+    inside = {model}.union(*(region.parts for region in kept))
+    around = tuple(part for part in model.modules() if part not in inside)
+    return Survey(tuple(kept), tuple(left_eager), reader.snapshot(), notes.snapshot(), around, layout)
 
 
 def _notes_of(

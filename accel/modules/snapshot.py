@@ -66,8 +66,8 @@ class LayoutSnapshot:
         self._class = type(model)
         parts = list(_changeable(model))
         self.parts = [part for part in parts if part is not model]
-        self._children = [part._modules for part in parts]
-        self._named = [*self._children, *(part._parameters for part in parts), *(part._buffers for part in parts)]
+        self._named = _named_in(parts)
+        self._children = self._named[: len(parts)]
         self._blocks = [block for block, _ in blocks]
         inside = [part for block in self._blocks for part in _changeable(block)]
         holders = [holder for part in inside for holder in (part._parameters, part._buffers)]
@@ -80,7 +80,7 @@ class LayoutSnapshot:
             if shown is not block
             for part, as_shown in zip(block.modules(), shown.modules(), strict=True)
         ]
-        self._modules, self._state = self._objects(), self._described()
+        self._kept, self._state = self._objects(), self._described()
 
     def is_current(self, model: torch.nn.Module) -> bool:
         """Whether the model is this one, made of the same modules and stored as it was; about 1 µs for each module."""
@@ -89,8 +89,8 @@ class LayoutSnapshot:
         try:
             objects = self._objects()
             return (
-                len(objects) == len(self._modules)
-                and all(map(operator.is_, objects, self._modules))
+                len(objects) == len(self._kept)
+                and all(map(operator.is_, objects, self._kept))
                 and self._described() == self._state
             )
         except (AttributeError, KeyError, RunEagerly):  # something is gone, or stored in another form
@@ -103,14 +103,9 @@ class LayoutSnapshot:
         """What is compared by identity."""
         kept = [attributes[name] for attributes, names in self._hosts for name in names]
         inside = chain.from_iterable(value for value in kept if type(value) is list)
-        forwards = map(foreign_forward, self._blocks)
-        return [
-            *chain.from_iterable(map(dict.values, self._children)),
-            *map(type, self.parts),
-            *forwards,
-            *kept,
-            *inside,
-        ]
+        named, forwards = _named_in((self._model(), *self.parts)), map(foreign_forward, self._blocks)
+        children = chain.from_iterable(map(dict.values, self._children))
+        return [*named, *children, *map(type, self.parts), *forwards, *kept, *inside]
 
     def _described(self) -> tuple[list, ...]:
         """What is compared by value."""
@@ -128,6 +123,11 @@ class LayoutSnapshot:
             list(map(torch.Tensor.stride, tensors)),
             [first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)],  # which are one tensor
         )
+
+
+def _named_in(parts: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
+    """The children of each of the modules, then their parameters, then their buffers, by name."""
+    return [holder for of in ("_modules", "_parameters", "_buffers") for holder in map(operator.attrgetter(of), parts)]
 
 
 def _changeable(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

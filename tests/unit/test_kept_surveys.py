@@ -105,6 +105,9 @@ CHANGES = {
     "a weight more in a layer": lambda model: set_weight(block(model).first, "scale_weight", torch.ones(1)),
     "a weight where none was": lambda model: set_weight(block(model).first, "bias", torch.ones(4)),
     "no weight where one was": lambda model: block(model).second._parameters.update(bias=None),
+    "the dict of a layer's weights": lambda model: vars(block(model).first).update(
+        _parameters={"weight": torch.zeros(4, 4).half()}
+    ),
     "a buffer": lambda model: block(model).first.register_buffer("shift", torch.zeros(4)),
     "a weight that two layers share": lambda model: setattr(block(model).second, "weight", block(model).first.weight),
     "a setting": lambda model: setattr(block(model), "scale", 2.0),

@@ -124,10 +124,10 @@ class _Plain:
 
 def weights_of(region: Region) -> StreamedWeights | None:
     """The source of a block's weights; None where all are in place."""
-    parts, how = list(region.block.modules()), (region.block, region.kind.weights, region.kind.forms)
-    if any("_v" in vars(part) for part in parts):
+    how = region.block, region.kind.weights, region.kind.forms
+    if any("_v" in vars(part) for part in region.parts):
         return StreamedWeights(*how)
-    return WaitingWeights(*how) if any(map(_waits, parts)) else None
+    return WaitingWeights(*how) if any(map(_waits, region.parts)) else None
 
 
 class StreamedWeights:
