@@ -172,6 +172,7 @@ _LINE = {
     "line_unmeasured": "gain known after the next image",
     "line_loaded": "compiled graphs loaded from disk",
     "line_traced": "traced but uncompiled (backend eager)",
+    "line_partly": "{share} uncompiled: {why}",
     "line_not_compiled": "not compiled: {why}",
     "line_skipped": "{skipped} of {steps} steps skipped",
     "line_quality": "planned for {asked} dB, {share} of the work skipped",

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from ..core.reasons import Reason
+from ..core.sentences import EXPECTED
 from .run import Run, Skipping, rounded
+
+MUCH_UNCOMPILED = 0.1
+"""Fraction of a run's calls of blocks from which on it matters that they ran uncompiled."""
 
 FEW_STEPS = 12
 """Sampler steps below which neighbouring ones differ too much for DeepCache's defaults to skip many."""
@@ -27,7 +31,8 @@ def headline(run: Run, node: str) -> list[Reason]:
         return [Reason("line_stopped", done=run.steps_done, steps=run.steps)] if is_known else []
     compiles, skips = (bool(settings) and settings.get("node") == node for settings in (run.compiling, run.caching))
     own = [saving for saving, is_own in zip(run.savings, (compiles, skips), strict=True) if is_own]
-    return [*run.gain_by(*own), *(_compiled(run) if compiles else ()), *(_skipped(run) if skips else ())]
+    compiled = [*_compiled(run), *_uncompiled_part(run)] if compiles else []
+    return [*run.gain_by(*own), *compiled, *(_skipped(run) if skips else ())]
 
 
 def why_none_skipped(skipping: Skipping, steps: int, samplings: int = 1) -> Reason:
@@ -54,6 +59,15 @@ def _compiled(run: Run) -> list[Reason]:
     if images is None:
         return parts
     return [*parts, Reason("line_paid_back", images=images) if images > 1 else Reason("line_paid_back_at_once")]
+
+
+def _uncompiled_part(run: Run) -> list[Reason]:
+    """What ran uncompiled beside compiled blocks, where something is wrong with it."""
+    compiled, eager = run.totals.compiled_calls, run.totals.eager_calls
+    why = next((why for why in run.why_uncompiled() if why.code not in EXPECTED), None)
+    if not compiled or eager < MUCH_UNCOMPILED * (compiled + eager) or why is None:
+        return []
+    return [Reason("line_partly", share=f"{eager / (compiled + eager):.0%}", why=why)]
 
 
 def _skipped(run: Run) -> list[Reason]:

@@ -19,7 +19,7 @@ type => {
 INTO_SUBGRAPH = """
 () => {
     const { graph } = window.app;
-    const { node, subgraph } = graph.convertToSubgraph(new Set(graph.nodes.filter(({ comfyClass }) => comfyClass)));
+    const { node, subgraph } = graph.convertToSubgraph(new Set(graph.nodes));
     node.pos = [300, 200];
     return `${node.id}:${subgraph.nodes[0].id}`;
 }
@@ -127,17 +127,21 @@ def test_a_line_that_comes_before_the_prompt_is_known_waits_for_it(page):
 def test_a_line_within_subgraphs_is_on_their_nodes_too(page):
     page.evaluate(ADD, "AccelSpeedUp")
     inner = page.evaluate(INTO_SUBGRAPH)
+    outer = page.evaluate(INTO_SUBGRAPH).partition(":")[0]
     page.wait_for_timeout(300)
     steps, saved, prompt = (page.evaluate(of) for of in (HISTORY, SAVED, PROMPT))
     page.evaluate(QUEUE, "prompt 4")
-    ran(page, "prompt 4", inner)
+    ran(page, "prompt 4", f"{outer}:{inner}")
     page.wait_for_function(f"said => ({TEXTS})().includes(said)", arg=SAID)
     page.wait_for_timeout(300)
     screenshot(page, "node-text-subgraph")
-    shown = "() => [...window.app.graph.nodes, ...window.app.graph.nodes[0].subgraph.nodes]" + (
-        ".map(({ widgets }) => widgets.find(({ name }) => name === 'accel_text')?.element.textContent)"
-    )
-    assert page.evaluate(shown) == [SAID, SAID]
+    shown = page.evaluate("""() => {
+        const shown = [];
+        for (let [node] = window.app.graph.nodes; node; [node] = node.subgraph?.nodes ?? [])
+            shown.push(node.widgets.find(({ name }) => name === 'accel_text')?.element.textContent);
+        return shown;
+    }""")
+    assert shown == [SAID] * 3
     assert [page.evaluate(of) for of in (HISTORY, SAVED, PROMPT)] == [steps, saved, prompt]
 
 

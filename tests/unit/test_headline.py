@@ -38,6 +38,17 @@ SAID = [
     ({"compilations": 4}, "compiled once in 14 s · gain known after the next image"),
     ({"loaded": 4, "compiled_seconds": {}}, "compiled graphs loaded from disk"),
     ({"compiled_calls": 0, "fallbacks": uncompiled(NOT_CAPTURED, Reason("autocast"))}, "not compiled: autocast is"),
+    (
+        {"by_compiling": saved(2.1), "eager_calls": 600, "fallbacks": uncompiled(Reason("autocast"))},
+        "1.31× · 2.1 s saved · compiled once in 14 s · paid back after 7 images · 40% uncompiled: autocast is on",
+    ),
+    (
+        {
+            **{"by_compiling": saved(2.1), "eager_calls": 600},
+            "fallbacks": uncompiled(Reason("slower", compiled="3.2", eager="3.0")),
+        },
+        "1.31× · 2.1 s saved · compiled once in 14 s · paid back after 7 images",
+    ),
     ({"compiled_calls": 0, "left_eager": {Reason("no_blocks"): 3, Reason("training"): 9}}, "not compiled: it is being"),
     ({"compiling": {**COMPILING, "backend": "eager"}, "compilations": 4}, "traced but uncompiled (backend eager)"),
     ({"compiled_calls": 0}, "not compiled: No compiled block ran."),
@@ -51,7 +62,7 @@ SAID = [
 
 @pytest.mark.parametrize(("facts", "said"), SAID, ids=[said[:40] for _, said in SAID])
 def test_compiling_says_what_it_gained_or_what_stands_in_the_way(facts, said):
-    assert line(**facts).startswith(said)
+    assert line(**facts).startswith(said) and ("uncompiled: " in said) == ("uncompiled: " in line(**facts))
 
 
 @pytest.mark.parametrize(
