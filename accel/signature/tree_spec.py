@@ -52,7 +52,7 @@ def flatten(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], A
     if cls is int and value > 1:
         tensors.append(_size_tensor(value))
         return ("size",)
-    if cls in CONSTANTS or isinstance(value, enum.Enum):
+    if cls in CONSTANTS or isinstance(value, enum.Enum) or getattr(cls, "is_constant_argument", False):
         # With the type, since True, 1 and 1.0 are equal; and -0.0 equals 0.0.
         return ("value", value, repr(value)) if cls in _VALUES else ("constant", value, cls)
     if cls is tuple or cls is list:

@@ -195,9 +195,7 @@ def test_attention_replacement_concerns_only_the_block_it_names(small_unet, samp
     patched = small_unet.clone()
     patched.set_model_attn1_replace(lambda q, k, v, options: v, "output", 0)
     assert torch.equal(sample(fast(patched)), sample(patched))
-    assert {row["reason"] for row in fallbacks.rows()} == {"another node replaces its attention (attn1)"}
-    assert sum(row["calls"] for row in fallbacks.rows()) == 3  # of three blocks of its kind one, once a step
-    fallbacks.clear()
+    assert not torch.equal(sample(patched), sample(small_unet))
     assert torch.equal(sample(fast(small_unet)), sample(small_unet))
     assert fallbacks.rows() == []
 

@@ -140,3 +140,63 @@ def test_override_that_gives_something_else_than_attention_runs_with_uncompiled_
     assert len(calls) < 3 * own
     fallbacks._calls.clear()
     tiny.assert_same(functools.partial(overridden, override=halved))
+
+
+class ImagePrompt:
+    """As IP-Adapter's: attention to the tokens of an image beside the prompt's, in some of the steps."""
+
+    seen: set = set()
+
+    def __init__(self, number, tokens=4, weight=0.7):
+        self.number, self.weight, self.keys = number, weight, torch.randn(1, tokens, 64, generator=_seeded(number))
+
+    def __call__(self, q, k, v, extra_options):
+        self.seen.add((self.number, *extra_options["block"], extra_options["block_index"]))
+        out = core.optimized_attention(q, k, v, extra_options["n_heads"])
+        if extra_options["sigmas"].detach().cpu()[0].item() < 1:
+            return out
+        keys = self.keys.expand(q.shape[0], -1, -1)
+        return out + self.weight * core.optimized_attention(q, keys, keys.flip(1), extra_options["n_heads"])
+
+
+def _seeded(number):
+    return torch.Generator().manual_seed(number)
+
+
+PLACES = [("input", 2), ("output", 0), ("output", 1)]
+
+
+def prompted(model, **how):
+    model = model.clone()
+    for number, place in enumerate(PLACES):
+        model.set_model_attn2_replace(ImagePrompt(number, **how), *place)
+    return model
+
+
+def test_image_prompt_is_called_from_compiled_blocks_and_another_compiles_nothing():
+    tiny = _unet()
+    ImagePrompt.seen.clear()
+    plain = tiny.assert_same()
+    first = graphs()
+    image = tiny.assert_same(prompted)
+    compiled = graphs()
+    assert compiled == first + 1 and not torch.equal(image, plain)
+    other = tiny.assert_same(functools.partial(prompted, tokens=9, weight=0.2))
+    assert not torch.equal(other, image)
+    tiny.assert_same(prompted, size=1)
+    tiny.assert_same()
+    assert graphs() == compiled
+    assert ImagePrompt.seen == {(number, *place, 0) for number, place in enumerate(PLACES)}
+
+
+def test_replacement_that_gives_something_else_than_attention_runs_with_uncompiled_blocks():
+    tiny = _unet()
+
+    def odd(model):
+        model = model.clone()
+        model.set_model_attn2_replace(lambda q, k, v, options: q[:, :1], "output", 0)
+        return model
+
+    expected = tiny._sample(odd(tiny.model), 0)
+    assert torch.equal(tiny._sample(accelerate(odd(tiny.model), SETTINGS, tiny.cache), 0), expected)
+    assert "something else in the place of attention" in str(fallbacks.rows())

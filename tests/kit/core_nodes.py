@@ -446,7 +446,6 @@ WINDOWS = dict(
 )
 HALF = dict(start_percent=0.0, end_percent=0.6)
 EAGER = ("patched",)
-REPLACED = ("attention_replaced",)
 LOADERS = {
     *("nodes.CheckpointLoader", "nodes.CheckpointLoaderSimple", "nodes.DiffusersLoader", "nodes.UNETLoader"),
     *("nodes.unCLIPCheckpointLoader", "nodes_video_model.ImageOnlyCheckpointLoader"),
@@ -490,12 +489,12 @@ def _rows() -> dict[str, Row]:
         "Mahiro": unet("nodes_mahiro.Mahiro"),
         "NAG": unet("nodes_nag.NAGuidance", eager=EAGER, nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5),
         "NAG, Flux": on("Flux", "nodes_nag.NAGuidance", nag_scale=5.0, nag_alpha=0.5, nag_tau=1.5, eager=EAGER),
-        "PAG": unet("nodes_pag.PerturbedAttentionGuidance", eager=REPLACED, scale=3.0),
+        "PAG": unet("nodes_pag.PerturbedAttentionGuidance", scale=3.0),
         "PerpNeg": on("UNet", "nodes_perpneg.PerpNeg", empty_conditioning=conditioning(seed=6), neg_scale=0.8),
         "RenormCFG": on("Lumina2, no mask", "nodes_lumina2.RenormCFG", cfg_trunc=100.0, renorm_cfg=1.0),
         "RescaleCFG": unet(sampling + "RescaleCFG", multiplier=0.7),
         "RescaleCFG, flow": on("SD3", sampling + "RescaleCFG", multiplier=0.7),
-        "SAG": unet("nodes_sag.SelfAttentionGuidance", eager=REPLACED, scale=0.5, blur_sigma=2.0),
+        "SAG": unet("nodes_sag.SelfAttentionGuidance", scale=0.5, blur_sigma=2.0),
         "SLG, SD3": on(
             "SD3", "nodes_sd3.SkipLayerGuidanceSD3", layers="1", scale=3.0, start_percent=0.0, end_percent=0.6
         ),

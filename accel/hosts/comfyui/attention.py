@@ -4,6 +4,9 @@ Core calls attention by a global of the model's module (`optimized_attention`), 
 command line asks for, and lets a per-call option take its place (`optimized_attention_override`). Where it is another
 than torch's own attention, a graph has an operator that looks the global up in each call, and calls it with the options
 of that call as core would. So a graph does not depend on which function it is.
+
+Nodes such as IP-Adapter put a function of theirs in the place of a UNet block's attention (`patches_replace`). It takes
+queries, keys and values, and gives what attention would; so graphs call it in the same way.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +32,12 @@ _NAMES = ("optimized_attention", "optimized_attention_masked")
 _TRACED = ("attention_pytorch", "attention_basic")
 """Core's functions that are traced as they are."""
 
-_NAME = "attention_of_the_host"
+REPLACED = ("attn1", "attn2")
+"""Where the per-call option `patches_replace` has functions in the place of attention."""
+
+_NAME, _REPLACEMENT = "attention_of_the_host", "replaced_attention"
 _SCHEMA = f"{_NAME}(Tensor q, Tensor k, Tensor v, Tensor? mask, str place, str how) -> Tensor"
+_SCHEMA_OF_REPLACED = f"{_REPLACEMENT}(Tensor q, Tensor k, Tensor v, str name, str how) -> Tensor"
 _MASK = "its mask"
 
 _libraries: list[torch.library.Library] = []
@@ -72,11 +79,52 @@ def is_opaque(module: str | None, name: str) -> bool:
     return callable(function) and not _is_traced(function)
 
 
-def in_place_of(override: Any) -> Override:
-    """What a block gets for it. Raises RunEagerly: it is known to give something else than attention does."""
-    if getattr(override, "__func__", override) in _odd:
+class Replacement:
+    """What a block gets in the place of a function that another node has put in that of its attention.
+
+    name: of `REPLACED`. Plain, since torch's compiler calls no enum.
+    """
+
+    is_constant_argument = True
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"replaced {self.name}"
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        own = {name: item for name, item in options.items() if name not in _OF_BLOCK}
+        return torch.ops.accel.replaced_attention(q, k, v, self.name, _written([], {}, own))
+
+
+BLOCK = (0, 0)
+"""Every block's name in simplified options."""
+
+_OF_BLOCK = ("block", "block_index", OVERRIDE)
+_REPLACEMENTS = {name: {BLOCK: Replacement(name)} for name in REPLACED}
+
+
+def require_known(function: Any) -> None:
+    """Raise RunEagerly for a function that is known to give something else than attention does."""
+    if getattr(function, "__func__", function) in _odd:
         raise RunEagerly(Reason("attention_override"))
-    return Override.OF_THE_CALL
+
+
+def replacement(name: str, options: dict[str, Any]) -> dict[tuple, Replacement]:
+    """What a block that is called with these options gets for the functions under the name in `patches_replace`.
+
+    Raises RunEagerly, as `require_known`.
+    """
+    require_known(_replacing(name, options))
+    return _REPLACEMENTS[name]
+
+
+def _replacing(name: str, options: dict[str, Any]) -> Callable:
+    """The function for the block, as core finds it."""
+    functions, block = options["patches_replace"][name], options["block"]
+    of_part = (block[0], block[1], options.get("block_index", 0))
+    return functions[of_part if of_part in functions else block]
 
 
 class Ignored(frozenset):
@@ -134,8 +182,6 @@ def _stand_in(place: str, function: Callable, is_opaque: bool) -> Callable:
                 given[1] = _MASK
             else:
                 named["mask"] = _MASK
-        if options is not None:
-            options = {name: item for name, item in options.items() if name != OVERRIDE}
         return torch.ops.accel.attention_of_the_host(q, k, v, mask, place, _written(given, named, options))
 
     attention.__name__, attention.stands_for = function.__name__, function
@@ -160,6 +206,8 @@ def _as_text(value: Any) -> Any:
         return {name: _as_text(item) for name, item in value.items()}
     if isinstance(value, torch.dtype):
         return str(value)
+    if isinstance(value, Override):
+        return True
     if value is None or type(value) in (bool, int, float, str):
         return value
     raise TypeError(f"attention is called with a {type(value).__name__}")
@@ -183,22 +231,36 @@ def _run(q, k, v, mask, place, how):
     args, kwargs, of_block = _read(how)
     args = tuple(mask if item == _MASK else item for item in args)
     kwargs = {name: mask if item == _MASK else item for name, item in kwargs.items()}
+    override = None
     if of_block is not None:
-        options = begun() or {}
-        is_unchanged = all(name in options and options[name] == item for name, item in of_block.items())
-        kwargs["transformer_options"] = options if is_unchanged else {**options, **of_block}
+        options, own = begun() or {}, dict(of_block)
+        override = options.get(OVERRIDE)
+        if not own.pop(OVERRIDE, False) and override is not None:  # the block was given no options
+            options, override = {name: item for name, item in options.items() if name != OVERRIDE}, None
+        is_unchanged = all(name in options and options[name] == item for name, item in own.items())
+        kwargs["transformer_options"] = options if is_unchanged else {**options, **own}
     module, _, name = place.partition(":")
     function = getattr(sys.modules[module], name)
     out = function(q, k, v, *args, **kwargs)
-    expected = _size_of(q, how)
-    if type(out) is not torch.Tensor or out.shape != expected or out.dtype != q.dtype:
-        override = (begun() or {}).get(OVERRIDE)
-        if override is not None:
-            _odd.add(getattr(override, "__func__", override))
+    return _checked(out, q, _size_of(q, how), override, (q, k, v, mask))
+
+
+def _run_replaced(q, k, v, name, how):
+    options, own = begun(), _read(how)[2]
+    function = _replacing(name, options)
+    given = {key: item for key, item in options.items() if key not in ("patches", "patches_replace")} | own
+    return _checked(function(q, k, v, given), q, q.shape, function, (q, k, v))
+
+
+def _checked(out: Any, q: torch.Tensor, size: Sequence[int], function: Any, given: tuple) -> torch.Tensor:
+    """The result as graphs expect it. function: gave it, and is remembered where it is something else."""
+    if type(out) is not torch.Tensor or out.shape != size or out.dtype != q.dtype:
+        if function is not None:
+            _odd.add(getattr(function, "__func__", function))
         raise RunEagerly(Reason("attention_override"))
     out = out.contiguous()
-    given = {tensor.untyped_storage().data_ptr() for tensor in (q, k, v, mask) if tensor is not None}
-    return out.clone() if out.untyped_storage().data_ptr() in given else out
+    storages = {tensor.untyped_storage().data_ptr() for tensor in given if tensor is not None}
+    return out.clone() if out.untyped_storage().data_ptr() in storages else out
 
 
 def _fake(q, k, v, mask, place, how):
@@ -219,7 +281,7 @@ def _size_of(q: torch.Tensor, how: str) -> tuple[int, ...]:
 
 
 def _define() -> None:
-    """Register the operator, once in the process."""
+    """Register the operators, once in the process."""
     with _defining:
         if hasattr(torch.ops.accel, _NAME):
             return
@@ -227,4 +289,7 @@ def _define() -> None:
         library.define(_SCHEMA)
         library.impl(_NAME, _run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"accel::{_NAME}", _fake, lib=library)
+        library.define(_SCHEMA_OF_REPLACED)
+        library.impl(_REPLACEMENT, _run_replaced, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"accel::{_REPLACEMENT}", lambda q, *_: q.new_empty(q.shape), lib=library)
         _libraries.append(library)

@@ -19,7 +19,7 @@ from ....core.reasons import Reason, RunEagerly
 from ....fingerprint.survey import Region
 from ....signature.tree_spec import CONSTANTS
 from .. import attention
-from ..attention import OVERRIDE
+from ..attention import OVERRIDE, Override
 
 INTERRUPTS = (comfy.model_management.InterruptProcessingException,)
 """Exceptions that mean "stop the run"; never swallowed."""
@@ -68,17 +68,25 @@ def simplifier(region: Region) -> Callable[[dict], dict]:
 
     def simplify(options: dict) -> dict:
         # Runs at every call of a block, so the usual case comes first.
-        attention.begin(options)
         if asked.isdisjoint(options):
-            return options if _FOR_PATCHES_ONLY.isdisjoint(options) else {}
+            if _FOR_PATCHES_ONLY.isdisjoint(options):
+                return options
+            attention.begin(options)
+            return {}
         if not is_transformer_options(options):
             return options
+        attention.begin(options)
         reason = _concern(options, strings)
         if reason is not None:
             raise RunEagerly(reason)
         kept = _only(readable, options, _is_constant)
         if options.get(OVERRIDE) is not None:
-            kept[OVERRIDE] = attention.in_place_of(options[OVERRIDE])
+            attention.require_known(options[OVERRIDE])
+            kept[OVERRIDE] = Override.OF_THE_CALL
+        replaced = [name for name in attention.REPLACED if _is_replaced(name, options, strings)]
+        if replaced:
+            kept["patches_replace"] = {name: attention.replacement(name, options) for name in replaced}
+            kept["block"] = attention.BLOCK
         return kept
 
     return simplify
@@ -140,10 +148,17 @@ def _concern(options: dict[str, Any], strings: frozenset[str]) -> Reason | None:
     for name, patches in (options.get("patches") or {}).items():
         if patches and name in strings:
             return Reason("patched", patch=name)
-    for name, replacements in (options.get("patches_replace") or {}).items():
-        if replacements and name in strings and _addresses(replacements, options):
+    for name in options.get("patches_replace") or {}:
+        is_called = name in attention.REPLACED and options.get("block") is not None
+        if not is_called and _is_replaced(name, options, strings):
             return Reason("attention_replaced", patch=name)
     return None
+
+
+def _is_replaced(name: str, options: dict[str, Any], strings: frozenset[str]) -> bool:
+    """Whether another node's function has the place `name` in the block being called, whose code has these strings."""
+    replacements = (options.get("patches_replace") or {}).get(name)
+    return bool(replacements) and name in strings and _addresses(replacements, options)
 
 
 def _addresses(replacements: dict, options: dict[str, Any]) -> bool:
