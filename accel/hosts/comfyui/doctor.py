@@ -1,0 +1,93 @@
+"""`comfy-accel doctor`: what will be accelerated on this machine, and what to do for the rest, in ten lines.
+
+Imports nothing of ComfyUI; where that is loaded, as for the report, its attention and allocator are told too.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from ...compile.registry import DEFAULT, backend_named
+from ...core import toolchain
+
+
+def lines() -> list[str]:
+    """One sentence for each part of the machine, each with what it is called first."""
+    return [f"{name}: {said}" for name, said in _parts()]
+
+
+def _parts() -> Iterator[tuple[str, str]]:
+    device = _device()
+    yield "Versions", f"Python {platform.python_version()}, PyTorch {torch.__version__}, {sys.platform}{_of_core()}"
+    yield "Device", _named(device)
+    lacking = backend_named(DEFAULT).missing() or toolchain.lacking(device)
+    if lacking is not None:
+        yield "Compiling", f"no: {lacking}"
+    elif device == "cpu":
+        yield "Compiling", f"yes, with {toolchain.cpp_compiler()}; on a CPU it gains little"
+    else:
+        yield "Compiling", f"yes, with Triton {toolchain.triton_version()}" if device != "mps" else "yes"
+    if lacking is None:
+        yield "After a restart", _after_a_restart()
+    yield "CUDA graphs", _cuda_graphs(device)
+    yield "Stored weights", _stored_weights(device)
+    attention = _attention()
+    if attention is not None:
+        yield "Attention", attention
+    yield "DeepCache", "works everywhere"
+
+
+def _of_core() -> str:
+    version = getattr(sys.modules.get("comfyui_version"), "__version__", None)
+    return "" if version is None else f", ComfyUI {version}"
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    if hasattr(torch, "xpu") and torch.xpu.is_available():
+        return "xpu"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _named(device: str) -> str:
+    if device != "cuda":
+        return {"cpu": "none but the CPU", "mps": "Apple (MPS)", "xpu": "Intel (XPU)"}[device]
+    card = torch.cuda.get_device_properties(0)
+    kind = f"capability {card.major}.{card.minor}" if torch.version.hip is None else "AMD (ROCm)"
+    return f"{card.name}, {kind}, {card.total_memory / (1 << 30):.0f} GB"
+
+
+def _after_a_restart() -> str:
+    minor = int(torch.__version__.split(".")[1])
+    return "saved graphs are loaded" if minor >= 8 else "compiled again; PyTorch 2.8 and later load saved graphs"
+
+
+def _cuda_graphs(device: str) -> str:
+    if device != "cuda" or torch.version.hip is not None:
+        return "no, they are NVIDIA's"
+    if torch.cuda.get_allocator_backend() != "native":
+        return "no: start ComfyUI with --disable-cuda-malloc"
+    loaded = "comfy.model_management" in sys.modules
+    return "yes" if loaded else "yes, where ComfyUI was started with --disable-cuda-malloc"
+
+
+def _stored_weights(device: str) -> str:
+    if device == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() < (8, 9):
+        return "fp8, int8 and GGUF run compiled; fp8 (e4m3) is cast by PyTorch, which this card's Triton cannot"
+    return "fp8, int8 and GGUF run compiled"
+
+
+def _attention() -> str | None:
+    """Core's; None where it is not loaded."""
+    core = sys.modules.get("comfy.ldm.modules.attention")
+    function = getattr(core, "optimized_attention", None)
+    if function is None:
+        return None
+    if function in (getattr(core, "attention_pytorch", None), getattr(core, "attention_basic", None)):
+        return "PyTorch's, compiled with the blocks"
+    return f"{function.__name__}, called from compiled blocks; no CUDA graphs with it"
