@@ -29,7 +29,7 @@ OVERRIDE = "optimized_attention_override"
 """The per-call option."""
 
 _NAMES = ("optimized_attention", "optimized_attention_masked")
-_TRACED = ("attention_pytorch", "attention_basic")
+_TRACED = ("attention_pytorch", "attention_basic", "attention_split", "attention_sub_quad")
 """Core's functions that are traced as they are."""
 
 REPLACED = ("attn1", "attn2")
