@@ -141,7 +141,7 @@ def _typical(
     differ = torch.stack([mean[0].amax() / mean[0].mean() for mean in means])
     *far, spread, other = torch.cat([means[0].mean(1), differ[:1], differ[-1:]]).tolist()
     nearest = min(range(len(far)), key=lambda number: math.inf if math.isnan(far[number]) else far[number])
-    which = int(other > spread)
+    which = int(len(means) > 1 and other > spread)
     adds = means[which][nearest]
     usual = tolerance**2 * torch.maximum(adds, adds.median()) + step**2 * means[which][0]
     shape = [1] * expected.ndim
