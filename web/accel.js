@@ -7,6 +7,7 @@ import { feed } from "./feed.js";
 import { startNodeTexts } from "./node_text.js";
 import { destroy, render } from "./panel.js";
 import { SETTINGS, startSettings } from "./settings.js";
+import { choiceText, language } from "./texts.js";
 import { tellFallback } from "./toasts.js";
 
 app.registerExtension({
@@ -23,6 +24,10 @@ app.registerExtension({
     startNodeTexts();
     sortTemplates();
     startSettings(); // not waited for: the page starts no slower
+  },
+  nodeCreated({ comfyClass, widgets }) {
+    if (!comfyClass?.startsWith("Accel") || language().startsWith("en")) return;
+    for (const { type, options } of widgets ?? []) if (type === "combo") options.getOptionLabel = choiceText;
   },
   beforeRegisterNodeDef(nodeType, { name }) {
     if (name === "AccelDeepCache") before(nodeType.prototype, "configure", (node, saved) => bringUpToDate(saved));

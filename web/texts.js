@@ -54,6 +54,9 @@ export function reasonText({ code, fields, reason } = {}) {
   return filled(found, Object.fromEntries(texts));
 }
 
+/** A choice of a node's input, as the page shows it; what is sent and saved stays English. */
+export const choiceText = (choice) => sentence("accelChoices", choice) ?? String(choice ?? "");
+
 /** How far a compilation is, such as "generating code"; null where the server does not say. */
 export const stageText = ({ stage }) => (stage ? t(`stage_${stage}`) : null);
 

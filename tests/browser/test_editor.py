@@ -127,6 +127,11 @@ def test_in_chinese_nodes_and_help_pages_are_chinese(open_page, server, any_serv
         page.evaluate(ALONE, "AccelResolutionSnap")
         shown = page.evaluate("window.app.graph.nodes[0].widgets.map(({ label }) => label)")
         assert texts["AccelResolutionSnap"]["inputs"]["width"]["name"] in shown
+    page.evaluate(ALONE, "AccelSpeedUp")
+    page.wait_for_timeout(500)
+    screenshot(page, "speed-up-chinese")
+    assert page.evaluate("window.app.graph.nodes[0].widgets[0].options.getOptionLabel('Exact')") == "Exact（精确）"
+    assert page.evaluate("window.app.graph.nodes[0].widgets[0].value") == "Exact"
     assert page.errors() == []
     page.context.close()
 
