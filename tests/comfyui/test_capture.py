@@ -5,6 +5,8 @@ where a test is not about them, since tracing is most of a test's time.
 """
 
 import gc
+import sys
+import types
 
 import comfy.controlnet
 import comfy.model_management
@@ -327,6 +329,18 @@ def test_other_attention_is_another_capture(capturer, cache, monkeypatch):
         monkeypatch.setattr(attention, "optimized_attention", attend)
         assert torch.equal(image(fast(model, cache)), image(model))
     assert capturer.captures == 2 and reasons() == []
+
+
+def test_attention_that_no_graph_has_in_it_is_not_captured_where_the_model_calls_it(capturer, cache, monkeypatch):
+    model, elsewhere = unet(), types.ModuleType("a_pack")
+    elsewhere.optimized_attention = attention.wrap_attn(lambda *args, **kwargs: None)
+    monkeypatch.setitem(sys.modules, "a_pack", elsewhere)
+    assert torch.equal(image(fast(model, cache)), image(model))
+    assert capturer.captures == 1
+    kernel = torch.compiler.disable(attention.attention_pytorch.__wrapped__)
+    monkeypatch.setattr(attention, "optimized_attention", attention.wrap_attn(kernel))
+    assert torch.equal(image(fast(model, cache)), image(model))
+    assert capturer.captures == 1 and "optimized_attention) is not known to work in a CUDA graph" in str(reasons())
 
 
 def test_warm_up_leaves_nothing_to_capture_to_the_first_image(capturer, cache):

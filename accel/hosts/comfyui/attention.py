@@ -134,9 +134,15 @@ class Ignored(frozenset):
         return super().__contains__(pair) or is_opaque(*pair)
 
 
-def any_opaque() -> str | None:
-    """The name of an attention function of the host's that is not traced; None without one."""
-    return next((function.__name__ for *_, function in _places() if not _is_traced(function)), None)
+class Asked(Ignored):
+    """The same, for one reading of code. opaque: the module and name of such a function that this code calls."""
+
+    opaque: object = None
+
+    def __contains__(self, pair: object) -> bool:
+        if is_opaque(*pair):
+            self.opaque = pair
+        return super().__contains__(pair)
 
 
 def stand_ins() -> Iterator[tuple[Any, str, Callable]]:
@@ -184,7 +190,7 @@ def _stand_in(place: str, function: Callable, is_opaque: bool) -> Callable:
                 named["mask"] = _MASK
         return torch.ops.accel.attention_of_the_host(q, k, v, mask, place, _written(given, named, options))
 
-    attention.__name__, attention.stands_for = function.__name__, function
+    attention.stands_for = function
     return attention
 
 

@@ -73,16 +73,16 @@ def begin(
     kinds = tuple(runner.kind.digest for runner in blocks.values())
     held = _HeldWeights(model)
     strings, code, reason, stands = frozenset(), None, None, bool
+    ignored = attention.Asked(NO_RESULT_DEPENDS_ON)
     try:
-        reader = CodeReader(NO_RESULT_DEPENDS_ON)
+        reader = CodeReader(ignored)
         hashed = reader.read(frozenset(map(type, model.modules())))
         strings, code, stands = hashed.strings, hashed.digest, reader.snapshot().is_current
         _unread[model] = hashed.unread
     except Indescribable as why:
         reason = Reason("code_unknown", what=str(why))
-    own_attention = attention.any_opaque()
-    if own_attention is not None:
-        reason = reason or Reason("attention_runs", function=own_attention)
+    if ignored.opaque is not None:
+        reason = reason or Reason("attention_runs", function=".".join(ignored.opaque))
     reason = reason or memory.why_not(model)
 
     def why_not() -> Reason | None:
