@@ -154,8 +154,8 @@ def _are_same(ones: Iterable[Any], others: list) -> bool:
 
 
 def _are_alike(one: Any, other: Any, asked: set[tuple[int, int]]) -> bool:
-    """Whether these are the same object, or plain values or functions that nobody can tell apart: some make a function
-    for each call, of the same code with the very same values in its cells.
+    """Whether these are the same object, or plain values, lists or functions that nobody can tell apart: some make a
+    function for each call, of the same code with the very same values in its cells, or a list for each load of a model.
 
     asked: pairs that are being compared already, as those of a function that refers to itself.
     """
@@ -166,7 +166,7 @@ def _are_alike(one: Any, other: Any, asked: set[tuple[int, int]]) -> bool:
     if isinstance(one, _PLAIN):
         return repr(one) == repr(other)
     asked.add((id(one), id(other)))
-    if type(one) is tuple:
+    if type(one) in (tuple, list):
         parts, theirs = one, other
     elif isinstance(one, types.FunctionType):
         if one.__code__ is not other.__code__ or one.__globals__ is not other.__globals__:

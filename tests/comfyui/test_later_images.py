@@ -3,6 +3,7 @@ Flux and Qwen-Image. Counted, not timed: after the first image no block is trace
 
 from collections import Counter
 
+import comfy.sd
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -53,14 +54,19 @@ class Session:
 
     def __init__(self, name, cache, seed=0):
         family, self.shape = MODELS[name]
+        self.plain = family.load(torch.float32, seed)
         self.prompts = [family.conditioning(tokens, seed) for seed, tokens in enumerate(PROMPTS, 1)]
-        self.model = accelerate(family.load(torch.float32, seed), CompileSettings(backend="eager"), cache)
+        self.model = self.fast(self.plain, cache)
 
-    def image(self, cfg, sampler="euler", seed=0):
+    @staticmethod
+    def fast(model, cache):
+        return accelerate(model, CompileSettings(backend="eager"), cache)
+
+    def image(self, cfg, sampler="euler", seed=0, model=None):
         with torch.inference_mode():  # as core runs nodes
             latent = torch.zeros(1, *self.shape)
             settings = dict(steps=2, cfg=cfg, sampler=sampler, scheduler="simple", seed=seed)
-            return tiny_models.sample_latent(self.model, latent, *self.prompts, **settings)
+            return tiny_models.sample_latent(model or self.model, latent, *self.prompts, **settings)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -88,3 +94,37 @@ def test_nor_where_two_models_take_turns(name, work):
     images = [session.image(1.0).clone() for session in sessions * 2]
     assert (dict(work), graphs() - before) == ({}, 0)
     assert torch.equal(images[0], images[2]) and not torch.equal(images[0], images[1])
+
+
+class Halved(torch.nn.Linear):
+    """Another pack's layer."""
+
+    def forward(self, x):
+        return super().forward(x) * 0.5
+
+
+def other_layer(model, cls=Halved):
+    layer = model.model.diffusion_model.double_blocks[1].img_mlp[0]
+    made = cls(layer.in_features, layer.out_features)
+    made.load_state_dict(layer.state_dict())
+    patched = model.clone()
+    patched.add_object_patch("diffusion_model.double_blocks.1.img_mlp.0", made.requires_grad_(False))
+    return patched
+
+
+def with_lora(model):
+    return comfy.sd.load_lora_for_models(model, None, tiny_models.lora(model, seed=5), 0.5, 0)[0]
+
+
+@pytest.mark.parametrize(("change", "surveys"), [(with_lora, 0), (other_layer, 1)])
+def test_what_a_node_changes_in_between_is_in_the_image_and_surveyed_where_it_changes_code(change, surveys, work):
+    """A clone of the patcher, over the same model; and back."""
+    cache = GraphCache()
+    session = Session("Flux", cache)
+    own, changed = session.plain, change(session.plain)
+    expected = [session.image(1.0, model=model).clone() for model in (own, changed)]
+    assert not torch.allclose(*expected, atol=1e-2)
+    for model, image, times in ((own, 0, 1), (changed, 1, surveys), (own, 0, surveys), (own, 0, 0)):
+        work.clear()
+        torch.testing.assert_close(session.image(1.0, model=Session.fast(model, cache)), expected[image])
+        assert work["survey"] == times

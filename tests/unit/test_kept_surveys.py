@@ -32,10 +32,10 @@ class Block(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(width, width, bias=False), nn.Linear(width, width)
         self.norm = nn.LayerNorm(width)
-        self.scale, self.index = 1.0, 0
+        self.scale, self.index, self.shifts = 1.0, 0, []
 
     def forward(self, x):
-        return x + act(self.second(self.first(self.norm(x)))) * self.scale
+        return x + act(self.second(self.first(self.norm(x)))) * self.scale + sum(self.shifts)
 
 
 class OtherBlock(Block):
@@ -111,6 +111,8 @@ CHANGES = {
     "a buffer": lambda model: block(model).first.register_buffer("shift", torch.zeros(4)),
     "a weight that two layers share": lambda model: setattr(block(model).second, "weight", block(model).first.weight),
     "a setting": lambda model: setattr(block(model), "scale", 2.0),
+    "an item of a list": lambda model: block(model).shifts.append(1.0),
+    "another list": lambda model: setattr(block(model), "shifts", [1.0]),
     "a new setting": lambda model: setattr(block(model), "more", 2.0),
     "a setting of a layer": lambda model: setattr(block(model).norm, "eps", 0.5),
     "training": lambda model: model.train(),
@@ -178,9 +180,20 @@ KEEPS = {
     "another device": lambda model: model.to("meta"),
     "what its code does not read": lambda model: setattr(block(model), "index", 3),
     "a weight beside the blocks": lambda model: set_weight(model.stem, "weight", torch.zeros(9, 4)),
+    "a list like the one before": lambda model: setattr(block(model), "shifts", []),
     "a hook of a block": lambda model: block(model).register_forward_hook(lambda *_: None),
     "a forward that was put back": lambda model: setattr(block(model), "forward", block(model).forward),
 }
+
+
+def test_list_in_the_place_of_one_like_it_is_followed(surveys):
+    model = Model()
+    block(model).shifts.append(1.0)
+    look(model)
+    block(model).shifts = [1.0]
+    assert is_kept(model, surveys)
+    block(model).shifts.append(2.0)
+    assert not is_kept(model, surveys)
 
 
 @pytest.mark.parametrize("change", KEEPS)
