@@ -64,6 +64,15 @@ def ran(page, prompt, *nodes):
     page.evaluate(SAY, {"event": "node_lines", "prompt_id": prompt, "lines": dict.fromkeys(nodes, LINE)})
 
 
+def as_it_is(page):
+    """What the page has of the open workflow: steps to undo, the saved form, the prompt; once it has laid it out."""
+    saved = None
+    while saved != page.evaluate(SAVED):
+        saved = page.evaluate(SAVED)
+        page.wait_for_timeout(500)
+    return page.evaluate(HISTORY), saved, page.evaluate(PROMPT)
+
+
 def until_shown(page, *texts):
     page.wait_for_function(
         f"texts => JSON.stringify(({TEXTS})()) === texts",
@@ -75,8 +84,7 @@ def until_shown(page, *texts):
 def test_a_run_leaves_its_line_on_the_node_and_nothing_in_the_workflow(page):
     node = page.evaluate(ADD, "AccelSpeedUp")
     page.evaluate(ADD, "EmptyLatentImage")
-    page.wait_for_timeout(300)
-    steps, saved, prompt = (page.evaluate(of) for of in (HISTORY, SAVED, PROMPT))
+    before = as_it_is(page)
     page.evaluate(QUEUE, "prompt 1")
     compiling = {"event": "node_compiling", "node": node, "name": "ResBlock", "number": 2, "of": 5, "stage": "build"}
     page.evaluate(SAY, {**compiling, "prompt_id": "another"})
@@ -90,13 +98,13 @@ def test_a_run_leaves_its_line_on_the_node_and_nothing_in_the_workflow(page):
     screenshot(page, "node-text")
     box = page.locator(".accel-node-text").bounding_box()
     assert box["height"] >= 18 and box["width"] > 100
-    assert [page.evaluate(of) for of in (HISTORY, SAVED, PROMPT)] == [steps, saved, prompt]
+    assert as_it_is(page) == before
     page.evaluate("() => { window.app.graph.nodes[1].title = 'renamed'; }")
-    assert page.evaluate(HISTORY) == steps + 1
+    assert page.evaluate(HISTORY) == before[0] + 1
     page.evaluate("() => window.app.extensionManager.command.execute('Comfy.Undo')")
     page.wait_for_function("() => window.app.graph.nodes[1].title !== 'renamed'")
     until_shown(page, SAID)  # on the nodes that the page has made anew
-    page.evaluate(LOAD, saved)
+    page.evaluate(LOAD, before[1])
     assert page.evaluate(TEXTS) == [], "the same file, opened again, has not run"
 
 
@@ -128,8 +136,7 @@ def test_a_line_within_subgraphs_is_on_their_nodes_too(page):
     page.evaluate(ADD, "AccelSpeedUp")
     inner = page.evaluate(INTO_SUBGRAPH)
     outer = page.evaluate(INTO_SUBGRAPH).partition(":")[0]
-    page.wait_for_timeout(300)
-    steps, saved, prompt = (page.evaluate(of) for of in (HISTORY, SAVED, PROMPT))
+    before = as_it_is(page)
     page.evaluate(QUEUE, "prompt 4")
     ran(page, "prompt 4", f"{outer}:{inner}")
     page.wait_for_function(f"said => ({TEXTS})().includes(said)", arg=SAID)
@@ -142,7 +149,7 @@ def test_a_line_within_subgraphs_is_on_their_nodes_too(page):
         return shown;
     }""")
     assert shown == [SAID] * 3
-    assert [page.evaluate(of) for of in (HISTORY, SAVED, PROMPT)] == [steps, saved, prompt]
+    assert as_it_is(page) == before
 
 
 @in_all

@@ -235,7 +235,7 @@ def test_without_a_compiler_the_toast_says_that_nothing_is_compiled_and_once(pag
     toast.wait_for()
     page.wait_for_timeout(1000)
     assert toast.count() == 1
-    page.get_by_text("Your images are made as in plain ComfyUI.").wait_for()
+    page.get_by_text("Your images are made as in plain ComfyUI.").last.wait_for()
 
 
 def test_a_row_of_what_could_not_be_compiled_does_not_say_that_it_was(page):
