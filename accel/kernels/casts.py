@@ -29,17 +29,24 @@ def unknown_casts_left(device: torch.device | None) -> Iterator[None]:
 
     Where a pass of somebody else's has that place, nothing changes.
     """
-    if device is None or device.type != "cuda" or torch.version.hip or torch_internals.GRAPH_PASS.get(None) is None:
+    if device is None or not lacks_e4m3(device) or torch_internals.GRAPH_PASS.get(None) is None:
         yield
         return
     from torch._inductor import config
 
-    if torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY or config.post_grad_custom_pre_pass is not None:
+    if config.post_grad_custom_pre_pass is not None:
         yield
         return
     define()
     with config.patch(post_grad_custom_pre_pass=_graph_pass()):
         yield
+
+
+def lacks_e4m3(device: torch.device) -> bool:
+    """Whether Triton lacks float8_e4m3fn for this device."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY
 
 
 def leave_casts(graph: Graph) -> None:

@@ -11,7 +11,7 @@ import torch
 from ..core.events import log
 from ..modules.substitution import Layer, Order, Outside, outside_recording, substituted
 from .capture_io import FeaturesProxy
-from .features import BranchKey, Features, OutdatedFeature
+from .features import BranchKey, Features, OfRun, OutdatedFeature
 
 
 def cached_call(
@@ -41,8 +41,12 @@ def cached_call(
                 raise
         # Outside the handler, whose exception would keep what the call had made.
         features.run.give_back()
+    return _counted(features.run, full)
+
+
+def _counted(run: OfRun, full: Callable[[], Any]) -> Any:
     out = full()
-    features.run.count(skipped=False)
+    run.count(skipped=False)
     return out
 
 
@@ -77,11 +81,7 @@ def _stored_or_skipped(
             raise
         except Exception as error:
             run.give_up(error)
-            out = full()
-            run.count(skipped=False)
-            return out
+            return _counted(run, full)
     proxy = FeaturesProxy(features, keys, skips=False)
     with placed(split.full_layers(proxy, keys)), within(proxy):
-        out = full()
-    run.count(skipped=False)
-    return out
+        return _counted(run, full)

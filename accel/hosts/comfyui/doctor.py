@@ -12,7 +12,11 @@ from collections.abc import Iterator
 import torch
 
 from ...compile.registry import DEFAULT, backend_named
-from ...core import toolchain
+from ...core import toolchain, torch_internals
+from ...kernels.casts import lacks_e4m3
+from . import attention
+
+_ATTENTION = "comfy.ldm.modules.attention"
 
 
 def lines() -> list[str]:
@@ -35,9 +39,9 @@ def _parts() -> Iterator[tuple[str, str]]:
         yield "After a restart", _after_a_restart()
     yield "CUDA graphs", _cuda_graphs(device)
     yield "Stored weights", _stored_weights(device)
-    attention = _attention()
-    if attention is not None:
-        yield "Attention", attention
+    its_attention = _attention()
+    if its_attention is not None:
+        yield "Attention", its_attention
     yield "DeepCache", "works everywhere"
 
 
@@ -63,8 +67,9 @@ def _named(device: str) -> str:
 
 
 def _after_a_restart() -> str:
-    minor = int(torch.__version__.split(".")[1])
-    return "saved graphs are loaded" if minor >= 8 else "compiled again; PyTorch 2.8 and later load saved graphs"
+    if torch_internals.lacking(torch_internals.STANDALONE_SAVING) is None:
+        return "saved graphs are loaded"
+    return "compiled again; PyTorch 2.8 and later load saved graphs"
 
 
 def _cuda_graphs(device: str) -> str:
@@ -77,17 +82,16 @@ def _cuda_graphs(device: str) -> str:
 
 
 def _stored_weights(device: str) -> str:
-    if device == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() < (8, 9):
+    if lacks_e4m3(torch.device(device)):
         return "fp8, int8 and GGUF run compiled; fp8 (e4m3) is cast by PyTorch, which this card's Triton cannot"
     return "fp8, int8 and GGUF run compiled"
 
 
 def _attention() -> str | None:
     """Core's; None where it is not loaded."""
-    core = sys.modules.get("comfy.ldm.modules.attention")
-    function = getattr(core, "optimized_attention", None)
+    function = getattr(sys.modules.get(_ATTENTION), "optimized_attention", None)
     if function is None:
         return None
-    if function in (getattr(core, "attention_pytorch", None), getattr(core, "attention_basic", None)):
-        return "PyTorch's, compiled with the blocks"
+    if not attention.is_opaque(_ATTENTION, "optimized_attention"):
+        return "compiled with the blocks"
     return f"{function.__name__}, called from compiled blocks; no CUDA graphs with it"

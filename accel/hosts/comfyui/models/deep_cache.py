@@ -207,8 +207,7 @@ class _Sampling:
 def _make_room(
     executor: Any, patcher: Any, noise_shape: Sequence[int], conds: dict[str, list], *args: Any, **kwargs: Any
 ) -> Any:
-    """Around the loading of the model, for which core leaves as much memory free as it reckons that a call takes: with
-    what is kept for skipped steps."""
+    """Loads the model with room left for the features that skipped steps need, on top of core's own estimate."""
     options = kwargs.get("model_options") or (args[0] if args else None) or {}
     sampling: _Sampling | None = options.get("transformer_options", {}).get(KEY)
     try:
@@ -218,12 +217,12 @@ def _make_room(
         kept = 0
     if kept >= _MUCH:
         log.info("DeepCache: keeps about %.1f GB of features for skipped steps.", kept / (1 << 30))
-    with _reckoned_with(patcher.model, kept):
+    with _reserving(patcher.model, kept):
         return executor(patcher, noise_shape, conds, *args, **kwargs)
 
 
 @contextmanager
-def _reckoned_with(model: Any, kept: int) -> Iterator[None]:
+def _reserving(model: Any, kept: int) -> Iterator[None]:
     """Within the context the model takes `kept` bytes more of memory, as core asks it."""
     own, before = model.memory_required, vars(model).get("memory_required")
     model.memory_required = lambda *args, **kwargs: own(*args, **kwargs) + kept

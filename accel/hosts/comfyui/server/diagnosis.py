@@ -190,7 +190,7 @@ def some_ran_uncompiled(facts: Facts) -> Iterator[str]:
         code, total = reasons[0].code, totals.eager_calls + totals.compiled_calls
         text = f"{totals.eager_calls} of {total} block calls ran uncompiled, mostly because: {_clause(reasons[0])}."
         if code in _PATCHES:
-            text += " Without that patch (an IP-Adapter, say) they run compiled."
+            text += " Without that patch they run compiled."
         elif code == "slower":
             text += " Expected: on this machine these blocks run faster uncompiled."
         elif code in ("gradients", "autocast"):
