@@ -16,9 +16,12 @@ __version__ = "0.2.0"
 
 _FROM = {
     "DeepCacheSettings": "step_cache.config",
+    "accelerate_module": "hosts.diffusers.module",
     "accelerate_pipeline": "hosts.diffusers.pipeline",
     "accelerated": "hosts.diffusers.pipeline",
+    "one_run": "hosts.diffusers.module",
     "restore": "hosts.diffusers.pipeline",
+    "restore_module": "hosts.diffusers.module",
     "warm_up": "hosts.diffusers.warm_up",
 }
 """Public name → the module that defines it."""

@@ -95,7 +95,7 @@ def test_wheel_has_the_whole_engine(installed):
 
 @pytest.mark.thorough  # builds and installs the wheel
 def test_wheel_is_imported_without_torch_and_brings_what_scripts_call(installed, home):
-    names = ("DeepCacheSettings", "accelerate_pipeline", "accelerated", "restore", "warm_up")
+    names = ("DeepCacheSettings", "accelerate_module", "accelerate_pipeline", "accelerated", "restore", "warm_up")
     without = f"import comfy_accel as it; print(it.__file__, set(it.__all__) == set({names}) <= set(dir(it)))"
     where = told([sys.executable, "-c", NO_TORCH + without], home, PYTHONPATH=str(installed))
     assert where.split() == [str(installed / "comfy_accel" / "__init__.py"), "True"]
