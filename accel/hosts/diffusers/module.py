@@ -1,4 +1,4 @@
-"""`accelerate_module`: the repeated blocks of any model run compiled, for packs and scripts with samplers of their own."""
+"""`accelerate_module`: any model's repeated blocks run compiled, for packs and scripts with samplers of their own."""
 
 from __future__ import annotations
 
