@@ -12,6 +12,7 @@ import { lineText, loadTexts, onLanguage, stageText, t } from "./texts.js";
 const NAME = "accel_text";
 const LINE = 18; // pixels
 const PADDING = 12;
+const MOST_ASKED = 256;
 const MOST_EARLY = 8; // prompts
 const RESTS = [2, 4]; // modes of a node that is muted or bypassed
 
@@ -55,6 +56,7 @@ function rememberPrompts() {
     const id = answer?.prompt_id;
     if (id) {
       askedFrom.set(id, workflow);
+      if (askedFrom.size > MOST_ASKED) askedFrom.delete(askedFrom.keys().next().value);
       for (const act of early.get(id) ?? []) note(id, act);
       early.delete(id);
     }

@@ -18,6 +18,7 @@ from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, elsewhere
 from ..fingerprint.block_call import Call
 from ..fingerprint.survey import Region
+from ..signature import tree_spec
 from .batch_dry_run import BatchDryRun
 from .block_observer import BlockObserver
 from .graph_maker import GraphMaker
@@ -86,7 +87,8 @@ class GraphResolver:
                 self._lease,
                 lambda: maker.load(call),
             )
-            if not self._is_measured and not torch_internals.is_untried():
+            is_compared = self._is_measured or torch_internals.is_untried()
+            if not is_compared or tree_spec.runs_others_code(call.spec):
                 return ResolvedGraph(entry, graph, None)
             may_capture = observer is not None and observer.may_capture
             return ResolvedGraph(entry, graph, entry.benchmark(graph, call.inputs, may_capture))

@@ -426,7 +426,10 @@ class _Function:
         if not path:
             self._follow_builtins(scope)
         for name in sorted((self.facts.names | also).intersection(scope)):
-            if (scope.get("__name__"), name) in self._reader.ignored:
+            pair = (scope.get("__name__"), name)
+            if pair in self._reader.ignored:
+                if not frozenset.__contains__(self._reader.ignored, pair):
+                    notes.name(owner, name)  # by a rule, which another value may not fall under
                 continue
             value, inner = scope[name], f"{path}{name}"
             called = list(_functions_in(value))

@@ -67,6 +67,18 @@ def flatten(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], A
     raise UnsupportedArgument(f"an argument of type {cls.__module__}.{cls.__qualname__}")
 
 
+class RunsOthersCode:
+    """Base of constants that stand for a function of another program's. It may keep count of its calls, so that two
+    calls of a block with it cannot be compared."""
+
+
+def runs_others_code(spec: Spec) -> bool:
+    """Whether there is such a constant among the arguments."""
+    if spec[:1] == ("constant",):
+        return issubclass(spec[2], RunsOthersCode)
+    return any(isinstance(part, tuple) and runs_others_code(part) for part in spec)
+
+
 def _flatten_field(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], Any] | None) -> Spec:
     if type(value) is int and value == 1:
         tensors.append(_size_tensor(1))

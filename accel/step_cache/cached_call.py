@@ -23,6 +23,7 @@ def cached_call(
     capture: Callable[[FeaturesProxy], AbstractContextManager] | None = None,
     outside: Outside | None = None,
     this_thread_only: bool = False,
+    clean_up: Callable[[], None] = lambda: None,
 ) -> Any:
     """The model's output; counts the call in its run.
 
@@ -31,7 +32,8 @@ def cached_call(
     a skipped call ends skipping for the rest of the run, and this call is made plainly. So does lack of memory in any
     call while features are kept: they are given back first. `full` may be called twice. capture: a context around calls
     that may be replayed from a CUDA graph; it learns what they exchange with the run. outside: the host's context for
-    the split's own work. this_thread_only: other threads may be calling the same model.
+    the split's own work. this_thread_only: other threads may be calling the same model. clean_up: called before
+    a call that ran out of memory is made again.
     """
     if keys is not None:
         try:
@@ -41,6 +43,7 @@ def cached_call(
                 raise
         # Outside the handler, whose exception would keep what the call had made.
         features.run.give_back()
+        clean_up()
     return _counted(features.run, full)
 
 

@@ -199,3 +199,59 @@ def test_replacement_that_gives_something_else_than_attention_runs_with_uncompil
     expected = tiny._sample(odd(tiny.model), 0)
     assert torch.equal(tiny._sample(accelerate(odd(tiny.model), SETTINGS, tiny.cache), 0), expected)
     assert "something else in the place of attention" in str(fallbacks.rows())
+
+
+def test_image_prompt_beside_another_attention(flagged):
+    """IP-Adapter and SageAttention, which many have together."""
+    tiny = _unet()
+    tiny.assert_same(lambda model: overridden(prompted(model), by_block))
+    flagged(like_sage)
+    tiny.assert_same(prompted)
+
+
+class Kept:
+    """A replacement that keeps what it gave in the first step, or was given, and uses it in the later ones."""
+
+    def __init__(self, what):
+        self.what, self.kept, self.calls = what, {}, 0
+
+    def __call__(self, q, k, v, options):
+        place, sigma = (options["block"], options["block_index"]), float(options["sigmas"][0])
+        first, known = self.kept.get(place, (sigma, None))
+        if self.what == "calls":
+            self.calls += 1
+            return core.attention_pytorch(q, k, v, options["n_heads"]) * (1.5 if self.calls % 2 else 0.5)
+        if sigma == first:
+            out = core.attention_pytorch(q, k, v, options["n_heads"])
+            self.kept[place] = sigma, (out if self.what == "output" else (k, v))
+            return out
+        if self.what == "output":
+            return known
+        keys, values = (torch.cat(pair, 1) for pair in zip((k, v), known, strict=True))
+        return core.attention_pytorch(q, keys, values, options["n_heads"])
+
+
+@pytest.mark.parametrize("what", ["output", "keys", "calls"])
+def test_function_that_keeps_tensors_or_count_gives_what_it_gives_uncompiled(what):
+    """A graph uses its memory again, and comparing it with its block would call the function twice."""
+    model, cache = tiny_models.small_unet(), GraphCache()
+
+    def sampled(change=lambda model: model):
+        replaced, function = model.clone(), Kept(what)
+        for place in PLACES:
+            replaced.set_model_attn1_replace(function, *place)
+        return tiny_models.sample(change(replaced), 64, 96, steps=3)
+
+    compiled = CompileSettings(backend="inductor", measured=True)
+    out, expected = sampled(lambda model: accelerate(model, compiled, cache)), sampled()
+    assert (out - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert not any("BasicTransformerBlock" in str(row) for row in fallbacks.rows())
+
+
+def test_attention_that_is_put_back_is_traced_again(flagged):
+    """A pack may put its own there for the length of a run: the model is read anew before and after."""
+    tiny, own = _unet(), core.attention_pytorch
+    tiny.assert_same()
+    for function in (like_sage, own, like_sage):
+        flagged(function)
+        tiny.assert_same()

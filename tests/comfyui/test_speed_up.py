@@ -1,5 +1,6 @@
 """The Speed Up node: what each quality does to a model, and the line that its run leaves on it."""
 
+import comfy.samplers
 import pytest
 import torch
 from comfy_accel.accel.core.compile_settings import CompileSettings
@@ -165,6 +166,25 @@ def test_the_line_is_on_the_node_that_ran_whatever_number_it_had_before(lines):
     both = {"30": speed_up_node(), "31": speed_up_node()}
     first, second = sampler(["3", 0], 6, "30"), sampler(["4", 0], 6, "31")
     assert lines({**both, "4": first, "5": second}, "5") == ["30", "31"]
+
+
+def test_a_list_of_choices_among_the_types_on_the_way_is_nothing_special(lines, monkeypatch):
+    """As sampler selectors of packs give, of version 1."""
+
+    class ChooseSampler:
+        RETURN_TYPES, FUNCTION, CATEGORY = (comfy.samplers.KSampler.SAMPLERS,), "choose", ""
+
+        @classmethod
+        def INPUT_TYPES(cls):  # noqa: N802
+            return {"required": {}}
+
+        def choose(self):
+            return ("euler",)
+
+    monkeypatch.setitem(nodes.NODE_CLASS_MAPPINGS, "ChooseSampler", ChooseSampler)
+    asked = sampler(["3", 0], 1)
+    asked["inputs"]["sampler_name"] = ["5", 0]
+    assert lines({"5": {"class_type": "ChooseSampler", "inputs": {}}, "7": speed_up_node(), "4": asked}, "4") == ["7"]
 
 
 def test_of_several_nodes_on_the_way_the_one_at_work_has_the_line(lines, monkeypatch):

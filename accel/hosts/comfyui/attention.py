@@ -16,6 +16,7 @@ import enum
 import functools
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,13 +25,17 @@ import torch
 
 from ...core import torch_internals
 from ...core.reasons import Reason, RunEagerly
+from ...signature.tree_spec import RunsOthersCode
 
 OVERRIDE = "optimized_attention_override"
 """The per-call option."""
 
 _NAMES = ("optimized_attention", "optimized_attention_masked")
-_TRACED = ("attention_pytorch", "attention_basic", "attention_split", "attention_sub_quad")
+_TRACED = ("attention_pytorch", "attention_basic")
 """Core's functions that are traced as they are."""
+
+_CAPTURED = (*_TRACED, "attention_split", "attention_sub_quad")
+"""Those that CUDA graphs may have in them. The latter two ask how much memory is free, which cannot be traced."""
 
 REPLACED = ("attn1", "attn2")
 """Where the per-call option `patches_replace` has functions in the place of attention."""
@@ -50,7 +55,7 @@ _odd: weakref.WeakSet[Any] = weakref.WeakSet()
 """Overrides that give something else than attention does."""
 
 
-class Override(enum.Enum):
+class Override(RunsOthersCode, enum.Enum):
     """What a block gets in place of an override: a constant, whichever that is."""
 
     OF_THE_CALL = 1
@@ -79,7 +84,7 @@ def is_opaque(module: str | None, name: str) -> bool:
     return callable(function) and not _is_traced(function)
 
 
-class Replacement:
+class Replacement(RunsOthersCode):
     """What a block gets in the place of a function that another node has put in that of its attention.
 
     name: of `REPLACED`. Plain, since torch's compiler calls no enum.
@@ -101,6 +106,7 @@ class Replacement:
 BLOCK = (0, 0)
 """Every block's name in simplified options."""
 
+_SIMPLIFIED = ("block", "block_index", "patches_replace")
 _OF_BLOCK = ("block", "block_index", OVERRIDE)
 _REPLACEMENTS = {name: {BLOCK: Replacement(name)} for name in REPLACED}
 
@@ -140,7 +146,7 @@ class Asked(Ignored):
     opaque: object = None
 
     def __contains__(self, pair: object) -> bool:
-        if is_opaque(*pair):
+        if is_opaque(*pair) and not _is_traced(getattr(sys.modules[pair[0]], pair[1]), _CAPTURED):
             self.opaque = pair
         return super().__contains__(pair)
 
@@ -166,10 +172,10 @@ def _places() -> Iterator[tuple[Any, str, Callable]]:
                 yield module, name, function
 
 
-def _is_traced(function: Callable) -> bool:
+def _is_traced(function: Callable, among: Sequence[str] = _TRACED) -> bool:
     core = vars(sys.modules["comfy.ldm.modules.attention"])
     function = getattr(function, "stands_for", function)  # another thread may be tracing
-    return any(function is core.get(name) for name in _TRACED)
+    return any(function is core.get(name) for name in among)
 
 
 def _stand_in(place: str, function: Callable, is_opaque: bool) -> Callable:
@@ -188,6 +194,8 @@ def _stand_in(place: str, function: Callable, is_opaque: bool) -> Callable:
                 given[1] = _MASK
             else:
                 named["mask"] = _MASK
+        if options is not None:  # of the call are others than those that stand for them here
+            options = {name: item for name, item in options.items() if name not in _SIMPLIFIED}
         return torch.ops.accel.attention_of_the_host(q, k, v, mask, place, _written(given, named, options))
 
     attention.stands_for = function
@@ -247,26 +255,43 @@ def _run(q, k, v, mask, place, how):
         kwargs["transformer_options"] = options if is_unchanged else {**options, **own}
     module, _, name = place.partition(":")
     function = getattr(sys.modules[module], name)
-    out = function(q, k, v, *args, **kwargs)
-    return _checked(out, q, _size_of(q, how), override, (q, k, v, mask))
+    call = functools.partial(function, *_kept_apart(override or function, q, k, v), *args, **kwargs)
+    return _checked(call(), q, _size_of(q, how), override, override or function, (q, k, v, mask))
 
 
 def _run_replaced(q, k, v, name, how):
     options, own = begun(), _read(how)[2]
     function = _replacing(name, options)
     given = {key: item for key, item in options.items() if key not in ("patches", "patches_replace")} | own
-    return _checked(function(q, k, v, given), q, q.shape, function, (q, k, v))
+    out = function(*_kept_apart(function, q, k, v), given)
+    return _checked(out, q, q.shape, function, function, (q, k, v))
 
 
-def _checked(out: Any, q: torch.Tensor, size: Sequence[int], function: Any, given: tuple) -> torch.Tensor:
-    """The result as graphs expect it. function: gave it, and is remembered where it is something else."""
+def _is_cores(function: Any) -> bool:
+    return type(function) is types.FunctionType and function.__module__.partition(".")[0] in ("comfy", "comfy_extras")
+
+
+def _kept_apart(function: Any, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Copies for a function of another program: it may keep what it is given, and a graph uses that memory again."""
+    return tensors if _is_cores(function) else [tensor.clone() for tensor in tensors]
+
+
+def _checked(
+    out: Any, q: torch.Tensor, size: Sequence[int], replaces: Any, function: Any, given: tuple
+) -> torch.Tensor:
+    """The result as graphs expect it, which may write to it.
+
+    replaces: what is remembered where it is something else; None for core's own place. function: gave it, and may keep
+        it where it is another program's.
+    """
     if type(out) is not torch.Tensor or out.shape != size or out.dtype != q.dtype:
-        if function is not None:
-            _odd.add(getattr(function, "__func__", function))
+        if replaces is not None:
+            _odd.add(getattr(replaces, "__func__", replaces))
         raise RunEagerly(Reason("attention_override"))
-    out = out.contiguous()
     storages = {tensor.untyped_storage().data_ptr() for tensor in given if tensor is not None}
-    return out.clone() if out.untyped_storage().data_ptr() in storages else out
+    if not _is_cores(function) or out.untyped_storage().data_ptr() in storages:
+        return out.clone(memory_format=torch.contiguous_format)
+    return out.contiguous()
 
 
 def _fake(q, k, v, mask, place, how):

@@ -94,4 +94,5 @@ def _attention() -> str | None:
         return None
     if not attention.is_opaque(_ATTENTION, "optimized_attention"):
         return "compiled with the blocks"
-    return f"{function.__name__}, called from compiled blocks; no CUDA graphs with it"
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"{name}, called from compiled blocks; no CUDA graphs with it"

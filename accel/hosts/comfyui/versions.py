@@ -386,9 +386,18 @@ def leading_node(class_type: str | None, carried: str) -> str | None:
             made = prompt.get_node(source)["class_type"] if prompt.has_node(source) else None
             types = getattr(nodes.NODE_CLASS_MAPPINGS.get(made), "RETURN_TYPES", ())
             kind = types[output] if output < len(types) else None
-            if kind == carried or kind not in _ONE_THING:
+            is_name = isinstance(kind, str)  # a list of choices is a type, too
+            if not is_name or kind == carried or kind not in _ONE_THING:
                 waiting.append(source)
     return None
+
+
+def forget_prefetched(model: torch.nn.Module) -> None:
+    """Drop what a call that failed has brought of streamed weights: the next one would take it for whole."""
+    clean_up = getattr(sys.modules.get("comfy.model_prefetch"), "cleanup_prefetched_modules", None)
+    for part in model.modules() if clean_up is not None else ():
+        if not vars(part).keys().isdisjoint(("_prefetch", "_v_block_faulted")):
+            clean_up(part, [part])
 
 
 def _executing() -> Any:

@@ -29,7 +29,7 @@ from ....step_cache.run import DeepCacheRun
 from ....step_cache.sampler_facts import SamplerFacts
 from ....step_cache.splits.layouts import find_split, numbers_kept, why_no_split
 from ..sizes.shape_errors import sizes_explained
-from ..versions import leading_node, unrecorded_context
+from ..versions import forget_prefetched, leading_node, unrecorded_context
 from ..words import none_skipped
 from .late_control import LateControl, postponed
 from .options import CAPTURE, CORE_CACHE, CORE_COMPILE, INTERRUPTS, WARMS_UP, asks_wrappers, compiles_whole
@@ -369,7 +369,8 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
     keys = _branches(features, x, options)
     capture: ModelCapture | None = options.get(CAPTURE)
     within = None if capture is None else capture.during
-    return cached_call(features, keys, full, skipped, INTERRUPTS, within, unrecorded_context())
+    clean_up = functools.partial(forget_prefetched, model)
+    return cached_call(features, keys, full, skipped, INTERRUPTS, within, unrecorded_context(), clean_up=clean_up)
 
 
 def _computed(control: Any) -> Any:
