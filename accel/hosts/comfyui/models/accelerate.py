@@ -163,7 +163,10 @@ class Run:
 
 def _may_have_graphs(cache: GraphCache) -> bool:
     """Whether this machine's device has CUDA graphs at all: where it has none, nobody needs to hear of them."""
-    why = cache.captures.capturer.why_not(comfy.model_management.get_torch_device())
+    try:
+        why = cache.captures.capturer.why_not(comfy.model_management.get_torch_device())
+    except Exception:  # which the attempt to capture will tell
+        return True
     return why is None or why.code not in ("not_cuda", "amd")
 
 
