@@ -27,6 +27,11 @@ UNKNOWN_NODES = """
 ALERTS = """
 () => [...document.querySelectorAll('.p-toast-message-error, .p-toast-message-warn')].map(toast => toast.innerText)
 """
+MASK = ".p-dialog-mask, [data-testid=dialog-overlay]"
+CLOSE = """
+() => [...document.querySelectorAll('.p-dialog-mask button, [role=dialog] button')]
+    .find(({ ariaLabel, classList }) => /close/i.test(ariaLabel ?? '') || classList.contains('right-6'))?.click()
+"""
 OVERLAPS = """
 () => {
     const drawn = [...document.querySelectorAll('.lg-node')];
@@ -148,7 +153,8 @@ def test_start_here_is_the_first_of_our_templates(page):
     titles.first.wait_for()
     screenshot(page, "templates")
     assert START in titles.first.get_attribute("data-testid")
-    page.keyboard.press("Escape")
+    page.evaluate(CLOSE)
+    page.locator(MASK).first.wait_for(state="detached")
 
 
 @pytest.mark.parametrize("theme", ["dark", "light"])
