@@ -8,6 +8,8 @@ from typing import Any
 
 from ..core.reasons import Reason
 from ..fingerprint.survey import Region
+from ..modules.substitution import foreign_forward, forward_of
+from ..modules.wrapped_forward import WrappedForward
 from .block_runner import BlockRunner
 
 
@@ -20,19 +22,28 @@ class WrappedRunner(BlockRunner):
 
     def __init__(self, region: Region, *args: Any, **kwargs: Any):
         super().__init__(region, *args, **kwargs)
-        block, self._wrapped = region.block, region.wrapped
-        own, self.for_own_alone = self._wrapped.own, self._wrapped.is_on_class
+        self._own, self.for_own_alone = region.wrapped.own, region.wrapped.is_on_class
+        self._wrap(region.wrapped)
+
+    def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        if type(inner) is _Inside:  # what another survey had in place may be inside already
+            return super().__call__(inner, *args, **kwargs)
+        block = self._region.block
+        if not self._wrapped.stands(block, inner):
+            now = WrappedForward.of(block)  # one like it, made anew as for each call
+            if now is not None and now.own is self._own and now.is_on_class == self.for_own_alone:
+                self._wrap(now)
+            elif now is None and forward_of(type(block))[1] is self._own and foreign_forward(block) is None:
+                return super().__call__(inner, *args, **kwargs)
+            else:
+                return self._eagerly(self._described(inner, args, kwargs), Reason("forward_replaced"))
+        return self._wrapper(*args, **kwargs)
+
+    def _wrap(self, wrapped: WrappedForward) -> None:
+        block, own = self._region.block, self._own
         inside, run = _Inside(own, block), super().__call__
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
             return run(inside, *args, **kwargs) if module is block else own(module, *args, **kwargs)
 
-        self._wrapper = self._wrapped.around(forward, block)
-
-    def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
-        if type(inner) is not _Inside:  # what another survey had in place may be inside already
-            if self._wrapped.stands(self._region.block, inner):
-                return self._wrapper(*args, **kwargs)
-            if not self.for_own_alone:
-                return self._eagerly(self._described(inner, args, kwargs), Reason("forward_replaced"))
-        return super().__call__(inner, *args, **kwargs)
+        self._wrapped, self._wrapper = wrapped, wrapped.around(forward, block)
