@@ -6,6 +6,7 @@ from comfy_accel.accel.core.reasons import Reason
 
 def test_reasons_that_differ_in_numbers_alone_are_one(caplog):
     said = Fallbacks()
+    caplog.set_level("INFO")
     for milliseconds in (3.04, 17.5):
         said.note("Block", Reason("slower", compiled=f"{milliseconds:.2f}", eager="1.2e-03"))
     fields = {"compiled": "3.04", "eager": "1.2e-03"}
