@@ -7,19 +7,18 @@ Tracing torch's own convolution asks which library will run it, and the answer d
 from __future__ import annotations
 
 import functools
-import threading
 import types
 from collections.abc import Callable
 
 import torch
 from torch.nn.modules import conv
 
+from ..kernels import operators
 from ..signature.tensors import CHANNELS_LAST, is_channels_last
 
-_NAME = "convolution"
-_SCHEMA = (
-    f"{_NAME}(Tensor x, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
-    "SymInt groups) -> Tensor"
+_SIGNATURE = (
+    "(Tensor x, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups)"
+    " -> Tensor"
 )
 
 
@@ -43,25 +42,6 @@ def _fake(x, weight, bias, stride, padding, dilation, groups):
     ]
     out = x.new_empty([x.shape[0], weight.shape[0], *sizes])
     return out.to(memory_format=_memory_format(x, weight))
-
-
-_libraries: list[torch.library.Library] = []
-_defining = threading.Lock()
-
-
-def _define() -> None:
-    """Register the operator, once in the process, however many copies of the engine are imported.
-
-    Not at import: it takes torch a tenth of a second, which a program that compiles nothing should not pay.
-    """
-    with _defining:
-        if hasattr(torch.ops.accel, _NAME):
-            return
-        library = torch.library.Library("accel", "FRAGMENT")
-        library.define(_SCHEMA)
-        library.impl(_NAME, _run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"accel::{_NAME}", _fake, lib=library)
-        _libraries.append(library)  # its operators vanish with it
 
 
 def _conv_forward(self, x, weight, bias):
@@ -106,7 +86,7 @@ def _is_torchs_own(cls: type) -> bool:
 
 def leave_to_library(template: torch.nn.Module) -> None:
     """Make every plain convolution of a template (never of a user's model) call the opaque operator."""
-    _define()
+    operators.define("convolution", _SIGNATURE, _run, _fake)
     own = tuple(cls for cls in _CONVOLUTIONS if _is_torchs_own(cls))
     for module in template.modules():
         if (

@@ -37,12 +37,13 @@ class Inductor(AheadOfTime):
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         if not savable and _has_remote_cache():
             return compile_by_running(function, tensors, self.name)
+        device = _device(tensors)
         with (
             generated_code.collected() as modules,
             generated_code.short_names(),
             narrow_sizes(),
-            rewritten_graphs(_device(tensors).type),
-            unknown_casts_left(_device(tensors)),
+            rewritten_graphs(device.type),
+            unknown_casts_left(device),
             checked_together(),
             generated_code.building_told(),
         ):

@@ -6,7 +6,6 @@ Torch's own cast can, so only that is not fused with what surrounds it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,22 +13,19 @@ import torch
 from torch.fx import Graph
 
 from ..core import torch_internals
+from . import operators
 
 _FIRST_CAPABILITY = (8, 9)
 _TYPE = torch.float8_e4m3fn
-_NAME = "cast_by_torch"
-
-_libraries: list[torch.library.Library] = []
-_defining = threading.Lock()
 
 
 @contextmanager
-def unknown_casts_left(device: torch.device | None) -> Iterator[None]:
+def unknown_casts_left(device: torch.device) -> Iterator[None]:
     """A context in which inductor leaves casts to torch that Triton does not have for this device.
 
     Where a pass of somebody else's has that place, nothing changes.
     """
-    if device is None or not lacks_e4m3(device) or torch_internals.GRAPH_PASS.get(None) is None:
+    if not lacks_e4m3(device) or torch_internals.GRAPH_PASS.get(None) is None:
         yield
         return
     from torch._inductor import config
@@ -60,15 +56,12 @@ def leave_casts(graph: Graph) -> None:
 
 
 def define() -> None:
-    """Register the operator, once in the process."""
-    with _defining:
-        if hasattr(torch.ops.accel, _NAME):
-            return
-        library = torch.library.Library("accel", "FRAGMENT")
-        library.define(f"{_NAME}(Tensor x, ScalarType dtype) -> Tensor")
-        library.impl(_NAME, lambda x, dtype: x.to(dtype, copy=True), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"accel::{_NAME}", lambda x, dtype: x.to(dtype, copy=True), lib=library)
-        _libraries.append(library)
+    """Register the operator."""
+    operators.define("cast_by_torch", "(Tensor x, ScalarType dtype) -> Tensor", _cast, _cast)
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype, copy=True)
 
 
 def _graph_pass() -> object:

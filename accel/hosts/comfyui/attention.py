@@ -25,6 +25,7 @@ import torch
 
 from ...core import torch_internals
 from ...core.reasons import Reason, RunEagerly
+from ...kernels.operators import define
 from ...signature.tree_spec import RunsOthersCode
 
 OVERRIDE = "optimized_attention_override"
@@ -40,13 +41,10 @@ _CAPTURED = (*_TRACED, "attention_split", "attention_sub_quad")
 REPLACED = ("attn1", "attn2")
 """Where the per-call option `patches_replace` has functions in the place of attention."""
 
-_NAME, _REPLACEMENT = "attention_of_the_host", "replaced_attention"
-_SCHEMA = f"{_NAME}(Tensor q, Tensor k, Tensor v, Tensor? mask, str place, str how) -> Tensor"
-_SCHEMA_OF_REPLACED = f"{_REPLACEMENT}(Tensor q, Tensor k, Tensor v, str name, str how) -> Tensor"
+_SIGNATURE = "(Tensor q, Tensor k, Tensor v, Tensor? mask, str place, str how) -> Tensor"
+_SIGNATURE_OF_REPLACED = "(Tensor q, Tensor k, Tensor v, str name, str how) -> Tensor"
 _MASK = "its mask"
 
-_libraries: list[torch.library.Library] = []
-_defining = threading.Lock()
 _call = threading.local()
 """options: the per-call dict of the block that this thread calls."""
 
@@ -312,15 +310,6 @@ def _size_of(q: torch.Tensor, how: str) -> tuple[int, ...]:
 
 
 def _define() -> None:
-    """Register the operators, once in the process."""
-    with _defining:
-        if hasattr(torch.ops.accel, _NAME):
-            return
-        library = torch.library.Library("accel", "FRAGMENT")
-        library.define(_SCHEMA)
-        library.impl(_NAME, _run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"accel::{_NAME}", _fake, lib=library)
-        library.define(_SCHEMA_OF_REPLACED)
-        library.impl(_REPLACEMENT, _run_replaced, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"accel::{_REPLACEMENT}", lambda q, *_: q.new_empty(q.shape), lib=library)
-        _libraries.append(library)
+    """Register the operators."""
+    define("attention_of_the_host", _SIGNATURE, _run, _fake)
+    define("replaced_attention", _SIGNATURE_OF_REPLACED, _run_replaced, lambda q, *_: q.new_empty(q.shape))

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from ...core.events import log
+from ...kernels.operators import define
 
 _KERNELS = {
     "convrot_w4a4": ("convrot_w4a4_linear", "dequantize_convrot_w4a4_weight"),
     "w4a8_int8": ("w4a8_int8_linear", "dequantize_w4a8_int8_weight"),
 }
 """Module of a layout → its functions: the product with a weight, and the weight itself."""
-
-_libraries: list[torch.library.Library] = []
 
 
 def operators() -> Iterator[tuple[types.ModuleType, str, Any]]:
@@ -35,15 +34,9 @@ def operators() -> Iterator[tuple[types.ModuleType, str, Any]]:
 
 
 def _is_defined(name: str, function: Callable) -> bool:
-    """Define the operator, once per process; True if there is one."""
+    """Define the operator where it is not; True if there is one."""
     if hasattr(torch.ops.accel, name):
         return True
-    library = torch.library.Library("accel", "FRAGMENT")
-    try:
-        library.define(name + torch.library.infer_schema(function, mutates_args=()))
-    except (RuntimeError, ValueError) as error:  # a version with arguments that no operator takes
-        log.debug("%s is traced as it is: %s", name, error)
-        return False
     signature = inspect.signature(function)
 
     def fake(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -51,9 +44,11 @@ def _is_defined(name: str, function: Callable) -> bool:
         bound.apply_defaults()
         return _result(bound.arguments)
 
-    library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"accel::{name}", fake, lib=library)
-    _libraries.append(library)  # its operators vanish with it
+    try:
+        define(name, torch.library.infer_schema(function, mutates_args=()), function, fake)
+    except (RuntimeError, ValueError) as error:  # a version with arguments that no operator takes
+        log.debug("%s is traced as it is: %s", name, error)
+        return False
     return True
 
 
