@@ -8,6 +8,7 @@ import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.hosts.diffusers import module as host
+from comfy_accel.accel.hosts.diffusers import pipeline
 from torch import nn
 
 
@@ -54,7 +55,7 @@ SHAPES = ((1, 3, 4, 5, 4), (2, 3, 4, 5, 4), (1, 2, 7, 3, 4))
 def cache(monkeypatch):
     own = GraphCache()
     monkeypatch.setattr(host, "shared", own)
-    monkeypatch.setattr(host, "attach", lambda *_: None)
+    monkeypatch.setattr(pipeline, "attach", lambda *_: None)
     return own
 
 

@@ -9,12 +9,9 @@ from typing import Any
 import torch
 
 from ...cache.graph_cache import shared
-from ...compile.registry import BACKENDS, DEFAULT
-from ...core.compile_settings import CompileSettings
-from ...report import log as report_log
-from ...store.graph_store import attach
-from ...store.location import personal_home
+from ...compile.registry import DEFAULT
 from . import component_call
+from .pipeline import begin_use, compile_settings
 from .runs import new_run
 
 
@@ -33,12 +30,9 @@ def accelerate_module(module: torch.nn.Module, backend: str = DEFAULT, *, measur
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"expected a torch.nn.Module, not a {type(module).__name__}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; it must be one of: {', '.join(BACKENDS)}.")
-    report_log.obey_environment()
-    attach(shared, personal_home)
-    is_measured = BACKENDS[backend].is_faster if measured is None else measured
-    if not component_call.place(module, CompileSettings(backend, measured=is_measured), shared, None):
+    settings = compile_settings(backend, measured=measured)
+    begin_use()
+    if not component_call.place(module, settings, shared, None):
         raise ValueError(f"{type(module).__name__} is compiled as a whole already: leave that out.")
     return module
 

@@ -62,12 +62,7 @@ def accelerate_pipeline(
         TypeError: `pipe` is not a pipeline, or `deep_cache` is not DeepCacheSettings.
         ValueError: an invalid name or number, with the valid ones; or a model's weights are not loaded.
     """
-    for name, value, options in (("backend", backend, BACKENDS), ("shapes", shapes, SHAPES)):
-        if value not in options:
-            raise ValueError(f"{name} is {value!r}; it must be one of: {', '.join(options)}.")
-    if measured is None:
-        measured = BACKENDS[backend].is_faster  # without a compiler there is nothing to gain
-    settings = CompileSettings(backend, shapes == ANY, stop_on_trouble, min_repetitions, measured)
+    settings = compile_settings(backend, shapes, stop_on_trouble, min_repetitions, measured)
     if deep_cache is not None and not isinstance(deep_cache, DeepCacheSettings):
         raise TypeError(f"deep_cache is a {type(deep_cache).__name__}; it must be DeepCacheSettings(...) or None.")
     ignores = (ignores,) if isinstance(ignores, str) else tuple(ignores)
@@ -80,10 +75,31 @@ def accelerate_pipeline(
     if deep_cache is not None:
         models_to_split(pipe, deep_cache.depth, log.debug)  # raises before anything is changed
     restore(pipe)
-    report_log.obey_environment()
-    attach(shared, personal_home)
+    begin_use()
     _Acceleration(pipe, ignores, settings, deep_cache, shared).begin()
     return pipe
+
+
+def compile_settings(
+    backend: str = DEFAULT,
+    shapes: str = ANY,
+    stop_on_trouble: bool = False,
+    min_repetitions: int = 1,
+    measured: bool | None = None,
+) -> CompileSettings:
+    """The settings, as `accelerate_pipeline` takes them; raises ValueError as it does."""
+    for name, value, options in (("backend", backend, BACKENDS), ("shapes", shapes, SHAPES)):
+        if value not in options:
+            raise ValueError(f"{name} is {value!r}; it must be one of: {', '.join(options)}.")
+    if measured is None:
+        measured = BACKENDS[backend].is_faster  # without a compiler there is nothing to gain
+    return CompileSettings(backend, shapes == ANY, stop_on_trouble, min_repetitions, measured)
+
+
+def begin_use() -> None:
+    """Put the environment's settings of the log into force, and have saved graphs found."""
+    report_log.obey_environment()
+    attach(shared, personal_home)
 
 
 def restore(pipe: Any) -> Any:
