@@ -47,6 +47,12 @@ def cached_call(
     return _counted(features.run, full)
 
 
+def with_own_lists(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with copies of the lists in it: models take entries off those that they are given, and `full` may be
+    called twice."""
+    return {name: list(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
 def _counted(run: OfRun, full: Callable[[], Any]) -> Any:
     out = full()
     run.count(skipped=False)

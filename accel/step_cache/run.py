@@ -178,9 +178,12 @@ class DeepCacheRun:
             self.run_in_full(f"whether to skip a step cannot be judged ({one_line(error)})")
             return False
 
-    def _go_back(self) -> None:
+    def _forget(self) -> None:
         for features in filter(None, self._models.values()):
             features.forget()
+
+    def _go_back(self) -> None:
+        self._forget()
         self._is_skipped.clear()
         self._full.known.clear()
         self.last_full = -1
@@ -237,8 +240,7 @@ class DeepCacheRun:
     def give_back(self) -> None:
         """Drop all features and skip nothing from now on, since memory ran out."""
         kept = self.bytes
-        for features in filter(None, self._models.values()):
-            features.forget()
+        self._forget()
         self.run_in_full(f"memory ran out while it kept {kept / (1 << 20):.0f} MB for skipped steps")
 
     def cannot_keep(self, error: Exception) -> None:
@@ -268,7 +270,7 @@ class DeepCacheRun:
 
     @property
     def bytes(self) -> int:
-        """Of all features that are kept."""
+        """The size of all features that are kept."""
         return sum(features.bytes for features in self._models.values() if features is not None)
 
     @property
@@ -279,8 +281,7 @@ class DeepCacheRun:
 
     def close(self) -> None:
         """Drop all tensors and the models."""
-        for features in filter(None, self._models.values()):
-            features.forget()
+        self._forget()
         self._models.clear()
         self._full.known.clear()
         self._correction = None

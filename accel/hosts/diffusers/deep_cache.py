@@ -16,7 +16,7 @@ from ...modules.first_call import is_compiled
 from ...modules.substitution import Order, substituted
 from ...report.headline import why_none_skipped
 from ...report.run import Skipping
-from ...step_cache.cached_call import cached_call
+from ...step_cache.cached_call import cached_call, with_own_lists
 from ...step_cache.config import DeepCacheSettings
 from ...step_cache.noise_levels import angle as angle_of
 from ...step_cache.run import DeepCacheRun
@@ -169,9 +169,7 @@ class _Cache:
                 # Cond and uncond are one batch from the first step to the last, so one branch; or separate calls, in
                 # the same order at every step.
                 features.branches(latent, ("batch",), (0,), self.layouts[-1]),
-                lambda: inner(
-                    *args, **{name: list(own) if isinstance(own, list) else own for name, own in kwargs.items()}
-                ),
+                lambda: inner(*args, **with_own_lists(kwargs)),
                 # A transformer's residuals stay: what skipped blocks are given has no effect.
                 lambda: inner(*args, **_withheld(features.split, kwargs)),
                 (),

@@ -21,7 +21,7 @@ from ....modules.substitution import Order, drop_restored_forwards, has_foreign_
 from ....report.headline import why_none_skipped
 from ....report.run import Skipping
 from ....report.text import megabytes
-from ....step_cache.cached_call import cached_call
+from ....step_cache.cached_call import cached_call, with_own_lists
 from ....step_cache.config import DeepCacheSettings
 from ....step_cache.features import BranchKey, Features
 from ....step_cache.noise_levels import angle
@@ -374,12 +374,10 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
 
 
 def _computed(control: Any) -> Any:
-    """With lists of its own: the model takes entries off their ends, and the call may be made again."""
+    """As a full call takes it."""
     if isinstance(control, LateControl):
         control = control.computed
-    if type(control) is not dict:
-        return control
-    return {name: list(value) if isinstance(value, list) else value for name, value in control.items()}
+    return with_own_lists(control) if type(control) is dict else control
 
 
 def _names(function: Callable[..., Any]) -> tuple[str, ...]:
