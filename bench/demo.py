@@ -1,4 +1,4 @@
-"""What the pack does, in two parts: *Exact* at four sizes in one ComfyUI, where the images have to be the same; and
+"""The pack at work, in two parts: *Exact* at four sizes in one ComfyUI, where the images have to be the same; and
 *Balanced* on trained test networks, beside fewer steps.
 """
 

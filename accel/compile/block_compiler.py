@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from ..core.reasons import Reason
 from ..fingerprint.block_call import Call
 from ..fingerprint.code_hash import unread_code
 from ..fingerprint.kinds import Kind
-from ..fingerprint.survey import Traceable
 from ..modules.stored_form import is_data, restored
 from ..signature import tree_spec
 from ..signature.tensors import empty_dense_like
@@ -48,6 +47,9 @@ _one_at_a_time = threading.Lock()
 """Torch compiles one graph at a time in a process anyway; backends rely on it to tell whose generated code is new."""
 
 
+Tracing = Callable[[], AbstractContextManager[None]]
+
+
 def compile_block(
     template: torch.nn.Module,
     call: Call,
@@ -55,7 +57,7 @@ def compile_block(
     interrupts: tuple[type[BaseException], ...] = (),
     savable: bool = True,
     codes: frozenset[types.CodeType] | None = None,
-    traceable: Traceable = nullcontext,
+    tracing: Tracing = nullcontext,
 ) -> CompiledGraph:
     """The graph for calls like this one; of its tensors only shapes, strides, dtypes and devices are used.
 
@@ -64,7 +66,7 @@ def compile_block(
     interrupts: exceptions that mean "stop the run"; one that the compiler met is raised as it was.
     savable: the graph is going to be saved if it can be.
     codes: of the functions that the kind was told by: nothing is kept of other code. None asks for nothing.
-    traceable: makes a context in which the block runs without values.
+    tracing: makes the context that the block is traced in.
 
     Raises:
         CompileFailed: the compiler is missing, failed, or met an operator it does not know.
@@ -75,7 +77,7 @@ def compile_block(
     if (missing := compiler.missing(device)) is not None:
         raise CompileFailed(missing)
     changed_lists: list[Any] = []
-    trace = _tracer(template, kind, spec, interrupts, traceable, changed_lists)
+    trace = _tracer(template, kind, spec, interrupts, tracing, changed_lists)
     try:
         leave_to_library(template)
     except Exception as error:  # a class that no other can be derived from
@@ -112,19 +114,19 @@ def load_block(
     data: bytes,
     facts: Facts,
     interrupts: tuple[type[BaseException], ...] = (),
-    traceable: Traceable = nullcontext,
+    tracing: Tracing = nullcontext,
 ) -> CompiledGraph:
     """The graph whose `save` gave these bytes, without tracing or compiling anything.
 
-    template, interrupts, traceable: as for `compile_block`. data: code, so it must have been checked.
+    template, interrupts, tracing: as for `compile_block`. data: code, so it must have been checked.
     facts: the graph's.
 
     Raises Exception: of any type; the bytes are of another torch, or this system cannot load them.
     """
     leave_to_library(template)
-    with _one_at_a_time, traceable():  # operators are defined there
+    with _one_at_a_time, tracing():  # operators are defined there
         artifact = backend_named(call.backend).load(data, template)
-    return _graph(artifact, facts, None, _tracer(template, call.kind, call.spec, interrupts, traceable))
+    return _graph(artifact, facts, None, _tracer(template, call.kind, call.spec, interrupts, tracing))
 
 
 def _graph(
@@ -145,7 +147,7 @@ def _tracer(
     kind: Kind,
     spec: tree_spec.Spec,
     interrupts: tuple[type[BaseException], ...],
-    traceable: Traceable,
+    tracing: Tracing,
     changed_lists: list[Any] | None = None,
 ) -> Callable[[Sequence[torch.Tensor]], OpTrace | None]:
     """A function that traces the block's operations, given a call's weights and inputs.
@@ -169,7 +171,7 @@ def _tracer(
             if changed_lists is not None and tree_spec.outline((args, kwargs)) != before:
                 changed_lists.append((args, kwargs))
 
-        with traceable():
+        with tracing():
             return trace_ops(call, tensors[count:], interrupts)
 
     return trace

@@ -128,7 +128,7 @@ class CurrentCode:
         class's, or that of a class of which another program has replaced it."""
         return (
             any(self._hooks)
-            or any(region.wrapped is not None for region, _ in self._placed)
+            or self._first.survey.is_wrapped
             or any("forward" in attributes for attributes in self._around)
             or has_foreign_forward(self._model)
             or any(map(is_replaced, self._classes))
@@ -154,8 +154,8 @@ class CurrentCode:
     def _put(self, known: _Known | None, otherwise: Reason) -> None:
         """Have the blocks run under this survey; otherwise: why those run eagerly that it has nothing for."""
         self._now = known
-        if known is not None and any(region.wrapped is not None for region in known.survey.regions):
-            self._between = True  # the wrappers run there
+        if known is not None and known.survey.is_wrapped:
+            self._between = True  # the wrappers run there, and `begin` has not seen this survey
         blocks = {} if known is None else known.blocks
         for region, runner in self._placed:
             runner.instead = None if known is self._first else blocks.get(region.block, otherwise)

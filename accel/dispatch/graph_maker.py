@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -42,8 +41,8 @@ class GraphMaker:
             with saved:
                 if saved.facts.may_serve(call):
                     data, facts = saved.read(), saved.facts
-                    traceable = functools.partial(self.region.traceable, True)
-                    graph = block_compiler.load_block(self._template(), call, data, facts, self.interrupts, traceable)
+                    how = self.interrupts, self.region.tracing
+                    graph = block_compiler.load_block(self._template(), call, data, facts, *how)
                     if graph.serves(call):
                         return saved.use(graph)
         return None
@@ -68,10 +67,9 @@ class GraphMaker:
             raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
         if not self.still(self.region):
             raise NoGraph(call.key, Reason("code_changes"))
-        traceable = functools.partial(self.region.traceable, True)
-        savable, codes = self.cache.store is not None, self.region.codes
-        with silent(), self._nothing_fake_left(), traceable():
-            graph = block_compiler.compile_block(template, call, larger, self.interrupts, savable, codes, traceable)
+        savable, codes, tracing = self.cache.store is not None, self.region.codes, self.region.tracing
+        with silent(), self._nothing_fake_left(), tracing():
+            graph = block_compiler.compile_block(template, call, larger, self.interrupts, savable, codes, tracing)
         if not self.still(self.region):  # other threads run too
             raise NoGraph(call.key, Reason("code_changes"))
         return graph

@@ -68,7 +68,7 @@ class CodeNotes:
             self.contents(function.__kwdefaults__)
 
     def cell(self, cell: types.CellType) -> None:
-        """What the cell holds matters."""
+        """Note that what the cell holds matters."""
         self._cells[id(cell)] = cell
 
     def add(self, other: CodeNotes) -> None:

@@ -43,7 +43,7 @@ class Region:
     strings: every string constant in its code; the dict keys that it may read are among them.
     wraps: recognises the wrappers around its layers, which are not part of its kind.
     plain: shows the block with its weights in place.
-    traceable: a context to trace the block in, where its code calls functions that can be traced.
+    traceable: makes the context that its code is read in.
     notes: where the block's settings were found. read: those that its code reads, as `kinds.template_of` takes them.
     wrapped: where other programs have wrapped its forward.
     codes: of every function that its survey has read.
@@ -60,6 +60,11 @@ class Region:
     codes: frozenset[types.CodeType] = field(default=frozenset(), compare=False, repr=False)
     read: Read | None = field(default=None, compare=False, repr=False)
     wrapped: WrappedForward | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def tracing(self) -> Callable[[], AbstractContextManager[None]]:
+        """Makes the context that the block is traced in, where its code calls functions that can be traced."""
+        return functools.partial(self.traceable, True)
 
     @functools.cached_property
     def parts(self) -> tuple[torch.nn.Module, ...]:
@@ -93,6 +98,11 @@ class Survey:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         return tuple(dict.fromkeys(region.kind for region in self.regions))
+
+    @functools.cached_property
+    def is_wrapped(self) -> bool:
+        """Whether other programs have wrapped the forward of a block."""
+        return any(region.wrapped is not None for region in self.regions)
 
     @property
     def stands(self) -> bool:
@@ -130,8 +140,9 @@ class KeptSurveys:
 
     def find(self, model: torch.nn.Module, asked: Any, look: Callable[[], Survey]) -> Survey:
         """The survey of the model as it is now, made by `look` where none is kept. asked: what it is made with."""
-        for _, kept in self._kept[:1]:
-            drop_restored_forwards((model, *kept.layout.parts))
+        if self._kept:
+            _, newest = self._kept[0]
+            drop_restored_forwards((model, *newest.layout.parts))
         there = [(of, kept) for of, kept in self._kept if kept.layout.is_current(model)]
         for of, kept in there:
             if of == asked and kept.stands:

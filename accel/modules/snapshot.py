@@ -53,7 +53,7 @@ class AttributeSnapshot:
 
 
 class LayoutSnapshot:
-    """Of which modules a model is made, and how the weights of its blocks are stored; neither values nor devices.
+    """The modules that a model is made of, and how the weights of its blocks are stored; neither values nor devices.
 
     blocks: each with the module that shows it with its weights in place: itself, or a copy (`streamed_weights.Plain`).
         What a host keeps on such a block decides what the copy is like, so it is compared by identity.

@@ -32,8 +32,9 @@ STEPS, LEAST = 4.0, 2**-7
 convolutions and approximate functions are within, while wrong blocks are off by a twentieth and more."""
 
 STORED = 3.0
-"""The same where the call quantises what it computes, in units of √(step · step of the quantised): a value that one way
-rounds up the other rounds down, seldom and by much. At most 1.2 was measured, where both are of four bits."""
+"""What a block adds may be off by so much where the call quantises what it computes, in units of √(step · step of the
+quantised): a value that one way rounds up the other rounds down, seldom and by much. At most 1.2 was measured, where
+both are of four bits."""
 
 IN_SLICE, IN_VALUE = 5.0, 3.0
 """How much farther off a slice may be than everything, and a value than what its channel adds."""
