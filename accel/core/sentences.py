@@ -122,6 +122,7 @@ _CAPTURING = {
     "captured_around": "another CUDA graph is being captured around it",
     "other_stream": "its CUDA stream differs from that of earlier calls",
     "device_unsure": "the device does not say whether it can capture: {error}",
+    "device_busy": "the graphics card is at work all the time, so a CUDA graph would save nothing",
     "python_random": "it draws random numbers in Python",
     "random": "it draws random numbers ({operator})",
     "moves_tensor": "it moves a tensor from {here} to {there} ({operator})",

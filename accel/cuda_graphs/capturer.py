@@ -43,6 +43,10 @@ class Capturer(Protocol):
     def why_not(self, device: torch.device) -> Reason | None:
         """Why no call on the device can be captured or replayed here and now; None where it can. Quick."""
 
+    def timed(self, device: torch.device, call: Callable[[], Any]) -> tuple[Any, Callable[[], bool]]:
+        """The result of the call, and a question that waits for it: whether the device waited for Python in it, which
+        a replay would spare. True where that is unknown."""
+
     def warm_up(self, device: torch.device, call: Callable[[], Any]) -> Any:
         """The result of the call, made where captures are, so that what it needs only once is there."""
 

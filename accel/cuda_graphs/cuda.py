@@ -8,6 +8,7 @@ the class itself.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +23,9 @@ from ..core.reasons import Reason
 LEAST_FREE = 512 << 20
 """Bytes that must be free on the device for a capture: a graph is not worth an image that fails."""
 
+
+PACE = 1.1
+"""A device that takes so many times as long for a call as Python does, or longer, was never idle in it."""
 
 _SMALL = 1 << 20
 """Bytes; torch serves requests up to this size from segments of their own."""
@@ -125,6 +129,20 @@ class CudaCapturer:
         if home is not None and torch.cuda.current_stream(device) != home:
             return Reason("other_stream")
         return None
+
+    def timed(self, device: torch.device, call: Callable[[], Any]) -> tuple[Any, Callable[[], bool]]:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream, started = torch.cuda.current_stream(device), time.perf_counter()
+        began.record(stream)
+        out = call()
+        ended.record(stream)
+        seconds = time.perf_counter() - started
+
+        def waited() -> bool:
+            ended.synchronize()
+            return began.elapsed_time(ended) < PACE * seconds * 1e3
+
+        return out, waited
 
     def warm_up(self, device: torch.device, call: Callable[[], Any]) -> Any:
         # Loads and selects kernels and makes handles, none of which may happen during a capture.

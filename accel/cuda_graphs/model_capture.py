@@ -1,8 +1,9 @@
 """The calls of one model during one run, captured and replayed.
 
 Each variant of the call (`capture_key`) is warmed up first. Its first call runs eagerly, that is with compiled blocks;
-so does the second, followed by a dry run; the third is captured too, and the capture compared with it. From then on
-calls of the variant are replays, in this run and in later ones. Whatever fails, the call runs eagerly.
+so does the second, and a dry run follows unless the device was at work all the time, when a replay would save nothing;
+the third is captured too, and the capture compared with it. From then on calls of the variant are replays, in this run
+and in later ones. Whatever fails, the call runs eagerly.
 """
 
 from __future__ import annotations
@@ -293,9 +294,14 @@ class ModelCapture:
         is_due = progress.made == held
         self._observer.reset()
         with proxy.copied() if proxy is not None and is_due else nullcontext(CaptureIO()) as handed:
-            out = self._alone(inner, args, kwargs)
+            alone = functools.partial(self._alone, inner, args, kwargs)
+            out, device_waited = self._pool.capturer.timed(device, alone) if is_due else (alone(), None)
         progress.made = held if self._observer.is_stable and self._host.unchanged() else None
         if not is_due or progress.made is None or self._hold() is not None or self._held != held:
+            return out
+        if progress.constants is None and not device_waited():
+            progress.refused = True
+            self._note(Reason("device_busy"))
             return out
         if entry is not None and entry.graphs:  # captured with weights that this run does without
             progress.constants = next(iter(entry.graphs)).constants

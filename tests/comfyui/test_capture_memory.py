@@ -78,6 +78,18 @@ def test_captures_go_before_any_weights_even_those_of_a_model_loaded_in_part(cac
     assert left(capturer) == 0 and core.current_loaded_models == []
 
 
+def test_captures_go_last_where_a_model_streams_its_weights_which_give_way_by_themselves(cache, capturer, caplog):
+    model, streaming = unet(), unet(seed=2)
+    core.load_models_gpu([streaming])
+    streaming.is_dynamic = lambda: True
+    image(fast(model, cache))
+    with caplog.at_level(logging.DEBUG):
+        core.free_memory(1e30, CPU)
+    unloaded = [line for line in caplog.messages if line.startswith("Unloading ")]
+    assert unloaded[-1] == "Unloading CapturedCalls" and len(unloaded) == 3
+    assert left(capturer) == 0
+
+
 def test_nothing_is_unloaded_for_the_entry_and_nothing_goes_while_there_is_enough(cache, capturer):
     model, other = unet(), unet(seed=2)
     core.load_models_gpu([other])

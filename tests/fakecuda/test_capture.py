@@ -64,6 +64,23 @@ def test_the_third_call_is_captured_later_ones_are_replayed_in_later_runs_too():
     assert reasons() == []
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize(("microseconds", "is_captured"), [(0, True), (20_000, False)])
+def test_a_call_is_captured_where_the_device_waits_for_python_in_it(microseconds, is_captured):
+    model, cache = toy()
+
+    def inner(*args):
+        device.launches_take(microseconds)
+        out = model(*args)
+        device.launches_take(0)
+        return out
+
+    with run(model, cache, inner=inner) as call:
+        settle(call, *inputs())
+    assert len(cache.captures.members) == is_captured
+    assert len(reasons()) == (not is_captured)
+
+
 class Positions(Toy):
     """Makes its frequencies and positions on the CPU, as Wan and Z-Image do."""
 

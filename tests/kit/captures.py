@@ -124,6 +124,7 @@ class CpuCapturer:
         self.lock = threading.RLock()
         self.fail_at, self.error = fail_at, error
         self.reason: Reason | None = None
+        self.device_waits = True
         self.bytes = 0
         self.graphs: weakref.WeakSet[CpuGraph] = weakref.WeakSet()
         self.warm_ups = self.captures = self.replays = self.given_back = 0
@@ -133,6 +134,9 @@ class CpuCapturer:
 
     def why_not(self, device):
         return self.reason
+
+    def timed(self, device, call):
+        return call(), lambda: self.device_waits
 
     def warm_up(self, device, call):
         self.warm_ups += 1

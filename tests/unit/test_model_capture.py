@@ -439,6 +439,22 @@ def test_reasons_of_host_and_capturer_are_told_once():
     ]
 
 
+def test_call_in_which_the_device_never_waits_is_not_captured_but_one_of_another_size_may_be():
+    model, (cache, capturer) = Toy(), capturing_cache()
+    for _ in range(2):
+        with run(model, cache) as call:
+            capturer.device_waits = False
+            assert check_calls(model, call, 4) == 4
+            assert capturer.warm_ups == capturer.captures == 0
+    with run(model, cache) as call:
+        capturer.device_waits = True
+        assert check_calls(model, call, 5, tokens=2) == 3 + 2 and capturer.captures == 1
+    capturer.device_waits = False  # what has been captured is replayed all the same
+    with run(model, cache) as call:
+        assert check_calls(model, call, 2, tokens=2) == 0
+    assert reasons() == ["the graphics card is at work all the time, so a CUDA graph would save nothing"]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError])
 def test_failure_at_any_stage_leaves_every_output_right_and_no_memory_behind(stage, error):

@@ -3,7 +3,7 @@
 Core frees memory (for another model, for `/free`, after a shortage) by unloading entries of its private list
 `comfy.model_management.current_loaded_models`; there is no other hook. While captures exist, the list has one entry
 per device. Core unloads nothing for it, because its memory is already taken, and unloads it first, because captures
-are the cheapest to make again.
+are the cheapest to make again; last where weights are streamed, since these give way by themselves.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from ....cache.graph_cache import GraphCache
 from ....core.events import log
 from ....core.reasons import Reason
+from ..versions import is_dynamic
 
-_FIRST = 1 << 62
-"""More bytes than any model has offloaded; core first unloads the model that has most."""
+_FIRST, _LAST = 1 << 62, -1
+"""More and fewer bytes than any model has offloaded; core first unloads the model that has most."""
 
 _MOST_IN_VAIN = 3
 """Times in a row that a model's captures go before another image could use them, after which none are made: they cost
@@ -93,7 +94,10 @@ class _Loaded(_LoadedModel):
     """Core's list entry."""
 
     def model_offloaded_memory(self) -> int:
-        return _FIRST
+        """Last where models stream their weights: core counts these as free, but only once it has come to them."""
+        loaded = comfy.model_management.current_loaded_models
+        is_streaming = any(is_dynamic(entry.model) for entry in loaded if entry.device == self.device)
+        return _LAST if is_streaming else _FIRST
 
     def model_memory_required(self, device: torch.device) -> int:
         return 0
