@@ -1,6 +1,10 @@
-"""Kernels of comfy-kitchen that are not operators of torch, as operators: a graph calls them and does not look inside.
+"""What a graph has in place of comfy-kitchen's functions.
 
-Traced directly, they would read memory that does not exist during tracing, and choose an implementation by it.
+Its products with quantised weights are no operators of torch. Traced directly, they would read memory that does not
+exist during tracing, and choose an implementation by it; so they become operators, and a graph does not look inside.
+
+Its rotary embeddings and norms are operators, which would keep the compiler from joining them with what is around them.
+They are traced as its own Python code computes them.
 """
 
 from __future__ import annotations
@@ -22,9 +26,20 @@ _KERNELS = {
 }
 """Module of a layout → its functions: the product with a weight, and the weight itself."""
 
+_IN_PYTHON = "comfy_kitchen.backends.eager"
+_TRACED = (
+    *("apply_rope", "apply_rope1", "apply_rope_split_half", "apply_rope_split_half1"),
+    *("rms_rope", "rms_rope1", "rms_rope_split_half", "rms_rope_split_half1", "adaln", "rms_adaln"),
+)
 
-def operators() -> Iterator[tuple[types.ModuleType, str, Any]]:
-    """(module, name, operator) of each of these functions that this comfy-kitchen has."""
+
+def stand_ins() -> Iterator[tuple[types.ModuleType, str, Any]]:
+    """(module, name, function or operator) of each of these functions that this comfy-kitchen has."""
+    kitchen, in_python = map(sys.modules.get, ("comfy_kitchen", _IN_PYTHON))
+    for name in _TRACED:
+        function = getattr(in_python, name, None)
+        if isinstance(function, types.FunctionType) and hasattr(kitchen, name):
+            yield kitchen, name, function
     for layout, names in _KERNELS.items():
         module = sys.modules.get(f"comfy_kitchen.tensor.{layout}")
         for name in names:

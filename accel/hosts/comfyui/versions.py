@@ -149,7 +149,7 @@ def traceable(traces: bool = False) -> Iterator[None]:
         casts = [(comfy.ops, name, getattr(vars(comfy.ops).get(name), _HIDDEN, None)) for name in _CASTS]
         for module, name, function in (
             *casts,
-            *kitchen_kernels.operators(),
+            *kitchen_kernels.stand_ins(),
             *(attention.stand_ins() if traces else ()),
         ):
             if function is not None and (module, name) not in _replaced:
