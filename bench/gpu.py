@@ -173,8 +173,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     earlier = "benchmarks.json of an earlier run on this device: its rows stay where this run has none about the same"
     add("--add", type=Path, metavar="FILE", help=earlier)
     add("--comfyui", metavar="PATH", help="a ComfyUI checkout, instead of the embedded 0.3.75")
-    most = f"measure what tells most in {gpu_plan.MINUTES:.0f} minutes, part 1 to {max(gpu_plan.PLANS)} of it"
-    add("--plan", type=int, choices=gpu_plan.PLANS, help=most)
+    most = f"measure what tells most in {gpu_plan.MINUTES:.0f} minutes: first, or a part of the rest"
+    add("--plan", choices=gpu_plan.PLANS, help=most)
     lacking = "measure nothing: put there what a machine lacks that has torch, transformers and no network"
     add("--prepare", type=Path, metavar="FOLDER", help=lacking)
     add("--for-python", default="3.12", metavar="VERSION", help="Python of that machine, default: 3.12")

@@ -143,13 +143,13 @@ class FirstAnswer:
 
 
 class Runs:
-    """Runs of core's sampler on one model. model: the ModelPatcher that every contender's is made of."""
+    """Runs of core's sampler on one model. model: the ModelPatcher that every contender's is made of; the subject's."""
 
-    def __init__(self, subject: Subject):
+    def __init__(self, subject: Subject, model: Any = None):
         self._subject = subject
         self._device = subject.device
         self._first = FirstAnswer()
-        self.model = subject.load()
+        self.model = model or subject.load()
         self._first.watch(self.model)
         self._prompts = subject.prompts()
         self._flops: dict[Case, int] = {}

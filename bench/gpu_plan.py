@@ -33,22 +33,28 @@ LEAST = 30
 
 @dataclass(frozen=True)
 class Stage:
-    """minutes: at most. arguments: of `bench gpu`; none: the tests that need a card."""
+    """minutes: at most. arguments: of the module; none: the tests that need a card."""
 
     minutes: float
     arguments: str = ""
+    module: str = "bench.gpu"
 
 
+FIRST = ("machine", "captures", "values", "attention", "fp8", "masked", "profile")
 _OURS = "--contenders cuda-graphs compiled-blocks shipped deepcache-3"
 _BESIDE_CORE = "--contenders cuda-graphs core"
 
 PLANS = {
-    1: (
+    "first": (
+        Stage(6.0, " ".join(FIRST), "bench.gpu_first"),
+        Stage(MINUTES, f"--models SDXL SD1.5 Z-Image --parts steps --sizes 1024x1024 512x512 --batches 1 {_OURS}"),
+    ),
+    "1": (
         Stage(1.5),
         Stage(4.5, f"--models SDXL --parts steps profile --sizes 1024x1024 512x512 --batches 1 {_OURS}"),
         Stage(MINUTES, f"--models SDXL --parts steps profile --sizes 1024x1024 --batches 1 {_BESIDE_CORE}"),
     ),
-    2: (
+    "2": (
         Stage(3.0, f"--models Flux --parts steps profile --sizes 1024x1024 --batches 1 {_OURS} core"),
         Stage(2.5, f"--models SD1.5 --parts steps --sizes 512x512 --batches 1 {_OURS} core"),
         Stage(
@@ -57,7 +63,7 @@ PLANS = {
             " --contenders cuda-graphs deepcache-3",
         ),
     ),
-    3: (
+    "3": (
         *(
             Stage(2.0, f"--models {model} --parts steps --sizes 1024x1024 --batches 1 {_OURS} core")
             for model in ("Z-Image", "Qwen-Image", "Wan")
@@ -65,12 +71,12 @@ PLANS = {
         Stage(MINUTES, f"--models SDXL --parts session {_BESIDE_CORE}"),
     ),
 }
-"""1: the `gpu` tests, then SDXL, which the goals are of, with its kernels; core's node last, which compiles longest.
+"""first: what only a card can say (`gpu_first`), then steps. 1: the `gpu` tests, then SDXL, which the goals are of, with its kernels; core's node last, which compiles longest.
 2: Flux, SD1.5, SDXL's other sizes and batches, single images first, and without those that would have to be compiled
 again for what plan 1 says. 3: the other models and a session."""
 
 
-def run(number: int, out: Path, prepared: Path | None, quick: bool) -> None:
+def run(number: str, out: Path, prepared: Path | None, quick: bool) -> None:
     """Run a plan's stages, each in a process of its own, so that one that fails or hangs costs no other.
 
     out: where benchmarks.json is, or will be. prepared: a folder that `prepare` filled. quick: with tiny
@@ -109,6 +115,8 @@ def _arguments(stage: Stage, seconds: float, out: Path, quick: bool) -> list[str
         rehearsal = f"import sys; sys.path.append({str(ROOT / 'tests')!r}); {PYTEST}"
         return ["-c", rehearsal, "-p", "kit.made_up_device.without_values", *chosen]
     rows = out / "benchmarks.json"
+    if stage.module != "bench.gpu":
+        return ["-m", stage.module, *stage.arguments.split(), "--out", str(out), *(["--quick"] if quick else [])]
     return [
         *("-m", "bench.gpu", *stage.arguments.split(), "--minutes", f"{seconds / 60:.2f}", "--out", str(out)),
         *(["--add", str(rows)] if rows.exists() and json.loads(rows.read_text(encoding="utf-8"))["rows"] else []),

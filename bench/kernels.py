@@ -134,7 +134,7 @@ def whole(name: str) -> list[report.Row]:
     rows: list[report.Row] = []
     for variant, layers in itertools.product((OURS, CORE), LAYERS):
         subject = gpu_models.FULL[name]
-        config = {**subject.family.config, **_shallow(name, layers)}
+        config = {**subject.family.config, **shallow(name, layers)}
         label, elements = _label(layers), 2 * subject.latent(Case(1024, 1024, 1)).numel()
         found = {**dict.fromkeys(COLUMNS), "model": name, "block": label, "variant": variant}
         subject = dataclasses.replace(subject, family=dataclasses.replace(subject.family, config=config))
@@ -156,7 +156,7 @@ def _label(layers: int) -> str:
     return f"{WHOLE}, {layers} of each layer"
 
 
-def _shallow(name: str, layers: int) -> dict[str, Any]:
+def shallow(name: str, layers: int) -> dict[str, Any]:
     """Of the model's config, what makes it have so many layers of each kind."""
     if name in ("SD1.5", "SDXL"):
         upper = int(name == "SD1.5")  # transformer blocks at the upper level

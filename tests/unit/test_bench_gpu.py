@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu, gpu_page, gpu_plan
+from bench import gpu, gpu_first, gpu_page, gpu_plan
 from bench.gpu_cases import (
     CAPTURED,
     COMPILED,
@@ -144,9 +144,11 @@ def test_rows_of_an_earlier_run_or_turn_stay_where_the_same_was_not_measured_aga
 def test_every_stage_of_a_plan_is_a_command_that_bench_gpu_takes(number, tmp_path):
     stages = gpu_plan.PLANS[number]
     for stage in stages:
-        if stage.arguments:
-            _, _, *arguments = gpu_plan._arguments(stage, 60 * stage.minutes, tmp_path, quick=False)
+        _, module, *arguments = gpu_plan._arguments(stage, 60 * stage.minutes, tmp_path, quick=False)
+        if module == "bench.gpu":
             assert gpu._parse(arguments).minutes == stage.minutes
+        elif stage.arguments:
+            assert set(gpu_first._parse(arguments).rows) == set(gpu_first.ROWS)
     # The last takes what is left, and that is worth starting it.
     assert sum(stage.minutes for stage in stages[:-1]) + 1 < gpu_plan.MINUTES <= stages[-1].minutes
 
@@ -163,8 +165,8 @@ def test_stage_that_fails_costs_no_other(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu_plan.subprocess, "run", run)
     with pytest.raises(Problem, match="ended with 3; .* cut after its time, with what it had measured kept"):
-        gpu_plan.run(2, tmp_path, None, quick=True)
-    assert len(ran) == len(gpu_plan.PLANS[2])
+        gpu_plan.run("2", tmp_path, None, quick=True)
+    assert len(ran) == len(gpu_plan.PLANS["2"])
     assert all(command[-1] == "--quick" and str(tmp_path / "benchmarks.json") in command for command in ran)
 
 
