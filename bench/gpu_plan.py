@@ -71,9 +71,10 @@ PLANS = {
         Stage(MINUTES, f"--models SDXL --parts session {_BESIDE_CORE}"),
     ),
 }
-"""first: what only a card can say (`gpu_first`), then steps. 1: the `gpu` tests, then SDXL, which the goals are of, with its kernels; core's node last, which compiles longest.
-2: Flux, SD1.5, SDXL's other sizes and batches, single images first, and without those that would have to be compiled
-again for what plan 1 says. 3: the other models and a session."""
+"""first: what only a card can say (`gpu_first`), then steps. 1: the `gpu` tests, then SDXL, which the goals are about,
+with its kernels; core's node last, which compiles longest. 2: Flux, SD1.5, SDXL's other sizes and batches, single
+images first, and without those that would be compiled again for what plan 1 says. 3: the other models and a session.
+"""
 
 
 def run(number: str, out: Path, prepared: Path | None, quick: bool) -> None:
