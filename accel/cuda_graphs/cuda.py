@@ -24,7 +24,7 @@ LEAST_FREE = 512 << 20
 """Bytes that must be free on the device for a capture: a graph is not worth an image that fails."""
 
 
-PACE = 1.1
+PACE = 1.03
 """A device that takes so many times as long for a call as Python does, or longer, was never idle in it."""
 
 _SMALL = 1 << 20
