@@ -23,6 +23,9 @@ class IdleCapturer:
     def timed(self, device, call):
         return call(), lambda: True
 
+    def has_room(self, device):
+        return True
+
     def warm_up(self, device, call):
         return call()
 

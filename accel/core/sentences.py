@@ -105,6 +105,7 @@ _CAPTURING = {
     "could use them",
     "loaded_in_part": "it is loaded in part, and its other weights come and go",
     "weights_streamed": "its weights are streamed, and not all on the device at once",
+    "weights_in_the_way": "its streamed weights leave too little memory for a CUDA graph beside them",
     "memory_planned": "{by} plans the memory of its calls, and moves it from call to call",
     "hooks_on_weights": "hooks change its weights during the run",
     "code_injected": "an extension adds its own code to the model for each run",

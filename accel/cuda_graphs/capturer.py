@@ -47,6 +47,9 @@ class Capturer(Protocol):
         """The result of the call, and a question that waits for it: whether the device waited for Python in it, which
         a replay would spare. True where that is unknown."""
 
+    def has_room(self, device: torch.device) -> bool:
+        """Whether the call that was just made could be made aside without taking memory from anybody."""
+
     def warm_up(self, device: torch.device, call: Callable[[], Any]) -> Any:
         """The result of the call, made where captures are, so that what it needs only once is there."""
 

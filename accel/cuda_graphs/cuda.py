@@ -144,6 +144,11 @@ class CudaCapturer:
 
         return out, waited
 
+    def has_room(self, device: torch.device) -> bool:
+        # What torch holds idle is about what the call took at its height. Aside, none of it can be used.
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] >= idle + LEAST_FREE
+
     def warm_up(self, device: torch.device, call: Callable[[], Any]) -> Any:
         # Loads and selects kernels and makes handles, none of which may happen during a capture.
         _require_memory(device)

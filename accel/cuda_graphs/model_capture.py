@@ -299,9 +299,13 @@ class ModelCapture:
         progress.made = held if self._observer.is_stable and self._host.unchanged() else None
         if not is_due or progress.made is None or self._hold() is not None or self._held != held:
             return out
+        # Streamed weights that are held while memory is short lose their place on the device for the rest of the run.
+        unfit = Reason("weights_in_the_way") if held and not self._pool.capturer.has_room(device) else None
         if progress.constants is None and not device_waited():
+            unfit = Reason("device_busy")
+        if unfit is not None:
             progress.refused = True
-            self._note(Reason("device_busy"))
+            self._note(unfit)
             return out
         if entry is not None and entry.graphs:  # captured with weights that this run does without
             progress.constants = next(iter(entry.graphs)).constants

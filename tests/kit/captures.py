@@ -124,7 +124,7 @@ class CpuCapturer:
         self.lock = threading.RLock()
         self.fail_at, self.error = fail_at, error
         self.reason: Reason | None = None
-        self.device_waits = True
+        self.device_waits = self.room = True
         self.bytes = 0
         self.graphs: weakref.WeakSet[CpuGraph] = weakref.WeakSet()
         self.warm_ups = self.captures = self.replays = self.given_back = 0
@@ -137,6 +137,9 @@ class CpuCapturer:
 
     def timed(self, device, call):
         return call(), lambda: self.device_waits
+
+    def has_room(self, device):
+        return self.room
 
     def warm_up(self, device, call):
         self.warm_ups += 1

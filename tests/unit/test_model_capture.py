@@ -392,6 +392,17 @@ def test_call_that_is_not_captured_has_no_weights_held():
     assert len(held) == 3
 
 
+def test_streamed_weights_are_not_held_for_a_capture_where_memory_is_short_and_others_do_not_matter():
+    model, (cache, capturer) = Toy(), capturing_cache()
+    capturer.room = False
+    with run(model, cache, CaptureHost(hold=lambda: frozenset({0}))) as call:
+        assert check_calls(model, call, 4) == 4 and capturer.warm_ups == 0
+    assert reasons() == ["its streamed weights leave too little memory for a CUDA graph beside them"]
+    with run(model, cache) as call:
+        check_calls(model, call, 4)
+    assert capturer.captures == 1
+
+
 def test_capture_is_not_replayed_while_weights_that_it_reads_are_not_held():
     model, (cache, capturer) = Toy(), capturing_cache()
     for held in ("ab", "a"):
