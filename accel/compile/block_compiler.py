@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from ..core import torch_internals
 from ..core.errors import cause_among, one_line, pass_on
@@ -24,9 +26,9 @@ from ..core.reasons import Reason
 from ..fingerprint.block_call import Call
 from ..fingerprint.code_hash import unread_code
 from ..fingerprint.kinds import Kind
-from ..modules.stored_form import is_data, restored
+from ..modules.stored_form import restored
 from ..signature import tree_spec
-from ..signature.tensors import empty_dense_like
+from ..signature.tensors import PLAIN_TENSORS, empty_dense_like
 from .backend import Artifact, Backend
 from .compiled_graph import CompiledGraph, CompileFailed, Facts
 from .convolution import leave_to_library
@@ -39,9 +41,6 @@ LARGEST_SIZE = 2**31 - 1
 
 _OPEN_QUESTIONS = ("data-dependent", "unbacked symbols")
 """What torch says where tracing must know whether a size is 1."""
-
-_TENSOR_OF_THE_CODE = "convert all Tensors to FakeTensors"
-"""What torch says where traced code reads a tensor that is neither a weight nor an input."""
 
 _one_at_a_time = threading.Lock()
 """Torch compiles one graph at a time in a process anyway; backends rely on it to tell whose generated code is new."""
@@ -201,14 +200,7 @@ def _compile(
             if cause_among(error, (MemoryError,)) is not None:
                 raise torch.OutOfMemoryError("the process got no more memory") from error
             if not oblivious or not any(words in str(error) for words in _OPEN_QUESTIONS):
-                raise CompileFailed(_why_failed(error, call.kind)) from error
-
-
-def _why_failed(error: Exception, kind: Kind) -> Reason:
-    tables = [form.cls for form in kind.forms if form is not None and is_data(form.cls)]
-    if tables and _TENSOR_OF_THE_CODE in str(error):
-        return Reason("weights_by_table", type=tables[0].__name__)
-    return Reason("compile_failed", error=one_line(error))
+                raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
 
 
 @torch.compiler.assume_constant_result
@@ -230,7 +222,8 @@ def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec,
     def stored(*tensors):
         args, kwargs = tree_spec.rebuild(spec, tensors[count:])
         weights = dict(zip(names, restored(forms, tensors[:count]), strict=True))
-        return torch.func.functional_call(template, weights, args, kwargs)
+        with nullcontext() if type(tensors[0]) in PLAIN_TENSORS else _TablesAsNumbers():
+            return torch.func.functional_call(template, weights, args, kwargs)
 
     def block(*tensors):
         observe_sizes()  # noqa: F821 of its own scope, below
@@ -258,6 +251,22 @@ def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec,
         function = block_of_stored
     code = function.__code__.replace(co_name=f"block_{id(template)}")
     return types.FunctionType(code, scope, "block", None, function.__closure__)
+
+
+class _TablesAsNumbers(TorchFunctionMode):
+    """In a trace of stored weights: a tensor of the code's own, as a table of codes, is made there of its numbers.
+
+    A trace takes no other tensors with values. The kind tells one table from another, as all constants of code.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, self._made, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    @staticmethod
+    def _made(tensor: torch.Tensor) -> torch.Tensor:
+        is_table = type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+        return torch.tensor(tensor.tolist(), dtype=tensor.dtype) if is_table else tensor
 
 
 def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.Tensor]:

@@ -33,7 +33,6 @@ _A_GRAPH = {
     "changes_list": "it may change a list or dict it is given, and a graph would change a copy",
     "not_copied": "it cannot be copied: {error}",
     "compile_failed": "{error}",
-    "weights_by_table": "its {type} weights are read with a table of numbers, which no graph can take",
     "compile_out_of_memory": "out of memory while compiling: {error}",
     "interrupted": "interrupted",
     "code_changes": "another extension keeps replacing its code during the run",

@@ -57,7 +57,7 @@ _ITEMS = frozenset({"__getitem__", "__contains__", "__iter__", "__len__", "__cal
 _FUNCTIONAL = "torch.nn.functional"
 """Torch's functions that models call, and that call others of torch by name."""
 
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {"psutil", "torch", "tqdm"}
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {"numpy", "psutil", "torch", "tqdm"}
 """Their functions are described by their own code alone, not by what they call in turn."""
 
 _PROGRAM = tuple(

@@ -157,7 +157,7 @@ def describe(
         require_own_code(module, path)
     weights = [(name, tensor, _form_of(tensor, name)) for name, tensor in wrapped_layers.weights(block, wraps)]
     classes = {type(module) for _, module in parts}
-    classes |= {form.cls for _, _, form in weights if form is not None and stored_form.is_data(form.cls)}
+    classes = classes.union(*(form.running for _, _, form in weights if form is not None))
     code, state = _read(parts, classes, references, wrapped)
     code = reader.resting_on(code, set().union(*(form.classes for _, _, form in weights if form is not None)))
     digest = hashlib.sha256(code.digest.encode())
@@ -248,7 +248,7 @@ def _stored(
     except Indescribable as reason:
         raise Indescribable(f"{name} holds {reason}") from None
     inner = [(part, _stored(getattr(tensor, part), of, f"{name}.{part}", references, read)) for part, of in form.parts]
-    return (form.cls.__module__, form.cls.__qualname__, form.shape, form.stride, context, inner)
+    return (form.cls.__module__, form.cls.__qualname__, form.shape, form.stride, context, inner, *form.factors)
 
 
 def _tensor_names(weights: Sequence[str], forms: Forms) -> tuple[str, ...]:
@@ -312,8 +312,18 @@ def _kind(description: Description, varying: tuple[tuple[int, int], ...]) -> Kin
         for index, shape in enumerate(description.shapes)
     ]
     full = hashlib.sha256(repr((description.digest, sizes)).encode()).hexdigest()[:32]
-    code = description.code
-    return Kind(description.name, full, description.weights, varying, code.sources, code.opaque, description.forms)
+    code, forms = description.code, description.forms
+    varying = (*varying, *_ranks(forms))
+    return Kind(description.name, full, description.weights, varying, code.sources, code.opaque, forms)
+
+
+def _ranks(forms: Forms) -> Iterator[tuple[int, int]]:
+    """The dimensions over which what is added to stored weights is summed, which no form says."""
+    at = 0
+    for form in forms:
+        at += 1 if form is None else len(form.names)
+        if form is not None and form.factors:
+            yield from ((at - 2, 1), (at - 1, 0))
 
 
 def weight_slots(

@@ -7,6 +7,7 @@ import ctypes
 import enum
 import functools
 import itertools
+import sys
 import types
 import weakref
 from dataclasses import dataclass
@@ -124,6 +125,10 @@ def _describe_parts(value: Any, references: References) -> Any:
         return ("partial", *(describe_value(part, references) for part in (value.func, value.args, value.keywords)))
     if isinstance(value, types.FunctionType):
         return references.function(value)
+    if isinstance(value, (classmethod, staticmethod)):
+        return (type(value).__name__, describe_value(value.__func__, references))
+    if isinstance(value, getattr(sys.modules.get("numpy"), "generic", ())):
+        return (type(value).__name__, value.tobytes())
     if isinstance(value, types.MethodType):
         raise Indescribable(f"a bound method, {value.__qualname__}")
     if isinstance(value, OPERATORS):

@@ -110,7 +110,7 @@ class LayoutSnapshot:
     def _described(self) -> tuple[list, ...]:
         """What is compared by value."""
         weights = self._weights()
-        inner = [stored_form.plain([weights[at]], [form]) for at, form in self._forms]
+        inner = [stored_form.plain([weights[at]], [form], with_factors=False) for at, form in self._forms]
         tensors = [weight for weight in (*weights, *chain.from_iterable(inner)) if weight is not None]
         first: dict[int, int] = {}
         return (
@@ -258,9 +258,13 @@ class _Parts:
 
 def _form_of(tensor: torch.Tensor) -> stored_form.StoredForm | None:
     try:
-        return stored_form.form_of(tensor)
+        form = stored_form.form_of(tensor)
     except stored_form.Opaque:
-        raise UnsupportedWeights(Reason("weights_type", type=type(tensor).__name__)) from None
+        form = None
+    else:
+        if form is None or not form.factors:  # what is added is computed for each call, at no address
+            return form
+    raise UnsupportedWeights(Reason("weights_type", type=type(tensor).__name__))
 
 
 def _are_at(holders: Sequence[dict[str, Any]], names: Sequence[str], addresses: list[int]) -> bool:

@@ -7,6 +7,9 @@ references to it, with which `Module.to` fails for weights of such a class.
 Such a class tells what it is made of (torch's `__tensor_flatten__`), or its tensors are plain data with attributes that
 say how the data is to be read. Inside a graph no tensor can be of such a class; one of a class derived
 from it stands for it, with the same methods and attributes (`_Standing`).
+
+An attribute may also say what is added to the weight at each use, as a LoRA. Where a host can read it (`Adds`), graphs
+take what is added as two more tensors of any rank: neither strength nor number of LoRAs is compiled in.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import enum
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.overrides import get_default_nowrap_functions
@@ -32,12 +35,37 @@ class Opaque(TypeError):
     """Nothing tells how a tensor of this class is made of plain tensors."""
 
 
+class Adds(Protocol):
+    """A host's knowledge of an attribute that says what is added to a weight at each use.
+
+    classes: whose code reads what `attribute` gives, besides the layer's own.
+    """
+
+    classes: frozenset[type]
+
+    def require_low_rank(self, value: Any) -> None:
+        """Raises Opaque: the attribute says more than that a product of matrices is added."""
+
+    def low_rank(self, value: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The matrices [O, R] and [R, I] whose product is added; R is at least 2. On the weight's device."""
+
+    def attribute(self, up: torch.Tensor, down: torch.Tensor) -> Any:
+        """The attribute of a weight to which this product is added."""
+
+
+ADDS: dict[str, Adds] = {}
+"""By the attribute's name; hosts add theirs when they are imported. Without a value, it says that nothing is added."""
+
+_FACTORS = "up", "down"
+
+
 @dataclass(frozen=True, eq=False)
 class StoredForm:
     """What a tensor of a class of its own is, besides the tensors in it.
 
     parts: the attributes with the tensors in it, each with its own form, None for a plain tensor.
     context: what else the class has to be told; of plain data (`is_data`) its attributes.
+    added: the name in `ADDS` of the attribute that says what is added to it; that is none of the context.
     """
 
     cls: type[torch.Tensor]
@@ -45,6 +73,7 @@ class StoredForm:
     context: Any
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    added: str | None = None
 
     @property
     def names(self) -> list[str]:
@@ -53,7 +82,18 @@ class StoredForm:
             f"{name}.{inner}" if inner else name
             for name, form in self.parts
             for inner in (("",) if form is None else form.names)
-        ]
+        ] + self.factors
+
+    @property
+    def factors(self) -> list[str]:
+        """The names of the matrices whose product is added: [O, R] and [R, I], where R is no part of the form."""
+        return [] if self.added is None else list(_FACTORS)
+
+    @property
+    def running(self) -> frozenset[type]:
+        """The classes whose code a block's code runs to read it."""
+        own = frozenset((self.cls,)) if is_data(self.cls) else frozenset()
+        return own if self.added is None else own | ADDS[self.added].classes
 
     @property
     def classes(self) -> set[type]:
@@ -78,14 +118,16 @@ def form_of(tensor: torch.Tensor) -> StoredForm | None:
     cls = type(tensor)
     if cls in PLAIN_TENSORS:
         return None
+    added = None
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
         parts = tuple((name, form_of(getattr(tensor, name))) for name in names)
     elif _runs_no_operators(cls):
-        context, parts = copy.deepcopy(_attributes(tensor)), (("data", None),)
+        attributes, added = _attributes(tensor)
+        context, parts = copy.deepcopy(attributes), (("data", None),)
     else:
         raise Opaque(f"{cls.__module__}.{cls.__qualname__}, which does not tell what it is made of")
-    return StoredForm(cls, parts, context, tuple(tensor.shape), tuple(tensor.stride()))
+    return StoredForm(cls, parts, context, tuple(tensor.shape), tuple(tensor.stride()), added)
 
 
 def _runs_no_operators(cls: type[torch.Tensor]) -> bool:
@@ -98,17 +140,22 @@ def _runs_no_operators(cls: type[torch.Tensor]) -> bool:
     )
 
 
-def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes that a tensor has beside its data.
+def _attributes(tensor: torch.Tensor) -> tuple[dict[str, Any], str | None]:
+    """The attributes that a tensor has beside its data, and the name of one that says what is added to it.
 
-    Raises Opaque: one is more than plain values, as a LoRA that is added at each use.
+    Raises Opaque: one is more than plain values.
     """
-    attributes = vars(tensor)
+    attributes, added = vars(tensor), None
     for name, value in attributes.items():
-        if not _is_plain(value):
+        if name in ADDS and value:
+            ADDS[name].require_low_rank(value)
+            added = name
+        elif not _is_plain(value):
             cls = type(tensor)
             raise Opaque(f"{cls.__module__}.{cls.__qualname__}, with {name} that no graph can take")
-    return attributes
+    if added is not None:
+        attributes = {name: value for name, value in attributes.items() if name != added}
+    return attributes, added
 
 
 def _is_plain(value: Any) -> bool:
@@ -117,8 +164,10 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN_VALUES or isinstance(value, enum.Enum)
 
 
-def plain(weights: Sequence[torch.Tensor], forms: Forms) -> list[torch.Tensor]:
+def plain(weights: Sequence[torch.Tensor], forms: Forms, with_factors: bool = True) -> list[torch.Tensor]:
     """The plain tensors that the weights are made of, as a graph takes them.
+
+    with_factors: with what is added to them, which is computed for each call.
 
     Raises RunEagerly: one is stored in another form than this.
     """
@@ -129,15 +178,15 @@ def plain(weights: Sequence[torch.Tensor], forms: Forms) -> list[torch.Tensor]:
         if form is None:
             tensors.append(weight)
         else:
-            _take(weight, form, tensors)
+            _take(weight, form, tensors, with_factors)
     return tensors
 
 
-def _take(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor]) -> None:
+def _take(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor], with_factors: bool) -> None:
     if type(weight) is not form.cls:
         raise RunEagerly(Reason("stored_otherwise", type=type(weight).__name__))
     if is_data(form.cls):
-        _take_data(weight, form, tensors)
+        _take_data(weight, form, tensors, with_factors)
         return
     names, context = weight.__tensor_flatten__()
     if len(names) != len(form.parts) or context != form.context:
@@ -147,17 +196,19 @@ def _take(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor]) -
         if inner is None:
             tensors.append(part)
         else:
-            _take(part, inner, tensors)
+            _take(part, inner, tensors, with_factors)
 
 
-def _take_data(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor]) -> None:
+def _take_data(weight: torch.Tensor, form: StoredForm, tensors: list[torch.Tensor], with_factors: bool) -> None:
     try:
-        attributes = _attributes(weight)
+        attributes, added = _attributes(weight)
+        if attributes != form.context or added != form.added:
+            raise RunEagerly(Reason("stored_otherwise", type=type(weight).__name__))
+        tensors.append(_data(weight))
+        if added is not None and with_factors:
+            tensors.extend(ADDS[added].low_rank(vars(weight)[added], weight))
     except Opaque as why:
         raise RunEagerly(Reason("indescribable", what=f"a weight is stored as a {why}")) from None
-    if attributes != form.context:
-        raise RunEagerly(Reason("stored_otherwise", type=type(weight).__name__))
-    tensors.append(_data(weight))
 
 
 def _data(weight: torch.Tensor) -> torch.Tensor:
@@ -190,7 +241,11 @@ def _restored(form: StoredForm | None, tensors: Sequence[torch.Tensor], at: int)
     for name, part in form.parts:
         inner[name], at = _restored(part, tensors, at)
     if is_data(form.cls):
-        return _standing(form.cls).of(inner["data"], form.context), at
+        made = _standing(form.cls).of(inner["data"], form.context)
+        if form.added is not None:
+            setattr(made, form.added, ADDS[form.added].attribute(*tensors[at : at + len(_FACTORS)]))
+            at += len(_FACTORS)
+        return made, at
     return form.cls.__tensor_unflatten__(inner, form.context, form.shape, form.stride), at
 
 

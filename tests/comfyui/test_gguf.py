@@ -10,9 +10,11 @@ import sys
 import types
 from typing import Any
 
+import comfy.lora
 import comfy.ops
 import pytest
 import torch
+from comfy.weight_adapter import LoKrAdapter, LoRAAdapter
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
@@ -83,8 +85,8 @@ class StandInLayer(torch.nn.Module):
             codes = CODES.to(stored.device)[codes.to(torch.int64)]
         numbers = blocks[:, :2].view(torch.float16) * codes.view(torch.int8)
         weight = torch.Tensor(numbers.reshape(stored.tensor_shape).to(dtype))
-        for change, factor in stored.patches:
-            weight = weight + factor * change
+        for patches, key in stored.patches:
+            weight = comfy.lora.calculate_weight(patches, weight, key)
         return weight
 
 
@@ -108,9 +110,6 @@ REAL = extension()
 TYPES = "Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS BF16 F16".split()
 SKIPPED = pytest.mark.skipif(not REAL, reason="COMFYUI_GGUF names no folder with ComfyUI-GGUF")
 STAND_INS = {"stand-in": "by 32", "stand-in, table": "by table"}
-UNTRACED = "stand-in, table", "IQ4_NL", "IQ4_XS"
-"""Read with a table of the module's, a tensor with values among those of a trace, which have none."""
-
 LAYOUTS = [*STAND_INS, *(pytest.param(name, marks=SKIPPED) for name in TYPES)]
 
 
@@ -154,14 +153,18 @@ def stored(layout: str, seed: int = 0) -> FeedForwards:
     return model.eval().requires_grad_(False)
 
 
-def patched(model: FeedForwards, layout: str, strength: float) -> None:
-    """Have the first block's last layer add a change to its weight at each use, as the extension does with LoRA."""
-    layer = model.blocks[0].net[2]
-    change = torch.ones(WIDTH, WIDTH)
-    if layout in STAND_INS:
-        layer.weight.patches = [(change, strength)]
-    else:
-        layer.weight.patches = [([(strength, ("diff", (change,)), 1.0, None, None)], "blocks.0.net.2.weight")]
+def lora(seed: int, rank: int, strength: float, alpha: float | None = None, part: Any = None) -> tuple:
+    """Core's patch of a square weight of the model, or of a part of one: (dimension, first, count)."""
+    random = torch.Generator().manual_seed(seed)
+    sizes = [part[2] if part and part[0] == dimension else WIDTH for dimension in (0, 1)]
+    up, down = torch.randn(sizes[0], rank, generator=random), torch.randn(rank, sizes[1], generator=random)
+    return strength, LoRAAdapter(set(), (up, down, alpha, None, None, None)), 1.0, part, None
+
+
+def patched(model: FeedForwards, *patches: tuple) -> None:
+    """Have the last layer of each block add these to its weight at each use, as the extension does with LoRA."""
+    for at, block in enumerate(model.blocks):
+        block.net[2].weight.patches = [(list(patches), f"blocks.{at}.net.2.weight")] if patches else []
 
 
 @pytest.fixture(autouse=True)
@@ -176,31 +179,71 @@ def test_one_graph_serves_every_size_and_model_of_a_layout_and_equals_eager(layo
     for seed, x in enumerate((X[:1, :5], X, torch.cat([X, X]))):
         eager, compiled = both_ways(stored(layout, seed), cache, x)
         assert torch.equal(compiled, eager) and torch.isfinite(eager).all() and type(compiled) is torch.Tensor
-    if layout in UNTRACED:
-        (row,) = fallbacks.rows()
-        assert row["code"] == "weights_by_table" and "Q4_K instead of IQ4_NL" in row["reason"]
-        return
     assert fallbacks.rows() == [] and graphs() == 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:1] + LAYOUTS[2:3])
-def test_blocks_with_a_lora_on_their_weights_run_eagerly_and_without_it_on_their_graph_again(layout):
+LORAS = {
+    "one": [lora(1, 4, 0.5)],
+    "at another strength": [lora(1, 4, -1.25)],
+    "of another rank": [lora(2, 9, 1.0, alpha=3.0)],
+    "of rank 1": [lora(3, 1, 1.0)],
+    "three": [lora(1, 4, 0.5), lora(2, 16, 0.25, alpha=8.0), lora(3, 1, 1.0)],
+    "on rows and columns": [lora(4, 4, 1.0, part=(0, 32, 64)), lora(5, 8, 1.0, part=(1, WIDTH - 8, 8))],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:-1])  # on F16 the extension adds a LoRA for good
+def test_one_graph_serves_every_lora_on_the_weights_and_another_the_bare_ones(layout):
     model, cache = stored(layout), GraphCache()
     bare, compiled = both_ways(model, cache, X)
     assert torch.equal(compiled, bare)
-    layers = block_layers(model, EAGER, cache)
-    for strength in (0.5, 1.0):
-        patched(model, layout, strength)
-        eager, compiled = both_ways(model, cache, X)
-        assert torch.equal(compiled, eager) and not torch.equal(eager, bare)
-        with substituted(layers, Order.COMPILED):  # added within the run
-            assert torch.equal(model(X), eager)
-        (reason,) = [reason for _, reason in survey(model).left_eager]
-        (row,) = fallbacks.rows()
-        assert "Tensor, with patches" in str(reason) and "Tensor, with patches" in row["reason"]
-    model.blocks[0].net[2].weight.patches = []
+    for patches in LORAS.values():
+        patched(model, *patches)
+        eager, compiled = both_ways(model, cache, X[:, : 7 - len(patches)])
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5 * float(eager.abs().max()))
+        assert (eager - bare[:, : 7 - len(patches)]).abs().max() > 0.01 * bare.abs().max()
+    assert graphs() == 2 and fallbacks.rows() == []
+    patched(model)
     eager, compiled = both_ways(model, cache, X)
-    assert torch.equal(compiled, bare) and graphs() == 1
+    assert torch.equal(compiled, bare) and torch.equal(eager, bare) and graphs() == 2
+
+
+def test_lora_that_comes_within_a_run_or_on_weights_that_wait_is_added():
+    model, cache = stored("stand-in"), GraphCache()
+    layers = block_layers(model, EAGER, cache)
+    patched(model, lora(1, 4, 0.5))
+    eager = model(X)
+    with substituted(layers, Order.COMPILED):
+        assert torch.equal(model(X), eager)
+    for block in model.blocks:
+        block.net[2].prev_comfy_cast_weights = False
+    eager, compiled = both_ways(model, cache, X)
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5 * float(eager.abs().max()))
+
+
+MATRIX = torch.ones(16, 16) / WIDTH
+NOT_LOW_RANK = {
+    "lokr": (1.0, LoKrAdapter(set(), (MATRIX, MATRIX, None, *[None] * 6)), 1.0, None, None),
+    "full-size change": (1.0, ("diff", (torch.ones(WIDTH, WIDTH),)), 1.0, None, None),
+    "two matrices": (1.0, lora(1, 4, 1.0)[1], 0.5, None, None),
+    "another shape": lora(1, 4, 1.0)[:3] + ((0, 0, 32), None),
+}
+
+
+@pytest.mark.parametrize("what", NOT_LOW_RANK)
+def test_what_is_no_low_rank_product_runs_eagerly_with_a_reason_in_words(what):
+    model, cache = stored("stand-in"), GraphCache()
+    both_ways(model, cache, X)
+    patched(model, lora(1, 4, 1.0))
+    layers = block_layers(model, EAGER, cache)
+    patched(model, NOT_LOW_RANK[what])
+    eager = model(X)
+    with substituted(layers, Order.COMPILED):
+        assert torch.equal(model(X), eager)
+    (row,) = fallbacks.rows()
+    (reason, *_) = [str(reason) for _, reason in survey(model).left_eager] or [row["reason"]]
+    for words in (reason, row["reason"]):
+        assert what in words and "is added at each use" in words
 
 
 def test_weights_that_wait_for_each_use_are_taken_with_what_they_say_of_themselves():
@@ -224,12 +267,17 @@ def test_each_way_of_reading_the_bytes_makes_a_kind_of_its_own():
 
 
 @pytest.mark.thorough  # compiles with inductor
-@pytest.mark.parametrize("layout", LAYOUTS[:1] + LAYOUTS[2:3] + LAYOUTS[9:10])
-def test_compiled_graph_serves_other_weights_of_its_layout_and_is_saved(layout, tmp_path):
+@pytest.mark.parametrize("layout", [*STAND_INS, *(pytest.param(name, marks=SKIPPED) for name in ("Q4_K", "IQ4_XS"))])
+def test_compiled_graph_serves_other_weights_and_loras_of_its_layout_and_is_saved(layout, tmp_path):
     settings, caches = CompileSettings(backend="inductor"), [saving(tmp_path), saving(tmp_path)]
     for seed, cache in enumerate(caches):
-        eager, compiled = both_ways(stored(layout, seed), cache, X[:, : 7 - seed], settings)
+        model, x = stored(layout, seed), X[:, : 7 - seed]
+        eager, compiled = both_ways(model, cache, x, settings)
         assert beyond_rounding(compiled, eager) is None
+        for name in ("three", "of rank 1"):
+            patched(model, *LORAS[name])
+            eager, compiled = both_ways(model, cache, x, settings)
+            assert beyond_rounding(compiled, eager) is None
     assert fallbacks.rows() == []
-    statistics = caches[1].statistics()
-    assert (statistics["loaded"], statistics["compilations"]) == (1, 0)
+    counts = [[cache.statistics()[name] for name in ("loaded", "compilations")] for cache in caches]
+    assert counts == [[0, 2], [2, 0]]

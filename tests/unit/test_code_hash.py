@@ -3,6 +3,7 @@
 import functools
 import types
 
+import numpy
 import pytest
 import torch
 from comfy_accel.accel.fingerprint.kinds import describe
@@ -215,3 +216,21 @@ def test_code_that_a_with_statement_enters_and_leaves_counts(monkeypatch):
             patch.setattr(Scaled, name, lambda self, *error: self.x)
             assert digest(Runs(enters)) != before
     assert digest(Runs(enters)) == before
+
+
+class Registry:
+    step = numpy.float32(0.5)
+
+    @classmethod
+    def scaled(cls, x):
+        return x * float(cls.step)
+
+
+def test_class_that_code_closes_over_is_told_whole(monkeypatch):
+    def around(cls):
+        return lambda x: cls.scaled(x)
+
+    known = describe(Runs(around(Registry)))
+    assert not known.code.opaque
+    monkeypatch.setattr(Registry, "step", numpy.float32(0.25))
+    assert digest(Runs(around(Registry))) != known.digest

@@ -15,8 +15,6 @@ NOISY = ("ancestral", "sde", "ddpm", "seeds", "sa_solver")
 SENTENCES.update(
     cuda_malloc_async="torch allocates with cudaMallocAsync: start ComfyUI with --disable-cuda-malloc for CUDA graphs",
     weights_streamed="its weights are streamed (dynamic VRAM), and not all on the device at once",
-    weights_by_table="its {type} weights are read with a table of numbers, which no graph can take: a file in another "
-    "format is compiled, for GGUF Q4_K instead of IQ4_NL or IQ4_XS",
 )
 
 

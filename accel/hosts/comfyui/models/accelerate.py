@@ -24,7 +24,7 @@ from ....fingerprint.survey import KeptSurveys
 from ....modules.substitution import Layer, Order, Substitution
 from ....report.run import Totals
 from ....store.graph_store import attach
-from .. import attention, preferences
+from .. import attention, preferences, weight_patches  # noqa: F401 the last is known once it is imported
 from ..home import running_home
 from ..progress import CompileProgress
 from ..sizes.shape_errors import sizes_explained
