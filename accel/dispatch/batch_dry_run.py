@@ -23,8 +23,11 @@ from ..core import torch_internals
 from ..core.errors import pass_on
 from ..core.events import log
 from ..fingerprint.plain_values import is_plain_object
+from ..modules import wrapped_layers
+from ..modules.opaque_layers import OpaqueLayer
 from ..modules.stored_form import standing_for
 from ..modules.streamed_weights import Plain, in_place
+from ..modules.wrapped_layers import Wraps
 from ..signature.tensors import CHANNELS_LAST
 from .current_code import CurrentCode
 from .global_state_guard import DICTS, global_state_restored
@@ -42,7 +45,7 @@ class BatchDryRun:
     dry: the host's context for a call without values.
     plain: shows the model with its weights in place.
     code: told of each call of the model. between: whether others' code runs between the blocks in a call with these
-        arguments.
+        arguments. wraps: tells the layers that are called as they are, and have no values to be called with here.
     """
 
     def __init__(
@@ -55,10 +58,11 @@ class BatchDryRun:
         plain: Plain = in_place,
         code: CurrentCode | None = None,
         between: Callable[[tuple, dict[str, Any]], bool] = lambda args, kwargs: False,
+        wraps: Wraps | None = None,
     ):
         self._model = model
         self.code, self._between = code, between
-        self._plain = plain
+        self._plain, self._wraps = plain, wraps
         self._tensors_of = tensors_of
         self._without_hooks = without_hooks
         self._interrupts = interrupts
@@ -130,7 +134,7 @@ class BatchDryRun:
             return record
 
         torch_internals.keep_device_guard()
-        copies, mode = ModelCopy(), torch_internals.FAKE_MODE.get()(allow_non_fake_inputs=True)
+        copies, mode = ModelCopy(self._wraps), torch_internals.FAKE_MODE.get()(allow_non_fake_inputs=True)
 
         def foreign(value: Any) -> bool:
             return (type(value) is fake_tensor and value.fake_mode is mode) or copies.made(value)
@@ -208,7 +212,8 @@ class ModelCopy:
     copied: the copies run the code of their classes.
     """
 
-    def __init__(self):
+    def __init__(self, wraps: Wraps | None = None):
+        self._wraps = wraps
         self._copies: dict[int, Any] = {}
         self._originals: list[Any] = []  # alive for as long as their ids stand for them
         self._made: set[int] = set()
@@ -223,6 +228,9 @@ class ModelCopy:
             return self._copies[id(value)]
         cls = type(value)
         if isinstance(value, torch.nn.Module):
+            stand_in = wrapped_layers.bare(value, self._wraps)
+            if isinstance(stand_in, OpaqueLayer):
+                return stand_in
             copied = self._enter(value, object.__new__(cls))
             copied.__dict__.update({name: self._part(name, item) for name, item in value.__dict__.items()})
             copied.__dict__.pop("forward", None)

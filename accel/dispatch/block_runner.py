@@ -20,6 +20,8 @@ from ..core.reasons import Reason, Refusal, RunEagerly, not_in_this_mode
 from ..fingerprint import kinds
 from ..fingerprint.block_call import Call
 from ..fingerprint.survey import Region
+from ..modules import opaque_layers, wrapped_layers
+from ..modules.opaque_layers import OpaqueLayer
 from ..modules.streamed_weights import WeightSource, weights_taken
 from ..modules.substitution import Outside
 from ..signature import tree_spec
@@ -80,6 +82,9 @@ class BlockRunner:
         self._is_surrounded = self._is_streamed or outside_recording is not nullcontext
         self._weights = source or region.slots
         self._lora = None if wraps is None else AddedWeights(region.block, kind.tensors, wraps)
+        self._calls_layers = any(
+            isinstance(part, OpaqueLayer) for _, part in wrapped_layers.modules(region.block, wraps)
+        )
         self._inline = InlineCache(cache, self._weights, simplify_options)
         self.eager_calls = 0
         """Calls that ran without a graph."""
@@ -123,6 +128,8 @@ class BlockRunner:
             self._passing = code.passing
             if self.instead is not None:
                 return self._call_instead(self.instead, inner, args, kwargs)
+        if self._calls_layers:
+            opaque_layers.begin(self._region.block)
         if self._lora is None or self._are_bare():
             hit = self._inline.match(args, kwargs)
             if hit is not None:

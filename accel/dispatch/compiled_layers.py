@@ -117,7 +117,7 @@ def compiled_layers(
         return cls(region, cache, settings, simplify, interrupts, *run, source, still, outside)
 
     code = CurrentCode(model, found, lambda: _survey(model, settings, host, surveys), make, host.interrupts)
-    asked = host.without_hooks, host.interrupts, host.dry, host.plain, code, host.between
+    asked = host.without_hooks, host.interrupts, host.dry, host.plain, code, host.between, host.wraps
     dry_run = BatchDryRun(model, tensors_of, *asked)
     layers: dict[torch.nn.Module, Layer] = {model: dry_run}
     outside = host.outside_recording() or nullcontext

@@ -18,6 +18,7 @@ from ..core.errors import one_line
 from ..core.reasons import Reason, RunEagerly
 from ..fingerprint.plain_values import is_plain_object
 from ..modules import wrapped_layers
+from ..modules.opaque_layers import OpaqueLayer
 from ..modules.wrapped_layers import LowRank, Reader, Wraps
 
 Added = Sequence[tuple[int, int | None, Sequence[LowRank]]]
@@ -66,6 +67,8 @@ class AddedWeights:
         self._refusal = self._why_not(children, wrapped)
         if self._refusal is None:
             for layer, wrapper in wrapped.items():
+                if isinstance(layer, OpaqueLayer):  # called with what is around it
+                    continue
                 self._readers.append((*self._indices[layer], self._wraps.reader(wrapper, layer)))
 
     def _why_not(
@@ -89,7 +92,8 @@ class AddedWeights:
         owners = [id(tensor) for layer in self._indices for tensor in layer._parameters.values() if tensor is not None]
         for layer in wrapped:
             shared = any(owners.count(id(tensor)) > 1 for tensor in layer._parameters.values())
-            if layer in bare or shared or self._indices[layer][0] is None:
+            is_read = not isinstance(layer, OpaqueLayer)
+            if layer in bare or shared or (is_read and self._indices[layer][0] is None):
                 return Reason("wrapped_weight_shared", layer=type(layer).__name__)
         return None
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..modules import stored_form, wrapped_layers
+from ..modules.opaque_layers import OpaqueLayer
 from ..modules.stored_form import Forms, StoredForm
 from ..modules.wrapped_forward import WrappedForward
 from ..modules.wrapped_layers import Wraps
@@ -370,9 +371,11 @@ def template_of(
     parts = dict(template.named_modules())
     for path, name, _ in unread:
         parts[path].__dict__.pop(name, None)
-    for part in template.modules():  # the block's own run around its stand-in; a part with one is not compiled
-        part._forward_hooks.clear()
+    for path, part in template.named_modules():
+        part._forward_hooks.clear()  # the block's own run around its stand-in; a part with one is not compiled
         part._forward_pre_hooks.clear()
+        if isinstance(part, OpaqueLayer):
+            part.path = path
     return template
 
 

@@ -249,7 +249,7 @@ def _makes_plain_objects(cls: type) -> bool:
     return (
         not issubclass(cls, (torch.nn.Module, torch.Tensor, type, enum.Enum, ctypes.CDLL))
         and all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
-        and not any("__slots__" in vars(base) for base in cls.__mro__)
+        and not any(vars(base).get("__slots__") for base in cls.__mro__)
         # no state in C except a dict and the list of weak references
         and cls.__basicsize__ <= object.__basicsize__ + 2 * tuple.__itemsize__
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from . import wrapped_layers
+from .opaque_layers import OpaqueLayer
 from .wrapped_layers import Wraps
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -59,7 +60,8 @@ def _blocks(
 
 def _is_composite(module: torch.nn.Module, wraps: Wraps | None) -> bool:
     """Whether it has at least two layers with weights: around a single one there is nothing to fuse."""
-    layers = (part for _, part in wrapped_layers.modules(module, wraps) if part is not module and part._parameters)
+    parts = (part for _, part in wrapped_layers.modules(module, wraps) if part is not module)
+    layers = (part for part in parts if part._parameters or isinstance(part, OpaqueLayer))
     return next(layers, None) is not None and next(layers, None) is not None
 
 

@@ -57,8 +57,6 @@ class LayoutSnapshot:
 
     blocks: each with the module that shows it with its weights in place: itself, or a copy (`streamed_weights.Plain`).
         What a host keeps on such a block decides what the copy is like, so it is compared by identity.
-
-    Raises stored_form.Opaque: nothing tells how one is stored.
     """
 
     def __init__(self, model: torch.nn.Module, blocks: Sequence[tuple[torch.nn.Module, torch.nn.Module]]):
@@ -72,7 +70,7 @@ class LayoutSnapshot:
         inside = [part for block in self._blocks for part in _changeable(block)]
         holders = [holder for part in inside for holder in (part._parameters, part._buffers)]
         self._slots = [(holder, name) for holder in holders for name in holder]
-        forms = [None if weight is None else stored_form.form_of(weight) for weight in self._weights()]
+        forms = [None if weight is None else _form_or_none(weight) for weight in self._weights()]
         self._forms = [(at, form) for at, form in enumerate(forms) if form is not None]
         self._hosts = [
             (vars(part), [name for name in vars(as_shown) if name in vars(part) and name != "forward"])
@@ -254,6 +252,13 @@ class _Parts:
 
     def __getitem__(self, path: str) -> torch.Tensor:
         return operator.attrgetter(path)(self._holder[self._name])
+
+
+def _form_or_none(tensor: torch.Tensor) -> stored_form.StoredForm | None:
+    try:
+        return stored_form.form_of(tensor)
+    except stored_form.Opaque:  # of a layer that is called as it is
+        return None
 
 
 def _form_of(tensor: torch.Tensor) -> stored_form.StoredForm | None:

@@ -17,7 +17,7 @@ from kit.engine_imports import ENGINE, closure, files, imported
 MAY_IMPORT = {
     "core": (),
     "signature": ("core",),
-    "modules": ("core", "signature"),
+    "modules": ("core", "signature", "kernels"),
     "fingerprint": ("core", "signature", "modules"),
     "kernels": ("core", "signature"),
     "compile": ("core", "signature", "modules", "fingerprint", "kernels"),

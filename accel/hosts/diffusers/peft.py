@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...core.reasons import Reason, RunEagerly
+from ...modules.opaque_layers import OpaqueLayers
 from ...modules.wrapped_layers import LowRank
 
 _BASE = "base_layer"
@@ -28,13 +29,20 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class PeftLayers:
-    """PEFT's wrappers of any method (`wrapped_layers.Wraps`); blocks with others than LoRA run eagerly."""
+    """PEFT's wrappers of any method (`wrapped_layers.Wraps`); blocks with others than LoRA run eagerly.
+
+    A quantised layer that cannot be traced, or has a LoRA, is called as it is (`opaque_layers`).
+    """
+
+    def __init__(self) -> None:
+        self._opaque = OpaqueLayers()
 
     def base(self, module: torch.nn.Module) -> torch.nn.Module | None:
-        if _BASE not in module._modules:
-            return None
-        tuners = sys.modules.get("peft.tuners.tuners_utils")
-        return module.get_base_layer() if tuners and isinstance(module, tuners.BaseTunerLayer) else None
+        tuners = sys.modules.get("peft.tuners.tuners_utils") if _BASE in module._modules else None
+        if tuners is None or not isinstance(module, tuners.BaseTunerLayer):
+            return self._opaque.of(module)
+        layer = module.get_base_layer()
+        return self._opaque.of(layer, is_wrapped=True) or layer
 
     def reader(self, wrapper: torch.nn.Module, base: torch.nn.Module) -> _Reader:
         return _Reader(wrapper, base)

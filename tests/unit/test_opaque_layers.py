@@ -1,0 +1,118 @@
+"""Linear layers of weights that nothing explains: the blocks around them are compiled, and call them as they are."""
+
+import pytest
+import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
+from comfy_accel.accel.hosts.diffusers.peft import PeftLayers
+from comfy_accel.accel.modules.substitution import Order, substituted
+from comfy_accel.accel.store.folder import LocalFolder
+from comfy_accel.accel.store.graph_store import GraphStore
+from kit.blocks import model_of, reasons
+from kit.compiled import graphs
+from torch import nn
+
+WIDTH = 8
+
+
+class Stored(nn.Parameter):
+    """Bytes with a state beside them that only its layer understands, as bitsandbytes' weights are."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class StoredLinear(nn.Linear):
+    """Runs code that no compiler follows."""
+
+    def __init__(self, seed):
+        super().__init__(WIDTH, WIDTH)
+        numbers = torch.randint(-9, 9, (WIDTH, WIDTH), generator=torch.Generator().manual_seed(seed))
+        self.weight = Stored(numbers.to(torch.int8), requires_grad=False)
+        self.weight.state = object()
+        self.scale = 0.1
+
+    def forward(self, x):
+        data = self.weight.as_subclass(torch.Tensor).numpy().astype("float32")
+        return nn.functional.linear(x, torch.from_numpy(data) * self.scale, self.bias)
+
+
+class Halving(StoredLinear):
+    def forward(self, x):
+        return super().forward(x).half()
+
+
+class Block(nn.Module):
+    def __init__(self, seed, layer=StoredLinear):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), layer(seed), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x)))).to(x.dtype)
+
+
+class Reading(Block):
+    def forward(self, x):
+        return super().forward(x.to(self.up.weight.device))
+
+
+X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def both_ways(model, cache, x=X, backend="eager"):
+    """(eager, compiled)"""
+    host, settings = Host(wraps=PeftLayers()), CompileSettings(backend=backend)
+
+    def run():
+        with torch.inference_mode():
+            out = x
+            for block in model.blocks:
+                out = block(out)
+            return out
+
+    eager = run()
+    layers = compiled_layers(model, survey_model(model, settings, host), settings, host, cache)
+    layers.pop(model)  # which is called through its blocks here
+    with substituted(layers, Order.COMPILED):
+        return eager, run()
+
+
+def test_blocks_are_compiled_around_layers_that_run_as_they_are():
+    cache, models = GraphCache(), [model_of(Block(seed), Block(seed + 1)) for seed in (0, 5)]
+    models[1].blocks[0].up.forward = lambda x: x * 3  # whatever is there is called
+    for model, x in zip((*models, models[0]), (X, torch.cat([X, X]), X[:1, :2]), strict=True):
+        eager, compiled = both_ways(model, cache, x)
+        assert torch.equal(compiled, eager)
+    assert graphs() == 1 and reasons() == []
+
+
+def test_layer_that_gives_another_type_than_it_got_leaves_its_block_uncompiled():
+    class OfHalves(Block):
+        def forward(self, x):
+            return x + self.down(self.up(self.norm(x)).to(x.dtype))
+
+    eager, compiled = both_ways(model_of(OfHalves(0, Halving), OfHalves(1, Halving)), GraphCache())
+    assert torch.equal(compiled, eager)
+    assert all("up gives torch.float16 (2, 5, 8) for torch.float32 (2, 5, 8)" in reason for reason in reasons())
+    assert reasons()
+
+
+def test_block_that_reads_such_a_weight_itself_runs_uncompiled_with_a_reason():
+    eager, compiled = both_ways(model_of(Reading(0), Reading(1)), GraphCache())
+    assert torch.equal(compiled, eager)
+    (reason,) = reasons()
+    assert "up" in reason and "reads weights of its parts" in reason
+
+
+@pytest.mark.thorough  # compiles with inductor
+def test_saved_graph_calls_the_layers_of_another_model(tmp_path):
+    caches = [GraphCache(), GraphCache()]
+    for seed, cache in enumerate(caches):
+        cache.store = GraphStore(LocalFolder(tmp_path / "graphs"), tmp_path / "secret")
+        eager, compiled = both_ways(model_of(Block(seed), Block(seed + 9)), cache, X[: 2 - seed], "inductor")
+        torch.testing.assert_close(compiled, eager)
+    assert reasons() == []
+    assert [cache.statistics()["loaded"] for cache in caches] == [0, 1]
