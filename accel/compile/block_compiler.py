@@ -13,6 +13,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from .compiled_graph import CompiledGraph, CompileFailed, Facts
 from .convolution import leave_to_library
 from .generated_code import GENERATE
 from .registry import backend_named
-from .specialization import OpTrace, TracedSizes, trace_ops
+from .specialization import OpTrace, TracedSizes, flow_of, trace_ops
 
 LARGEST_SIZE = 2**31 - 1
 """No dimension of a call's tensors is larger: it fits an index of 32 bits."""
@@ -76,7 +77,7 @@ def compile_block(
     if (missing := compiler.missing(device)) is not None:
         raise CompileFailed(missing)
     changed_lists: list[Any] = []
-    trace = _tracer(template, kind, spec, interrupts, tracing, changed_lists)
+    trace = _Tracer(template, kind, spec, interrupts, tracing, changed_lists)
     try:
         leave_to_library(template)
     except Exception as error:  # a class that no other can be derived from
@@ -125,55 +126,71 @@ def load_block(
     leave_to_library(template)
     with _one_at_a_time, tracing():  # operators are defined there
         artifact = backend_named(call.backend).load(data, template)
-    return _graph(artifact, facts, None, _tracer(template, call.kind, call.spec, interrupts, tracing))
+    return _graph(artifact, facts, None, _Tracer(template, call.kind, call.spec, interrupts, tracing))
 
 
-def _graph(
-    artifact: Artifact,
-    facts: Facts,
-    template: torch.nn.Module | None,
-    trace: Callable[[Sequence[torch.Tensor]], OpTrace | None],
-) -> CompiledGraph:
+def _graph(artifact: Artifact, facts: Facts, template: torch.nn.Module | None, trace: _Tracer) -> CompiledGraph:
     """template: what saving the graph needs; None where it is not to be saved."""
     save = None if artifact.save is None or template is None else lambda: artifact.save(template)
-    graph = CompiledGraph(artifact.run, artifact.guards, facts, artifact.nbytes, trace if facts.dynamic else None, save)
+    how = {"trace": trace if facts.dynamic else None, "save": save, "does_the_same": trace.does_the_same}
+    graph = CompiledGraph(artifact.run, artifact.guards, facts, artifact.nbytes, **how)
     weakref.finalize(graph, artifact.release).atexit = False
     return graph
 
 
-def _tracer(
-    template: torch.nn.Module,
-    kind: Kind,
-    spec: tree_spec.Spec,
-    interrupts: tuple[type[BaseException], ...],
-    tracing: Tracing,
-    changed_lists: list[Any] | None = None,
-) -> Callable[[Sequence[torch.Tensor]], OpTrace | None]:
-    """A function that traces the block's operations, given a call's weights and inputs.
+@dataclass
+class _Tracer:
+    """Runs a block without values; the fields are as for `compile_block`.
 
     changed_lists: gets the arguments of calls that changed a list or dict.
     """
-    count = len(kind.tensors)
 
-    def trace(tensors: Sequence[torch.Tensor]) -> OpTrace | None:
+    template: torch.nn.Module
+    kind: Kind
+    spec: tree_spec.Spec
+    interrupts: tuple[type[BaseException], ...]
+    tracing: Tracing
+    changed_lists: list[Any] | None = None
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> OpTrace | None:
+        """The block's operations, given a call's weights and inputs."""
+        with self.tracing():
+            return trace_ops(self._block(tensors), tensors[len(self.kind.tensors) :], self.interrupts)
+
+    def does_the_same(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> bool:
+        """Whether it computes the same with these `Kind.numbers` as with the template's own."""
+        inputs = [empty_dense_like(tensor, device="meta") for tensor in tensors[len(self.kind.tensors) :]]
+        block, settings = self._block(tensors), [self.template.get_submodule(path) for path, _ in self.kind.numbers]
+        with self.tracing():
+            flow = flow_of(block, inputs, self.interrupts)
+            own = [part.__dict__[name] for part, (_, name) in zip(settings, self.kind.numbers, strict=True)]
+            try:
+                self._number(settings, numbers)
+                return flow is not None and flow == flow_of(block, inputs, self.interrupts)
+            finally:
+                self._number(settings, own)
+
+    def _number(self, parts: Sequence[torch.nn.Module], numbers: Sequence[int]) -> None:
+        for part, (_, name), number in zip(parts, self.kind.numbers, numbers, strict=True):
+            part.__dict__[name] = number
+
+    def _block(self, tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:
         # The template's own are those of the block that the graph was made for, and the call may be another one's.
         examples = [
             torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            for tensor in tensors[:count]
+            for tensor in tensors[: len(self.kind.tensors)]
         ]
 
-        def call(*inputs: torch.Tensor) -> None:
-            args, kwargs = tree_spec.rebuild(spec, inputs)
+        def call(*inputs: torch.Tensor) -> Any:
+            args, kwargs = tree_spec.rebuild(self.spec, inputs)
             before = tree_spec.outline((args, kwargs))
-            weights = restored(kind.forms, examples)
-            torch.func.functional_call(template, dict(zip(kind.weights, weights, strict=True)), args, kwargs)
-            if changed_lists is not None and tree_spec.outline((args, kwargs)) != before:
-                changed_lists.append((args, kwargs))
+            weights = dict(zip(self.kind.weights, restored(self.kind.forms, examples), strict=True))
+            out = torch.func.functional_call(self.template, weights, args, kwargs)
+            if self.changed_lists is not None and tree_spec.outline((args, kwargs)) != before:
+                self.changed_lists.append((args, kwargs))
+            return out
 
-        with tracing():
-            return trace_ops(call, tensors[count:], interrupts)
-
-    return trace
+        return call
 
 
 def _compile(

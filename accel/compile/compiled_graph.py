@@ -61,6 +61,7 @@ class CompiledGraph:
     save: gives the bytes that the graph can be loaded from (`block_compiler.load_block`), or raises
         `backend.NotSavable`; None for a graph that was saved or loaded, or cannot leave the process.
     saved_as: its name in the store; None where it is not there.
+    does_the_same: whether the block does the same in such a call with other `Kind.numbers` on it.
     """
 
     run: Callable[[Sequence[torch.Tensor]], Any]
@@ -70,11 +71,18 @@ class CompiledGraph:
     trace: Callable[[Sequence[torch.Tensor]], OpTrace | None] | None = None
     save: Callable[[], bytes] | None = None
     saved_as: str | None = None
+    does_the_same: Callable[[Sequence[torch.Tensor], Sequence[int]], bool] = lambda tensors, numbers: False
     _answers: dict[tuple, bool] = field(default_factory=dict, init=False, repr=False)
 
     def serves(self, call: Call) -> bool:
         """Whether the graph is right for the call."""
-        return self.facts.values == call.values and self.accepts(call.tensors)
+        if self.facts.values == call.values:
+            return self.accepts(call.tensors)
+        of_the_call = len(call.values) - len(call.numbers)
+        if self.facts.values[:of_the_call] != call.values[:of_the_call] or not self.accepts(call.tensors):
+            return False
+        key = (call.numbers, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in call.tensors))
+        return self._answer(key, lambda: self.does_the_same(call.tensors, call.numbers))
 
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the graph is right for these weights and dense inputs.
@@ -93,9 +101,12 @@ class CompiledGraph:
             *((tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset()) for tensor in weights),
             *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in inputs),
         )
+        return self._answer(key, lambda: self._is_right_for(weights, inputs))
+
+    def _answer(self, key: tuple, find: Callable[[], bool]) -> bool:
         answer = self._answers.pop(key, None)
         if answer is None:
-            answer = self._is_right_for(weights, inputs)
+            answer = find()
             if len(self._answers) >= _MOST_ANSWERS:
                 self._answers.pop(next(iter(self._answers)), None)
         self._answers[key] = answer

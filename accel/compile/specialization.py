@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import torch_internals
 from ..core.errors import pass_on
@@ -115,6 +116,51 @@ def trace_ops(
             return None
         changed = tuple(index for index, tensor in enumerate(given) if tensor._version != before[index])
     return OpTrace(tuple(recorder.calls), tuple(recorder.shapes), changed)
+
+
+class _Flow(TorchDispatchMode):
+    """Writes down every operation with all of its arguments: tensors by the order in which they were first met."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps: list[Any] = []
+        self._met: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = self.described((args, kwargs or {}))
+        out = function(*args, **(kwargs or {}))
+        self.steps.append((str(function), given, self.described(out)))
+        return out
+
+    def described(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._met.setdefault(id(value), (len(self._met), value))[0]
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self.described, value))
+        if isinstance(value, dict):
+            return tuple((key, self.described(item)) for key, item in value.items())
+        return (type(value), repr(value)) if type(value) in _KNOWN else object()
+
+
+_KNOWN = (*_PLAIN, int, torch.layout, torch.memory_format)
+
+
+def flow_of(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor], interrupts: tuple[type[BaseException], ...] = ()
+) -> tuple | None:
+    """All that `function(*inputs)` computes, step by step: equal where two functions do the same with tensors of these
+    sizes. None where it needs their values. inputs: on the meta device; interrupts: as for `trace_ops`.
+    """
+    flow = _Flow()
+    with torch.inference_mode(False), torch.no_grad():
+        flow.described(inputs)
+        try:
+            with flow:
+                out = function(*inputs)
+        except Exception as error:
+            pass_on(error, interrupts)
+            return None
+    return (*flow.steps, flow.described(out))
 
 
 def scales_evenly(traces: Sequence[OpTrace | None]) -> bool:

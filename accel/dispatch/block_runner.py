@@ -186,10 +186,9 @@ class BlockRunner:
         return self._eagerly(call, refusal.reason, is_trouble=not isinstance(refusal, RunEagerly))
 
     def _described(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Call:
-        settings = self._settings
-        return Call(
-            self.kind, backend=settings.backend, any_size=settings.any_size, inner=inner, args=args, kwargs=kwargs
-        )
+        settings, numbers = self._settings, self._region.numbers
+        how = {"backend": settings.backend, "any_size": settings.any_size, "numbers": numbers}
+        return Call(self.kind, **how, inner=inner, args=args, kwargs=kwargs)
 
     def _take(self, call: Call) -> None:
         """Find the call's structure, tensors and weights. Raises Refusal: no graph may run it."""

@@ -46,7 +46,7 @@ class Region:
     traceable: makes the context that its code is read in.
     notes: where the block's settings were found. read: those that its code reads, as `kinds.template_of` takes them.
     wrapped: where other programs have wrapped its forward.
-    codes: of every function that its survey has read.
+    codes: of every function that its survey has read. numbers: the block's own, as `Kind.numbers` names them.
     """
 
     path: str
@@ -60,6 +60,7 @@ class Region:
     codes: frozenset[types.CodeType] = field(default=frozenset(), compare=False, repr=False)
     read: Read | None = field(default=None, compare=False, repr=False)
     wrapped: WrappedForward | None = field(default=None, compare=False, repr=False)
+    numbers: tuple[int, ...] = ()
 
     @property
     def tracing(self) -> Callable[[], AbstractContextManager[None]]:
@@ -202,7 +203,8 @@ def survey(
     for (path, block, described_as, wrapped, description), kind in zip(described, kinds, strict=True):
         strings = description.code.strings
         own = _notes_of(block, described_as, description, wraps)
-        asked = own, codes, description.read, wrapped
+        numbers = tuple(value for *place, value in description.counts if tuple(place) in kind.numbers)
+        asked = own, codes, description.read, wrapped, numbers
         regions.append(Region(path, block, kind, strings, wraps, plain, traceable, *asked))
         notes.add(own)
     counts = Counter(region.kind for region in regions)

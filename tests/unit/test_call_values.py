@@ -2,8 +2,11 @@
 
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from kit.blocks import Block, runner
+from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.fingerprint.survey import survey
+from kit.blocks import Block, model_of, runner
 
 
 class Scaled(Block):
@@ -28,3 +31,42 @@ def test_each_value_runs_the_graph_that_was_made_for_it():
     for scale, mode in [(0.5, "plain"), (0.5, "relu"), (2.0, "plain"), (0.5, "plain"), (0.5, "relu")]:
         torch.testing.assert_close(run(block, x, scale, mode), block(x, scale, mode))
     assert cache.statistics()["compilations"] == 3 and fallbacks.rows() == []
+
+
+class Numbered(Block):
+    """It knows its place, and looks there for what another program wants of it, as Fluxtapoz's blocks do."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place, self.given = place, {}
+
+    def forward(self, x, options):
+        out = self.second(self.first(x))
+        wanted = options.get(("block", self.place))
+        return out if wanted is None else out * wanted
+
+
+class Shifted(Numbered):
+    def forward(self, x, options):
+        return super().forward(x.roll(self.place, -1), options)
+
+
+def run_all(blocks, cache, x):
+    runners = {}
+    for region in survey(model_of(*blocks)).regions:
+        runners[region.block] = BlockRunner(region, cache, CompileSettings(backend="eager"))
+    for block in blocks:
+        assert torch.equal(runners[block](block, x, {}), block(x, {}))
+
+
+def test_blocks_that_only_know_their_place_share_one_graph():
+    blocks, cache = [Numbered(place) for place in range(7)], GraphCache()
+    run_all(blocks, cache, torch.randn(2, 4))
+    run_all(blocks, cache, torch.randn(5, 4))
+    assert cache.statistics()["compilations"] == 1 and fallbacks.rows() == []
+
+
+def test_numbers_on_blocks_that_matter_get_a_graph_each_and_few_of_them():
+    blocks, cache = [Shifted(place) for place in range(1, 8)], GraphCache()
+    run_all(blocks, cache, torch.randn(2, 9, 4))
+    assert cache.statistics()["compilations"] == 4 and len(fallbacks.rows()) == 1
