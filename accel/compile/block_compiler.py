@@ -40,8 +40,8 @@ from .specialization import OpTrace, TracedSizes, flow_of, trace_ops
 LARGEST_SIZE = 2**31 - 1
 """No dimension of a call's tensors is larger: it fits an index of 32 bits."""
 
-_OPEN_QUESTIONS = ("data-dependent", "unbacked symbols")
-"""What torch says where tracing must know whether a size is 1."""
+_OPEN_QUESTIONS = ("data-dependent", "unbacked symbols", "shape error in scatter op", "LoweringException")
+"""What torch says where tracing must know whether a size is 1, and inductor how long a slice is."""
 
 _one_at_a_time = threading.Lock()
 """Torch compiles one graph at a time in a process anyway; backends rely on it to tell whose generated code is new."""
@@ -345,6 +345,7 @@ def _tracing(dynamic: bool, oblivious: bool):
         config.patch({name: value for name, value in settings.items() if hasattr(config, name)}),
         _repeated_at_any_size(),
         _slices_as_defaults(),
+        _sizes_among_numbers(),
     ):
         yield
 
@@ -366,6 +367,58 @@ def _repeated_at_any_size():
         torch.Tensor.repeat_interleave = own
         if is_inherited:
             del torch.Tensor.repeat_interleave
+
+
+def _stepped(start: int, stop: int, step: int) -> list[int]:
+    """`range(start, stop, step)`, of which torch would fix all three; so it fixes only how many numbers there are."""
+    if step == 0:
+        raise ValueError("range() arg 3 must not be zero")
+    numbers = []
+    while (start < stop) if step > 0 else (start > stop):
+        numbers.append(start)
+        start = start + step
+    return numbers
+
+
+def _linspace(start: float, end: float, steps: int, *, dtype=None, device=None) -> torch.Tensor:
+    """`torch.linspace`, as its own kernels compute it, of any number of steps: torch would fix it."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    index = torch.arange(steps, dtype=exact, device=device)
+    step = (end - start) / max(steps - 1, 1)
+    from_start = index < max(steps // 2, 1)
+    positions = torch.where(from_start, start + step * index, end - step * (steps - 1 - index))
+    return positions.to(torch.get_default_dtype() if dtype is None else dtype)
+
+
+@contextmanager
+def _sizes_among_numbers():
+    """A context in which functions that take a size as a plain number are traced for any, where torch would fix it."""
+    kinds = torch_internals.BUILTINS.get(None), torch_internals.TORCH_FUNCTIONS.get(None)
+    if None in kinds:
+        yield
+        return
+    own = [kind.call_function for kind in kinds]
+
+    def replaced(value: Any, call: Callable) -> Callable:
+        def call_function(self: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+            function = getattr(self, value)
+            given = {type(arg.realize()).__name__ for arg in (*args, *kwargs.values())}
+            if "SymNodeVariable" in given and "TensorVariable" not in given:
+                if function is range and len(args) == 3:
+                    return self.build(tx, _stepped).call_function(tx, args, kwargs)
+                if function is torch.linspace and kwargs.keys() <= {"steps", "dtype", "device"}:
+                    return self.build(tx, _linspace).call_function(tx, args, kwargs)
+            return call(self, tx, args, kwargs)
+
+        return call_function
+
+    for kind, value, call in zip(kinds, ("fn", "value"), own, strict=True):
+        kind.call_function = replaced(value, call)
+    try:
+        yield
+    finally:
+        for kind, call in zip(kinds, own, strict=True):
+            kind.call_function = call
 
 
 @contextmanager

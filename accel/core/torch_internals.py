@@ -95,6 +95,9 @@ CONSTANT_TRACERS = Internal(
     "torch._dynamo.variables.builder", "SourcelessBuilder._type_handlers", "2.7", "blocks of LTX 2 run eagerly"
 )
 TRACED_SLICE = Internal("torch._dynamo.variables", "SliceVariable", "2.7", "blocks of LTX 2 run eagerly")
+_A_GRAPH_A_SIZE = "blocks that work in chunks, or with positions of their own, get a graph for each size"
+BUILTINS = Internal("torch._dynamo.variables.builtin", "BuiltinVariable", "2.7", _A_GRAPH_A_SIZE)
+TORCH_FUNCTIONS = Internal("torch._dynamo.variables.torch", "TorchInGraphFunctionVariable", "2.7", _A_GRAPH_A_SIZE)
 
 CACHE_ENTRIES = Internal("torch._dynamo.eval_frame", "_debug_get_cache_entry_list", "2.7", _EAGERLY)
 LAST_GUARDS = Internal("torch._C._dynamo.guards", "RootGuardManager.get_epilogue_lambda_guards", "2.7", _EAGERLY)

@@ -1,5 +1,6 @@
 """Numbers and texts among a block's arguments: a graph each, and few of them."""
 
+import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
@@ -7,6 +8,7 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
 from comfy_accel.accel.fingerprint.survey import survey
 from kit.blocks import Block, model_of, runner
+from kit.thorough import thorough_except
 
 
 class Scaled(Block):
@@ -70,3 +72,26 @@ def test_numbers_on_blocks_that_matter_get_a_graph_each_and_few_of_them():
     blocks, cache = [Shifted(place) for place in range(1, 8)], GraphCache()
     run_all(blocks, cache, torch.randn(2, 9, 4))
     assert cache.statistics()["compilations"] == 4 and len(fallbacks.rows()) == 1
+
+
+class InChunks(Block):
+    """Called with height and width, and at work on two halves of its tokens, as PixelDiT's are."""
+
+    def forward(self, x, height, width):
+        count = height * width
+        rows = (x.view(height, width, 4) + torch.linspace(0, 8, width)[:, None] / height).view(count, 4)
+        chunk = (count + 1) // 2
+        for start in range(0, count, chunk):
+            end = min(start + chunk, count)
+            rows[start:end].addcmul_(rows[start:end], super().forward(rows[start:end]))
+        return rows
+
+
+@pytest.mark.parametrize("backend", thorough_except(["eager", "inductor"], "eager"))
+def test_blocks_called_with_height_and_width_get_one_graph_for_every_size(backend):
+    block, cache = InChunks(), GraphCache()
+    run = runner(block, cache, backend=backend)
+    for height, width in [(4, 4), (4, 7), (9, 2), (5, 5), (2, 16)]:
+        x = torch.randn(height * width, 4)
+        torch.testing.assert_close(run(block, x, height, width), block(x, height, width))
+    assert cache.statistics()["compilations"] == 1 and fallbacks.rows() == []
