@@ -91,7 +91,7 @@ def compile_block(
     examples, static_ones = _examples(lifted or inputs, call.any_size)
     tensors = (*_example_weights(weights, kind), *examples)
     artifact, fixed, traced_code = _compile(template, call, tensors, compiler, interrupts, savable)
-    unread = None if codes is None else unread_code(traced_code, codes)
+    unread = None if codes is None else unread_code(traced_code, codes | tree_spec.makers(spec))
     if unread is not None:
         artifact.release()
         file = os.path.basename(unread.co_filename)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -113,6 +114,15 @@ def _made(cls: type, fields: dict[str, Any]) -> Any:
     for name, value in fields.items():
         setattr(made, name, value)
     return made
+
+
+def makers(spec: Spec) -> frozenset[types.CodeType]:
+    """The code that `rebuild` runs of the objects' classes, and which is not the block's."""
+    if spec[:1] == ("object",) and dataclasses.is_dataclass(spec[1]):
+        own = frozenset([getattr(spec[1].__init__, "__code__", None)])
+    else:
+        own = frozenset()
+    return own.union(*(makers(part) for part in spec if isinstance(part, tuple)))
 
 
 def rebuild(spec: Spec, tensors: Sequence[torch.Tensor]) -> Any:

@@ -1,5 +1,7 @@
 """Numbers and texts among a block's arguments: a graph each, and few of them."""
 
+import dataclasses
+
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -72,6 +74,24 @@ def test_numbers_on_blocks_that_matter_get_a_graph_each_and_few_of_them():
     blocks, cache = [Shifted(place) for place in range(1, 8)], GraphCache()
     run_all(blocks, cache, torch.randn(2, 9, 4))
     assert cache.statistics()["compilations"] == 4 and len(fallbacks.rows()) == 1
+
+
+@dataclasses.dataclass
+class Modulation:
+    shift: torch.Tensor
+    scale: torch.Tensor
+
+
+class Modulated(Block):
+    def forward(self, x, modulation):
+        return super().forward(x * modulation.scale + modulation.shift)
+
+
+def test_block_called_with_an_object_is_compiled_though_nobody_reads_how_the_object_is_made():
+    block, cache, x = Modulated(), GraphCache(), torch.randn(2, 4)
+    given = Modulation(torch.randn(4), torch.randn(4))
+    assert torch.equal(runner(block, cache)(block, x, given), block(x, given))
+    assert cache.statistics()["compilations"] == 1 and fallbacks.rows() == []
 
 
 class InChunks(Block):
