@@ -1,13 +1,12 @@
 """The Speed Up node: everything that this pack does for a model, by one choice."""
 
 from comfy_api.latest import io
-from comfy_execution.graph_utils import ExecutionBlocker
 
 from ..accel.core.compile_settings import CompileSettings
 from ..accel.hosts.comfyui.models.accelerate import accelerate
 from ..accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from ..accel.hosts.comfyui.models.vae import vae_view
-from ..accel.hosts.comfyui.versions import make_input, schema
+from ..accel.hosts.comfyui.versions import lacks, make_input, schema
 from ..accel.sizing.vae import AUTO, VaePolicy
 from ..accel.step_cache.config import QUALITIES
 
@@ -40,7 +39,7 @@ class AccelSpeedUp(io.ComfyNode):
                     tooltip=(
                         "Exact: compile only; the image is the same, up to rounding. Balanced: also skip work on "
                         "steps that barely change, planned for 40 dB. Fast: skip more, for 35 dB. Balanced and "
-                        "Fast gain little below about 10 steps (Turbo, Lightning, LCM)."
+                        "Fast skip nothing below about 10 steps (Turbo, Lightning, LCM)."
                     ),
                 ),
                 make_input(
@@ -57,12 +56,18 @@ class AccelSpeedUp(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, **inputs) -> bool:
+        """What was made where nobody reads the VAE output is not for a prompt that does, and has no VAE."""
+        return lacks("vae", 1)
+
+    @classmethod
     def execute(cls, model, quality, vae=None) -> io.NodeOutput:
+        if lacks("vae", 1):  # said before sampling, on this node: VAE Decode is not to blame
+            raise ValueError("Speed Up has no VAE for its VAE output: connect one to its input vae.")
         faster = accelerate(model, CompileSettings(measured=True), made_by="AccelSpeedUp", graphs=True)
         caching = QUALITIES[quality]
         if caching is not None:
-            faster = apply_deep_cache(faster, caching, made_by="AccelSpeedUp")
-        view = ExecutionBlocker("Connect a VAE to Speed Up to use its VAE output.")
+            faster = apply_deep_cache(faster, caching, made_by="AccelSpeedUp", quality=quality)
         if vae is not None:
-            view = vae_view(vae, VaePolicy(AUTO), CompileSettings(measured=True), made_by="AccelSpeedUp")
-        return io.NodeOutput(faster, view)
+            vae = vae_view(vae, VaePolicy(AUTO), CompileSettings(measured=True), made_by="AccelSpeedUp")
+        return io.NodeOutput(faster, vae)

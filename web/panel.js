@@ -5,6 +5,7 @@ import { exportReport, openStarter } from "./commands.js";
 import { button, h, icon, iconButton, setText, show } from "./dom.js";
 import { fallbackSection } from "./fallback_section.js";
 import { feed } from "./feed.js";
+import { machineSection } from "./machine_section.js";
 import { progressSection } from "./progress_section.js";
 import { runSection } from "./run_section.js";
 import { storeSection } from "./store_section.js";
@@ -54,7 +55,7 @@ function leaveToOthers(own) {
 function build(own) {
   const isFirst = !own.parts.length;
   for (const part of own.parts) part.destroy?.();
-  const sections = [progressSection, runSection, fallbackSection, cacheSection, storeSection];
+  const sections = [progressSection, runSection, fallbackSection, cacheSection, storeSection, machineSection];
   own.parts = [noticePart(), ...sections.map((make) => make())];
   own.root.replaceChildren(header(), ...own.parts.flatMap((part) => part.elements));
   update(own);
@@ -88,7 +89,7 @@ function noticePart() {
   function update({ state, problem, compiling }) {
     const cache = state?.graph_cache;
     const isEmpty = Boolean(state) && !cache?.entries && !cache?.compilations && !cache?.loaded;
-    const hasMore = state?.last_run || state?.deep_cache?.last_run || cache?.fallbacks?.length || compiling;
+    const hasMore = state?.last_run || cache?.fallbacks?.length || compiling;
     const key = problem ?? (state ? (isEmpty && !hasMore ? "empty" : null) : "waiting");
     show(element, key !== null);
     show(again, problem !== null);

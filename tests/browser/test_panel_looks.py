@@ -217,6 +217,7 @@ def test_names_and_reasons_are_shown_as_text_whatever_they_are(page):
     hostile["graph_store"].update(folder=MARKUP, misses=[{"block": MARKUP, "reason": MARKUP, "count": 1}])
     hostile["last_run"].update(model=MARKUP, latent=[MARKUP], pixels=[MARKUP], saved_reasons=[reason])
     hostile["last_run"]["left_eager_reasons"] = left
+    hostile["machine"] = [MARKUP]
     hostile["compiling"] = {"name": MARKUP, "number": 1, "of": 2, "seconds": 1}
     with answering(page, hostile):
         panel = open_panel(page)

@@ -1,5 +1,7 @@
 """The Speed Up node: what each quality does to a model, and the line that its run leaves on it."""
 
+import copy
+
 import comfy.samplers
 import pytest
 import torch
@@ -29,7 +31,7 @@ def with_eager_graphs(monkeypatch):
 def by_hand(monkeypatch):
     """The node is outside of a prompt, as number 7."""
     for module in (models.accelerate, models.deep_cache):
-        monkeypatch.setattr(module, "leading_node", lambda *_: "7")
+        monkeypatch.setattr(module, "leading_node", lambda *_, **choices: "7")
 
 
 @pytest.fixture
@@ -83,7 +85,23 @@ def test_a_vae_goes_through_and_none_is_needed():
     model, view = AccelSpeedUp.execute(tiny_models.small_unet(), "Exact", vae).args
     latent = torch.randn(1, 4, 8, 8)
     assert torch.equal(view.decode(latent), vae.decode(latent))
-    assert "Connect a VAE" in AccelSpeedUp.execute(model, "Exact").args[1].message
+    assert AccelSpeedUp.execute(model, "Exact").args[1] is None
+
+
+def test_a_vae_that_is_read_and_was_not_given_is_an_error_of_this_node_before_it_samples(prompts, monkeypatch):
+    monkeypatch.delattr(real_prompts.Give, "IS_CHANGED")
+    prompt = {
+        "1": {"class_type": "Give", "inputs": {"name": "model"}},
+        "7": {"class_type": "AccelSpeedUp", "inputs": {"model": ["1", 0], "quality": "Exact"}},
+        "9": {"class_type": "Keep", "inputs": {"value": ["7", 0], "name": "model"}},
+    }
+    things = {"model": tiny_models.small_unet()}
+    prompts.run(copy.deepcopy(prompt), **things)  # core writes into it
+    prompt["8"] = {"class_type": "Keep", "inputs": {"value": ["7", 1], "name": "vae"}}
+    with pytest.raises(real_prompts.Failed, match="connect one to its input vae"):
+        prompts.run(prompt, **things)
+    (failure,) = [data for event, data in prompts.executor.status_messages if event == "execution_error"]
+    assert failure["node_id"] == "7"
 
 
 def sampler(latent, steps, model="7"):
@@ -188,7 +206,8 @@ def test_a_list_of_choices_among_the_types_on_the_way_is_nothing_special(lines, 
 
 
 def test_of_several_nodes_on_the_way_the_one_at_work_has_the_line(lines, monkeypatch):
-    """An image goes through a sampler with one node into a guider with another, which has a third further up."""
+    """An image goes through a sampler with one node into a guider with another, which has a third further up. That one
+    skips, since the nearer one asks for nothing to be skipped, and compiles nothing."""
     for name in ("BasicGuider", "KSamplerSelect", "BasicScheduler", "DisableNoise", "SamplerCustomAdvanced"):
         node = getattr(nodes_custom_sampler, name)
         node.GET_SCHEMA()
@@ -213,7 +232,9 @@ def test_of_several_nodes_on_the_way_the_one_at_work_has_the_line(lines, monkeyp
             },
         },
     }
-    assert lines(graph, "15") == ["7", "10"]
+    assert lines(graph, "15") == ["7", "10", "8"]
+    said = {node: [part.code for part in line] for node, line in records.last().lines.items()}
+    assert said == {"7": ["line_traced"], "10": ["line_traced"], "8": ["line_few_steps"]}
 
 
 def test_two_controlnets_with_equal_inputs_each_know_their_node(prompts, monkeypatch):

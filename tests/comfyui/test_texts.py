@@ -123,8 +123,9 @@ def test_both_languages_have_the_same_texts_with_the_same_blanks(part):
         leaves(json.loads((ROOT / "locales" / language / f"{part}.json").read_text(encoding="utf-8")))
         for language in LANGUAGES
     )
-    if part == "main":  # the engine has the reasons in English
+    if part == "main":  # the engine has the reasons in English, the nodes have the choices
         english |= leaves({"accelReasons": SENTENCES})
+        chinese = {path: text for path, text in chinese.items() if not path.startswith("/accelChoices/")}
     assert english.keys() == chinese.keys()
     assert [path for path, text in {**english, **chinese}.items() if not text.strip()] == []
     differing = [

@@ -245,6 +245,7 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
             "verbosity": "normal",
             "weights_in_place": False,
         },
+        "machine": ["Device: none but the CPU", "Compiling: no: torch needs g++: run apt-get install g++"],
         "version": "0.1.0",
         **changes,
     }

@@ -358,9 +358,11 @@ _ONE_THING = frozenset({"MODEL", "VAE", "CLIP", "CONDITIONING", "CONTROL_NET", "
 """Types of links that carry nothing but what they are called after; others (GUIDER, packs' pipes) may hold a model."""
 
 
-def leading_node(class_type: str | None, carried: str) -> str | None:
+def leading_node(class_type: str | None, carried: str, **choices: Any) -> str | None:
     """The id of the node of this class that the running node has its `carried` ("MODEL", "VAE") from, the nearest if
     several are on the way; None outside of a prompt, and where none is.
+
+    choices: values of inputs that it has; one that comes from another node may be any.
 
     Asked while it runs: core hands what a node made to every later node of its class with equal inputs, in whatever
     prompt, so what was made cannot know whose it is.
@@ -379,7 +381,8 @@ def leading_node(class_type: str | None, carried: str) -> str | None:
             continue
         seen.add(node_id)
         node = prompt.get_node(node_id)
-        if node["class_type"] == class_type:
+        given = ((node["inputs"].get(name), choice) for name, choice in choices.items())
+        if node["class_type"] == class_type and all(value == choice or is_link(value) for value, choice in given):
             return prompt.get_display_node_id(node_id)
         for link in filter(is_link, node["inputs"].values()):
             source, output = link
@@ -390,6 +393,16 @@ def leading_node(class_type: str | None, carried: str) -> str | None:
             if not is_name or kind == carried or kind not in _ONE_THING:
                 waiting.append(source)
     return None
+
+
+def lacks(needed: str, output: int) -> bool:
+    """Whether the running node has no input `needed` though another reads its output; False outside of a prompt."""
+    context, prompt = _executing(), getattr(_progress_registry(), "dynprompt", None)
+    if context is None or prompt is None:
+        return False
+    given = [node["inputs"] for node in map(prompt.get_node, prompt.all_node_ids())]
+    is_given = needed in prompt.get_node(context.node_id)["inputs"]
+    return not is_given and any([context.node_id, output] in inputs.values() for inputs in given)
 
 
 def forget_prefetched(model: torch.nn.Module) -> None:

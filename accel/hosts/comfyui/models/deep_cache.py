@@ -55,11 +55,14 @@ _PREDICTS = (
 """Keys of model_options: functions of other nodes that change how predictions are made or combined."""
 
 
-def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, made_by: str | None = None) -> Any:
+def apply_deep_cache(
+    model_patcher: Any, settings: DeepCacheSettings, made_by: str | None = None, **choices: Any
+) -> Any:
     """A clone of the ModelPatcher that samples with DeepCache, in place of any earlier settings.
 
     When the settings skip nothing, or the model has no split, the clone samples as without this pack. Raises
-    ValueError when the depth is beyond the model. made_by: the class of the node that shows what was skipped.
+    ValueError when the depth is beyond the model. made_by: the class of the node that shows what was skipped; choices:
+    what tells it from others of that class before the sampler (`leading_node`).
     """
     clone = model_patcher.clone()
     for kind in _WRAPPED:
@@ -69,7 +72,7 @@ def apply_deep_cache(model_patcher: Any, settings: DeepCacheSettings, made_by: s
         log.warning("DeepCache: %s: %s; every step runs in full.", type(model).__name__, why_no_split(model))
         return clone
     if not settings.is_off:
-        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings, made_by))
+        clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, _run_wrapper(settings, made_by, choices))
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, _make_room)
         clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, _begin_sampling)
         clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, _begin_evaluation)
@@ -86,7 +89,7 @@ def _uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def _run_wrapper(settings: DeepCacheSettings, made_by: str | None) -> Callable[..., Any]:
+def _run_wrapper(settings: DeepCacheSettings, made_by: str | None, choices: dict[str, Any]) -> Callable[..., Any]:
     def sample_in_run(executor: Any, *args: Any, **kwargs: Any) -> Any:
         # The guider's model_options belong to this run; core copies them, with our state by reference.
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
@@ -101,7 +104,8 @@ def _run_wrapper(settings: DeepCacheSettings, made_by: str | None) -> Callable[.
             others = {key: own for key, own in wrappers[WrappersMP.APPLY_MODEL].items() if key != CORE_COMPILE}
             options["wrappers"] = {**wrappers, WrappersMP.APPLY_MODEL: others}
         is_finished = False
-        with run_events(executor, args, caching={**asdict(settings), "node": leading_node(made_by, "MODEL")}):
+        node_id = leading_node(made_by, "MODEL", **choices)
+        with run_events(executor, args, caching={**asdict(settings), "node": node_id}):
             try:
                 with sizes_explained(executor, args):
                     out = executor(*sampling.showing(args), **kwargs)

@@ -6,10 +6,10 @@ from typing import Any
 
 from .... import __version__
 from ....cache.graph_cache import shared
-from ....core.events import emit
+from ....core.events import emit, log
 from ....core.fallbacks import fallbacks
 from ....report.run_record import records
-from .. import preferences
+from .. import doctor, preferences
 
 DEFAULT_ROWS, MOST_ROWS = 200, 5000
 LONGEST_FILTER = 200
@@ -23,19 +23,27 @@ def state(rows: int = DEFAULT_ROWS, text: str = "") -> dict[str, Any]:
     settings = preferences.state()
     cache = shared.statistics(rows, text)
     cache["table"].reverse()
-    last, deep_cache = records.last(), records.deep_cache()
-    store, limit = None, settings["store_mb"]
+    last, store, limit = records.last(), None, settings["store_mb"]
     if shared.store is not None:
         store = {**shared.store.statistics(), "limit_bytes": None if limit is None else limit << 20}
     return {
         "graph_cache": {**cache, "fallbacks": fallbacks.rows()},
         "graph_store": store,
-        "deep_cache": {"last_run": deep_cache and deep_cache.as_json()},
         "compiling": records.compiling(),
         "last_run": last and last.as_json(),
         "settings": settings,
+        "machine": machine(),
         "version": __version__,
     }
+
+
+def machine() -> list[str]:
+    """What will be accelerated on it, as the command `doctor` says it; empty where it cannot be asked."""
+    try:
+        return doctor.lines()
+    except Exception as error:  # of a driver, or another pack's attention
+        log.debug("what this machine accelerates is not known: %s", error)
+        return []
 
 
 def evict(entry_id: str) -> dict[str, int]:

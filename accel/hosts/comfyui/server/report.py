@@ -15,7 +15,7 @@ from ....report import chart as report_chart
 from ....report import text as report
 from ....report.run import Run
 from ....report.run_record import records
-from .. import doctor, preferences
+from .. import preferences
 from ..versions import OLDEST, comfyui_version, running_prompt, streams_weights
 from . import panel
 from .diagnosis import NO_RUN, Facts, diagnose, nodes_of
@@ -41,7 +41,7 @@ def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = Non
     if image is not None and reference is not None:
         decibels = psnr(image, reference)
         comparison = _unlike(image, reference) if decibels is None else report.comparison(decibels)
-    words = report.text(run, cache, store, diagnose(_facts(run, cache, prompt)), comparison) + _machine()
+    words = report.text(run, cache, store, diagnose(_facts(run, cache, prompt)), comparison) + _of_machine()
     chart = report_chart.draw(run, cache, decibels)
     data = torch.frombuffer(bytearray(chart.tobytes()), dtype=torch.uint8)
     return Report(words, data.reshape(1, chart.height, chart.width, 3).float() / 255)
@@ -50,12 +50,11 @@ def make(image: torch.Tensor | None = None, reference: torch.Tensor | None = Non
 def text() -> str:
     """Only the text of the report."""
     run, cache, store = _known()
-    return report.text(run, cache, store, diagnose(_facts(run, cache))) + _machine()
+    return report.text(run, cache, store, diagnose(_facts(run, cache))) + _of_machine()
 
 
-def _machine() -> str:
-    """What will be accelerated on it, as the command `doctor` says it."""
-    return "\n".join(["\n\nThis machine:", *(f"  {line}" for line in _or_none(doctor.lines) or ())])
+def _of_machine() -> str:
+    return "\n".join(["\n\nThis machine:", *(f"  {line}" for line in panel.machine())])
 
 
 def facts_as_json() -> dict[str, Any]:
