@@ -125,15 +125,18 @@ def model(name: str, note: str, palette: str) -> Callable[[Card], None]:
     return draw
 
 
-def video(card: Card) -> None:
-    card.draw.rectangle([0, 60 * FINE, WIDTH * FINE, 360 * FINE], fill="#000000")
-    for index in range(12):
-        for y in (72, 328):
-            card.squares(16 + index * 64, y, ["#4a5160"], 20)
-    for index, palette in enumerate(("night", "dawn", "mint")):
-        card.scene((20 + index * 246, 106, 256 + index * 246, 314), palette)
-    card.write(384, 424, "Wan 2.2 video", 60)
-    card.write(384, 488, "any size, any length", 34, WARM)
+def video(name: str, note: str) -> Callable[[Card], None]:
+    def draw(card: Card) -> None:
+        card.draw.rectangle([0, 60 * FINE, WIDTH * FINE, 360 * FINE], fill="#000000")
+        for index in range(12):
+            for y in (72, 328):
+                card.squares(16 + index * 64, y, ["#4a5160"], 20)
+        for index, palette in enumerate(("night", "dawn", "mint")):
+            card.scene((20 + index * 246, 106, 256 + index * 246, 314), palette)
+        card.write(384, 424, name, 60)
+        card.write(384, 488, note, 34, WARM)
+
+    return draw
 
 
 def into(before: str, after: str, note: str) -> Callable[[Card], None]:
@@ -196,7 +199,7 @@ PICTURES: dict[str, Callable[[Card], None]] = {
     "03 Flux dev": model("Flux dev", "Speed Up: Balanced", "mint"),
     "04 Z-Image Turbo": model("Z-Image Turbo", "Speed Up: Exact", "candy"),
     "05 Qwen-Image": model("Qwen-Image", "Speed Up: Balanced", "night"),
-    "06 Wan 2.2 video": video,
+    "06 Wan 2.2 video": video("Wan 2.2 video", "two models, a Speed Up for each"),
     "07 Image to image": into("night", "candy", "a picture in, a new one out"),
     "08 Image to image, any size": same_size,
     "09 Hires fix, any size": hires,
@@ -204,6 +207,8 @@ PICTURES: dict[str, Callable[[Card], None]] = {
     "11 LoRA sweep": lora,
     "12 DeepCache quality": quality,
     "13 Warm up sizes": warm_up,
+    "14 Flux 2": model("Flux.2 dev", "Speed Up: Balanced, in a subgraph", "mint"),
+    "15 LTX 2.5 video": video("LTX 2.5", "picture and sound, two samplers"),
 }
 
 

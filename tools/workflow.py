@@ -28,9 +28,14 @@ def api_form(template: str) -> Path:
 
 def models() -> set[tuple[str, str]]:
     """What the templates load: (folder of models, file)."""
-    texts = (path.read_text(encoding="utf-8") for path in TEMPLATES.glob("*.json"))
-    nodes = (node for text in texts for node in json.loads(text)["nodes"])
+    saved = (json.loads(path.read_text(encoding="utf-8")) for path in TEMPLATES.glob("*.json"))
+    nodes = [node for each in saved for graph in graphs(each).values() for node in graph["nodes"]]
     return {(each["directory"], each["name"]) for node in nodes for each in node["properties"].get("models", ())}
+
+
+def graphs(saved: Graph) -> dict[str, Graph]:
+    """The graphs of a workflow as the page saves it: its own under "", subgraphs under their ids."""
+    return {"": saved, **{each["id"]: each for each in saved.get("definitions", {}).get("subgraphs", ())}}
 
 
 def load(path: Path = TEXT_TO_IMAGE) -> Graph:

