@@ -111,11 +111,11 @@ def browser():
 def open_page(setup, server, browser):
     """Opens ComfyUI's page, ready, that knows its `setup` and collects `complaints`: errors and warnings.
 
-    `errors()` leaves out of these what the page says about itself alone.
+    `errors()` leaves out of these what the page says about itself alone. at: another server.
     """
 
-    def open_one():
-        set_setting(server, "Comfy.VueNodes.Enabled", setup != CLASSIC)  # the page takes it in when it starts
+    def open_one(at=server):
+        set_setting(at, "Comfy.VueNodes.Enabled", setup != CLASSIC)  # the page takes it in when it starts
         opened = browser.new_context(viewport={"width": 1600, "height": 830}).new_page()
         opened.add_init_script("localStorage.setItem('vueNodesBannerDismissed', 'true')")
         opened.setup, opened.complaints = setup, []
@@ -128,7 +128,7 @@ def open_page(setup, server, browser):
                 and opened.complaints.append(f"{message.type}: {message.text} ({message.location.get('url')})")
             ),
         )
-        load(opened, server.url)
+        load(opened, at.url)
         assert of_ours(opened) == []
         opened.complaints.clear()  # the page stumbles over itself while it starts
         return opened

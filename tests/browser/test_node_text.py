@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from kit.pages import EVERY_SETUP, SAY, screenshot
+from kit.pages import CONTRASTS, EVERY_SETUP, SAY, SET, screenshot
 
 pytestmark = pytest.mark.browser
 in_all = pytest.mark.parametrize("setup", EVERY_SETUP, indirect=True)
@@ -179,3 +179,39 @@ def test_a_node_shows_what_it_did(page):
     did = {"prompt_id": "prompt 6", "node": node, "output": {"text": ["720×960 → 704×960, 2.2 % narrower"]}}
     page.evaluate("did => window.app.api.dispatchCustomEvent('executed', did)", did)
     until_shown(page, "720×960 → 704×960, 2.2 % narrower")
+
+
+HALF = """
+() => {
+    const { ds, graph } = window.app.canvas;
+    ds.scale = 0.5;
+    ds.offset = [200, 200];
+    window.app.canvas.setDirty(true, true);
+    const [{ pos, size }] = graph.nodes;
+    return [(pos[0] + 200) / 2, (pos[1] + 200) / 2, size[0] / 2, size[1] / 2];
+}
+"""
+"""Draw the graph at half its size; where the first node then is."""
+
+
+@in_all
+@pytest.mark.parametrize("theme", ["dark", "light"])
+def test_the_text_is_readable_in_both_themes_and_stays_on_its_node_at_half_the_size(page, theme):
+    node = page.evaluate(ADD, "AccelSpeedUp")
+    page.evaluate(QUEUE, f"theme {theme}")
+    ran(page, f"theme {theme}", node)
+    until_shown(page, SAID)
+    try:
+        page.evaluate(SET, ["Comfy.ColorPalette", theme])
+        page.wait_for_timeout(500)
+        screenshot(page, f"node-text-{theme}")
+        ((ratio, _),) = page.evaluate(CONTRASTS, ".accel-node-text")
+        assert ratio >= 4.5
+        left, top, width, height = page.evaluate(HALF)
+        page.wait_for_timeout(500)
+        box = page.locator(".accel-node-text").bounding_box()
+        assert left <= box["x"] and box["x"] + box["width"] <= left + width
+        assert top <= box["y"] and box["y"] + box["height"] <= top + height + 8
+    finally:
+        page.evaluate(SET, ["Comfy.ColorPalette", "dark"])
+        page.evaluate("() => { window.app.canvas.ds.scale = 1; window.app.canvas.ds.offset = [0, 0]; }")

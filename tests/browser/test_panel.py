@@ -238,6 +238,24 @@ def test_without_a_compiler_the_toast_says_that_nothing_is_compiled_and_once(pag
     page.get_by_text("Your images are made as in plain ComfyUI.").last.wait_for()
 
 
+def test_without_triton_the_panel_says_how_to_install_it_and_of_nothing_that_it_is_compiled(page):
+    missing = {"code": "no_triton", "fields": {"command": "pip install triton-windows"}}
+    missing["reason"] = "torch needs Triton for the GPU, and it is not installed; this installs it: pip install …"
+    given = state(0, machine=["Device: RTX", f"Compiling: no: {missing['reason']}"])
+    given["graph_cache"].update(compilations=0, loaded=0, fallbacks=[{"block": "ResBlock", **missing, "calls": 40}])
+    ran = {"compiled_calls": 0, "eager_calls": 40, "model_calls": 0, "compile_seconds": 0.0, "loaded": 0}
+    given["last_run"].update(ran, gain=[], pays_back_after=None, saved_reasons=[])
+    with answering(page, given):
+        panel = open_panel(page)
+        panel.get_by_text("Device", exact=True).wait_for()
+        screenshot(page, "no-triton")
+        said = panel.inner_text()
+        assert said.count("torch needs Triton") == 2
+        assert panel.locator("dd.accel-compiledCalls").inner_text() == "0%"
+        assert "compiled in" not in said and "Compiling\n" not in said.partition("This machine")[0]
+        close_panel(page)
+
+
 def test_a_row_of_what_could_not_be_compiled_does_not_say_that_it_was(page):
     given = state(0)
     given["graph_cache"].update(rows_total=1, table=[row(3, graphs=0, seconds=0.0)])

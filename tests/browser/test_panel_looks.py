@@ -9,6 +9,7 @@ from kit.pages import (
     EXECUTE,
     FRONTENDS,
     MARKUP,
+    PANEL,
     SAY,
     SET,
     UNFOLD,
@@ -51,6 +52,17 @@ async () => {
 }
 """
 """Milliseconds from the answer to its rows, and for sorting them; rows drawn, with the headings."""
+
+BEYOND = """
+() => {
+    const panel = document.querySelector('.accel-panel');
+    const right = panel.getBoundingClientRect().right;
+    const outside = [...panel.querySelectorAll('*')].filter(part =>
+        part.checkVisibility() && !part.closest('.accel-spoken') && part.getBoundingClientRect().right > right);
+    return [panel.scrollWidth - panel.clientWidth, outside.map(part => part.outerHTML.slice(0, 80))];
+}
+"""
+"""How far the panel could be scrolled sideways, and what reaches over its edge."""
 
 HITS = itertools.count(40_000)
 
@@ -123,7 +135,7 @@ def test_every_text_is_readable_in_both_themes(page, shown, theme):
         page.evaluate(SAY, BUSY)
         page.wait_for_timeout(400)
         screenshot(page, f"panel-{theme}")
-        found = page.evaluate(CONTRASTS)
+        found = page.evaluate(CONTRASTS, PANEL)
         assert len(found) > 50
         assert [(ratio, text) for ratio, text in found if ratio < 4.5] == []
         assert (page.evaluate(colours) == before) == (theme == "dark")
@@ -142,7 +154,7 @@ def test_another_language_is_taken_at_once(page, shown):
         assert "Graph cache" not in texts and "上次运行" in texts
         assert "5 次查找中有 80% 找到" in shown.text_content()
         assert "有补丁（attn2）作用于它" in texts and "another node" not in texts
-        assert [ratio for ratio, _ in page.evaluate(CONTRASTS) if ratio < 4.5] == []
+        assert [ratio for ratio, _ in page.evaluate(CONTRASTS, PANEL) if ratio < 4.5] == []
     finally:
         page.evaluate(SET, ["Comfy.Locale", "en"])
     shown.get_by_role("heading", name="Graph cache").wait_for()
@@ -154,17 +166,17 @@ def test_nothing_is_cut_off_at_the_width(page, shown, width):
     page.evaluate(SAY, BUSY)
     set_width(page, width)
     screenshot(page, f"panel-{width}")
-    beyond = page.evaluate(
-        """() => {
-            const panel = document.querySelector('.accel-panel');
-            const right = panel.getBoundingClientRect().right;
-            const outside = [...panel.querySelectorAll('*')].filter(part =>
-                part.checkVisibility() && !part.closest('.accel-spoken') && part.getBoundingClientRect().right > right);
-            return [panel.scrollWidth - panel.clientWidth, outside.map(part => part.outerHTML.slice(0, 80))];
-        }"""
-    )
-    assert beyond == [0, []]
+    assert page.evaluate(BEYOND) == [0, []]
     assert shown.locator(".accel-head").is_visible() == (width == 760)
+
+
+@in_both
+def test_nothing_is_cut_off_with_the_page_at_half_its_size(page, shown):
+    page.set_viewport_size({"width": 3200, "height": 1660})
+    try:
+        assert page.evaluate(BEYOND) == [0, []]
+    finally:
+        page.set_viewport_size({"width": 1600, "height": 830})
 
 
 @in_both

@@ -3,7 +3,11 @@
 import json
 
 import pytest
-from kit.pages import EVERY_SETUP, answering, idle, run_small, screenshot
+from kit.pages import EVERY_SETUP, FRONTENDS, answering, frontend, idle, open_panel, run_small, screenshot
+
+from tools.server import serving
+
+from .conftest import fill
 
 pytestmark = pytest.mark.browser
 in_all = pytest.mark.parametrize("setup", EVERY_SETUP, indirect=True)
@@ -43,3 +47,27 @@ def test_three_clicks_lead_to_an_accelerated_image_whose_gain_stays_on_the_node(
     node = next(node for node in json.loads(saved)["nodes"] if node["type"] == "AccelSpeedUp")
     assert node["widgets_values"] == ["Exact"]
     assert page.evaluate(TEXT) not in saved
+
+
+@pytest.mark.thorough  # a server of its own
+@pytest.mark.parametrize("setup", FRONTENDS, indirect=True)
+def test_without_a_compiler_node_toast_and_panel_say_what_to_install_and_the_image_is_made(open_page, setup, tmp_path):
+    fill(tmp_path)
+    folder = frontend(setup)
+    flags = ["--front-end-root", str(folder)] if folder else []
+    with serving(tmp_path, extra_flags=flags, environment={"CXX": "no-such-compiler"}) as server:
+        page = open_page(server)
+        page.get_by_role("button", name="Accel", exact=True).click()
+        page.get_by_role("button", name="Open the starter workflow").click()
+        page.locator(".accel-panel").wait_for(state="detached")
+        run_small(page)
+        page.get_by_text("Nothing is compiled", exact=True).wait_for()
+        page.wait_for_function(f"({TEXT}).startsWith('not compiled: torch needs a C++ compiler')")
+        screenshot(page, "no-compiler")
+        panel = open_panel(page)
+        panel.get_by_text("This machine").wait_for()
+        screenshot(page, "no-compiler-panel")
+        said = panel.inner_text()
+        page.context.close()
+    assert said.count("there is no no-such-compiler; this installs one") >= 2  # not accelerated, and this machine
+    assert "compiled in" not in said and "faster" not in said

@@ -149,7 +149,7 @@ MARKUP = "<img src=x onerror='window.accelHacked = true'><b>bold</b>"
 NOW = time.time()
 
 CONTRASTS = """
-() => {
+within => {
     const paint = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
     const over = colours => {
         for (const colour of colours) { paint.fillStyle = colour; paint.fillRect(0, 0, 1, 1); }
@@ -159,7 +159,7 @@ CONTRASTS = """
         const [r, g, b] = rgb.map(x => x / 255).map(x => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
-    const shown = [...document.querySelectorAll('.accel-panel *')].filter(element =>
+    const shown = [...document.querySelectorAll(within)].filter(element =>
         element.checkVisibility() && [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim()));
     return shown.map(element => {
         const grounds = [];
@@ -169,7 +169,8 @@ CONTRASTS = """
     });
 }
 """
-"""The contrast of each text in the panel with what is behind it, by WCAG's formula, and the text."""
+"""The contrast of each text in elements with what is behind it, by WCAG's formula, and the text."""
+PANEL = ".accel-panel *"
 
 
 CAPTURED = {"name": "UNetModel call", "source": "captured", "sizes": [[2, 4, 64, 64]], "seconds": 0.31, "backend": None}
