@@ -155,18 +155,20 @@ class _Tracer:
     def __call__(self, tensors: Sequence[torch.Tensor]) -> OpTrace | None:
         """The block's operations, given a call's weights and inputs."""
         with self.tracing():
-            return trace_ops(self._block(tensors), tensors[len(self.kind.tensors) :], self.interrupts)
+            block = self._block(self._weights(tensors))
+            return trace_ops(block, tensors[len(self.kind.tensors) :], self.interrupts)
 
     def does_the_same(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> bool:
         """Whether it computes the same with these `Kind.numbers` as with the template's own."""
         inputs = [empty_dense_like(tensor, device="meta") for tensor in tensors[len(self.kind.tensors) :]]
-        block, settings = self._block(tensors), [self.template.get_submodule(path) for path, _ in self.kind.numbers]
+        weights, settings = self._weights(tensors), [self.template.get_submodule(path) for path, _ in self.kind.numbers]
+        given = self._block(weights), inputs, weights, self.interrupts
         with self.tracing():
-            flow = flow_of(block, inputs, self.interrupts)
+            flow = flow_of(*given)
             own = [part.__dict__[name] for part, (_, name) in zip(settings, self.kind.numbers, strict=True)]
             try:
                 self._number(settings, numbers)
-                return flow is not None and flow == flow_of(block, inputs, self.interrupts)
+                return flow is not None and flow == flow_of(*given)
             finally:
                 self._number(settings, own)
 
@@ -174,13 +176,14 @@ class _Tracer:
         for part, (_, name), number in zip(parts, self.kind.numbers, numbers, strict=True):
             part.__dict__[name] = number
 
-    def _block(self, tensors: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    def _weights(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         # The template's own are those of the block that the graph was made for, and the call may be another one's.
-        examples = [
+        return [
             torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             for tensor in tensors[: len(self.kind.tensors)]
         ]
 
+    def _block(self, examples: Sequence[torch.Tensor]) -> Callable[..., Any]:
         def call(*inputs: torch.Tensor) -> Any:
             args, kwargs = tree_spec.rebuild(self.spec, inputs)
             before = tree_spec.outline((args, kwargs))

@@ -119,26 +119,30 @@ def trace_ops(
 
 
 class _Flow(TorchDispatchMode):
-    """Writes down every operation with all of its arguments: tensors by the order in which they were first met."""
+    """Writes down every operation with all of its arguments. Tensors are numbered: those that are known, then what
+    operations make of them. Any other, such as a constant, has values that nobody sees, and equals nothing."""
 
-    def __init__(self):
+    def __init__(self, known: Sequence[torch.Tensor]):
         super().__init__()
         self.steps: list[Any] = []
         self._met: dict[int, tuple[int, torch.Tensor]] = {}
+        self.described(known, is_made=True)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         given = self.described((args, kwargs or {}))
         out = function(*args, **(kwargs or {}))
-        self.steps.append((str(function), given, self.described(out)))
+        self.steps.append((str(function), given, self.described(out, is_made=True)))
         return out
 
-    def described(self, value: Any) -> Any:
+    def described(self, value: Any, is_made: bool = False) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._met.setdefault(id(value), (len(self._met), value))[0]
+            if is_made:
+                self._met.setdefault(id(value), (len(self._met), value))
+            return self._met[id(value)][0] if id(value) in self._met else object()
         if isinstance(value, (tuple, list)):
-            return tuple(map(self.described, value))
+            return tuple(self.described(item, is_made) for item in value)
         if isinstance(value, dict):
-            return tuple((key, self.described(item)) for key, item in value.items())
+            return tuple((key, self.described(item, is_made)) for key, item in value.items())
         return (type(value), repr(value)) if type(value) in _KNOWN else object()
 
 
@@ -146,14 +150,16 @@ _KNOWN = (*_PLAIN, int, torch.layout, torch.memory_format)
 
 
 def flow_of(
-    function: Callable[..., Any], inputs: Sequence[torch.Tensor], interrupts: tuple[type[BaseException], ...] = ()
+    function: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    interrupts: tuple[type[BaseException], ...] = (),
 ) -> tuple | None:
     """All that `function(*inputs)` computes, step by step: equal where two functions do the same with tensors of these
-    sizes. None where it needs their values. inputs: on the meta device; interrupts: as for `trace_ops`.
+    sizes. None where it needs their values. inputs, weights: on the meta device; interrupts: as for `trace_ops`.
     """
-    flow = _Flow()
+    flow = _Flow((*inputs, *weights))
     with torch.inference_mode(False), torch.no_grad():
-        flow.described(inputs)
         try:
             with flow:
                 out = function(*inputs)

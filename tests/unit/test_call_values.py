@@ -55,6 +55,18 @@ class Shifted(Numbered):
         return super().forward(x.roll(self.place, -1), options)
 
 
+class Chosen(Numbered):
+    """One of two layers of the same shape, by its number."""
+
+    def forward(self, x, options):
+        return super().forward((self.first, self.second)[self.place % 2](x), options)
+
+
+class Constant(Numbered):
+    def forward(self, x, options):
+        return super().forward(x * torch.tensor([self.place, 1, 1, 1]), options)
+
+
 def run_all(blocks, cache, x):
     runners = {}
     for region in survey(model_of(*blocks)).regions:
@@ -70,10 +82,17 @@ def test_blocks_that_only_know_their_place_share_one_graph():
     assert cache.statistics()["compilations"] == 1 and fallbacks.rows() == []
 
 
-def test_numbers_on_blocks_that_matter_get_a_graph_each_and_few_of_them():
-    blocks, cache = [Shifted(place) for place in range(1, 8)], GraphCache()
+@pytest.mark.parametrize("cls", [Shifted, Constant])
+def test_numbers_on_blocks_that_matter_get_a_graph_each_and_few_of_them(cls):
+    blocks, cache = [cls(place) for place in range(1, 8)], GraphCache()
     run_all(blocks, cache, torch.randn(2, 9, 4))
     assert cache.statistics()["compilations"] == 4 and len(fallbacks.rows()) == 1
+
+
+def test_blocks_that_choose_a_layer_by_their_number_share_a_graph_with_those_that_choose_the_same():
+    blocks, cache = [Chosen(place) for place in range(1, 8)], GraphCache()
+    run_all(blocks, cache, torch.randn(2, 9, 4))
+    assert cache.statistics()["compilations"] == 2 and fallbacks.rows() == []
 
 
 @dataclasses.dataclass
