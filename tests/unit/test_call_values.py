@@ -59,12 +59,12 @@ class Chosen(Numbered):
     """One of two layers of the same shape, by its number."""
 
     def forward(self, x, options):
-        return super().forward((self.first, self.second)[self.place % 2](x), options)
+        return (self.first, self.second)[self.place % 2](x)
 
 
 class Constant(Numbered):
     def forward(self, x, options):
-        return super().forward(x * torch.tensor([self.place, 1, 1, 1]), options)
+        return super().forward(x * torch.tensor([self.place, 1, 1, 1], device=x.device), options)
 
 
 def run_all(blocks, cache, x):
