@@ -46,7 +46,8 @@ class Fallbacks:
                 del self._calls[next(iter(self._calls))]
             self._calls[key] = reason, 1
         if reason.code not in OF_THE_MACHINE:
-            log.log(INFO if reason.code in EXPECTED else WARNING, "%s runs %s: %s", block, how, reason)
+            codes = {reason.code, *(part.code for _, part in reason.fields if isinstance(part, Reason))}
+            log.log(INFO if codes & EXPECTED else WARNING, "%s runs %s: %s", block, how, reason)
         elif not is_known:
             log.warning("Nothing is compiled: %s", reason)
         emit("fallback", block=block, reason=reason)

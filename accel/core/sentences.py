@@ -197,7 +197,7 @@ def counted(number: int, noun: str) -> str:
 OF_THE_MACHINE = frozenset(_A_MACHINE)
 """Codes of what is missing for every block alike."""
 
-EXPECTED = frozenset({"slower", "interrupted"})
+EXPECTED = frozenset({"slower", "interrupted", "device_busy"})
 """Codes of what is as it should be: nobody is to be warned of it."""
 
 OF_CUDA_GRAPHS = frozenset({"not_captured"})

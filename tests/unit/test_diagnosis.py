@@ -152,6 +152,11 @@ def test_blocks_are_not_called_compiled_where_none_are():
     assert "compiled all the same" in compiled and "compiled all the same" not in not_compiled
 
 
+def test_a_card_that_is_busy_without_cuda_graphs_is_nothing_to_change():
+    run = {"model_calls": 12, "fallbacks": rows(Reason("not_captured", why=Reason("device_busy")))}
+    assert diagnose(facts({**run, "compiled_calls": 48})) == []
+
+
 def test_what_stops_all_comes_before_what_costs_little():
     cold = {"compilations": 1, "compile_seconds": 0.1}
     given = facts(cold, tool_missing="torch needs Triton", memory_of_others=12 * GIB)

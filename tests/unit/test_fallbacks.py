@@ -4,6 +4,14 @@ from comfy_accel.accel.core.fallbacks import _MOST, Fallbacks
 from comfy_accel.accel.core.reasons import Reason
 
 
+def test_nobody_is_warned_of_what_is_as_it_should_be_also_within_another_reason(caplog):
+    for why in ("device_busy", "amd"):
+        Fallbacks().note("Flux", Reason("not_captured", why=Reason(why)), "block by block")
+    assert [record.message.rpartition(": ")[2] for record in caplog.records if record.levelname == "WARNING"] == [
+        "CUDA graphs are not used on AMD cards"
+    ]
+
+
 def test_reasons_that_differ_in_numbers_alone_are_one(caplog):
     said = Fallbacks()
     caplog.set_level("INFO")

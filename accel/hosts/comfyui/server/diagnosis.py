@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ....core.sentences import counted
+from ....core.sentences import EXPECTED, counted
 from ....report.headline import why_none_skipped
 from ....report.run import Run
 from ....step_cache.config import QUALITIES
@@ -199,9 +199,9 @@ def some_ran_uncompiled(facts: Facts) -> Iterator[str]:
     if run.left_eager and facts.compiling:
         why, blocks = max(run.left_eager.items(), key=lambda row: row[1])
         yield f"{blocks} of {blocks + run.blocks} blocks cannot be compiled: {_clause(why)}."
-    if 2 * totals.replays < totals.model_calls:
+    because = run.why_not_captured()
+    if 2 * totals.replays < totals.model_calls and not (because and because[0].code in EXPECTED):
         text = f"{totals.model_calls - totals.replays} of {totals.model_calls} model calls did not replay a CUDA graph"
-        because = run.why_not_captured()
         if not because:
             text += ", because a new size is captured at its third call or later: the next image of this size replays."
         else:
