@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -220,10 +221,11 @@ def test_model_put_in_the_place_of_another_is_followed(pipe):
     pipe.unet = first
 
 
-def test_copies_of_an_accelerated_pipeline_and_of_its_models_are_plain(pipe):
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_copies_of_an_accelerated_pipeline_and_of_its_models_are_plain(pipe, copy_of):
     plain = image(pipe)
     accelerate_pipeline(pipe, **FAST, deep_cache=DeepCacheSettings())
-    copied = copy.deepcopy(pipe)
+    copied = copy_of(pipe)
     restore(pipe)
     used = hits()
     assert torch.equal(image(copied), plain)

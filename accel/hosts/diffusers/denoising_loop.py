@@ -58,6 +58,14 @@ class _ProgressBar:
         own = self._own()
         return rebound(own, memo, own) if isinstance(own, MethodType) else copy.deepcopy(own, memo)
 
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """The same where the pipeline is pickled."""
+        return _itself, (self._own(),)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
 
 class _Loop:
     """A progress bar that, while entered or iterated over, is inside a context."""

@@ -24,6 +24,8 @@ _BASE = "base_layer"
 _LAYERS = {"Linear": torch.nn.Linear, "Conv1d": torch.nn.Conv1d, "Conv2d": torch.nn.Conv2d, "Conv3d": torch.nn.Conv3d}
 """Class name in `peft.tuners.lora.layer` that only adds a product to its layer → the layer's required class."""
 
+_IMAGE_PROMPTS = ("IPAdapterAttnProcessor", "IPAdapterAttnProcessor2_0", "IPAdapterXFormersAttnProcessor")
+
 _GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "padding_mode", "groups")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -31,7 +33,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class PeftLayers:
     """PEFT's wrappers of any method (`wrapped_layers.Wraps`); blocks with others than LoRA run eagerly.
 
-    A quantised layer that cannot be traced, or has a LoRA, is called as it is (`opaque_layers`).
+    A quantised layer that cannot be traced, or has a LoRA, is called as it is (`opaque_layers`), and so is attention
+    with an IP-Adapter: any scales and masks run on the same graphs.
     """
 
     def __init__(self) -> None:
@@ -40,12 +43,18 @@ class PeftLayers:
     def base(self, module: torch.nn.Module) -> torch.nn.Module | None:
         tuners = sys.modules.get("peft.tuners.tuners_utils") if _BASE in module._modules else None
         if tuners is None or not isinstance(module, tuners.BaseTunerLayer):
-            return self._opaque.of(module)
+            return self._opaque.any(module) if _has_image_prompt(module) else self._opaque.linear(module)
         layer = module.get_base_layer()
-        return self._opaque.of(layer, is_wrapped=True) or layer
+        return self._opaque.linear(layer, is_wrapped=True) or layer
 
     def reader(self, wrapper: torch.nn.Module, base: torch.nn.Module) -> _Reader:
         return _Reader(wrapper, base)
+
+
+def _has_image_prompt(module: torch.nn.Module) -> bool:
+    """Whether it is a UNet's attention with an IP-Adapter: its code branches on the scales, which are numbers on it."""
+    processor = module._modules.get("processor")
+    return type(processor).__name__ in _IMAGE_PROMPTS and type(module).__name__ == "Attention"
 
 
 class _Reader:

@@ -152,9 +152,9 @@ class _Acceleration:
         self._models: dict[str, weakref.ref[torch.nn.Module]] = {}
         self._undo = ExitStack()
 
-    def __deepcopy__(self, memo: dict) -> None:
-        """None: a copy of a pipeline is not accelerated."""
-        return None
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """None: a copy of a pipeline is not accelerated, pickled or not."""
+        return type(None), ()
 
     def begin(self) -> None:
         """Raises ValueError, and leaves the pipeline unchanged, if DeepCache's depth is beyond the model."""
