@@ -369,6 +369,8 @@ class ModelCapture:
             return call.dry_run()
         except known:
             raise
+        except KeyError as error:  # the call itself had it: the host keeps from captured calls what differs each time
+            return Reason("reads_option", option=error.args[0])
         except Exception as error:
             return Reason("dry_run_failed", error=one_line(error))
 

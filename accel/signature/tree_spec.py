@@ -65,6 +65,8 @@ def flatten(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], A
     fields = _fields(cls)
     if fields is not None and all(hasattr(value, name) for name in fields):
         return ("object", cls, *[(name, _flatten_field(getattr(value, name), tensors, replace)) for name in fields])
+    if isinstance(value, types.FunctionType):
+        raise UnsupportedArgument("a function")
     raise UnsupportedArgument(f"an argument of type {cls.__module__}.{cls.__qualname__}")
 
 

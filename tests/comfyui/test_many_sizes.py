@@ -50,6 +50,20 @@ def test_many_sizes_compile_once_and_keep_memory_flat(sample, sizes):
     assert grown <= 0.03, f"resident memory grew by {grown:.1%} from the 20th to the last size"
 
 
+@pytest.mark.parametrize("cfg", [1.0, 5.0])
+def test_sizes_of_one_row_or_column_after_an_ordinary_one_compile_nothing(sample, cfg):
+    model, cache = tiny_models.small_unet(model_channels=64), GraphCache()
+    fast_model = accelerate(model, CompileSettings(backend="eager"), cache)
+    sample(fast_model, 128, 128, steps=1, cfg=cfg)
+    compiled = counters["stats"]["unique_graphs"]
+    for height, width in ((1, 40), (2, 2), (3, 5), (14, 4), (1, 1)):
+        for tokens in (77, 1):
+            latent = torch.zeros(1, 4, height, width)
+            run = dict(latent=latent, steps=1, cfg=cfg, tokens=tokens)
+            assert torch.equal(sample(fast_model, **run), sample(model, **run))
+    assert counters["stats"]["unique_graphs"] == compiled and fallbacks.rows() == []
+
+
 def test_exact_sizes_stay_within_the_budget_in_bytes(sample, monkeypatch):
     weight, compile_block, alive = 1000, block_compiler.compile_block, []
 

@@ -428,6 +428,20 @@ def test_training_and_gradients_are_left_alone():
     assert reasons() == ["it is being trained", "gradients are requested, and compiled graphs give none"]
 
 
+class ReadsAnOption(Toy):
+    def forward(self, x, t, options):
+        return super().forward(x, t) * options["noise"]
+
+
+def test_option_that_differs_in_each_call_is_named_where_the_model_reads_it():
+    model, (cache, _) = ReadsAnOption(), capturing_cache()
+    with run(model, cache, CaptureHost(simplify=lambda options: {})) as call:
+        for _ in range(4):
+            call(latent(), times(), {"noise": 2.0})
+    (reason,) = reasons()
+    assert reason.endswith("it reads noise from the per-call options")
+
+
 def test_reasons_of_host_and_capturer_are_told_once():
     model, (cache, capturer) = Toy(), capturing_cache()
     capturer.reason = Reason("amd")
