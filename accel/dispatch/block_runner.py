@@ -81,7 +81,8 @@ class BlockRunner:
         self._outside_recording, self._is_streamed = outside_recording, source is not None
         self._is_surrounded = self._is_streamed or outside_recording is not nullcontext
         self._weights = source or region.slots
-        self._lora = None if wraps is None else AddedWeights(region.block, kind.tensors, wraps)
+        is_read = wraps is not None and wraps.adds
+        self._lora = AddedWeights(region.block, kind.tensors, wraps) if is_read else None
         self._calls_layers = any(
             isinstance(part, OpaqueLayer) for _, part in wrapped_layers.modules(region.block, wraps)
         )

@@ -18,6 +18,8 @@ from ..core.events import emit, log
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly
 from ..fingerprint.survey import KeptSurveys, Region, Survey, Traceable, survey
+from ..modules import wrapped_layers
+from ..modules.opaque_layers import OpaqueLayer
 from ..modules.streamed_weights import Plain, WeightSource, in_place
 from ..modules.substitution import Layer, Outside
 from ..modules.wrapped_layers import Wraps
@@ -83,7 +85,9 @@ def survey_model(
 
 def _survey(model: torch.nn.Module, settings: CompileSettings, host: Host, surveys: KeptSurveys | None) -> Survey:
     asked = settings.min_repetitions, host.ignored, host.wraps, host.plain, host.traceable
-    return (surveys or KeptSurveys()).find(model, asked, lambda: survey(model, *asked))
+    bare = (wrapped_layers.bare(part, host.wraps) for part in model.modules())
+    opaque = tuple(at for at, part in enumerate(bare) if isinstance(part, OpaqueLayer))  # which may change at each load
+    return (surveys or KeptSurveys()).find(model, (asked, opaque), lambda: survey(model, *asked))
 
 
 def compiled_layers(

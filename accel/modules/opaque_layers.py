@@ -66,10 +66,10 @@ class OpaqueLayers:
         _, is_opaque, stand_in = known
         return stand_in if is_opaque or is_wrapped else None
 
-    def any(self, layer: torch.nn.Module) -> OpaqueLayer:
-        """What stands for a layer whose result is like its first input."""
+    def any(self, layer: torch.nn.Module, features: int | None = None) -> OpaqueLayer:
+        """What stands for a layer. features: as of `OpaqueLayer`."""
         if layer not in self._of:
-            self._of[layer] = None, True, OpaqueLayer()
+            self._of[layer] = None, True, OpaqueLayer(features)
         return self._of[layer][2]
 
 

@@ -14,7 +14,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.core.reasons import Reason, RunEagerly
+from comfy_accel.accel.core.reasons import RunEagerly
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models import streamed
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
@@ -116,16 +116,20 @@ def test_transformers_whose_angles_are_float32_run_compiled_with_lora_on_weights
     assert made[0] > 0 and len(set(made)) == 1
 
 
-def test_lora_in_another_type_than_that_of_the_weights_says_so(monkeypatch):
+def test_lora_on_quantised_weights_that_wait_is_added_by_core_within_compiled_blocks(monkeypatch):
     """Core adds it to what it makes of fp8, and never rounds the sum."""
-    load_in_part(monkeypatch, 0.2)
-    model = FAMILIES["Flux"].load(stored=torch.float8_e4m3fn)
-    patched = comfy.sd.load_lora_for_models(model, None, lora_file(model, 1), 1.0, 0)[0]
-    (expected,) = FAMILIES["Flux"].sample(patched)
-    fast = accelerate(patched, CompileSettings(backend="eager"), GraphCache())
-    assert torch.equal(FAMILIES["Flux"].sample(fast)[0], expected)
-    assert {row["reason"] for row in fallbacks.rows()} == {str(Reason("lora_waiting", stored="float8_e4m3fn"))}
-    model.detach()
+    cache, made = GraphCache(), []
+    for share, strength in ((0.2, 1.0), (0.2, 0.5), (1.0, 0.0), (0.2, 0.3)):
+        load_in_part(monkeypatch, share)
+        model = FAMILIES["Flux"].load(stored=torch.float8_e4m3fn)
+        patched = comfy.sd.load_lora_for_models(model, None, lora_file(model, 1), strength, 0)[0] if strength else model
+        (expected,) = FAMILIES["Flux"].sample(patched)
+        fast = accelerate(patched, CompileSettings(backend="eager"), cache)
+        assert torch.equal(FAMILIES["Flux"].sample(fast)[0], expected)
+        assert fallbacks.rows() == []
+        made.append(graphs())
+        model.detach()
+    assert made[0] == made[1] > 0 and made[3] == made[2]
 
 
 def test_weights_that_cannot_be_taken_leave_the_block_as_it_is(model, monkeypatch):

@@ -51,6 +51,7 @@ HOST = Host(
     INTERRUPTS,
     simplifier,
     without_hooks,
+    wraps=streamed.WRAPS,
     plain=streamed.plain,
     weights=streamed.weights_of,
     traceable=traceable,

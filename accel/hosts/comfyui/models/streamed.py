@@ -29,7 +29,9 @@ from ....fingerprint.kinds import weight_slots
 from ....fingerprint.plain_values import Indescribable
 from ....fingerprint.survey import Region
 from ....modules import stored_form
+from ....modules.opaque_layers import OpaqueLayers
 from ....modules.stored_form import Forms
+from ....modules.wrapped_layers import Reader
 from ....signature.tensors import PLAIN_TENSORS
 from .. import preferences
 from ..versions import clone_in_place, is_dynamic, stored_forms, takes_streamed_weights
@@ -82,6 +84,35 @@ def plain(module: torch.nn.Module, device: torch.device | None = None) -> torch.
         raise Indescribable(f"weights that are streamed in an unknown way ({one_line(error)})") from error
 
 
+class WaitingLayers:
+    """`wrapped_layers.Wraps`: layers that are called as they are, with core adding a LoRA to what it makes of a weight.
+
+    In a model that core has loaded in part it does so at each use of a quantised weight. No weight that a graph takes
+    is the sum, since core never rounds that.
+    """
+
+    adds = False
+
+    def __init__(self) -> None:
+        self._opaque = OpaqueLayers()
+
+    def base(self, module: torch.nn.Module) -> torch.nn.Module | None:
+        if not _waits(module) or not isinstance(module, torch.nn.Linear) or not _functions(module, "weight"):
+            return None
+        weight = module.weight
+        if type(weight) in PLAIN_TENSORS and weight.dtype in _COMPUTED:
+            return None
+        return self._opaque.any(module, module.out_features)
+
+    def reader(self, wrapper: torch.nn.Module, base: torch.nn.Module) -> Reader:
+        raise NotImplementedError
+
+
+WRAPS = WaitingLayers()
+
+_COMPUTED = (torch.float16, torch.bfloat16, torch.float32)
+
+
 class _Plain:
     """Makes copies of modules that share everything except what core adds for streaming."""
 
@@ -90,6 +121,8 @@ class _Plain:
         self._made: dict[torch.nn.Module, torch.nn.Module] = {}
 
     def of(self, module: torch.nn.Module) -> torch.nn.Module:
+        if WRAPS.base(module) is not None:
+            return module
         if module not in self._made:
             made = self._made[module] = object.__new__(type(module))
             kept = {name: value for name, value in vars(module).items() if name not in _OURS}
