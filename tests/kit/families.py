@@ -102,9 +102,9 @@ class TinyFamily:
 
     family: how the model is made. sizes: latents to sample at, at least two. extras: what the conditioning holds beside
         the text, from (latent shapes, noise). mask: a denoise mask [F, H, W] or so, where the model takes it as time.
-    cfg: 1 for the distilled ones, which are run without a negative prompt. needs: the module of core that has it, where
-        0.3.75 lacks it. prepare: changes the model that was built, before its weights are filled in.
-    batches: of more than one image, where the model can.
+    cfg: 1 for the distilled ones, which are run without a negative prompt. needs: the module of core without which its
+        class lacks something. prepare: changes the model that was built, before its weights are filled in.
+    batches: of more than one image, where the model can. rows: of an image in the batch, as the frames of SVD.
     """
 
     family: Family
@@ -116,15 +116,17 @@ class TinyFamily:
     needs: str = ""
     prepare: Callable[[torch.nn.Module], None] | None = None
     batches: bool = True
+    rows: int = 1
 
     @property
     def is_known(self) -> bool:
         """Whether this core has it."""
-        return not self.needs or is_there(self.needs)
+        known = hasattr(comfy.supported_models, self.family.model_class)
+        return known and (not self.needs or is_there(self.needs))
 
     def load(self, seed: int = 0, stored: torch.dtype | None = None) -> Any:
         """A ModelPatcher, as from a checkpoint. stored: of the matrices, which core then casts in each call."""
-        base = self._build(stored)
+        base = self.family.build(torch.float32, stored=stored)
         if self.prepare is not None:
             self.prepare(base.diffusion_model)
         for weight in base.diffusion_model.parameters():
@@ -133,13 +135,6 @@ class TinyFamily:
         randomize(base.diffusion_model, seed)
         device = comfy.model_management.get_torch_device()
         return comfy.model_patcher.ModelPatcher(base, load_device=device, offload_device=torch.device("cpu"))
-
-    def _build(self, stored: torch.dtype | None) -> Any:
-        if stored is None:
-            return self.family.build(torch.float32)
-        config = getattr(comfy.supported_models, self.family.model_class)(dict(self.family.config))
-        config.set_inference_dtype(stored, torch.float32)
-        return config.get_model({}, device=torch.device("cpu")).eval()
 
     def sample(
         self,
@@ -153,7 +148,7 @@ class TinyFamily:
     ) -> list[torch.Tensor]:
         """The finished latents; `size` and `tokens` say which of `sizes` and `tokens`. others: for the conditioning."""
         shapes = self.sizes[size]
-        latent, noise = nested([torch.zeros(batch, *shape) for shape in shapes]), Noise(size)
+        latent, noise = nested([torch.zeros(batch * self.rows, *shape) for shape in shapes]), Noise(size)
         conds = [self.family.conditioning(self.tokens[tokens], seed) for seed in (1, 2)]
         for features in conds:
             features[0][1].update(self.extras(shapes, noise) | others)
@@ -270,6 +265,14 @@ class Vision:
     """What a CLIP vision model gives."""
 
     last_hidden_state: torch.Tensor
+
+    @property
+    def penultimate_hidden_states(self) -> torch.Tensor:
+        return self.last_hidden_state
+
+    @property
+    def image_embeds(self) -> torch.Tensor:
+        return self.last_hidden_state
 
 
 FAMILIES = {

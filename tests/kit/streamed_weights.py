@@ -34,7 +34,7 @@ CARD = torch.device("cpu", 0)
 PAGE = 16 * 1024
 """Bytes that are resident or not as one; 32 MiB in comfy-aimdo."""
 
-BUFFER = 64 * 2**20
+BUFFER = 128 * 2**20
 POISON = 0xFF
 
 

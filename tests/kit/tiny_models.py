@@ -5,6 +5,7 @@ Import it after `inprocess.boot`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +93,8 @@ class Family:
     """How models of one architecture are made and prompted.
 
     model_class: the name of core's class in comfy.supported_models. config: its UNet config. control: what is
-        different in the config of its ControlNet.
+        different in the config of its ControlNet. state: what core's class reads of the checkpoint, made anew. fixed:
+        what the config has instead of what core's class fixes.
     """
 
     name: str
@@ -101,11 +103,16 @@ class Family:
     context_dim: int
     pooled_dim: int | None = None
     control: dict[str, Any] = field(default_factory=dict)
+    state: Callable[[], dict[str, torch.Tensor]] = dict
+    fixed: dict[str, Any] = field(default_factory=dict)
 
-    def build(self, dtype: torch.dtype, device: torch.device | str = "cpu"):
-        """Core's BaseModel on the device, its weights as the memory was."""
+    def build(self, dtype: torch.dtype, device: torch.device | str = "cpu", stored: torch.dtype | None = None):
+        """Core's BaseModel on the device, its weights as the memory was. stored: of them, cast in each call."""
         config = getattr(comfy.supported_models, self.model_class)({**self.config, "dtype": dtype})
-        return config.get_model({}, device=torch.device(device)).eval()
+        config.unet_config.update(self.fixed)
+        if stored is not None:
+            config.set_inference_dtype(stored, dtype)
+        return config.get_model(self.state(), device=torch.device(device)).eval()
 
     def load(self, dtype: torch.dtype, seed: int = 0, device: torch.device | None = None):
         """A ModelPatcher; the same weights for the same seed, as from a checkpoint.
@@ -163,12 +170,14 @@ def randomize(model: torch.nn.Module, seed: int = 0) -> None:
                 parameter.fill_(1)
             else:
                 parameter.copy_(normal(parameter.shape) * 0.02)
-        # Buffers without values until a checkpoint fills them: SD3's, and those of Stable Audio's rotary embedding.
+        # Buffers without values until a checkpoint fills them: SD3's, and those of Stable Audio and MiniMax Music.
         for name, buffer in model.named_buffers():
             if name == "pos_embed":
                 buffer.copy_(normal(buffer.shape))
             elif name.endswith("rotary_pos_emb.inv_freq"):
                 buffer.copy_(10000.0 ** -torch.linspace(0, 1, buffer.numel()))
+            elif name.endswith(".beta"):
+                buffer.zero_()
 
 
 def lora(model, seed: int, rank: int = 4) -> dict[str, torch.Tensor]:
