@@ -74,7 +74,7 @@ LARGE = ((128, 6, 6),), ((128, 5, 8),)
 FRAME = ((16, 1, 12, 12),), ((16, 1, 9, 16),)
 
 WAN = TWO_BLOCKS | {"num_layers": 4}
-_FOUR = {"num_layers": 4}
+_FOUR, _DEEP = {"num_layers": 4}, {"num_blocks": 4}
 _WIDE = {"model_channels": 64}
 """Core fixes 64 channels a head."""
 _SD2 = _zoo("SD2", **_WIDE)
@@ -105,8 +105,8 @@ def _seconds(names: str, features: str = "learned") -> dict[str, torch.Tensor]:
 
 
 def _without_faces(model: torch.nn.Module) -> None:
-    """Wan Animate's encoder of faces takes 512 x 512 pixels and most of the weights; no face is given."""
-    model.motion_encoder = torch.nn.Identity()
+    """Wan Animate's encoders of faces take 512 x 512 pixels and most of the weights; no face is given."""
+    model.motion_encoder = model.face_encoder = torch.nn.Identity()
 
 
 def _narrow_sound(model: torch.nn.Module) -> None:
@@ -159,7 +159,9 @@ _Z_PIXEL = dict(
     _zoo("Z-Image", in_channels=3, patch_size=8, n_layers=4), decoder_in_channels=192, decoder_hidden_size=32
 )
 _Z_PIXEL |= dict(decoder_num_res_blocks=2, decoder_max_freqs=4)
-_PIXEL_DIT = dict(num_groups=2, hidden_size=64, pixel_attn_hidden_size=32, pixel_num_groups=2, patch_depth=6)
+_PIXEL_DIT = dict(
+    num_groups=2, hidden_size=128, patch_size=8, pixel_attn_hidden_size=32, pixel_num_groups=2, patch_depth=6
+)
 _PIXEL_DIT |= dict(txt_embed_dim=48)
 _PID = _PIXEL_DIT | dict(lq_hidden_dim=32, lq_num_res_blocks=1)
 _HIDREAM_O1 = dict(
@@ -173,8 +175,10 @@ _SEEDVR |= dict(mm_layers=2, rope_dim=32, vid_out_norm=True)
 _TRIPOSPLAT = dict(q_token_length=64, model_channels=64, cond_channels=48, num_blocks=3, num_head_channels=32)
 _TRELLIS = dict(resolution=32, model_channels=48, cond_channels=48, num_blocks=4, mlp_ratio=2)
 _VOXELS = torch.arange(56)[:, None] * torch.tensor([0, 1, 3, 5]) % 32
-_AUDIO_1 = _zoo("Stable Audio", cond_token_dim=768, global_cond_dim=1536, embed_dim=768, num_heads=12)
-_AUDIO_3 = _zoo("Stable Audio", cond_token_dim=768, global_cond_dim=768, io_channels=256, project_cond_tokens=True)
+_AUDIO_1 = _zoo("Stable Audio", depth=4, cond_token_dim=768, global_cond_dim=1536, embed_dim=768, num_heads=12)
+_AUDIO_3 = _zoo(
+    "Stable Audio", depth=4, cond_token_dim=768, global_cond_dim=768, io_channels=256, project_cond_tokens=True
+)
 _AUDIO_3 |= dict(local_add_cond_dim=257, global_cond_type="adaLN", global_cond_shared_embed=True, norm_type="rms_norm")
 _AUDIO_3 |= dict(attn_kwargs={"qk_norm": "rms", "differential": False}, timestep_features_type="expo")
 
@@ -225,7 +229,10 @@ OTHERS = {
     "Wan FlowRVS": _of("WAN21_FlowRVS", WAN, VIDEO),
     "Wan Dancer": _of(
         "WAN22_WanDancer",
-        *(_I2V | {"audio_inject_layers": [0, 1]}, (((16, 3, 8, 8),), ((16, 2, 8, 12),))),
+        *(
+            _I2V | dict(audio_inject_layers=[0, 1], music_dim=32, music_latent_dim=32),
+            (((16, 3, 8, 8),), ((16, 2, 8, 12),)),
+        ),
         **_SEEN,
         **dict(audio_embed="F*4 35", fps=30),
     ),
@@ -325,13 +332,13 @@ OTHERS = {
         *("GenmoMochi", _zoo("Mochi"), (((12, 3, 8, 8),), ((12, 2, 6, 10),)), 64),
         **dict(tokens=(40, 40), attention_mask=torch.ones(1, 40, dtype=torch.long)),
     ),
-    "Cosmos": _of("CosmosT2V", _zoo("Cosmos"), VIDEO),
-    "Cosmos i2v": _of("CosmosI2V", _zoo("Cosmos", in_channels=17), VIDEO),
-    "Cosmos predict2": _of("CosmosT2IPredict2", _zoo("Cosmos predict2"), VIDEO),
-    "Cosmos predict2 i2v": _of("CosmosI2VPredict2", _zoo("Cosmos predict2", in_channels=17), VIDEO),
+    "Cosmos": _of("CosmosT2V", _zoo("Cosmos", **_DEEP), VIDEO),
+    "Cosmos i2v": _of("CosmosI2V", _zoo("Cosmos", **_DEEP, in_channels=17), VIDEO),
+    "Cosmos predict2": _of("CosmosT2IPredict2", _zoo("Cosmos predict2", **_DEEP), VIDEO),
+    "Cosmos predict2 i2v": _of("CosmosI2VPredict2", _zoo("Cosmos predict2", **_DEEP, in_channels=17), VIDEO),
     "AuraFlow": _of("AuraFlow", _zoo("AuraFlow"), LATENT),
-    "PixArt Alpha": _of("PixArtAlpha", _zoo("PixArt Alpha"), TALL, width=1024, height=768),
-    "PixArt Sigma": _of("PixArtSigma", _zoo("PixArt Sigma"), TALL),
+    "PixArt Alpha": _of("PixArtAlpha", _zoo("PixArt Alpha", depth=4), TALL, width=1024, height=768),
+    "PixArt Sigma": _of("PixArtSigma", _zoo("PixArt Sigma", depth=4), TALL),
     "HunyuanDiT": _of("HunyuanDiT", _zoo("HunyuanDiT", size_cond=None, use_style_cond=False), LATENT, **_T5),
     "HunyuanDiT 1.0": _of("HunyuanDiT1", _zoo("HunyuanDiT"), LATENT, **_T5),
     "Stable Cascade C": _of("Stable_Cascade_C", _zoo("Stable Cascade C"), PICTURE, 1280, 1280),
