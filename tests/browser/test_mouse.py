@@ -34,6 +34,7 @@ LOOK = """
 id => {
     const { canvas } = window.app;
     const { ds, graph } = canvas;
+    canvas.auto_pan_speed = 0;  // what the mouse aims at stays where it is
     const node = graph.getNodeById(id);
     for (const scale of [0.8, 0.6, 0.45]) {
         ds.scale = scale;
@@ -96,12 +97,17 @@ def put_in(page, sampler, words=NODE):
     page.locator("[role=option], [data-testid=result-item]").filter(has_text=NODE).first.wait_for()
     ours = f"{GRAPH}.nodes.find(({{ type, inputs }}) => type === 'AccelSpeedUp' && inputs[0].link !== null)"
     until(page, ours, lambda: page.keyboard.press("Enter"))
-    # In newer frontends the node hangs on the pointer until it is put down.
+    # In newer frontends the node hangs on the pointer, a moment later, until it is put down.
+    page.wait_for_timeout(700)
     until(page, f"!({ours}).flags.ghost", lambda: page.mouse.click(*room))
     node = page.evaluate(f"({ours}).id")
     page.wait_for_timeout(300)
-    drag(page, page.evaluate(SLOT, [node, False, 0]), page.evaluate(SLOT, [sampler, True, slot]))
-    page.wait_for_function(f"([id, slot]) => {GRAPH}.getNodeById(id).inputs[slot].link !== null", arg=[sampler, slot])
+    is_linked = f"{GRAPH}.getNodeById({json.dumps(sampler)}).inputs[{slot}].link !== null"
+    until(
+        page,
+        is_linked,
+        lambda: drag(page, *page.evaluate(f"ends => ends.map({SLOT})", [[node, False, 0], [sampler, True, slot]])),
+    )
     return node
 
 
