@@ -160,16 +160,25 @@ class _Tracer:
 
     def does_the_same(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> bool:
         """Whether it computes the same with these `Kind.numbers` as with the template's own."""
-        inputs = [empty_dense_like(tensor, device="meta") for tensor in tensors[len(self.kind.tensors) :]]
-        weights, settings = self._weights(tensors), [self.template.get_submodule(path) for path, _ in self.kind.numbers]
-        given = self._block(weights), inputs, weights, self.interrupts
-        with self.tracing():
+        mode = torch_internals.FAKE_MODE.get(None)
+        if mode is None:
+            return False
+        settings = [self.template.get_submodule(path) for path, _ in self.kind.numbers]
+        count, kept, self.changed_lists = len(self.kind.tensors), self.changed_lists, []
+        # On the devices of the call: code asks for them, and so does autocast.
+        with self.tracing(), mode(allow_non_fake_inputs=True):
+            inputs = [empty_dense_like(tensor) for tensor in tensors[count:]]
+            weights = [
+                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors[:count]
+            ]
+            given = self._block(weights), inputs, weights, self.interrupts
             flow = flow_of(*given)
             own = [part.__dict__[name] for part, (_, name) in zip(settings, self.kind.numbers, strict=True)]
             try:
                 self._number(settings, numbers)
-                return flow is not None and flow == flow_of(*given)
+                return flow is not None and flow == flow_of(*given) and not self.changed_lists
             finally:
+                self.changed_lists = kept
                 self._number(settings, own)
 
     def _number(self, parts: Sequence[torch.nn.Module], numbers: Sequence[int]) -> None:
@@ -409,7 +418,9 @@ def _sizes_among_numbers():
             if "SymNodeVariable" in given and "TensorVariable" not in given:
                 if function is range and len(args) == 3:
                     return self.build(tx, _stepped).call_function(tx, args, kwargs)
-                if function is torch.linspace and kwargs.keys() <= {"steps", "dtype", "device"}:
+                dtype = kwargs["dtype"].as_python_constant() if "dtype" in kwargs else None
+                is_like = kwargs.keys() <= {"steps", "dtype", "device"} and (dtype is None or dtype.is_floating_point)
+                if function is torch.linspace and is_like:
                     return self.build(tx, _linspace).call_function(tx, args, kwargs)
             return call(self, tx, args, kwargs)
 

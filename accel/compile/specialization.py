@@ -138,15 +138,20 @@ class _Flow(TorchDispatchMode):
         if isinstance(value, torch.Tensor):
             if is_made:
                 self._met.setdefault(id(value), (len(self._met), value))
-            return self._met[id(value)][0] if id(value) in self._met else object()
+            if id(value) in self._met:
+                return self._met[id(value)][0]
+            is_constant = type(value) is torch.Tensor and value.device.type == "cpu" and value.numel() <= _MOST_NUMBERS
+            return (value.dtype, value.shape, repr(value.tolist())) if is_constant else object()
         if isinstance(value, (tuple, list)):
-            return tuple(self.described(item, is_made) for item in value)
+            return (type(value), *(self.described(item, is_made) for item in value))
         if isinstance(value, dict):
             return tuple((key, self.described(item, is_made)) for key, item in value.items())
         return (type(value), repr(value)) if type(value) in _KNOWN else object()
 
 
-_KNOWN = (*_PLAIN, int, torch.layout, torch.memory_format)
+_KNOWN = (*_PLAIN, int, torch.layout, torch.memory_format, torch.device)
+_MOST_NUMBERS = 4096
+"""A constant of more is not compared."""
 
 
 def flow_of(
@@ -156,7 +161,7 @@ def flow_of(
     interrupts: tuple[type[BaseException], ...] = (),
 ) -> tuple | None:
     """All that `function(*inputs)` computes, step by step: equal where two functions do the same with tensors of these
-    sizes. None where it needs their values. inputs, weights: on the meta device; interrupts: as for `trace_ops`.
+    sizes. None where it needs their values. inputs, weights: without values; interrupts: as for `trace_ops`.
     """
     flow = _Flow((*inputs, *weights))
     with torch.inference_mode(False), torch.no_grad():

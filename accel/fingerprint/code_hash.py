@@ -271,6 +271,7 @@ class _References(References):
     def describe(self, value: Any) -> Any:
         """A description of any value: of an indescribable one its type, of an indescribable container None."""
         if _is_constant(value):
+            self.notes.numbers(value)
             return ("tensor", value.dtype, tuple(value.shape), value.tolist())
         found = References(self.reader)
         try:

@@ -19,7 +19,7 @@ _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.Size)
 
-_contents = attrgetter("cell_contents")
+_contents, _version = attrgetter("cell_contents"), attrgetter("_version")
 
 
 class CodeNotes:
@@ -37,6 +37,7 @@ class CodeNotes:
         self._typed: dict[int, Any] = {}
         self._functions: dict[int, types.FunctionType] = {}
         self._cells: dict[int, types.CellType] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
 
     def name(self, namespace: Any, name: Any) -> None:
         """What the namespace has under the name matters, if it has it."""
@@ -71,6 +72,10 @@ class CodeNotes:
         """Note that what the cell holds matters."""
         self._cells[id(cell)] = cell
 
+    def numbers(self, tensor: torch.Tensor) -> None:
+        """The numbers in the tensor matter."""
+        self._tensors[id(tensor)] = tensor
+
     def add(self, other: CodeNotes) -> None:
         for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
             mine.update(theirs)
@@ -85,7 +90,8 @@ class CodeNotes:
         but: (id of a namespace, name) of what changes as the code runs, and decides nothing.
         """
         named = [place for key, place in self._named.items() if key not in but]
-        rest = (self._hiding, self._sized, self._sized_but, self._containers, self._typed, self._functions, self._cells)
+        rest = (self._hiding, self._sized, self._sized_but, self._containers, self._typed, self._functions)
+        rest = (*rest, self._cells, self._tensors)
         return CodeSnapshot(named, *(list(places.values()) for places in rest))
 
 
@@ -102,6 +108,7 @@ class CodeSnapshot:
         typed: list[Any],
         functions: list[types.FunctionType],
         cells: list[types.CellType],
+        tensors: list[torch.Tensor],
     ):
         there = [(names, name) for space, name in named if name in (names := _names_of(space))]
         self._namespaces, self._names = [names for names, _ in there], [name for _, name in there]
@@ -121,6 +128,8 @@ class CodeSnapshot:
         closures = (cell for function in functions for cell in function.__closure__ or ())
         self._cells = list(filter(_is_filled, chain(cells, closures)))
         self._cell_contents = list(map(_contents, self._cells))
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]  # those count no changes
+        self._versions = list(map(_version, self._tensors))
 
     def is_current(self) -> bool:
         """Whether all of it stands; about 0.03 µs for each place."""
@@ -135,6 +144,7 @@ class CodeSnapshot:
                 and all(all(map(is_, map(of, self._functions), values)) for of, values in self._of_functions)
                 and _are_same(map(_contents, self._cells), self._cell_contents)
                 and all(map(_has, self._containers, self._items))
+                and list(map(_version, self._tensors)) == self._versions
             )
         except (KeyError, ValueError):  # a name is gone, a cell is empty
             return False

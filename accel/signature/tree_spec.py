@@ -63,7 +63,7 @@ def flatten(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], A
             value = replace(value)
         return ("dict", *[(key, flatten(item, tensors, replace)) for key, item in value.items()])
     fields = _fields(cls)
-    if fields is not None and all(hasattr(value, name) for name in fields):
+    if fields is not None and all(hasattr(value, name) for name in fields) and _has_no_more(value, fields):
         return ("object", cls, *[(name, _flatten_field(getattr(value, name), tensors, replace)) for name in fields])
     if isinstance(value, types.FunctionType):
         raise UnsupportedArgument("a function")
@@ -89,13 +89,19 @@ def _flatten_field(value: Any, tensors: list[torch.Tensor], replace: Callable[[d
     return flatten(value, tensors, replace)
 
 
+def _has_no_more(value: Any, fields: tuple[str, ...]) -> bool:
+    return getattr(value, "__dict__", {}).keys() <= set(fields)
+
+
 @functools.lru_cache(maxsize=1024)
 def _fields(cls: type) -> tuple[str, ...] | None:
     """The fields from which an instance of the class can be rebuilt: of a dataclass, or of a class whose state is in
     slots of its own (LTX 2's CompressedTimestep). None if they do not determine it."""
     if dataclasses.is_dataclass(cls):
         fields = dataclasses.fields(cls)
-        if hasattr(cls, "__post_init__") or not all(field.init for field in fields):
+        # An `__init__` that is written by hand may do more than set the fields.
+        is_generated = getattr(getattr(cls.__init__, "__code__", None), "co_filename", None) == "<string>"
+        if hasattr(cls, "__post_init__") or not all(field.init for field in fields) or not is_generated:
             return None
         return tuple(field.name for field in fields)
     slots = vars(cls).get("__slots__")

@@ -67,12 +67,40 @@ class Constant(Numbered):
         return super().forward(x * torch.tensor([self.place, 1, 1, 1], device=x.device), options)
 
 
+class OnOneDevice(Numbered):
+    def forward(self, x, options):
+        return super().forward(x * self.place if x.device.type == "cpu" else x, options)
+
+
+class Paired(Numbered):
+    def forward(self, x, options):
+        out = super().forward(x, options)
+        return (x, out) if self.place % 2 else [x, out]
+
+
+class Collecting(Numbered):
+    def forward(self, x, options):
+        out = super().forward(x, options)
+        if self.place == 5:
+            options["hidden"] = out
+        return out
+
+
+class Ranged(Numbered):
+    """Its number changes nothing, and what it makes on the device is the same in each."""
+
+    def forward(self, x, options):
+        return super().forward(x + torch.arange(4, device=x.device), options)
+
+
 def run_all(blocks, cache, x):
     runners = {}
     for region in survey(model_of(*blocks)).regions:
         runners[region.block] = BlockRunner(region, cache, CompileSettings(backend="eager"))
     for block in blocks:
-        assert torch.equal(runners[block](block, x, {}), block(x, {}))
+        given, expected = {}, {}
+        torch.testing.assert_close(runners[block](block, x, given), block(x, expected), rtol=0, atol=0)
+        assert given.keys() == expected.keys()
 
 
 def test_blocks_that_only_know_their_place_share_one_graph():
@@ -95,6 +123,14 @@ def test_blocks_that_choose_a_layer_by_their_number_share_a_graph_with_those_tha
     assert cache.statistics()["compilations"] == 2 and fallbacks.rows() == []
 
 
+def test_what_a_number_decides_beside_operators_is_seen_too():
+    for cls in (OnOneDevice, Paired, Collecting):
+        run_all([cls(place) for place in range(1, 8)], GraphCache(), torch.randn(2, 9, 4))
+    cache = GraphCache()
+    run_all([Ranged(place) for place in range(1, 8)], cache, torch.randn(2, 9, 4))
+    assert cache.statistics()["compilations"] == 1
+
+
 @dataclasses.dataclass
 class Modulation:
     shift: torch.Tensor
@@ -111,6 +147,25 @@ def test_block_called_with_an_object_is_compiled_though_nobody_reads_how_the_obj
     given = Modulation(torch.randn(4), torch.randn(4))
     assert torch.equal(runner(block, cache)(block, x, given), block(x, given))
     assert cache.statistics()["compilations"] == 1 and fallbacks.rows() == []
+
+
+@dataclasses.dataclass
+class Doubling:
+    shift: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, shift, scale):
+        self.shift, self.scale = shift * 2, scale
+
+
+def test_an_object_that_is_more_than_its_fields_is_left_to_the_block():
+    x, parts = torch.randn(2, 4), (torch.randn(4), torch.randn(4))
+    more = Modulation(*parts)
+    more.extra = 1
+    for given in (Doubling(*parts), more):
+        block = Modulated()
+        assert torch.equal(runner(block, GraphCache())(block, x, given), block(x, given))
+    assert len(fallbacks.rows()) == 2
 
 
 class InChunks(Block):
