@@ -66,7 +66,8 @@ NOTES = """
 The newest ComfyUI in which a family was run is in the last column; in older ones that have it, the rows are in
 models.json. “Not seen” means that it has not been seen to work: it was not run yet, or the test fails. RT-DETR, SAM 3
 and Depth Anything 3 are not sampled. *Wan causal* with ComfyUI's *Sampler AR Video* runs uncompiled, for the same
-images: its blocks write down in a dict what the next frames need.
+images: its blocks write down in a dict what the next frames need. *PiD*'s two pixel blocks run uncompiled, as they hold
+a function around the whole model, and *Trellis2*'s, as they hold a tensor that is no weight.
 """
 
 pytestmark = pytest.mark.usefixtures("own_garbage")
