@@ -5,7 +5,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from kit.pages import EVERY_SETUP, EXECUTE, IN_NEWEST, NEWEST, SAY, SET, get, screenshot, until
+from kit.pages import CLASSIC, EVERY_SETUP, EXECUTE, SAY, SET, get, screenshot, until
 
 from tools import workflow
 
@@ -213,11 +213,8 @@ def test_who_types_what_others_call_it_finds_speed_up_first(page, server):
         page.keyboard.press("Escape")
 
 
-def official(setup) -> list[Path]:
-    """ComfyUI's templates: those installed, for the newest page the newest."""
-    newest = NEWEST.parents[1] / "comfyui_workflow_templates_json" / "templates"
-    if setup == IN_NEWEST and newest.is_dir():
-        return sorted(newest.glob("*.json"))
+def official() -> list[Path]:
+    """ComfyUI's templates that are installed."""
     return sorted(Path(sysconfig.get_path("purelib")).glob("comfyui_workflow_templates_media_*/templates/*.json"))
 
 
@@ -248,10 +245,10 @@ def place_of_sampler(saved, known) -> tuple[int | None, int] | None:
     return None
 
 
-def chosen(setup, known) -> list[tuple]:
+def chosen(known) -> list[tuple]:
     """(name, workflow, place of its sampler) of as many templates as `OFFICIAL` says, or as have subgraphs."""
     found = []
-    for path in official(setup):
+    for path in official():
         saved = json.loads(path.read_text(encoding="utf-8"))
         place = place_of_sampler(saved, known) if isinstance(saved, dict) and "nodes" in saved else None
         if place is not None:
@@ -262,10 +259,10 @@ def chosen(setup, known) -> list[tuple]:
 
 
 @pytest.mark.thorough  # minutes
-@in_all
-def test_speed_up_is_put_into_official_templates_and_taken_out_again(page, setup, server):
+@pytest.mark.parametrize("setup", [CLASSIC], indirect=True)
+def test_speed_up_is_put_into_official_templates_and_taken_out_again(page, server):
     known = {*json.loads(get(server, "/object_info")), "Note", "MarkdownNote", "Reroute", "PrimitiveNode"}
-    templates = chosen(setup, known)
+    templates = chosen(known)
     assert len(templates) == OFFICIAL[0]
     page.evaluate(SET, NO_QUESTIONS)
     wrong = {}
