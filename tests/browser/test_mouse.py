@@ -72,6 +72,7 @@ place => {
     app.canvas.setGraph(place === null ? root : root.getNodeById(place).subgraph);
 }
 """
+MENU = "document.querySelector('.litemenu-entry') !== null"
 NO_QUESTIONS = ["Comfy.Workflow.ShowMissingModelsWarning", False]
 
 
@@ -90,7 +91,7 @@ def put_in(page, sampler, words=NODE):
     room = page.evaluate(LOOK, sampler)
     page.wait_for_timeout(500)
     slot = page.evaluate(f"id => {GRAPH}.getNodeById(id).findInputSlot('model')", sampler)
-    drag(page, page.evaluate(SLOT, [sampler, True, slot]), room)
+    until(page, MENU, lambda: drag(page, page.evaluate(SLOT, [sampler, True, slot]), room))
     page.locator(".litemenu-entry", has_text="Search").first.click()
     page.wait_for_function("document.activeElement.tagName === 'INPUT'")
     page.keyboard.type(words)
