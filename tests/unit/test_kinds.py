@@ -175,7 +175,7 @@ class Quantised(torch.Tensor):
         return tensor
 
     def numbers(self):
-        return self.read(self), self.patches
+        return self.read(self), self.notes
 
 
 class OfItsOwn(torch.Tensor):
@@ -228,23 +228,23 @@ def test_weights_of_which_nothing_can_be_told_are_not_described():
     weight = torch.randn(16, 8, 1, 1)
     with pytest.raises(Indescribable, match="up.weight is stored as a .*OfItsOwn, which"):
         digest(holding(weight.as_subclass(OfItsOwn)))
-    with pytest.raises(Indescribable, match="up.weight is stored as a .*Quantised, with patches"):
-        digest(holding(Quantised.made(weight, patches=[(weight, 0.5)])))
+    with pytest.raises(Indescribable, match="up.weight is stored as a .*Quantised, with notes"):
+        digest(holding(Quantised.made(weight, notes=[(weight, 0.5)])))
 
 
 def test_what_is_said_beside_the_data_of_weights_makes_another_kind():
     weight = torch.randn(16, 8, 1, 1)
-    a, b, c = (Quantised.made(weight.clone(), read=read, patches=[]) for read in "aba")
+    a, b, c = (Quantised.made(weight.clone(), read=read, notes=[]) for read in "aba")
     assert digest(holding(a)) == digest(holding(c)) != digest(holding(b))
     block = holding(a)
     kind = kinds_of([describe(block)])[0]
     slots = weight_slots(block, kind.weights, None, kind.forms)
     assert all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in slots.take())
     assert "up.weight.data" in kind.tensors
-    a.patches.append((weight, 0.5))
-    with pytest.raises(RunEagerly, match="Quantised, with patches"):
+    a.notes.append((weight, 0.5))
+    with pytest.raises(RunEagerly, match="Quantised, with notes"):
         slots.take()
-    a.patches, a.read = [], "b"
+    a.notes, a.read = [], "b"
     with pytest.raises(RunEagerly, match=r"how a weight is stored \(Quantised\) changed"):
         slots.take()
     elsewhere = moved(b, torch.device("meta"), True)
