@@ -336,7 +336,7 @@ def _operator(call: Callable[..., Any], *args: Any) -> str:
                 self.names.add(func.name())
             return func(*args, **(kwargs or {}))
 
-    with torch.inference_mode(False), torch.no_grad(), Seen() as seen:  # in inference mode it is not told apart
+    with torch.inference_mode(False), torch.no_grad(), Seen() as seen:  # inference mode hides which it is
         call(*args)
     return " ".join(sorted(seen.names))
 

@@ -155,7 +155,7 @@ class _Tracer:
     def __call__(self, tensors: Sequence[torch.Tensor]) -> OpTrace | None:
         """The block's operations, given a call's weights and inputs."""
         with self.tracing():
-            block = self._block(self._weights(tensors))
+            block = self._block(self._weights(tensors, "meta"))
             return trace_ops(block, tensors[len(self.kind.tensors) :], self.interrupts)
 
     def does_the_same(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> bool:
@@ -168,9 +168,7 @@ class _Tracer:
         # On the devices of the call: code asks for them, and so does autocast.
         with self.tracing(), mode(allow_non_fake_inputs=True):
             inputs = [empty_dense_like(tensor) for tensor in tensors[count:]]
-            weights = [
-                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors[:count]
-            ]
+            weights = self._weights(tensors)
             given = self._block(weights), inputs, weights, self.interrupts
             flow = flow_of(*given)
             own = [part.__dict__[name] for part, (_, name) in zip(settings, self.kind.numbers, strict=True)]
@@ -185,10 +183,10 @@ class _Tracer:
         for part, (_, name), number in zip(parts, self.kind.numbers, numbers, strict=True):
             part.__dict__[name] = number
 
-    def _weights(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _weights(self, tensors: Sequence[torch.Tensor], device: str | None = None) -> list[torch.Tensor]:
         # The template's own are those of the block that the graph was made for, and the call may be another one's.
         return [
-            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
             for tensor in tensors[: len(self.kind.tensors)]
         ]
 

@@ -20,8 +20,7 @@ from ..core.reasons import Reason, Refusal, RunEagerly, not_in_this_mode
 from ..fingerprint import kinds
 from ..fingerprint.block_call import Call
 from ..fingerprint.survey import Region
-from ..modules import opaque_layers, wrapped_layers
-from ..modules.opaque_layers import OpaqueLayer
+from ..modules import opaque_layers
 from ..modules.streamed_weights import WeightSource, weights_taken
 from ..modules.substitution import Outside
 from ..signature import tree_spec
@@ -83,9 +82,7 @@ class BlockRunner:
         self._weights = source or region.slots
         is_read = wraps is not None and wraps.adds
         self._lora = AddedWeights(region.block, kind.tensors, wraps) if is_read else None
-        self._calls_layers = any(
-            isinstance(part, OpaqueLayer) for _, part in wrapped_layers.modules(region.block, wraps)
-        )
+        self._calls_layers = region.calls_layers
         self._inline = InlineCache(cache, self._weights, simplify_options)
         self.eager_calls = 0
         """Calls that ran without a graph."""

@@ -16,6 +16,7 @@ from ..core.errors import one_line
 from ..core.reasons import Reason
 from ..modules import wrapped_layers
 from ..modules.blocks import blocks
+from ..modules.opaque_layers import OpaqueLayer
 from ..modules.snapshot import LayoutSnapshot
 from ..modules.streamed_weights import Plain, in_place
 from ..modules.substitution import drop_restored_forwards, has_foreign_forward
@@ -71,6 +72,11 @@ class Region:
     def parts(self) -> tuple[torch.nn.Module, ...]:
         """The modules in the block."""
         return tuple(self.block.modules())
+
+    @functools.cached_property
+    def calls_layers(self) -> bool:
+        """Whether graphs of the block call layers in it as they are (`opaque_layers`)."""
+        return any(isinstance(part, OpaqueLayer) for _, part in wrapped_layers.modules(self.block, self.wraps))
 
     @functools.cached_property
     def slots(self) -> WeightSlots:

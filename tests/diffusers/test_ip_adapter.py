@@ -32,7 +32,7 @@ def adapter(unet, seed, tokens=4):
 
 
 class Both:
-    """The same pipeline twice, one of them accelerated."""
+    """Two equal pipelines, one of them accelerated."""
 
     def __init__(self):
         shared.clear()

@@ -22,8 +22,8 @@ NOT_SAMPLED = {"RT_DETR_v4", "SAM3", "SAM31", "DepthAnything3"}
 
 
 def given(**what: Any) -> Callable:
-    """What the conditioning holds beside the text. A text is noise of that shape, as `Size.shape` reads it behind a
-    batch of 1; a list has one or more; a function is called with size and noise."""
+    """A function that gives what the conditioning holds beside the text. A text is noise of that shape, as `Size.shape`
+    reads it behind a batch of 1; a list has one or more; a function is called with size and noise."""
 
     def extras(shapes: Any, noise: Noise) -> dict[str, Any]:
         frames, height, width = (1, 1, *shapes[0][1:])[-3:]

@@ -59,7 +59,7 @@ class _ProgressBar:
         return rebound(own, memo, own) if isinstance(own, MethodType) else copy.deepcopy(own, memo)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        """The same where the pipeline is pickled."""
+        """The pipeline's own method: what is pickled is the pipeline as it was before."""
         return _itself, (self._own(),)
 
 
