@@ -106,11 +106,13 @@ class CodeHash:
 class CodeReader:
     """Hashes code as it is now, for one survey. Raises Indescribable if a function refers to tensors or modules.
 
-    ignored: (module, global) pairs that no result depends on.
+    ignored: (module, global) pairs that no result depends on. Its `reads`, where it has any, are names that are read
+        there of what the code passes on.
     """
 
     def __init__(self, ignored: frozenset[tuple[str, str]] = frozenset()):
         self.ignored = ignored
+        self.reads: frozenset[str] = getattr(ignored, "reads", frozenset())
         self._functions: dict[int, _Function] = {}
         self._hashes: dict[Any, CodeHash] = {}
         self._described: dict[int, tuple[types.FunctionType, tuple]] = {}
@@ -212,7 +214,7 @@ class CodeReader:
             for name in sorted((names | _CALLED).intersection(vars(base))):
                 self.notes.name(base, name)
                 _require_torchs(f"{base.__name__}.{name}", vars(base)[name])
-        attributes = names | {string for string in strings if string.isidentifier()}
+        attributes = names | self.reads | {string for string in strings if string.isidentifier()}
         read = frozenset().union(*(function.facts.read for function in reached))
         unread = _never_read(frozenset().union(*(function.facts.assigned for function in reached)), read, strings)
         # The code's own assignments are where it keeps things, not settings.
@@ -481,7 +483,7 @@ class _Function:
         self.references.add_source_of(value)
         for cls in value.__mro__:
             if not _is_library(cls.__module__):
-                self._follow(f"{path}.", cls, vars(cls), is_library, _MADE)
+                self._follow(f"{path}.", cls, vars(cls), is_library, _MADE | self._reader.reads)
 
     @functools.cached_property
     def _changes_items(self) -> bool:

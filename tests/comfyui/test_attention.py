@@ -13,7 +13,7 @@ from comfy_accel.accel.hosts.comfyui import attention
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from kit import tiny_models
 from kit.compiled import graphs
-from kit.families import DITS
+from kit.families import DITS, FAMILIES
 
 SETTINGS = CompileSettings(backend="eager")
 
@@ -80,8 +80,16 @@ def _sampled(name, model, size):
     return DITS[name].sample(model, size, steps=1)
 
 
-@pytest.fixture(params=["SD1.5", "Flux", "Wan"])
+def _family(case):
+    if not case.is_known:
+        pytest.skip("this core does not have it")
+    return Tiny(case.load(), lambda model, size: torch.cat([t.flatten() for t in case.sample(model, size, steps=1)]))
+
+
+@pytest.fixture(params=["SD1.5", "Flux", "Wan", "MiniMax H3"])
 def tiny(request):
+    if request.param in FAMILIES:
+        return _family(FAMILIES[request.param])
     return _unet() if request.param == "SD1.5" else _dit(request.param)
 
 
@@ -121,6 +129,69 @@ def test_attention_of_a_flag_is_called_from_compiled_blocks_and_another_compiles
     tiny.assert_same()
     assert graphs() == compiled
     tiny.assert_same(functools.partial(overridden, override=by_block))
+
+
+class Preferred(torch.nn.Module):
+    """As a current core has one in each attention layer; `function` is what the checkpoint asks of the layer."""
+
+    function = None
+
+
+class Asking(core.CrossAttention):
+    """Gives it to the attention function, in containers that may free a tensor early."""
+
+    def forward(self, x, context=None, value=None, mask=None, transformer_options={}):
+        context = x if context is None else context
+        given = self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
+        asked = {"preferred_attention": self.comfy_attention, "transformer_options": transformer_options}
+        return self.to_out(optimized_attention(*map(Container, given), self.heads, mask=mask, **asked))
+
+
+class Container:
+    """As core's."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def peek(self):
+        return self.tensor
+
+    def take(self):
+        return self.tensor
+
+
+def as_wrapped_by_a_current_core(function):
+    def wrapper(q, k, v, *args, preferred_attention=None, **kwargs):
+        override = (kwargs.get("transformer_options") or {}).get("optimized_attention_override")
+        preferred = preferred_attention.function if preferred_attention is not None else None
+        if override is None and preferred is not None:
+            return preferred(q, k, v, *args, **kwargs)
+        q, k, v = (t.take() for t in (q, k, v)) if type(q) is Container else (q, k, v)
+        return function(q, k, v, *args, **kwargs) if override is None else override(function, q, k, v, *args, **kwargs)
+
+    return wrapper
+
+
+optimized_attention = as_wrapped_by_a_current_core(like_sage)
+
+
+def doubled(q, k, v, heads, mask=None, **kwargs):
+    return core.attention_pytorch(q.take(), k.take(), v.take(), heads, mask=mask) * 2
+
+
+def test_layer_that_prefers_a_function_has_it_in_its_graph_and_others_call_that_of_the_flag():
+    tiny = _unet()
+    layers = [part for part in tiny.model.model.modules() if type(part) is core.CrossAttention]
+    for layer in layers:
+        layer.__class__, layer.comfy_attention = Asking, Preferred()
+    plain = tiny.assert_same()
+    compiled = graphs()
+    tiny.assert_same(functools.partial(overridden, override=halved))
+    for layer in layers[: len(layers) // 2]:
+        layer.comfy_attention.function = doubled
+    image = tiny.assert_same()
+    assert not torch.equal(image, plain) and graphs() > compiled
+    tiny.assert_same(functools.partial(overridden, override=halved))
 
 
 def test_override_that_gives_something_else_than_attention_runs_with_uncompiled_blocks():

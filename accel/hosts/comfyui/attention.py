@@ -45,6 +45,12 @@ _SIGNATURE = "(Tensor q, Tensor k, Tensor v, Tensor? mask, str place, str how) -
 _SIGNATURE_OF_REPLACED = "(Tensor q, Tensor k, Tensor v, str name, str how) -> Tensor"
 _MASK = "its mask"
 
+_PREFERRED = "function"
+"""What a checkpoint asks of a layer: an attribute of the module that its block gives as `preferred_attention`."""
+
+_NOT_WRITTEN = ("transformer_options", "preferred_attention")
+"""Arguments that the operator does not get: the options are those of each call, and no function is preferred."""
+
 _call = threading.local()
 """options: the per-call dict of the block that this thread calls."""
 
@@ -132,7 +138,12 @@ def _replacing(name: str, options: dict[str, Any]) -> Callable:
 
 
 class Ignored(frozenset):
-    """(module, global) pairs, and those of functions that graphs look up in each call."""
+    """(module, global) pairs, and those of functions that graphs look up in each call.
+
+    reads: what stand-ins for such functions read of their arguments.
+    """
+
+    reads = frozenset({_PREFERRED, "peek", "take"})
 
     def __contains__(self, pair: object) -> bool:
         return super().__contains__(pair) or is_opaque(*pair)
@@ -179,13 +190,18 @@ def _is_traced(function: Callable, among: Sequence[str] = _TRACED) -> bool:
 def _stand_in(place: str, function: Callable, is_opaque: bool) -> Callable:
     def attention(q, k, v, *args, **kwargs):
         options = kwargs.get("transformer_options")
-        if not is_opaque and (options is None or options.get(OVERRIDE) is None):
+        is_overridden = options is not None and options.get(OVERRIDE) is not None
+        preferred = getattr(kwargs.get("preferred_attention"), _PREFERRED, None)
+        if not is_overridden and not is_opaque:
             return function(q, k, v, *args, **kwargs)
         if not torch.compiler.is_dynamo_compiling() and not _has_no_values(q):
             return function(q, k, v, *args, **kwargs)
+        if not is_overridden and preferred is not None:  # as core calls it, past a function that is not traced
+            given = {name: item for name, item in kwargs.items() if name != "preferred_attention"}
+            return preferred(q, k, v, *args, _inside_attn_wrapper=True, **given)
         if hasattr(q, "peek"):  # core's containers of tensors that may be freed early
             q, k, v = q.take(), k.take(), v.take()
-        given, named = list(args), {name: item for name, item in kwargs.items() if name != "transformer_options"}
+        given, named = list(args), {name: item for name, item in kwargs.items() if name not in _NOT_WRITTEN}
         mask = given[1] if len(given) > 1 else named.get("mask")
         if mask is not None:
             if len(given) > 1:
