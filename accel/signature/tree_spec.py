@@ -26,6 +26,10 @@ CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch
 _VALUES = (float, str, torch.Size)
 
 
+STAND_INS: dict[str, Callable[[types.FunctionType], Any]] = {}
+"""By module, for functions among the arguments: the constant that a graph gets in place of one; None for none."""
+
+
 class UnsupportedArgument(TypeError):
     """An argument that a graph over tensors cannot take."""
 
@@ -66,7 +70,10 @@ def flatten(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], A
     if fields is not None and all(hasattr(value, name) for name in fields) and _has_no_more(value, fields):
         return ("object", cls, *[(name, _flatten_field(getattr(value, name), tensors, replace)) for name in fields])
     if isinstance(value, types.FunctionType):
-        raise UnsupportedArgument("a function")
+        stand_in = STAND_INS.get(value.__module__, lambda function: None)(value)
+        if stand_in is None:
+            raise UnsupportedArgument("a function")
+        return flatten(stand_in, tensors)
     raise UnsupportedArgument(f"an argument of type {cls.__module__}.{cls.__qualname__}")
 
 

@@ -140,7 +140,7 @@ class Preferred(torch.nn.Module):
 class Asking(core.CrossAttention):
     """Gives it to the attention function, in containers that may free a tensor early."""
 
-    def forward(self, x, context=None, value=None, mask=None, transformer_options={}):
+    def forward(self, x, context=None, value=None, mask=None, transformer_options=None):
         context = x if context is None else context
         given = self.to_q(x), self.to_k(context), self.to_v(context if value is None else value)
         asked = {"preferred_attention": self.comfy_attention, "transformer_options": transformer_options}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from comfy_accel.accel.signature.tensors import dense, share_memory
-from comfy_accel.accel.signature.tree_spec import UnsupportedArgument, flatten, rebuild, without_values
+from comfy_accel.accel.signature.tree_spec import STAND_INS, UnsupportedArgument, flatten, rebuild, without_values
 
 
 def test_rebuild_is_the_inverse_of_flatten():
@@ -122,3 +122,15 @@ class Flag(int):
 def test_object_of_which_not_all_can_be_told_is_refused_with_its_type(value, said):
     with pytest.raises(UnsupportedArgument, match=said):
         flatten((value,), [])
+
+
+def test_function_that_a_host_has_a_constant_for_is_that_constant(monkeypatch):
+    def known():
+        """Of this module."""
+
+    with pytest.raises(UnsupportedArgument, match="a function"):
+        flatten([known], [])
+    monkeypatch.setitem(STAND_INS, __name__, {known: "known"}.get)
+    assert rebuild(flatten([known], []), []) == ["known"]
+    with pytest.raises(UnsupportedArgument, match="a function"):
+        flatten([lambda: None], [])

@@ -26,10 +26,13 @@ import torch
 from ...core import torch_internals
 from ...core.reasons import Reason, RunEagerly
 from ...kernels.operators import define
-from ...signature.tree_spec import RunsOthersCode
+from ...signature.tree_spec import STAND_INS, RunsOthersCode
 
 OVERRIDE = "optimized_attention_override"
 """The per-call option."""
+
+_CORE = "comfy.ldm.modules.attention"
+"""The module that core's own attention functions are in."""
 
 _NAMES = ("optimized_attention", "optimized_attention_masked")
 _TRACED = ("attention_pytorch", "attention_basic")
@@ -78,6 +81,39 @@ def begin(options: dict[str, Any] | None) -> None:
 def begun() -> dict[str, Any] | None:
     """The options of the last such call."""
     return getattr(_call, "options", None)
+
+
+class Passed:
+    """What a block gets in place of a function of core's that it is given to call, as text encoders' attention is.
+
+    name: of the function. Plain, as `Replacement`.
+    """
+
+    is_constant_argument = True
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return _by_operator(f"{_CORE}:{self.name}", q, k, v, args, kwargs)
+
+
+_passed = functools.lru_cache(Passed)
+"""One for each name: they are compared by identity."""
+
+
+def _named(function: types.FunctionType) -> Passed | None:
+    """For a function that core's module has under its name; None for another."""
+    if vars(sys.modules[_CORE]).get(function.__name__) is not function:
+        return None
+    _define()
+    return _passed(function.__name__)
+
+
+STAND_INS[_CORE] = _named
 
 
 def is_opaque(module: str | None, name: str) -> bool:
@@ -182,7 +218,7 @@ def _places() -> Iterator[tuple[Any, str, Callable]]:
 
 
 def _is_traced(function: Callable, among: Sequence[str] = _TRACED) -> bool:
-    core = vars(sys.modules["comfy.ldm.modules.attention"])
+    core = vars(sys.modules[_CORE])
     function = getattr(function, "stands_for", function)  # another thread may be tracing
     return any(function is core.get(name) for name in among)
 
@@ -201,19 +237,25 @@ def _stand_in(place: str, function: Callable, is_opaque: bool) -> Callable:
             return preferred(q, k, v, *args, _inside_attn_wrapper=True, **given)
         if hasattr(q, "peek"):  # core's containers of tensors that may be freed early
             q, k, v = q.take(), k.take(), v.take()
-        given, named = list(args), {name: item for name, item in kwargs.items() if name not in _NOT_WRITTEN}
-        mask = given[1] if len(given) > 1 else named.get("mask")
-        if mask is not None:
-            if len(given) > 1:
-                given[1] = _MASK
-            else:
-                named["mask"] = _MASK
-        if options is not None:  # of the call are others than those that stand for them here
-            options = {name: item for name, item in options.items() if name not in _SIMPLIFIED}
-        return torch.ops.accel.attention_of_the_host(q, k, v, mask, place, _written(given, named, options))
+        return _by_operator(place, q, k, v, args, kwargs)
 
     attention.stands_for = function
     return attention
+
+
+def _by_operator(place: str, q: Any, k: Any, v: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Call the function at the place by the operator, in code that is traced. args: those after the tensors."""
+    given, named = list(args), {name: item for name, item in kwargs.items() if name not in _NOT_WRITTEN}
+    options = kwargs.get("transformer_options")
+    mask = given[1] if len(given) > 1 else named.get("mask")
+    if mask is not None:
+        if len(given) > 1:
+            given[1] = _MASK
+        else:
+            named["mask"] = _MASK
+    if options is not None:  # of the call are others than those that stand for them here
+        options = {name: item for name, item in options.items() if name not in _SIMPLIFIED}
+    return torch.ops.accel.attention_of_the_host(q, k, v, mask, place, _written(given, named, options))
 
 
 def _has_no_values(tensor: Any) -> bool:

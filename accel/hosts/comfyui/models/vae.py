@@ -24,6 +24,7 @@ from ....store.graph_store import attach
 from ..home import running_home
 from ..progress import CompileProgress
 from ..versions import leading_node
+from ..views import as_view
 from .accelerate import block_layers, count_kinds
 from .streamed import clone_for_compiling, stays_in_place
 
@@ -43,46 +44,14 @@ def vae_view(
     A view of a view replaces it: the last node counts.
     made_by: the class of the node that shows compile progress.
     """
-    base = getattr(type(vae), "_accel_base", type(vae))
     view = copy.copy(vae)
-    view.__class__ = _view_class(base)
     if policy.compiled != SKIP:
         attach(cache, running_home)
         if stays_in_place(view, cache):
             # The view uses its patcher's model, as core's own node for another device does.
             view.patcher = clone_for_compiling(view.patcher, cache)
             view.first_stage_model = view.patcher.model
-    view._accel = _Around(policy, settings or CompileSettings(), cache, made_by)
-    return view
-
-
-@functools.lru_cache(maxsize=16)
-def _view_class(base: type) -> type:
-    """A subclass of the VAE's class that makes every call under the view's policy.
-
-    Nested calls of one view (core falls back to tiles by itself) stay under the outer one.
-    """
-
-    def under_policy(name: str, method: Callable) -> Callable:
-        # The caller may be compiled; this must not become part of its graph.
-        @torch.compiler.disable
-        @functools.wraps(method)
-        def call(self, *args, **kwargs):
-            if self.__dict__.get("_accel_active"):
-                return method(self, *args, **kwargs)
-            self._accel_active = True
-            try:
-                with self._accel.call(self, name, args, kwargs):
-                    return method(self, *args, **kwargs)
-            finally:
-                self.__dict__.pop("_accel_active", None)  # pop: another thread may have made a call too
-
-        return call
-
-    names = [name for name in dir(base) if name.startswith(_CALLS) and callable(getattr(base, name))]
-    calls = {name: under_policy(name, getattr(base, name)) for name in names}
-    named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (base,), {"_accel_base": base, **named, **calls})
+    return as_view(view, _CALLS, _Around(policy, settings or CompileSettings(), cache, made_by))
 
 
 class _Around:

@@ -1,0 +1,58 @@
+"""Views of objects that core runs by their methods (a VAE, a CLIP): certain calls of a view are made in a context."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+
+class Around(Protocol):
+    """What makes the contexts. Deep copies of a view have what its `__deepcopy__` gives."""
+
+    def call(self, view: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> AbstractContextManager:
+        """The context for one call of the view's method `name` with these arguments."""
+
+
+def as_view(copied: Any, prefixes: tuple[str, ...], around: Around) -> Any:
+    """The object, a copy of another, as a view: calls of its methods whose names begin so are made in the contexts.
+
+    It stays an instance of its class. A view of a view replaces it; a view's clones are views.
+    """
+    copied.__class__ = _view_class(getattr(type(copied), "_accel_base", type(copied)), prefixes)
+    copied._accel = around
+    return copied
+
+
+@functools.lru_cache(maxsize=16)
+def _view_class(base: type, prefixes: tuple[str, ...]) -> type:
+    """A subclass of the class. Nested calls of one view (a VAE falls back to tiles by itself) stay under the outer."""
+
+    def inside(name: str, method: Callable) -> Callable:
+        # The caller may be compiled; this must not become part of its graph.
+        @torch.compiler.disable
+        @functools.wraps(method)
+        def call(self, *args, **kwargs):
+            if self.__dict__.get("_accel_active"):
+                return method(self, *args, **kwargs)
+            self._accel_active = True
+            try:
+                with self._accel.call(self, name, args, kwargs):
+                    return method(self, *args, **kwargs)
+            finally:
+                self.__dict__.pop("_accel_active", None)  # pop: another thread may have made a call too
+
+        return call
+
+    def clone(self, *args, **kwargs):
+        return as_view(base.clone(self, *args, **kwargs), prefixes, self._accel)
+
+    names = [name for name in dir(base) if name.startswith(prefixes) and callable(getattr(base, name))]
+    calls = {name: inside(name, getattr(base, name)) for name in names}
+    if hasattr(base, "clone"):
+        calls["clone"] = functools.wraps(base.clone)(clone)
+    named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (base,), {"_accel_base": base, **named, **calls})
