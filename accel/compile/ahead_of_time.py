@@ -48,6 +48,7 @@ def artifact_of(
     check = compiled._artifacts.guard_manager.check
     cells = compiled.prepare_f_locals()
     call = compiled.fn
+    generated_code.ask_sizes_directly(call.__globals__)
 
     def guards(tensors: Sequence[torch.Tensor]) -> bool:
         return check({**cells, "tensors": tuple(tensors)})

@@ -128,6 +128,7 @@ def _artifact(
     def run(tensors: Sequence[torch.Tensor]) -> Any:
         return call(*tensors)
 
+    generated_code.ask_sizes_directly(call.__globals__)
     release = functools.partial(generated_code.release, call.__globals__, modules)
     return Artifact(run, check, nbytes, save, release)
 
