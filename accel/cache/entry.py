@@ -68,6 +68,13 @@ class Entry:
         """
         return self._benchmarks.setdefault(id(graph), Benchmarks()).of(inputs, captured)
 
+    def may_run(self, graph: CompiledGraph, benchmark: Benchmark | None) -> bool:
+        """Whether calls that were compared by this benchmark may still run with the graph."""
+        if self.failure is not None or graph not in self.graphs:
+            return False
+        known = self._benchmarks.get(id(graph))
+        return benchmark is None or known is None or benchmark.wrong or not known.is_wrong
+
     def drop(self, graph: CompiledGraph) -> None:
         """Remove one graph and its benchmarks."""
         self.graphs[:] = [kept for kept in self.graphs if kept is not graph]

@@ -58,7 +58,9 @@ class GraphCache:
         self.evictions = 0
         """Entries evicted so far, for whatever reason."""
         self.generation = 0
-        """Grows whenever a graph is dropped, so that whoever references graphs knows to look them up again."""
+        """Grows whenever a compiled graph is dropped, so that whoever references some looks them up again."""
+        self.keepers: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Who keeps references to compiled graphs beyond a run: they are cleared (`clear`) when one is dropped."""
         self.store: Any = None
         """The `GraphStore` that keeps graphs from one process to the next; None keeps none."""
         self.captures: Any = None
@@ -205,7 +207,7 @@ class GraphCache:
         """Drop one graph of an entry; the next call that it would fit gets a new one."""
         with self._lock:
             entry.drop(graph)
-            self.generation += 1
+            self._have_forgotten()
 
     def _enter(self, key: Hashable, name: str, lease: Lease | None, is_capture: bool) -> Entry:
         with self._lock:
@@ -326,8 +328,14 @@ class GraphCache:
             lease.count(entry)
         self._evicted_hits += entry.calls
         self.evictions += 1
-        self.generation += 1
+        if not entry.is_capture:
+            self._have_forgotten()
         return True
+
+    def _have_forgotten(self) -> None:
+        self.generation += 1
+        for keeper in list(self.keepers):
+            keeper.clear()
 
     def _shrink(self, keep: set[Hashable] | tuple[()]) -> None:
         # Captured calls first: each costs a few steps to make again, compiling costs minutes. What they share is

@@ -130,6 +130,11 @@ class Benchmarks:
         wrong = next((benchmark for benchmark in self.all() if benchmark.wrong), None)
         return wrong or self._by_size.setdefault((order_of_size(inputs), captured), Benchmark())
 
+    @property
+    def is_wrong(self) -> bool:
+        """Whether one of them found the graph wrong."""
+        return any(benchmark.wrong for benchmark in self.all())
+
     def all(self) -> list[Benchmark]:
         return list(self._by_size.values())
 

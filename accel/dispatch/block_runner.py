@@ -29,7 +29,7 @@ from ..signature.tensors import dense, share_memory
 from .batch_dry_run import BatchDryRun
 from .block_observer import BlockObserver
 from .current_code import CurrentCode
-from .inline_cache import InlineCache
+from .inline_cache import InlineCache, KnownCalls
 from .lora import AddedWeights, with_added
 from .resolver import GraphResolver, ResolvedGraph
 
@@ -83,7 +83,8 @@ class BlockRunner:
         is_read = wraps is not None and wraps.adds
         self._lora = AddedWeights(region.block, kind.tensors, wraps) if is_read else None
         self._calls_layers = region.calls_layers
-        self._inline = InlineCache(cache, self._weights, simplify_options)
+        known = KnownCalls.of(region, cache, settings, type(self._weights))
+        self._inline = InlineCache(cache, self._weights, simplify_options, known, lease)
         self.eager_calls = 0
         """Calls that ran without a graph."""
         self.observer: BlockObserver | None = None
@@ -129,7 +130,7 @@ class BlockRunner:
         if self._calls_layers:
             opaque_layers.begin(self._region.block)
         if self._lora is None or self._are_bare():
-            hit = self._inline.match(args, kwargs)
+            hit = self._inline.match(args, kwargs) or self._inline.wake(args, kwargs, self._is_captured)
             if hit is not None:
                 guarded, tensors = hit
                 resolved, counter = guarded.resolved, guarded.counter
@@ -155,6 +156,11 @@ class BlockRunner:
             return other(inner, *args, **kwargs)
         finally:
             self.eager_calls += other.eager_calls - before
+
+    @property
+    def _is_captured(self) -> bool:
+        """Whether the call is one of those that will be captured."""
+        return self.observer is not None and self.observer.may_capture
 
     def _are_bare(self) -> bool:
         """Whether nothing is added to the weights in this call."""
@@ -209,7 +215,7 @@ class BlockRunner:
     def _resolve(self, call: Call) -> ResolvedGraph | None:
         """The graph for the call; None where it runs eagerly. Raises NoGraph."""
         is_capturing = self.observer is not None and self.observer.capturing
-        is_known, resolved = self._inline.find(call, expires=not is_capturing)
+        is_known, resolved = self._inline.find(call, not is_capturing, self._is_captured)
         if is_known:
             return resolved
         if is_capturing:
@@ -320,7 +326,7 @@ class BlockRunner:
             args, kwargs = tree_spec.rebuild(call.spec, copies)
             return call.inner(*args, **kwargs), [copies[index] for index in changes]
 
-        may_capture = self.observer is not None and self.observer.may_capture
+        may_capture = self._is_captured
         out, changed = benchmark.call(compiled, eager, call.device, may_capture, difference)
         for index, tensor in zip(changes, changed, strict=True):
             out = _handed_back(out, tensor, given[index])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,6 @@ from ..core.events import emit, log
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly
 from ..fingerprint.survey import KeptSurveys, Region, Survey, Traceable, survey
-from ..modules import wrapped_layers
 from ..modules.opaque_layers import OpaqueLayer
 from ..modules.streamed_weights import Plain, WeightSource, in_place
 from ..modules.substitution import Layer, Outside
@@ -85,9 +84,12 @@ def survey_model(
 
 def _survey(model: torch.nn.Module, settings: CompileSettings, host: Host, surveys: KeptSurveys | None) -> Survey:
     asked = settings.min_repetitions, host.ignored, host.wraps, host.plain, host.traceable
-    bare = (wrapped_layers.bare(part, host.wraps) for part in model.modules())
-    opaque = tuple(at for at, part in enumerate(bare) if isinstance(part, OpaqueLayer))  # which may change at each load
-    return (surveys or KeptSurveys()).find(model, (asked, opaque), lambda: survey(model, *asked))
+
+    def opaque(parts: Sequence[torch.nn.Module]) -> list[int]:
+        bare = [] if host.wraps is None else map(host.wraps.base, parts)
+        return [at for at, part in enumerate(bare) if isinstance(part, OpaqueLayer)]  # which may change at each load
+
+    return (surveys or KeptSurveys()).find(model, asked, lambda: survey(model, *asked), opaque)
 
 
 def compiled_layers(

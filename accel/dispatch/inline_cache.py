@@ -7,16 +7,19 @@ torch is in, and whether a changed input shares its memory. Other calls are desc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter, getitem
 from typing import Any
 
 import torch
 
+from ..cache.entry import Lease
 from ..cache.graph_cache import GraphCache
 from ..core.reasons import Reason, RunEagerly
 from ..fingerprint.block_call import Call
 from ..fingerprint.kinds import WeightSlots
+from ..fingerprint.survey import Region
 from ..modules.streamed_weights import WeightSource
 from ..signature.argument_guard import ArgumentGuard, tensor_guard
 from ..signature.tensors import extent, is_dense, overlap, pairs
@@ -31,7 +34,10 @@ _MAX_GUARDED = 4
 
 _MISSING: Any = object()
 _MAX_GUARDS_MADE = 8
-"""Guards made for one call shape: some never match, and some shapes take turns."""
+"""Guards made for one call shape in a run: some never match, and some shapes take turns."""
+
+_MOST_ASLEEP = 8
+"""Guards kept from one run to the next."""
 
 _dtype_and_device = attrgetter("dtype", "device")
 
@@ -50,34 +56,88 @@ def _layouts(tensors: Sequence[torch.Tensor]) -> tuple:
     return tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
 
 
-class InlineCache:
-    """The graphs of one block by call; None for a call that runs eagerly.
+class KnownCalls:
+    """What runs have found of one block's calls, for its next runs: they are then guarded from the first one on.
 
-    cache: where the graphs are; this cache is void once a graph leaves it. weights: the block's.
-    replace: as for `ArgumentGuard`.
+    It lasts as long as the block's survey (`Region.known`), and is cleared when a graph leaves the cache: it keeps none
+    alive. Guards ask for all else that may have changed; what a run is refused is asked anew in each.
     """
 
-    def __init__(self, cache: GraphCache, weights: WeightSource, replace: Callable[[dict], Any] | None):
+    def __init__(self, cache: GraphCache):
+        self.entries: dict[tuple, ResolvedGraph] = {}
+        self.guarded: tuple[GuardedCall, ...] = ()
+        cache.keepers.add(self)
+
+    @classmethod
+    def of(cls, region: Region, cache: GraphCache, *how: Hashable) -> KnownCalls:
+        """Those of a block in runs over this cache. how: what else the graphs that run its calls depend on."""
+        found = region.known.get((cache, *how))
+        return found or region.known.setdefault((cache, *how), cls(cache))
+
+    def clear(self) -> None:
+        self.entries.clear()
+        self.guarded = ()
+
+
+class InlineCache:
+    """The graphs of one block by call in one run; None for a call that runs eagerly.
+
+    cache: where the graphs are; this cache is void once a graph leaves it. weights: the block's.
+    replace: as for `ArgumentGuard`. known: of earlier runs. lease: of this one.
+    """
+
+    def __init__(
+        self,
+        cache: GraphCache,
+        weights: WeightSource,
+        replace: Callable[[dict], Any] | None,
+        known: KnownCalls,
+        lease: Lease | None = None,
+    ):
         self._cache = cache
         self._weights = weights
         self._replace = replace
+        self._known, self._lease = known, lease
         self._entries: dict[tuple, ResolvedGraph | None] = {}
         self._verdicts: dict[tuple, Reason] = {}
         self._guarded: tuple[GuardedCall, ...] = ()
+        self._guards_made: Counter[ResolvedGraph] = Counter()
         self._generation = cache.generation
 
     def match(self, args: tuple, kwargs: dict[str, Any]) -> tuple[GuardedCall, Sequence[torch.Tensor]] | None:
         """The guarded call that this one is like, and what its graph takes now; None where there is none."""
-        if self._generation != self._cache.generation:
+        return None if self._generation != self._cache.generation else self._first(self._guarded, args, kwargs)
+
+    def wake(
+        self, args: tuple, kwargs: dict[str, Any], captured: bool
+    ) -> tuple[GuardedCall, Sequence[torch.Tensor]] | None:
+        """The same of a call that earlier runs have guarded, and this one from now on. captured: as in `find`."""
+        if not self._known.guarded or self._generation != self._cache.generation:
             return None
-        for call in self._guarded:
+        asleep = [call for call in self._known.guarded if call not in self._guarded]
+        hit = self._first(asleep, args, kwargs)
+        if hit is None or not self._may_use(hit[0].resolved, captured):
+            return None
+        self._guarded = (hit[0], *self._guarded[: _MAX_GUARDED - 1])
+        return hit
+
+    def _first(
+        self, guarded: Sequence[GuardedCall], args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[GuardedCall, Sequence[torch.Tensor]] | None:
+        for call in guarded:
             try:
-                tensors = call.match(args, kwargs)
+                tensors = call.match(args, kwargs, self._weights)
             except (RunEagerly, UnsupportedArgument):
                 return None  # raised again when the call is described
             if tensors is not None:
                 return call, tensors
         return None
+
+    def _may_use(self, resolved: ResolvedGraph, captured: bool) -> bool:
+        """Whether this run may use what another has found, and would find now; its entry is then leased."""
+        entry = resolved.entry
+        stands = resolved.captured == captured and entry.may_run(resolved.graph, resolved.benchmark)
+        return stands and self._cache.get(entry.key, self._lease) is entry
 
     def verdict(self, call: Call) -> Reason | None:
         """Why calls like this one do without their graph, where that is known before the weights are taken."""
@@ -85,38 +145,51 @@ class InlineCache:
             return None
         return self._verdicts.get(_verdict_key(call))
 
-    def find(self, call: Call, expires: bool) -> tuple[bool, ResolvedGraph | None]:
+    def find(self, call: Call, expires: bool, captured: bool = False) -> tuple[bool, ResolvedGraph | None]:
         """Whether something was added for calls like this one, and what; from then on guards match them.
 
-        expires: after a graph has left the graph cache, nothing is found.
+        expires: after a graph has left the graph cache, nothing is found. captured: the call is one of those that will
+            be captured, for which other times count.
         """
         if expires and self._generation != self._cache.generation:
-            self.clear()
+            self._forget()
             self._generation = self._cache.generation
         key = _key(call)
         resolved = self._entries.get(key, _MISSING)  # another thread may clear them meanwhile
         if resolved is _MISSING:
-            return False, None
+            resolved = self._known.entries.get(key)
+            if resolved is None or not self._may_use(resolved, captured):
+                return False, None
+            self._entries[key] = resolved
         if resolved is not None:
             if resolved.verdict is not None:
                 self._verdicts[_verdict_key(call)] = resolved.verdict
-            elif not resolved.is_compared and resolved.guards_made < _MAX_GUARDS_MADE:
-                resolved.guards_made += 1
+            elif not resolved.is_compared and self._guards_made[resolved] < _MAX_GUARDS_MADE:
+                self._guards_made[resolved] += 1
                 guarded = GuardedCall(call, self._weights, self._replace, resolved)
                 self._guarded = (guarded, *self._guarded[: _MAX_GUARDED - 1])
+                if self._generation == self._cache.generation:
+                    self._known.guarded = (guarded, *self._known.guarded[: _MOST_ASLEEP - 1])
         return True, resolved
 
     def add(self, call: Call, resolved: ResolvedGraph | None) -> None:
         """Run calls like this one with the graph from now on; None runs them eagerly."""
         if len(self._entries) >= _MAX_ENTRIES:
             self.clear()
-        self._entries[_key(call)] = resolved
+        key = _key(call)
+        self._entries[key] = resolved
         if resolved is not None:
             self._generation = self._cache.generation  # making room for it may have dropped others
+            if len(self._known.entries) < _MAX_ENTRIES:
+                self._known.entries[key] = resolved
             if resolved.verdict is not None:
                 self._verdicts[_verdict_key(call)] = resolved.verdict
 
     def clear(self) -> None:
+        self._forget()
+        self._known.clear()
+
+    def _forget(self) -> None:
         self._entries.clear()
         self._verdicts.clear()
         self._guarded = ()
@@ -134,7 +207,6 @@ class GuardedCall:
         args, kwargs, inputs = call.args, call.kwargs, call.given
         self.resolved, self.counter = resolved, resolved.counter
         self._arguments = ArgumentGuard(args, kwargs, call.spec, inputs, replace)
-        self._take = source.take
         # As WeightSlots.take reads them, but without a call and a list for it.
         is_direct = type(source) is WeightSlots and not source.forms
         self._holders, self._names = (source.holders, source.names) if is_direct else (None, ())
@@ -149,8 +221,9 @@ class GuardedCall:
         self._is_whole = not self._strided and len(given) == len(inputs)
         self._is_plain = self._is_whole and not self._changed
 
-    def match(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
-        """What the graph takes in this call; None where the call may need another graph.
+    def match(self, args: tuple, kwargs: dict[str, Any], source: WeightSource) -> Sequence[torch.Tensor] | None:
+        """What the graph takes in this call; None where the call may need another graph. source: as it was, or another
+        of the same class for the same block.
 
         Raises `RunEagerly` where the host's options say so or a weight is stored otherwise, and what
         `tree_spec.flatten` does.
@@ -159,7 +232,7 @@ class GuardedCall:
         if given is None:
             return None
         holders = self._holders
-        tensors = (*(self._take(given) if holders is None else map(getitem, holders, self._names)), *given)
+        tensors = (*(source.take(given) if holders is None else map(getitem, holders, self._names)), *given)
         if not self._check(*tensors) or (self._wants_gradients and torch.is_grad_enabled()):
             return None
         if self._is_plain:

@@ -29,13 +29,13 @@ class ResolvedGraph:
     """The graph that runs calls of one shape.
 
     benchmark: compares it with the block at this size; None where nobody asked for that.
-    guards_made: how often the inline cache guarded such a call.
+    captured: the call was one of those that will be captured.
     """
 
     entry: Entry
     graph: CompiledGraph
     benchmark: Benchmark | None
-    guards_made: int = 0
+    captured: bool = False
 
     @property
     def is_compared(self) -> bool:
@@ -87,11 +87,11 @@ class GraphResolver:
                 self._lease,
                 lambda: maker.load(call),
             )
+            captured = observer is not None and observer.may_capture
             is_compared = self._is_measured or torch_internals.is_untried()
             if not is_compared or tree_spec.runs_others_code(call.spec):
-                return ResolvedGraph(entry, graph, None)
-            may_capture = observer is not None and observer.may_capture
-            return ResolvedGraph(entry, graph, entry.benchmark(graph, call.inputs, may_capture))
+                return ResolvedGraph(entry, graph, None, captured)
+            return ResolvedGraph(entry, graph, entry.benchmark(graph, call.inputs, captured), captured)
         except torch.OutOfMemoryError as error:
             reason = Reason("compile_out_of_memory", error=one_line(error))
         raise NoGraph(call.key, reason)  # outside of the handler, whose exception would keep the compiler's tensors

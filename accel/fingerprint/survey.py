@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,7 @@ class Region:
     notes: where the block's settings were found. read: those that its code reads, as `kinds.template_of` takes them.
     wrapped: where other programs have wrapped its forward.
     codes: of every function that its survey has read. numbers: the block's own, as `Kind.numbers` names them.
+    known: what its runs have found of its calls, for the next ones (`inline_cache.KnownCalls`).
     """
 
     path: str
@@ -62,6 +63,7 @@ class Region:
     read: Read | None = field(default=None, compare=False, repr=False)
     wrapped: WrappedForward | None = field(default=None, compare=False, repr=False)
     numbers: tuple[int, ...] = ()
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def tracing(self) -> Callable[[], AbstractContextManager[None]]:
@@ -102,7 +104,7 @@ class Survey:
     around: tuple[torch.nn.Module, ...]
     layout: LayoutSnapshot | None = None
 
-    @property
+    @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:
         return tuple(dict.fromkeys(region.kind for region in self.regions))
 
@@ -145,18 +147,27 @@ class KeptSurveys:
             found = model.__dict__[_SLOT] = cls()
         return found
 
-    def find(self, model: torch.nn.Module, asked: Any, look: Callable[[], Survey]) -> Survey:
-        """The survey of the model as it is now, made by `look` where none is kept. asked: what it is made with."""
+    def find(
+        self,
+        model: torch.nn.Module,
+        asked: Any,
+        look: Callable[[], Survey],
+        state: Callable[[Sequence[torch.nn.Module]], Any] = lambda parts: None,
+    ) -> Survey:
+        """The survey of the model as it is now, made by `look` where none is kept.
+
+        asked: what it is made with. state: what else it rests on, of the modules in the model.
+        """
         if self._kept:
             _, newest = self._kept[0]
             drop_restored_forwards((model, *newest.layout.parts))
         there = [(of, kept) for of, kept in self._kept if kept.layout.is_current(model)]
         for of, kept in there:
-            if of == asked and kept.stands:
+            if of == (asked, state(kept.layout.parts)) and kept.stands:
                 return kept
         made = look()
         if made.layout is not None:
-            there.insert(0, (asked, made))
+            there.insert(0, ((asked, state(made.layout.parts)), made))
         self._kept = tuple(there[:_MOST_KEPT])
         return made
 

@@ -25,6 +25,7 @@ _ABSENT = object()
 
 _address = torch.Tensor.data_ptr
 _dtype_and_shape = operator.attrgetter("dtype", "shape")
+_training = operator.attrgetter("training")
 
 
 class AttributeSnapshot:
@@ -110,16 +111,16 @@ class LayoutSnapshot:
         weights = self._weights()
         inner = [stored_form.plain([weights[at]], [form], with_factors=False) for at, form in self._forms]
         tensors = [weight for weight in (*weights, *chain.from_iterable(inner)) if weight is not None]
-        first: dict[int, int] = {}
+        ids = list(map(id, tensors))
         return (
             list(map(len, self._named)),
             list(chain.from_iterable(self._named)),
-            [part.__dict__["training"] for part in self.parts],
+            list(map(_training, self.parts)),
             [[name for name in attributes if name != "forward"] for attributes, _ in self._hosts],
             list(map(type, weights)),
             list(map(_dtype_and_shape, tensors)),
             list(map(torch.Tensor.stride, tensors)),
-            [first.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)],  # which are one tensor
+            [ids.index(one) for one in ids] if len(set(ids)) < len(ids) else [],  # which are one tensor
         )
 
 

@@ -7,9 +7,12 @@ import kit.blocks
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
+from comfy_accel.accel.dispatch.block_observer import BlockObserver
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.signature import argument_guard
 from kit.blocks import Block as Layers
 from kit.blocks import reasons
@@ -262,3 +265,110 @@ def test_many_variants_of_calls_take_turns():
             x = torch.randn(rows, 4)
             assert torch.equal(stand_in(block.forward, x), block(x))
     assert len(stand_in._inline._guarded) == 4
+
+
+class Runs:
+    """Runs of one block over one survey of it, each with a stand-in and a lease of its own."""
+
+    def __init__(self, block, **settings):
+        self.block, self.cache, self.settings = block, GraphCache(), CompileSettings(backend="eager", **settings)
+        self.region, *_ = survey(kit.blocks.model_of(block)).regions
+
+    def begin(self):
+        self.lease = self.cache.begin_lease()
+        return Counting(self.region, self.cache, self.settings, lease=self.lease)
+
+    @property
+    def entry(self):
+        return self.cache.get(self.cache.keys()[0])
+
+    def first_call_is_matched(self, *args, **kwargs):
+        stand_in = self.begin()
+        torch.testing.assert_close(stand_in(self.block.forward, *args, **kwargs), self.block(*args, **kwargs))
+        return not stand_in.unmatched
+
+
+def after_a_run(*args, calls=4, **settings):
+    runs = Runs(Block(), **settings)
+    stand_in = runs.begin()
+    for _ in range(calls):
+        stand_in(runs.block.forward, *args)
+    runs.cache.end_lease(runs.lease)
+    return runs
+
+
+def test_first_call_of_the_next_run_is_matched_and_its_graph_leased():
+    x = torch.randn(2, 4)
+    runs = after_a_run(x)
+    assert runs.first_call_is_matched(x)
+    assert list(runs.lease.keys) == runs.cache.keys()
+    runs.cache.end_lease(runs.lease)
+    assert runs.lease.calls == 1
+    assert not runs.first_call_is_matched(torch.randn(3, 4))
+    assert runs.first_call_is_matched(x) and runs.cache.statistics()["compilations"] == 1
+
+
+def test_run_of_one_call_is_enough_for_the_second_to_guard_it():
+    x = torch.randn(2, 4)
+    runs = after_a_run(x, calls=1)
+    assert [runs.first_call_is_matched(x) for _ in range(3)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    "change", [cast, replaced_by_another_type, given_other_strides, made_a_class_of_its_own], ids=lambda f: f.__name__
+)
+def test_first_call_with_other_weights_is_not_matched(change):
+    x = torch.randn(2, 4)
+    runs = after_a_run(x)
+    change(runs.block)
+    assert not runs.first_call_is_matched(x)
+
+
+def test_run_with_other_settings_or_another_cache_knows_nothing():
+    x = torch.randn(2, 4)
+    runs = after_a_run(x)
+    runs.settings = CompileSettings(backend="eager", any_size=False)
+    assert not runs.first_call_is_matched(x)
+    runs.settings, runs.cache = CompileSettings(backend="eager"), GraphCache()
+    assert not runs.first_call_is_matched(x)
+
+
+def test_between_runs_no_graph_is_kept_that_left_the_cache():
+    x = torch.randn(2, 4)
+    runs = after_a_run(x)
+    graph = weakref.ref(runs.entry.graphs[0])
+    runs.cache.clear()
+    gc.collect()
+    assert graph() is None
+    assert not runs.first_call_is_matched(x) and runs.cache.statistics()["compilations"] == 2
+
+
+def test_capture_that_leaves_the_cache_makes_nobody_look_graphs_up_again():
+    x = torch.randn(2, 4)
+    runs = after_a_run(x)
+    graph = runs.entry.graphs[0]
+    runs.cache.find("a capture", "M", lambda graph: False, lambda: graph, action="capture")
+    assert runs.cache.evict("a capture") and runs.first_call_is_matched(x)
+
+
+def test_graph_that_failed_in_another_block_is_not_run():
+    x = torch.randn(2, 4)
+    runs = after_a_run(x)
+    runs.entry.mark_failed(Reason("compile_failed", error="simulated"))
+    assert not runs.first_call_is_matched(x)
+    assert reasons() == ["simulated"]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_comparison_counts_where_it_was_made_and_unless_another_found_the_graph_wrong(captured):
+    x = torch.randn(2, 4)
+    runs = after_a_run(x, calls=1, measured=True)
+    benchmark = runs.entry.benchmark(runs.entry.graphs[0], [x])
+    benchmark.done, benchmark.verdict = True, None  # whatever the clock said
+    assert not runs.first_call_is_matched(x) and runs.first_call_is_matched(x)
+    stand_in = runs.begin()
+    stand_in.observer = BlockObserver(may_capture=captured)
+    stand_in(runs.block.forward, x)
+    assert stand_in.unmatched == captured
+    runs.entry.benchmark(runs.entry.graphs[0], [torch.randn(64, 4)]).wrong = True
+    assert not runs.first_call_is_matched(x)
