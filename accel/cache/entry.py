@@ -132,14 +132,21 @@ class Lease:
     calls: int = 0
     replays: int = 0
     measured: dict[Benchmark, int] = field(default_factory=dict)
+    _entries: set[Entry] = field(default_factory=set, repr=False)
+
+    def has(self, entry: Entry) -> bool:
+        """Whether the run has found this entry, and it is there still; keys are long, and slow to compare."""
+        return entry in self._entries
 
     def add(self, entry: Entry) -> None:
         """The run has found this entry; does nothing the second time."""
         if entry.key not in self.keys:
             self.keys[entry.key] = entry.calls, entry.calls_by_benchmark
+        self._entries.add(entry)
 
     def count(self, entry: Entry) -> None:
         """Count the entry's calls since `add`, at the end of the run or of the entry. The key stays leased."""
+        self._entries.discard(entry)
         if entry.key not in self.keys:
             return
         calls, by_benchmark = self.keys[entry.key]

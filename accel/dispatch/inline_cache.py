@@ -135,9 +135,10 @@ class InlineCache:
 
     def _may_use(self, resolved: ResolvedGraph, captured: bool) -> bool:
         """Whether this run may use what another has found, and would find now; its entry is then leased."""
-        entry = resolved.entry
-        stands = resolved.captured == captured and entry.may_run(resolved.graph, resolved.benchmark)
-        return stands and self._cache.get(entry.key, self._lease) is entry
+        entry, lease = resolved.entry, self._lease
+        if resolved.captured != captured or not entry.may_run(resolved.graph, resolved.benchmark):
+            return False
+        return (lease is not None and lease.has(entry)) or self._cache.get(entry.key, lease) is entry
 
     def verdict(self, call: Call) -> Reason | None:
         """Why calls like this one do without their graph, where that is known before the weights are taken."""

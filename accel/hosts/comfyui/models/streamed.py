@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import comfy.model_management
@@ -110,6 +111,7 @@ class WaitingLayers:
 
 WRAPS = WaitingLayers()
 
+_WAITS = "prev_comfy_cast_weights"
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -161,9 +163,10 @@ class _Plain:
 def weights_of(region: Region) -> StreamedWeights | None:
     """The source of a block's weights; None where all are in place."""
     how = region.block, region.kind.weights, region.kind.forms
-    if any("_v" in vars(part) for part in region.parts):
+    attributes = list(map(vars, region.parts))
+    if any(map(dict.__contains__, attributes, repeat("_v"))):
         return StreamedWeights(*how)
-    return WaitingWeights(*how) if any(map(_waits, region.parts)) else None
+    return WaitingWeights(*how) if any(map(dict.__contains__, attributes, repeat(_WAITS))) else None
 
 
 class StreamedWeights:
@@ -332,7 +335,7 @@ def _is_prepared(module: torch.nn.Module) -> bool:
 
 def _waits(module: torch.nn.Module) -> bool:
     """Whether the module's weights are copied to the device at each use, in a partly loaded model."""
-    return "prev_comfy_cast_weights" in vars(module)
+    return _WAITS in vars(module)
 
 
 def _functions(module: torch.nn.Module, name: str) -> Sequence[Any]:
