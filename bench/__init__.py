@@ -16,7 +16,7 @@ BENCHES = {
     "vae": "a VAE at twenty sizes, twice: plain, skip, auto, compiled; seconds, graphs and memory of each decoding",
     "gpu": "on a GPU, every contender at every size: steps a second, first images, a session's stalls, memory",
     "kernels": "GPU code of each kind of block, counted in instructions: ours, for one size, core's; needs no card",
-    "overhead": "our own microseconds: a block's stand-in, our wrappers, a replayed call; part by part, with targets",
+    "overhead": "our own microseconds a block and a call, part by part; --images: of an image, beside others",
     "cold": "seconds to compile SD1.5, SDXL and Flux at full depth, beside core's node; overhead a block",
     "diffusers": "a diffusers script's session: plain, compile_repeated_blocks, torch.compile of the whole model, ours",
     "fleet": "real ComfyUIs under a real Ray: a replica killed, cold starts, a shutdown; --simulate: 250 workers",

@@ -10,7 +10,7 @@ from typing import Any
 from tools import command, pack
 from tools.inprocess import boot
 
-from . import report
+from . import overhead_images, report
 
 COLUMNS = ("layout", "part", "us", "per", "target_us", "verdict")
 TARGETS = {
@@ -34,6 +34,11 @@ LATENT_SIDE = 16
 def main(arguments: list[str] | None = None) -> None:
     parser = report.parser("overhead", __doc__)
     parser.add_argument("--layouts", nargs="+", choices=("SD1.5", "SDXL", "Flux"), help="default: all")
+    names = overhead_images.NAMES
+    parser.add_argument("--images", nargs="*", choices=names, help="measure whole images instead; default: all layouts")
+    parser.add_argument("--beside", nargs="+", choices=overhead_images.CONTENDERS, default=overhead_images.CONTENDERS)
+    cases = {case.name: case for case in overhead_images.CASES}
+    parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases))
     options = parser.parse_args(arguments)
     boot(cpu=True)
     pack.load()
@@ -43,6 +48,11 @@ def main(arguments: list[str] | None = None) -> None:
 
     torch.set_num_threads(1)
     rows = []
+    if options.images is not None:
+        for name in options.images or names:
+            rows += overhead_images.measure(name, options.beside, [cases[name] for name in options.cases])
+        print(f"\n{report.table(rows, overhead_images.COLUMNS)}\n\n{overhead_images.LEGEND}")
+        return report.finish(options.json, rows)
     for name in options.layouts or layouts.ALL:
         rows += measure(layouts.ALL[name])
         print(f"{name}: measured", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from kit import tiny_models
 
-from bench import overhead_blocks
+from bench import overhead_blocks, overhead_images
 
 
 @pytest.mark.thorough  # traces two kinds of blocks for a bench alone
@@ -20,3 +20,15 @@ def test_every_part_is_measured(monkeypatch):
     with torch.inference_mode():
         parts, each = overhead_blocks.of_blocks(family.load(torch.float32), image, GraphCache())
     assert {"block", "  stand-in", "  arguments", "    options", "  weights", "  check"} < {*parts} and len(each) > 1
+
+
+@pytest.mark.thorough  # compiles SD1.5 at full depth twice
+def test_images_of_all_contenders_are_told_part_by_part(monkeypatch):
+    monkeypatch.setattr(overhead_images, "LATER", 1)
+    contenders, cases = ["ours", "blocks"], overhead_images.CASES[:2]
+    rows = overhead_images.measure("SD1.5", contenders, cases)
+    assert [(row["contender"], row["case"], row["image"]) for row in rows] == [
+        (contender, case.name, image) for contender in contenders for case in cases for image in (1, 2, 3)
+    ]
+    assert rows[0]["compiled"] and all({*overhead_images.PARTS} < {*row} for row in rows)
+    assert not any(row["compiled"] for row in rows if row["contender"] == "ours" and row["image"] > 1)
