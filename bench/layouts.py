@@ -26,3 +26,5 @@ FLUX_DEV = Family(
 """19 double and 38 single blocks."""
 
 ALL = {family.name: family for family in (SD15, SDXL, FLUX_DEV)}
+
+UNETS = (SD15.name, SDXL.name)

@@ -169,10 +169,13 @@ def measure(name: str, contenders: list[str], cases: list[Case]) -> list[report.
     """The rows of one layout: all contenders' images, one after the other."""
     import torch
 
+    from . import layouts
     from .compilations import counts
 
     layout, rows = Layout(name), []
     cases = [case for case in cases if not case.control or layout.control is not None]
+    if name in layouts.UNETS:  # core's UNets tell their blocks by class, so KJNodes' nodes compile them as a whole
+        contenders = [contender for contender in contenders if contender != "blocks"]
     with torch.inference_mode():
         for contender in contenders:
             with _eagerly(layout, whole=contender == "core") as eager:

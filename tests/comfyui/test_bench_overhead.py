@@ -22,11 +22,12 @@ def test_every_part_is_measured(monkeypatch):
     assert {"block", "  stand-in", "  arguments", "    options", "  weights", "  check"} < {*parts} and len(each) > 1
 
 
-@pytest.mark.thorough  # compiles SD1.5 at full depth twice
+@pytest.mark.thorough  # compiles a model twice for a bench alone
 def test_images_of_all_contenders_are_told_part_by_part(monkeypatch):
     monkeypatch.setattr(overhead_images, "LATER", 1)
+    monkeypatch.setitem(overhead_images.DEPTH, "Wan", {"num_layers": 2})
     contenders, cases = ["ours", "blocks"], overhead_images.CASES[:2]
-    rows = overhead_images.measure("SD1.5", contenders, cases)
+    rows = overhead_images.measure("Wan", contenders, cases)
     assert [(row["contender"], row["case"], row["image"]) for row in rows] == [
         (contender, case.name, image) for contender in contenders for case in cases for image in (1, 2, 3)
     ]
