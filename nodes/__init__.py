@@ -9,6 +9,7 @@ from .deep_cache import AccelDeepCache
 from .report import AccelReport
 from .resolution import AccelResolutionRestore, AccelResolutionSnap, AccelSnapImage, AccelSnapSize
 from .speed_up import AccelSpeedUp
+from .text_encoder import AccelTextEncoder
 from .vae import AccelVAESkipCompile
 from .warm_up import AccelWarmUpGraphs
 
@@ -17,6 +18,7 @@ NODES: list[type[io.ComfyNode]] = [
     AccelModel,
     AccelDeepCache,
     AccelControlNet,
+    AccelTextEncoder,
     AccelVAESkipCompile,
     AccelSnapSize,
     AccelSnapImage,

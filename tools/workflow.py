@@ -15,6 +15,7 @@ PASSED_ON = {
     "AccelSpeedUp": ("model", "vae"),
     "AccelModel": ("model",),
     "AccelDeepCache": ("model",),
+    "AccelTextEncoder": ("clip",),
     "AccelVAESkipCompile": ("vae",),
 }
 """Node class → the inputs that its outputs are in place of."""

@@ -132,6 +132,20 @@ def test_interrupt_in_mid_run_leaves_model_and_cache_clean(client):
     assert client.get("/accel/state")["graph_cache"]["fallbacks"] == []
 
 
+def test_text_encoder_is_compiled_once_for_prompts_of_every_length(client):
+    graph = text_to_image(64, 64, KSampler={"seed": 60, "steps": 1})
+    encodes = [node["inputs"] for node in graph.values() if node["class_type"] == "CLIPTextEncode"]
+    how = {"shapes": "any size", "backend": "eager", "on_trouble": "run eagerly", "check_gain": False}
+    graph["encoder"] = {"class_type": "AccelTextEncoder", "inputs": {"clip": encodes[0]["clip"], **how}}
+    encodes[1]["text"] = "words " * 100
+    for inputs in encodes:
+        inputs["clip"] = ["encoder", 0]
+    assert same(images(client, graph), images(client, workflow.bypass(graph)))
+    rows = [row for row in client.get("/accel/state")["graph_cache"]["table"] if row["name"] == "CLIPLayer"]
+    assert [(row["model"], row["graphs"]) for row in rows] == [("CLIPTextModel", 1)]
+    assert {(used["batch"], used["context"]) for used in rows[0]["used_at"]} == {(1, 77), (2, 77)}
+
+
 def test_two_prompts_queued_at_once_both_come_out_right(server, client):
     graphs = [text_to_image(64, size, KSampler={"seed": 40 + size, "steps": 1}) for size in (64, 72)]
     with ThreadPoolExecutor() as pool:
