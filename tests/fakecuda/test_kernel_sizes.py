@@ -12,7 +12,7 @@ from comfy_accel.accel.core import torch_internals
 from comfy_accel.accel.fingerprint.block_call import Call
 from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
 from comfy_accel.accel.signature import tree_spec
-from kit.interpreted import generated, interpreted
+from kit.interpreted import GraphCall, computed
 
 
 class Scaled(torch.nn.Module):
@@ -110,8 +110,11 @@ def test_indices_are_divided_without_divisions_and_rightly():
     assert "divided0(" in code
     assert not re.search(r"(//|%) \(?ks", code)
     tensors = [torch.randn(size) for size in ((3, 5, 24), (3, 60, 24), (3, 24))]
-    for actual, expected in zip(interpreted(generated, file, *tensors), Joined()(*tensors), strict=True):
-        torch.testing.assert_close(actual, expected)
+    (kernels,) = computed([GraphCall(graph, tensors)])
+    assert kernels.within and kernels.configurations > kernels.kernels
+    for answer in kernels.answers:
+        for actual, expected in zip(answer, Joined()(*tensors), strict=True):
+            torch.testing.assert_close(actual, expected)
     empty = [torch.empty(size, device="cuda") for size in ((0, 7, 24), (0, 30, 24), (0, 24))]
     assert graph.accepts(empty)
     with torch.inference_mode():

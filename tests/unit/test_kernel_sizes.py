@@ -57,5 +57,5 @@ def test_quotients_by_inverses_are_exact(tmp_path):
     file = tmp_path / "kernel.py"
     file.write_text(KERNEL.format(divided=DIVIDED.format(name="divided")), encoding="utf-8")
     calls = [("quotients", (1,), (index, inverse, torch.empty_like(index), by, count)) for by in (1, step)]
-    for by, (_, _, quotients, *_) in zip((1, step), interpreted(kernels, file, calls), strict=True):
+    for by, (_, _, quotients, *_) in zip((1, step), interpreted(kernels, str(file), calls), strict=True):
         assert quotients.tolist() == [index // by // size for index, size in pairs]

@@ -112,3 +112,24 @@ def test_fp8_weights_are_compiled_on_cards_of_each_capability(device, capability
 def test_group_norms_are_our_kernels(device):
     """On a card of capability 12.0."""
     passes({**device, "FAKECUDA_CC": "120"}, "tests/fakecuda/test_group_norm_graphs.py")
+
+
+BLOCKS = "tests/fakecuda/test_block_kernels.py::test_"
+MODELS = "SD1.5", "SDXL", "Flux", "SD3", "Qwen-Image", "wide Wan", "HunyuanVideo", "Lumina2", "LTXV", "LTX 2"
+
+
+def test_kernels_of_a_whole_block_compute_what_it_does_and_wrong_ones_are_found(device):
+    """Wan's, on a card of capability 8.9."""
+    tests = "kernels_compute_what_blocks_do[Wan-bf16]", "wrong_kernels_are_found"
+    passes(with_comfyui(device, FAKECUDA_CC="89"), *(BLOCKS + test for test in tests))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("capability", "dtype"), [("86", "fp16"), ("89", "bf16"), ("90", "fp32"), ("120", "bf16")])
+@pytest.mark.parametrize("model", MODELS)
+def test_kernels_of_all_blocks_of_a_model_compute_what_these_do(device, model, capability, dtype):
+    """Thorough: each takes one to four minutes."""
+    if model == "LTX 2" and not (tree() / "comfy" / "ldm" / "lightricks" / "av_model.py").is_file():
+        pytest.skip("this core has no LTX 2")
+    test = f"{BLOCKS}kernels_compute_what_blocks_do[{model}-{dtype}]"
+    passes(with_comfyui(device, FAKECUDA_CC=capability), test)

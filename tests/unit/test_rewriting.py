@@ -181,7 +181,7 @@ def test_kernels_compute_what_torch_does():
             ("sum_of_planes", None, (x, None, by_channel, None, None)),
         )
     ]
-    answers = iter(interpreted(kernels, KERNELS, calls))
+    answers = iter(interpreted(kernels, str(KERNELS), calls))
     for x, weight, bias, by_channel, by_image in given:
         of = [part.double() for part in (x, weight, bias, by_channel, by_image)]
         exact = (
