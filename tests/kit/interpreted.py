@@ -31,7 +31,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 MARGIN = 1 << 12
-"""Numbers before and after each tensor: more than a program has elements."""
+"""Numbers before and after each tensor: as many as a program of most kernels has elements."""
 
 
 def interpreted(function, *given):
@@ -289,10 +289,12 @@ def _mend():
     interpreter.int = _Whole("int", (), {})
     interpreter._convert_float = functools.partial(_converted, interpreter._convert_float)
     interpreter.ReduceOps.generic_reduce = _reduced
-    # Whether each sum overflows takes half of the time; and the language is patched at each call of a function.
+    # Half of its time goes into asking of each sum whether it overflows, patching the language at each call of a
+    # function, and making the same few shapes anew.
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": interpreter.tl, "core": interpreter.tl.core}))
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+    interpreter.tl.tensor.__init__, interpreter.tl.block_type.__init__ = _make_tensor, _make_type
     load = interpreter.InterpreterBuilder.create_masked_load
 
     def masked_load(self, pointers, mask, other, *rest):
@@ -304,6 +306,29 @@ def _mend():
         return load(self, pointers, mask, other, *rest)
 
     interpreter.InterpreterBuilder.create_masked_load = masked_load
+
+
+@functools.cache
+def _shape(sizes):
+    """For a type and for a tensor, as the interpreter has it; the number of elements, and what it is called."""
+    from triton.language import core
+
+    of_type, of_tensor = core.tuple(sizes), core.tuple([core.constexpr(size) for size in sizes])
+    return of_type, of_tensor, math.prod(sizes), str(of_type)
+
+
+def _make_tensor(self, handle, kind):
+    from triton.language import core
+
+    self.handle, self.type, self.dtype = handle, kind, kind.scalar
+    _, self.shape, count, _ = _shape(tuple(kind.shape) if kind.is_block() else ())
+    self.numel = core.constexpr(count)
+
+
+def _make_type(self, element_ty, shape):
+    self.element_ty = element_ty
+    self.shape, _, self.numel, text = _shape(tuple(getattr(size, "value", size) for size in shape))
+    self.name = f"<{text}, {element_ty}>"
 
 
 def _converted(convert, values, given, wanted, rounding):
