@@ -44,8 +44,10 @@ _WAN = FAMILIES["Wan"].family
 MODELS = {
     **FAMILIES,
     **OTHERS,
-    # Its rows are longer than a program reads at once.
-    "wide Wan": TinyFamily(Family("", "WAN21_T2V", _WAN.config | dict(dim=1280, num_layers=2), 48), VIDEO),
+    # A program reads at most 2048 numbers of a row at once.
+    "wide Wan": TinyFamily(
+        Family("", "WAN21_T2V", _WAN.config | dict(dim=2176, num_heads=17, num_layers=2), 48), VIDEO
+    ),
 }
 
 
@@ -128,6 +130,8 @@ def calls_of(name: str, dtype: str) -> list[BlockCall]:
     model = accelerate(model, CompileSettings(), GraphCache(), graphs=False)
     with mock.patch.object(block_compiler, "compile_block", watched), not_built():
         for height, width, tokens, cfg in RUNS:
+            if name == "HunyuanVideo":  # core takes no odd sides of it
+                height, width = 2 * height, 2 * width
             shapes = (channels, *frames, height, width), *more
             here = dataclasses.replace(family, sizes=(shapes,), tokens=(tokens, tokens), cfg=cfg)
             extras = family.extras(shapes, Noise(0))
@@ -163,7 +167,6 @@ WRONG = {
     "leaves the last one out": (r"xindex < xnumel", "xindex < xnumel - 1"),
     "sums beyond the row": (r"r0_index < r0_numel", "r0_index < R0_BLOCK"),
     "reads the neighbour": (r"tl\.load\(in_ptr0 \+ \(", "tl.load(in_ptr0 + (1 + "),
-    "no mask": (r"xindex < xnumel", "xindex < xnumel + XBLOCK"),
 }
 
 
