@@ -20,10 +20,12 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.hosts.comfyui.models.accelerate import block_layers
+from comfy_accel.accel.hosts.comfyui.text_encoder import accelerate_clip
 from comfy_accel.accel.modules.substitution import Order, substituted
 from comfy_accel.accel.signature.output_check import beyond_rounding
 from kit.compiled import graphs
 from kit.quantised_layers import EAGER, WIDTH, FeedForwards, X, both_ways, plain, saving
+from kit.tiny_encoders import ENCODERS
 
 CODES = torch.arange(-128, 128).to(torch.int8)
 """The number that each byte stands for: a table, as the extension has one for its types IQ4."""
@@ -264,6 +266,23 @@ def test_each_way_of_reading_the_bytes_makes_a_kind_of_its_own():
     assert len(set(kinds)) == len(models) + 1
     # The largest weight's mark is read where memory is estimated alone.
     assert all(len(of_model) == 1 and not of_model[0].opaque for of_model in kinds)
+
+
+def test_text_encoder_of_such_layers_is_compiled_once_for_every_prompt():
+    encoders, random = ENCODERS["Z-Image"], torch.Generator().manual_seed(0)
+    clip = encoders.load(custom_operations=StandIn)
+    for part in clip.cond_stage_model.modules():
+        if isinstance(part, StandInLayer):
+            rows, columns = part.weight.shape
+            data = torch.randint(0x14, (rows, columns // 32 * 34), dtype=torch.uint8, generator=random)
+            of_bytes = StandInTensor(data, tensor_type="by 32", tensor_shape=torch.Size((rows, columns)), patches=[])
+            part.weight = torch.nn.Parameter(of_bytes, False)
+            part.bias = torch.nn.Parameter(torch.zeros(rows), False)
+    fast = accelerate_clip(clip, EAGER, GraphCache())
+    for length in (20, 33):
+        tokens = encoders.tokens(length)
+        assert torch.equal(fast.encode_from_tokens(tokens), clip.encode_from_tokens(tokens))
+    assert graphs() == 1 and fallbacks.rows() == []
 
 
 @pytest.mark.thorough  # compiles with inductor

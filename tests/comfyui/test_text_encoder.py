@@ -60,9 +60,8 @@ def test_prompts_of_every_length_batch_and_weight_are_encoded_alike_by_the_graph
         assert same(encode(fast, name, **prompt), encode(clip, name, **prompt)), prompt
         assert graphs() == GRAPHS[name]
     assert hits(cache) > 0 and fallbacks.rows() == []
-    assert {use["context"] for row in cache.statistics()["table"] for use in row["used_at"]} >= {22, 62} - (
-        {22, 62} if name == "SDXL" else set()
-    )
+    lengths = {77} if all(part.startswith("clip_") for part in ENCODERS[name].configs) else {22, 62}
+    assert {use["context"] for row in cache.statistics()["table"] for use in row["used_at"]} >= lengths
 
 
 def test_prompts_beyond_a_sliding_window_have_one_more_graph_at_most():

@@ -34,10 +34,10 @@ class Encoders:
     model_class: Callable[[], Any]
     configs: Mapping[str, dict[str, Any]]
 
-    def load(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> comfy.sd.CLIP:
-        """Core's CLIP; the same weights for the same seed."""
+    def load(self, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> comfy.sd.CLIP:
+        """Core's CLIP; the same weights for the same seed. options: core's `model_options`."""
         target = type("Target", (), {"params": {}, "clip": self.model_class(), "tokenizer": _NoWords})
-        options = {f"{name}_model_config": config for name, config in self.configs.items()}
+        options |= {f"{name}_model_config": config for name, config in self.configs.items()}
         made = comfy.sd.CLIP(target, model_options={"dtype": dtype, **options})
         randomize(made.cond_stage_model, seed)
         for part in made.cond_stage_model.modules():
