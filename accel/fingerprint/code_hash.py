@@ -410,7 +410,7 @@ class _Function:
         for cls in self.references.classes:
             self.references.add_source_of(cls)
         self.opaque.update((0, "", what) for what in self.references.opaque)
-        self.calls = [call for call in self.references.all_functions() if _is_followed(call)]
+        self.calls = [inner for call in self.references.all_functions() for inner in _followed(call)]
         self.assigned = frozenset((id(scope), name) for name in self.facts.globals_set)
         self.described = repr((reader.describe_function(function), self._names))
         reader.notes.add(self.references.notes)
@@ -641,6 +641,15 @@ def _is_hidden(function: types.FunctionType) -> bool:
 
 def _is_followed(function: types.FunctionType) -> bool:
     return _is_functional(function) or not _is_library(_home(function))
+
+
+def _followed(function: types.FunctionType) -> Iterator[types.FunctionType]:
+    """The function; of a library's, such as `contextlib.contextmanager` makes, those that it wraps."""
+    if _is_followed(function):
+        yield function
+    else:
+        inside = (inner for _, value in _given(function) for inner in _functions_in(value))
+        yield from filter(_is_followed, inside)
 
 
 @functools.lru_cache(maxsize=4096)

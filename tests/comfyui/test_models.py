@@ -68,6 +68,11 @@ models.json. “Not seen” means that it has not been seen to work: it was not 
 and Depth Anything 3 are not sampled. *Wan causal* with ComfyUI's *Sampler AR Video* runs uncompiled, for the same
 images: its blocks write down in a dict what the next frames need. *PiD*'s two pixel blocks run uncompiled, as they hold
 a function around the whole model, and *Trellis2*'s, as they hold a tensor that is no weight.
+
+Newer models were not run; blocks of their shape were, on ComfyUI 0.33 and outside of a model. *Kandinsky 6*'s are
+compiled once for every size. *Qwen-Image 2.1*'s run uncompiled: each call gives them a new function for attention.
+*Prism*'s rotate their tokens 256 at a time, so they get a graph for each of the first four sizes and run uncompiled at
+others.
 """
 
 pytestmark = pytest.mark.usefixtures("own_garbage")

@@ -1,5 +1,6 @@
 """Compiled blocks: right at every size, batch and channel count, from one graph."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -728,8 +729,23 @@ class Entering(nn.Linear):
             return torch.nn.functional.linear(x, weight, self.bias)
 
 
-def test_what_a_with_statement_runs_is_code_that_the_analysis_found():
-    block, reader = fixed(Entering(4, 4)), CodeReader()
+@contextlib.contextmanager
+def held(layer):
+    with Held(layer.weight) as weight:
+        yield weight
+
+
+class Yielding(nn.Linear):
+    """As Kandinsky 6's layers, whose weights a generator holds."""
+
+    def forward(self, x):
+        with held(self) as weight:
+            return torch.nn.functional.linear(x, weight, self.bias)
+
+
+@pytest.mark.parametrize("cls", [Entering, Yielding])
+def test_what_a_with_statement_runs_is_code_that_the_analysis_found(cls):
+    block, reader = fixed(cls(4, 4)), CodeReader()
     describe(block, reader)
     graph, weights = compiled(block, (torch.randn(2, 4),), codes=reader.codes)
     check(graph, weights, block, torch.randn(3, 4))
