@@ -59,7 +59,7 @@ class GraphCache:
         """Entries evicted so far, for whatever reason."""
         self.generation = 0
         """Grows whenever a compiled graph is dropped, so that whoever references some looks them up again."""
-        self.keepers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.keepers: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         """Who keeps references to compiled graphs beyond a run: they are cleared (`clear`) when one is dropped."""
         self.store: Any = None
         """The `GraphStore` that keeps graphs from one process to the next; None keeps none."""
@@ -334,8 +334,9 @@ class GraphCache:
 
     def _have_forgotten(self) -> None:
         self.generation += 1
-        for keeper in list(self.keepers):
-            keeper.clear()
+        for keeper in [known() for known in self.keepers.keyrefs()]:  # other threads add some meanwhile
+            if keeper is not None:
+                keeper.clear()
 
     def _shrink(self, keep: set[Hashable] | tuple[()]) -> None:
         # Captured calls first: each costs a few steps to make again, compiling costs minutes. What they share is

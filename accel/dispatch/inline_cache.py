@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from operator import attrgetter, getitem
+from operator import getitem
 from typing import Any
 
 import torch
@@ -39,12 +39,10 @@ _MAX_GUARDS_MADE = 8
 _MOST_ASLEEP = 8
 """Guards kept from one run to the next."""
 
-_dtype_and_device = attrgetter("dtype", "device")
-
 
 def _key(call: Call) -> tuple:
     """What decides which graph runs a described call."""
-    return call.spec, tuple(map(_dtype_and_device, call.weights)), _layouts(call.inputs)
+    return call.spec, _layouts(call.weights), _layouts(call.inputs)
 
 
 def _verdict_key(call: Call) -> tuple:
@@ -66,7 +64,7 @@ class KnownCalls:
     def __init__(self, cache: GraphCache):
         self.entries: dict[tuple, ResolvedGraph] = {}
         self.guarded: tuple[GuardedCall, ...] = ()
-        cache.keepers.add(self)
+        cache.keepers[self] = None
 
     @classmethod
     def of(cls, region: Region, cache: GraphCache, *how: Hashable) -> KnownCalls:

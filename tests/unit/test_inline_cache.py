@@ -1,6 +1,7 @@
 """Calls of a block that are like earlier ones match, and never where anything about them has changed."""
 
 import gc
+import sys
 import weakref
 
 import kit.blocks
@@ -12,6 +13,7 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
 from comfy_accel.accel.dispatch.block_observer import BlockObserver
 from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.dispatch.inline_cache import KnownCalls
 from comfy_accel.accel.fingerprint.survey import survey
 from comfy_accel.accel.signature import argument_guard
 from kit.blocks import Block as Layers
@@ -324,6 +326,14 @@ def test_first_call_with_other_weights_is_not_matched(change):
     assert not runs.first_call_is_matched(x)
 
 
+def test_first_call_with_weights_of_another_layout_asks_for_their_graph():
+    """What a LoRA adds to stored weights is of another rank in each, which the block's survey does not say."""
+    x = torch.randn(2, 4)
+    runs = after_a_run(x)
+    given_other_strides(runs.block)
+    assert not runs.first_call_is_matched(x) and runs.cache.statistics()["compilations"] == 2
+
+
 def test_run_with_other_settings_or_another_cache_knows_nothing():
     x = torch.randn(2, 4)
     runs = after_a_run(x)
@@ -341,6 +351,23 @@ def test_between_runs_no_graph_is_kept_that_left_the_cache():
     gc.collect()
     assert graph() is None
     assert not runs.first_call_is_matched(x) and runs.cache.statistics()["compilations"] == 2
+
+
+def test_graph_leaves_the_cache_while_another_thread_begins_a_run():
+    x, others = torch.randn(2, 4), []
+    runs = after_a_run(x)
+
+    def another(*_):
+        others.append(KnownCalls(runs.cache))
+        return another
+
+    before = sys.gettrace()
+    sys.settrace(another)
+    try:
+        runs.cache.clear()
+    finally:
+        sys.settrace(before)
+    assert others and not runs.first_call_is_matched(x)
 
 
 def test_capture_that_leaves_the_cache_makes_nobody_look_graphs_up_again():
