@@ -152,7 +152,8 @@ def test_stored_weights_are_cast_in_the_graph(name, dtype):
     assert hits(cache) > 0 and fallbacks.rows() == []
 
 
-def test_encoder_that_is_loaded_in_part_shares_the_graphs(monkeypatch):
+def test_encoder_that_is_loaded_in_part_runs_compiled_with_lora_too(monkeypatch):
+    """With graphs of its own on newer cores, which mark T5's norms only where these are loaded."""
     clip, cache = ENCODERS["Wan"].load(), GraphCache()
     fast = accelerated(clip, cache)
     expected = encode(clip, "Wan")
@@ -169,7 +170,8 @@ def test_encoder_that_is_loaded_in_part_shares_the_graphs(monkeypatch):
         comfy.model_management.unload_all_models()
         ran = hits(cache)
         assert same(encode(clip_with(fast), "Wan"), encode(clip_with(clip), "Wan")) and hits(cache) > ran
-    assert graphs() == compiled
+        assert graphs() in (compiled, 2 * compiled)
+    assert fallbacks.rows() == []
 
 
 @pytest.mark.skipif(stand_in.why_not() is not None, reason=str(stand_in.why_not()))

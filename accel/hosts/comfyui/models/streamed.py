@@ -133,13 +133,10 @@ class _Plain:
                 # The class's own again, as for weights in place, but where they are cast there too (ModelComputeDtype).
                 if not kept.setdefault("comfy_force_cast_weights", False):
                     kept.pop("comfy_cast_weights", None)
+                kept["comfy_patched_weights"] = True
                 for name in ("weight_function", "bias_function"):
                     if all(map(_is_lowvram_patch, kept.get(name, ()))):
                         kept.pop(name, None)
-            if any(
-                value is not None for value in module._parameters.values()
-            ):  # core loads those that it cannot cast too
-                kept["comfy_patched_weights"] = True
             kept["_modules"] = {
                 name: None if child is None else self.of(child) for name, child in module._modules.items()
             }
