@@ -29,6 +29,7 @@ class CodeFacts:
     affixes: those of a code that looks attributes up by name, which it may make of them.
     assigned: the globals and attributes that it sets or deletes.
     globals_set: those of them that are globals of its own module.
+    kept: what it sets that its next call finds: variables of a function around it, and attributes of what these hold.
     mutates: of what it may change the items, as of a list, set or dict: the global variable whose method it calls,
         which may be a module with a function of that name; None for anything else.
     """
@@ -40,6 +41,7 @@ class CodeFacts:
     affixes: frozenset[str]
     assigned: frozenset[str]
     globals_set: frozenset[str]
+    kept: frozenset[str]
     mutates: frozenset[str | None]
 
 
@@ -100,8 +102,25 @@ def _read(code: types.CodeType) -> CodeFacts:
         affixes=affixes.union(*(inner.affixes for inner in nested)),
         assigned=frozenset(_assigned(code, _ASSIGNS)).union(*(inner.assigned for inner in nested)),
         globals_set=frozenset(_assigned(code, _SETS_GLOBALS)).union(*(inner.globals_set for inner in nested)),
+        kept=frozenset(_kept(code)),
         mutates=frozenset(_mutated(code)).union(*(inner.mutates for inner in nested)),
     )
+
+
+def _kept(code: types.CodeType) -> Iterator[str]:
+    if not code.co_freevars:
+        return
+    before = copied = None
+    for step in dis.get_instructions(code):
+        if step.opname == "STORE_DEREF" and step.argval in code.co_freevars:
+            yield step.argval
+        elif step.opname in ("COPY", "DUP_TOP"):  # as for `x.y += 1`
+            copied = before
+        elif step.opname == "STORE_ATTR":
+            holder = copied if before.opname in ("SWAP", "ROT_TWO") and copied else before
+            if holder.opname == "LOAD_DEREF" and holder.argval in code.co_freevars:
+                yield step.argval
+        before = step
 
 
 def _mutated(code: types.CodeType) -> Iterator[str | None]:

@@ -14,7 +14,7 @@ import hashlib
 import os
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import getattr_static
 from typing import Any
@@ -120,6 +120,8 @@ class CodeReader:
         self._active: set[int] = set()
         self.notes = CodeNotes()
         """Everywhere that was looked for code, and for the values that it reads."""
+        self.parts: Collection[int] = ()
+        """The ids of the modules of the block that is being read, which functions may be bound to or close over."""
 
     def snapshot(self) -> CodeSnapshot:
         """All that was read, to be compared with what stands later."""
@@ -217,6 +219,10 @@ class CodeReader:
         attributes = names | self.reads | {string for string in strings if string.isidentifier()}
         read = frozenset().union(*(function.facts.read for function in reached))
         unread = _never_read(frozenset().union(*(function.facts.assigned for function in reached)), read, strings)
+        for function in reached:
+            for kept in sorted(function.facts.kept - unread):
+                name = function.function.__qualname__
+                raise Indescribable(f"{name}, which keeps {kept} from one call to the next")
         # The code's own assignments are where it keeps things, not settings.
         assigned = frozenset().union(*(function.assigned for function in reached))
         values = {value for function in reached for value in function.values if value[:2] not in assigned}
@@ -305,6 +311,8 @@ class _References(References):
         if isinstance(value, torch.Tensor) and not value.numel():  # marks an argument that was not given
             return ("empty", tuple(value.shape), value.dtype, value.device)
         is_library = _is_library(_home(function))
+        if id(value) in self.reader.parts:
+            return "a part"
         if isinstance(value, (torch.Tensor, torch.nn.Module)) and not is_library:
             raise Indescribable(f"{function.__qualname__}, a function around a {type(value).__qualname__}")
         described = [self.function(inner) for inner in _functions_in(value)]
