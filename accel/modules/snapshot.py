@@ -111,7 +111,7 @@ class LayoutSnapshot:
         weights = self._weights()
         inner = [stored_form.plain([weights[at]], [form], with_factors=False) for at, form in self._forms]
         tensors = [weight for weight in (*weights, *chain.from_iterable(inner)) if weight is not None]
-        ids = list(map(id, tensors))
+        ids, first = list(map(id, tensors)), {}
         return (
             list(map(len, self._named)),
             list(chain.from_iterable(self._named)),
@@ -120,7 +120,8 @@ class LayoutSnapshot:
             list(map(type, weights)),
             list(map(_dtype_and_shape, tensors)),
             list(map(torch.Tensor.stride, tensors)),
-            [ids.index(one) for one in ids] if len(set(ids)) < len(ids) else [],  # which are one tensor
+            # Which are one tensor
+            [first.setdefault(one, at) for at, one in enumerate(ids)] if len(set(ids)) < len(ids) else [],
         )
 
 
