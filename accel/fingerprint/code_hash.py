@@ -14,7 +14,7 @@ import hashlib
 import os
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import getattr_static
 from typing import Any
@@ -120,8 +120,6 @@ class CodeReader:
         self._active: set[int] = set()
         self.notes = CodeNotes()
         """Everywhere that was looked for code, and for the values that it reads."""
-        self.parts: Collection[int] = ()
-        """The ids of the modules of the block that is being read, which functions may be bound to or close over."""
 
     def snapshot(self) -> CodeSnapshot:
         """All that was read, to be compared with what stands later."""
@@ -311,8 +309,6 @@ class _References(References):
         if isinstance(value, torch.Tensor) and not value.numel():  # marks an argument that was not given
             return ("empty", tuple(value.shape), value.dtype, value.device)
         is_library = _is_library(_home(function))
-        if id(value) in self.reader.parts:
-            return "a part"
         if isinstance(value, (torch.Tensor, torch.nn.Module)) and not is_library:
             raise Indescribable(f"{function.__qualname__}, a function around a {type(value).__qualname__}")
         described = [self.function(inner) for inner in _functions_in(value)]

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from ..modules.wrapped_forward import is_filled
-
 _OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.device, torch.Size)
@@ -128,7 +126,7 @@ class CodeSnapshot:
         self._functions = functions
         self._of_functions = [(of, list(map(of, functions))) for of in map(attrgetter, _OF_FUNCTIONS)]
         closures = (cell for function in functions for cell in function.__closure__ or ())
-        self._cells = list(filter(is_filled, chain(cells, closures)))
+        self._cells = list(filter(_is_filled, chain(cells, closures)))
         self._cell_contents = list(map(_contents, self._cells))
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]  # those count no changes
         self._versions = list(map(_version, self._tensors))
@@ -198,13 +196,20 @@ def _are_alike(one: Any, other: Any, asked: set[tuple[int, int]]) -> bool:
 
 
 def _given(function: types.FunctionType) -> tuple:
-    cells = (cell.cell_contents if is_filled(cell) else None for cell in function.__closure__ or ())
+    cells = (cell.cell_contents if _is_filled(cell) else None for cell in function.__closure__ or ())
     keywords = function.__kwdefaults__ or {}
     return (*(function.__defaults__ or ()), *keywords, *keywords.values(), *cells)
 
 
 def _names_of(namespace: Any) -> Mapping:
     return vars(namespace) if isinstance(namespace, type) else namespace
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
 
 
 def _items(container: dict | list | set) -> list:

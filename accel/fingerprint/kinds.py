@@ -21,7 +21,7 @@ import torch
 from ..modules import stored_form, wrapped_layers
 from ..modules.opaque_layers import OpaqueLayer
 from ..modules.stored_form import Forms, StoredForm
-from ..modules.wrapped_forward import WrappedForward, moved
+from ..modules.wrapped_forward import WrappedForward
 from ..modules.wrapped_layers import Wraps
 from ..signature.tensors import PLAIN_TENSORS, TensorSpec, tensor_spec
 from ..signature.tree_spec import Spec
@@ -34,7 +34,7 @@ from .plain_values import (
     attribute,
     describe_value,
     is_plain,
-    require_no_hooks,
+    require_own_code,
     settings_of,
 )
 
@@ -160,15 +160,13 @@ def describe(
     references = References(reader)
     parts = list(wrapped_layers.modules(block, wraps))
     for path, module in parts:
-        require_no_hooks(module, path)
-    forwards = list(_forwards(parts, references))
+        require_own_code(module, path)
     weights = [(name, tensor, _form_of(tensor, name)) for name, tensor in wrapped_layers.weights(block, wraps)]
     classes = {type(module) for _, module in parts}
     classes = classes.union(*(form.running for _, _, form in weights if form is not None))
     code, state = _read(parts, classes, references, wrapped)
     code = reader.resting_on(code, set().union(*(form.classes for _, _, form in weights if form is not None)))
     digest = hashlib.sha256(code.digest.encode())
-    digest.update(repr(forwards).encode() if forwards else b"")
     settings, counts = [], []
     for (path, module), attributes in zip(parts, state, strict=True):
         settings.append((path, tuple(sorted(attributes))))
@@ -193,21 +191,6 @@ def describe(
         *(type(block).__name__, digest.hexdigest(), tuple(names), tuple(shapes), code, tuple(settings)),
         *(references.notes, _numbers(parts), forms, tuple(counts)),
     )
-
-
-def _forwards(parts: Sequence[tuple[str, torch.nn.Module]], references: References) -> Iterator[tuple]:
-    """What other programs have put in the place of the parts' forwards: (path, function, paths of the parts in it)."""
-    paths = {id(module): path for path, module in parts}
-    references.reader.parts = paths.keys()
-    for path, module in parts:
-        forward = module.__dict__.get("forward") if path else None
-        if forward is None:
-            continue
-        function = getattr(forward, "__func__", forward)
-        found = moved(forward, {})[1] if type(function) is types.FunctionType else [None]
-        if not all(id(part) in paths for part in found):
-            raise Indescribable(f"{path} has a forward of its own")
-        yield path, references.function(function), [paths[id(part)] for part in found]
 
 
 def _read(
@@ -407,11 +390,6 @@ def template_of(
     if wrapped is not None:
         template.forward = types.MethodType(wrapped.own, template)
     parts = dict(template.named_modules())
-    own = [(path, part) for path, part in wrapped_layers.modules(block, wraps) if path]
-    copies = {id(block): template} | {id(part): parts[path] for path, part in own}
-    for path, part in own:
-        if "forward" in part.__dict__:
-            parts[path].forward = moved(part.forward, copies)[0]
     for path, name, _ in unread:
         parts[path].__dict__.pop(name, None)
     for path, part in template.named_modules():

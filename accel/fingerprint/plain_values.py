@@ -163,18 +163,13 @@ class Attribute:
 
 def require_own_code(module: torch.nn.Module, path: str) -> None:
     """Raise Indescribable where calling the module runs more than its class's forward. path: of it in its block."""
-    require_no_hooks(module, path)
-    if path and "forward" in module.__dict__:
-        raise Indescribable(f"{path} has a forward of its own")
-
-
-def require_no_hooks(module: torch.nn.Module, path: str) -> None:
-    """Raise Indescribable where it has hooks."""
     for name in _HOOKS:
         hooks = module.__dict__.get(name)
         if path and hooks:
             owners = ", ".join(sorted({str(getattr(hook, "__module__", None)) for hook in hooks.values()}))
             raise Indescribable(f"{path} has {name.strip('_').replace('_', ' ')} of {owners}")
+    if path and "forward" in module.__dict__:
+        raise Indescribable(f"{path} has a forward of its own")
 
 
 def settings_of(module: torch.nn.Module) -> list[tuple[str, Any]]:

@@ -255,6 +255,4 @@ def _notes_of(
             if name in part.__dict__ and name != "training":  # set for a whole model, and before its calls
                 notes.name(part.__dict__, name)
         note_part(part, notes, shown=shown is block, outermost=not path)
-        if path and "forward" in part.__dict__:
-            notes.name(part.__dict__, "forward")
     return notes

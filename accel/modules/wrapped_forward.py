@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,43 +61,6 @@ class WrappedForward:
         return types.MethodType(made, module) if self.is_on_class else made
 
 
-def moved(forward: Any, parts: Mapping[int, torch.nn.Module]) -> tuple[Any, list[torch.nn.Module]]:
-    """The function or bound method with other modules in the place of those in it and in its closure; and those.
-
-    parts: the others, by the ids of those.
-    Raises ValueError: it refers to itself.
-    """
-    found: list[torch.nn.Module] = []
-
-    def move(value: Any, depth: int = 0) -> Any:
-        if depth > _DEEPEST:
-            raise ValueError("a forward that refers to itself")
-        if isinstance(value, torch.nn.Module):
-            found.append(value)
-            return parts.get(id(value), value)
-        if type(value) is types.MethodType:
-            function, owner = move(value.__func__, depth), move(value.__self__, depth)
-            is_same = function is value.__func__ and owner is value.__self__
-            return value if is_same else types.MethodType(function, owner)
-        if type(value) is not types.FunctionType:
-            return value
-        changed = {}
-        for cell in filter(is_filled, value.__closure__ or ()):
-            inner = move(cell.cell_contents, depth + 1)
-            if inner is not cell.cell_contents:
-                changed[id(cell)] = types.CellType(inner)
-        return _with(value, changed) if changed else value
-
-    return move(forward), found
-
-
-def is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
-
-
 def is_replaced(cls: type) -> bool:
     """Whether the forward of the class is from another package than the class that has it."""
     owner, forward = forward_of(cls)
@@ -121,8 +84,11 @@ def _search(value: Any, owner: type, module: torch.nn.Module, cells: list[types.
     if _home(value) == owner.__module__ and value.__qualname__ == f"{owner.__qualname__}.forward":
         found.append((value, cells))
         return
-    for cell in filter(is_filled, value.__closure__ or ()):
-        _search(cell.cell_contents, owner, module, [*cells, cell], found)
+    for cell in value.__closure__ or ():
+        try:
+            _search(cell.cell_contents, owner, module, [*cells, cell], found)
+        except ValueError:  # not filled yet
+            pass
 
 
 def _with(value: Any, changed: dict[int, Any]) -> Any:

@@ -318,12 +318,17 @@ def left(name, make):
 
 PATTERNS = {
     "part bound": Pattern(
-        lambda model: patched(model, FeedForward, forward=lambda part, _: Chunks(2, 0.9).__get__(part))
+        lambda model: patched(model, FeedForward, forward=lambda part, _: Chunks(2, 0.9).__get__(part)),
+        eager=("indescribable",),
     ),
-    "part around": Pattern(lambda model: patched(model, FeedForward, forward=around)),
-    "part beside another": Pattern(lambda model: patched(model, FeedForward, forward=beside)),
-    "part left": Pattern(installed=lambda model: all_of(model, torch.nn.LayerNorm, "forward", around)),
-    "part in the call": Pattern(in_calls(lambda net: all_of(net, FeedForward, "forward", around))),
+    "part around": Pattern(lambda model: patched(model, FeedForward, forward=around), eager=("indescribable",)),
+    "part beside another": Pattern(lambda model: patched(model, FeedForward, forward=beside), eager=("indescribable",)),
+    "part left": Pattern(
+        installed=lambda model: all_of(model, torch.nn.LayerNorm, "forward", around), eager=("indescribable",)
+    ),
+    "part in the call": Pattern(
+        in_calls(lambda net: all_of(net, FeedForward, "forward", around)), eager=("indescribable",)
+    ),
     "part in turns": Pattern(lambda model: patched(model, FeedForward, forward=in_turns), eager=("indescribable",)),
     "part with the last": Pattern(
         lambda model: patched(model, FeedForward, forward=with_the_last), eager=("indescribable",)

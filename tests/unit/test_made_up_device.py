@@ -116,7 +116,7 @@ def test_group_norms_are_our_kernels(device):
 
 BLOCKS = "tests/fakecuda/test_block_kernels.py::test_"
 BRIEFLY = "--tb=short"  # to write out tensors without values may take all memory
-MODELS = "SD1.5", "SDXL", "Flux", "SD3", "Qwen-Image", "wide Wan", "HunyuanVideo", "Lumina2", "LTXV", "LTX 2"
+MODELS = "SD1.5", "SDXL", "Flux", "SD3", "Qwen-Image", "wide Wan", "HunyuanVideo", "Lumina2", "LTXV"
 
 
 def test_kernels_of_a_whole_block_compute_what_it_does_and_wrong_ones_are_found(device):
@@ -130,7 +130,5 @@ def test_kernels_of_a_whole_block_compute_what_it_does_and_wrong_ones_are_found(
 @pytest.mark.parametrize("model", MODELS)
 def test_kernels_of_all_blocks_of_a_model_compute_what_these_do(device, model, capability, dtype):
     """Thorough: each takes one to four minutes."""
-    if model == "LTX 2" and not (tree() / "comfy" / "ldm" / "lightricks" / "av_model.py").is_file():
-        pytest.skip("this core has no LTX 2")
     test = f"{BLOCKS}kernels_compute_what_blocks_do[{model}-{dtype}]"
     passes(with_comfyui(device, FAKECUDA_CC=capability), BRIEFLY, test)

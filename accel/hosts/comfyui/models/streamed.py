@@ -32,7 +32,6 @@ from ....fingerprint.survey import Region
 from ....modules import stored_form
 from ....modules.opaque_layers import OpaqueLayers
 from ....modules.stored_form import Forms
-from ....modules.wrapped_forward import moved
 from ....modules.wrapped_layers import Reader
 from ....signature.tensors import PLAIN_TENSORS
 from .. import preferences
@@ -81,7 +80,7 @@ def plain(module: torch.nn.Module, device: torch.device | None = None) -> torch.
     if not takes_streamed_weights() and any("_v" in vars(part) for part in parts):
         raise Indescribable("weights that are streamed one by one")
     try:
-        return _Plain(device).of_whole(module)
+        return _Plain(device).of(module)
     except Exception as error:
         raise Indescribable(f"weights that are streamed in an unknown way ({one_line(error)})") from error
 
@@ -122,14 +121,6 @@ class _Plain:
     def __init__(self, device: torch.device | None):
         self._device = device
         self._made: dict[torch.nn.Module, torch.nn.Module] = {}
-
-    def of_whole(self, module: torch.nn.Module) -> torch.nn.Module:
-        shown = self.of(module)
-        copies = {id(part): made for part, made in self._made.items()}
-        for made in copies.values():
-            if "forward" in vars(made):
-                made.forward = moved(made.forward, copies)[0]
-        return shown
 
     def of(self, module: torch.nn.Module) -> torch.nn.Module:
         if WRAPS.base(module) is not None:
