@@ -306,9 +306,8 @@ class BlockRunner:
     def _reject(self, entry: Entry, graph: CompiledGraph, reason: Reason) -> None:
         """Drop a graph that failed where its block did not; a loaded one is compiled anew, a compiled one is not."""
         store = self._cache.store
-        if graph.saved_as is not None and store is not None and store.distrust(graph.saved_as):
-            self._cache.drop_graph(entry, graph)
-        else:
+        self._cache.drop_graph(entry, graph)  # by other blocks too, which would find out one by one
+        if graph.saved_as is None or store is None or not store.distrust(graph.saved_as):
             entry.mark_failed(reason)
 
     def _compare(self, call: Call, resolved: ResolvedGraph) -> Any:

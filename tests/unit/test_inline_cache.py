@@ -386,6 +386,23 @@ def test_graph_that_failed_in_another_block_is_not_run():
     assert reasons() == ["simulated"]
 
 
+def test_graph_that_failed_in_one_block_is_forgotten_by_all():
+    x = torch.randn(2, 4)
+    runs = after_a_run(x)
+    other = Runs(Block())
+    other.cache = runs.cache
+    [graph] = runs.entry.graphs
+
+    def fail(tensors):
+        raise RuntimeError("simulated")
+
+    graph.run, graph = fail, weakref.ref(graph)
+    assert not other.first_call_is_matched(x) and runs.entry.failure is not None
+    gc.collect()
+    assert graph() is None
+    assert not runs.first_call_is_matched(x) and runs.cache.statistics()["compilations"] == 1
+
+
 @pytest.mark.parametrize("captured", [False, True])
 def test_comparison_counts_where_it_was_made_and_unless_another_found_the_graph_wrong(captured):
     x = torch.randn(2, 4)
