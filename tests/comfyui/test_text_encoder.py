@@ -279,8 +279,11 @@ def test_encoder_that_cannot_be_compiled_says_so_once(sd15):
     assert forwards_in_place(sd15.cond_stage_model) == []
 
 
-def test_what_is_no_clip_is_returned_as_it_is():
+def test_what_is_no_clip_is_returned_as_it_is(sd15):
     assert accelerated(None) is None
+    elsewhere = sd15.clone()
+    elsewhere.cond_stage_model = object()  # of a pack that encodes in another process, say
+    assert accelerated(elsewhere) is elsewhere
 
 
 def test_error_leaves_nothing_behind(sd15):

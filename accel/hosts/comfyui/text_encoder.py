@@ -38,7 +38,8 @@ def accelerate_clip(
     The given CLIP is unchanged; what is not made like core's is returned as it is.
     made_by: the class of the node that shows compile progress.
     """
-    if not all(hasattr(clip, name) for name in ("clone", "patcher", "cond_stage_model", "encode_from_tokens")):
+    is_clip = all(hasattr(clip, name) for name in ("clone", "patcher", "encode_from_tokens"))
+    if not is_clip or not isinstance(getattr(clip, "cond_stage_model", None), torch.nn.Module):
         log.warning("%s runs uncompiled: it is not a CLIP like core's", type(clip).__name__)
         return clip
     attach(cache, running_home)
