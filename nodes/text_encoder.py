@@ -14,7 +14,7 @@ class AccelTextEncoder(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AccelTextEncoder",
-            display_name="Accelerate Text Encoder (torch compile)",
+            display_name="Accelerate Text Encoder",
             category="accel",
             description=(
                 "Compiles text encoders (CLIP, T5, Qwen, Gemma, Mistral and others) once for every prompt and LoRA. "
