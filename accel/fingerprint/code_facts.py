@@ -30,6 +30,7 @@ class CodeFacts:
     assigned: the globals and attributes that it sets or deletes.
     globals_set: those of them that are globals of its own module.
     kept: what it sets that its next call finds: variables of a function around it, and attributes of what these hold.
+    filled: of such variables those that it may change items of, if they hold a dict, list or set.
     mutates: of what it may change the items, as of a list, set or dict: the global variable whose method it calls,
         which may be a module with a function of that name; None for anything else.
     """
@@ -42,6 +43,7 @@ class CodeFacts:
     assigned: frozenset[str]
     globals_set: frozenset[str]
     kept: frozenset[str]
+    filled: frozenset[str]
     mutates: frozenset[str | None]
 
 
@@ -103,6 +105,7 @@ def _read(code: types.CodeType) -> CodeFacts:
         assigned=frozenset(_assigned(code, _ASSIGNS)).union(*(inner.assigned for inner in nested)),
         globals_set=frozenset(_assigned(code, _SETS_GLOBALS)).union(*(inner.globals_set for inner in nested)),
         kept=frozenset(_kept(code)),
+        filled=frozenset(_filled(code)),
         mutates=frozenset(_mutated(code)).union(*(inner.mutates for inner in nested)),
     )
 
@@ -121,6 +124,19 @@ def _kept(code: types.CodeType) -> Iterator[str]:
             if holder.opname == "LOAD_DEREF" and holder.argval in code.co_freevars:
                 yield step.argval
         before = step
+
+
+def _filled(code: types.CodeType) -> Iterator[str]:
+    if not code.co_freevars:
+        return
+    on_line: list[str] = []
+    for step in dis.get_instructions(code):
+        if step.starts_line not in (None, False):
+            on_line.clear()
+        if step.opname == "LOAD_DEREF":
+            on_line.append(step.argval)
+        elif step.opname in _MUTATES or step.opname in _ATTRIBUTES and step.argval in _MUTATING_METHODS:
+            yield from on_line
 
 
 def _mutated(code: types.CodeType) -> Iterator[str | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import collections
 import enum
 import functools
 import hashlib
@@ -218,7 +219,7 @@ class CodeReader:
         read = frozenset().union(*(function.facts.read for function in reached))
         unread = _never_read(frozenset().union(*(function.facts.assigned for function in reached)), read, strings)
         for function in reached:
-            for kept in sorted(function.facts.kept - unread):
+            for kept in sorted(function.kept - unread):
                 name = function.function.__qualname__
                 raise Indescribable(f"{name}, which keeps {kept} from one call to the next")
         # The code's own assignments are where it keeps things, not settings.
@@ -260,6 +261,8 @@ class _References(References):
         super().__init__(reader)
         self.sources: set[str] = set()
         self.opaque: set[str] = set()
+        self.kept: set[str] = set()
+        """What functions and the methods that they call change of what is in the functions' cells, by name."""
 
     def add_source(self, scope: Mapping[str, Any]) -> None:
         """Note the module, given by its namespace, that code or a value is from."""
@@ -301,20 +304,35 @@ class _References(References):
 
     def describe_default(self, value: Any, function: types.FunctionType, name: str) -> Any:
         """A description of one of the function's defaults, or of what is in one of its cells. name: in its code."""
+        code, is_library = function.__code__, _is_library(_home(function))
+        is_filled = name in facts_of(code).filled and isinstance(value, (*_CONTAINERS, collections.deque))
+        if not is_library and (is_filled or isinstance(value, Iterator)):
+            self.kept.add(name)
         if isinstance(value, (tuple, list)):
+            if isinstance(value, list) and not is_library:
+                self.notes.contents(value)
             return tuple(self.describe_default(item, function, name) for item in value)
-        if isinstance(value, dict) and name not in function.__code__.co_freevars:
+        if isinstance(value, dict) and name not in code.co_freevars:
             # Models fill a default with what a call comes to.
             return ("dict", *self.functions_of(value, is_filled=True))
         if isinstance(value, torch.Tensor) and not value.numel():  # marks an argument that was not given
             return ("empty", tuple(value.shape), value.dtype, value.device)
-        is_library = _is_library(_home(function))
-        if isinstance(value, (torch.Tensor, torch.nn.Module)) and not is_library:
-            raise Indescribable(f"{function.__qualname__}, a function around a {type(value).__qualname__}")
+        inner = value.__self__ if isinstance(value, types.MethodType) else value
+        if isinstance(inner, (torch.Tensor, torch.nn.Module)) and not is_library:
+            raise Indescribable(f"{function.__qualname__}, a function around a {type(inner).__qualname__}")
         described = [self.function(inner) for inner in _functions_in(value)]
         if described:
-            return described
-        return self.named(value) if is_library else self.describe_part(value, name, [function.__code__])
+            return described if is_library else [*described, *self.owner_of(value)]
+        return self.named(value) if is_library else self.describe_part(value, name, [code])
+
+    def owner_of(self, value: Any) -> list[tuple]:
+        """Of a bound method, what it reads of the object that it is bound to."""
+        if not isinstance(value, types.MethodType) or isinstance(value.__self__, type):
+            return []
+        owner, function = value.__self__, value.__func__
+        if not isinstance(function, types.FunctionType) or not _has_named_state(owner) or id(owner) in self.open:
+            return [self.describe(owner)]
+        return [self.describe_state(owner, [function.__code__])]
 
     def describe_part(self, value: Any, name: str, codes: Sequence[types.CodeType]) -> Any:
         """A description of what a variable or attribute holds that these codes have by its name.
@@ -324,7 +342,7 @@ class _References(References):
         if not _has_named_state(value) or id(value) in self.open or len(self.open) >= MAX_DEPTH:
             described = self.describe(value)
             is_table = described is None and isinstance(value, _CONTAINERS)
-            return self.functions_of(value) if is_table else described
+            return self.functions_of(value, is_whole=not self.open) if is_table else described
         if not any(name in used_whole(code) for code in codes):
             return self.describe_state(value, codes)
         return (self.describe(value), self.describe_state(value, codes))
@@ -337,6 +355,7 @@ class _References(References):
         """
         cls, state = type(value), vars(value)
         names, called, methods = _reads_of(cls, codes)
+        self.kept |= _assigned(codes).intersection((*dir(cls), *state)) | _assigned(methods)
         codes = [*codes, *methods]
         if not _FINDS.isdisjoint(called) or (but is None and _is_passed_on(methods)):
             names |= state.keys()
@@ -361,9 +380,10 @@ class _References(References):
         self.open.discard(id(value))
         return tuple(described)
 
-    def functions_of(self, container: Any, is_filled: bool = False) -> list[str]:
+    def functions_of(self, container: Any, is_filled: bool = False, is_whole: bool = False) -> list[str]:
         """Descriptions of the functions, and of the plain values beside them, in a container of which nothing else can
-        be told, as in a table of them. is_filled: by the code that reads it."""
+        be told, as in a table of them. is_filled: by the code that reads it. is_whole: its plain values count without a
+        function too."""
         items = list(container.items() if isinstance(container, dict) else enumerate(container))
         described, beside = [], []
         for key, item in items:
@@ -373,12 +393,12 @@ class _References(References):
                 described.append(repr(self.named(item)))
             for function in _functions_in(item):
                 try:
-                    described.append(repr(self.function(function)))
+                    described.append(repr([self.function(function), *self.owner_of(item)]))
                 except Indescribable as why:
                     self.opaque.add(str(why))
-        if described or not (container or is_filled):
+        if described or is_whole or not (container or is_filled):
             self.notes.contents(container)
-        return sorted(described + beside) if described else []
+        return sorted(described + beside) if described or is_whole else []
 
     def all_functions(self) -> Iterator[types.FunctionType]:
         yield from self.functions
@@ -405,6 +425,7 @@ class _Function:
         self._namespaces: set[Any] = set()
         for name, value in _given(function):
             self.references.describe_default(value, function, name)
+        self.kept = self.facts.kept | self.references.kept
         scope = function.__globals__
         is_library = _is_library(_home(function))
         self._follow("", scope, scope, is_library)
@@ -540,6 +561,13 @@ def _reads_of(cls: type, codes: Sequence[types.CodeType]) -> tuple[set[str], set
         found += (code for name in more for code in methods[name])
         names.update(*(facts_of(code).names for name in more for code in methods[name]))
     return names, called, found
+
+
+def _assigned(codes: Iterable[types.CodeType]) -> set[str]:
+    """The attributes that the codes set, with `setattr` too."""
+    facts = list(map(facts_of, codes))
+    by_name = (of.strings for of in facts if "setattr" in of.names)
+    return set().union(*(of.assigned for of in facts), *by_name)
 
 
 def _is_passed_on(methods: Iterable[types.CodeType]) -> bool:
