@@ -32,7 +32,7 @@ DEPTH = {
     "HunyuanVideo": {"depth": 20, "depth_single_blocks": 40},
     "Z-Image": {"n_layers": 30, "n_refiner_layers": 2},
 }
-"""Of the published models, where `layouts` has none."""
+"""Depths of the published models, for the families that `layouts` has not."""
 
 clock = time.thread_time
 

@@ -73,7 +73,7 @@ class Entry:
         if self.failure is not None or graph not in self.graphs:
             return False
         known = self._benchmarks.get(id(graph))
-        return benchmark is None or known is None or benchmark.wrong or not known.is_wrong
+        return benchmark is None or known is None or benchmark.wrong or known.wrong is None
 
     def drop(self, graph: CompiledGraph) -> None:
         """Remove one graph and its benchmarks."""

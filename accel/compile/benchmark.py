@@ -127,13 +127,12 @@ class Benchmarks:
 
         captured: in calls of a model that are captured, where other times count on a CUDA device.
         """
-        wrong = next((benchmark for benchmark in self.all() if benchmark.wrong), None)
-        return wrong or self._by_size.setdefault((order_of_size(inputs), captured), Benchmark())
+        return self.wrong or self._by_size.setdefault((order_of_size(inputs), captured), Benchmark())
 
     @property
-    def is_wrong(self) -> bool:
-        """Whether one of them found the graph wrong."""
-        return any(benchmark.wrong for benchmark in self.all())
+    def wrong(self) -> Benchmark | None:
+        """One that found the graph wrong; None where none did."""
+        return next((benchmark for benchmark in self.all() if benchmark.wrong), None)
 
     def all(self) -> list[Benchmark]:
         return list(self._by_size.values())

@@ -109,7 +109,10 @@ class InlineCache:
     def wake(
         self, args: tuple, kwargs: dict[str, Any], captured: bool
     ) -> tuple[GuardedCall, Sequence[torch.Tensor]] | None:
-        """The same of a call that earlier runs have guarded, and this one from now on. captured: as in `find`."""
+        """A call like this one that earlier runs have guarded, and what its graph takes now; None where there is none.
+
+        From then on `match` finds it in this run too. captured: as in `find`.
+        """
         if not self._known.guarded or self._generation != self._cache.generation:
             return None
         asleep = [call for call in self._known.guarded if call not in self._guarded]
@@ -221,9 +224,9 @@ class GuardedCall:
         self._is_plain = self._is_whole and not self._changed
 
     def match(self, args: tuple, kwargs: dict[str, Any], source: WeightSource) -> Sequence[torch.Tensor] | None:
-        """What the graph takes in this call; None where the call may need another graph. source: as it was, or another
-        of the same class for the same block.
+        """The tensors that the graph takes in this call; None where the call may need another graph.
 
+        source: as it was, or another of the same class for the same block.
         Raises `RunEagerly` where the host's options say so or a weight is stored otherwise, and what
         `tree_spec.flatten` does.
         """

@@ -326,7 +326,7 @@ class _References(References):
         return self.named(value) if is_library else self.describe_part(value, name, [code])
 
     def owner_of(self, value: Any) -> list[tuple]:
-        """Of a bound method, what it reads of the object that it is bound to."""
+        """Descriptions of what a bound method reads of the object that it is bound to; none for anything else."""
         if not isinstance(value, types.MethodType) or isinstance(value.__self__, type):
             return []
         owner, function = value.__self__, value.__func__
@@ -355,7 +355,7 @@ class _References(References):
         """
         cls, state = type(value), vars(value)
         names, called, methods = _reads_of(cls, codes)
-        self.kept |= _assigned(codes).intersection((*dir(cls), *state)) | _assigned(methods)
+        self.kept |= _attributes_set(codes).intersection((*dir(cls), *state)) | _attributes_set(methods)
         codes = [*codes, *methods]
         if not _FINDS.isdisjoint(called) or (but is None and _is_passed_on(methods)):
             names |= state.keys()
@@ -563,7 +563,7 @@ def _reads_of(cls: type, codes: Sequence[types.CodeType]) -> tuple[set[str], set
     return names, called, found
 
 
-def _assigned(codes: Iterable[types.CodeType]) -> set[str]:
+def _attributes_set(codes: Iterable[types.CodeType]) -> set[str]:
     """The attributes that the codes set, with `setattr` too."""
     facts = list(map(facts_of, codes))
     by_name = (of.strings for of in facts if "setattr" in of.names)

@@ -227,11 +227,11 @@ def _stand_in(place: str, function: Callable, is_opaque: bool) -> Callable:
     def attention(q, k, v, *args, **kwargs):
         options = kwargs.get("transformer_options")
         is_overridden = options is not None and options.get(OVERRIDE) is not None
-        preferred = getattr(kwargs.get("preferred_attention"), _PREFERRED, None)
         if not is_overridden and not is_opaque:
             return function(q, k, v, *args, **kwargs)
         if not torch.compiler.is_dynamo_compiling() and not _has_no_values(q):
             return function(q, k, v, *args, **kwargs)
+        preferred = getattr(kwargs.get("preferred_attention"), _PREFERRED, None)
         if not is_overridden and preferred is not None:  # as core calls it, past a function that is not traced
             given = {name: item for name, item in kwargs.items() if name != "preferred_attention"}
             return preferred(q, k, v, *args, _inside_attn_wrapper=True, **given)

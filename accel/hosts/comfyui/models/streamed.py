@@ -160,10 +160,14 @@ class _Plain:
 def weights_of(region: Region) -> StreamedWeights | None:
     """The source of a block's weights; None where all are in place."""
     how = region.block, region.kind.weights, region.kind.forms
-    attributes = list(map(vars, region.parts))
-    if any(map(dict.__contains__, attributes, repeat("_v"))):
+    if _any_has(region.parts, "_v"):
         return StreamedWeights(*how)
-    return WaitingWeights(*how) if any(map(dict.__contains__, attributes, repeat(_WAITS))) else None
+    return WaitingWeights(*how) if _any_has(region.parts, _WAITS) else None
+
+
+def _any_has(parts: Sequence[torch.nn.Module], name: str) -> bool:
+    """Whether an attribute of this name is on one of the modules; each run asks of all, so no loop of Python's."""
+    return any(map(dict.__contains__, map(vars, parts), repeat(name)))
 
 
 class StreamedWeights:
