@@ -105,7 +105,7 @@ def test_nor_where_two_models_take_turns(name, work):
 
 
 def package_of(value):
-    """The name of an object's class, or of a method's function."""
+    """The package of an object's class, or of a method's function."""
     owner = value.__func__ if type(value) is types.MethodType else type(value)
     return str(owner.__module__).partition(".")[0]
 
