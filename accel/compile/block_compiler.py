@@ -12,8 +12,8 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_map_only
 
 from ..core import torch_internals
 from ..core.errors import cause_among, one_line, pass_on
-from ..core.events import emit
+from ..core.events import emit, log
 from ..core.reasons import Reason
 from ..fingerprint.block_call import Call
 from ..fingerprint.code_hash import unread_code
+from ..fingerprint.kept_state import KeepsState, refuse_kept_state, without_others_state
 from ..fingerprint.kinds import Kind
 from ..modules.stored_form import restored
 from ..signature import tree_spec
@@ -82,7 +83,20 @@ def compile_block(
         leave_to_library(template)
     except Exception as error:  # a class that no other can be derived from
         raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
-    ops = trace((*weights, *inputs))
+    ops = None
+    with suppress(KeepsState):
+        ops = trace((*weights, *inputs))
+        trace.keeps_nothing = True
+    if not trace.keeps_nothing:  # it may keep something: tracing tells, and runs nothing
+        as_it_is, eager = replace(call, any_size=False), backend_named("eager")
+        try:
+            found, *_ = _compile(template, as_it_is, (*weights, *inputs), eager, interrupts, False)
+        except CompileFailed as failed:
+            log.debug("%s may keep something: %s", type(template).__name__, failed.reason)
+            raise CompileFailed(Reason("keeps_state")) from failed
+        found.release()
+        trace.keeps_nothing = True
+        ops = trace((*weights, *inputs))
     if changed_lists or ops is None and tree_spec.has_lists(spec):
         raise CompileFailed(Reason("changes_list"))
     lifted = _lifted(inputs, larger) if call.any_size else None
@@ -126,7 +140,8 @@ def load_block(
     leave_to_library(template)
     with _one_at_a_time, tracing():  # operators are defined there
         artifact = backend_named(call.backend).load(data, template)
-    return _graph(artifact, facts, None, _Tracer(template, call.kind, call.spec, interrupts, tracing))
+    trace = _Tracer(template, call.kind, call.spec, interrupts, tracing, keeps_nothing=True)  # or it had no graph
+    return _graph(artifact, facts, None, trace)
 
 
 def _graph(artifact: Artifact, facts: Facts, template: torch.nn.Module | None, trace: _Tracer) -> CompiledGraph:
@@ -143,6 +158,7 @@ class _Tracer:
     """Runs a block without values; the fields are as for `compile_block`.
 
     changed_lists: gets the arguments of calls that changed a list or dict.
+    keeps_nothing: code of others in the block is known to keep nothing; otherwise a run of it raises KeepsState.
     """
 
     template: torch.nn.Module
@@ -151,12 +167,14 @@ class _Tracer:
     interrupts: tuple[type[BaseException], ...]
     tracing: Tracing
     changed_lists: list[Any] | None = None
+    keeps_nothing: bool = False
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> OpTrace | None:
         """The block's operations, given a call's weights and inputs."""
         with self.tracing():
             block = self._block(self._weights(tensors, "meta"))
-            return trace_ops(block, tensors[len(self.kind.tensors) :], self.interrupts)
+            with nullcontext() if self.keeps_nothing else without_others_state(self.template):
+                return trace_ops(block, tensors[len(self.kind.tensors) :], self.interrupts)
 
     def does_the_same(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> bool:
         """Whether it computes the same with these `Kind.numbers` as with the template's own."""
@@ -223,17 +241,13 @@ def _compile(
             with _one_at_a_time, _tracing(call.any_size, oblivious):
                 return backend.compile(function, tensors, savable), sizes.fixed(tensors), sizes.codes
         except Exception as error:
+            if cause_among(error, (KeepsState,)) is not None:
+                raise CompileFailed(Reason("keeps_state")) from error
             pass_on(error, (*interrupts, torch.OutOfMemoryError))
             if cause_among(error, (MemoryError,)) is not None:
                 raise torch.OutOfMemoryError("the process got no more memory") from error
             if not oblivious or not any(words in str(error) for words in _OPEN_QUESTIONS):
                 raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
-
-
-@torch.compiler.assume_constant_result
-def traced() -> None:
-    """Notifies that tracing has reached the end: torch calls this while it traces, and leaves it out of the graph."""
-    emit("compile_stage", stage=GENERATE)
 
 
 def _bound_sizes(inputs: Sequence[torch.Tensor]) -> None:
@@ -243,13 +257,25 @@ def _bound_sizes(inputs: Sequence[torch.Tensor]) -> None:
             torch._check(size <= LARGEST_SIZE)
 
 
+def _at_the_end(sizes: TracedSizes) -> Callable[[], None]:
+    """A function for torch to call at the end of tracing, which leaves it out of the graph."""
+
+    @torch.compiler.assume_constant_result
+    def traced() -> None:
+        refuse_kept_state(sizes.codes)
+        emit("compile_stage", stage=GENERATE)
+
+    return traced
+
+
 def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec, sizes: TracedSizes) -> Callable:
     names, forms, count = kind.weights, kind.forms, len(kind.tensors)
 
     def stored(*tensors):
         args, kwargs = tree_spec.rebuild(spec, tensors[count:])
         weights = dict(zip(names, restored(forms, tensors[:count]), strict=True))
-        with nullcontext() if type(tensors[0]) in PLAIN_TENSORS else _TablesAsNumbers():
+        tables = nullcontext() if type(tensors[0]) in PLAIN_TENSORS else _TablesAsNumbers()
+        with tables, without_others_state(template):
             return torch.func.functional_call(template, weights, args, kwargs)
 
     def block(*tensors):
@@ -257,20 +283,20 @@ def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec,
         bound_sizes(tensors[count:])  # noqa: F821
         args, kwargs = tree_spec.rebuild(spec, tensors[count:])
         out = torch.func.functional_call(template, dict(zip(names, tensors[:count])), args, kwargs)  # noqa: B905
-        traced()
+        traced()  # noqa: F821
         return out
 
     def block_of_stored(*tensors):
         observe_sizes()  # noqa: F821
         bound_sizes(tensors[count:])  # noqa: F821
         out = run(*tensors)  # noqa: F821
-        traced()
+        traced()  # noqa: F821
         return out
 
     # A code object and globals of its own: torch counts recompilations per code object, which kinds must
     # not share, and leaves what it compiled in the function's globals, which must go when the graph goes.
     scope = {"__builtins__": __builtins__, "__name__": __name__, "torch": torch, "tree_spec": tree_spec}
-    scope |= {"bound_sizes": _bound_sizes, "observe_sizes": sizes.observer(), "traced": traced}
+    scope |= {"bound_sizes": _bound_sizes, "observe_sizes": sizes.observer(), "traced": _at_the_end(sizes)}
     function = block
     if forms:
         # Dynamo follows little of what classes of tensors do; the stage after it runs their code.

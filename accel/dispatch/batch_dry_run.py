@@ -22,6 +22,7 @@ import torch
 from ..core import torch_internals
 from ..core.errors import pass_on
 from ..core.events import log
+from ..fingerprint.kept_state import without_others_state
 from ..fingerprint.plain_values import is_plain_object
 from ..modules import wrapped_layers
 from ..modules.opaque_layers import OpaqueLayer
@@ -144,6 +145,7 @@ class BatchDryRun:
                 global_state_restored(self._model, foreign),
                 silent(),
                 self._dry(),
+                without_others_state(self._model),
                 torch.inference_mode(False),
                 torch.no_grad(),
                 mode,

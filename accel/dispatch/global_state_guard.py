@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..fingerprint.kept_state import package_of, packages_of
 from ..fingerprint.plain_values import is_plain_object
 
 DICTS = (dict, OrderedDict, defaultdict)
@@ -65,25 +66,19 @@ def _caches(model: torch.nn.Module, namespaces: list[Any]) -> list[Any]:
 
 def _namespaces(model: torch.nn.Module) -> list[Any]:
     """The modules of the packages in which the classes of the model and its weights are, and the classes in them."""
-    held = (value for part in model.modules() for value in (part, *part._parameters.values()))
-    packages = {_package(base.__module__) for cls in set(map(type, held)) for base in cls.__mro__}
-    packages -= {"torch", "builtins"}
+    packages = packages_of(model)
     modules = [
         module
         for name, module in sys.modules.copy().items()  # collecting garbage may drop generated code
-        if _package(name) in packages and type(module) is types.ModuleType
+        if package_of(name) in packages and type(module) is types.ModuleType
     ]
     classes = {
         id(value): value
         for module in modules
         for value in list(vars(module).values())
-        if issubclass(type(value), type) and _package(value.__module__) in packages
+        if issubclass(type(value), type) and package_of(value.__module__) in packages
     }
     return [*modules, *classes.values()]
-
-
-def _package(name: Any) -> str:
-    return str(name).partition(".")[0]
 
 
 def _collect(value: Any, containers: dict[int, Any], depth: int = _DEPTH) -> None:

@@ -16,6 +16,11 @@ _ASSIGNS = (*_SETS_GLOBALS, *_SETS_ATTRIBUTES)
 _LOOKS_UP = frozenset({"getattr", "vars", "attrgetter", "__dict__", "__getattribute__"})
 _MUTATES = ("STORE_SUBSCR", "DELETE_SUBSCR")
 _MUTATING_METHODS = frozenset("add append appendleft clear extend insert pop popitem remove setdefault update".split())
+_CHANGING = _MUTATING_METHODS | frozenset(
+    "__dict__ __next__ __setattr__ __setitem__ delattr discard globals move_to_end next popleft reverse rotate send set"
+    " setattr sort vars".split()
+)
+"""By what else the state of an object, an iterator or a context is changed."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,6 @@ class CodeFacts:
     affixes: those of a code that looks attributes up by name, which it may make of them.
     assigned: the globals and attributes that it sets or deletes.
     globals_set: those of them that are globals of its own module.
-    kept: what it sets that its next call finds: variables of a function around it, and attributes of what these hold.
-    filled: of such variables those that it may change items of, if they hold a dict, list or set.
     mutates: of what it may change the items, as of a list, set or dict: the global variable whose method it calls,
         which may be a module with a function of that name; None for anything else.
     """
@@ -42,8 +45,6 @@ class CodeFacts:
     affixes: frozenset[str]
     assigned: frozenset[str]
     globals_set: frozenset[str]
-    kept: frozenset[str]
-    filled: frozenset[str]
     mutates: frozenset[str | None]
 
 
@@ -104,39 +105,31 @@ def _read(code: types.CodeType) -> CodeFacts:
         affixes=affixes.union(*(inner.affixes for inner in nested)),
         assigned=frozenset(_assigned(code, _ASSIGNS)).union(*(inner.assigned for inner in nested)),
         globals_set=frozenset(_assigned(code, _SETS_GLOBALS)).union(*(inner.globals_set for inner in nested)),
-        kept=frozenset(_kept(code)),
-        filled=frozenset(_filled(code)),
         mutates=frozenset(_mutated(code)).union(*(inner.mutates for inner in nested)),
     )
 
 
-def _kept(code: types.CodeType) -> Iterator[str]:
-    if not code.co_freevars:
-        return
-    before = copied = None
-    for step in dis.get_instructions(code):
-        if step.opname == "STORE_DEREF" and step.argval in code.co_freevars:
-            yield step.argval
-        elif step.opname in ("COPY", "DUP_TOP"):  # as for `x.y += 1`
-            copied = before
-        elif step.opname == "STORE_ATTR":
-            holder = copied if before.opname in ("SWAP", "ROT_TWO") and copied else before
-            if holder.opname == "LOAD_DEREF" and holder.argval in code.co_freevars:
-                yield step.argval
-        before = step
+def may_keep(code: types.CodeType) -> bool:
+    """Whether the code, without those nested in it, may leave anything that its next call finds."""
+    in_place = any(name.endswith("_") and not name.endswith("__") for name in code.co_names)
+    if in_place or not _CHANGING.isdisjoint(code.co_names) or "out" in _strings(code.co_consts):
+        return True
+    changes, of_others = (*_ASSIGNS, *_MUTATES, "STORE_SLICE"), code.co_freevars
+    steps = dis.get_instructions(code)
+    return any(step.opname in changes or step.opname == "STORE_DEREF" and step.argval in of_others for step in steps)
 
 
-def _filled(code: types.CodeType) -> Iterator[str]:
-    if not code.co_freevars:
-        return
-    on_line: list[str] = []
+def filled(code: types.CodeType) -> frozenset[str]:
+    """The arguments of which the code may change the items, if they are lists."""
+    names, on_line = set(), []
     for step in dis.get_instructions(code):
         if step.starts_line not in (None, False):
             on_line.clear()
-        if step.opname == "LOAD_DEREF":
-            on_line.append(step.argval)
-        elif step.opname in _MUTATES or step.opname in _ATTRIBUTES and step.argval in _MUTATING_METHODS:
-            yield from on_line
+        if step.opname.startswith("LOAD_FAST"):
+            on_line += step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        elif step.opname in _MUTATES or step.opname in _ATTRIBUTES and step.argval in _CHANGING:
+            names.update(on_line)
+    return frozenset(names.intersection(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]))
 
 
 def _mutated(code: types.CodeType) -> Iterator[str | None]:

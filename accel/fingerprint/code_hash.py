@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import builtins
-import collections
 import enum
 import functools
 import hashlib
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .code_facts import facts_of, used_whole
+from .code_facts import facts_of, filled, used_whole
 from .code_snapshot import CodeNotes, CodeSnapshot
 from .module_files import Unknown, source_of
 from .plain_values import MAX_DEPTH, OPERATORS, PLAIN, Indescribable, References, describe_value, number_of
@@ -216,12 +215,8 @@ class CodeReader:
                 self.notes.name(base, name)
                 _require_torchs(f"{base.__name__}.{name}", vars(base)[name])
         attributes = names | self.reads | {string for string in strings if string.isidentifier()}
-        read = frozenset().union(*(function.facts.read for function in reached))
-        unread = _never_read(frozenset().union(*(function.facts.assigned for function in reached)), read, strings)
-        for function in reached:
-            for kept in sorted(function.kept - unread):
-                name = function.function.__qualname__
-                raise Indescribable(f"{name}, which keeps {kept} from one call to the next")
+        set_anywhere = frozenset().union(*(function.facts.assigned for function in reached))
+        unread = never_read(set_anywhere, [function.function.__code__ for function in reached])
         # The code's own assignments are where it keeps things, not settings.
         assigned = frozenset().union(*(function.assigned for function in reached))
         values = {value for function in reached for value in function.values if value[:2] not in assigned}
@@ -261,8 +256,6 @@ class _References(References):
         super().__init__(reader)
         self.sources: set[str] = set()
         self.opaque: set[str] = set()
-        self.kept: set[str] = set()
-        """What functions and the methods that they call change of what is in the functions' cells, by name."""
 
     def add_source(self, scope: Mapping[str, Any]) -> None:
         """Note the module, given by its namespace, that code or a value is from."""
@@ -273,7 +266,7 @@ class _References(References):
 
     def add_source_of(self, cls: type) -> None:
         """Note the module that a class is from."""
-        if not _is_library(cls.__module__):
+        if not of_library(cls.__module__):
             module = sys.modules.get(cls.__module__)
             self.add_source({"__name__": cls} if module is None else vars(module))
 
@@ -304,10 +297,9 @@ class _References(References):
 
     def describe_default(self, value: Any, function: types.FunctionType, name: str) -> Any:
         """A description of one of the function's defaults, or of what is in one of its cells. name: in its code."""
-        code, is_library = function.__code__, _is_library(_home(function))
-        is_filled = name in facts_of(code).filled and isinstance(value, (*_CONTAINERS, collections.deque))
-        if not is_library and (is_filled or isinstance(value, Iterator)):
-            self.kept.add(name)
+        code, is_library = function.__code__, of_library(_home(function))
+        if isinstance(value, list) and not is_library and name in filled(code):  # torch loses what is done to it
+            raise Indescribable(f"{function.__qualname__}, which keeps {name} from one call to the next")
         if isinstance(value, (tuple, list)):
             if isinstance(value, list) and not is_library:
                 self.notes.contents(value)
@@ -355,7 +347,6 @@ class _References(References):
         """
         cls, state = type(value), vars(value)
         names, called, methods = _reads_of(cls, codes)
-        self.kept |= _attributes_set(codes).intersection((*dir(cls), *state)) | _attributes_set(methods)
         codes = [*codes, *methods]
         if not _FINDS.isdisjoint(called) or (but is None and _is_passed_on(methods)):
             names |= state.keys()
@@ -369,7 +360,7 @@ class _References(References):
             self.notes.name(state, name)
             described.append((name, self.describe_part(state[name], name, codes)))
         for base in cls.__mro__:
-            if _is_library(base.__module__):
+            if of_library(base.__module__):
                 continue
             for name in sorted(names.intersection(vars(base)).difference(state)):
                 self.notes.hiding(state, name)
@@ -425,9 +416,8 @@ class _Function:
         self._namespaces: set[Any] = set()
         for name, value in _given(function):
             self.references.describe_default(value, function, name)
-        self.kept = self.facts.kept | self.references.kept
         scope = function.__globals__
-        is_library = _is_library(_home(function))
+        is_library = of_library(_home(function))
         self._follow("", scope, scope, is_library)
         owner = scope.get(function.__qualname__.partition(".")[0])
         if isinstance(owner, type):  # a method reads what is on its class by way of its first argument
@@ -502,12 +492,12 @@ class _Function:
         if is_module:
             if value is os and not _ENVIRONMENT.isdisjoint(self.facts.names) and not is_library:
                 self.opaque.add((0, "", "the environment's variables"))
-            self._follow(f"{path}.", vars(value), vars(value), is_library or _is_library(value.__name__))
+            self._follow(f"{path}.", vars(value), vars(value), is_library or of_library(value.__name__))
             return
 
         self.references.add_source_of(value)
         for cls in value.__mro__:
-            if not _is_library(cls.__module__):
+            if not of_library(cls.__module__):
                 self._follow(f"{path}.", cls, vars(cls), is_library, _MADE | self._reader.reads)
 
     @functools.cached_property
@@ -541,11 +531,15 @@ class _Function:
             yield references.describe(value)
 
 
-def _never_read(assigned: frozenset[str], read: frozenset[str], strings: frozenset[str]) -> frozenset[str]:
-    """Those of the attributes that are read neither by name nor by one made with a string at an end (f"kept_{n}")."""
+def never_read(attributes: frozenset[str], codes: Iterable[types.CodeType]) -> frozenset[str]:
+    """Those of the attributes that the codes read neither by name nor by one made with a string at an end
+    (f"kept_{n}")."""
+    facts = list(map(facts_of, codes))
+    strings = frozenset().union(*(of.strings for of in facts))
+    read = strings.union(*(of.read for of in facts))
     parts = {part for string in strings for part in string.split(".") if len(part) > 1}
     return frozenset(
-        name for name in assigned - read - strings if not any(name.startswith(p) or name.endswith(p) for p in parts)
+        name for name in attributes - read if not any(name.startswith(p) or name.endswith(p) for p in parts)
     )
 
 
@@ -561,13 +555,6 @@ def _reads_of(cls: type, codes: Sequence[types.CodeType]) -> tuple[set[str], set
         found += (code for name in more for code in methods[name])
         names.update(*(facts_of(code).names for name in more for code in methods[name]))
     return names, called, found
-
-
-def _attributes_set(codes: Iterable[types.CodeType]) -> set[str]:
-    """The attributes that the codes set, with `setattr` too."""
-    facts = list(map(facts_of, codes))
-    by_name = (of.strings for of in facts if "setattr" in of.names)
-    return set().union(*(of.assigned for of in facts), *by_name)
 
 
 def _is_passed_on(methods: Iterable[types.CodeType]) -> bool:
@@ -608,7 +595,7 @@ def _methods_of(cls: type, notes: CodeNotes | None = None) -> Iterator[tuple[str
 
 def _is_foreign(value: Any) -> bool:
     """Whether what can be called may be of anybody's making."""
-    return isinstance(value, functools.partial) or not _is_library(type(value).__module__)
+    return isinstance(value, functools.partial) or not of_library(type(value).__module__)
 
 
 def _is_run(name: str, value: Any) -> bool:
@@ -617,7 +604,7 @@ def _is_run(name: str, value: Any) -> bool:
 
 def _require_torchs(name: str, value: Any) -> None:
     """Raise Indescribable if other code stands for what torch's own functions call: graphs of torch name only these."""
-    if any(not _is_library(_home(function)) for function in _functions_in(value)):
+    if any(not of_library(_home(function)) for function in _functions_in(value)):
         raise Indescribable(f"code of another extension in place of torch's {name}")
 
 
@@ -628,7 +615,7 @@ def _home(function: types.FunctionType) -> str | None:
 
 def _is_functional(function: types.FunctionType) -> bool:
     """Whether it is one of torch's functions that models call."""
-    return function.__module__ == _FUNCTIONAL and _is_library(_home(function))
+    return function.__module__ == _FUNCTIONAL and of_library(_home(function))
 
 
 def _is_generated(scope: Mapping[str, Any]) -> bool:
@@ -672,7 +659,7 @@ def _is_hidden(function: types.FunctionType) -> bool:
 
 
 def _is_followed(function: types.FunctionType) -> bool:
-    return _is_functional(function) or not _is_library(_home(function))
+    return _is_functional(function) or not of_library(_home(function))
 
 
 def _followed(function: types.FunctionType) -> Iterator[types.FunctionType]:
@@ -685,12 +672,12 @@ def _followed(function: types.FunctionType) -> Iterator[types.FunctionType]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_library(module: str | None) -> bool:
+def of_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
 
 
 def _is_namespace(cls: type) -> bool:
-    return not issubclass(cls, torch.nn.Module) and not _is_library(cls.__module__)
+    return not issubclass(cls, torch.nn.Module) and not of_library(cls.__module__)
 
 
 def _is_constant(value: Any) -> bool:
@@ -708,7 +695,7 @@ def _has_named_state(value: Any) -> bool:
     cls = type(value)
     if cls in PLAIN or isinstance(value, (torch.nn.Module, torch.Tensor, enum.Enum)):
         return False
-    return hasattr(value, "__dict__") and (not _is_library(cls.__module__) or cls in _RECORDS)
+    return hasattr(value, "__dict__") and (not of_library(cls.__module__) or cls in _RECORDS)
 
 
 def _has_no_state(value: Any) -> bool:
@@ -725,10 +712,10 @@ def unread_code(ran: Iterable[types.CodeType], read: Iterable[types.CodeType]) -
         inner = {part for part in waiting.pop().co_consts if isinstance(part, types.CodeType)} - known
         known |= inner
         waiting += inner
-    return next((code for code in ran if code not in known and not _is_of_program(code.co_filename)), None)
+    return next((code for code in ran if code not in known and not is_of_program(code.co_filename)), None)
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_of_program(file: str) -> bool:
+def is_of_program(file: str) -> bool:
     torchs, engines, pythons = (file.startswith(folder) for folder in _PROGRAM)
     return torchs or engines or (pythons and _INSTALLED not in file) or file.startswith("<frozen ")

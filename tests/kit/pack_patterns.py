@@ -335,9 +335,9 @@ PATTERNS = {
     ),
     "block": Pattern(lambda model: patched(model, BasicTransformerBlock, forward=around_block)),
     "classes": Pattern(other_classes),
-    "part's class notes": Pattern(installed=of_class(CrossAttention, noting), changes=False, eager=("compile_failed",)),
+    "part's class notes": Pattern(installed=of_class(CrossAttention, noting), changes=False, eager=("keeps_state",)),
     "part's class keeps on an object": Pattern(
-        installed=of_class(CrossAttention, keeping_on_object), eager=("indescribable",)
+        installed=of_class(CrossAttention, keeping_on_object), eager=("keeps_state",)
     ),
     "block's class keeps": Pattern(installed=of_class(BasicTransformerBlock, keeping_on_object)),
     "part's class by a method": Pattern(installed=of_class(CrossAttention, by_method)),
