@@ -61,6 +61,8 @@ class GraphCache:
         """Grows whenever a compiled graph is dropped, so that whoever references some looks them up again."""
         self.keepers: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         """Who keeps references to compiled graphs beyond a run: they are cleared (`clear`) when one is dropped."""
+        self.keep_state: set[Hashable] = set()
+        """Blocks with code that was found to keep something: what it keeps may be part of their keys, which change."""
         self.store: Any = None
         """The `GraphStore` that keeps graphs from one process to the next; None keeps none."""
         self.captures: Any = None

@@ -39,7 +39,7 @@ class AddedWeights:
         self._places = [
             (part, part._modules, name) for part in parts for name, child in part._modules.items() if child is not None
         ]
-        self._layers = [wrapped_layers.bare(modules[name], wraps) for _, modules, name in self._places]
+        self._layers = [wrapped_layers.shown(modules[name], wraps) for _, modules, name in self._places]
         self._children: list[torch.nn.Module | None] = []
         self._readers: list[tuple[int, int | None, Reader]] = []
         self._refusal: Reason | None = None
@@ -80,7 +80,7 @@ class AddedWeights:
         """
         bare: set[torch.nn.Module] = set()
         for (parent, _, name), layer, child in zip(self._places, self._layers, children, strict=True):
-            if child is None or wrapped_layers.bare(child, self._wraps) is not layer:
+            if child is None or wrapped_layers.shown(child, self._wraps) is not layer:
                 return Reason("layer_replaced", layer=name)
             if child is layer:
                 bare.add(layer)

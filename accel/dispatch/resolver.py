@@ -78,6 +78,9 @@ class GraphResolver:
             # A graph would serve only this split of the weights, and the next run splits them differently.
             fallbacks.note(name, Reason("weights_elsewhere", device=str(device)))
             return None
+        code = type(maker.region.block), maker.region.codes
+        if code in self._cache.keep_state:
+            raise NoGraph(call.key, Reason("keeps_state"))
         try:
             entry, graph = self._cache.find(
                 call.key,
@@ -89,9 +92,13 @@ class GraphResolver:
             )
             captured = observer is not None and observer.may_capture
             is_compared = self._is_measured or torch_internals.is_untried()
-            if not is_compared or tree_spec.runs_others_code(call.spec):
+            if not is_compared or maker.region.runs_others_code or tree_spec.runs_others_code(call.spec):
                 return ResolvedGraph(entry, graph, None, captured)
             return ResolvedGraph(entry, graph, entry.benchmark(graph, call.inputs, captured), captured)
+        except NoGraph as failed:
+            if failed.reason.code == "keeps_state":
+                self._cache.keep_state.add(code)
+            raise
         except torch.OutOfMemoryError as error:
             reason = Reason("compile_out_of_memory", error=one_line(error))
         raise NoGraph(call.key, reason)  # outside of the handler, whose exception would keep the compiler's tensors

@@ -81,6 +81,12 @@ class Region:
         return any(isinstance(part, OpaqueLayer) for _, part in wrapped_layers.modules(self.block, self.wraps))
 
     @functools.cached_property
+    def runs_others_code(self) -> bool:
+        """Whether others' code runs in its graphs, which must not run twice to be compared."""
+        parts = wrapped_layers.modules(self.block, self.wraps)
+        return any(isinstance(part, OpaqueLayer) and part.is_others for _, part in parts)
+
+    @functools.cached_property
     def slots(self) -> WeightSlots:
         """Where the block's weights are."""
         return weight_slots(self.block, self.kind.weights, self.wraps, self.kind.forms)
@@ -255,4 +261,8 @@ def _notes_of(
             if name in part.__dict__ and name != "training":  # set for a whole model, and before its calls
                 notes.name(part.__dict__, name)
         note_part(part, notes, shown=shown is block, outermost=not path)
+    for part, _ in wrapped_layers.wrapped(block, wraps):  # which is called as it is for as long as these are there
+        notes.hiding(part.__dict__, "forward")
+        notes.size(part._forward_hooks)
+        notes.size(part._forward_pre_hooks)
     return notes

@@ -1,8 +1,9 @@
-"""Layers that no compiler can look into, such as those of weights that nothing explains: graphs call them.
+"""Parts of blocks that graphs call as they are: layers of weights that nothing explains, and others' code.
 
-In the copy of a block that is compiled, another module stands for such a layer. Its operator calls the layer that is at
+In the copy of a block that is compiled, another module stands for such a part. Its operator calls the part that is at
 its place in the block when the graph runs, wrappers such as a LoRA included. So a graph depends neither on how the
-layer's weight is stored nor on what is around it.
+layer's weight is stored nor on what is around it. Where another program has put its own forward or hooks on a part,
+these run once in each call, and what they keep from call to call is theirs.
 """
 
 from __future__ import annotations
@@ -10,34 +11,60 @@ from __future__ import annotations
 import ast
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ..kernels.operators import define
 from ..signature.tensors import PLAIN_TENSORS
 from .stored_form import Opaque, form_of
+from .substitution import has_foreign_forward
 
 _called = threading.local()
 """block: a weak reference to the block that this thread calls."""
 
 
-class OpaqueLayer(torch.nn.Module):
-    """Stands for a layer that gives a tensor of its first input's type and size.
+class Options(NamedTuple):
+    """A dict among a part's arguments that a host looks up in each call, as far as the block has not changed it.
 
-    features: of the result, where its last size is another than the input's. path: of the layer in its block.
+    left_out: what is the call's alone. text: plain values for what the block has there. of_call: the dict, given these.
     """
 
-    def __init__(self, features: int | None = None):
+    left_out: Sequence[str]
+    text: Callable[[dict], Any]
+    of_call: Callable[[dict], dict]
+
+
+OPTIONS: dict[str, Options] = {}
+"""By the name of the argument; hosts add to it."""
+
+
+class OpaqueLayer(torch.nn.Module):
+    """Stands for a part that gives a tensor of its first input's type and size.
+
+    features: of the result, where its last size is another than the input's. path: of the part in its block.
+    is_others: another program's code runs in it.
+    """
+
+    def __init__(self, features: int | None = None, is_others: bool = False):
         super().__init__()
         define("opaque_layer", "(Tensor[] given, str path, str how, SymInt? features) -> Tensor", _run, _fake)
-        self.path, self.features = "", features
+        self.path, self.features, self.is_others = "", features, is_others
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         given: list[torch.Tensor] = []
+        for name, options in OPTIONS.items():
+            if name in kwargs:
+                own = {key: item for key, item in kwargs[name].items() if key not in options.left_out}
+                kwargs[name] = _text_of(name, own)
         how = _written(_without((args, kwargs), given))
         return torch.ops.accel.opaque_layer(given, self.path, how, self.features)
+
+
+def runs_others_code(part: torch.nn.Module) -> bool:
+    """Whether another program has put its own forward on the part, or hooks."""
+    return bool(part._forward_hooks or part._forward_pre_hooks) or has_foreign_forward(part)
 
 
 def begin(block: torch.nn.Module) -> None:
@@ -66,10 +93,10 @@ class OpaqueLayers:
         _, is_opaque, stand_in = known
         return stand_in if is_opaque or is_wrapped else None
 
-    def any(self, layer: torch.nn.Module, features: int | None = None) -> OpaqueLayer:
-        """What stands for a layer. features: as of `OpaqueLayer`."""
+    def any(self, layer: torch.nn.Module, features: int | None = None, is_others: bool = False) -> OpaqueLayer:
+        """What stands for a part. features, is_others: as of `OpaqueLayer`."""
         if layer not in self._of:
-            self._of[layer] = None, True, OpaqueLayer(features)
+            self._of[layer] = None, True, OpaqueLayer(features, is_others)
         return self._of[layer][2]
 
 
@@ -104,6 +131,11 @@ def _with(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 @torch.compiler.assume_constant_result
+def _text_of(name: str, own: dict) -> str:
+    return repr(OPTIONS[name].text(own))
+
+
+@torch.compiler.assume_constant_result
 def _written(how: Any) -> str:
     """A call without its tensors as text. Raises ValueError: it has other values than plain ones."""
     text = repr(how).replace("Ellipsis", "...")
@@ -112,14 +144,23 @@ def _written(how: Any) -> str:
 
 
 def _run(given: Sequence[torch.Tensor], path: str, how: str, features: int | None) -> torch.Tensor:
+    part = _called.block().get_submodule(path)
+    is_others = runs_others_code(part)
+    if is_others:  # which may keep what it is given, and a graph uses that memory again
+        with torch.inference_mode(False):
+            given = [tensor.clone() for tensor in given]
     args, kwargs = _with(ast.literal_eval(how), iter(given))
-    out = _called.block().get_submodule(path)(*args, **kwargs)
+    kwargs |= {name: OPTIONS[name].of_call(ast.literal_eval(kwargs[name])) for name in OPTIONS if name in kwargs}
+    out = part(*args, **kwargs)
+    if is_others and any(tensor._version for tensor in given):
+        raise TypeError(f"{path} changes what it is given")
     first, size = given[0], _size(given, features)
     if type(out) is not torch.Tensor or out.shape != size or out.dtype is not first.dtype:
         got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, torch.Tensor) else type(out).__name__
         raise TypeError(f"{path} gives {got} for {first.dtype} {tuple(first.shape)}")
     storages = {tensor.untyped_storage().data_ptr() for tensor in given}
-    return out.clone() if out.untyped_storage().data_ptr() in storages else out.contiguous()
+    is_kept = is_others or out.untyped_storage().data_ptr() in storages
+    return out.clone(memory_format=torch.contiguous_format) if is_kept else out.contiguous()
 
 
 def _fake(given: Sequence[torch.Tensor], path: str, how: str, features: int | None) -> torch.Tensor:

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from .opaque_layers import OpaqueLayer, OpaqueLayers, runs_others_code
+
 
 class LowRank(NamedTuple):
     """A change to a layer: `scale * up @ down` is added to its weight, `scale * bias` to its bias.
@@ -26,6 +28,8 @@ class LowRank(NamedTuple):
     scale: float | torch.Tensor
     bias: torch.Tensor | None
 
+
+_others = OpaqueLayers()
 
 Reader = Callable[[], Sequence[LowRank]]
 """Returns what a wrapper adds to its layer now, nothing if the layer computes unchanged. It is called in every call
@@ -53,6 +57,14 @@ def bare(module: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.Module
     return module if base is None else base
 
 
+def shown(part: torch.nn.Module, wraps: Wraps | None = None) -> torch.nn.Module:
+    """What stands in a block for one of its parts: the layer inside a wrapper, or what calls the part as it is."""
+    layer = bare(part, wraps)
+    if isinstance(layer, OpaqueLayer) or not runs_others_code(part) or hasattr(part, "out_channels"):
+        return layer
+    return _others.any(part, getattr(part, "out_features", None), is_others=True)
+
+
 def children(module: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple[str, torch.nn.Module]]:
     """Like `Module.named_children`, with the layers in place of their wrappers."""
     for name, child in module.named_children():
@@ -60,36 +72,33 @@ def children(module: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tu
 
 
 def modules(module: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Like `Module.named_modules`, without wrappers: neither the modules nor the paths show them."""
-    return module.named_modules() if wraps is None else _modules(bare(module, wraps), "", wraps, set())
+    """Like `Module.named_modules` of a block whose parts are as `shown`: wrappers are in neither modules nor paths."""
+    return _modules(bare(module, wraps), "", wraps, set())
 
 
 def _modules(
-    module: torch.nn.Module, path: str, wraps: Wraps, seen: set[torch.nn.Module]
+    module: torch.nn.Module, path: str, wraps: Wraps | None, seen: set[torch.nn.Module]
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     if module in seen:
         return
     seen.add(module)
     yield path, module
-    for name, child in children(module, wraps):
-        yield from _modules(child, f"{path}.{name}" if path else name, wraps, seen)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _modules(shown(child, wraps), f"{path}.{name}" if path else name, wraps, seen)
 
 
 def wrapped(module: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
-    """The (wrapper, layer) pairs in the module."""
-    for _, part in modules(module, wraps) if wraps is not None else ():
+    """The (part, what is shown for it) pairs in a block, where these differ."""
+    for _, part in modules(module, wraps):
         for child in part._modules.values():
-            layer = None if child is None else wraps.base(child)
-            if layer is not None:
+            layer = child if child is None else shown(child, wraps)
+            if layer is not child:
                 yield child, layer
 
 
 def weights(module: torch.nn.Module, wraps: Wraps | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Like `Module.named_parameters` followed by `named_buffers`, without those of wrappers."""
-    if wraps is None:
-        yield from module.named_parameters()
-        yield from module.named_buffers()
-        return
     for kept in ("_parameters", "_buffers"):
         seen: set[torch.Tensor] = set()
         for path, part in modules(module, wraps):

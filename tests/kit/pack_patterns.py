@@ -319,20 +319,13 @@ def left(name, make):
 PATTERNS = {
     "part bound": Pattern(
         lambda model: patched(model, FeedForward, forward=lambda part, _: Chunks(2, 0.9).__get__(part)),
-        eager=("indescribable",),
     ),
-    "part around": Pattern(lambda model: patched(model, FeedForward, forward=around), eager=("indescribable",)),
-    "part beside another": Pattern(lambda model: patched(model, FeedForward, forward=beside), eager=("indescribable",)),
-    "part left": Pattern(
-        installed=lambda model: all_of(model, torch.nn.LayerNorm, "forward", around), eager=("indescribable",)
-    ),
-    "part in the call": Pattern(
-        in_calls(lambda net: all_of(net, FeedForward, "forward", around)), eager=("indescribable",)
-    ),
-    "part in turns": Pattern(lambda model: patched(model, FeedForward, forward=in_turns), eager=("indescribable",)),
-    "part with the last": Pattern(
-        lambda model: patched(model, FeedForward, forward=with_the_last), eager=("indescribable",)
-    ),
+    "part around": Pattern(lambda model: patched(model, FeedForward, forward=around)),
+    "part beside another": Pattern(lambda model: patched(model, FeedForward, forward=beside)),
+    "part left": Pattern(installed=lambda model: all_of(model, torch.nn.LayerNorm, "forward", around)),
+    "part in the call": Pattern(in_calls(lambda net: all_of(net, FeedForward, "forward", around))),
+    "part in turns": Pattern(lambda model: patched(model, FeedForward, forward=in_turns)),
+    "part with the last": Pattern(lambda model: patched(model, FeedForward, forward=with_the_last)),
     "block": Pattern(lambda model: patched(model, BasicTransformerBlock, forward=around_block)),
     "classes": Pattern(other_classes),
     "part's class notes": Pattern(installed=of_class(CrossAttention, noting), changes=False, eager=("keeps_state",)),
@@ -350,8 +343,8 @@ PATTERNS = {
     "around the model": Pattern(wrapped(WrappersMP.DIFFUSION_MODEL)),
     "around its call": Pattern(wrapped(WrappersMP.APPLY_MODEL)),
     "hooks of blocks": Pattern(installed=hooks(BasicTransformerBlock)),
-    "hooks of parts": Pattern(installed=hooks(CrossAttention), eager=("indescribable",)),
-    "hooks before parts": Pattern(installed=hooks(FeedForward, pre=True), eager=("indescribable",)),
+    "hooks of parts": Pattern(installed=hooks(CrossAttention)),
+    "hooks before parts": Pattern(installed=hooks(FeedForward, pre=True)),
     "sampling function": Pattern(installed=everywhere(comfy.samplers, "sampling_function", sampling)),
     "control applied": Pattern(installed=everywhere(openaimodel, "apply_control", scaled)),
     "cast": Pattern(installed=everywhere(comfy.ops, "cast_bias_weight", passed_on), changes=False),

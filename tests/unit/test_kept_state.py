@@ -4,6 +4,7 @@ Each way of keeping something (`kit/keeping_pack.py`) is run uncompiled and comp
 """
 
 import collections
+import functools
 import importlib.util
 import itertools
 import sys
@@ -136,16 +137,30 @@ def with_others_compiled():
     return GraphCache()
 
 
-def check(way, cache, monkeypatch):
+def by_class(patch, model, function):
+    own = nn.Linear.forward
+    patch.setattr(Layer, "forward", lambda self, x: function(self, own(self, x)))
+
+
+def by_part(patch, model, function):
+    for block in model.blocks:
+        block.up.forward = functools.partial(lambda part, x: function(part, nn.Linear.forward(part, x)), block.up)
+
+
+def by_hook(patch, model, function):
+    for block in model.blocks:
+        block.up.register_forward_hook(lambda part, args, out: function(part, out))
+
+
+def check(way, cache, monkeypatch, put=by_class):
     monkeypatch.setattr(pipeline, "attach", lambda *_: None)
     monkeypatch.setattr(host, "shared", cache)
-    own, got = nn.Linear.forward, []
+    got = []
     for is_compiled in (False, True):
         pack, model = loaded(), Model()
-        function = getattr(pack, way)
         with monkeypatch.context() as patch, torch.no_grad():
             patch.setattr(Layer, "calls", 0, raising=False)
-            patch.setattr(Layer, "forward", lambda self, x, function=function: function(self, own(self, x)))
+            put(patch, model, getattr(pack, way))
             if is_compiled:
                 host.accelerate_module(model, backend="eager")
             made = images(model)
@@ -171,6 +186,14 @@ def test_a_model_run_without_values_leaves_what_is_kept_alone(way, monkeypatch):
     cache = GraphCache()
     check(way, cache, monkeypatch)
     assert cache.statistics()["compilations"] >= 1
+
+
+@pytest.mark.parametrize("put", [by_part, by_hook])
+@pytest.mark.parametrize("way", quick(QUICK))
+def test_forward_or_hook_of_a_part_runs_once_in_each_call_and_the_block_is_compiled_around_it(way, put, monkeypatch):
+    cache = GraphCache()
+    assert check(way, cache, monkeypatch, put) == []
+    assert cache.statistics()["compilations"] == 2
 
 
 def test_the_ways_may_keep_something_and_plain_code_may_not():

@@ -26,6 +26,7 @@ import torch
 from ...core import torch_internals
 from ...core.reasons import Reason, RunEagerly
 from ...kernels.operators import define
+from ...modules.opaque_layers import OPTIONS, Options
 from ...signature.tree_spec import STAND_INS, RunsOthersCode
 
 OVERRIDE = "optimized_attention_override"
@@ -303,16 +304,24 @@ def _run(q, k, v, mask, place, how):
     kwargs = {name: mask if item == _MASK else item for name, item in kwargs.items()}
     override = None
     if of_block is not None:
-        options, own = begun() or {}, dict(of_block)
-        override = options.get(OVERRIDE)
-        if not own.pop(OVERRIDE, False) and override is not None:  # the block was given no options
-            options, override = {name: item for name, item in options.items() if name != OVERRIDE}, None
-        is_unchanged = all(name in options and options[name] == item for name, item in own.items())
-        kwargs["transformer_options"] = options if is_unchanged else {**options, **own}
+        kwargs["transformer_options"] = _of_call(of_block)
+        override = kwargs["transformer_options"].get(OVERRIDE)
     module, _, name = place.partition(":")
     function = getattr(sys.modules[module], name)
     call = functools.partial(function, *_kept_apart(override or function, q, k, v), *args, **kwargs)
     return _checked(call(), q, _size_of(q, how), override, override or function, (q, k, v, mask))
+
+
+def _of_call(of_block: dict[str, Any]) -> dict[str, Any]:
+    """The options of this thread's call, as a block has them that was given these."""
+    options, own = begun() or {}, dict(of_block)
+    if not own.pop(OVERRIDE, False) and options.get(OVERRIDE) is not None:  # the block was given no options
+        options = {name: item for name, item in options.items() if name != OVERRIDE}
+    is_unchanged = all(name in options and options[name] == item for name, item in own.items())
+    return options if is_unchanged else {**options, **own}
+
+
+OPTIONS["transformer_options"] = Options(_SIMPLIFIED, _as_text, lambda text: _of_call(_value(text)))
 
 
 def _run_replaced(q, k, v, name, how):

@@ -183,7 +183,7 @@ class StreamedWeights:
         self._parts = [
             (part, index.get(f"{path}weight"), index.get(f"{path}bias"))
             for path, part in ((f"{path}." if path else "", part) for path, part in block.named_modules())
-            if "_v" in vars(part) or _waits(part)
+            if ("_v" in vars(part) or _waits(part)) and not {f"{path}weight", f"{path}bias"}.isdisjoint(index)
         ]
         # What these do to a weight belongs to each use of it, and core applies them where it brings one.
         self._is_patched = any(_functions(part, "weight") or _functions(part, "bias") for part, _, _ in self._parts)
