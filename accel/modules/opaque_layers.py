@@ -19,7 +19,7 @@ import torch
 from ..kernels.operators import define
 from ..signature.tensors import PLAIN_TENSORS
 from .stored_form import Opaque, form_of
-from .substitution import has_foreign_forward
+from .substitution import foreign_forward, has_foreign_forward
 
 _called = threading.local()
 """block: a weak reference to the block that this thread calls."""
@@ -70,6 +70,14 @@ def runs_others_code(part: torch.nn.Module) -> bool:
 def begin(block: torch.nn.Module) -> None:
     """This block is called in this thread."""
     _called.block = weakref.ref(block)
+
+
+def _is_of_its_package(part: torch.nn.Module) -> bool:
+    """Whether the forward and the hooks on the part are from the package that its class is from."""
+    forward = foreign_forward(part)
+    found = [*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *([] if forward is None else [forward])]
+    package = type(part).__module__.partition(".")[0]
+    return all(str(getattr(function, "__module__", "")).partition(".")[0] == package for function in found)
 
 
 class OpaqueLayers:
@@ -145,14 +153,15 @@ def _written(how: Any) -> str:
 
 def _run(given: Sequence[torch.Tensor], path: str, how: str, features: int | None) -> torch.Tensor:
     part = _called.block().get_submodule(path)
-    is_others = runs_others_code(part)
+    is_others = runs_others_code(part) and not _is_of_its_package(part)
     if is_others:  # which may keep what it is given, and a graph uses that memory again
         with torch.inference_mode(False):
             given = [tensor.clone() for tensor in given]
+        versions = [tensor._version for tensor in given]
     args, kwargs = _with(ast.literal_eval(how), iter(given))
     kwargs |= {name: OPTIONS[name].of_call(ast.literal_eval(kwargs[name])) for name in OPTIONS if name in kwargs}
     out = part(*args, **kwargs)
-    if is_others and any(tensor._version for tensor in given):
+    if is_others and [tensor._version for tensor in given] != versions:
         raise TypeError(f"{path} changes what it is given")
     first, size = given[0], _size(given, features)
     if type(out) is not torch.Tensor or out.shape != size or out.dtype is not first.dtype:

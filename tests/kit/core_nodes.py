@@ -616,13 +616,11 @@ def _rows() -> dict[str, Row]:
             "UNet",
             "nodes_lora_debug.LoraLoaderBypass",
             from_file("loras", "lora_name", file, **loras),
-            eager=("indescribable",),
         ),
         "LoRA bypassed, model only": Row(
             "Wan",
             "nodes_lora_debug.LoraLoaderBypassModelOnly",
             from_file("loras", "lora_name", file, **loras),
-            eager=("indescribable",),
         ),
         "trained LoRA": Row(
             "UNet", "nodes_train.LoraModelLoader", lambda model, shapes: {"lora": file(model), "strength_model": 0.6}
@@ -631,7 +629,6 @@ def _rows() -> dict[str, Row]:
             "UNet",
             "nodes_train.LoraModelLoader",
             lambda model, shapes: {"lora": file(model), "strength_model": 0.6, "bypass": True},
-            eager=("indescribable",),
             asks="bypass",
         ),
         "merge": Row("UNet", merging + "ModelMergeSimple", other_unet(ratio=0.3)),

@@ -271,10 +271,23 @@ def test_surveys_do_not_follow_copies_of_the_model(surveys):
 
 def test_block_that_was_left_eager_is_looked_at_again(surveys):
     model = Model()
-    hook = block(model).norm.register_forward_hook(lambda *_: None)
+    block(model).forward = lambda x: x
     assert len(look(model).left_eager) == 1
-    hook.remove()
+    del block(model).forward
     assert not look(model).left_eager
+
+
+def test_part_that_gets_a_hook_or_forward_is_called_as_it_is_until_it_has_none(surveys):
+    model = Model()
+    kinds = look(model).kinds
+    hook = block(model).norm.register_forward_hook(lambda *_: None)
+    assert look(model).kinds != kinds
+    hook.remove()
+    assert look(model).kinds == kinds
+    block(model).norm.forward = lambda x: x
+    assert look(model).kinds != kinds
+    del block(model).norm.forward
+    assert look(model).kinds == kinds
 
 
 def test_model_with_surveys_goes_when_nobody_needs_it_and_so_does_a_block_that_was_replaced(surveys):

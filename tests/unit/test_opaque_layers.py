@@ -68,7 +68,7 @@ def both_ways(model, cache, x=X, backend="eager"):
 
     def run():
         with torch.inference_mode():
-            out = x
+            out = x.clone()
             for block in model.blocks:
                 out = block(out)
             return out
@@ -87,6 +87,26 @@ def test_blocks_are_compiled_around_layers_that_run_as_they_are():
         eager, compiled = both_ways(model, cache, x)
         assert torch.equal(compiled, eager)
     assert graphs() == 1 and reasons() == []
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_forward_that_another_program_put_on_a_part_gets_memory_of_its_own(changes):
+    kept, model = [], model_of(Block(0), Block(1))
+
+    def forward(x):
+        kept.append(x)
+        return x.mul_(2) if changes else x * 2
+
+    for block in model.blocks:
+        block.norm.forward = forward
+    eager, compiled = both_ways(model, GraphCache())
+    assert torch.equal(compiled, eager)
+    assert any("norm changes what it is given" in reason for reason in reasons()) == changes
+    if not changes:
+        values = kept[2:], [x.clone() for x in kept[2:]]
+        assert len(kept) == 4
+        both_ways(model, GraphCache(), X + 1)
+        assert all(map(torch.equal, *values))
 
 
 def test_layer_that_gives_another_type_than_it_got_leaves_its_block_uncompiled():
