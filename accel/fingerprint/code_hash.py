@@ -6,41 +6,36 @@ kept from one survey to the next; within a survey, a `CodeReader` reads each thi
 
 from __future__ import annotations
 
-import argparse
 import builtins
-import enum
 import functools
 import hashlib
 import os
-import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from inspect import getattr_static
 from typing import Any
 
 import torch
 
-from .code_facts import facts_of, filled, used_whole
+from .code_facts import facts_of
+from .code_references import (
+    BASES,
+    CONTAINERS,
+    KEPT_NAMES,
+    MAX_ITEMS,
+    CodeReferences,
+    functions_in,
+    given_to,
+    has_named_state,
+    home_of,
+    is_foreign,
+    is_run,
+    methods_of,
+    of_library,
+)
 from .code_snapshot import CodeNotes, CodeSnapshot
-from .module_files import Unknown, source_of
-from .plain_values import MAX_DEPTH, OPERATORS, PLAIN, Indescribable, References, describe_value, number_of
-
-_CONTAINERS = (dict, list, set)
-_RECORDS = (argparse.Namespace, types.SimpleNamespace)
-_MAX_ITEMS = 512
-"""A larger table in a module is not a setting, and would be read in every survey."""
-
-_NO_STATE = ("_thread", "ctypes", "logging", "threading", "typing")
-"""Modules of types whose objects no result depends on: locks, libraries, loggers, parts of annotations."""
-
-_NOT_RUN = {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_reset_parameters"} | {
-    *("__annotate__", "__annotate_func__"),
-}
-"""Construction, printing, annotations (functions from Python 3.14): calling a module runs none, and no `state_dict`."""
-
-_BASES = (torch.nn.Module, torch.Tensor, torch._C.TensorBase, object)
-"""Bases whose own functions and attributes are torch's version's alone, unless somebody has replaced them."""
+from .plain_values import OPERATORS, Indescribable, References, describe_value
 
 _CALLED = frozenset({"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__"})
 """What torch runs of a module in each call, whatever its code names."""
@@ -48,17 +43,8 @@ _CALLED = frozenset({"__call__", "_call_impl", "_wrapped_call_impl", "__getattr_
 _MADE = frozenset({"__init__", "__new__", "__call__", "__enter__", "__exit__"})
 """What runs of a class whose name is called, and of what that makes, without a name in the code."""
 
-_FINDS = frozenset({"__getattr__", "__getattribute__"})
-"""Methods that answer for attributes of any name."""
-
-_ITEMS = frozenset({"__getitem__", "__contains__", "__iter__", "__len__", "__call__"}) | _FINDS
-"""Methods that code runs without their names."""
-
 _FUNCTIONAL = "torch.nn.functional"
 """Torch's functions that models call, and that call others of torch by name."""
-
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {"numpy", "psutil", "torch", "tqdm"}
-"""Their functions are described by their own code alone, not by what they call in turn."""
 
 _PROGRAM = tuple(
     os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, os.path.dirname(__file__), os.__file__)
@@ -67,9 +53,6 @@ _PROGRAM = tuple(
 
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 """Part of the path of packages that are installed among Python's own modules; torch is."""
-
-_KEPT = "__slotnames__"
-"""The attribute of a class in which Python keeps it once an instance was copied."""
 
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 
@@ -151,7 +134,7 @@ class CodeReader:
 
         Of that code only the names are described: it finds what to run in registries.
         """
-        references = _References(self)
+        references = CodeReferences(self)
         for cls in classes:
             references.add_source_of(cls)
         return replace(code, sources=code.sources | references.sources, opaque=code.opaque | references.opaque)
@@ -169,8 +152,8 @@ class CodeReader:
         self._active.add(id(function))
         self.notes.function(function)
         try:
-            references = _References(self)
-            values = tuple(references.describe_default(value, function, name) for name, value in _given(function))
+            references = CodeReferences(self)
+            values = tuple(references.describe_default(value, function, name) for name, value in given_to(function))
         finally:
             self._active.discard(id(function))
         self.notes.add(references.notes)
@@ -200,7 +183,7 @@ class CodeReader:
         in_order = sorted(classes, key=lambda cls: (cls.__module__, cls.__qualname__))
         for cls in in_order:
             described.append((cls.__module__, cls.__qualname__, [base.__qualname__ for base in cls.__mro__]))
-            for name, function in _methods_of(cls, self.notes):
+            for name, function in methods_of(cls, self.notes):
                 if inside is not None and name == f"{inside[0].__qualname__}.forward":
                     function = inside[1]
                 described.append((name, self.describe_function(function)))
@@ -210,7 +193,7 @@ class CodeReader:
         names = frozenset().union(*(function.facts.names for function in reached))
         for base in (torch.nn.Module, torch.Tensor, torch._C.TensorBase):
             if base is torch.Tensor:  # a new method may hide one of its base's
-                self.notes.size(base, _KEPT)
+                self.notes.size(base, KEPT_NAMES)
             for name in sorted((names | _CALLED).intersection(vars(base))):
                 self.notes.name(base, name)
                 _require_torchs(f"{base.__name__}.{name}", vars(base)[name])
@@ -220,7 +203,7 @@ class CodeReader:
         # The code's own assignments are where it keeps things, not settings.
         assigned = frozenset().union(*(function.assigned for function in reached))
         values = {value for function in reached for value in function.values if value[:2] not in assigned}
-        references = _References(self)
+        references = CodeReferences(self)
         for cls in classes:
             references.add_source_of(cls)
         described.append(sorted({function.described for function in reached}))
@@ -249,154 +232,6 @@ class CodeReader:
         return list(seen.values())
 
 
-class _References(References):
-    """What descriptions of values leave to be looked up: functions and classes, sources, and opaque objects."""
-
-    def __init__(self, reader: CodeReader):
-        super().__init__(reader)
-        self.sources: set[str] = set()
-        self.opaque: set[str] = set()
-
-    def add_source(self, scope: Mapping[str, Any]) -> None:
-        """Note the module, given by its namespace, that code or a value is from."""
-        try:
-            self.sources.add(source_of(scope) or "")
-        except Unknown as unknown:
-            self.opaque.add(str(unknown))
-
-    def add_source_of(self, cls: type) -> None:
-        """Note the module that a class is from."""
-        if not of_library(cls.__module__):
-            module = sys.modules.get(cls.__module__)
-            self.add_source({"__name__": cls} if module is None else vars(module))
-
-    def describe(self, value: Any) -> Any:
-        """A description of any value: of an indescribable one its type, of an indescribable container None."""
-        if _is_constant(value):
-            self.notes.numbers(value)
-            return ("tensor", value.dtype, tuple(value.shape), value.tolist())
-        found = References(self.reader)
-        try:
-            described = describe_value(value, found)
-        except Indescribable:
-            if isinstance(value, _CONTAINERS):
-                return None
-            if _has_no_state(value):
-                return ("a", type(value).__module__, type(value).__qualname__)
-            self.opaque.add(f"a {type(value).__module__}.{type(value).__qualname__}")
-            return ("a", type(value).__module__, type(value).__qualname__, number_of(value))
-        self.add(found)
-        return described
-
-    def named(self, value: Any) -> Any:
-        """A description of a value that a library reads: of an indescribable one its type."""
-        try:
-            return describe_value(value, References(self.reader))
-        except Indescribable:
-            return ("a", type(value).__module__, type(value).__qualname__)
-
-    def describe_default(self, value: Any, function: types.FunctionType, name: str) -> Any:
-        """A description of one of the function's defaults, or of what is in one of its cells. name: in its code."""
-        code, is_library = function.__code__, of_library(_home(function))
-        if isinstance(value, list) and not is_library and name in filled(code):  # torch loses what is done to it
-            raise Indescribable(f"{function.__qualname__}, which keeps {name} from one call to the next")
-        if isinstance(value, (tuple, list)):
-            if isinstance(value, list) and not is_library:
-                self.notes.contents(value)
-            return tuple(self.describe_default(item, function, name) for item in value)
-        if isinstance(value, dict) and name not in code.co_freevars:
-            # Models fill a default with what a call comes to.
-            return ("dict", *self.functions_of(value, is_filled=True))
-        if isinstance(value, torch.Tensor) and not value.numel():  # marks an argument that was not given
-            return ("empty", tuple(value.shape), value.dtype, value.device)
-        inner = value.__self__ if isinstance(value, types.MethodType) else value
-        if isinstance(inner, (torch.Tensor, torch.nn.Module)) and not is_library:
-            raise Indescribable(f"{function.__qualname__}, a function around a {type(inner).__qualname__}")
-        described = [self.function(inner) for inner in _functions_in(value)]
-        if described:
-            return described if is_library else [*described, *self.owner_of(value)]
-        return self.named(value) if is_library else self.describe_part(value, name, [code])
-
-    def owner_of(self, value: Any) -> list[tuple]:
-        """Descriptions of what a bound method reads of the object that it is bound to; none for anything else."""
-        if not isinstance(value, types.MethodType) or isinstance(value.__self__, type):
-            return []
-        owner, function = value.__self__, value.__func__
-        if not isinstance(function, types.FunctionType) or not _has_named_state(owner) or id(owner) in self.open:
-            return [self.describe(owner)]
-        return [self.describe_state(owner, [function.__code__])]
-
-    def describe_part(self, value: Any, name: str, codes: Sequence[types.CodeType]) -> Any:
-        """A description of what a variable or attribute holds that these codes have by its name.
-
-        Of an object it is what they read of it by name; all of it where they may pass it on.
-        """
-        if not _has_named_state(value) or id(value) in self.open or len(self.open) >= MAX_DEPTH:
-            described = self.describe(value)
-            is_table = described is None and isinstance(value, _CONTAINERS)
-            return self.functions_of(value, is_whole=not self.open) if is_table else described
-        if not any(name in used_whole(code) for code in codes):
-            return self.describe_state(value, codes)
-        return (self.describe(value), self.describe_state(value, codes))
-
-    def describe_state(self, value: Any, codes: Sequence[types.CodeType], but: frozenset[str] | None = None) -> tuple:
-        """A description of those attributes of an object, and of its class, that code reads by name.
-
-        codes: of the functions that have it. but: of an object that is a global, attributes that do not count; whom its
-            methods pass it on to is not asked.
-        """
-        cls, state = type(value), vars(value)
-        names, called, methods = _reads_of(cls, codes)
-        codes = [*codes, *methods]
-        if not _FINDS.isdisjoint(called) or (but is None and _is_passed_on(methods)):
-            names |= state.keys()
-        names -= but or set()
-        # What these keep on the object is made by their functions, which count, at the first call or at a later one.
-        names = {name for name in names if not isinstance(getattr_static(cls, name, None), functools.cached_property)}
-        self.notes.type_of(value)
-        self.open.add(id(value))
-        described: list[Any] = [self.class_of(value)]
-        for name in sorted(names.intersection(state)):
-            self.notes.name(state, name)
-            described.append((name, self.describe_part(state[name], name, codes)))
-        for base in cls.__mro__:
-            if of_library(base.__module__):
-                continue
-            for name in sorted(names.intersection(vars(base)).difference(state)):
-                self.notes.hiding(state, name)
-                attribute = vars(base)[name]
-                if next(_functions_in(attribute), None) is None and not name.startswith("__"):
-                    self.notes.name(base, name)
-                    described.append((base.__qualname__, name, self.describe_part(attribute, name, codes)))
-        self.open.discard(id(value))
-        return tuple(described)
-
-    def functions_of(self, container: Any, is_filled: bool = False, is_whole: bool = False) -> list[str]:
-        """Descriptions of the functions, and of the plain values beside them, in a container of which nothing else can
-        be told, as in a table of them. is_filled: by the code that reads it. is_whole: its plain values count without a
-        function too."""
-        items = list(container.items() if isinstance(container, dict) else enumerate(container))
-        described, beside = [], []
-        for key, item in items:
-            if type(item) in PLAIN and type(key) in PLAIN:
-                beside.append(repr((key, item)))
-            elif isinstance(item, OPERATORS):
-                described.append(repr(self.named(item)))
-            for function in _functions_in(item):
-                try:
-                    described.append(repr([self.function(function), *self.owner_of(item)]))
-                except Indescribable as why:
-                    self.opaque.add(str(why))
-        if described or is_whole or not (container or is_filled):
-            self.notes.contents(container)
-        return sorted(described + beside) if described or is_whole else []
-
-    def all_functions(self) -> Iterator[types.FunctionType]:
-        yield from self.functions
-        for cls in self.classes:
-            yield from (function for _, function in _methods_of(cls, self.notes))
-
-
 class _Function:
     """One function: its description with what its names refer to now, and the functions to read next.
 
@@ -408,16 +243,16 @@ class _Function:
     def __init__(self, function: types.FunctionType, reader: CodeReader):
         self.function = function  # kept alive, since its id is its key
         self.facts = facts_of(function.__code__)
-        self.references = _References(reader)
+        self.references = CodeReferences(reader)
         self.values: list[tuple[int, str, str]] = []
         self.opaque: set[tuple[int, str, str]] = set()
         self._reader = reader
         self._names: list[tuple] = []
         self._namespaces: set[Any] = set()
-        for name, value in _given(function):
+        for name, value in given_to(function):
             self.references.describe_default(value, function, name)
         scope = function.__globals__
-        is_library = of_library(_home(function))
+        is_library = of_library(home_of(function))
         self._follow("", scope, scope, is_library)
         owner = scope.get(function.__qualname__.partition(".")[0])
         if isinstance(owner, type):  # a method reads what is on its class by way of its first argument
@@ -450,9 +285,9 @@ class _Function:
                     notes.name(owner, name)  # by a rule, which another value may not fall under
                 continue
             value, inner = scope[name], f"{path}{name}"
-            called = list(_functions_in(value))
+            called = list(functions_in(value))
             is_bound = isinstance(value, types.MethodType) and not isinstance(value.__self__, type)
-            if is_bound and (not is_library or _is_foreign(value.__self__)):
+            if is_bound and (not is_library or is_foreign(value.__self__)):
                 self._names.append((inner, list(self._settings(value.__self__, references, value.__func__))))
             if called:
                 if function_of_torch:
@@ -467,10 +302,10 @@ class _Function:
                 self._follow_namespace(inner, value, is_library)
             elif is_library and callable(value):
                 notes.name(owner, name)
-                self._names.append((inner, references.describe(value) if _is_foreign(value) else type(value).__name__))
+                self._names.append((inner, references.describe(value) if is_foreign(value) else type(value).__name__))
             elif not is_library and not name.startswith("__") and not (path and name in self.facts.assigned):
                 notes.name(owner, name)
-                found = _References(self._reader)
+                found = CodeReferences(self._reader)
                 self.values.extend((id(scope), name, repr((inner, item))) for item in self._settings(value, found))
                 self.opaque.update((id(scope), name, what) for what in found.opaque)
                 references.add(found)
@@ -480,7 +315,7 @@ class _Function:
         for name in sorted(self.facts.names.intersection(vars(builtins)).difference(scope)):
             self.references.notes.hiding(scope, name)
             self.references.notes.name(vars(builtins), name)
-            others = [self.references.function(function) for function in _functions_in(vars(builtins)[name])]
+            others = [self.references.function(function) for function in functions_in(vars(builtins)[name])]
             if others:
                 self._names.append((name, others))
 
@@ -506,14 +341,16 @@ class _Function:
         scope = self.function.__globals__
         return any(not isinstance(scope.get(name), types.ModuleType) for name in self.facts.mutates)
 
-    def _settings(self, value: Any, references: _References, method: types.FunctionType | None = None) -> Iterator[Any]:
+    def _settings(
+        self, value: Any, references: CodeReferences, method: types.FunctionType | None = None
+    ) -> Iterator[Any]:
         """Descriptions of a plain value, or of those attributes of an object that the function reads.
 
         method: of the object, that the function calls under another name.
         """
-        if isinstance(value, _CONTAINERS):
+        if isinstance(value, CONTAINERS):
             # An empty container says as little as an indescribable one: such are filled while a program runs.
-            if len(value) > _MAX_ITEMS:
+            if len(value) > MAX_ITEMS:
                 references.opaque.add(f"a table of {len(value)} items")
                 return
             described = None
@@ -524,7 +361,7 @@ class _Function:
                 described = references.functions_of(value, is_filled=is_filled)
             if described:
                 yield described
-        elif _has_named_state(value):
+        elif has_named_state(value):
             codes = [self.function.__code__, *([] if method is None else [method.__code__])]
             yield references.describe_state(value, codes, but=self.facts.assigned)
         else:
@@ -543,111 +380,36 @@ def never_read(attributes: frozenset[str], codes: Iterable[types.CodeType]) -> f
     )
 
 
-def _reads_of(cls: type, codes: Sequence[types.CodeType]) -> tuple[set[str], set[str], list[types.CodeType]]:
-    """What these codes, which have an object of the class, may read of it: the names in them and in the methods that
-    they may call; the names of these methods; and their codes."""
-    methods: dict[str, list[types.CodeType]] = {}
-    for path, function in _methods_of(cls):
-        methods.setdefault(path.rpartition(".")[2], []).append(function.__code__)
-    names, called, found = set(_ITEMS).union(*(facts_of(code).names for code in codes)), set(), []
-    while more := names.intersection(methods) - called:
-        called |= more
-        found += (code for name in more for code in methods[name])
-        names.update(*(facts_of(code).names for name in more for code in methods[name]))
-    return names, called, found
-
-
-def _is_passed_on(methods: Iterable[types.CodeType]) -> bool:
-    """Whether one of these methods may pass its object on."""
-    return any(not used_whole(code).isdisjoint(code.co_varnames[:1]) for code in methods)
-
-
-def _class_attributes(cls: type, names: frozenset[str], references: _References) -> list[tuple]:
+def _class_attributes(cls: type, names: frozenset[str], references: CodeReferences) -> list[tuple]:
     """The class attributes with these names that are no functions, and whatever else there can be called."""
     described = []
     for base in cls.__mro__:
-        if base in _BASES:
+        if base in BASES:
             continue
         for name, value in sorted(vars(base).items()):
             is_read = name in names and not name.startswith("__")
-            if not is_read and not (callable(value) and _is_run(name, value) and _is_foreign(value)):
+            if not is_read and not (callable(value) and is_run(name, value) and is_foreign(value)):
                 continue
-            if next(_functions_in(value), None) is None:
+            if next(functions_in(value), None) is None:
                 references.notes.name(base, name)
                 described.append((base.__qualname__, name, references.describe(value)))
     return described
 
 
-def _methods_of(cls: type, notes: CodeNotes | None = None) -> Iterator[tuple[str, types.FunctionType]]:
-    """The functions that a call of an instance may run: all but `_NOT_RUN`. notes: get where they are."""
-    for base in cls.__mro__:
-        if base in _BASES:
-            continue
-        if notes is not None:
-            notes.size(base, _KEPT)
-        for name, value in vars(base).items():
-            if _is_run(name, value):
-                for function in _functions_in(value):
-                    if notes is not None:
-                        notes.name(base, name)
-                    yield f"{base.__qualname__}.{name}", function
-
-
-def _is_foreign(value: Any) -> bool:
-    """Whether what can be called may be of anybody's making."""
-    return isinstance(value, functools.partial) or not of_library(type(value).__module__)
-
-
-def _is_run(name: str, value: Any) -> bool:
-    return name not in _NOT_RUN and "state_dict" not in name and not isinstance(value, type)
-
-
 def _require_torchs(name: str, value: Any) -> None:
     """Raise Indescribable if other code stands for what torch's own functions call: graphs of torch name only these."""
-    if any(not of_library(_home(function)) for function in _functions_in(value)):
+    if any(not of_library(home_of(function)) for function in functions_in(value)):
         raise Indescribable(f"code of another extension in place of torch's {name}")
-
-
-def _home(function: types.FunctionType) -> str | None:
-    """The name of the module whose globals the function reads: what wraps another function may have that one's name."""
-    return function.__globals__.get("__name__")
 
 
 def _is_functional(function: types.FunctionType) -> bool:
     """Whether it is one of torch's functions that models call."""
-    return function.__module__ == _FUNCTIONAL and of_library(_home(function))
+    return function.__module__ == _FUNCTIONAL and of_library(home_of(function))
 
 
 def _is_generated(scope: Mapping[str, Any]) -> bool:
     """Whether these are the globals of the `__new__` that Python makes for a named tuple, and of nothing else."""
     return "__file__" not in scope and str(scope["__name__"]).startswith("namedtuple_")
-
-
-def _functions_in(value: Any) -> Iterator[types.FunctionType]:
-    """The Python functions that a value is or directly wraps: a method, a property, a cached function."""
-    if isinstance(value, types.FunctionType):
-        yield value
-    elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
-        yield from _functions_in(value.__func__)
-    elif isinstance(value, property):
-        for part in (value.fget, value.fset, value.fdel):
-            yield from _functions_in(part)
-    elif isinstance(value, functools.cached_property):
-        yield from _functions_in(value.func)
-    elif isinstance(value, functools._lru_cache_wrapper):
-        yield from _functions_in(value.__wrapped__)
-
-
-def _given(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The function's defaults and the contents of its cells, where a decorator's product has what it wraps, by name."""
-    code, defaults = function.__code__, function.__defaults__ or ()
-    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
-    yield from sorted((function.__kwdefaults__ or {}).items())
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # not filled yet
-            yield name, None
 
 
 def _is_hidden(function: types.FunctionType) -> bool:
@@ -659,7 +421,7 @@ def _is_hidden(function: types.FunctionType) -> bool:
 
 
 def _is_followed(function: types.FunctionType) -> bool:
-    return _is_functional(function) or not of_library(_home(function))
+    return _is_functional(function) or not of_library(home_of(function))
 
 
 def _followed(function: types.FunctionType) -> Iterator[types.FunctionType]:
@@ -667,41 +429,12 @@ def _followed(function: types.FunctionType) -> Iterator[types.FunctionType]:
     if _is_followed(function):
         yield function
     else:
-        inside = (inner for _, value in _given(function) for inner in _functions_in(value))
+        inside = (inner for _, value in given_to(function) for inner in functions_in(value))
         yield from filter(_is_followed, inside)
-
-
-@functools.lru_cache(maxsize=4096)
-def of_library(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _LIBRARIES
 
 
 def _is_namespace(cls: type) -> bool:
     return not issubclass(cls, torch.nn.Module) and not of_library(cls.__module__)
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether it is a small tensor, such as a table of the numbers that codes stand for."""
-    return (
-        type(value) is torch.Tensor
-        and value.device.type == "cpu"
-        and value.layout is torch.strided
-        and not value.is_quantized
-        and value.numel() <= _MAX_ITEMS
-    )
-
-
-def _has_named_state(value: Any) -> bool:
-    cls = type(value)
-    if cls in PLAIN or isinstance(value, (torch.nn.Module, torch.Tensor, enum.Enum)):
-        return False
-    return hasattr(value, "__dict__") and (not of_library(cls.__module__) or cls in _RECORDS)
-
-
-def _has_no_state(value: Any) -> bool:
-    """Whether no result depends on it, or it is the descriptor of an attribute in a class with slots or fields."""
-    is_slot = isinstance(value, (types.GetSetDescriptorType, types.MemberDescriptorType))
-    return is_slot or type(value).__qualname__ == "_tuplegetter" or type(value).__module__ in _NO_STATE
 
 
 def unread_code(ran: Iterable[types.CodeType], read: Iterable[types.CodeType]) -> types.CodeType | None:

@@ -21,7 +21,8 @@ import torch
 
 from ..core import torch_internals
 from .code_facts import may_keep
-from .code_hash import is_of_program, never_read, of_library
+from .code_hash import is_of_program, never_read
+from .code_references import of_library
 
 _INSTALLED, _EXTENSIONS = f"{os.sep}site-packages{os.sep}", f"{os.sep}custom_nodes{os.sep}"
 _ARGUMENTS = "L['tensors']"
