@@ -10,41 +10,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from ..core.events import emit
-from ..core.torch_internals import CODE_CACHE, GENERATED_CODE, PYTHON_WRAPPER
+from ..core.torch_internals import BYTECODE_CALLS, BYTECODE_UTILS, CODE_CACHE, GENERATED_CODE, PYTHON_WRAPPER
 
 TRACE, GENERATE, BUILD = STAGES = ("trace", "generate", "build")
 """The stages of a compilation: a block is traced, its code is generated, and kernels are built from that."""
 
 
-_UTILS = "__import_torch_dot__dynamo_dot_utils"
-"""What dynamo's bytecode calls torch._dynamo.utils."""
-
-_DIRECTLY = {
-    "call_size": torch.Tensor.size,
-    "call_stride": torch.Tensor.stride,
-    "call_storage_offset": torch.Tensor.storage_offset,
-    "record_pregraph_bytecode_enter": bool,
-    "record_pregraph_bytecode_exit": bool,
-}
-"""What does the same as functions there, which go through four others of Python's and turn dynamo off and on again: for
-each size, in each call of a block, about 1 µs. The last two tell a profiler of torch's where the bytecode is."""
-
-
 def ask_sizes_directly(scope: dict[str, Any]) -> None:
-    """Have dynamo's bytecode, whose globals these are, ask tensors themselves for their sizes."""
-    utils = scope.get(_UTILS)
+    """Have dynamo's bytecode, whose globals these are, ask tensors themselves for their sizes.
+
+    Its own functions go through four others of Python's and turn dynamo off and on again: for each size, in each call
+    of a block, about 1 µs.
+    """
+    utils = scope.get(BYTECODE_UTILS)
     if isinstance(utils, types.ModuleType):
-        scope[_UTILS] = _direct(utils)
+        scope[BYTECODE_UTILS] = _direct(utils)
 
 
 @functools.cache
 def _direct(utils: types.ModuleType) -> types.ModuleType:
     made = types.ModuleType(utils.__name__)
     vars(made).update(vars(utils))
-    vars(made).update({name: function for name, function in _DIRECTLY.items() if hasattr(utils, name)})
+    vars(made).update({name: function for name, function in BYTECODE_CALLS.items() if hasattr(utils, name)})
     return made
 
 
