@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import hashlib
+import operator
 import types
 import weakref
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ _ASSIGNS = (*_SETS_GLOBALS, *_SETS_ATTRIBUTES)
 _LOOKS_UP = frozenset({"getattr", "vars", "attrgetter", "__dict__", "__getattribute__"})
 _MUTATES = ("STORE_SUBSCR", "DELETE_SUBSCR")
 _MUTATING_METHODS = frozenset("add append appendleft clear extend insert pop popitem remove setdefault update".split())
-_CHANGING = _MUTATING_METHODS | frozenset(
-    "__dict__ __next__ __setattr__ __setitem__ delattr discard globals move_to_end next popleft reverse rotate send set"
-    " setattr sort vars".split()
+_CHANGING = _MUTATING_METHODS.union(
+    "BaseException __dict__ __next__ __setattr__ __setitem__ delattr difference_update discard globals"
+    " intersection_update methodcaller move_to_end next popleft random reverse rotate send set setattr sort"
+    " vars".split(),
+    (name for name in vars(operator) if name.startswith("__i")),
 )
-"""By what else the state of an object, an iterator or a context is changed."""
+"""By what else the state of an object, an iterator or a context is changed, or the end of a run of ours held up."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,23 @@ def _read(code: types.CodeType) -> CodeFacts:
 
 def may_keep(code: types.CodeType) -> bool:
     """Whether the code, without those nested in it, may leave anything that its next call finds."""
-    in_place = any(name.endswith("_") and not name.endswith("__") for name in code.co_names)
-    if in_place or not _CHANGING.isdisjoint(code.co_names) or "out" in _strings(code.co_consts):
+    if any(map(changes_by_name, code.co_names)) or "out" in _strings(code.co_consts):
         return True
     changes, of_others = (*_ASSIGNS, *_MUTATES, "STORE_SLICE"), code.co_freevars
-    steps = dis.get_instructions(code)
-    return any(step.opname in changes or step.opname == "STORE_DEREF" and step.argval in of_others for step in steps)
+    return any(
+        step.opname in changes
+        or step.opname.startswith("INPLACE_")
+        or step.opname == "BINARY_OP"
+        and step.argrepr.endswith("=")  # `x += y` changes what x is, if it is a list or tensor
+        or step.opname == "STORE_DEREF"
+        and step.argval in of_others
+        for step in dis.get_instructions(code)
+    )
+
+
+def changes_by_name(name: str) -> bool:
+    """Whether a function, method or attribute of the name is there to change something."""
+    return name in _CHANGING or name.endswith("_") and not name.endswith("__")
 
 
 def filled(code: types.CodeType) -> frozenset[str]:

@@ -10,9 +10,13 @@ does not make, or leaves a tensor without values. So runs of that sort end where
 from __future__ import annotations
 
 import functools
+import gc
+import operator
 import os
 import sys
+import threading
 import types
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +24,7 @@ from typing import Any
 import torch
 
 from ..core import torch_internals
-from .code_facts import may_keep
+from .code_facts import changes_by_name, may_keep
 from .code_hash import is_of_program, never_read
 from .code_references import of_library
 
@@ -30,6 +34,9 @@ _ARGUMENTS = "L['tensors']"
 
 _WEIGHTS = ("._parameters", "._buffers")
 """Dicts of modules in which `functional_call` puts a call's weights, and takes them out again."""
+
+_HARMLESS = ("builtins", "collections", "math", "sys", "time", "torch")
+"""Where functions and types written in C are from that change things by methods of known names alone."""
 
 
 class KeepsState(Exception):
@@ -74,25 +81,60 @@ def _name_of(source: Any) -> str:
 def without_others_state(model: torch.nn.Module) -> Iterator[None]:
     """A context in which code of others than the model's that may keep something is not run: KeepsState ends it."""
     own = packages_of(model) | {package_of(__name__)}
-    asked: set[types.CodeType] = set()
+    others: dict[types.CodeType, bool] = {}
+    found: list[str] = []
 
-    def ask(frame: types.FrameType, event: str, _: Any) -> None:
+    def ask(frame: types.FrameType, event: str, function: Any) -> None:
         code = frame.f_code
-        if event != "call" or code in asked:
+        if event == "c_call":
+            keeps = others.get(code, False) and _may_change(function)
+        elif event == "call" and code not in others:
+            home = frame.f_globals.get("__name__")
+            is_others = not of_library(home) and package_of(home) not in own and _is_others(code.co_filename)
+            others[code] = is_others
+            keeps = is_others and (may_keep(code) or any(map(_changes_in_use, _values_of(frame))))
+        else:
             return
-        asked.add(code)
-        home = frame.f_globals.get("__name__")
-        if may_keep(code) and not of_library(home) and package_of(home) not in own and _is_others(code.co_filename):
+        if keeps:
+            found.append(code.co_name)
             raise _MayKeep(code.co_name)
 
-    before = sys.getprofile()
+    def pause(phase: str, _: Any) -> None:
+        if threading.get_ident() == thread:  # an exception in what garbage runs would go no further, and end the asking
+            sys.setprofile(ask if phase == "stop" else None)
+
+    before, thread = sys.getprofile(), threading.get_ident()
+    gc.callbacks.append(pause)
     sys.setprofile(ask)
     try:
         yield
-    except _MayKeep as where:
-        raise KeepsState(str(where)) from None
+    except _MayKeep:
+        pass
     finally:
+        gc.callbacks.remove(pause)
         sys.setprofile(before)
+        if found:  # whatever others' code has made of it
+            raise KeepsState(found[0]) from None
+
+
+def _values_of(frame: types.FrameType) -> Iterator[Any]:
+    """The globals, free variables and arguments that a call is going to use."""
+    yield from (frame.f_globals[name] for name in frame.f_code.co_names if name in frame.f_globals)
+    yield from (value for name, value in frame.f_locals.items() if name != ".0")  # what a comprehension goes through
+
+
+def _changes_in_use(value: Any) -> bool:
+    """Whether a value is changed by being called or read, in a way that no bytecode shows."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    is_builtin = isinstance(value, types.BuiltinFunctionType)
+    return isinstance(value, (Iterator, defaultdict, operator.methodcaller)) or is_builtin and _may_change(value)
+
+
+def _may_change(function: Any) -> bool:
+    """Whether a function written in C may change what it is given or bound to, or keep something itself."""
+    home = getattr(function, "__module__", None) or type(function.__self__).__module__
+    return changes_by_name(function.__name__) or package_of(home) not in _HARMLESS
 
 
 def packages_of(model: torch.nn.Module) -> set[str]:

@@ -3,7 +3,11 @@
 # ruff: noqa: B006, PLW0603
 import collections
 import contextvars
+import functools
+import heapq
 import itertools
+import operator
+import random
 import sys
 import threading
 import types
@@ -248,6 +252,75 @@ counter = itertools.count(1)
 
 def in_iterator(part, x):
     return x * next(counter)
+
+
+pairs = zip(itertools.count(1), itertools.repeat(2), strict=False)
+
+
+def over_iterator(part, x):
+    for one, other in pairs:
+        return x * one * other
+
+
+def by_operator(part, x):
+    operator.setitem(table, "calls", table["calls"] + 1)
+    return x * table["calls"]
+
+
+append = numbers.append
+
+
+def by_bound_method(part, x):
+    append(1)
+    return x * len(numbers)
+
+
+append_one = functools.partial(numbers.append, 1)
+
+
+def by_partial(part, x):
+    append_one()
+    return x * len(numbers)
+
+
+set_attribute = setattr
+
+
+def by_another_name(part, x):
+    set_attribute(one, "calls", one.calls + 1)
+    return x * one.calls
+
+
+def in_heap(part, x):
+    heapq.heappush(numbers, 1)
+    return x * len(numbers)
+
+
+def in_place(part, x):
+    same = numbers
+    same += [1]
+    return x * len(numbers)
+
+
+def tensor_in_place(part, x):
+    same = buffer
+    same += 1
+    return x * buffer
+
+
+def at_random(part, x):
+    return x * generator.random()
+
+
+generator = random.Random(0)
+
+
+def whatever_happens(part, x):
+    try:
+        one.count()
+    except BaseException:
+        pass
+    return x * one.calls
 
 
 def made():

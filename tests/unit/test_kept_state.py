@@ -42,7 +42,7 @@ def is_way(value):
 
 
 HARMLESS = ("reads_only", "changes_its_own")
-QUICK = ("in_global", "tensor_in_object", "in_tensor")
+QUICK = ("in_global", "tensor_in_object", "in_tensor", "in_place", "by_bound_method", "whatever_happens")
 """Ways that the quick tests run with nothing compiled before, so that the whole model is run without values too."""
 
 OFTEN = (
