@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,23 +83,21 @@ def compile_block(
         leave_to_library(template)
     except Exception as error:  # a class that no other can be derived from
         raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
-    ops = None
-    with suppress(KeepsState):
-        ops = trace((*weights, *inputs))
-        trace.keeps_nothing = True
-    if not trace.keeps_nothing:  # it may keep something: tracing tells, and runs nothing
+    lifted = _lifted(inputs, larger) if call.any_size else None
+    ops = trace((*weights, *inputs))
+    if trace.may_keep:  # tracing tells, and runs nothing
         as_it_is, eager = replace(call, any_size=False), backend_named("eager")
-        try:
-            found, *_ = _compile(template, as_it_is, (*weights, *inputs), eager, interrupts, False)
-        except CompileFailed as failed:
-            log.debug("%s may keep something: %s", type(template).__name__, failed.reason)
-            raise CompileFailed(Reason("keeps_state")) from failed
-        found.release()
-        trace.keeps_nothing = True
+        for given in filter(None, (inputs, lifted)):  # it may do so for some sizes only
+            try:
+                found, *_ = _compile(template, as_it_is, (*weights, *given), eager, interrupts, False)
+            except CompileFailed as failed:
+                log.debug("%s may keep something: %s", type(template).__name__, failed.reason)
+                raise CompileFailed(Reason("keeps_state")) from failed
+            found.release()
+        trace.keeps_nothing = tuple(tensor.shape for tensor in inputs)
         ops = trace((*weights, *inputs))
     if changed_lists or ops is None and tree_spec.has_lists(spec):
         raise CompileFailed(Reason("changes_list"))
-    lifted = _lifted(inputs, larger) if call.any_size else None
     if lifted is not None and ops is not None and trace((*weights, *lifted)) is None:
         lifted = None
     examples, static_ones = _examples(lifted or inputs, call.any_size)
@@ -140,7 +138,7 @@ def load_block(
     leave_to_library(template)
     with _one_at_a_time, tracing():  # operators are defined there
         artifact = backend_named(call.backend).load(data, template)
-    trace = _Tracer(template, call.kind, call.spec, interrupts, tracing, keeps_nothing=True)  # or it had no graph
+    trace = _Tracer(template, call.kind, call.spec, interrupts, tracing, keeps_nothing=None)  # or it had no graph
     return _graph(artifact, facts, None, trace)
 
 
@@ -158,7 +156,9 @@ class _Tracer:
     """Runs a block without values; the fields are as for `compile_block`.
 
     changed_lists: gets the arguments of calls that changed a list or dict.
-    keeps_nothing: code of others in the block is known to keep nothing; otherwise a run of it raises KeepsState.
+    keeps_nothing: sizes of inputs with which others' code in the block is known to keep nothing, as it does with larger
+        ones that the graph's guards let through; None for any. No other run goes on where it may keep something.
+    may_keep: a run ended there.
     """
 
     template: torch.nn.Module
@@ -167,14 +167,26 @@ class _Tracer:
     interrupts: tuple[type[BaseException], ...]
     tracing: Tracing
     changed_lists: list[Any] | None = None
-    keeps_nothing: bool = False
+    keeps_nothing: Sequence[torch.Size] | None = ()
+    may_keep: bool = False
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> OpTrace | None:
         """The block's operations, given a call's weights and inputs."""
-        with self.tracing():
+        with self.tracing(), self._kept_alone(tensors):
             block = self._block(self._weights(tensors, "meta"))
-            with nullcontext() if self.keeps_nothing else without_others_state(self.template):
-                return trace_ops(block, tensors[len(self.kind.tensors) :], self.interrupts)
+            return trace_ops(block, tensors[len(self.kind.tensors) :], self.interrupts)
+        return None
+
+    @contextmanager
+    def _kept_alone(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        pairs = zip(tensors[len(self.kind.tensors) :], self.keeps_nothing or (), strict=bool(self.keeps_nothing))
+        ones = (size == 1 != known for tensor, sizes in pairs for size, known in zip(tensor.shape, sizes, strict=True))
+        is_known = self.keeps_nothing != () and not any(ones)
+        try:
+            with nullcontext() if is_known else without_others_state(self.template):
+                yield
+        except KeepsState:
+            self.may_keep = True
 
     def does_the_same(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> bool:
         """Whether it computes the same with these `Kind.numbers` as with the template's own."""
@@ -184,7 +196,7 @@ class _Tracer:
         settings = [self.template.get_submodule(path) for path, _ in self.kind.numbers]
         count, kept, self.changed_lists = len(self.kind.tensors), self.changed_lists, []
         # On the devices of the call: code asks for them, and so does autocast.
-        with self.tracing(), mode(allow_non_fake_inputs=True):
+        with self.tracing(), mode(allow_non_fake_inputs=True), self._kept_alone(tensors):
             inputs = [empty_dense_like(tensor) for tensor in tensors[count:]]
             weights = self._weights(tensors)
             given = self._block(weights), inputs, weights, self.interrupts
@@ -196,6 +208,7 @@ class _Tracer:
             finally:
                 self.changed_lists = kept
                 self._number(settings, own)
+        return False
 
     def _number(self, parts: Sequence[torch.nn.Module], numbers: Sequence[int]) -> None:
         for part, (_, name), number in zip(parts, self.kind.numbers, numbers, strict=True):

@@ -323,6 +323,24 @@ def whatever_happens(part, x):
     return x * one.calls
 
 
+def with_two_rows(part, x):
+    if x.shape[0] > 1:
+        one.count()
+    return x * (1 + one.calls)
+
+
+def with_two_rows_in_line(part, x):
+    if x.shape[0] > 1:
+        one.calls += 1
+    return x * (1 + one.calls)
+
+
+def with_one_row(part, x):
+    if x.shape[0] == 1:
+        one.calls += 1
+    return x * (1 + one.calls)
+
+
 def made():
     count, holder, items, deep = 0, Kept(), [], {"in": [types.SimpleNamespace(calls=0)]}
     numbers = (number for number in itertools.count(1))

@@ -42,7 +42,10 @@ def is_way(value):
 
 
 HARMLESS = ("reads_only", "changes_its_own")
-QUICK = ("in_global", "tensor_in_object", "in_tensor", "in_place", "by_bound_method", "whatever_happens")
+QUICK = (
+    *("in_global", "tensor_in_object", "in_tensor", "in_place", "by_bound_method", "whatever_happens"),
+    *("with_two_rows", "with_two_rows_in_line"),
+)
 """Ways that the quick tests run with nothing compiled before, so that the whole model is run without values too."""
 
 OFTEN = (
@@ -98,9 +101,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def images(model):
+def images(model, shapes):
     out = []
-    for shape in ((1, 5, 4), (2, 5, 4), (1, 3, 4)):
+    for shape in shapes:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         for level in (1.0, 0.6):
             x = x - 0.2 * model(x, torch.full(shape[:1], level))
@@ -152,7 +155,7 @@ def by_hook(patch, model, function):
         block.up.register_forward_hook(lambda part, args, out: function(part, out))
 
 
-def check(way, cache, monkeypatch, put=by_class):
+def check(way, cache, monkeypatch, put=by_class, shapes=((1, 5, 4), (2, 5, 4), (1, 3, 4))):
     monkeypatch.setattr(pipeline, "attach", lambda *_: None)
     monkeypatch.setattr(host, "shared", cache)
     got = []
@@ -163,7 +166,7 @@ def check(way, cache, monkeypatch, put=by_class):
             put(patch, model, getattr(pack, way))
             if is_compiled:
                 host.accelerate_module(model, backend="eager")
-            made = images(model)
+            made = images(model, shapes)
             counts = [part.__dict__.get("calls") for part in model.modules()], Layer.calls
             got.append((made, state(pack, {}), counts))
     (expected, *was), (made, *now) = got
@@ -194,6 +197,10 @@ def test_forward_or_hook_of_a_part_runs_once_in_each_call_and_the_block_is_compi
     cache = GraphCache()
     assert check(way, cache, monkeypatch, put) == []
     assert cache.statistics()["compilations"] == 2
+
+
+def test_a_graph_of_two_images_is_not_tried_for_one_with_which_something_is_kept(monkeypatch):
+    assert check("with_one_row", GraphCache(), monkeypatch, shapes=((2, 5, 4), (1, 5, 4), (1, 3, 4)))
 
 
 def test_the_ways_may_keep_something_and_plain_code_may_not():
