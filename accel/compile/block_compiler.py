@@ -270,12 +270,12 @@ def _bound_sizes(inputs: Sequence[torch.Tensor]) -> None:
             torch._check(size <= LARGEST_SIZE)
 
 
-def _at_the_end(sizes: TracedSizes) -> Callable[[], None]:
+def _at_the_end(sizes: TracedSizes, template: torch.nn.Module) -> Callable[[], None]:
     """A function for torch to call at the end of tracing, which leaves it out of the graph."""
 
     @torch.compiler.assume_constant_result
     def traced() -> None:
-        refuse_kept_state(sizes.codes)
+        refuse_kept_state(sizes.codes, template)
         emit("compile_stage", stage=GENERATE)
 
     return traced
@@ -309,7 +309,7 @@ def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec,
     # A code object and globals of its own: torch counts recompilations per code object, which kinds must
     # not share, and leaves what it compiled in the function's globals, which must go when the graph goes.
     scope = {"__builtins__": __builtins__, "__name__": __name__, "torch": torch, "tree_spec": tree_spec}
-    scope |= {"bound_sizes": _bound_sizes, "observe_sizes": sizes.observer(), "traced": _at_the_end(sizes)}
+    scope |= {"bound_sizes": _bound_sizes, "observe_sizes": sizes.observer(), "traced": _at_the_end(sizes, template)}
     function = block
     if forms:
         # Dynamo follows little of what classes of tensors do; the stage after it runs their code.

@@ -17,14 +17,14 @@ import sys
 import threading
 import types
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ..core import torch_internals
-from .code_facts import changes_by_name, may_keep
+from .code_facts import changes_by_name, facts_of, may_keep
 from .code_hash import is_of_program, never_read
 from .code_references import of_library
 
@@ -47,10 +47,10 @@ class _MayKeep(BaseException):
     """As `KeepsState`, past whoever catches exceptions meanwhile."""
 
 
-def refuse_kept_state(codes: Iterable[types.CodeType]) -> None:
+def refuse_kept_state(codes: Collection[types.CodeType], model: torch.nn.Module) -> None:
     """Raise KeepsState where the code that torch is tracing here has changed what was there before.
 
-    codes: of the code that is traced. A model may keep on itself what none of it reads.
+    codes: all that is traced, if known. A model's own may keep on the model what none of it reads.
     """
     trace = torch_internals.CURRENT_TRACE.get()()
     if trace is None:
@@ -67,8 +67,17 @@ def refuse_kept_state(codes: Iterable[types.CodeType]) -> None:
         name = _name_of(variable.source)
         names = frozenset(effects.store_attr_mutations.get(variable, ()))
         is_module = isinstance(getattr(variable, "value", None), torch.nn.Module)
-        if not name.endswith(_WEIGHTS) and not (is_module and never_read(names, codes) == names):
+        is_noted = is_module and codes and never_read(names, codes) == names and _are_set_by_own(names, codes, model)
+        if not name.endswith(_WEIGHTS) and not is_noted:
             raise KeepsState(".".join([name, *names]))
+
+
+def _are_set_by_own(names: frozenset[str], codes: Iterable[types.CodeType], model: torch.nn.Module) -> bool:
+    """Whether no code of others than the model's sets these attributes, which they would read elsewhere."""
+    own = packages_of(model)
+    files = {getattr(module, "__file__", None) for name, module in list(sys.modules.items()) if package_of(name) in own}
+    others = (code for code in codes if code.co_filename not in files and _is_others(code.co_filename))
+    return all(names.isdisjoint(facts_of(code).assigned) for code in others)
 
 
 def _name_of(source: Any) -> str:

@@ -54,6 +54,7 @@ OFTEN = (
     "on_class",
     "on_part",
     "on_part_made_once",
+    "on_part_for_others",
     "in_list_default",
     "in_table",
     "in_cell",
@@ -167,7 +168,7 @@ def check(way, cache, monkeypatch, put=by_class, shapes=((1, 5, 4), (2, 5, 4), (
             if is_compiled:
                 host.accelerate_module(model, backend="eager")
             made = images(model, shapes)
-            counts = [part.__dict__.get("calls") for part in model.modules()], Layer.calls
+            counts = [(part.__dict__.get("calls"), hasattr(part, "kept")) for part in model.modules()], Layer.calls
             got.append((made, state(pack, {}), counts))
     (expected, *was), (made, *now) = got
     for one, other in zip(expected, made, strict=True):
