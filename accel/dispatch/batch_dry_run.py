@@ -145,7 +145,6 @@ class BatchDryRun:
                 global_state_restored(self._model, foreign),
                 silent(),
                 self._dry(),
-                without_others_state(self._model),
                 torch.inference_mode(False),
                 torch.no_grad(),
                 mode,
@@ -157,7 +156,8 @@ class BatchDryRun:
                     copied = copies.of(shown[block])
                     copied.__dict__["forward"] = recorder(block, copied.forward)
                 args, kwargs = self._grown(self._arguments, size)
-                model.forward(*args, **kwargs)
+                with without_others_state(self._model):
+                    model.forward(*args, **kwargs)
         except Exception as error:
             pass_on(error, self._interrupts)
             log.debug("the dry run at a larger size ended early: %s: %s", type(error).__name__, error)

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import torch_internals
 from .code_facts import changes_by_name, facts_of, may_keep
@@ -86,9 +87,24 @@ def _name_of(source: Any) -> str:
     return name() if callable(name) else name
 
 
+class _Unasked(TorchDispatchMode):
+    """Torch's operators run without a profile function: without values they are tens of thousands of Python calls."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asking = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            return function(*args, **(kwargs or {}))
+        finally:
+            sys.setprofile(asking)
+
+
 @contextmanager
 def without_others_state(model: torch.nn.Module) -> Iterator[None]:
-    """A context in which code of others than the model's that may keep something is not run: KeepsState ends it."""
+    """A context in which code of others than the model's that may keep something is not run: KeepsState ends it.
+
+    To be entered after modes that run operators without values.
+    """
     own = packages_of(model) | {package_of(__name__)}
     others: dict[types.CodeType, bool] = {}
     found: list[str] = []
@@ -109,14 +125,20 @@ def without_others_state(model: torch.nn.Module) -> Iterator[None]:
             raise _MayKeep(code.co_name)
 
     def pause(phase: str, _: Any) -> None:
-        if threading.get_ident() == thread:  # an exception in what garbage runs would go no further, and end the asking
-            sys.setprofile(ask if phase == "stop" else None)
+        if threading.get_ident() != thread:
+            return
+        if phase == "start":  # an exception in what garbage runs would go no further, and end the asking
+            paused.append(sys.getprofile())
+            sys.setprofile(None)
+        elif paused:
+            sys.setprofile(paused.pop())
 
-    before, thread = sys.getprofile(), threading.get_ident()
+    before, thread, paused = sys.getprofile(), threading.get_ident(), []
     gc.callbacks.append(pause)
     sys.setprofile(ask)
     try:
-        yield
+        with _Unasked():
+            yield
     except _MayKeep:
         pass
     finally:
