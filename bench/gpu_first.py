@@ -7,7 +7,6 @@ and costs no other. Its page can be pasted into an issue as it is.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import os
@@ -45,6 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
         made_up_device.prepare()
         made_up_device.sample_without_values()
     os.environ["ACCEL_STORE"] = "off"
+    from .gpu_models import free
+
     rows: list[Row] = []
     for name in options.rows or ROWS:
         started = time.monotonic()
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
                 _keep(rows, {"row": name, **row, "after_s": round(time.monotonic() - started)}, options.out)
         except Exception as error:
             _keep(rows, {"row": name, "failed": f"{type(error).__name__}: {error}"[:500]}, options.out)
-        _free()
+        free()
     print(_page(rows))
 
 
@@ -123,6 +124,8 @@ def masked(quick: bool) -> Iterator[Row]:
     from comfy_accel.accel.fingerprint.kinds import describe, kinds_of, template_of, weight_slots
     from comfy_accel.accel.signature import tree_spec
 
+    from .gpu_models import difference
+
     class Masked(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -161,13 +164,13 @@ def masked(quick: bool) -> Iterator[Row]:
                 seconds.append(time.perf_counter() - started)
             expected = block(x, mask)
             row: Row = {"batch": batch, "tokens": tokens, "compiled": is_new, "first_ms": seconds[0] * 1e3}
-            row |= {"second_ms": seconds[1] * 1e3, "difference": _difference(out, expected)}
+            row |= {"second_ms": seconds[1] * 1e3, "difference": difference(out, expected)}
             if device.type == "cuda":
                 captured = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(captured):
                     replayed = graph.run([*weights, *inputs])
                 captured.replay()
-                row |= {"operator": _operator(block, x, mask), "replay": _difference(replayed, expected)}
+                row |= {"operator": _operator(block, x, mask), "replay": difference(replayed, expected)}
             yield row
 
 
@@ -237,6 +240,8 @@ ROWS = {one.__name__: one for one in (machine, values, masked, attention, fp8, c
 
 def _steps(runs: Any, lineup: Any, quick: bool) -> Iterator[Row]:
     """A row for each of the contenders: the second of two images."""
+    from .gpu_models import difference
+
     expected = None
     for contender in ("eager", "compiled-blocks", "cuda-graphs"):
         with lineup.running(contender) as spent:
@@ -244,7 +249,7 @@ def _steps(runs: Any, lineup: Any, quick: bool) -> Iterator[Row]:
         expected = run.answer if expected is None else expected
         yield {
             **{"model": "Flux", "contender": contender, "step_ms": statistics.median(run.steps) * 1e3},
-            **{"difference": _difference(run.answer, expected)},
+            **{"difference": difference(run.answer, expected)},
             **{name: spent[name] for name in ("compilations", "uncompiled", "captures", "replays", "reasons")},
         }
 
@@ -267,14 +272,14 @@ def _loaded(name: str, quick: bool, layers: int | None = None, model: Any = None
 
     from .compilations import RecompileLimit
     from .gpu_contenders import Lineup
-    from .gpu_models import Runs
+    from .gpu_models import Runs, free
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work, RecompileLimit() as limit:
         runs = Runs(_subject(name, quick, layers), model)
         with torch.inference_mode():
             yield runs, Lineup(Path(work), limit, "eager" if quick else "inductor", runs.model)
     del runs
-    _free()
+    free()
 
 
 def _cases(quick: bool) -> list[Any]:
@@ -341,12 +346,6 @@ def _operator(call: Callable[..., Any], *args: Any) -> str:
     return " ".join(sorted(seen.names))
 
 
-def _difference(out: Any, expected: Any) -> float:
-    from .gpu_models import difference
-
-    return difference(out.float(), expected.float())
-
-
 def _device() -> Any:
     import comfy.model_management
 
@@ -357,17 +356,6 @@ def _wait() -> None:
     from .gpu_device import wait
 
     wait(_device())
-
-
-def _free() -> None:
-    import comfy.model_management
-    import torch
-
-    torch._dynamo.reset()
-    comfy.model_management.unload_all_models()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

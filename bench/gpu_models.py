@@ -5,6 +5,7 @@ Import it after `inprocess.boot` and `pack.load`.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from dataclasses import dataclass, replace
@@ -187,5 +188,14 @@ def tolerance(dtype: str) -> float | None:
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest one, as a fraction of the largest expected value; infinite where a value is not finite."""
+    actual, expected = actual.float(), expected.float()
     value = ((actual - expected).abs().max() / expected.abs().max()).item()
     return value if math.isfinite(value) else math.inf
+
+
+def free() -> None:
+    """Let go of what nobody holds any more, and of all that was compiled in this process."""
+    torch._dynamo.reset()
+    comfy.model_management.unload_all_models()
+    gc.collect()
+    torch.cuda.empty_cache()

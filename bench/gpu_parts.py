@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import comfy.model_management
 import torch
 from comfy_accel.accel.core.errors import one_line
 from comfy_accel.accel.report.run_record import records
@@ -46,7 +45,7 @@ from .gpu_cases import (
     turns,
 )
 from .gpu_contenders import CACHE_BYTES, Lineup, ran_as
-from .gpu_models import FULL, QUICK, FirstAnswer, Run, Runs, Subject, difference, tolerance
+from .gpu_models import FULL, QUICK, FirstAnswer, Run, Runs, Subject, difference, free, tolerance
 from .report import Row
 from .session import Session
 from .session_plan import Step
@@ -357,10 +356,7 @@ class Parts:
     def free(self) -> None:
         """Let go of the model and of everything compiled of it in this process."""
         self._runs = self._lineup = None
-        torch._dynamo.reset()
-        comfy.model_management.unload_all_models()
-        gc.collect()
-        torch.cuda.empty_cache()
+        free()
 
     def _load(self) -> None:
         """The model and its contenders, which steps, profile and sizes40 share."""
