@@ -105,14 +105,14 @@ class _Divisions(ast.NodeTransformer):
     """Replaces divisions of an index by a size.
 
     A constant factor of the size is divided by as before: from that the compiler learns which neighbours share the
-    quotient, and so reads 128 bits at a time.
+    quotient, and so reads 128 bits at a time. A number that is known is divided as before: it is none of Triton's.
     """
 
     def __init__(self, kernel: Any, known: Any, sizes: Mapping[str, Any]) -> None:
         self.kernel, self.known, self.sizes, self.divides = kernel, known, sizes, False
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        is_index = _is_index(node.left)
+        is_index = _is_index(node.left) and not isinstance(node.left, ast.Constant)
         self.generic_visit(node)
         match node:
             case ast.BinOp(index, ast.FloorDiv() | ast.Mod(), ast.Name(size)) if is_index and size in self.sizes:

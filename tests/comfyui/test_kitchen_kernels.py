@@ -1,6 +1,6 @@
 """Functions of comfy-kitchen that are operators of torch: compiled blocks have its Python code in their place.
 
-comfy-kitchen is stood in for by two modules with one such function, since the core of the tests has none.
+comfy-kitchen is stood in for by two modules with two such functions, since the core of the tests has none.
 """
 
 import sys
@@ -27,7 +27,7 @@ def _(x, freqs_cis):
     return torch.empty_like(x)
 
 
-def apply_rope1(x, freqs_cis):
+def operator(x, freqs_cis):
     return torch.ops.accel_test.rotate(x, freqs_cis)
 
 
@@ -36,7 +36,8 @@ def in_python(x, freqs_cis):
 
 
 kitchen, eager = types.ModuleType("comfy_kitchen"), types.ModuleType("comfy_kitchen.backends.eager")
-kitchen.apply_rope1, eager.apply_rope1 = apply_rope1, in_python
+kitchen.apply_rope1 = kitchen.rms_adaln = operator
+eager.apply_rope1 = eager.rms_adaln = in_python
 
 
 class Block(torch.nn.Module):
@@ -45,7 +46,7 @@ class Block(torch.nn.Module):
         self.q, self.out = (torch.nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, x, freqs_cis):
-        return x + self.out(kitchen.apply_rope1(self.q(x), freqs_cis))
+        return x + self.out(kitchen.apply_rope1(self.q(kitchen.rms_adaln(x, freqs_cis)), freqs_cis))
 
 
 class Model(torch.nn.Module):
@@ -76,5 +77,5 @@ def test_a_compiled_block_computes_them_itself_where_their_python_code_is_known(
         layers = block_layers(model, CompileSettings(backend=backend), cache)
         with substituted(layers, Order.COMPILED):
             assert torch.equal(model(x, freqs_cis), expected)
-    assert graphs() == 1 and kitchen.apply_rope1 is apply_rope1
+    assert graphs() == 1 and kitchen.apply_rope1 is kitchen.rms_adaln is operator
     assert ("accel_test.rotate" in called) == (not is_there)

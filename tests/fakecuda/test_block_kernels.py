@@ -25,6 +25,7 @@ from comfy_accel.accel.compile import block_compiler  # noqa: E402
 from comfy_accel.accel.core.compile_settings import CompileSettings  # noqa: E402
 from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate  # noqa: E402
+from comfy_accel.accel.hosts.comfyui.versions import traceable  # noqa: E402
 from comfy_accel.accel.signature import output_check, tree_spec  # noqa: E402
 from kit import made_up_device as device  # noqa: E402
 from kit.core_families import OTHERS  # noqa: E402
@@ -71,7 +72,8 @@ class BlockCall:
         count = len(self.call.kind.weights)
         args, kwargs = tree_spec.rebuild(self.call.spec, given[count:])
         weights = dict(zip(self.call.kind.weights, given[:count], strict=True))
-        with torch.inference_mode():
+        # comfy-kitchen's operators take no float64.
+        with torch.inference_mode(), traceable():
             return _parts(torch.func.functional_call(self.template, weights, args, kwargs))
 
     def off(self, kernels: Computed) -> float:

@@ -42,6 +42,18 @@ class Joined(torch.nn.Module):
         return (heads * 2).contiguous(), (image * (move[:, None] + 1)).sum(2)
 
 
+class Rotated(torch.nn.Module):
+    """As many heads as there are angles, each as wide as the width divided by them, as in LTX 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.randn(64))
+
+    def forward(self, x, angles):
+        heads = (x * self.scale).reshape(*x.shape[:2], angles.shape[2], -1)
+        return heads[..., ::2] * angles
+
+
 class Attended(torch.nn.Module):
     """Text and image joined by heads, whose attention is read by tokens."""
 
@@ -119,6 +131,19 @@ def test_indices_are_divided_without_divisions_and_rightly():
     assert graph.accepts(empty)
     with torch.inference_mode():
         assert graph.run(empty)[0].shape == (0, 3, 37, 8)
+
+
+def test_width_of_a_head_is_divided_by_the_compiler():
+    """Not by our function, which takes no number that is known: Triton refuses such a kernel."""
+    block = Rotated()
+    graph, weights, file = compiled(block, (2, 7, 64), (2, 7, 4, 1), dtype=torch.float32)
+    assert "64 // ks" in Path(file).read_text()
+    tensors = [torch.randn(size) for size in ((2, 5, 64), (2, 5, 8, 1))]
+    block, weights = block.cpu(), [torch.randn(64)]
+    block.scale.copy_(weights[0])
+    (kernels,) = computed([GraphCall(graph, [*weights, *tensors])])
+    for answer in kernels.answers:
+        torch.testing.assert_close(answer, block(*tensors))
 
 
 def test_result_of_attention_is_not_copied():

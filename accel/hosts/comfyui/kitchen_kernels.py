@@ -3,7 +3,7 @@
 Its products with quantised weights are no operators of torch. Traced directly, they would read memory that does not
 exist during tracing, and choose an implementation by it; so they become operators, and a graph does not look inside.
 
-Its rotary embeddings, also those with a norm, are operators, which would keep the compiler from joining them with what
+Its rotary embeddings and modulated norms are operators, which would keep the compiler from joining them with what
 is around them. They are traced as its own Python code computes them.
 """
 
@@ -30,6 +30,7 @@ _IN_PYTHON = "comfy_kitchen.backends.eager"
 _TRACED = (
     *("apply_rope", "apply_rope1", "apply_rope_split_half", "apply_rope_split_half1"),
     *("rms_rope", "rms_rope1", "rms_rope_split_half", "rms_rope_split_half1"),
+    *("adaln", "rms_adaln"),
 )
 
 
