@@ -39,11 +39,25 @@ def interpreted(function, *given):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "given.pt"
         torch.save(given, path)
-        # Not the device that this process may have.
-        environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"], "TMPDIR": folder}
-        environment |= {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": folder}
-        subprocess.run([sys.executable, __file__, function.__name__, path], env=environment, check=True)
+        child = _interpreter()
+        print(function.__name__, path, file=child.stdin, flush=True)
+        if not child.stdout.readline():
+            _interpreter.cache_clear()
+            raise RuntimeError("The process that interprets has failed: its standard error says how.")
         return torch.load(path)
+
+
+@functools.cache
+def _interpreter():
+    """A process that answers until this one ends: to import what it needs takes five seconds."""
+    folder = tempfile.TemporaryDirectory()
+    # Not the device that this process may have.
+    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"], "TMPDIR": folder.name}
+    environment |= {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": folder.name}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    child = subprocess.Popen([sys.executable, __file__], env=environment, **pipes)
+    child.folder = folder
+    return child
 
 
 def loaded(file):
@@ -80,7 +94,7 @@ def not_built() -> Iterator[None]:
 class GraphCall(NamedTuple):
     """A call of a compiled graph with tensors on the CPU.
 
-    changes: (regular expression, text in its place) in the source of each kernel.
+    changes: (regular expression, text in its place) in the source of each kernel, which then runs in one configuration.
     """
 
     graph: Any
@@ -158,7 +172,7 @@ def generated(runs):
             pairs = zip(given, arguments, strict=True)
             answers.append((out, [None if _same(one, other) else one.clone() for one, other in pairs]))
             counts = [len(kernel.configurations) for kernel in _Kernel.launched]
-            if _Kernel.round + 1 >= max(counts, default=1):
+            if changes or _Kernel.round + 1 >= max(counts, default=1):
                 break
         found.append((answers, len(counts), sum(counts), all(itertools.starmap(torch.equal, _margins))))
         _margins.clear()
@@ -232,6 +246,7 @@ def _poisoned_copy(value):
     return _poisoned(value.shape, value.stride(), value.dtype).copy_(value)
 
 
+@functools.cache
 def _prepare():
     """Let generated code find here what it calls."""
     from tools import pack
@@ -367,5 +382,8 @@ class _Whole(type):
 
 if __name__ == "__main__":
     _mend()
-    _, function, path = sys.argv
-    torch.save(globals()[function](*torch.load(path)), path)
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        name, file = line.rstrip("\n").split(" ", 1)
+        torch.save(globals()[name](*torch.load(file)), file)
+        print("answered", file=answers, flush=True)
