@@ -1,4 +1,4 @@
-"""Six models at the size of their published checkpoints, as core's own detection would describe these.
+"""Ten models at the size of their published checkpoints, as core's own detection would describe these.
 
 Import it after `inprocess.boot`. Nothing is downloaded: weights are random, made where they are to lie.
 """
@@ -6,6 +6,7 @@ Import it after `inprocess.boot`. Nothing is downloaded: weights are random, mad
 from __future__ import annotations
 
 import comfy.ldm.flux.model
+import comfy.ldm.hunyuan_video.model
 from kit.tiny_models import Family, known_to
 
 _UNET = {
@@ -140,3 +141,66 @@ Z_IMAGE = Family(
     },
     context_dim=2560,
 )
+
+SD3 = Family(
+    "SD3",
+    "SD3",
+    {
+        "in_channels": 16,
+        "out_channels": 16,
+        "patch_size": 2,
+        "depth": 38,
+        "input_size": None,
+        "adm_in_channels": 2048,
+        "context_embedder_config": {
+            "target": "torch.nn.Linear",
+            "params": {"in_features": 4096, "out_features": 2432},
+        },
+        "num_patches": 192 * 192,
+        "pos_embed_max_size": 192,
+        "pos_embed_scaling_factor": None,
+        "qk_norm": "rms",
+        "x_block_self_attn_layers": [],
+    },
+    context_dim=4096,
+    pooled_dim=2048,
+)
+"""As Stable Diffusion 3.5 large."""
+
+FLUX2 = Family(
+    "Flux.2",
+    "Flux2",
+    {
+        **FLUX.config,
+        **{"image_model": "flux2", "in_channels": 128, "out_channels": 128, "patch_size": 1, "vec_in_dim": None},
+        **{"context_in_dim": 15360, "hidden_size": 6144, "num_heads": 48, "depth": 8, "depth_single_blocks": 48},
+        **{"axes_dim": [32, 32, 32, 32], "theta": 2000, "mlp_ratio": 3.0, "qkv_bias": False, "ops_bias": False},
+        **{"global_modulation": True, "mlp_silu_act": True, "default_ref_method": "index", "ref_index_scale": 10.0},
+        **known_to(comfy.ldm.flux.model.FluxParams, txt_ids_dims=[3]),
+    },
+    context_dim=15360,
+)
+"""As Flux.2 dev."""
+
+HUNYUAN_VIDEO = Family(
+    "HunyuanVideo",
+    "HunyuanVideo",
+    {
+        **{"image_model": "hunyuan_video", "in_channels": 16, "out_channels": 16, "patch_size": [1, 2, 2]},
+        **{"vec_in_dim": 768, "axes_dim": [16, 56, 56], "context_in_dim": 4096, "hidden_size": 3072, "mlp_ratio": 4.0},
+        **{"num_heads": 24, "depth": 20, "depth_single_blocks": 40, "theta": 256, "qkv_bias": True, "byt5": False},
+        **{"guidance_embed": True, "meanflow": False, "use_cond_type_embedding": False, "vision_in_dim": None},
+        **known_to(comfy.ldm.hunyuan_video.model.HunyuanVideoParams, meanflow_sum=False),
+    },
+    context_dim=4096,
+    pooled_dim=768,
+)
+
+LTX_2 = Family(
+    "LTX 2",
+    "LTXAV",
+    {"image_model": "ltxav", "num_layers": 48, "attention_head_dim": 128, "cross_attention_dim": 4096}
+    | {"rope_type": "split"},
+    context_dim=2 * 3840,
+)
+"""With prompts as its text encoder's node hands them out."""

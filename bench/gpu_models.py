@@ -15,6 +15,7 @@ import comfy.model_management
 import comfy.supported_models
 import torch
 from kit import made_up_device, tiny_models
+from kit.families import nested
 from kit.tiny_models import Family
 
 from . import full_size
@@ -32,6 +33,7 @@ class Subject:
     """dtype: of the weights, a name of `tiny_models.DTYPES`. tokens: of the prompt.
 
     frames: of the latents, None for pictures. scale: by which their sides are smaller (`session_plan.latent_side`).
+    pixels: of an image, on each side of one of the latent's. sound: the latent that is sampled beside, [C, T, F].
     """
 
     family: Family
@@ -39,6 +41,8 @@ class Subject:
     tokens: int = 77
     frames: int | None = None
     scale: int = 1
+    pixels: int = 8
+    sound: tuple[int, ...] | None = None
 
     @property
     def has_control_net(self) -> bool:
@@ -53,11 +57,12 @@ class Subject:
         """A ModelPatcher with its weights on the device, where they stay."""
         return self.family.load(tiny_models.DTYPES[self.dtype], device=self.device)
 
-    def latent(self, case: Case) -> torch.Tensor:
-        """Empty, [B, C, (F,) H, W]; every family here has 8 pixels for one of the latent's and 4 or 16 channels."""
+    def latent(self, case: Case) -> Any:
+        """Empty, [B, C, (F,) H, W]; with sound, both as core samples them."""
         channels = getattr(comfy.supported_models, self.family.model_class).latent_format.latent_channels
-        sides = [latent_side(side, self.scale) for side in (case.height, case.width)]
-        return torch.zeros(case.batch, channels, *([self.frames] if self.frames else []), *sides)
+        sides = [latent_side(side, self.scale) * 8 // self.pixels for side in (case.height, case.width)]
+        latent = torch.zeros(case.batch, channels, *([self.frames] if self.frames else []), *sides)
+        return latent if self.sound is None else nested([latent, torch.zeros(case.batch, *self.sound)])
 
     def prompts(self) -> tuple[list, list]:
         """Positive and negative conditioning of the same length."""
@@ -71,8 +76,12 @@ FULL = {
     "Z-Image": Subject(full_size.Z_IMAGE, "bf16", tokens=96),
     "Qwen-Image": Subject(full_size.QWEN_IMAGE, "bf16", tokens=64, frames=1),
     "Wan": Subject(full_size.WAN, "bf16", tokens=512, frames=5),
+    "SD3": Subject(full_size.SD3, "fp16", tokens=154),
+    "Flux.2": Subject(full_size.FLUX2, "bf16", tokens=512, pixels=16),
+    "HunyuanVideo": Subject(full_size.HUNYUAN_VIDEO, "bf16", tokens=256, frames=5),
+    "LTX 2": Subject(full_size.LTX_2, "bf16", tokens=1024, frames=5, pixels=32, sound=(8, 33, 16)),
 }
-"""Dtypes as core chooses them on a recent card. Wan: 5 latent frames are a clip of 17."""
+"""Dtypes as core chooses them on a recent card. 5 latent frames are a clip of 17, of LTX 2 one of 33."""
 
 _SDXL = {
     **tiny_models.UNET,

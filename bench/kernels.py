@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import os
 import re
@@ -28,7 +27,7 @@ from tools.inprocess import boot
 
 from . import report
 
-MODELS = ("SD1.5", "SDXL", "Flux", "Z-Image", "Qwen-Image", "Wan")
+MODELS = ("SD1.5", "SDXL", "SD3", "Flux", "Flux.2", "Z-Image", "Qwen-Image", "Wan", "HunyuanVideo", "LTX 2")
 OURS, STATIC, CORE = "ours", "static", "core"
 WHOLE = "whole model"
 LAYERS = (1, 2)
@@ -42,7 +41,7 @@ elements: of the block's largest input. launches: of Triton kernels and of libra
 instructions_per_element: SASS instructions that all threads of all Triton kernels issue, loops multiplied by their
 trip counts. vector_share: the share of loads and stores in the code that move 128 bits; a load of one number for many
 elements counts like any other. software_divisions: integer divisions by sizes known only at run time.
-cpu_seconds: processor time of compiling, on one core; of a whole model, of the first call at the size counted.
+cpu_seconds: processor time of compiling a block, on one core.
 
 core / ours compares whole models at full width. Each is compiled with one layer and with two of each block
 type (UNets: one or two ResBlocks on each of their two upper levels, each followed by a transformer block where the
@@ -66,7 +65,8 @@ def main(arguments: list[str] | None = None) -> int | None:
     made_up_device.sample_without_values()
     rows = []
     for name in options.models or MODELS:
-        rows += [*measure(name), *whole(name)]
+        if is_known(name):
+            rows += [*measure(name), *whole(name)]
     print(f"\n{report.table(rows, COLUMNS)}\n\n{report.table(totals(rows))}\n\n{LEGEND}")
     report.finish(options.json, rows)
 
@@ -81,6 +81,18 @@ def _on_the_device(arguments: list[str] | None) -> int:
     environment = {**os.environ, **made_up_device.environment(folder), "ACCEL_STORE": "off", "OMP_NUM_THREADS": "1"}
     environment["FAKECUDA_MEM_MB"] = str(128 << 10)  # of which none is taken
     return subprocess.run(command_line, env=environment).returncode
+
+
+def is_known(name: str) -> bool:
+    """Whether this core has the model; if not, that is said."""
+    import comfy.supported_models
+
+    from . import gpu_models
+
+    known = hasattr(comfy.supported_models, gpu_models.FULL[name].family.model_class)
+    if not known:
+        print(f"This ComfyUI has no {name}.", file=sys.stderr)
+    return known
 
 
 def measure(name: str) -> list[report.Row]:
@@ -128,27 +140,29 @@ def measure(name: str) -> list[report.Row]:
 
 def whole(name: str) -> list[report.Row]:
     """The rows of whole models with few layers: ours, and core's at its second size."""
+    import torch
+
     from . import gpu_models
     from .gpu_cases import Case
 
     rows: list[report.Row] = []
-    for variant, layers in itertools.product((OURS, CORE), LAYERS):
-        subject = gpu_models.FULL[name]
-        config = {**subject.family.config, **shallow(name, layers)}
-        label, elements = _label(layers), 2 * subject.latent(Case(1024, 1024, 1)).numel()
-        found = {**dict.fromkeys(COLUMNS), "model": name, "block": label, "variant": variant}
-        subject = dataclasses.replace(subject, family=dataclasses.replace(subject.family, config=config))
-        started = _cpu_seconds()
-        try:
-            with _fresh_kernels():
-                launches, seconds, breaks = _of_whole(subject, variant)
-            found = row(name, label, variant, elements, launches, seconds)
-            found["mark"] = f"{breaks} graph breaks" if breaks else None
-        except Exception as error:
-            text = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-            found |= {"cpu_seconds": round(_cpu_seconds() - started, 1), "mark": text}
-        rows.append(found)
-        report.tell(found, COLUMNS)
+    for variant in (OURS, CORE):
+        with _fresh_kernels():
+            for layers in LAYERS:  # the second finds most of its kernels
+                subject = gpu_models.FULL[name]
+                config = {**subject.family.config, **shallow(name, layers)}
+                label, elements = _label(layers), 2 * math.prod(subject.latent(Case(1024, 1024, 1)).shape)
+                found = {**dict.fromkeys(COLUMNS), "model": name, "block": label, "variant": variant}
+                subject = dataclasses.replace(subject, family=dataclasses.replace(subject.family, config=config))
+                torch._dynamo.reset()
+                try:
+                    launches, breaks = _of_whole(subject, variant)
+                    found = row(name, label, variant, elements, launches)
+                    found["mark"] = f"{breaks} graph breaks" if breaks else None
+                except Exception as error:
+                    found["mark"] = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+                rows.append(found)
+                report.tell(found, COLUMNS)
     return rows
 
 
@@ -165,12 +179,13 @@ def shallow(name: str, layers: int) -> dict[str, Any]:
             "transformer_depth": [upper] * layers + [1] * layers,
             "transformer_depth_output": [upper] * (layers + 1) + [1] * (layers + 1),
         }
-    depths = {"Flux": ("depth", "depth_single_blocks"), "Z-Image": ("n_layers", "n_refiner_layers")}
+    depths = dict.fromkeys(("Flux", "Flux.2", "HunyuanVideo"), ("depth", "depth_single_blocks"))
+    depths |= {"Z-Image": ("n_layers", "n_refiner_layers"), "SD3": ("num_blocks",)}
     return dict.fromkeys(depths.get(name, ("num_layers",)), layers)
 
 
-def _of_whole(subject: Any, variant: str) -> tuple[Launches, float, int]:
-    """One call of the model at 1024 x 1024, compiled as the variant's node does; seconds, and graph breaks."""
+def _of_whole(subject: Any, variant: str) -> tuple[Launches, int]:
+    """One call of the model at 1024 x 1024, compiled as the variant's node does; and its graph breaks."""
     import torch
 
     from . import session
@@ -193,8 +208,8 @@ def _ours(model: Any) -> Any:
     return accelerate(model, CompileSettings(), GraphCache(max_bytes=24 << 30), graphs=False)
 
 
-def last_size(call: Callable[[int], Any], sizes: Sequence[int]) -> tuple[Launches, float, int]:
-    """What a call at the last size launches, its compiling in seconds, its graph breaks; others are traced alone.
+def last_size(call: Callable[[int], Any], sizes: Sequence[int]) -> tuple[Launches, int]:
+    """What a call at the last size launches, and its graph breaks; others are traced alone.
 
     Raises:
         Problem: it launches no kernel that was compiled.
@@ -210,9 +225,8 @@ def last_size(call: Callable[[int], Any], sizes: Sequence[int]) -> tuple[Launche
     finally:
         compile_fx.compile_fx = compiled
     counters["graph_break"].clear()
-    started = _cpu_seconds()
     call(sizes[-1])
-    seconds, breaks = _cpu_seconds() - started, sum(counters["graph_break"].values())
+    breaks = sum(counters["graph_break"].values())
     with _recording() as (launched, externs):
 
         def counted(self: Any, inputs: Any) -> Any:
@@ -226,7 +240,7 @@ def last_size(call: Callable[[int], Any], sizes: Sequence[int]) -> tuple[Launche
             output_code.CompiledFxGraph.__call__ = run
     if not launched:
         raise Problem("Nothing that was compiled ran.")
-    return Launches([_kernel(*launch) for launch in launched], externs.counts), seconds, breaks
+    return Launches([_kernel(*launch) for launch in launched], externs.counts), breaks
 
 
 def _cpu_seconds() -> float:
@@ -252,7 +266,9 @@ class Launches:
     externs: Counter
 
 
-def row(model: str, block: str, variant: str, elements: int, launches: Launches, seconds: float) -> report.Row:
+def row(
+    model: str, block: str, variant: str, elements: int, launches: Launches, seconds: float | None = None
+) -> report.Row:
     loads: Counter = sum((kernel.loads for kernel in launches.kernels), Counter())
     return {
         **{"model": model, "block": block, "variant": variant, "elements": elements},
@@ -262,7 +278,7 @@ def row(model: str, block: str, variant: str, elements: int, launches: Launches,
         "vector_share": loads["128"] / max(1, loads.total()),
         "software_divisions": sum(kernel.divisions for kernel in launches.kernels),
         "externs": " ".join(f"{count} {name}" for name, count in sorted(launches.externs.items())),
-        "cpu_seconds": round(seconds, 1),
+        "cpu_seconds": seconds and round(seconds, 1),
     }
 
 

@@ -98,40 +98,49 @@ def _narrow(kernel: Any) -> frozenset[str]:
     if divisions.divides:
         kernel.body.clear()
         kernel.body.splice(ast.unparse(tree))
-    return frozenset(sizes)
+    return frozenset(divisions.narrow)
 
 
 class _Divisions(ast.NodeTransformer):
     """Replaces divisions of an index by a size.
 
     A constant factor of the size is divided by as before: from that the compiler learns which neighbours share the
-    quotient, and so reads 128 bits at a time. A number that is known is divided as before: it is none of Triton's.
+    quotient, and so reads 128 bits at a time. Where a known number is divided, the quotient is passed in.
     """
 
     def __init__(self, kernel: Any, known: Any, sizes: Mapping[str, Any]) -> None:
         self.kernel, self.known, self.sizes, self.divides = kernel, known, sizes, False
+        self.narrow = set(sizes)
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        is_index = _is_index(node.left) and not isinstance(node.left, ast.Constant)
+        is_index = _is_index(node.left)
         self.generic_visit(node)
         match node:
             case ast.BinOp(index, ast.FloorDiv() | ast.Mod(), ast.Name(size)) if is_index and size in self.sizes:
                 self.divides = True
-                code = quotient = self._quotient(ast.unparse(index), size)
+                code = quotient = self._quotient(index, size)
                 if isinstance(node.op, ast.Mod):
                     code = f"({ast.unparse(index)}) - {quotient} * {size}"
                 return ast.parse(code, mode="eval").body
         return node
 
-    def _quotient(self, index: str, size: str) -> str:
+    def _quotient(self, index: ast.AST, size: str) -> str:
+        if isinstance(index, ast.Constant):
+            name = self._passed(index.value, self.sizes[size])
+            self.narrow.add(name)
+            return name
+        step, rest = self.sizes[size].as_content_primitive()
+        divided = self.kernel.helper_functions.add(DIVIDED, base_name="divided")
+        return f"{divided}({ast.unparse(index)}, {step}, {self._passed(2**62 - 1, rest, 1)})"
+
+    def _passed(self, number: int, size: Any, more: int = 0) -> str:
+        """The argument that is more + number // size."""
         from sympy import Max
 
-        step, rest = self.sizes[size].as_content_primitive()
         # A call without elements launches nothing, but its sizes are computed. Sympy takes none of them for 0.
         floor_division, hidden = torch_internals.FLOOR_DIVISION.get(), torch_internals.HIDDEN.get()
-        inverse = self.known.lookup_precomputed_size(1 + floor_division(2**62 - 1, Max(1, hidden(rest))))
-        divided = self.kernel.helper_functions.add(DIVIDED, base_name="divided")
-        return f"{divided}({index}, {step}, {self.kernel.args.size(inverse)})"
+        quotient = self.known.lookup_precomputed_size(more + floor_division(number, Max(1, hidden(size))))
+        return self.kernel.args.size(quotient)
 
 
 def _is_index(node: ast.AST) -> bool:

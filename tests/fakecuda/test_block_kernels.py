@@ -7,7 +7,6 @@ block's own in the same precision is.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -35,10 +34,6 @@ from kit.tiny_models import DTYPES, Family  # noqa: E402
 from kit.zoo import Noise  # noqa: E402
 
 device.sample_without_values()
-with contextlib.suppress(ImportError):
-    import comfy_kitchen  # of later cores
-
-    comfy_kitchen.disable_backend("cuda")  # its own kernels need a card
 
 FARTHER, FARTHEST = 1.5, 6.0
 """How many times as far from float64 an answer may be as the block's own, and the worst of its values."""

@@ -23,6 +23,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -92,11 +93,16 @@ def prepare() -> None:
 
 
 def sample_without_values() -> None:
-    """Let core's samplers step through levels that are computed here, in a process that has ComfyUI."""
+    """Let core's samplers step through levels that are computed here, in a process that has ComfyUI.
+
+    comfy-kitchen's own kernels need a card, so its other ones are called.
+    """
     import comfy.samplers
     import torch
 
     comfy.samplers.calculate_sigmas = lambda sampling, scheduler, steps: torch.linspace(10.0, 0.0, steps + 1)
+    if kitchen := sys.modules.get("comfy_kitchen"):  # of later cores
+        kitchen.disable_backend("cuda")
 
 
 class Counts(ctypes.Structure):
