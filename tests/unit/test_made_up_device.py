@@ -31,8 +31,8 @@ def device(tmp_path_factory):
     return {**os.environ, "OMP_NUM_THREADS": "1", **compiled, **made_up_device.environment(folder)}
 
 
-def passes(environment: dict[str, str], *arguments: str) -> None:
-    """The tests that are named pass in a process with the device, and none is skipped."""
+def passes(environment: dict[str, str], *arguments: str) -> str:
+    """What the tests that are named print: they pass in a process with the device, and none is skipped."""
     arguments = ("-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", *WITHOUT_VALUES, *arguments)
     paths = os.pathsep.join(filter(None, [str(ROOT / "tests"), environment.get("PYTHONPATH")]))
     child = subprocess.run(
@@ -44,6 +44,7 @@ def passes(environment: dict[str, str], *arguments: str) -> None:
     )
     assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
     assert "skipped" not in child.stdout, child.stdout[-2000:]
+    return child.stdout
 
 
 NEED_A_CARD = tuple(
@@ -131,8 +132,8 @@ QUICK_MODELS = "Qwen-Image", "Lumina2"
     [(model, *card) for model in MODELS for card in CARDS + MORE_CARDS * (model in QUICK_MODELS)],
 )
 def test_kernels_of_all_blocks_of_a_model_compute_what_these_do(device, model, capability, dtype):
-    """Thorough: each takes one to four minutes."""
+    """Thorough: each takes one to four minutes. With `-rP` it says which blocks, kernels and sizes."""
     if model == "LTX 2" and not (tree() / "comfy/ldm/lightricks/av_model.py").is_file():
         pytest.skip("this ComfyUI has no LTX 2")
     test = f"{BLOCKS}kernels_compute_what_blocks_do[{model}-{dtype}]"
-    passes(with_comfyui(device, FAKECUDA_CC=capability), BRIEFLY, test)
+    print(passes(with_comfyui(device, FAKECUDA_CC=capability), BRIEFLY, "-rP", test))
