@@ -283,19 +283,21 @@ def row(
 
 
 def totals(rows: Sequence[report.Row]) -> list[report.Row]:
-    """For each model: ours over static, weighted by elements, and core over ours."""
+    """For each model: ours over static, weighted by elements; core over ours, and what a layer more launches."""
     answer = []
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows if row["model"] == model]
         wholes = [row for row in own if row["block"].startswith(WHOLE)]
         of = {v: [row for row in own if row["variant"] == v and row not in wholes] for v in (OURS, STATIC)}
+        instructions, launches = (_one_more(wholes, name) for name in ("instructions_per_element", "launches"))
         spent = {v: sum(row["instructions_per_element"] * row["elements"] for row in of[v]) for v in of}
         answer.append(
             {
                 "model": model,
                 "graphs": len(of[OURS]),
                 "ours / static": spent[OURS] / spent[STATIC],
-                "core / ours": _core_over_ours(wholes),
+                "core / ours": instructions[CORE] / instructions[OURS] if instructions[OURS] else "failed",
+                **{f"a layer's launches, {v}": count for v, count in launches.items()},
                 "software divisions": sum(row["software_divisions"] for row in of[OURS]),
                 "launches, ours": sum(row["launches"] for row in of[OURS]),
                 "launches, static": sum(row["launches"] for row in of[STATIC]),
@@ -305,15 +307,12 @@ def totals(rows: Sequence[report.Row]) -> list[report.Row]:
     return answer
 
 
-def _core_over_ours(rows: Sequence[report.Row]) -> float | str:
-    """Instructions of one more layer of each kind; or a word why there is no such number."""
+def _one_more(rows: Sequence[report.Row], column: str) -> dict[str, float | None]:
+    """What one more layer of each kind adds to a whole model, ours and core's; None where one has failed."""
     if any(row["elements"] is None for row in rows):
-        return "failed"
-    fewer, more = (
-        {row["variant"]: row["instructions_per_element"] for row in rows if row["block"] == _label(layers)}
-        for layers in LAYERS
-    )
-    return (more[CORE] - fewer[CORE]) / (more[OURS] - fewer[OURS])
+        return dict.fromkeys((OURS, CORE))
+    fewer, more = ({row["variant"]: row[column] for row in rows if row["block"] == _label(layers)} for layers in LAYERS)
+    return {variant: more[variant] - fewer[variant] for variant in (OURS, CORE)}
 
 
 def _launches(graph: Any, tensors: Sequence[Any]) -> Launches:
