@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import re
@@ -47,13 +48,14 @@ core / ours compares whole models at full width. Each is compiled with one layer
 type (UNets: one or two ResBlocks on each of their two upper levels, each followed by a transformer block where the
 checkpoint has one). Only the instructions that the second layer adds are compared, so whatever surrounds the layers
 cancels out. core is measured at its second size: it traces 768 x 768 without compiling it, then compiles 1024 x 1024
-with the sizes that changed as dynamic. In ours, blocks alone are compiled and counted. elements: of the latent, cond
-and uncond. mark: graph breaks, or why there are no figures."""
+with the sizes that changed as dynamic. In ours, blocks alone are compiled and counted. What core calls of
+comfy-kitchen (0.33) counts as launches alone. elements: of the latent, cond and uncond. mark: graph breaks, or why there are no figures."""
 
 
 def main(arguments: list[str] | None = None) -> int | None:
     parser = report.parser("kernels", __doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all if none is given")
+    parser.add_argument("--blocks", action="store_true", help="blocks alone, without whole models: a third of the time")
     options = parser.parse_args(arguments)
     if unknown := set(options.models) - set(MODELS):
         raise Problem(f"There is no model {unknown.pop()}: choose of {', '.join(MODELS)}.")
@@ -66,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int | None:
     rows = []
     for name in options.models or MODELS:
         if is_known(name):
-            rows += [*measure(name), *whole(name)]
+            rows += [*measure(name), *([] if options.blocks else whole(name))]
     print(f"\n{report.table(rows, COLUMNS)}\n\n{report.table(totals(rows))}\n\n{LEGEND}")
     report.finish(options.json, rows)
 
@@ -140,29 +142,25 @@ def measure(name: str) -> list[report.Row]:
 
 def whole(name: str) -> list[report.Row]:
     """The rows of whole models with few layers: ours, and core's at its second size."""
-    import torch
-
     from . import gpu_models
     from .gpu_cases import Case
 
     rows: list[report.Row] = []
-    for variant in (OURS, CORE):
-        with _fresh_kernels():
-            for layers in LAYERS:  # the second finds most of its kernels
-                subject = gpu_models.FULL[name]
-                config = {**subject.family.config, **shallow(name, layers)}
-                label, elements = _label(layers), 2 * math.prod(subject.latent(Case(1024, 1024, 1)).shape)
-                found = {**dict.fromkeys(COLUMNS), "model": name, "block": label, "variant": variant}
-                subject = dataclasses.replace(subject, family=dataclasses.replace(subject.family, config=config))
-                torch._dynamo.reset()
-                try:
-                    launches, breaks = _of_whole(subject, variant)
-                    found = row(name, label, variant, elements, launches)
-                    found["mark"] = f"{breaks} graph breaks" if breaks else None
-                except Exception as error:
-                    found["mark"] = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-                rows.append(found)
-                report.tell(found, COLUMNS)
+    for variant, layers in itertools.product((OURS, CORE), LAYERS):
+        subject = gpu_models.FULL[name]
+        config = {**subject.family.config, **shallow(name, layers)}
+        label, elements = _label(layers), 2 * math.prod(subject.latent(Case(1024, 1024, 1)).shape)
+        found = {**dict.fromkeys(COLUMNS), "model": name, "block": label, "variant": variant}
+        subject = dataclasses.replace(subject, family=dataclasses.replace(subject.family, config=config))
+        try:
+            with _fresh_kernels():  # or the second has the configurations alone that were chosen for the first
+                launches, breaks = _of_whole(subject, variant)
+            found = row(name, label, variant, elements, launches)
+            found["mark"] = f"{breaks} graph breaks" if breaks else None
+        except Exception as error:
+            found["mark"] = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        rows.append(found)
+        report.tell(found, COLUMNS)
     return rows
 
 
@@ -296,7 +294,7 @@ def totals(rows: Sequence[report.Row]) -> list[report.Row]:
                 "model": model,
                 "graphs": len(of[OURS]),
                 "ours / static": spent[OURS] / spent[STATIC],
-                "core / ours": instructions[CORE] / instructions[OURS] if instructions[OURS] else "failed",
+                "core / ours": _ratio(instructions[CORE], instructions[OURS]) if wholes else None,
                 **{f"a layer's launches, {v}": count for v, count in launches.items()},
                 "software divisions": sum(row["software_divisions"] for row in of[OURS]),
                 "launches, ours": sum(row["launches"] for row in of[OURS]),
@@ -307,9 +305,13 @@ def totals(rows: Sequence[report.Row]) -> list[report.Row]:
     return answer
 
 
+def _ratio(one: float | None, other: float | None) -> float | str:
+    return "failed" if one is None or other is None else one / other
+
+
 def _one_more(rows: Sequence[report.Row], column: str) -> dict[str, float | None]:
     """What one more layer of each kind adds to a whole model, ours and core's; None where one has failed."""
-    if any(row["elements"] is None for row in rows):
+    if not rows or any(row["elements"] is None for row in rows):
         return dict.fromkeys((OURS, CORE))
     fewer, more = ({row["variant"]: row[column] for row in rows if row["block"] == _label(layers)} for layers in LAYERS)
     return {variant: more[variant] - fewer[variant] for variant in (OURS, CORE)}
