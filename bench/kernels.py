@@ -49,7 +49,8 @@ type (UNets: one or two ResBlocks on each of their two upper levels, each follow
 checkpoint has one). Only the instructions that the second layer adds are compared, so whatever surrounds the layers
 cancels out. core is measured at its second size: it traces 768 x 768 without compiling it, then compiles 1024 x 1024
 with the sizes that changed as dynamic. In ours, blocks alone are compiled and counted. What core calls of
-comfy-kitchen (0.33) counts as launches alone. elements: of the latent, cond and uncond. mark: graph breaks, or why there are no figures."""
+comfy-kitchen (0.33) counts as launches alone. elements: of the latent, cond and uncond. mark: graph breaks, or why
+there are no figures."""
 
 
 def main(arguments: list[str] | None = None) -> int | None:
