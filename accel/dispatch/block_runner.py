@@ -361,7 +361,9 @@ def _handed_back(out: Any, written: torch.Tensor, given: torch.Tensor) -> Any:
     """The output with the tensor that was given where it has the copy that was written to; its values are copied."""
     if written is given:
         return out
-    given.copy_(written)
+    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(given.stride(), given.shape, strict=True))
+    if not is_expanded:  # nobody can write to one that is, and which inputs change may not be known
+        given.copy_(written)
     return _replaced(out, written, given)
 
 

@@ -43,6 +43,25 @@ def test_weights_that_are_not_where_the_inputs_are_run_as_they_are_until_they_ar
     assert cache.statistics()["graphs"] == 1
 
 
+TABLE = torch.arange(4.0)
+
+
+class WithTable(Block):
+    """Cannot be run without values beside a table that has some, so which of its inputs it changes is not known."""
+
+    def forward(self, x, e):
+        return super().forward(x) + e * TABLE
+
+
+def test_input_that_is_expanded_is_not_written_to_where_it_is_not_known_which_are():
+    block = WithTable()
+    stand_in = runner(block)
+    with torch.no_grad():
+        e = torch.ones(2, 1, 1).expand(2, 3, 4)
+        check(stand_in, block, torch.randn(2, 3, 4), e)
+    assert reasons() == []
+
+
 class Finds(Block):
     """Reads what its code has no name for."""
 
