@@ -20,8 +20,6 @@ from kit import tiny_models
 from kit.captures import EAGER_BLOCKS, CpuCapturer, left, reasons
 from kit.deep_cache import SMALL
 
-pytestmark = pytest.mark.usefixtures("own_garbage")
-
 CPU = torch.device("cpu")
 
 

@@ -17,8 +17,6 @@ from kit.deep_cache import last_run
 from kit.step_cache import every
 from kit.thorough import thorough_except
 
-pytestmark = pytest.mark.usefixtures("own_garbage")
-
 QUICK = ["GLIGEN", "PAG", "FreeU V2", "windows", "merge", "Uni3C", "Qwen-Image DiffSynth", "Z-Image Fun 2.0"]
 
 TOLERANCE = 1e-5

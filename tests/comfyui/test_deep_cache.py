@@ -18,8 +18,6 @@ from kit.deep_cache import (
 )
 from kit.thorough import thorough_except
 
-pytestmark = pytest.mark.usefixtures("own_garbage")
-
 # Latents 16×16, 20×30 (720×960 at this scale), 30×20, 23×31, 25×33, 11×17; pixels here.
 SIZES = [(128, 128), (240, 160), (160, 240), (248, 184), (264, 200), (136, 88)]
 

@@ -29,8 +29,6 @@ from torch._dynamo.utils import counters
 
 from bench.layouts import FLUX_DEV
 
-pytestmark = pytest.mark.usefixtures("own_garbage")
-
 LARGEST_DISTANCE = 0.8
 """Of the plain image, in the 2-norm: at interval 3 over four steps random networks give 0.2 to 0.7."""
 

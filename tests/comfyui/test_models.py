@@ -75,7 +75,6 @@ compiled once for every size. *Qwen-Image 2.1*'s run uncompiled: each call gives
 others.
 """
 
-pytestmark = pytest.mark.usefixtures("own_garbage")
 
 SETTINGS = CompileSettings(backend="eager")
 EAGER_BLOCKS = CompileSettings(backend="eager", min_repetitions=100)

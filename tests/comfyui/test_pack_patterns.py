@@ -14,8 +14,6 @@ from kit.pack_patterns import PATTERNS
 from kit.step_cache import every
 from kit.thorough import thorough_except
 
-pytestmark = pytest.mark.usefixtures("own_garbage")
-
 cache = GraphCache()
 """One for the file: what a pack leaves alone is compiled once."""
 

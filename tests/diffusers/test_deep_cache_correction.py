@@ -17,8 +17,6 @@ from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
 from kit import deep_transformers, tiny_pipelines  # noqa: E402
 from kit.step_cache import every  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("own_garbage")
-
 EVERY_SECOND = every(2, points=2)
 
 

@@ -25,8 +25,6 @@ from kit import (
 from kit.deep_transformers import pipeline, sample, sample_cached  # noqa: E402
 from kit.step_cache import every  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("own_garbage")
-
 SMALL = {"height": 32, "width": 48, "steps": 4}
 EVERY_THIRD = every(3)
 CACHED = (2, 2)

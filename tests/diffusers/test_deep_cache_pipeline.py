@@ -12,8 +12,6 @@ from comfy_accel.accel.step_cache.run import DeepCacheRun  # noqa: E402
 from kit.step_cache import every  # noqa: E402
 from kit.tiny_pipelines import difference, pipeline, sample, sample_cached  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("own_garbage")
-
 
 def state_of(pipe):
     """What the models and the pipeline have of their own, beside parameters and submodules."""

@@ -20,8 +20,6 @@ from diffusers import StableDiffusionImg2ImgPipeline  # noqa: E402
 from kit import pipeline_zoo as zoo  # noqa: E402
 from kit.tiny_pipelines import difference  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("own_garbage")
-
 TOLERANCE = 1e-5
 """Of the largest value: the graphs are run as they were captured."""
 

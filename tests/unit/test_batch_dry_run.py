@@ -228,7 +228,7 @@ def frozen(request):
     """As in a program that has frozen what it loaded: Python then lists none of it."""
     (gc.freeze if request.param else gc.unfreeze)()
     yield
-    gc.unfreeze()
+    gc.freeze()
 
 
 def test_nothing_without_values_is_remembered(nothing_kept, frozen):

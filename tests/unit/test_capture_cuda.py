@@ -11,8 +11,6 @@ from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.cuda_graphs.cuda import CudaCapturer, _first_cause, idle_blocks
 from kit.captures import CpuCapturer, Toy, capturing_cache, check_calls, latent, reasons, run, times
 
-pytestmark = pytest.mark.usefixtures("own_garbage")
-
 
 def test_it_offers_what_the_capturer_of_tests_does():
     def asked(cls):

@@ -2,11 +2,8 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from comfy_accel.accel.compile.compiled_graph import CompiledGraph
 from kit.captures import Toy, capturing_cache, check_calls, left, reasons, run
-
-pytestmark = pytest.mark.usefixtures("own_garbage")
 
 
 def images(model, cache, *sizes, calls=4):

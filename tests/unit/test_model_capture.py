@@ -31,8 +31,6 @@ from kit.captures import (
     times,
 )
 
-pytestmark = pytest.mark.usefixtures("own_garbage")
-
 
 def test_third_call_is_captured_and_the_rest_are_replays_in_this_run_and_the_next():
     model, (cache, capturer) = Toy(), capturing_cache()
