@@ -35,8 +35,6 @@ from kit.step_cache import every
 from kit.thorough import thorough_except
 from kit.zoo import Noise, Size
 
-pytestmark = pytest.mark.usefixtures("own_garbage")
-
 STEPS = 3
 EAGER = CompileSettings(backend="eager")
 
@@ -349,7 +347,7 @@ def test_same_function_changed_by_two_nodes_within_each_other_has_both_changes(m
     assert_images_follow_the_code(model, both, attention_swapped, order, every_other)
 
 
-@orders
+@pytest.mark.parametrize("order", thorough_except(ORDERS, "accelerated first"))
 def test_first_run_with_swapped_code_leaves_the_graphs_of_the_plain_model_as_they_would_be(order):
     """Whatever is traced first."""
     model, own = tiny_models.res_blocks(model_channels=64), GraphCache()
@@ -406,7 +404,16 @@ def toy():
 small = functools.partial(dict, width=16, height=16)
 
 
-@pytest.mark.parametrize("what", IN_BLOCKS)
+QUICK = [
+    *("a function of a module", "the code of a function", "an item of a function's keyword defaults"),
+    *("the content of a cell", "the state of an object", "an item of a dict", "a class without instances"),
+    *("a property", "a number of the block's class", "a layer by one of another class", "a weight"),
+    "a function that torch's layers call",
+]
+"""One of each place in which code finds something; the others are read or compared in the same way as one of these."""
+
+
+@pytest.mark.parametrize("what", thorough_except(IN_BLOCKS, *QUICK))
 def test_whatever_is_swapped_counts_while_it_is_there(what):
     """Traced with the swap first."""
     model, own, place = toy(), GraphCache(), PLACES["DIFFUSION_MODEL"]
@@ -460,6 +467,12 @@ def inside_of_attention(model):
     return functools.partial(attribute, cell, "cell_contents", scaled(cell.cell_contents, 0.5))
 
 
+SLOW = [
+    *("a function of core's blocks", "a method of a block", "a method of a part", "a method of core's layers"),
+    *("the code of a method", "a number of a layer"),
+]
+"""With graphs of their own, and each like another of these in a function's place."""
+
 IN_UNETS = {
     "the norm's methods": lambda model: norms_swapped,
     "attention": lambda model: attention_swapped,
@@ -486,7 +499,7 @@ IN_UNETS = {
 
 
 @pytest.mark.parametrize("order", thorough_except(ORDERS, "accelerated first"))
-@pytest.mark.parametrize("what", IN_UNETS)
+@pytest.mark.parametrize("what", thorough_except(IN_UNETS, *IN_UNETS.keys() - SLOW))
 def test_whatever_is_swapped_in_a_model_of_core_counts_while_it_is_there(model, what, order):
     assert_images_follow_the_code(model, PLACES["DIFFUSION_MODEL"], IN_UNETS[what](model), order, every_other)
 
@@ -501,7 +514,7 @@ OF_TORCH = {
 
 
 @pytest.mark.parametrize("order", thorough_except(ORDERS, "accelerated last"))
-@pytest.mark.parametrize("what", OF_TORCH)
+@pytest.mark.parametrize("what", thorough_except(OF_TORCH, *OF_TORCH.keys() - {"for convolutions"}))
 def test_function_of_torch_that_is_swapped_counts_while_it_is_there(model, what, order):
     place, swap = PLACES["DIFFUSION_MODEL"], functools.partial(scaling, *OF_TORCH[what], 0.5)
     assert_images_follow_the_code(model, place, swap, order, every_other, OPERATORS)
@@ -640,8 +653,17 @@ def test_control_with_swapped_code_gives_what_it_gives_uncompiled(place, when):
     assert graphs() == compiled
 
 
-@pytest.mark.parametrize("begins", ["swapped", "plain"])
-@pytest.mark.parametrize("when", [always, first_only, every_other], ids=lambda when: when.__name__)
+@pytest.mark.parametrize(
+    ("when", "begins"),
+    [
+        (always, "swapped"),
+        (every_other, "plain"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in ((always, "plain"), (every_other, "swapped"), (first_only, "plain"), (first_only, "swapped"))
+        ),
+    ],
+)
 @torch.inference_mode()
 def test_vae_whose_decoder_has_swapped_code_decodes_as_it_does_uncompiled(vae, when, begins):
     view = vae_view(vae, VaePolicy(COMPILE_DECODER), EAGER, GraphCache())
@@ -687,8 +709,10 @@ class Names:
         self.saved.add((name, key_digest(key, graph.facts.values)))
 
 
-@orders
-def test_graph_of_swapped_code_is_saved_under_a_name_that_nobody_else_asks_for(model, order):
+@pytest.mark.parametrize("order", thorough_except(ORDERS, "accelerated first"))
+def test_graph_of_swapped_code_is_saved_under_a_name_that_nobody_else_asks_for(order):
+    model = tiny_models.res_blocks()
+
     def names(swap):
         own = GraphCache()
         own.store = Names()
