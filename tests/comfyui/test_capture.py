@@ -31,8 +31,6 @@ from kit.step_cache import every
 from kit.thorough import thorough_except
 from kit.tiny_models import Family
 
-pytestmark = pytest.mark.usefixtures("own_garbage")
-
 SKIPS_ALL_IT_MAY = every(3, points=2)
 
 
@@ -104,7 +102,10 @@ def test_deep_cache_has_a_capture_for_full_and_one_for_skipped_steps(name, cache
     assert reasons() == []
 
 
-@pytest.mark.parametrize("settings", [every(2), every(3, 2), every(5, points=2), DeepCacheSettings(20.0)])
+WAYS = [every(2), every(3, 2), every(5, points=2), DeepCacheSettings(20.0)]
+
+
+@pytest.mark.parametrize("settings", thorough_except(WAYS, WAYS[1], WAYS[3]))
 def test_steps_and_streams_are_deep_caches_own(settings, capturer, cache):
     """Conditioning in calls of their own: two streams share each capture."""
     model = split_chunks(unet())

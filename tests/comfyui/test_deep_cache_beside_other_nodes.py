@@ -79,11 +79,10 @@ from kit.other_nodes import (
     windowed,
     within,
 )
+from kit.thorough import thorough_except
 from kit.tiny_models import Family, with_control
 from kit.tiny_models import lora as lora_file
 from torch._dynamo.utils import counters
-
-pytestmark = pytest.mark.usefixtures("own_garbage")
 
 SIZE = {"width": 72, "height": 88}
 EVEN = {"width": 64, "height": 96}
@@ -515,7 +514,7 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", thorough_except(CACHES, "EasyCache", "own blocks", "own forward", "tiles"))
 def test_image_beside_a_node_that_may_skip_steps_itself_is_that_nodes_alone(small_unet, sample, caplog, name):
     other, why = CACHES[name]
     run = {**SIZE, "steps": 10}
@@ -548,8 +547,16 @@ def blind(guards):
     return ["transformer_options" not in guard.name for guard in guards]
 
 
-@pytest.mark.parametrize("sees_patches", [True, False])  # newer cores' node compiles once, whatever patches there are
-@pytest.mark.parametrize("cached_first", [True, False])
+# Newer cores' node compiles once, whatever patches there are.
+@pytest.mark.parametrize(
+    "cached_first, sees_patches",
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.thorough),
+        pytest.param(False, True, marks=pytest.mark.thorough),
+    ],
+)
 def test_core_compile_node_in_either_order_gives_the_same_and_compiles_nothing_on_later_steps(
     small_unet, sample, cached_first, sees_patches, caplog
 ):

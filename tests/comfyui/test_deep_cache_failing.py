@@ -16,8 +16,7 @@ from comfy_accel.accel.step_cache.features import Features
 from kit.deep_cache import assert_no_trace, cached, counts
 from kit.other_nodes import control_net, controlled
 from kit.step_cache import EveryFew
-
-pytestmark = pytest.mark.usefixtures("own_garbage")
+from kit.thorough import thorough_except
 
 
 class Broken(Exception):
@@ -42,7 +41,7 @@ def failing(model, error, when):
 
 @pytest.mark.parametrize("error", [Broken(), comfy.model_management.InterruptProcessingException()])
 @pytest.mark.parametrize("call", [1, 2, 4])
-@pytest.mark.parametrize("settings", [{}, {"points": 2}])
+@pytest.mark.parametrize("settings", thorough_except([{}, {"points": 2}], {"points": 2}))
 def test_failure_or_interrupt_in_mid_run_leaves_no_trace(tiny_unet, sample, error, call, settings, caplog):
     plain = sample(tiny_unet, steps=4)
     # From the call on, since a failing skipped step is tried once more in full.

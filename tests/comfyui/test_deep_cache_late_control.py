@@ -83,9 +83,16 @@ PROMPTS = {
 FORECAST = {"points": 2}
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize(
-    "settings, batch, split", [({}, 1, False), (FORECAST, 2, True)], ids=["held, joined", "extrapolated, batch, apart"]
+    "settings, batch, split, prompt",
+    [
+        # Each prompt in one of the two ways.
+        pytest.param(*how, prompt, id=f"{name}-{prompt}", marks=() if number % 2 == at else pytest.mark.thorough)
+        for at, (name, how) in enumerate(
+            {"held, joined": ({}, 1, False), "extrapolated, batch, apart": (FORECAST, 2, True)}.items()
+        )
+        for number, prompt in enumerate(PROMPTS)
+    ],
 )
 def test_image_is_the_one_with_the_control_net_run_on_every_step(
     model, control, as_core_does, no_fallback, prompt, settings, batch, split

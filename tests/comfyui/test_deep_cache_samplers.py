@@ -199,8 +199,15 @@ def test_guidance_of_one_is_one_stream(small_unet, calls):
     assert calls() == ONE_CALL
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("settings", [{}, {"points": 2}])
+@pytest.mark.parametrize(
+    "dtype, settings",
+    [
+        (torch.float16, {}),
+        (torch.bfloat16, {"points": 2}),
+        pytest.param(torch.float16, {"points": 2}, marks=pytest.mark.thorough),
+        pytest.param(torch.bfloat16, {}, marks=pytest.mark.thorough),
+    ],
+)
 def test_half_precision_is_as_near_to_single_as_without_us(dtype, sample, settings):
     half, single = tiny_models.unet(dtype=dtype), tiny_models.unet()
     made, expected, plain, exact = (

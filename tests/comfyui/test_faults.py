@@ -80,7 +80,10 @@ def test_out_of_memory_while_running_falls_back_for_that_call(small, sample):
     assert [row["calls"] for row in fallbacks.rows()] == [1]
 
 
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, comfy.model_management.InterruptProcessingException])
+INTERRUPTS = [KeyboardInterrupt, comfy.model_management.InterruptProcessingException]
+
+
+@pytest.mark.parametrize("interrupt", thorough_except(INTERRUPTS, INTERRUPTS[1]))
 def test_interrupt_in_mid_compile_passes_and_leaves_nothing(small, sample, interrupt):
     interrupted = [True]
 

@@ -29,6 +29,7 @@ from kit.captures import capturing_cache
 from kit.deep_cache import cached, counts
 from kit.families import DITS, IMAGE, TinyDiT
 from kit.malloc_graph import installed, recorded
+from kit.thorough import thorough_except
 from kit.tiny_models import Family
 from kit.zoo import FLUX
 
@@ -110,7 +111,7 @@ def assert_rules_kept(record):
     assert record.violations == [] and record.rogues == 0 and record.recorded > 0
 
 
-@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
+@pytest.mark.parametrize("nodes", thorough_except(NODES.values(), *list(NODES.values())[1:4]), ids=NODES)
 def test_images_are_right_and_the_recorders_rules_are_kept(fake, cache, nodes):
     """The first of them compiles within the scopes."""
     expected = SINGLE.sample(nodes(SINGLE.load(), GraphCache()))

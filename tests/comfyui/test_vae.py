@@ -15,6 +15,7 @@ from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.sizing.vae import COMPILE_BOTH, COMPILE_DECODER, VaePolicy
 from kit import tiny_vaes
 from kit.compiled import forwards_in_place, graphs
+from kit.thorough import thorough_except
 
 CACHE = GraphCache()
 """Shared by the tests that do not count graphs, so that each kind is captured once."""
@@ -40,7 +41,7 @@ def latent(height=6, width=6, batch=1):
     return torch.randn(batch, 4, height, width, generator=torch.Generator().manual_seed(height * width))
 
 
-@pytest.mark.parametrize("compiled", POLICIES)
+@pytest.mark.parametrize("compiled", thorough_except(POLICIES, None, COMPILE_BOTH))
 @torch.inference_mode()
 def test_view_gives_the_same_bits_and_leaves_the_given_one_alone(vae, compiled):
     before = dict(vae.__dict__)
@@ -54,7 +55,7 @@ def test_view_gives_the_same_bits_and_leaves_the_given_one_alone(vae, compiled):
     assert forwards_in_place(vae.first_stage_model) == []
 
 
-@pytest.mark.parametrize("compiled", POLICIES)
+@pytest.mark.parametrize("compiled", thorough_except(POLICIES, None, COMPILE_BOTH))
 @torch.inference_mode()
 def test_every_method_through_which_core_runs_a_vae_is_covered(vae, compiled):
     pixels = torch.rand(1, 128, 96, 3)

@@ -13,6 +13,7 @@ from diffusers.models.attention_processor import AttnProcessor  # noqa: E402
 from kit import deep_transformers  # noqa: E402
 from kit import pipeline_zoo as zoo  # noqa: E402
 from kit.compiled import graphs  # noqa: E402
+from kit.thorough import thorough_except  # noqa: E402
 from kit.tiny_pipelines import difference  # noqa: E402
 
 from bench import diffusers as bench  # noqa: E402
@@ -57,7 +58,8 @@ def several_controlnets():
     [
         # The contract's pipelines have one ControlNet, the warm-up's several.
         pytest.param(several_controlnets, set(), marks=pytest.mark.thorough),
-        (lambda: zoo.pipeline("StableDiffusionXLInpaintPipeline"), set()),
+        # The warm-up's has masks too.
+        pytest.param(lambda: zoo.pipeline("StableDiffusionXLInpaintPipeline"), set(), marks=pytest.mark.thorough),
         (lambda: zoo.pipeline("WanPipeline"), {"WanResidualBlock", "WanResample"}),  # they write to a list of features
     ],
     ids=["controlnets", "inpaint", "wan"],
@@ -206,7 +208,10 @@ def other_attention(pipe):
     return lambda: pipe.unet.set_attn_processor(dict(before))
 
 
-@pytest.mark.parametrize("change", [freeu, tiles, other_attention, channels_last])
+# Other attention, put in and taken out, is tested in test_swapped_code.py.
+@pytest.mark.parametrize(
+    "change", thorough_except([freeu, tiles, other_attention, channels_last], freeu, tiles, channels_last)
+)
 def test_what_is_turned_on_in_between_is_on_and_then_off_again(sd, change):
     plain = image(sd, 48, 40)
     undo = change(sd)

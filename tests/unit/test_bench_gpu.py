@@ -184,6 +184,7 @@ def test_prepared_folder_brings_what_is_missing_and_hides_nothing(tmp_path):
     assert [entry.name for entry in Path(made["PYTHONPATH"].split(os.pathsep)[0]).iterdir()] == ["torchsde"]
 
 
+@pytest.mark.thorough  # a process that imports all of core
 def test_prepared_comfyui_is_enough_to_import_its_sampling(tmp_path):
     gpu_plan._pack(tree(), tmp_path / "comfyui")
     code = "from tools import inprocess, pack; inprocess.boot(cpu=True); pack.load(); import bench.gpu_models"

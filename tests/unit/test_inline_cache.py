@@ -169,7 +169,13 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("usual", [{}, {"scale": 0.0, "sign": 1, "size": 5, "options": None}], ids=["plain", "named"])
+NAMED = {"scale": 0.0, "sign": 1, "size": 5, "options": None}
+"""Arguments by name, of which other tests here give one each."""
+
+
+@pytest.mark.parametrize(
+    "usual", [pytest.param({}, id="plain"), pytest.param(NAMED, id="named", marks=pytest.mark.thorough)]
+)
 def test_call_that_is_made_in_another_way_is_described_again(usual):
     block, x, y = Block(), torch.randn(2, 4), torch.randn(2, 4)
     stand_in = warmed_up(block, x, y, cache=COMPILED, **usual)

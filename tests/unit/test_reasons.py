@@ -1,6 +1,7 @@
 """Reasons: every code has its sentence, and whoever makes a reason gives all its fields."""
 
 import ast
+import functools
 import json
 from string import Formatter
 
@@ -19,6 +20,7 @@ def reasons_of(language: str) -> dict[str, str]:
     return json.loads(file.read_text(encoding="utf-8"))["accelReasons"]
 
 
+@functools.cache
 def made() -> list[tuple[str, set[str], str]]:
     """(code, names of its fields, where) of every reason that the engine makes."""
     found = []
