@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from comfy_accel.accel.compile import block_compiler, generated_code
 from comfy_accel.accel.core import torch_internals
@@ -88,10 +89,17 @@ def accepts(graph, weights, *shape):
     return graph.accepts([*weights, torch.empty(shape, dtype=torch.half, device="meta")])
 
 
-def test_kernels_have_names_whose_files_windows_can_open(monkeypatch):
+@pytest.fixture(scope="module")
+def joined():
+    """Compiled as on Windows."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(generated_code, "sys", SimpleNamespace(platform="win32", modules=sys.modules))
+        return compiled(Joined(), (2, 7, 24), (2, 30, 24), (2, 24), dtype=torch.float32)
+
+
+def test_kernels_have_names_whose_files_windows_can_open(joined):
     """Behind a user's folder, inductor's and Triton's, a hash of 52 and a temporary folder with an id of 36."""
-    monkeypatch.setattr(generated_code, "sys", SimpleNamespace(platform="win32", modules=sys.modules))
-    _, _, file = compiled(Joined(), (2, 5, 24), (2, 7, 24), (2, 24))
+    _, _, file = joined
     names = re.findall(r"^(triton_\w+) = async_compile", Path(file).read_text(), re.MULTILINE)
     folder = len(r"\AppData\Local\Temp\torchinductor_\triton\0\tmp.pid_123456_\.source") + 60 + 20 + 52 + 36
     assert names and folder + max(map(len, names)) < 260
@@ -116,8 +124,8 @@ def test_product_of_sizes_has_64_bits():
     assert set(types(compiled(Counted(), SMALL)[2]).values()) == {"i64"}
 
 
-def test_indices_are_divided_without_divisions_and_rightly():
-    graph, _, file = compiled(Joined(), (2, 7, 24), (2, 30, 24), (2, 24), dtype=torch.float32)
+def test_indices_are_divided_without_divisions_and_rightly(joined):
+    graph, _, file = joined
     code = Path(file).read_text()
     assert "divided0(" in code
     assert not re.search(r"(//|%) \(?ks", code)

@@ -75,8 +75,16 @@ def test_contributors_are_told_which_tests_need_a_card():
     assert f"\nMarked `gpu`, and passing on the made-up device but for values:\n\n{told}\n" in text
 
 
+GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
 def test_captures_fit_segments_that_grow(device):
-    passes({**device, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, *CAPTURES)
+    passes({**device, **GROWING}, "tests/fakecuda/test_capture.py", "-k", "bytes or budget or takes_the_place or moves")
+
+
+@pytest.mark.thorough  # what there is beside their memory, which is tested above
+def test_all_of_captures_is_the_same_in_segments_that_grow(device):
+    passes({**device, **GROWING}, *CAPTURES)
 
 
 def test_other_allocator_is_refused_by_the_name_of_its_flag(device):
@@ -92,9 +100,9 @@ BLOCKS = "tests/fakecuda/test_block_kernels.py::test_"
 BRIEFLY = "--tb=short"  # to write out tensors without values may take all memory
 
 
-def test_kernels_take_sizes_of_32_bits_compute_what_a_whole_block_does_and_are_counted(device):
+def test_kernels_of_blocks_and_of_fp8_weights_take_sizes_of_32_bits_compute_what_these_do_and_are_counted(device):
     """On a card of capability 8.9."""
-    files = "tests/fakecuda/test_kernel_sizes.py", "tests/fakecuda/test_bench_kernels.py"
+    files = [f"tests/fakecuda/test_{name}.py" for name in ("kernel_sizes", "bench_kernels", "fp8")]
     of_ada = with_comfyui(device, FAKECUDA_CC="89")
     passes(of_ada, BRIEFLY, *files, BLOCKS + "wrong_kernels_are_found_and_right_ones_pass")
 
@@ -110,7 +118,7 @@ def test_kinds_compile_and_are_captured_on_cards_of_each_capability(device, capa
     passes(with_comfyui(device, FAKECUDA_CC=capability), "tests/fakecuda/test_waits.py")
 
 
-@pytest.mark.parametrize("capability", thorough_except(["80", "86", "89", "90", "120"], "86", "89"))
+@pytest.mark.parametrize("capability", thorough_except(["80", "86", "90", "120"], "86"))
 def test_fp8_weights_are_compiled_on_cards_of_each_capability(device, capability):
     passes({**device, "FAKECUDA_CC": capability}, "tests/fakecuda/test_fp8.py")
 
