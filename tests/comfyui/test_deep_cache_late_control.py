@@ -32,6 +32,7 @@ from kit.other_nodes import (
     watched,
     windowed,
 )
+from kit.thorough import thorough_except
 from kit.tiny_models import sample_latent, with_control
 from torch._dynamo.utils import counters
 
@@ -264,7 +265,7 @@ def changed_control(executor, model, conds, x, timestep, model_options):
     return executor(model, conds, x, timestep, model_options)
 
 
-@pytest.mark.parametrize("cached_first", [True, False])
+@pytest.mark.parametrize("cached_first", thorough_except([True, False], True))
 @pytest.mark.parametrize(
     "kind, wrapper",
     [("apply_model", changed_residuals), ("diffusion_model", changed_residuals), ("calc_cond_batch", changed_control)],

@@ -406,9 +406,8 @@ small = functools.partial(dict, width=16, height=16)
 
 QUICK = [
     *("a function of a module", "the code of a function", "an item of a function's keyword defaults"),
-    *("the content of a cell", "the state of an object", "an item of a dict", "a class without instances"),
-    *("a property", "a number of the block's class", "a layer by one of another class", "a weight"),
-    "a function that torch's layers call",
+    *("the content of a cell", "the state of an object", "a class without instances", "a property", "a weight"),
+    *("a layer by one of another class", "a function that torch's layers call"),
 ]
 """One of each place in which code finds something; the others are read or compared in the same way as one of these."""
 

@@ -9,6 +9,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.hosts.diffusers import module as host
 from comfy_accel.accel.hosts.diffusers import pipeline
+from kit.thorough import thorough_except
 from torch import nn
 
 
@@ -59,7 +60,7 @@ def cache(monkeypatch):
     return own
 
 
-@pytest.mark.parametrize("is_one_run", [True, False])
+@pytest.mark.parametrize("is_one_run", thorough_except([True, False], True))  # other tests here have runs of one call
 def test_blocks_are_compiled_once_for_every_size_and_batch(cache, is_one_run):
     model = VideoModel()
     plain = [sample(model, shape) for shape in SHAPES]
