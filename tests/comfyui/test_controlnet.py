@@ -68,9 +68,9 @@ def assert_same(actual: dict, expected: dict) -> None:
 
 TWICE = ("ControlNet in bf16", "ControlNet, fp16 cast to fp32", "ControlNet of three levels", "Union", "SD3")
 TWICE += ("Flux XLabs", "Flux MistoLine", "Flux inpaint", "HunyuanDiT", "SD3.5", "Qwen-Image")
-TWICE += ("Control-LoRA", "T2I-Adapter XL", "T2I-Adapter light")
-"""Of the class of another, or its blocks; that of HunyuanDiT is core's general one. A Control-LoRA is compiled in
-test_controlnet_runs.py too."""
+TWICE += ("Flux Union", "Control-LoRA", "T2I-Adapter XL", "T2I-Adapter light")
+"""Of the class of another, or its blocks; that of HunyuanDiT is core's general one. A Control-LoRA and two of Flux
+are compiled in test_controlnet_runs.py too."""
 
 
 @pytest.mark.parametrize("name", thorough_except(CONTROLS, *(name for name in CONTROLS if name not in TWICE)))

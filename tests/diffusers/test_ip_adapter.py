@@ -87,6 +87,7 @@ def test_scales_and_masks_of_image_prompts_compile_nothing_once_they_are_there()
     assert graphs() == known and fallbacks.rows() == []
 
 
+@pytest.mark.thorough  # graphs of its own; unloaded LoRAs and caches leave those of before in quick tests
 def test_unloaded_adapter_leaves_the_graphs_of_before():
     both = Both()
     before = [tiny_pipelines.sample(pipe, steps=STEPS) for pipe in both.pipes]

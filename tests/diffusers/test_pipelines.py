@@ -208,10 +208,8 @@ def other_attention(pipe):
     return lambda: pipe.unet.set_attn_processor(dict(before))
 
 
-# Other attention, put in and taken out, is tested in test_swapped_code.py.
-@pytest.mark.parametrize(
-    "change", thorough_except([freeu, tiles, other_attention, channels_last], freeu, tiles, channels_last)
-)
+# Other attention, put in and taken out, is tested in test_swapped_code.py, other strides in tests/unit.
+@pytest.mark.parametrize("change", thorough_except([freeu, tiles, other_attention, channels_last], freeu, tiles))
 def test_what_is_turned_on_in_between_is_on_and_then_off_again(sd, change):
     plain = image(sd, 48, 40)
     undo = change(sd)

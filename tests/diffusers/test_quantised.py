@@ -133,6 +133,7 @@ def test_all_blocks_of_quantised_weights_are_compiled_once(form):
 WITH_LORA = list(FORMS)
 
 
+@pytest.mark.thorough  # tests/comfyui/test_partial_load.py and test_gguf.py have quick ones of the same layers
 @pytest.mark.parametrize("form", WITH_LORA)
 def test_lora_on_quantised_weights_makes_one_graph_a_kind_for_every_strength(form):
     shared.clear()

@@ -262,7 +262,7 @@ REST = by_a_wrapper, from_the_second_step_on
 """Tested quickly with the first swap of each model."""
 
 LIKE_OTHERS = [
-    *(method_of_group_norm, processors_of_layers, forward_of_layers),
+    *(method_of_group_norm, processors_of_layers, setting_of_processors, forward_of_layers),
     *(function_of_its_module, function_in_a_table, code_of_a_function),
 ]
 """Swaps that cost graphs of their own; each is found as one of the others is, and read in test_current_code.py."""

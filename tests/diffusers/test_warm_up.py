@@ -60,10 +60,10 @@ def output(pipe, size, **given):
         "StableDiffusionXLControlNetImg2ImgPipeline",
     ),
 )
-@pytest.mark.parametrize("ignores", thorough_except([("vae",), ()], ()))
+@pytest.mark.parametrize("ignores", thorough_except([("vae",), ()], ("vae",)))
 def test_no_size_or_batch_compiles_after_three_sizes(kind, ignores):
     pipe = zoo.pipeline(kind, "LCMScheduler")
-    calls = [(size, images) for size in WARMED + OTHERS for images in (1, 2)]
+    calls = [(size, images) for size in WARMED[:1] + OTHERS for images in (1, 2)]
     plain = [output(pipe, size, num_images_per_prompt=images) for size, images in calls]
     unguided = output(pipe, OTHERS[0], guidance_scale=1.0)
 

@@ -200,8 +200,7 @@ def test_run_that_begins_under_other_code_is_surveyed_for_it(what):
 BOTH_WAYS = {"the class of a block", "a function of torch by one in its name"}
 QUICK = {
     *("a weight where none was", "a new part", "a method of modules by one in its name", "torch's functions"),
-    *("what an object finds by name", "an attribute of an object in another", "an item beside a function in a table"),
-    *("a setting of a part in a list", *BOTH_WAYS),
+    *("what an object finds by name", "an item beside a function in a table", *BOTH_WAYS),
 }
 """One of each place that a call looks at. That a survey finds all of them is tested above."""
 
@@ -260,7 +259,7 @@ ANEW = {
 }
 
 
-@pytest.mark.parametrize("what", thorough_except(ANEW, *list(ANEW)[::3]))  # the others are compared as the first is
+@pytest.mark.parametrize("what", thorough_except(ANEW, *list(ANEW)[:1]))  # the others are compared as the first is
 def test_what_is_made_anew_for_each_call_and_is_the_same_costs_one_more_graph(what):
     run = Run(Net())
     with torch.no_grad():
