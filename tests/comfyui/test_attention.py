@@ -87,9 +87,8 @@ def _family(case):
     return Tiny(case.load(), lambda model, size: torch.cat([t.flatten() for t in case.sample(model, size, steps=1)]))
 
 
-@pytest.fixture(
-    params=thorough_except(["SD1.5", "Flux", "Wan", "MiniMax H3"], "Wan", "MiniMax H3")
-)  # others here are UNets
+# SD1.5's UNet is in the other tests.
+@pytest.fixture(params=thorough_except(["SD1.5", "Flux", "Wan", "MiniMax H3"], "Wan", "MiniMax H3"))
 def tiny(request):
     if request.param in FAMILIES:
         return _family(FAMILIES[request.param])

@@ -87,6 +87,7 @@ def test_all_of_captures_is_the_same_in_segments_that_grow(device):
     passes({**device, **GROWING}, *CAPTURES)
 
 
+@pytest.mark.thorough  # a process of its own; test_capture_cuda.py asks the same with a made-up answer
 def test_other_allocator_is_refused_by_the_name_of_its_flag(device):
     """Core's choice on many cards."""
     passes({**device, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "tests/fakecuda/other_allocator.py")
