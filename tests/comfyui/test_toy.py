@@ -49,7 +49,8 @@ def test_network_tells_noise_from_its_data_at_every_trained_size(network):
             assert error < MEASURED_ERROR[name]
 
 
-@pytest.mark.parametrize("network", thorough_except(OF_FIGURES, "unet"), indirect=True)
+@pytest.mark.thorough  # the files of the networks do not change
+@pytest.mark.parametrize("network", OF_FIGURES, indirect=True)
 def test_network_makes_what_its_prompt_names(network):
     """Samples are told by the pictures of the data that they are nearest to; noise by chance, 0.125."""
     from bench import toy

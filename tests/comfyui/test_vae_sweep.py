@@ -11,7 +11,6 @@ from comfy_accel.accel.hosts.comfyui.models.vae import vae_view
 from comfy_accel.accel.sizing.vae import AUTO, COMPILE_DECODER, VaePolicy
 from kit import tiny_vaes
 from kit.compiled import graphs
-from kit.thorough import thorough_except
 
 from bench.vae import MOST_GROWTH, SIZES, resident_mb
 
@@ -23,8 +22,9 @@ def plain():
     return vae, functools.cache(lambda height, width: vae.decode(tiny_vaes.latent(vae, height, width)))
 
 
-@pytest.mark.parametrize("count", thorough_except([len(SIZES), 8], 8))
-@pytest.mark.parametrize("compiled", thorough_except([COMPILE_DECODER, AUTO], AUTO))
+@pytest.mark.thorough  # sizes, tiles and what auto does have quick tests in test_vae.py and test_vae_auto.py
+@pytest.mark.parametrize("count", [len(SIZES), 8])
+@pytest.mark.parametrize("compiled", [COMPILE_DECODER, AUTO])
 @torch.inference_mode()
 def test_two_sweeps_of_sizes_compile_once_and_memory_stays(compiled, count, plain):
     vae, plainly_decoded = plain
