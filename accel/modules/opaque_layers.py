@@ -72,11 +72,11 @@ def begin(block: torch.nn.Module) -> None:
     _called.block = weakref.ref(block)
 
 
-def _is_of_its_package(part: torch.nn.Module) -> bool:
-    """Whether the forward and the hooks on the part are from the package that its class is from."""
+def _is_of_package(part: torch.nn.Module, block: torch.nn.Module) -> bool:
+    """Whether the forward and the hooks on the part are from the package that its block's class is from."""
     forward = foreign_forward(part)
     found = [*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *([] if forward is None else [forward])]
-    package = type(part).__module__.partition(".")[0]
+    package = type(block).__module__.partition(".")[0]
     return all(str(getattr(function, "__module__", "")).partition(".")[0] == package for function in found)
 
 
@@ -152,8 +152,9 @@ def _written(how: Any) -> str:
 
 
 def _run(given: Sequence[torch.Tensor], path: str, how: str, features: int | None) -> torch.Tensor:
-    part = _called.block().get_submodule(path)
-    is_others = runs_others_code(part) and not _is_of_its_package(part)
+    block = _called.block()
+    part = block.get_submodule(path)
+    is_others = runs_others_code(part) and not _is_of_package(part, block)
     if is_others:  # which may keep what it is given, and a graph uses that memory again
         with torch.inference_mode(False):
             given = [tensor.clone() for tensor in given]

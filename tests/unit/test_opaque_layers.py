@@ -97,6 +97,7 @@ def test_forward_that_another_program_put_on_a_part_gets_memory_of_its_own(chang
         kept.append(x)
         return x.mul_(2) if changes else x * 2
 
+    forward.__module__ = "another_pack"
     for block in model.blocks:
         block.norm.forward = forward
     eager, compiled = both_ways(model, GraphCache())
