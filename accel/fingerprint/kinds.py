@@ -396,7 +396,7 @@ def template_of(
         part._forward_hooks.clear()  # the block's own run around its stand-in; a part with one is not compiled
         part._forward_pre_hooks.clear()
         if isinstance(part, OpaqueLayer):
-            part.path = path
+            part.path_in_block = path
     return template
 
 

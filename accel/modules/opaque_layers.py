@@ -9,7 +9,9 @@ these run once in each call, and what they keep from call to call is theirs.
 from __future__ import annotations
 
 import ast
+import functools
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -41,16 +43,24 @@ OPTIONS: dict[str, Options] = {}
 
 
 class OpaqueLayer(torch.nn.Module):
-    """Stands for a part that gives a tensor of its first input's type and size.
+    """Stands for a part that gives a tensor of its first input's type and size, in code that does no more than call it.
 
-    features: of the result, where its last size is another than the input's. path: of the part in its block.
+    width: of the result, where its last size is another than the input's. path_in_block: of the part.
     is_others: another program's code runs in it.
     """
 
-    def __init__(self, features: int | None = None, is_others: bool = False):
-        super().__init__()
+    def __init__(self, width: int | None = None, is_others: bool = False):
+        torch.nn.Module.__init__(self)
         define("opaque_layer", "(Tensor[] given, str path, str how, SymInt? features) -> Tensor", _run, _fake)
-        self.path, self.features, self.is_others = "", features, is_others
+        self.path_in_block, self.width_of_result, self.is_others = "", width, is_others
+        self.training = False
+
+    __call__ = torch.nn.Module.__call__
+
+    def __getattr__(self, name: str) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # asked by hasattr or getattr too, which would go the other way
+            raise TypeError(f"the block's code reads {name} of a part that it should call")
+        return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         given: list[torch.Tensor] = []
@@ -59,7 +69,7 @@ class OpaqueLayer(torch.nn.Module):
                 own = {key: item for key, item in kwargs[name].items() if key not in options.left_out}
                 kwargs[name] = _text_of(name, own)
         how = _written(_without((args, kwargs), given))
-        return torch.ops.accel.opaque_layer(given, self.path, how, self.features)
+        return torch.ops.accel.opaque_layer(given, self.path_in_block, how, self.width_of_result)
 
 
 def runs_others_code(part: torch.nn.Module) -> bool:
@@ -77,7 +87,15 @@ def _is_of_package(part: torch.nn.Module, block: torch.nn.Module) -> bool:
     forward = foreign_forward(part)
     found = [*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *([] if forward is None else [forward])]
     package = type(block).__module__.partition(".")[0]
-    return all(str(getattr(function, "__module__", "")).partition(".")[0] == package for function in found)
+    return all(_home(function).partition(".")[0] == package for function in found)
+
+
+def _home(function: Any) -> str:
+    """The module whose code it is: a wrapper may have taken over the name of what it wraps."""
+    while isinstance(function, (types.MethodType, functools.partial)):
+        function = function.__func__ if isinstance(function, types.MethodType) else function.func
+    is_plain = isinstance(function, types.FunctionType)
+    return str(function.__globals__.get("__name__")) if is_plain else type(function).__module__
 
 
 class OpaqueLayers:
@@ -104,8 +122,17 @@ class OpaqueLayers:
     def any(self, layer: torch.nn.Module, features: int | None = None, is_others: bool = False) -> OpaqueLayer:
         """What stands for a part. features, is_others: as of `OpaqueLayer`."""
         if layer not in self._of:
-            self._of[layer] = None, True, OpaqueLayer(features, is_others)
+            cls = _standing_for(type(layer)) if is_others else OpaqueLayer
+            self._of[layer] = None, True, cls(features, is_others)
         return self._of[layer][2]
+
+
+@functools.lru_cache(maxsize=256)
+def _standing_for(cls: type) -> type:
+    """A class of stand-ins for parts of a class, which code finds to be of it."""
+    if hasattr(cls, "__iter__") or type(cls) is not type:  # code would find such a part to be empty
+        return OpaqueLayer
+    return type(cls.__name__, (OpaqueLayer, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 def _is_opaque(weight: torch.Tensor) -> bool:
@@ -147,21 +174,24 @@ def _text_of(name: str, own: dict) -> str:
 def _written(how: Any) -> str:
     """A call without its tensors as text. Raises ValueError: it has other values than plain ones."""
     text = repr(how).replace("Ellipsis", "...")
-    ast.literal_eval(text)
+    if ast.literal_eval(text) != how:
+        raise ValueError(f"a part is called with {text}")
     return text
 
 
 def _run(given: Sequence[torch.Tensor], path: str, how: str, features: int | None) -> torch.Tensor:
-    block = _called.block()
-    part = block.get_submodule(path)
-    is_others = runs_others_code(part) and not _is_of_package(part, block)
+    block = _called.block
+    part = block().get_submodule(path)
+    is_others = runs_others_code(part) and not _is_of_package(part, block())
     if is_others:  # which may keep what it is given, and a graph uses that memory again
         with torch.inference_mode(False):
-            given = [tensor.clone() for tensor in given]
+            copies = {tensor: tensor.clone() for tensor in given}
+        given = [copies[tensor] for tensor in given]
         versions = [tensor._version for tensor in given]
     args, kwargs = _with(ast.literal_eval(how), iter(given))
     kwargs |= {name: OPTIONS[name].of_call(ast.literal_eval(kwargs[name])) for name in OPTIONS if name in kwargs}
     out = part(*args, **kwargs)
+    _called.block = block  # the part may have called another
     if is_others and [tensor._version for tensor in given] != versions:
         raise TypeError(f"{path} changes what it is given")
     first, size = given[0], _size(given, features)

@@ -1,5 +1,7 @@
 """Linear layers of weights that nothing explains: the blocks around them are compiled, and call them as they are."""
 
+import types
+
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
@@ -97,7 +99,8 @@ def test_forward_that_another_program_put_on_a_part_gets_memory_of_its_own(chang
         kept.append(x)
         return x.mul_(2) if changes else x * 2
 
-    forward.__module__ = "another_pack"
+    forward = types.FunctionType(forward.__code__, {"__name__": "another_pack"}, "forward", None, forward.__closure__)
+    forward.__module__ = __name__  # as a wrapper has taken it over from what it wraps
     for block in model.blocks:
         block.norm.forward = forward
     eager, compiled = both_ways(model, GraphCache())
@@ -108,6 +111,60 @@ def test_forward_that_another_program_put_on_a_part_gets_memory_of_its_own(chang
         assert len(kept) == 4
         both_ways(model, GraphCache(), X + 1)
         assert all(map(torch.equal, *values))
+
+
+class Marked(nn.Linear):
+    mark = is_others = features = 2
+
+
+class Asking(Block):
+    """Asks something of a part before it calls it."""
+
+    def __init__(self, seed, asks):
+        super().__init__(seed)
+        self.up, self.asks = Marked(WIDTH, WIDTH), asks
+        self.up.left = 2
+
+    def forward(self, x):
+        asked = {
+            "class": lambda: isinstance(self.up, Marked),
+            "there": lambda: hasattr(self.up, "left"),
+            "value": lambda: getattr(self.up, "left", 1) == 2,
+            "of its class": lambda: self.up.mark + self.up.features == 4,
+        }
+        return super().forward(x) * (3 if asked[self.asks]() else 1)
+
+
+@pytest.mark.parametrize("asks", ["class", "there", "value", "of its class"])
+def test_code_that_asks_something_of_a_part_with_others_forward_gets_what_the_part_would_say(asks):
+    model = model_of(Asking(0, asks), Asking(1, asks))
+    for block in model.blocks:
+        block.up.forward = lambda x: x * 2
+    eager, compiled = both_ways(model, GraphCache())
+    assert torch.equal(compiled, eager)
+    assert (reasons() == []) == (asks in ("class", "of its class"))
+
+
+def test_part_that_calls_another_block_leaves_the_layers_of_its_own():
+    model = model_of(Block(0), Block(1))
+    first, second = model.blocks
+    first.norm.forward = lambda x: second(x)
+    eager, compiled = both_ways(model, GraphCache())
+    assert torch.equal(compiled, eager) and reasons() == []
+
+
+@pytest.mark.parametrize("text", ["", "Ellipsis"])
+def test_part_gets_the_same_tensor_twice_and_text_as_they_are_given(text):
+    class Twice(Block):
+        def forward(self, x):
+            return x + self.norm(x, x, text=text)
+
+    model, given = model_of(Twice(0), Twice(1)), []
+    for block in model.blocks:
+        block.norm.forward = lambda x, same, text: given.append((same is x, text)) or x * 2
+    eager, compiled = both_ways(model, GraphCache())
+    assert torch.equal(compiled, eager)
+    assert given == [(True, text)] * 4
 
 
 def test_layer_that_gives_another_type_than_it_got_leaves_its_block_uncompiled():

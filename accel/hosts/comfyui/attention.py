@@ -333,7 +333,10 @@ def _run_replaced(q, k, v, name, how):
 
 
 def _is_cores(function: Any) -> bool:
-    return type(function) is types.FunctionType and function.__module__.partition(".")[0] in ("comfy", "comfy_extras")
+    if type(function) is not types.FunctionType:
+        return False
+    home = function.__globals__.get("__name__")  # what wraps one of core's functions may have taken over its name
+    return str(home).partition(".")[0] in ("comfy", "comfy_extras")
 
 
 def _kept_apart(function: Any, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
