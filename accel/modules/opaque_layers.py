@@ -179,6 +179,10 @@ def _written(how: Any) -> str:
     return text
 
 
+_read = functools.lru_cache(maxsize=1024)(ast.literal_eval)
+"""The value of a text, which nobody may change."""
+
+
 def _run(given: Sequence[torch.Tensor], path: str, how: str, features: int | None) -> torch.Tensor:
     block = _called.block
     part = block().get_submodule(path)
@@ -188,8 +192,8 @@ def _run(given: Sequence[torch.Tensor], path: str, how: str, features: int | Non
             copies = {tensor: tensor.clone() for tensor in given}
         given = [copies[tensor] for tensor in given]
         versions = [tensor._version for tensor in given]
-    args, kwargs = _with(ast.literal_eval(how), iter(given))
-    kwargs |= {name: OPTIONS[name].of_call(ast.literal_eval(kwargs[name])) for name in OPTIONS if name in kwargs}
+    args, kwargs = _with(_read(how), iter(given))
+    kwargs |= {name: OPTIONS[name].of_call(_read(kwargs[name])) for name in OPTIONS if name in kwargs}
     out = part(*args, **kwargs)
     _called.block = block  # the part may have called another
     if is_others and [tensor._version for tensor in given] != versions:
