@@ -45,14 +45,14 @@ OPTIONS: dict[str, Options] = {}
 class OpaqueLayer(torch.nn.Module):
     """Stands for a part that gives a tensor of its first input's type and size, in code that does no more than call it.
 
-    width: of the result, where its last size is another than the input's. path_in_block: of the part.
+    features: of the result, where its last size is another than the input's. path_in_block: of the part.
     is_others: another program's code runs in it.
     """
 
-    def __init__(self, width: int | None = None, is_others: bool = False):
+    def __init__(self, features: int | None = None, is_others: bool = False):
         torch.nn.Module.__init__(self)
         define("opaque_layer", "(Tensor[] given, str path, str how, SymInt? features) -> Tensor", _run, _fake)
-        self.path_in_block, self.width_of_result, self.is_others = "", width, is_others
+        self.path_in_block, self.width_of_result, self.is_others = "", features, is_others
         self.training = False
 
     __call__ = torch.nn.Module.__call__
@@ -130,9 +130,12 @@ class OpaqueLayers:
 @functools.lru_cache(maxsize=256)
 def _standing_for(cls: type) -> type:
     """A class of stand-ins for parts of a class, which code finds to be of it."""
-    if hasattr(cls, "__iter__") or type(cls) is not type:  # code would find such a part to be empty
+    if hasattr(cls, "__iter__") or type(cls) is not type:  # which would be empty, or be made in a way of its own
         return OpaqueLayer
-    return type(cls.__name__, (OpaqueLayer, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    try:
+        return type(cls.__name__, (OpaqueLayer, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    except Exception:  # of an extension's `__init_subclass__`, of any type
+        return OpaqueLayer
 
 
 def _is_opaque(weight: torch.Tensor) -> bool:
