@@ -183,7 +183,7 @@ class _Tracer:
         ones = (size == 1 != known for tensor, sizes in pairs for size, known in zip(tensor.shape, sizes, strict=True))
         is_known = self.keeps_nothing != () and not any(ones)
         try:
-            with nullcontext() if is_known else without_others_state(self.template):
+            with nullcontext() if is_known else without_others_state(self.template, not self.kind.forms):
                 yield
         except KeepsState:
             self.may_keep = True
@@ -288,7 +288,7 @@ def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec,
         args, kwargs = tree_spec.rebuild(spec, tensors[count:])
         weights = dict(zip(names, restored(forms, tensors[:count]), strict=True))
         tables = nullcontext() if type(tensors[0]) in PLAIN_TENSORS else _TablesAsNumbers()
-        with tables, without_others_state(template):
+        with tables, without_others_state(template, False):
             return torch.func.functional_call(template, weights, args, kwargs)
 
     def block(*tensors):

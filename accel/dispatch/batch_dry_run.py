@@ -29,7 +29,7 @@ from ..modules.opaque_layers import OpaqueLayer
 from ..modules.stored_form import standing_for
 from ..modules.streamed_weights import Plain, in_place
 from ..modules.wrapped_layers import Wraps
-from ..signature.tensors import CHANNELS_LAST
+from ..signature.tensors import CHANNELS_LAST, PLAIN_TENSORS
 from .current_code import CurrentCode
 from .global_state_guard import DICTS, global_state_restored
 
@@ -156,7 +156,8 @@ class BatchDryRun:
                     copied = copies.of(shown[block])
                     copied.__dict__["forward"] = recorder(block, copied.forward)
                 args, kwargs = self._grown(self._arguments, size)
-                with without_others_state(self._model):
+                is_plain = all(type(weight) in PLAIN_TENSORS for weight in self._model.parameters())
+                with without_others_state(self._model, is_plain):
                     model.forward(*args, **kwargs)
         except Exception as error:
             pass_on(error, self._interrupts)

@@ -18,7 +18,7 @@ import threading
 import types
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -100,10 +100,11 @@ class _Unasked(TorchDispatchMode):
 
 
 @contextmanager
-def without_others_state(model: torch.nn.Module) -> Iterator[None]:
+def without_others_state(model: torch.nn.Module, is_plain: bool) -> Iterator[None]:
     """A context in which code of others than the model's that may keep something is not run: KeepsState ends it.
 
-    To be entered after modes that run operators without values.
+    To be entered after modes that run operators without values. is_plain: all weights are plain tensors; others may be
+    made anew by operators in a mode, in a way that their classes do not know.
     """
     own = packages_of(model) | {package_of(__name__)}
     others: dict[types.CodeType, bool] = {}
@@ -137,7 +138,7 @@ def without_others_state(model: torch.nn.Module) -> Iterator[None]:
     gc.callbacks.append(pause)
     sys.setprofile(ask)
     try:
-        with _Unasked():
+        with _Unasked() if is_plain else nullcontext():
             yield
     except _MayKeep:
         pass
