@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .code_facts import facts_of
+from .code_facts import facts_of, filled
 from .code_references import (
     BASES,
     CONTAINERS,
@@ -198,6 +198,11 @@ class CodeReader:
                 self.notes.name(base, name)
                 _require_torchs(f"{base.__name__}.{name}", vars(base)[name])
         attributes = names | self.reads | {string for string in strings if string.isidentifier()}
+        own = {cls.__module__.partition(".")[0] for cls in classes}
+        for function in reached:
+            if function.filled and (home_of(function.function) or "").partition(".")[0] not in own:
+                name = function.function.__qualname__
+                raise Indescribable(f"{name}, which keeps {function.filled[0]} from one call to the next")
         set_anywhere = frozenset().union(*(function.facts.assigned for function in reached))
         unread = never_read(set_anywhere, [function.function.__code__ for function in reached])
         # The code's own assignments are where it keeps things, not settings.
@@ -238,6 +243,7 @@ class _Function:
     values: the plain values that it reads, as (namespace, name, description).
     opaque: the opaque objects that it reads, as (namespace, name, what it is).
     assigned: the globals that it sets, as (namespace, name).
+    filled: arguments with which it may change a list that is a default: torch loses that.
     """
 
     def __init__(self, function: types.FunctionType, reader: CodeReader):
@@ -251,6 +257,9 @@ class _Function:
         self._namespaces: set[Any] = set()
         for name, value in given_to(function):
             self.references.describe_default(value, function, name)
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        has_lists = any(isinstance(value, list) for value in defaults)
+        self.filled = sorted(filled(function.__code__)) if has_lists and not of_library(home_of(function)) else []
         scope = function.__globals__
         is_library = of_library(home_of(function))
         self._follow("", scope, scope, is_library)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .code_facts import facts_of, filled, used_whole
+from .code_facts import facts_of, used_whole
 from .code_snapshot import CodeNotes
 from .module_files import Unknown, source_of
 from .plain_values import MAX_DEPTH, OPERATORS, PLAIN, Indescribable, References, describe_value, number_of
@@ -99,8 +99,6 @@ class CodeReferences(References):
     def describe_default(self, value: Any, function: types.FunctionType, name: str) -> Any:
         """A description of one of the function's defaults, or of what is in one of its cells. name: in its code."""
         code, is_library = function.__code__, of_library(home_of(function))
-        if isinstance(value, list) and not is_library and name in filled(code):  # torch loses what is done to it
-            raise Indescribable(f"{function.__qualname__}, which keeps {name} from one call to the next")
         if isinstance(value, (tuple, list)):
             if isinstance(value, list) and not is_library:
                 self.notes.contents(value)

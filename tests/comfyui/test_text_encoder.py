@@ -1,6 +1,7 @@
 """Accelerate Text Encoder on core's encoders: the same conditioning, and nothing compiled after the first prompt."""
 
 import copy
+import functools
 
 import comfy.ldm.modules.attention
 import comfy.lora
@@ -274,15 +275,16 @@ def test_core_generates_the_same_text():
 def test_encoder_that_cannot_be_compiled_says_so_once(sd15):
     cache = GraphCache()
     blocks = sd15.cond_stage_model.clip_l.transformer.text_model.encoder.layers
-    hooks = [block.self_attn.register_forward_hook(lambda *_: None) for block in blocks]
+    for block in blocks:
+        block.forward = functools.partial(type(block).forward, block)  # of another program
     try:
         assert same(encode(accelerated(sd15, cache)), encode(sd15)) and hits(cache) == 0
         assert fallbacks.rows() != []
         with pytest.raises(Trouble, match="CLIPTextModel cannot run compiled"):
             encode(accelerated(sd15, stop_on_trouble=True))
     finally:
-        for hook in hooks:
-            hook.remove()
+        for block in blocks:
+            del block.forward
     assert forwards_in_place(sd15.cond_stage_model) == []
 
 
