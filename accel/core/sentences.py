@@ -36,6 +36,7 @@ _A_GRAPH = {
     "compile_out_of_memory": "out of memory while compiling: {error}",
     "interrupted": "interrupted",
     "code_changes": "another extension keeps replacing its code during the run",
+    "part_changed": "another extension has changed a part of it, and it cannot be compiled around that",
     "keeps_state": "code of another extension in it may keep something from one call to the next",
     "code_unread": "it runs {function} ({file}), which the analysis of its code did not find, so changes there would "
     "go unnoticed",

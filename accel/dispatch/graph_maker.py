@@ -13,6 +13,7 @@ from ..compile import block_compiler
 from ..compile.compiled_graph import CompiledGraph, CompileFailed
 from ..core import torch_internals
 from ..core.errors import one_line
+from ..core.events import log
 from ..core.reasons import Reason
 from ..fingerprint import kinds
 from ..fingerprint.block_call import Call
@@ -68,8 +69,14 @@ class GraphMaker:
         if not self.still(self.region):
             raise NoGraph(call.key, Reason("code_changes"))
         savable, codes, tracing = self.cache.store is not None, self.region.codes, self.region.tracing
-        with silent(), self._nothing_fake_left(), tracing():
-            graph = block_compiler.compile_block(template, call, larger, self.interrupts, savable, codes, tracing)
+        try:
+            with silent(), self._nothing_fake_left(), tracing():
+                graph = block_compiler.compile_block(template, call, larger, self.interrupts, savable, codes, tracing)
+        except CompileFailed as failed:
+            if failed.reason.code == "compile_failed" and self.region.runs_others_code:
+                log.debug("%s was not compiled around a part: %s", call.kind.name, failed.reason)
+                raise CompileFailed(Reason("part_changed")) from failed
+            raise
         if not self.still(self.region):  # other threads run too
             raise NoGraph(call.key, Reason("code_changes"))
         return graph

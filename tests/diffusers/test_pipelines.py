@@ -97,7 +97,7 @@ def test_text_encoder_runs_compiled_and_a_block_with_hooks_in_it_as_it_is():
     tokens = [torch.randint(99, shape, generator=torch.Generator().manual_seed(1)) for shape in ((1, 77), (3, 20))]
     with torch.no_grad():
         plain = [encoder(ids)[0] for ids in tokens]
-        with accelerated(pipe, ignores=("unet", "vae"), backend="eager", stop_on_trouble=True):
+        with accelerated(pipe, ignores=("unet", "vae"), backend="eager"):
             before, used = graphs(), shared.statistics()["hits"]
             assert [difference(encoder(ids)[0], out) < TOLERANCE for ids, out in zip(tokens, plain, strict=True)]
             assert (graphs() - before, shared.statistics()["hits"] - used) == (1, 4)
@@ -105,7 +105,7 @@ def test_text_encoder_runs_compiled_and_a_block_with_hooks_in_it_as_it_is():
             assert torch.equal(encoder(tokens[0])[0], plain[0])
             handle.remove()
     assert [(row["block"], row["reason"]) for row in fallbacks.rows()] == [
-        ("CLIPEncoderLayer", f"self_attn has forward hooks of {__name__}")
+        ("CLIPEncoderLayer", "another extension has changed a part of it, and it cannot be compiled around that")
     ]
 
 
