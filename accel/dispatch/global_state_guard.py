@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from ..fingerprint.kept_state import package_of, packages_of
+from ..fingerprint.kept_state import packages_of
 from ..fingerprint.plain_values import is_plain_object
+from ..modules.code_owner import package_of
 
 DICTS = (dict, OrderedDict, defaultdict)
 _CONTAINERS = (*DICTS, list, set)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..modules.code_owner import home_of, package_of
 from .code_facts import facts_of, filled
 from .code_references import (
     BASES,
@@ -28,7 +29,6 @@ from .code_references import (
     functions_in,
     given_to,
     has_named_state,
-    home_of,
     is_foreign,
     is_run,
     methods_of,
@@ -198,9 +198,9 @@ class CodeReader:
                 self.notes.name(base, name)
                 _require_torchs(f"{base.__name__}.{name}", vars(base)[name])
         attributes = names | self.reads | {string for string in strings if string.isidentifier()}
-        own = {cls.__module__.partition(".")[0] for cls in classes}
+        own = {package_of(cls.__module__) for cls in classes}
         for function in reached:
-            if function.filled and (home_of(function.function) or "").partition(".")[0] not in own:
+            if function.filled and package_of(home_of(function.function)) not in own:
                 name = function.function.__qualname__
                 raise Indescribable(f"{name}, which keeps {function.filled[0]} from one call to the next")
         set_anywhere = frozenset().union(*(function.facts.assigned for function in reached))

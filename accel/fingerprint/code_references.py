@@ -1,4 +1,4 @@
-"""What the values that code reads say of it: descriptions of functions, of what is around them, and of objects.
+"""Descriptions of what code reads: of functions, of what is around them, and of objects.
 
 Of an object that no description captures it is what the code reads of it by name.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..modules.code_owner import home_of, package_of
 from .code_facts import facts_of, used_whole
 from .code_snapshot import CodeNotes
 from .module_files import Unknown, source_of
@@ -240,11 +241,6 @@ def is_run(name: str, value: Any) -> bool:
     return name not in _NOT_RUN and "state_dict" not in name and not isinstance(value, type)
 
 
-def home_of(function: types.FunctionType) -> str | None:
-    """The name of the module whose globals the function reads: what wraps another function may have that one's name."""
-    return function.__globals__.get("__name__")
-
-
 def functions_in(value: Any) -> Iterator[types.FunctionType]:
     """The Python functions that a value is or directly wraps: a method, a property, a cached function."""
     if isinstance(value, types.FunctionType):
@@ -275,7 +271,7 @@ def given_to(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 @functools.lru_cache(maxsize=4096)
 def of_library(module: str | None) -> bool:
     """Whether the module of this name is of Python, torch or a library whose functions are not followed."""
-    return (module or "").partition(".")[0] in _LIBRARIES
+    return package_of(module) in _LIBRARIES
 
 
 def _is_constant(value: Any) -> bool:

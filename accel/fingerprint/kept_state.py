@@ -25,6 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import torch_internals
+from ..modules.code_owner import package_of
 from .code_facts import changes_by_name, facts_of, may_keep
 from .code_hash import is_of_program, never_read
 from .code_references import of_library
@@ -174,11 +175,6 @@ def packages_of(model: torch.nn.Module) -> set[str]:
     held = (value for part in model.modules() for value in (part, *part._parameters.values()))
     packages = {package_of(base.__module__) for cls in set(map(type, held)) for base in cls.__mro__}
     return packages - {"torch", "builtins"}
-
-
-def package_of(name: Any) -> str:
-    """The outermost package of a module's name."""
-    return str(name).partition(".")[0]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import functools
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ import torch
 
 from ..kernels.operators import define
 from ..signature.tensors import PLAIN_TENSORS
+from .code_owner import home_of, package_of
 from .stored_form import Opaque, form_of
 from .substitution import foreign_forward, has_foreign_forward
 
@@ -86,16 +86,8 @@ def _is_of_package(part: torch.nn.Module, block: torch.nn.Module) -> bool:
     """Whether the forward and the hooks on the part are from the package that its block's class is from."""
     forward = foreign_forward(part)
     found = [*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *([] if forward is None else [forward])]
-    package = type(block).__module__.partition(".")[0]
-    return all(_home(function).partition(".")[0] == package for function in found)
-
-
-def _home(function: Any) -> str:
-    """The module whose code it is: a wrapper may have taken over the name of what it wraps."""
-    while isinstance(function, (types.MethodType, functools.partial)):
-        function = function.__func__ if isinstance(function, types.MethodType) else function.func
-    is_plain = isinstance(function, types.FunctionType)
-    return str(function.__globals__.get("__name__")) if is_plain else type(function).__module__
+    package = package_of(type(block).__module__)
+    return all(package_of(home_of(function)) == package for function in found)
 
 
 class OpaqueLayers:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .code_owner import home_of, package_of
 from .substitution import foreign_forward, forward_of
 
 _DEEPEST = 16
@@ -66,13 +67,7 @@ def is_replaced(cls: type) -> bool:
     owner, forward = forward_of(cls)
     if not isinstance(forward, types.FunctionType):
         return False
-    package = _home(forward).partition(".")[0]
-    return package not in ("torch", owner.__module__.partition(".")[0])
-
-
-def _home(function: types.FunctionType) -> str:
-    """The module whose globals it reads: a wrapper may have taken over the name of what it wraps."""
-    return function.__globals__.get("__name__") or ""
+    return package_of(home_of(forward)) not in ("torch", package_of(owner.__module__))
 
 
 def _search(value: Any, owner: type, module: torch.nn.Module, cells: list[types.CellType], found: list) -> None:
@@ -81,7 +76,7 @@ def _search(value: Any, owner: type, module: torch.nn.Module, cells: list[types.
         value = value.__func__
     if type(value) is not types.FunctionType or len(cells) > _DEEPEST:
         return
-    if _home(value) == owner.__module__ and value.__qualname__ == f"{owner.__qualname__}.forward":
+    if home_of(value) == owner.__module__ and value.__qualname__ == f"{owner.__qualname__}.forward":
         found.append((value, cells))
         return
     for cell in value.__closure__ or ():

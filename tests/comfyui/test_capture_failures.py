@@ -133,7 +133,7 @@ def test_failure_at_any_stage_leaves_this_image_and_all_later_ones_right(stage, 
     assert left(capturer) == 1
 
 
-# A failure is tested at each; an interrupt is passed on by the same code.
+# A failure is tested at each; an interrupt goes through the same code.
 @pytest.mark.parametrize("stage", thorough_except(EVERYWHERE, "why_not", "begin", "during", "later replay"))
 def test_interrupt_at_any_stage_ends_the_run_and_every_later_image_is_right(stage):
     capturer, cache = troubled(stage, Interrupt)

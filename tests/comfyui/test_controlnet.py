@@ -69,8 +69,8 @@ def assert_same(actual: dict, expected: dict) -> None:
 TWICE = ("ControlNet in bf16", "ControlNet, fp16 cast to fp32", "ControlNet of three levels", "Union", "SD3")
 TWICE += ("Flux XLabs", "Flux MistoLine", "Flux inpaint", "HunyuanDiT", "SD3.5", "Qwen-Image")
 TWICE += ("Flux Union", "Control-LoRA", "T2I-Adapter XL", "T2I-Adapter light")
-"""Of the class of another, or its blocks; that of HunyuanDiT is core's general one. A Control-LoRA and two of Flux
-are compiled in test_controlnet_runs.py too."""
+"""ControlNets of a class that another row has too, or of its blocks; HunyuanDiT's class is core's general one. A
+Control-LoRA and two of Flux are compiled in test_controlnet_runs.py too."""
 
 
 @pytest.mark.parametrize("name", thorough_except(CONTROLS, *(name for name in CONTROLS if name not in TWICE)))

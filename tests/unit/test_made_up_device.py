@@ -32,7 +32,7 @@ def device(tmp_path_factory):
 
 
 def passes(environment: dict[str, str], *arguments: str) -> str:
-    """What the tests that are named print: they pass in a process with the device, and none is skipped."""
+    """The output of the named tests, which pass in a process with the device; none is skipped."""
     arguments = ("-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", *WITHOUT_VALUES, *arguments)
     paths = os.pathsep.join(filter(None, [str(ROOT / "tests"), environment.get("PYTHONPATH")]))
     child = subprocess.run(

@@ -26,6 +26,7 @@ import torch
 from ...core import torch_internals
 from ...core.reasons import Reason, RunEagerly
 from ...kernels.operators import define
+from ...modules.code_owner import home_of, package_of
 from ...modules.opaque_layers import OPTIONS, Options
 from ...signature.tree_spec import STAND_INS, RunsOthersCode
 
@@ -333,10 +334,7 @@ def _run_replaced(q, k, v, name, how):
 
 
 def _is_cores(function: Any) -> bool:
-    if type(function) is not types.FunctionType:
-        return False
-    home = function.__globals__.get("__name__")  # what wraps one of core's functions may have taken over its name
-    return str(home).partition(".")[0] in ("comfy", "comfy_extras")
+    return type(function) is types.FunctionType and package_of(home_of(function)) in ("comfy", "comfy_extras")
 
 
 def _kept_apart(function: Any, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
