@@ -25,6 +25,7 @@ from kit import made_up_device
 from tools import command, pack
 from tools.inprocess import boot
 
+from .child import result_of
 from .report import Row
 
 MASKED = ((2, 300), (2, 320), (2, 1024), (1, 4096))
@@ -219,6 +220,14 @@ def captures(quick: bool) -> Iterator[Row]:
                 yield row | {"first_s": first, "second_s": second, "device_waited": list(waited)}
 
 
+def malloc_async(quick: bool) -> Iterator[Row]:
+    """A capture with ComfyUI's default allocator, in a way that no card has run yet; torch may end its process."""
+    from .gpu_async import ENVIRONMENT, captured
+
+    if _device().type == "cuda":
+        yield result_of(captured, [quick], "the capture with cudaMallocAsync", ENVIRONMENT)
+
+
 def profile(quick: bool) -> Iterator[Row]:
     """The longest kernels of one step of SDXL in compiled blocks."""
     from torch.profiler import ProfilerActivity
@@ -235,7 +244,7 @@ def profile(quick: bool) -> Iterator[Row]:
         yield {"kernel": event.key[:90], "calls": event.count, "ms": getattr(event, time_of) / 1e3}
 
 
-ROWS = {one.__name__: one for one in (machine, values, masked, attention, fp8, captures, profile)}
+ROWS = {one.__name__: one for one in (machine, values, masked, attention, fp8, captures, malloc_async, profile)}
 
 
 def _steps(runs: Any, lineup: Any, quick: bool) -> Iterator[Row]:

@@ -40,7 +40,7 @@ class Stage:
     module: str = "bench.gpu"
 
 
-FIRST = ("machine", "captures", "values", "attention", "fp8", "masked", "profile")
+FIRST = ("machine", "captures", "values", "attention", "fp8", "malloc_async", "masked", "profile")
 _OURS = "--contenders cuda-graphs compiled-blocks shipped deepcache-3"
 _BESIDE_CORE = "--contenders cuda-graphs core"
 

@@ -51,7 +51,7 @@ void *driver_function(const char *name);
 void note(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 /* Memory: address ranges that are the device's, or the host's pinned. Pages are made when somebody writes to them. */
-enum place { DEVICE, PINNED, PAGEABLE };
+enum place { DEVICE, PINNED, PAGEABLE, OF_GRAPH /* taken within a capture by cudaMallocAsync */ };
 void *map_range(size_t bytes, enum place place);
 bool unmap_range(void *address);
 void know_range(void *address, size_t bytes, enum place place);

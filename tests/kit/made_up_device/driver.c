@@ -130,7 +130,8 @@ EXPORT CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value, size_t cou
 }
 
 EXPORT CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr address) {
-    if (place_of((void *)address) == PAGEABLE) return CUDA_ERROR_INVALID_VALUE; /* Triton refuses such arguments */
+    enum place place = place_of((void *)address);
+    if (place == PAGEABLE || place == OF_GRAPH) return CUDA_ERROR_INVALID_VALUE; /* Triton refuses such arguments */
     return *(CUdeviceptr *)value = address, CUDA_SUCCESS;
 }
 

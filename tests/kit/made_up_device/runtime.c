@@ -292,9 +292,13 @@ EXPORT cudaError_t cudaFree(void *address) {
 }
 EXPORT cudaError_t cudaMallocAsync(void **address, size_t bytes, cudaStream_t stream) {
     MAY_FAIL;
+    if (stream_of(stream)->capture) return *address = map_range(bytes, OF_GRAPH), cudaSuccess;
     return allocate(address, bytes);
 }
-EXPORT cudaError_t cudaFreeAsync(void *address, cudaStream_t stream) { return release(address); }
+EXPORT cudaError_t cudaFreeAsync(void *address, cudaStream_t stream) {
+    if (place_of(address) != OF_GRAPH) return release(address);
+    return stream_of(stream)->capture ? cudaSuccess : failed(cudaErrorInvalidValue); /* torch then ends the process */
+}
 EXPORT cudaError_t cudaMemGetInfo(size_t *left, size_t *all) {
     return *all = card_memory(), *left = *all - memory_taken(), cudaSuccess;
 }
@@ -313,7 +317,8 @@ EXPORT cudaError_t cudaHostUnregister(void *address) {
 }
 
 EXPORT cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *address) {
-    static const enum cudaMemoryType types[] = {cudaMemoryTypeDevice, cudaMemoryTypeHost, cudaMemoryTypeUnregistered};
+    static const enum cudaMemoryType types[] = {cudaMemoryTypeDevice, cudaMemoryTypeHost, cudaMemoryTypeUnregistered,
+                                          cudaMemoryTypeDevice};
     *attributes = (struct cudaPointerAttributes){
         .type = types[place_of(address)], .devicePointer = (void *)address, .hostPointer = (void *)address};
     return cudaSuccess;
