@@ -67,14 +67,15 @@ class _Memory:
 class Card:
     """What all models of one `streaming()` share.
 
-    capacity: bytes for resident pages. peak: most bytes at once, of resident pages and cast buffers.
+    capacity, resident: bytes of pages that may be resident, and that are. peak: most bytes at once, of resident pages
+    and cast buffers.
     fail: called with the kind of request ("fault", "buffer") before each; what it raises reaches core.
     races: what a device would have read too early; `streaming` ends with an error if there is any.
     """
 
     def __init__(self) -> None:
         self.capacity = 1 << 40
-        self.peak = 0
+        self.resident = self.peak = 0
         self.faults = self.misses = self.casts = 0
         self.fail = lambda kind: None
         self.vbars: list[ModelVBAR] = []
@@ -90,11 +91,6 @@ class Card:
         made.patches_uuid = patcher.patches_uuid
         made.model_options = patcher.model_options
         return made
-
-    @property
-    def resident(self) -> int:
-        """Bytes of resident pages."""
-        return sum(map(sum, (vbar.live for vbar in self.vbars))) * PAGE
 
     @property
     def pins(self) -> int:
@@ -185,6 +181,7 @@ class ModelVBAR:
                 if not card.has_room() or pages.stop > self.watermark:
                     break
                 self.live[page] = True
+                card.resident += PAGE
                 self.serial[page] += 1
                 card.note_peak()
         if pages.stop > self.watermark or not all(self.live[page] for page in pages):
@@ -212,6 +209,7 @@ class ModelVBAR:
         if not self.live[page] or self.pins[page]:
             return 0
         self.live[page] = False
+        self._card.resident -= PAGE
         self._memory.fill(page * PAGE, PAGE)
         return PAGE
 
