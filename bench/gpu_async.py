@@ -21,8 +21,11 @@ ENVIRONMENT = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
 REPLAYS = 20
 
 
-def captured(is_tiny: bool) -> dict[str, Any]:
-    """Captures and replays a compiled block; to be called in a process that has `ENVIRONMENT`."""
+def captured(is_tiny: bool, fails: bool = False) -> dict[str, Any]:
+    """Captures and replays a compiled block; to be called in a process that has `ENVIRONMENT`.
+
+    fails: a capture that waits for the device instead, as calls of some models do; whether the process outlives it.
+    """
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -63,6 +66,13 @@ def captured(is_tiny: bool) -> dict[str, Any]:
         say("captures")
         graph = torch.cuda.CUDAGraph()
         torch._C._cuda_clearCublasWorkspaces()
+        if fails:
+            try:
+                with torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
+                    (x * 2).sum().item()
+            except RuntimeError as error:
+                row["error"] = str(error).splitlines()[0]
+            return row | {"free_mb": free() / 2**20}
         with _addresses_as_numbers(), torch.cuda.graph(graph, stream=aside, capture_error_mode="thread_local"):
             kept.copy_(compiled(x))
             torch._C._cuda_clearCublasWorkspaces()  # the capture's own

@@ -22,7 +22,7 @@ from typing import Any
 
 from kit import made_up_device
 
-from tools import command, pack
+from tools import Problem, command, pack
 from tools.inprocess import boot
 
 from .child import result_of
@@ -221,11 +221,15 @@ def captures(quick: bool) -> Iterator[Row]:
 
 
 def malloc_async(quick: bool) -> Iterator[Row]:
-    """A capture with ComfyUI's default allocator, in a way that no card has run yet; torch may end its process."""
+    """A capture with ComfyUI's default allocator, in a way that no card has run yet, and one that fails. Torch may end
+    the process of either."""
     from .gpu_async import ENVIRONMENT, captured
 
-    if _device().type == "cuda":
-        yield result_of(captured, [quick], "the capture with cudaMallocAsync", ENVIRONMENT)
+    for fails in (False, True) if _device().type == "cuda" else ():
+        try:
+            yield result_of(captured, [quick, fails], "the capture with cudaMallocAsync", ENVIRONMENT)
+        except Problem as problem:
+            yield {"fails": fails, "ended": str(problem)}
 
 
 def profile(quick: bool) -> Iterator[Row]:

@@ -292,12 +292,16 @@ EXPORT cudaError_t cudaFree(void *address) {
 }
 EXPORT cudaError_t cudaMallocAsync(void **address, size_t bytes, cudaStream_t stream) {
     MAY_FAIL;
-    if (stream_of(stream)->capture) return *address = map_range(bytes, OF_GRAPH), cudaSuccess;
+    struct capture *capture = stream_of(stream)->capture;
+    if (capture && capture->invalid) return failed(cudaErrorStreamCaptureInvalidated);
+    if (capture) return *address = map_range(bytes, OF_GRAPH), cudaSuccess;
     return allocate(address, bytes);
 }
 EXPORT cudaError_t cudaFreeAsync(void *address, cudaStream_t stream) {
     if (place_of(address) != OF_GRAPH) return release(address);
-    return stream_of(stream)->capture ? cudaSuccess : failed(cudaErrorInvalidValue); /* torch then ends the process */
+    struct capture *capture = stream_of(stream)->capture; /* where this fails, torch ends the process */
+    if (capture && !capture->invalid) return cudaSuccess;
+    return failed(capture ? cudaErrorStreamCaptureInvalidated : cudaErrorInvalidValue);
 }
 EXPORT cudaError_t cudaMemGetInfo(size_t *left, size_t *all) {
     return *all = card_memory(), *left = *all - memory_taken(), cudaSuccess;
