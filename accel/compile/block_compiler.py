@@ -89,7 +89,8 @@ def compile_block(
         as_it_is, eager = replace(call, any_size=False), backend_named("eager")
         for given in filter(None, (inputs, lifted)):  # it may do so for some sizes only
             try:
-                found, *_ = _compile(template, as_it_is, (*weights, *given), eager, interrupts, False)
+                with _released(_examples(given, False)[0]) as examples:
+                    found, *_ = _compile(template, as_it_is, (*weights, *examples), eager, interrupts, False)
             except CompileFailed as failed:
                 log.debug("%s may keep something: %s", type(template).__name__, failed.reason)
                 raise CompileFailed(Reason("keeps_state")) from failed
@@ -101,8 +102,9 @@ def compile_block(
     if lifted is not None and ops is not None and trace((*weights, *lifted)) is None:
         lifted = None
     examples, static_ones = _examples(lifted or inputs, call.any_size)
-    tensors = (*_example_weights(weights, kind), *examples)
-    artifact, fixed, traced_code = _compile(template, call, tensors, compiler, interrupts, savable)
+    with _released(examples):
+        tensors = (*_example_weights(weights, kind), *examples)
+        artifact, fixed, traced_code = _compile(template, call, tensors, compiler, interrupts, savable)
     unread = None if codes is None else unread_code(traced_code, codes | tree_spec.makers(spec))
     if unread is not None:
         artifact.release()
@@ -383,6 +385,16 @@ def _examples(inputs: Sequence[torch.Tensor], dynamic: bool) -> tuple[list[torch
                 torch_internals.MARK_DYNAMIC.get()(example, dimension)
         examples.append(example)
     return examples, ones
+
+
+@contextmanager
+def _released(examples: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Frees their memory at the end: torch leaves them in cycles, which may outlast the image."""
+    try:
+        yield examples
+    finally:
+        for example in examples:
+            example.untyped_storage().resize_(0)
 
 
 @contextmanager

@@ -272,7 +272,7 @@ def test_modules_may_come_and_go_while_garbage_is_collected():
 
     before, thresholds = sys.modules.copy(), gc.get_threshold()
     gc.callbacks.append(come)
-    gc.set_threshold(1)
+    gc.set_threshold(1, 1 << 30)  # of the youngest objects alone, which is quick
     try:
         with global_state_restored(Model(), lambda value: False):
             pass

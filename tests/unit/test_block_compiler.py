@@ -123,6 +123,20 @@ def test_new_weights_are_seen_at_the_next_call():
     check(graph, weights, block, *conv_inputs(2, 4, 4))
 
 
+@pytest.mark.parametrize("is_older", [False, True])
+def test_nothing_as_large_as_the_inputs_outlasts_compiling(is_older, hide):
+    """Torch leaves what it was given to trace in cycles, and of a video that is gigabytes."""
+    hide(*[torch_internals.AOT_CELLS] * is_older)
+    gc.collect()
+    gc.disable()
+    try:
+        compiled(fixed(ConvBlock()), conv_inputs(1, 13, 11))
+        left = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape[1:] == (32, 13, 11)]
+        assert [x.shape for x in left if x.untyped_storage().nbytes() and not x.is_meta] == []
+    finally:
+        gc.enable()
+
+
 def test_channels_last_is_kept():
     block = fixed(ConvBlock()).to(memory_format=torch.channels_last)
     inputs = [x.to(memory_format=torch.channels_last) if x.ndim == 4 else x for x in conv_inputs(2, 6, 5)]
