@@ -311,10 +311,12 @@ class BlockRunner:
             entry.mark_failed(reason)
 
     def _compare(self, call: Call, resolved: ResolvedGraph) -> Any:
-        """The call run both ways, the block on copies of its inputs; inputs that it changes are compared too."""
+        """The call run both ways; the block has copies of the inputs that it changes, which are compared too."""
         benchmark, changes, given = resolved.benchmark, resolved.graph.facts.changed, call.given
-        copies = [tensor.clone() for tensor in call.inputs]
-        before = [tensor.clone() if index in changes else tensor for index, tensor in enumerate(call.inputs)]
+        copies, before = (
+            [tensor.clone() if index in changes else tensor for index, tensor in enumerate(call.inputs)]
+            for _ in range(2)
+        )
         types = {spec.dtype for spec in resolved.entry.key.inputs}
         difference = functools.partial(beyond_rounding, inputs=before, types=types)
 

@@ -299,6 +299,27 @@ def test_block_that_hands_back_what_it_was_given_hands_back_that_very_tensor(bac
     assert cache.statistics()["hits"] == 6 and reasons() == []
 
 
+def test_comparing_copies_what_a_block_changes_alone():
+    """Copies of all inputs were as much memory as a video's tokens, in the image that needs most anyhow."""
+    given = []
+
+    class Changing(Block):
+        def forward(self, x, y):
+            return self.second(self.first(x)) + y.add_(1)
+
+    def inner(x, y):
+        given.append((x, y))
+        return block(x, y)
+
+    block = Changing()
+    stand_in = runner(block, measured=True)
+    with torch.inference_mode():
+        x, y = torch.randn(3, 4), torch.randn(3, 4)
+        stand_in(inner, x, y)
+    assert [(one is x, other is y) for one, other in given] == [(True, False)]
+    assert reasons() == []
+
+
 def test_wrong_graph_leaves_the_inputs_as_the_block_would():
     class Changing(Block):
         def forward(self, x):
