@@ -22,7 +22,7 @@ from ..kernels.sizes import narrow_sizes
 from . import generated_code
 from .ahead_of_time import AheadOfTime, artifact_of, compile_function
 from .backend import Artifact, NotSavable
-from .jit import compile_by_running
+from .jit import compile_by_calling
 from .native_kernels import carry_built_kernels, delete_leftovers, name_of
 
 TEMPLATE = "template"
@@ -36,7 +36,7 @@ class Inductor(AheadOfTime):
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         if not savable and _has_remote_cache():
-            return compile_by_running(function, tensors, self.name)
+            return compile_by_calling(function, tensors, self.name)
         device = _device(tensors)
         with (
             generated_code.collected() as modules,

@@ -1,6 +1,7 @@
-"""Compiling by running: the function is called once, and what torch compiled for that call is taken out of its cache.
+"""Compiling by calling: the function is called once, and what torch compiled for that call is taken out of its cache.
 
-For torch before 2.11, which cannot compile ahead of time. The taken code is called by itself, so no later call compiles
+For torch before 2.11, which cannot compile ahead of time. Nothing runs, which would take twice the memory of a call,
+since a batch of 1 is traced as 2. The taken code is called by itself, so no later call compiles
 again: torch's own recompiling, with guards on sizes alone, takes a wrong graph.
 """
 
@@ -17,15 +18,14 @@ import pickle
 import shutil
 import tempfile
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..core import torch_internals
-from ..signature.tensors import PLAIN_TENSORS
 from . import generated_code
 from .ahead_of_time import keep_size_guards, own_noise
 from .backend import Artifact, NotSavable, TorchBackend
@@ -38,16 +38,16 @@ GRAPHS = "fxgraph"
 """The folder of torch's cache that has inductor's graphs."""
 
 
-class RunOnce(TorchBackend):
-    """Compiles by running and saves nothing."""
+class CallOnce(TorchBackend):
+    """Compiles by calling and saves nothing."""
 
-    needs = torch_internals.RUN_ONCE
+    needs = torch_internals.CALL_ONCE
 
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
-        return compile_by_running(function, tensors, self.name)
+        return compile_by_calling(function, tensors, self.name)
 
 
-class InductorOnce(RunOnce):
+class InductorOnce(CallOnce):
     """Inductor, whose graphs are saved as torch saves a standalone one, where this torch does."""
 
     is_faster = True
@@ -55,9 +55,9 @@ class InductorOnce(RunOnce):
     def compile(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor], savable: bool) -> Artifact:
         with generated_code.building_told():
             if not savable or torch_internals.lacking(torch_internals.STANDALONE_SAVING) is not None:
-                return compile_by_running(function, tensors, self.name)
+                return compile_by_calling(function, tensors, self.name)
             backend = _Standalone()
-            call, guards, modules = _run_once(function, tensors, backend)
+            call, guards, modules = _called_once(function, tensors, backend)
         # Torch keeps every backend for the life of the process.
         graph, backend.graph = backend.graph, None
         save = functools.partial(_save, graph, modules, call, guards)
@@ -70,42 +70,53 @@ class InductorOnce(RunOnce):
         return _artifact(call, guards, modules, len(data))
 
 
-def compile_by_running(
+class _NotRun(BaseException):
+    """Ends the call that has compiled a function, before anything runs."""
+
+
+def compile_by_calling(
     function: types.FunctionType, tensors: Sequence[torch.Tensor], backend: str | Callable
 ) -> Artifact:
-    """An artifact of the function, not to be saved; the function is called once, with zeros."""
-    call, guards, modules = _run_once(function, tensors, backend)
+    """An artifact of the function, not to be saved."""
+    call, guards, modules = _called_once(function, tensors, backend)
     return _artifact(call, guards, modules, generated_code.bytes_of(modules))
 
 
-def _run_once(
+def _called_once(
     function: types.FunctionType, tensors: Sequence[torch.Tensor], backend: str | Callable
 ) -> tuple[types.FunctionType, tuple[str, ...], list[types.ModuleType]]:
     """(the compiled function, its guards on sizes, the generated code that it runs)."""
+    compile_graph = torch_internals.LOOK_UP_BACKEND.get()(backend) if isinstance(backend, str) else backend
+    graphs = []
+
+    def compile_only(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        graphs.append(compile_graph(graph, examples))
+
+        def stop(*_: Any) -> None:
+            raise _NotRun
+
+        return stop
+
     # Only its guards on sizes are taken anyway; the others take a while to make.
     options = {"guard_filter_fn": keep_size_guards} if torch_internals.GUARD_FILTER.is_there else {}
     # Torch says guards in Python unless they are checked in C++, which takes a C++ compiler.
     settings = {torch_internals.CPP_SHAPE_GUARDS.name: False}
     if hasattr(torch._dynamo.config, "run_gc_after_compile"):
         settings["run_gc_after_compile"] = False  # a host may want no garbage collected now
-    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
     with (
         generated_code.collected() as modules,
         generated_code.short_names(),
         own_noise(),
         torch._dynamo.config.patch(settings),
-        torch.random.fork_rng([device.index for device in devices], device_type=_type_of(devices)),
+        suppress(_NotRun),
     ):
-        # The function runs, and might write to the weights.
-        torch.compile(function, fullgraph=True, backend=backend, options=options)(*map(_stand_in, tensors))
+        torch.compile(function, fullgraph=True, backend=compile_only, options=options)(*tensors)
     (made,) = torch_internals.CACHE_ENTRIES.get()(function.__code__)
     guards = _size_guards(made.guard_manager)
-    call = types.FunctionType(made.code, function.__globals__, "block", None, function.__closure__)
-    return call, guards, modules
-
-
-def _type_of(devices: Collection[torch.device]) -> str:
-    return next((device.type for device in devices), "cuda")
+    scope = function.__globals__
+    for name in [name for name in made.code.co_names if name.startswith("__compiled_fn")]:
+        (scope[name],) = graphs
+    return types.FunctionType(made.code, scope, "block", None, function.__closure__), guards, modules
 
 
 def _artifact(
@@ -140,20 +151,6 @@ def _size_guards(manager: Any) -> tuple[str, ...]:
     """
     said = [part for guard in manager.root.get_epilogue_lambda_guards() for part in guard.verbose_code_parts()]
     return tuple(part.partition("  # ")[0] for part in said)
-
-
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros of the same layout and marks; the tensor itself where it is of a class of its own.
-
-    Filled, since a block may take them for indices.
-    """
-    if type(tensor) not in PLAIN_TENSORS:
-        return tensor
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    made.untyped_storage().fill_(0)
-    for dimension in getattr(tensor, "_dynamo_weak_dynamic_indices", ()):
-        torch_internals.MARK_DYNAMIC.get()(made, dimension)
-    return made
 
 
 class _Standalone:

@@ -10,7 +10,7 @@ from ..core.reasons import Reason
 from .ahead_of_time import AheadOfTime
 from .backend import Artifact, Backend
 from .inductor import Inductor
-from .jit import InductorOnce, RunOnce
+from .jit import CallOnce, InductorOnce
 
 DEFAULT = "inductor"
 
@@ -38,7 +38,7 @@ class ByTorch:
 
 
 def _by_torch(name: str | Callable) -> Backend:
-    return ByTorch(AheadOfTime(name), RunOnce(name))
+    return ByTorch(AheadOfTime(name), CallOnce(name))
 
 
 BACKENDS: dict[str, Backend] = {
