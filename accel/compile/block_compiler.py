@@ -83,11 +83,11 @@ def compile_block(
         leave_to_library(template)
     except Exception as error:  # a class that no other can be derived from
         raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
-    lifted = _lifted(inputs, larger) if call.any_size else None
+    larger_ones = list(_lifted(inputs, larger, spec)) if call.any_size else []
     ops = trace((*weights, *inputs))
     if trace.may_keep:  # tracing tells, and runs nothing
         as_it_is, eager = replace(call, any_size=False), backend_named("eager")
-        for given in filter(None, (inputs, lifted)):  # it may do so for some sizes only
+        for given in (inputs, *larger_ones[:1]):  # it may do so for some sizes only
             try:
                 with _released(_examples(given, False)[0]) as examples:
                     found, *_ = _compile(template, as_it_is, (*weights, *examples), eager, interrupts, False)
@@ -99,8 +99,7 @@ def compile_block(
         ops = trace((*weights, *inputs))
     if changed_lists or ops is None and tree_spec.has_lists(spec):
         raise CompileFailed(Reason("changes_list"))
-    if lifted is not None and ops is not None and trace((*weights, *lifted)) is None:
-        lifted = None
+    lifted = next((given for given in larger_ones if ops is None or trace((*weights, *given)) is not None), None)
     examples, static_ones = _examples(lifted or inputs, call.any_size)
     with _released(examples):
         tensors = (*_example_weights(weights, kind), *examples)
@@ -349,18 +348,26 @@ def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.
     return examples
 
 
-def _lifted(inputs: Sequence[torch.Tensor], larger: Sequence[Sequence[int]] | None) -> list[torch.Tensor] | None:
-    """The inputs at larger sizes, without a 1 on which the compiler would specialise; None where the batch is not 1.
+def _lifted(
+    inputs: Sequence[torch.Tensor], larger: Sequence[Sequence[int]] | None, spec: tree_spec.Spec
+) -> Iterator[list[torch.Tensor]]:
+    """The inputs at larger sizes, without a 1 on which the compiler would specialise: the likeliest first; none where
+    the batch is not 1.
 
-    Where these are not known, the batch is taken to be the first dimension of the first input, and of each other input
-    in which it is 1 too.
+    Where these are not known, or wrong, as for a cache that the model keeps, the batch is taken to be the first
+    dimension of the first input, and of each other input in which it is 1 too; but for one argument, such as positions.
     """
-    if larger is None:
-        first = next((tensor for tensor in inputs if tensor.ndim and tensor.numel()), None)
-        if first is None or first.shape[0] != 1:
-            return None
-        larger = [(2, *tensor.shape[1:]) if tensor.shape[:1] == (1,) else tensor.shape for tensor in inputs]
-    return [empty_dense_like(tensor, shape) for tensor, shape in zip(inputs, larger, strict=True)]
+    if larger is not None:
+        yield [empty_dense_like(tensor, shape) for tensor, shape in zip(inputs, larger, strict=True)]
+    first = next((at for at, tensor in enumerate(inputs) if tensor.ndim and tensor.numel()), None)
+    if first is None or inputs[first].shape[0] != 1:
+        return
+    single = {at for at, tensor in enumerate(inputs) if tensor.shape[:1] == (1,)}
+    for left in ((), *tree_spec.tensors_by_argument(spec)):
+        if not left or (first not in left and single.intersection(left)):
+            grown = single.difference(left)
+            shapes = ((2, *tensor.shape[1:]) if at in grown else tensor.shape for at, tensor in enumerate(inputs))
+            yield [empty_dense_like(tensor, shape) for tensor, shape in zip(inputs, shapes, strict=True)]
 
 
 def _grown(inputs: Sequence[torch.Tensor], lifted: Sequence[torch.Tensor] | None) -> Iterator[tuple[int, int, int]]:

@@ -13,7 +13,7 @@ import logging
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from ..modules.stored_form import standing_for
 from ..modules.streamed_weights import Plain, in_place
 from ..modules.wrapped_layers import Wraps
 from ..signature.tensors import CHANNELS_LAST, PLAIN_TENSORS
+from ..signature.tree_spec import UnsupportedArgument
 from .current_code import CurrentCode
 from .global_state_guard import DICTS, global_state_restored
 
@@ -127,9 +128,9 @@ class BatchDryRun:
 
         def recorder(block: torch.nn.Module, inner: Callable) -> Callable:
             def record(*args: Any, **kwargs: Any) -> Any:
-                with unset_fake():
+                with unset_fake(), suppress(UnsupportedArgument):  # a call that no graph runs
                     tensors = self._tensors_of[block]((args, kwargs))
-                shapes.setdefault(block, []).append([tensor.shape for tensor in tensors])
+                    shapes.setdefault(block, []).append([tensor.shape for tensor in tensors])
                 return inner(*args, **kwargs)
 
             return record

@@ -14,11 +14,12 @@ from ..cache.graph_cache import GraphCache, NoGraph
 from ..compile.compiled_graph import CompiledGraph
 from ..core.compile_settings import CompileSettings, Trouble
 from ..core.errors import Failure, without_frames
-from ..core.events import emit
+from ..core.events import emit, log
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, Refusal, RunEagerly, not_in_this_mode
 from ..fingerprint import kinds
 from ..fingerprint.block_call import Call
+from ..fingerprint.plain_values import Indescribable
 from ..fingerprint.survey import Region
 from ..modules import opaque_layers
 from ..modules.streamed_weights import WeightSource, weights_taken
@@ -51,6 +52,7 @@ class BlockRunner:
     outside_recording: makes the host's context for the whole call, so that nothing is made inside its record of the
         model's memory and freed outside, or the other way round.
     still: whether the block is still of the kind that its region says.
+    make: makes the runner of another region of the block; None where calls with functions run eagerly.
     """
 
     for_own_alone = True
@@ -68,6 +70,7 @@ class BlockRunner:
         source: WeightSource | None = None,
         still: Callable[[Region], bool] = lambda region: True,
         outside_recording: Outside = nullcontext,
+        make: Callable[[Region], BlockRunner] | None = None,
     ):
         self._region = region
         self._cache = cache
@@ -93,6 +96,7 @@ class BlockRunner:
         self.instead: BlockRunner | Reason | None = None
         """See `current_code.InPlace`; set on the runner that is in place."""
         self._passing: object = None
+        self._make, self._for_functions = make, {}
 
     @property
     def kind(self) -> kinds.Kind:
@@ -101,7 +105,7 @@ class BlockRunner:
     def tensors_of(self, call: tuple) -> list[torch.Tensor]:
         """The input tensors of a call (args, kwargs) of the block, as its graph takes them."""
         tensors: list[torch.Tensor] = []
-        tree_spec.flatten(call, tensors, self._simplify)
+        tree_spec.flatten(call, tensors, self._simplify, functions=True)
         return tensors
 
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -175,15 +179,19 @@ class BlockRunner:
 
         Not for Dynamo: where the whole model is compiled too it would trace the compiler.
         """
-        call = self._described(inner, args, kwargs)
+        call, other, resolved = self._described(inner, args, kwargs), None, None
         try:
-            self._take(call)
-            resolved = self._resolve(call)
+            other = self._runner_with(self._flatten(call))
+            if other is None:
+                self._take(call)
+                resolved = self._resolve(call)
             if resolved is not None:
                 self._prepare(call, resolved)
         except Refusal as why:
             refusal = without_frames(why)
         else:
+            if other is not None:
+                return self._call_instead(other, inner, args, kwargs)
             return self._eagerly(call) if resolved is None else self._run(call, resolved)
         if isinstance(refusal, NoGraph):
             return self._without_graph(call, refusal)
@@ -194,12 +202,34 @@ class BlockRunner:
         how = {"backend": settings.backend, "any_size": settings.any_size, "numbers": numbers}
         return Call(self.kind, **how, inner=inner, args=args, kwargs=kwargs)
 
-    def _take(self, call: Call) -> None:
-        """Find the call's structure, tensors and weights. Raises Refusal: no graph may run it."""
+    def _flatten(self, call: Call) -> tree_spec.Spec:
+        """Find the call's structure and tensors. Raises Refusal: no graph may run it."""
         try:
-            call.spec = tree_spec.flatten((call.args, call.kwargs), call.given, self._simplify)
+            call.spec = tree_spec.flatten((call.args, call.kwargs), call.given, self._simplify, functions=True)
         except tree_spec.UnsupportedArgument as why:
             raise Refusal(Reason("unsupported_argument", what=str(why))) from None
+        return call.spec
+
+    def _runner_with(self, spec: tree_spec.Spec) -> BlockRunner | None:
+        """What runs calls with the functions in the spec, whose code counts; None for this runner. Raises Refusal."""
+        functions = tree_spec.functions_in(spec)
+        if not functions or self._region.given is not None:
+            return None
+        refusal = Refusal(Reason("unsupported_argument", what="a function"))
+        if self._make is None:
+            raise refusal
+        try:
+            region = self._region.of_calls_with(functions)
+        except Indescribable as why:
+            log.debug("%s is called with a function that is not compiled: %s", self.kind.name, why)
+            raise refusal from None
+        known = self._for_functions.get(functions)
+        if known is None or known._region is not region:
+            known = self._for_functions[functions] = self._make(region)
+        return known
+
+    def _take(self, call: Call) -> None:
+        """Find the call's weights. Raises Refusal: no graph may run it."""
         verdict = self._inline.verdict(call)
         if verdict is not None:
             raise RunEagerly(verdict)

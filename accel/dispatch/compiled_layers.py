@@ -120,7 +120,8 @@ def compiled_layers(
         still = functools.partial(code.still, of)
         run = dry_run, lease, on_shortage
         cls = BlockRunner if region.wrapped is None else WrappedRunner
-        return cls(region, cache, settings, simplify, interrupts, *run, source, still, outside)
+        also = functools.partial(make, of=of)
+        return cls(region, cache, settings, simplify, interrupts, *run, source, still, outside, also)
 
     code = CurrentCode(model, found, lambda: _survey(model, settings, host, surveys), make, host.interrupts)
     asked = host.without_hooks, host.interrupts, host.dry, host.plain, code, host.between, host.wraps

@@ -114,6 +114,8 @@ class CurrentCode:
 
     def still(self, survey: Survey, region: Region) -> bool:
         """Whether a block that runs now is of the kind that its region in the survey says."""
+        if region.given is not None and not region.given.snapshot.is_current():
+            return False
         if survey.stands:
             return True
         now = self._looked()

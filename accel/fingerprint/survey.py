@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import types
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,14 +17,18 @@ from ..core.errors import one_line
 from ..core.reasons import Reason
 from ..modules import wrapped_layers
 from ..modules.blocks import blocks
+from ..modules.code_owner import package_of
 from ..modules.opaque_layers import OpaqueLayer
 from ..modules.snapshot import LayoutSnapshot
 from ..modules.streamed_weights import Plain, in_place
 from ..modules.substitution import drop_restored_forwards, has_foreign_forward
 from ..modules.wrapped_forward import WrappedForward
 from ..modules.wrapped_layers import Wraps
+from ..signature.tree_spec import Function
 from .code_hash import CodeReader
 from .code_snapshot import CodeNotes, CodeSnapshot
+from .given_functions import GivenCode, GivenFunctions
+from .kept_state import packages_of
 from .kinds import Description, Kind, Read, WeightSlots, describe, kinds_of, weight_slots
 from .plain_values import Indescribable, note_part
 
@@ -49,6 +54,7 @@ class Region:
     wrapped: where other programs have wrapped its forward.
     codes: of every function that its survey has read. numbers: the block's own, as `Kind.numbers` names them.
     known: what its runs have found of its calls, for the next ones (`inline_cache.KnownCalls`).
+    functions: reads those that are given to blocks of the survey. given: what the kind has of such, if any.
     """
 
     path: str
@@ -64,6 +70,27 @@ class Region:
     wrapped: WrappedForward | None = field(default=None, compare=False, repr=False)
     numbers: tuple[int, ...] = ()
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    functions: GivenFunctions | None = field(default=None, compare=False, repr=False)
+    given: GivenCode | None = field(default=None, compare=False, repr=False)
+
+    def of_calls_with(self, functions: tuple[Function, ...]) -> Region:
+        """The region of the block where it is given these functions. Raises Indescribable."""
+        known = self.known.get(functions)
+        if known is None and not {package_of(function.module) for function in functions} <= packages_of(self.block):
+            raise Indescribable("a function of another program")
+        given = self.functions.read(functions)
+        if known is None or known.given is not given:
+            code = given.hash
+            kind = replace(
+                self.kind,
+                digest=hashlib.sha256(f"{self.kind.digest} {code.digest}".encode()).hexdigest()[:32],
+                sources=self.kind.sources | code.sources,
+                opaque=self.kind.opaque | code.opaque,
+            )
+            strings, codes = self.strings | code.strings, self.codes | given.codes
+            known = replace(self, kind=kind, strings=strings, codes=codes, known={}, given=given)
+            self.known[functions] = known
+        return known
 
     @property
     def tracing(self) -> Callable[[], AbstractContextManager[None]]:
@@ -222,13 +249,13 @@ def survey(
     for of_all in hooks:
         reader.notes.contents(of_all)
     codes, notes = reader.codes, CodeNotes()
-    regions = []
+    regions, functions = [], GivenFunctions(ignored, traceable)
     for (path, block, described_as, wrapped, description), kind in zip(described, kinds, strict=True):
         strings = description.code.strings
         own = _notes_of(block, described_as, description, wraps)
         numbers = tuple(value for *place, value in description.counts if tuple(place) in kind.numbers)
         asked = own, codes, description.read, wrapped, numbers
-        regions.append(Region(path, block, kind, strings, wraps, plain, traceable, *asked))
+        regions.append(Region(path, block, kind, strings, wraps, plain, traceable, *asked, functions=functions))
         notes.add(own)
     counts = Counter(region.kind for region in regions)
     kept = []

@@ -82,7 +82,7 @@ class ArgumentGuard:
 
     def _match_described(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
         tensors: list[torch.Tensor] = []
-        if tree_spec.flatten((args, kwargs), tensors, self._replace) != self.spec:
+        if tree_spec.flatten((args, kwargs), tensors, self._replace, functions=True) != self.spec:
             return None
         for at, known in reversed(self._numbers):
             if tensors.pop(at) is not known:

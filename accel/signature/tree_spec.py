@@ -5,6 +5,8 @@ sizes do, so each is passed as the size of an empty tensor. 0, 1 and negative nu
 counts and dimensions: constants. Other numbers and strings are values: each needs its own graph, so the
 cache key is the spec without them (`without_values`), and few graphs are kept per key. In an object 1 is passed as a
 size too: what it says of its tensors (LTX 2's time steps: their batch) is mostly a size of theirs.
+
+A function is its code, and what that closes over: a model may make one for each block and call.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,16 +37,42 @@ class UnsupportedArgument(TypeError):
     """An argument that a graph over tensors cannot take."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """What functions of the same code in the same module have in common.
+
+    home: the id of their globals. make: gives one, of its defaults and of what its cells hold.
+    """
+
+    code: types.CodeType
+    home: int
+    make: Callable[..., types.FunctionType] = dataclasses.field(compare=False)
+
+    @property
+    def module(self) -> str | None:
+        """The name of that module."""
+        return self.make.__globals__.get("__name__")
+
+    def __repr__(self) -> str:
+        return f"{self.module}.{self.code.co_name}"
+
+
 @functools.lru_cache(maxsize=4096)
 def _size_tensor(size: int) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.empty(size, 0)
 
 
-def flatten(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], Any] | None = None) -> Spec:
+def flatten(
+    value: Any,
+    tensors: list[torch.Tensor],
+    replace: Callable[[dict], Any] | None = None,
+    functions: bool = False,
+) -> Spec:
     """The spec of `value`; its tensors are appended to `tensors`, each once and in order.
 
-    replace: may return something simpler in place of a dict (a host's per-call options, say).
+    replace: may return something simpler in place of a dict (a host's per-call options, say). functions: are described
+        too, where they have nothing but their defaults and cells; their code is not (`functions_in`).
     Raises UnsupportedArgument: for anything but tensors, constants, and tuples, lists, dicts, dataclasses and objects
     with slots of these.
     """
@@ -61,19 +90,24 @@ def flatten(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], A
         # With the type, since True, 1 and 1.0 are equal; and -0.0 equals 0.0.
         return ("value", value, repr(value)) if cls in _VALUES else ("constant", value, cls)
     if cls is tuple or cls is list:
-        return (cls.__name__, *[flatten(item, tensors, replace) for item in value])
+        return (cls.__name__, *[flatten(item, tensors, replace, functions) for item in value])
     if cls is dict:
         if replace is not None:
             value = replace(value)
-        return ("dict", *[(key, flatten(item, tensors, replace)) for key, item in value.items()])
+        return ("dict", *[(key, flatten(item, tensors, replace, functions)) for key, item in value.items()])
     fields = _fields(cls)
     if fields is not None and all(hasattr(value, name) for name in fields) and _has_no_more(value, fields):
         return ("object", cls, *[(name, _flatten_field(getattr(value, name), tensors, replace)) for name in fields])
     if isinstance(value, types.FunctionType):
         stand_in = STAND_INS.get(value.__module__, lambda function: None)(value)
-        if stand_in is None:
+        if stand_in is not None:
+            return flatten(stand_in, tensors)
+        parts = _parts_of(value) if functions else None
+        make = None if parts is None else _factory(value.__code__, len(value.__defaults__ or ()))
+        if make is None:
             raise UnsupportedArgument("a function")
-        return flatten(stand_in, tensors)
+        function = Function(value.__code__, id(value.__globals__), types.FunctionType(make, value.__globals__))
+        return ("function", function, *[_flatten_part(part, tensors, replace) for part in parts])
     raise UnsupportedArgument(f"an argument of type {cls.__module__}.{cls.__qualname__}")
 
 
@@ -94,6 +128,46 @@ def _flatten_field(value: Any, tensors: list[torch.Tensor], replace: Callable[[d
         tensors.append(_size_tensor(1))
         return ("size",)
     return flatten(value, tensors, replace)
+
+
+def _parts_of(function: types.FunctionType) -> list[Any] | None:
+    """The function's defaults and what its cells hold; None if there is more to it."""
+    if vars(function) or function.__kwdefaults__:
+        return None
+    try:
+        return [*(function.__defaults__ or ()), *(cell.cell_contents for cell in function.__closure__ or ())]
+    except ValueError:  # one that is not filled yet
+        return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _factory(code: types.CodeType, defaults: int) -> types.CodeType | None:
+    """The code of a function that takes defaults and contents of cells, and makes the function that has them: a
+    compiler traces that, where it does not trace Python's own type. None if their names cannot be written."""
+    given = [f"_default_{at}" for at in range(defaults)]
+    parameters = ", ".join(f"{name}={name}" for name in given)
+    inside = f"lambda {parameters}: ({', '.join((*code.co_freevars, ''))[:-1]})"
+    try:
+        module = compile(f"lambda {', '.join((*given, *code.co_freevars))}: {inside}", __file__, "eval")
+    except SyntaxError:
+        return None
+    outer = next(item for item in module.co_consts if isinstance(item, types.CodeType))
+    inner = next(item for item in outer.co_consts if isinstance(item, types.CodeType))
+    if inner.co_freevars != code.co_freevars:
+        return None
+    return outer.replace(co_consts=tuple(code if item is inner else item for item in outer.co_consts))
+
+
+def _flatten_part(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], Any] | None) -> Spec:
+    """As `flatten`, but for whole numbers: a block's place among others begins at 0."""
+    if type(value) is int and value >= 0:
+        tensors.append(_size_tensor(value + _ABOVE_ONE))
+        return ("number",)
+    return flatten(value, tensors, replace)
+
+
+_ABOVE_ONE = 2
+"""What is added to a number, since sizes of 0 and 1 are not like others to a compiler."""
 
 
 def _has_no_more(value: Any, fields: tuple[str, ...]) -> bool:
@@ -155,6 +229,8 @@ def _rebuild(spec: Spec, tensors: Sequence[torch.Tensor], at: int) -> tuple[Any,
         return tensors[spec[1]], at
     if tag == "size":
         return tensors[at].shape[0], at + 1
+    if tag == "number":
+        return tensors[at].shape[0] - _ABOVE_ONE, at + 1
     if tag == "constant" or tag == "value":
         return spec[1], at
     if tag == "dict" or tag == "object":
@@ -163,9 +239,11 @@ def _rebuild(spec: Spec, tensors: Sequence[torch.Tensor], at: int) -> tuple[Any,
             mapping[key], at = _rebuild(item, tensors, at)
         return (mapping if tag == "dict" else _made(spec[1], mapping)), at
     items = []
-    for item in spec[1:]:
+    for item in spec[2:] if tag == "function" else spec[1:]:
         value, at = _rebuild(item, tensors, at)
         items.append(value)
+    if tag == "function":
+        return spec[1].make(*items), at
     return (tuple(items) if tag == "tuple" else items), at
 
 
@@ -182,6 +260,8 @@ def _without_values(spec: Spec, values: list[str]) -> Spec:
         return ("value", type(spec[1]))
     if tag == "tuple" or tag == "list":
         return (tag, *[_without_values(item, values) for item in spec[1:]])
+    if tag == "function":
+        return (*spec[:2], *[_without_values(item, values) for item in spec[2:]])
     if tag == "dict" or tag == "object":
         first = 1 if tag == "dict" else 2
         return (*spec[:first], *[(key, _without_values(item, values)) for key, item in spec[first:]])
@@ -190,7 +270,15 @@ def _without_values(spec: Spec, values: list[str]) -> Spec:
 
 def number_indices(spec: Spec) -> list[int]:
     """The indices of those of the call's tensors that stand for whole numbers."""
-    return [at for at, tag in enumerate(_tensor_tags(spec)) if tag == "size"]
+    return [at for at, tag in enumerate(_tensor_tags(spec)) if tag != "tensor"]
+
+
+def tensors_by_argument(spec: Spec) -> list[range]:
+    """For each argument of a call, given the spec of (args, kwargs), the indices of its tensors."""
+    _, of_args, of_kwargs = spec
+    parts = (*of_args[1:], *(item for _, item in of_kwargs[1:]))
+    ends = list(itertools.accumulate((len(list(_tensor_tags(part))) for part in parts), initial=0))
+    return list(map(range, ends, ends[1:]))
 
 
 def has_tensors(spec: Spec) -> bool:
@@ -200,10 +288,10 @@ def has_tensors(spec: Spec) -> bool:
 
 def _tensor_tags(spec: Spec) -> Iterator[str]:
     tag = spec[0]
-    if tag == "tensor" or tag == "size":
+    if tag == "tensor" or tag == "size" or tag == "number":
         yield tag
-    elif tag == "tuple" or tag == "list":
-        for item in spec[1:]:
+    elif tag == "tuple" or tag == "list" or tag == "function":
+        for item in spec[2 if tag == "function" else 1 :]:
             yield from _tensor_tags(item)
     elif tag == "dict" or tag == "object":
         for _, item in spec[1 if tag == "dict" else 2 :]:
@@ -218,10 +306,18 @@ def outline(value: Any) -> Any:
         return (type(value).__name__, *map(outline, value))
     if isinstance(value, dict):
         return ("dict", *((key, outline(item)) for key, item in value.items()))
+    if isinstance(value, types.FunctionType):
+        return ("function", *map(outline, _parts_of(value) or ()))
     fields = _fields(type(value))
     if fields is not None:
         return ("object", *((name, outline(getattr(value, name, None))) for name in fields))
     return value
+
+
+def functions_in(spec: Spec) -> tuple[Function, ...]:
+    """The functions in it, whose code it does not describe."""
+    own = spec[1:2] if spec[:1] == ("function",) else ()
+    return own + tuple(found for part in spec if isinstance(part, tuple) for found in functions_in(part))
 
 
 def has_lists(spec: Spec) -> bool:

@@ -70,7 +70,8 @@ images: its blocks write down in a dict what the next frames need. *PiD*'s two p
 a function around the whole model, and *Trellis2*'s, as they hold a tensor that is no weight.
 
 Newer models were not run; blocks of their shape were, on ComfyUI 0.33 and outside of a model. *Kandinsky 6*'s are
-compiled once for every size. *Qwen-Image 2.1*'s run uncompiled: each call gives them a new function for attention.
+compiled once for every size, as are *Qwen-Image 2.1*'s with the function for attention that each call gives them: one
+graph, and one more where the model keeps what it made of the text. The calls that fill that cache run uncompiled.
 *Prism*'s rotate their tokens 256 at a time, so they get a graph for each of the first four sizes and run uncompiled at
 others.
 """
@@ -91,11 +92,13 @@ CONTROLLED_BY = {
     "Qwen-Image": "Qwen-Image",
 }
 
-FURTHER = {"MiniMax H3": 1, "HiDream": 1, "Hunyuan3D 2.1": 1, "Stable Cascade C": 2, "Stable Cascade B": 3}
+FURTHER = {"MiniMax H3": 1, "HiDream": 1, "HiDream-O1": 1, "Hunyuan3D 2.1": 1}
+FURTHER |= {"Stable Cascade C": 2, "Stable Cascade B": 3}
 FURTHER |= dict.fromkeys(("SVD", "SV3D u", "SV3D p"), 1)
 """Graphs beyond one a kind, all of them of the first image. HiDream's two sorts of blocks call one kind of attention
 with text and without, Hunyuan3D 2.1's experts get tokens of one image and of all; a UNet's blocks get several layouts.
-MiniMax H3's first step has one time for sound and picture, the others two."""
+MiniMax H3's first step has one time for sound and picture, the others two; HiDream-O1's has the text beside the
+picture, the others what was kept of it."""
 
 
 @pytest.fixture(autouse=True)

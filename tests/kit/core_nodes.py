@@ -556,7 +556,6 @@ def _rows() -> dict[str, Row]:
             passes="2",
             blend="average",
             strength=1.0,
-            eager=("unsupported_argument",),
             full="cannot skip language_model.layers",
         ),
         # Model patches

@@ -160,6 +160,21 @@ def test_one_graph_serves_the_calls_whatever_is_done_with_a_mask(kind, sizes):
     assert "repeat_interleave" not in vars(torch.Tensor)
 
 
+class Placed(Block):
+    """Its places are those of one image, whatever the batch is."""
+
+    def forward(self, x, places):
+        return self.second(self.first(x) * places.view(places.shape[1:]))
+
+
+def test_argument_that_has_one_row_for_any_batch_does_not_fix_the_batch():
+    block, cache = Placed(), GraphCache()
+    stand_in = runner(block, cache)
+    for batch, rows in ((1, 5), (2, 5), (3, 7)):
+        check(stand_in, block, torch.randn(batch, rows, 4), torch.rand(1, rows, 4), inner=ran)
+    assert cache.statistics()["graphs"] == 1 and reasons() == []
+
+
 @pytest.mark.parametrize("newest", [(2, 0), torch_internals.NEWEST])
 def test_graphs_of_a_torch_that_nobody_tried_are_compared_before_they_are_trusted(monkeypatch, newest):
     def miscompile(graph, examples):
