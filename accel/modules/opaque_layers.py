@@ -46,13 +46,15 @@ class OpaqueLayer(torch.nn.Module):
     """Stands for a part that gives a tensor of its first input's type and size, in code that does no more than call it.
 
     features: of the result, where its last size is another than the input's. path_in_block: of the part.
-    is_others: another program's code runs in it.
+    is_others: another program's code runs in it. like: where it gives several, the argument that each is like; those
+        without theirs are not there.
     """
 
-    def __init__(self, features: int | None = None, is_others: bool = False):
+    def __init__(self, features: int | None = None, is_others: bool = False, like: tuple[str, ...] = ()):
         torch.nn.Module.__init__(self)
-        define("opaque_layer", "(Tensor[] given, str path, str how, SymInt? features) -> Tensor", _run, _fake)
-        self.path_in_block, self.width_of_result, self.is_others = "", features, is_others
+        signature = "(Tensor[] given, Tensor[] like, str path, str how, SymInt? features) -> Tensor[]"
+        define("opaque_layer", signature, _run, _fake)
+        self.path_in_block, self.width_of_result, self.is_others, self.like = "", features, is_others, like
         self.training = False
 
     __call__ = torch.nn.Module.__call__
@@ -68,8 +70,10 @@ class OpaqueLayer(torch.nn.Module):
             if name in kwargs:
                 own = {key: item for key, item in kwargs[name].items() if key not in options.left_out}
                 kwargs[name] = _text_of(name, own)
+        like = [kwargs[name] for name in self.like if kwargs.get(name) is not None]
         how = _written(_without((args, kwargs), given))
-        return torch.ops.accel.opaque_layer(given, self.path_in_block, how, self.width_of_result)
+        out = torch.ops.accel.opaque_layer(given, like or given[:1], self.path_in_block, how, self.width_of_result)
+        return tuple(out) if len(like) > 1 else out[0]
 
 
 def runs_others_code(part: torch.nn.Module) -> bool:
@@ -111,11 +115,17 @@ class OpaqueLayers:
         _, is_opaque, stand_in = known
         return stand_in if is_opaque or is_wrapped else None
 
-    def any(self, layer: torch.nn.Module, features: int | None = None, is_others: bool = False) -> OpaqueLayer:
-        """What stands for a part. features, is_others: as of `OpaqueLayer`."""
+    def any(
+        self,
+        layer: torch.nn.Module,
+        features: int | None = None,
+        is_others: bool = False,
+        like: tuple[str, ...] = (),
+    ) -> OpaqueLayer:
+        """What stands for a part. features, is_others, like: as of `OpaqueLayer`."""
         if layer not in self._of:
             cls = _standing_for(type(layer)) if is_others else OpaqueLayer
-            self._of[layer] = None, True, cls(features, is_others)
+            self._of[layer] = None, True, cls(features, is_others, like)
         return self._of[layer][2]
 
 
@@ -178,7 +188,9 @@ _read = functools.lru_cache(maxsize=1024)(ast.literal_eval)
 """The value of a text, which nobody may change."""
 
 
-def _run(given: Sequence[torch.Tensor], path: str, how: str, features: int | None) -> torch.Tensor:
+def _run(
+    given: Sequence[torch.Tensor], like: Sequence[torch.Tensor], path: str, how: str, features: int | None
+) -> list[torch.Tensor]:
     block = _called.block
     part = block().get_submodule(path)
     is_others = runs_others_code(part) and not _is_of_package(part, block())
@@ -193,19 +205,25 @@ def _run(given: Sequence[torch.Tensor], path: str, how: str, features: int | Non
     _called.block = block  # the part may have called another
     if is_others and [tensor._version for tensor in given] != versions:
         raise TypeError(f"{path} changes what it is given")
-    first, size = given[0], _size(given, features)
-    if type(out) is not torch.Tensor or out.shape != size or out.dtype is not first.dtype:
-        got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, torch.Tensor) else type(out).__name__
-        raise TypeError(f"{path} gives {got} for {first.dtype} {tuple(first.shape)}")
-    storages = {tensor.untyped_storage().data_ptr() for tensor in given}
-    is_kept = is_others or out.untyped_storage().data_ptr() in storages
-    return out.clone(memory_format=torch.contiguous_format) if is_kept else out.contiguous()
+    outs = (out,) if len(like) == 1 else out
+    if type(outs) is not tuple or len(outs) != len(like):
+        raise TypeError(f"{path} does not give {len(like)} tensors")
+    storages, made = {tensor.untyped_storage().data_ptr() for tensor in given}, []
+    for one, other in zip(outs, like, strict=True):
+        if type(one) is not torch.Tensor or one.dtype is not other.dtype or one.shape != _size(other, features):
+            got = f"{one.dtype} {tuple(one.shape)}" if isinstance(one, torch.Tensor) else type(one).__name__
+            raise TypeError(f"{path} gives {got} for {other.dtype} {tuple(other.shape)}")
+        is_kept = is_others or one.untyped_storage().data_ptr() in storages
+        made.append(one.clone(memory_format=torch.contiguous_format) if is_kept else one.contiguous())
+        storages.add(made[-1].untyped_storage().data_ptr())
+    return made
 
 
-def _fake(given: Sequence[torch.Tensor], path: str, how: str, features: int | None) -> torch.Tensor:
-    return given[0].new_empty(_size(given, features))
+def _fake(
+    given: Sequence[torch.Tensor], like: Sequence[torch.Tensor], path: str, how: str, features: int | None
+) -> list[torch.Tensor]:
+    return [tensor.new_empty(_size(tensor, features)) for tensor in like]
 
 
-def _size(given: Sequence[torch.Tensor], features: int | None) -> tuple[int, ...]:
-    size = given[0].shape
-    return size if features is None else (*size[:-1], features)
+def _size(like: torch.Tensor, features: int | None) -> tuple[int, ...]:
+    return like.shape if features is None else (*like.shape[:-1], features)

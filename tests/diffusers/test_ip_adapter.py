@@ -1,4 +1,4 @@
-"""IP-Adapters, whose scales are numbers on a UNet's attention: eager images, and no graph for another scale or mask."""
+"""IP-Adapters, whose scales are numbers on the attention: eager images, and no graph for another scale or mask."""
 
 import pytest
 import torch
@@ -8,7 +8,11 @@ diffusers = pytest.importorskip("diffusers")
 from comfy_accel.accel import accelerate_pipeline  # noqa: E402
 from comfy_accel.accel.cache.graph_cache import shared  # noqa: E402
 from comfy_accel.accel.core.fallbacks import fallbacks  # noqa: E402
-from diffusers.models.attention_processor import AttnProcessor2_0  # noqa: E402
+from diffusers.models.attention_processor import (  # noqa: E402
+    AttnProcessor2_0,
+    SD3IPAdapterJointAttnProcessor2_0,
+)
+from diffusers.models.embeddings import IPAdapterTimeImageProjection  # noqa: E402
 from kit import deep_transformers, tiny_pipelines  # noqa: E402
 from kit.compiled import graphs  # noqa: E402
 from kit.tiny_pipelines import difference  # noqa: E402
@@ -85,6 +89,67 @@ def test_scales_and_masks_of_image_prompts_compile_nothing_once_they_are_there()
     known = graphs()
     both.images([0.1, 0.9], count=2, masks=[1 - mask, mask], height=96, width=64)
     assert graphs() == known and fallbacks.rows() == []
+
+
+def flux(transformer):
+    """An adapter of random weights on a Flux, and what a call is given for it."""
+    random, width, heads = (
+        torch.Generator().manual_seed(2),
+        transformer.inner_dim,
+        transformer.config.joint_attention_dim,
+    )
+    layers = {}
+    for at in range(transformer.config.num_layers):
+        for name in ("to_k_ip", "to_v_ip"):
+            layers[f"{at}.{name}.weight"] = torch.randn(width, heads, generator=random)
+            layers[f"{at}.{name}.bias"] = torch.randn(width, generator=random)
+    image = {"proj.weight": torch.randn(4 * heads, EMBEDDED, generator=random), "proj.bias": torch.zeros(4 * heads)}
+    image |= {"norm.weight": torch.ones(heads), "norm.bias": torch.zeros(heads)}
+    transformer._load_ip_adapter_weights([{"image_proj": image, "ip_adapter": layers}], low_cpu_mem_usage=False)
+    given = [torch.randn(1, 1, EMBEDDED, generator=random)]
+    return {"ip_adapter_image_embeds": given, "negative_ip_adapter_image_embeds": given}
+
+
+def sd3(transformer):
+    """The same for a Stable Diffusion 3."""
+    width = transformer.inner_dim
+    made = {
+        name: deep_transformers.seeded(
+            lambda: SD3IPAdapterJointAttnProcessor2_0(width, width, transformer.config.attention_head_dim, 24), seed=at
+        )
+        for at, name in enumerate(transformer.attn_processors)
+    }
+    transformer.set_attn_processor(made)
+    asked = {"embed_dim": EMBEDDED, "output_dim": width, "hidden_dim": 24, "heads": 1, "num_queries": 3, "depth": 1}
+    transformer.image_proj = deep_transformers.seeded(lambda: IPAdapterTimeImageProjection(**asked))
+    return {"ip_adapter_image_embeds": torch.randn(2, 5, EMBEDDED, generator=torch.Generator().manual_seed(3))}
+
+
+@pytest.mark.parametrize(
+    ("kind", "load", "changes"),
+    [
+        ("FluxPipeline", flux, {}),
+        ("StableDiffusion3Pipeline", sd3, {}),
+        ("StableDiffusion3Pipeline", sd3, {"dual_attention_layers": (0, 1), "num_layers": 4}),
+    ],
+    ids=["Flux", "SD3", "SD3.5 medium"],
+)
+def test_scales_of_image_prompts_of_a_transformer_compile_nothing_once_they_are_there(kind, load, changes):
+    shared.clear()
+    pipes = [deep_transformers.pipeline(kind, transformer=deep_transformers.transformer(kind, **changes)) for _ in "ab"]
+    given = [load(pipe.transformer) for pipe in pipes][0]
+    accelerate_pipeline(pipes[1], backend="eager")
+    known, images = 0, []
+    for scale, size in ((1.0, {}), (0.3, {}), (0.0, {}), (0.7, {"height": 96, "texts": (7, 7)}), (0.5, {"batch": 2})):
+        for pipe in pipes:
+            pipe.set_ip_adapter_scale(scale)
+        plain, compiled = (deep_transformers.sample(pipe, steps=STEPS, **given, **size) for pipe in pipes)
+        assert torch.equal(compiled, plain), (scale, size)
+        images.append(plain)
+        known = known or graphs()
+        assert graphs() == known > 0, (scale, size)
+    assert difference(images[0], images[1]) > 1e-3 < difference(images[1], images[2])
+    assert fallbacks.rows() == []
 
 
 @pytest.mark.thorough  # graphs of its own; unloaded LoRAs and caches leave those of before in quick tests

@@ -24,7 +24,16 @@ _BASE = "base_layer"
 _LAYERS = {"Linear": torch.nn.Linear, "Conv1d": torch.nn.Conv1d, "Conv2d": torch.nn.Conv2d, "Conv3d": torch.nn.Conv3d}
 """Class name in `peft.tuners.lora.layer` that only adds a product to its layer → the layer's required class."""
 
-_IMAGE_PROMPTS = ("IPAdapterAttnProcessor", "IPAdapterAttnProcessor2_0", "IPAdapterXFormersAttnProcessor")
+_STREAMS = ("hidden_states", "encoder_hidden_states")
+_IMAGE_PROMPTS = {
+    "IPAdapterAttnProcessor": ("Attention", ()),
+    "IPAdapterAttnProcessor2_0": ("Attention", ()),
+    "IPAdapterXFormersAttnProcessor": ("Attention", ()),
+    "FluxIPAdapterAttnProcessor": ("FluxAttention", (*_STREAMS, "hidden_states")),
+    "SD3IPAdapterJointAttnProcessor2_0": ("Attention", _STREAMS),
+}
+"""Class of an attention's processor with an IP-Adapter, whose scales are numbers on it → the attention's class, and
+what its results are like (`OpaqueLayer`)."""
 
 _GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "padding_mode", "groups")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -45,18 +54,15 @@ class PeftLayers:
     def base(self, module: torch.nn.Module) -> torch.nn.Module | None:
         tuners = sys.modules.get("peft.tuners.tuners_utils") if _BASE in module._modules else None
         if tuners is None or not isinstance(module, tuners.BaseTunerLayer):
-            return self._opaque.any(module) if _has_image_prompt(module) else self._opaque.linear(module)
+            processor = type(module._modules.get("processor")).__name__
+            attention, like = _IMAGE_PROMPTS.get(processor, ("", ()))
+            is_prompted = type(module).__name__ == attention
+            return self._opaque.any(module, like=like) if is_prompted else self._opaque.linear(module)
         layer = module.get_base_layer()
         return self._opaque.linear(layer, is_wrapped=True) or layer
 
     def reader(self, wrapper: torch.nn.Module, base: torch.nn.Module) -> _Reader:
         return _Reader(wrapper, base)
-
-
-def _has_image_prompt(module: torch.nn.Module) -> bool:
-    """Whether it is a UNet's attention with an IP-Adapter: its code branches on the scales, which are numbers on it."""
-    processor = module._modules.get("processor")
-    return type(processor).__name__ in _IMAGE_PROMPTS and type(module).__name__ == "Attention"
 
 
 class _Reader:
