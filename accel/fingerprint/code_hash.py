@@ -102,12 +102,13 @@ class CodeReader:
         self._class_attributes: dict[tuple[type, str], str | None] = {}
         self._active: set[int] = set()
         self.notes = CodeNotes()
-        """Everywhere that was looked for code, and for the values that it reads."""
+        """Everywhere that was looked for code, and for the values that it reads; also where it cannot be read."""
+        self.assigned: set[tuple[int, str]] = set()
+        """The globals that the code sets, as (namespace, name)."""
 
     def snapshot(self) -> CodeSnapshot:
         """All that was read, to be compared with what stands later."""
-        assigned = (function.assigned for function in self._functions.values())
-        return self.notes.snapshot(frozenset().union(*assigned))
+        return self.notes.snapshot(self.assigned)
 
     @property
     def codes(self) -> frozenset[types.CodeType]:
@@ -147,6 +148,7 @@ class CodeReader:
         if id(function) in self._active:
             return ("itself", function.__qualname__)
         if _is_hidden(function):
+            self.notes.name(vars(torch.nn.functional), function.__qualname__)
             raise Indescribable(f"{function.__qualname__}, a function of torch for which another stands in")
         is_outermost = not self._active
         self._active.add(id(function))
@@ -156,7 +158,6 @@ class CodeReader:
             values = tuple(references.describe_default(value, function, name) for name, value in given_to(function))
         finally:
             self._active.discard(id(function))
-        self.notes.add(references.notes)
         described = (function.__module__, function.__qualname__, facts_of(function.__code__).digest, values)
         if is_outermost:  # further in, it may contain an "itself"
             self._described[id(function)] = (function, described)
@@ -217,7 +218,6 @@ class CodeReader:
         for function in reached:
             references.opaque.update(what for scope, name, what in function.opaque if (scope, name) not in assigned)
         references.sources.update(*(function.references.sources for function in reached))
-        self.notes.add(references.notes)
         digest = hashlib.sha256(repr(described).encode()).hexdigest()
         sources, opaque = frozenset(references.sources), frozenset(references.opaque)
         affixes = frozenset().union(*(function.facts.affixes for function in reached))
@@ -253,6 +253,9 @@ class _Function:
         self.values: list[tuple[int, str, str]] = []
         self.opaque: set[tuple[int, str, str]] = set()
         self._reader = reader
+        scope = function.__globals__
+        self.assigned = frozenset((id(scope), name) for name in self.facts.globals_set)
+        reader.assigned |= self.assigned
         self._names: list[tuple] = []
         self._namespaces: set[Any] = set()
         for name, value in given_to(function):
@@ -260,7 +263,6 @@ class _Function:
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         has_lists = any(isinstance(value, list) for value in defaults)
         self.filled = sorted(filled(function.__code__)) if has_lists and not of_library(home_of(function)) else []
-        scope = function.__globals__
         is_library = of_library(home_of(function))
         self._follow("", scope, scope, is_library)
         owner = scope.get(function.__qualname__.partition(".")[0])
@@ -270,9 +272,7 @@ class _Function:
             self.references.add_source_of(cls)
         self.opaque.update((0, "", what) for what in self.references.opaque)
         self.calls = [inner for call in self.references.all_functions() for inner in _followed(call)]
-        self.assigned = frozenset((id(scope), name) for name in self.facts.globals_set)
         self.described = repr((reader.describe_function(function), self._names))
-        reader.notes.add(self.references.notes)
 
     def _follow(
         self, path: str, owner: Any, scope: Mapping[str, Any], is_library: bool, also: frozenset[str] = frozenset()
@@ -299,9 +299,9 @@ class _Function:
             if is_bound and (not is_library or is_foreign(value.__self__)):
                 self._names.append((inner, list(self._settings(value.__self__, references, value.__func__))))
             if called:
+                notes.name(owner, name)
                 if function_of_torch:
                     _require_torchs(inner, value)
-                notes.name(owner, name)
                 self._names.append((inner, [references.function(function) for function in called]))
             elif isinstance(value, OPERATORS):
                 notes.name(owner, name)

@@ -52,10 +52,13 @@ KEPT_NAMES = "__slotnames__"
 
 
 class CodeReferences(References):
-    """What descriptions of values leave to be looked up: functions and classes, sources, and opaque objects."""
+    """What descriptions of values leave to be looked up: functions and classes, sources, and opaque objects.
+
+    Its notes are the reader's.
+    """
 
     def __init__(self, reader: Any):
-        super().__init__(reader)
+        super().__init__(reader, reader.notes)
         self.sources: set[str] = set()
         self.opaque: set[str] = set()
 

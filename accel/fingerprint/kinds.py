@@ -149,15 +149,16 @@ def describe(
     reader: CodeReader | None = None,
     wraps: Wraps | None = None,
     wrapped: WrappedForward | None = None,
+    notes: CodeNotes | None = None,
 ) -> Description:
     """The description of the block as it is now, with its weights' dtypes and layouts, not their values or devices.
 
     reader: shared by the blocks of one survey. wraps: recognises the wrappers to leave out.
-    wrapped: of the block, whose own forward alone counts.
+    wrapped: of the block, whose own forward alone counts. notes: to be filled, also where nothing can be described.
     Raises Indescribable: with the path of what cannot be described.
     """
     reader = reader or CodeReader()
-    references = References(reader)
+    references = References(reader, notes)
     parts = list(wrapped_layers.modules(block, wraps))
     for path, module in parts:
         require_own_code(module, path)

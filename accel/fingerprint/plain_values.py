@@ -67,13 +67,13 @@ class References:
     reader: the `CodeReader` that describes their code.
     """
 
-    def __init__(self, reader: Any):
+    def __init__(self, reader: Any, notes: CodeNotes | None = None):
         self.reader = reader
         self.functions: list[types.FunctionType] = []
         self.classes: set[type] = set()
         self.open: set[int] = set()
         """The ids of the values that are being described, from the outermost inwards."""
-        self.notes = CodeNotes()
+        self.notes = CodeNotes() if notes is None else notes
 
     def add(self, other: References) -> None:
         self.functions.extend(other.functions)

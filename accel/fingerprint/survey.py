@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..core.errors import one_line
-from ..core.reasons import Reason
+from ..core.reasons import Reason, RunEagerly
 from ..modules import wrapped_layers
 from ..modules.blocks import blocks
 from ..modules.code_owner import package_of
@@ -29,8 +29,8 @@ from .code_hash import CodeReader
 from .code_snapshot import CodeNotes, CodeSnapshot
 from .given_functions import GivenCode, GivenFunctions
 from .kept_state import packages_of
-from .kinds import Description, Kind, Read, WeightSlots, describe, kinds_of, weight_slots
-from .plain_values import Indescribable, note_part
+from .kinds import Kind, Read, WeightSlots, describe, kinds_of, weight_slots
+from .plain_values import Indescribable, note_part, settings_of
 
 _SLOT = "_accel_surveys"
 """The attribute of a model that has its `KeptSurveys`."""
@@ -126,8 +126,9 @@ class Survey:
     code, settings: what was read for it, of the program and of the blocks, to be compared with what stands where the
         blocks are called.
     around: the modules in the model outside of the blocks to compile.
-    layout: what else it rests on, to be compared at the start of another run; None where blocks were left eager for
-        what they are, which may have changed without a trace.
+    layout, eager: what else it rests on, to be compared at the start of another run; eager: what may have kept blocks
+        from being compiled. That is not compared during a run, in which such a block may change itself. None where
+        another program's code has failed, nobody knows why.
     """
 
     regions: tuple[Region, ...]
@@ -135,7 +136,8 @@ class Survey:
     code: CodeSnapshot
     settings: CodeSnapshot
     around: tuple[torch.nn.Module, ...]
-    layout: LayoutSnapshot | None = None
+    layout: LayoutSnapshot
+    eager: CodeSnapshot | None
 
     @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:
@@ -157,7 +159,8 @@ class KeptSurveys:
 
     One is used again while all that it rests on stands. That is: the functions, classes, globals and hooks for all
     modules that were read (`Survey.code`); the settings, parts, forwards and hooks of its blocks (`Survey.settings`);
-    which modules the model is made of, and how its blocks' weights are stored, in place or streamed (`Survey.layout`).
+    which modules the model is made of, and how its blocks' weights are stored, in place or streamed (`Survey.layout`);
+    of blocks that were left eager, all their settings and which their weights are (`Survey.eager`, `Survey.layout`).
     Values and devices of weights, and so LoRA that is added to them, are no part of a kind.
 
     They are kept on the model, or by a host where it has something there; they do not follow a copy of it. Nothing here
@@ -196,10 +199,10 @@ class KeptSurveys:
             drop_restored_forwards((model, *newest.layout.parts))
         there = [(of, kept) for of, kept in self._kept if kept.layout.is_current(model)]
         for of, kept in there:
-            if of == (asked, state(kept.layout.parts)) and kept.stands:
+            if of == (asked, state(kept.layout.parts)) and kept.stands and kept.eager.is_current():
                 return kept
         made = look()
-        if made.layout is not None:
+        if made.eager is not None:
             there.insert(0, ((asked, state(made.layout.parts)), made))
         self._kept = tuple(there[:_MOST_KEPT])
         return made
@@ -223,6 +226,7 @@ def survey(
     """
     drop_restored_forwards(model.modules())
     described, left_eager = [], []
+    eager, noted_of_eager, is_failed = [], CodeNotes(), False
     reader = CodeReader(ignored)
     found = list(blocks(model, wraps))
     shown = []
@@ -230,21 +234,26 @@ def survey(
     hooks = everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks
     for path, block in found:
         shown.append(block)
-        if any(hooks):
-            left_eager.append((path, Reason("hooks_everywhere")))
-            continue
-        wrapped = WrappedForward.of(block)
-        if wrapped is None and has_foreign_forward(block):
-            left_eager.append((path, Reason("forward_replaced")))
-            continue
+        noted, wrapped = CodeNotes(), WrappedForward.of(block)
         try:
+            if any(hooks):
+                raise RunEagerly(Reason("hooks_everywhere"))
+            if wrapped is None and has_foreign_forward(block):
+                raise RunEagerly(Reason("forward_replaced"))
             shown[-1] = plain(block, None)
             with traceable():
-                described.append((path, block, shown[-1], wrapped, describe(shown[-1], reader, wraps, wrapped)))
+                description = describe(shown[-1], reader, wraps, wrapped, noted)
+            described.append((path, block, shown[-1], wrapped, description))
+            continue
+        except RunEagerly as refusal:
+            left_eager.append((path, refusal.reason))
         except Indescribable as why:
             left_eager.append((path, Reason("indescribable", what=str(why))))
         except Exception as error:  # of an extension's class, of any type
             left_eager.append((path, Reason("indescribable", what=one_line(error))))
+            is_failed = True
+        eager.append(block)
+        noted_of_eager.add(_notes_of(block, shown[-1], noted, wraps))
     kinds = kinds_of([description for *_, description in described], shown, wraps)
     for of_all in hooks:
         reader.notes.contents(of_all)
@@ -252,7 +261,7 @@ def survey(
     regions, functions = [], GivenFunctions(ignored, traceable)
     for (path, block, described_as, wrapped, description), kind in zip(described, kinds, strict=True):
         strings = description.code.strings
-        own = _notes_of(block, described_as, description, wraps)
+        own = _notes_of(block, described_as, description.notes, wraps, description.read)
         numbers = tuple(value for *place, value in description.counts if tuple(place) in kind.numbers)
         asked = own, codes, description.read, wrapped, numbers
         regions.append(Region(path, block, kind, strings, wraps, plain, traceable, *asked, functions=functions))
@@ -264,25 +273,28 @@ def survey(
             kept.append(region)
         else:
             left_eager.append((region.path, Reason("too_few_blocks", least=min_repetitions)))
-    layout = None
-    if len(regions) == len(found):
-        layout = LayoutSnapshot(model, [(block, as_shown) for _, block, as_shown, *_ in described])
+    layout = LayoutSnapshot(model, [(block, as_shown) for _, block, as_shown, *_ in described], eager)
     inside = {model}.union(*(region.parts for region in kept))
     around = tuple(part for part in model.modules() if part not in inside)
-    return Survey(tuple(kept), tuple(left_eager), reader.snapshot(), notes.snapshot(), around, layout)
+    of_eager = None if is_failed else noted_of_eager.snapshot()
+    return Survey(tuple(kept), tuple(left_eager), reader.snapshot(), notes.snapshot(), around, layout, of_eager)
 
 
 def _notes_of(
-    block: torch.nn.Module, shown: torch.nn.Module, description: Description, wraps: Wraps | None
+    block: torch.nn.Module, shown: torch.nn.Module, noted: CodeNotes, wraps: Wraps | None, read: Read | None = None
 ) -> CodeNotes:
     """Where the settings and the parts of the block are.
 
     shown: the block as it was described. Where that is a copy, a host keeps account of the weights on the parts.
+    noted: while it was. read: the settings that its code reads; None for all that it has but tensors.
     """
     notes = CodeNotes()
-    notes.add(description.notes)
+    notes.add(noted)
     parts = dict(wrapped_layers.modules(block, wraps))
-    for path, names in description.read:
+    if read is None:
+        settings = ((path, settings_of(part)) for path, part in wrapped_layers.modules(shown, wraps))
+        read = [(path, [name for name, value in of if not isinstance(value, torch.Tensor)]) for path, of in settings]
+    for path, names in read:
         part = parts[path]
         for name in names:
             if name in part.__dict__ and name != "training":  # set for a whole model, and before its calls

@@ -58,19 +58,29 @@ class LayoutSnapshot:
 
     blocks: each with the module that shows it with its weights in place: itself, or a copy (`streamed_weights.Plain`).
         What a host keeps on such a block decides what the copy is like, so it is compared by identity.
+    eager: blocks whose weights may be stored in any way: these and their other tensors are compared by identity.
     """
 
-    def __init__(self, model: torch.nn.Module, blocks: Sequence[tuple[torch.nn.Module, torch.nn.Module]]):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        blocks: Sequence[tuple[torch.nn.Module, torch.nn.Module]],
+        eager: Sequence[torch.nn.Module] = (),
+    ):
         self._model = weakref.ref(model)  # which has what is kept here, and would keep itself alive
         self._class = type(model)
         parts = list(_changeable(model))
         self.parts = [part for part in parts if part is not model]
         self._named = _named_in(parts)
         self._children = self._named[: len(parts)]
-        self._blocks = [block for block, _ in blocks]
-        inside = [part for block in self._blocks for part in _changeable(block)]
+        self._blocks = [*(block for block, _ in blocks), *eager]
+        inside = [part for block, _ in blocks for part in _changeable(block)]
         holders = [holder for part in inside for holder in (part._parameters, part._buffers)]
         self._slots = [(holder, name) for holder in holders for name in holder]
+        inside = [part for block in eager for part in _changeable(block)]
+        holders = [holder for part in inside for holder in (part._parameters, part._buffers, part.__dict__)]
+        places = [(holder, *item) for holder in holders for item in holder.items()]
+        self._stored = [(*at, weakref.ref(value)) for *at, value in places if isinstance(value, torch.Tensor)]
         forms = [None if weight is None else _form_or_none(weight) for weight in self._weights()]
         self._forms = [(at, form) for at, form in enumerate(forms) if form is not None]
         self._hosts = [
@@ -90,6 +100,7 @@ class LayoutSnapshot:
             return (
                 len(objects) == len(self._kept)
                 and all(map(operator.is_, objects, self._kept))
+                and all(stored() is holder[name] is not None for holder, name, stored in self._stored)
                 and self._described() == self._state
             )
         except (AttributeError, KeyError, RunEagerly):  # something is gone, or stored in another form

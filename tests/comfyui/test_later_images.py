@@ -106,6 +106,20 @@ def test_nor_where_two_models_take_turns(name, work):
     assert torch.equal(images[0], images[2]) and not torch.equal(images[0], images[1])
 
 
+def test_nor_where_a_block_runs_uncompiled_until_it_need_not(work):
+    session = Session("Flux", GraphCache())
+    block = session.plain.model.diffusion_model.double_blocks[1]
+    own = block.forward
+    block.forward = lambda *args, **kwargs: own(*args, **kwargs)  # a wrapper that cannot be put around another forward
+    expected = session.image(1.0).clone()
+    assert work["survey"] == 1
+    work.clear()
+    assert torch.equal(session.image(1.0), expected) and work == {}
+    del block.forward
+    torch.testing.assert_close(session.image(1.0), expected)
+    assert work["survey"] == 1
+
+
 def package_of(value):
     """The package of an object's class, or of a method's function."""
     owner = value.__func__ if type(value) is types.MethodType else type(value)

@@ -169,8 +169,7 @@ def test_replaced_code_is_noticed_and_what_is_known_of_the_former_is_kept_beside
     look(model)
     with SWAPS[swap]():
         assert not is_kept(model, surveys)
-        # Of blocks that were left eager nobody knows what would change it.
-        assert is_kept(model, surveys) == (swap != "hooks of all modules")
+        assert is_kept(model, surveys)
     assert is_kept(model, surveys)
 
 
@@ -275,6 +274,94 @@ def test_block_that_was_left_eager_is_looked_at_again(surveys):
     assert len(look(model).left_eager) == 1
     del block(model).forward
     assert not look(model).left_eager
+
+
+class Patched(torch.Tensor):
+    """A weight that says on itself what is added to it."""
+
+
+class Settings:
+    def __init__(self, chosen):
+        self.chosen = chosen
+
+
+def patched_weight():
+    made = torch.zeros(4, 4).as_subclass(Patched)
+    made.patches = [object()]
+    return made
+
+
+def hooked_convolution(model):
+    block(model).spread = nn.Conv2d(4, 4, 1)
+    return block(model).spread.register_forward_hook(lambda *_: None)
+
+
+EAGER = {
+    "a forward replaced": (
+        lambda model: setattr(block(model), "forward", lambda x: x),
+        {
+            "by another": lambda model: setattr(block(model), "forward", lambda x: x + 1),
+            "by a wrapper of its class's": lambda model: wrap_block(model),
+            "by none": lambda model: delattr(block(model), "forward"),
+        },
+    ),
+    "a weight that no graph can take": (
+        lambda model: set_weight(block(model).first, "weight", patched_weight()),
+        {
+            "with another LoRA": lambda model: set_weight(block(model).first, "weight", patched_weight()),
+            "by a plain one": lambda model: set_weight(block(model).first, "weight", nn.Parameter(torch.zeros(4, 4))),
+            "by none": lambda model: set_weight(block(model).first, "weight", None),
+        },
+    ),
+    "a setting of no known type": (
+        lambda model: setattr(block(model), "scale", object()),
+        {"by a number": lambda model: setattr(block(model), "scale", 2.0)},
+    ),
+    "a tensor among the settings": (
+        lambda model: setattr(block(model), "scale", torch.ones(1)),
+        {"by a number": lambda model: setattr(block(model), "scale", 2.0)},
+    ),
+    "a list with such a setting": (
+        lambda model: setattr(block(model), "shifts", [object()]),
+        {"emptied": lambda model: block(model).shifts.clear()},
+    ),
+    "an object with such a setting": (
+        lambda model: setattr(block(model), "scale", Settings(object())),
+        {"set anew": lambda model: setattr(block(model).scale, "chosen", 1)},
+    ),
+    "a hook of a part": (
+        hooked_convolution,
+        {
+            "removed": lambda model: block(model).spread._forward_hooks.clear(),
+            "and another": lambda model: block(model).spread.register_forward_hook(lambda *_: None),
+            "with its part": lambda model: delattr(block(model), "spread"),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("why", "change"), [(why, change) for why, (_, changes) in EAGER.items() for change in changes]
+)
+def test_block_left_eager_is_looked_at_again_once_what_it_is_left_for_has_changed(why, change, surveys):
+    model, (leave, changes) = Model(), EAGER[why]
+    leave(model)
+    assert [path for path, _ in look(model).left_eager] == ["blocks.1"]
+    assert is_kept(model, surveys)
+    block(model).second.weight.data.add_(1)
+    assert is_kept(model, surveys)
+    changes[change](model)
+    assert not is_kept(model, surveys)
+    assert is_kept(model, surveys)
+
+
+def test_no_weight_of_a_block_left_eager_is_kept(surveys):
+    model = Model()
+    set_weight(block(model).first, "weight", patched_weight())
+    look(model)
+    gone = weakref.ref(block(model).first.weight)
+    set_weight(block(model).first, "weight", nn.Parameter(torch.zeros(4, 4)))
+    assert gone() is None
 
 
 def test_part_that_gets_a_hook_or_forward_is_called_as_it_is_until_it_has_none(surveys):
