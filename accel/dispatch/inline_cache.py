@@ -200,7 +200,8 @@ class InlineCache:
 class GuardedCall:
     """Matches later calls of a block like one whose weights and inputs (not yet dense) these were; keeps no tensor.
 
-    resolved: the graph that runs them. counter: counts them.
+    resolved: the graph that runs them. counter: counts them. copied: where its tensors are copies of inputs that it
+    writes to; `given` has the inputs.
     """
 
     def __init__(
@@ -218,6 +219,7 @@ class GuardedCall:
         self._weights = len(weights)
         self._strided = [at for at, tensor in enumerate(inputs, len(weights)) if not is_dense(tensor)]
         self._changed = resolved.graph.facts.changed
+        self.copied = [at for at in self._strided if at - len(weights) in self._changed]
         # Computing extents costs more than the rest of a match, and the guards have found the sizes to be these.
         self._pairs = pairs(self._changed, [extent(tensor) for tensor in inputs]) if self._changed else []
         self._is_whole = not self._strided and len(given) == len(inputs)
@@ -246,7 +248,10 @@ class GuardedCall:
             return tensors
         tensors = [*tensors[: self._weights], *inputs]
         for at in self._strided:
-            if at - self._weights in self._changed:
-                return None
             tensors[at] = tensors[at].contiguous()
         return tensors
+
+    def given(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The inputs in a call that matched, at the places of `copied`."""
+        inputs = self._arguments.with_numbers(self._arguments.match(args, kwargs))
+        return [inputs[at - self._weights] for at in self.copied]

@@ -204,6 +204,30 @@ def test_strided_input_is_made_dense_in_each_call():
     check(stand_in, block, torch.randn(4, 2).t(), is_matched=True)
 
 
+def test_strided_input_that_is_written_to_has_what_was_written_and_is_handed_back():
+    class HandedBack(Block):
+        def forward(self, x, times, y):
+            x += self.first(y) * times
+            return y + 1, x
+
+    block = HandedBack()
+    stand_in = runner(block)
+    for _ in range(4):
+        x, y = torch.randn(4, 4).t(), torch.randn(4, 2).repeat(1, 2)
+        theirs = x.clone()
+        expected = block(theirs, 2, y)
+        out = stand_in(block.forward, x, 2, y)
+        assert out[1] is x
+        torch.testing.assert_close((*out, x), (*expected, theirs))
+    assert stand_in.unmatched == 2
+    x = torch.randn(8, 4)
+    mine, theirs = x.clone(), x.clone()
+    out = stand_in(block.forward, mine[:4].t(), 2, mine[1:5])  # overlapping rows
+    torch.testing.assert_close(out, block(theirs[:4].t(), 2, theirs[1:5]))
+    torch.testing.assert_close(mine, theirs)
+    assert stand_in.unmatched == 3
+
+
 def test_changed_input_that_shares_memory_from_one_call_to_the_next_runs_as_it_is():
     block, reference = InPlace(), InPlace()
     reference.load_state_dict(block.state_dict())
