@@ -7,7 +7,6 @@ torch is in, and whether a changed input shares its memory. Other calls are desc
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from operator import getitem
 from typing import Any
@@ -99,7 +98,7 @@ class InlineCache:
         self._entries: dict[tuple, ResolvedGraph | None] = {}
         self._verdicts: dict[tuple, Reason] = {}
         self._guarded: tuple[GuardedCall, ...] = ()
-        self._guards_made: Counter[ResolvedGraph] = Counter()
+        self._guards_made: dict[ResolvedGraph, int] = {}
         self._generation = cache.generation
 
     def match(self, args: tuple, kwargs: dict[str, Any]) -> tuple[GuardedCall, Sequence[torch.Tensor]] | None:
@@ -166,8 +165,8 @@ class InlineCache:
         if resolved is not None:
             if resolved.verdict is not None:
                 self._verdicts[_verdict_key(call)] = resolved.verdict
-            elif not resolved.is_compared and self._guards_made[resolved] < _MAX_GUARDS_MADE:
-                self._guards_made[resolved] += 1
+            elif not resolved.is_compared and (made := self._guards_made.get(resolved, 0)) < _MAX_GUARDS_MADE:
+                self._guards_made[resolved] = made + 1
                 guarded = GuardedCall(call, self._weights, self._replace, resolved)
                 self._guarded = (guarded, *self._guarded[: _MAX_GUARDED - 1])
                 if self._generation == self._cache.generation:

@@ -103,6 +103,11 @@ class Region:
         return tuple(self.block.modules())
 
     @functools.cached_property
+    def states(self) -> tuple[dict[str, Any], ...]:
+        """Their attributes."""
+        return tuple(map(vars, self.parts))
+
+    @functools.cached_property
     def calls_layers(self) -> bool:
         """Whether graphs of the block call layers in it as they are (`opaque_layers`)."""
         return any(isinstance(part, OpaqueLayer) for _, part in wrapped_layers.modules(self.block, self.wraps))

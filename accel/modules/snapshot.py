@@ -7,12 +7,13 @@ import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, cycle, repeat
 from typing import Any
 
 import torch
 
 from ..core.reasons import Reason, Refusal, RunEagerly
+from ..signature.argument_guard import tensor_guard
 from . import stored_form, wrapped_layers
 from .substitution import foreign_forward
 from .wrapped_layers import Wraps
@@ -25,7 +26,7 @@ _ABSENT = object()
 
 _address = torch.Tensor.data_ptr
 _dtype_and_shape = operator.attrgetter("dtype", "shape")
-_training = operator.attrgetter("training")
+_NAMED = "_modules", "_parameters", "_buffers"
 
 
 class AttributeSnapshot:
@@ -69,19 +70,23 @@ class LayoutSnapshot:
     ):
         self._model = weakref.ref(model)  # which has what is kept here, and would keep itself alive
         self._class = type(model)
-        parts = list(_changeable(model))
-        self.parts = [part for part in parts if part is not model]
-        self._named = _named_in(parts)
-        self._children = self._named[: len(parts)]
+        self.parts = [part for part in _changeable(model) if part is not model]
+        self._states = list(map(vars, self.parts))
+        self._named = self._named_now()
+        self._sizes = list(map(len, self._named))
+        self._children = [named for named in self._named[:: len(_NAMED)] if named]
         self._blocks = [*(block for block, _ in blocks), *eager]
         inside = [part for block, _ in blocks for part in _changeable(block)]
         holders = [holder for part in inside for holder in (part._parameters, part._buffers)]
         self._slots = [(holder, name) for holder in holders for name in holder]
+        self._holders, self._names = [holder for holder, _ in self._slots], [name for _, name in self._slots]
         inside = [part for block in eager for part in _changeable(block)]
         holders = [holder for part in inside for holder in (part._parameters, part._buffers, part.__dict__)]
         places = [(holder, *item) for holder in holders for item in holder.items()]
         self._stored = [(*at, weakref.ref(value)) for *at, value in places if isinstance(value, torch.Tensor)]
-        forms = [None if weight is None else _form_or_none(weight) for weight in self._weights()]
+        weights = self._weights()
+        self._are_none = [weight is None for weight in weights]
+        forms = [None if weight is None else _form_or_none(weight) for weight in weights]
         self._forms = [(at, form) for at, form in enumerate(forms) if form is not None]
         self._hosts = [
             (vars(part), [name for name in vars(as_shown) if name in vars(part) and name != "forward"])
@@ -90,6 +95,8 @@ class LayoutSnapshot:
             for part, as_shown in zip(block.modules(), shown.modules(), strict=True)
         ]
         self._kept, self._state = self._objects(), self._described()
+        tensors = self._tensors(weights)
+        self._described_as, self._guard = _described(weights, tensors), tensor_guard(tensors)
 
     def is_current(self, model: torch.nn.Module) -> bool:
         """Whether the model is this one, made of the same modules and stored as it was; about 1 µs for each module."""
@@ -98,47 +105,66 @@ class LayoutSnapshot:
         try:
             objects = self._objects()
             return (
-                len(objects) == len(self._kept)
+                all(map(operator.is_, self._named_now(), self._named))
+                and list(map(len, self._named)) == self._sizes
+                and len(objects) == len(self._kept)
                 and all(map(operator.is_, objects, self._kept))
                 and all(stored() is holder[name] is not None for holder, name, stored in self._stored)
                 and self._described() == self._state
+                and self._are_stored_as_before()
             )
         except (AttributeError, KeyError, RunEagerly):  # something is gone, or stored in another form
             return False
 
     def _weights(self) -> list[torch.Tensor | None]:
-        return [holder[name] for holder, name in self._slots]
+        return list(map(operator.getitem, self._holders, self._names))
+
+    def _tensors(self, weights: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """The weights, and the tensors in those of classes of their own."""
+        inner = [stored_form.plain([weights[at]], [form], with_factors=False) for at, form in self._forms]
+        return [weight for weight in (*weights, *chain.from_iterable(inner)) if weight is not None]
+
+    def _are_stored_as_before(self) -> bool:
+        weights = self._weights()
+        if list(map(operator.is_, weights, repeat(None))) != self._are_none:
+            return False
+        tensors = self._tensors(weights)
+        if not self._guard(*tensors):  # they may still be the same on another device
+            if _described(weights, tensors) != self._described_as:
+                return False
+            if not any(self._described_as[-1]):  # a guard matches no tensor twice
+                self._guard = tensor_guard(tensors)
+        return True
+
+    def _named_now(self) -> list[dict[str, Any]]:
+        """The children, the parameters and the buffers of each module, by name; the model's own last."""
+        of = vars(self._model())
+        named = map(operator.getitem, chain.from_iterable(map(repeat, self._states, repeat(3))), cycle(_NAMED))
+        return [*named, *(of[name] for name in _NAMED)]
 
     def _objects(self) -> list[Any]:
         """What is compared by identity."""
         kept = [attributes[name] for attributes, names in self._hosts for name in names]
         inside = chain.from_iterable(value for value in kept if type(value) is list)
-        named, forwards = _named_in((self._model(), *self.parts)), map(foreign_forward, self._blocks)
         children = chain.from_iterable(map(dict.values, self._children))
-        return [*named, *children, *map(type, self.parts), *forwards, *kept, *inside]
+        return [*children, *map(type, self.parts), *map(foreign_forward, self._blocks), *kept, *inside]
 
-    def _described(self) -> tuple[list, ...]:
+    def _described(self) -> tuple[list, list]:
         """What is compared by value."""
-        weights = self._weights()
-        inner = [stored_form.plain([weights[at]], [form], with_factors=False) for at, form in self._forms]
-        tensors = [weight for weight in (*weights, *chain.from_iterable(inner)) if weight is not None]
-        ids, first = list(map(id, tensors)), {}
-        return (
-            list(map(len, self._named)),
-            list(chain.from_iterable(self._named)),
-            list(map(_training, self.parts)),
-            [[name for name in attributes if name != "forward"] for attributes, _ in self._hosts],
-            list(map(type, weights)),
-            list(map(_dtype_and_shape, tensors)),
-            list(map(torch.Tensor.stride, tensors)),
-            # Which are one tensor
-            [first.setdefault(one, at) for at, one in enumerate(ids)] if len(set(ids)) < len(ids) else [],
-        )
+        hosts = [[name for name in attributes if name != "forward"] for attributes, _ in self._hosts]
+        return list(map(operator.getitem, self._states, repeat("training"))), hosts
 
 
-def _named_in(parts: Sequence[torch.nn.Module]) -> list[dict[str, Any]]:
-    """The children of each of the modules, then their parameters, then their buffers, by name."""
-    return [holder for of in ("_modules", "_parameters", "_buffers") for holder in map(operator.attrgetter(of), parts)]
+def _described(weights: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> tuple[list, ...]:
+    """How weights are stored. tensors: in them."""
+    ids, first = list(map(id, tensors)), {}
+    return (
+        list(map(type, weights)),
+        list(map(_dtype_and_shape, tensors)),
+        list(map(torch.Tensor.stride, tensors)),
+        # Which are one tensor
+        [first.setdefault(one, at) for at, one in enumerate(ids)] if len(set(ids)) < len(ids) else [],
+    )
 
 
 def _changeable(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -148,8 +148,8 @@ def drop_restored_forwards(modules: Iterable[torch.nn.Module]) -> None:
     """Take off what has no effect: forwards of the modules' classes that somebody has put back on the modules, as after
     a run with a LoRA beside the layers. With them a module looks like one whose forward was replaced."""
     with _changing:
-        for module in modules:
-            forward = module.__dict__.get("forward")
+        for module in [module for module in modules if "forward" in module.__dict__]:
+            forward = module.__dict__["forward"]
             if type(forward) is types.MethodType and forward.__self__ is module:
                 if forward.__func__ is forward_of(type(module))[1]:
                     del module.__dict__["forward"]

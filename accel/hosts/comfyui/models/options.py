@@ -7,6 +7,7 @@ block runs eagerly, as ComfyUI would run it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +63,11 @@ def simplifier(region: Region) -> Callable[[dict], dict]:
 
     The function raises `RunEagerly` if a patch in the dict concerns the block.
     """
-    strings = region.strings
+    return _simplifier(region.strings)
+
+
+@functools.lru_cache(maxsize=256)
+def _simplifier(strings: frozenset[str]) -> Callable[[dict], dict]:
     readable = strings - _FOR_PATCHES_ONLY - {OVERRIDE}
     asked = readable | {"patches", "patches_replace", OVERRIDE}
 

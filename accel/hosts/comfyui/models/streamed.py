@@ -12,6 +12,7 @@ use of such a layer takes them to the device and adds its LoRA there. A graph ha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import repeat
@@ -98,7 +99,9 @@ class WaitingLayers:
         self._opaque = OpaqueLayers()
 
     def base(self, module: torch.nn.Module) -> torch.nn.Module | None:
-        if not _waits(module) or not isinstance(module, torch.nn.Linear) or not _functions(module, "weight"):
+        if _WAITS not in module.__dict__:  # each run asks of every layer of the model
+            return None
+        if not isinstance(module, torch.nn.Linear) or not _functions(module, "weight"):
             return None
         weight = module.weight
         if type(weight) in PLAIN_TENSORS and weight.dtype in _COMPUTED:
@@ -160,14 +163,10 @@ class _Plain:
 def weights_of(region: Region) -> StreamedWeights | None:
     """The source of a block's weights; None where all are in place."""
     how = region.block, region.kind.weights, region.kind.forms
-    if _any_has(region.parts, "_v"):
+    # Each run asks of all blocks, so no loop of Python's
+    if any(map(operator.contains, region.states, repeat("_v"))):
         return StreamedWeights(*how)
-    return WaitingWeights(*how) if _any_has(region.parts, _WAITS) else None
-
-
-def _any_has(parts: Sequence[torch.nn.Module], name: str) -> bool:
-    """Whether an attribute of this name is on one of the modules; each run asks of all, so no loop of Python's."""
-    return any(map(dict.__contains__, map(vars, parts), repeat(name)))
+    return WaitingWeights(*how) if any(map(operator.contains, region.states, repeat(_WAITS))) else None
 
 
 class StreamedWeights:
