@@ -71,7 +71,7 @@ class LayoutSnapshot:
         self._model = weakref.ref(model)  # which has what is kept here, and would keep itself alive
         self._class = type(model)
         self.parts = [part for part in _changeable(model) if part is not model]
-        self._states = list(map(vars, self.parts))
+        self._states = [state for state in map(vars, self.parts) if all(name in state for name in _NAMED)]
         self._named = self._named_now()
         self._sizes = list(map(len, self._named))
         self._children = [named for named in self._named[:: len(_NAMED)] if named]
@@ -138,9 +138,9 @@ class LayoutSnapshot:
 
     def _named_now(self) -> list[dict[str, Any]]:
         """The children, the parameters and the buffers of each module, by name; the model's own last."""
-        of = vars(self._model())
+        model = self._model()
         named = map(operator.getitem, chain.from_iterable(map(repeat, self._states, repeat(3))), cycle(_NAMED))
-        return [*named, *(of[name] for name in _NAMED)]
+        return [*named, *(getattr(model, name) for name in _NAMED)]
 
     def _objects(self) -> list[Any]:
         """What is compared by identity."""
@@ -152,7 +152,7 @@ class LayoutSnapshot:
     def _described(self) -> tuple[list, list]:
         """What is compared by value."""
         hosts = [[name for name in attributes if name != "forward"] for attributes, _ in self._hosts]
-        return list(map(operator.getitem, self._states, repeat("training"))), hosts
+        return list(map(dict.get, self._states, repeat("training"))), hosts
 
 
 def _described(weights: Sequence[torch.Tensor | None], tensors: Sequence[torch.Tensor]) -> tuple[list, ...]:

@@ -355,6 +355,25 @@ def test_block_left_eager_is_looked_at_again_once_what_it_is_left_for_has_change
     assert is_kept(model, surveys)
 
 
+class Stands(nn.Module):
+    """A part that answers for another, and has nothing of torch's itself."""
+
+    def __init__(self, other):
+        object.__setattr__(self, "other", other)
+
+    def __getattr__(self, name):
+        return getattr(object.__getattribute__(self, "other"), name)
+
+
+def test_module_without_what_torch_puts_on_modules_is_surveyed_and_kept(surveys):
+    model = Model()
+    model.stem = Stands(model.stem)
+    look(model)
+    assert is_kept(model, surveys)
+    set_weight(block(model).first, "weight", torch.zeros(6, 4))
+    assert not is_kept(model, surveys)
+
+
 def test_no_weight_of_a_block_left_eager_is_kept(surveys):
     model = Model()
     set_weight(block(model).first, "weight", patched_weight())
