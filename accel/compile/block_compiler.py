@@ -84,12 +84,13 @@ def compile_block(
     except Exception as error:  # a class that no other can be derived from
         raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
     larger_ones = list(_lifted(inputs, larger, spec)) if call.any_size else []
+    devices = [tensor.device for tensor in inputs]
     ops = trace((*weights, *inputs))
     if trace.may_keep:  # tracing tells, and runs nothing
         as_it_is, eager = replace(call, any_size=False), backend_named("eager")
         for given in (inputs, *larger_ones[:1]):  # it may do so for some sizes only
             try:
-                with _released(_examples(given, False)[0]) as examples:
+                with _released(_examples(given, devices, False)[0]) as examples:
                     found, *_ = _compile(template, as_it_is, (*weights, *examples), eager, interrupts, False)
             except CompileFailed as failed:
                 log.debug("%s may keep something: %s", type(template).__name__, failed.reason)
@@ -100,7 +101,7 @@ def compile_block(
     if changed_lists or ops is None and tree_spec.has_lists(spec):
         raise CompileFailed(Reason("changes_list"))
     lifted = next((given for given in larger_ones if ops is None or trace((*weights, *given)) is not None), None)
-    examples, static_ones = _examples(lifted or inputs, call.any_size)
+    examples, static_ones = _examples(lifted or inputs, devices, call.any_size)
     with _released(examples):
         tensors = (*_example_weights(weights, kind), *examples)
         artifact, fixed, traced_code = _compile(template, call, tensors, compiler, interrupts, savable)
@@ -351,14 +352,14 @@ def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.
 def _lifted(
     inputs: Sequence[torch.Tensor], larger: Sequence[Sequence[int]] | None, spec: tree_spec.Spec
 ) -> Iterator[list[torch.Tensor]]:
-    """The inputs at larger sizes, without a 1 on which the compiler would specialise: the likeliest first; none where
-    the batch is not 1.
+    """Layouts of the inputs at larger sizes, without a 1 on which the compiler would specialise, the likeliest first;
+    none where the batch is not 1.
 
     Where these are not known, or wrong, as for a cache that the model keeps, the batch is taken to be the first
     dimension of the first input, and of each other input in which it is 1 too; but for one argument, such as positions.
     """
     if larger is not None:
-        yield [empty_dense_like(tensor, shape) for tensor, shape in zip(inputs, larger, strict=True)]
+        yield [empty_dense_like(tensor, shape, "meta") for tensor, shape in zip(inputs, larger, strict=True)]
     first = next((at for at, tensor in enumerate(inputs) if tensor.ndim and tensor.numel()), None)
     if first is None or inputs[first].shape[0] != 1:
         return
@@ -367,7 +368,7 @@ def _lifted(
         if not left or (first not in left and single.intersection(left)):
             grown = single.difference(left)
             shapes = ((2, *tensor.shape[1:]) if at in grown else tensor.shape for at, tensor in enumerate(inputs))
-            yield [empty_dense_like(tensor, shape) for tensor, shape in zip(inputs, shapes, strict=True)]
+            yield [empty_dense_like(tensor, shape, "meta") for tensor, shape in zip(inputs, shapes, strict=True)]
 
 
 def _grown(inputs: Sequence[torch.Tensor], lifted: Sequence[torch.Tensor] | None) -> Iterator[tuple[int, int, int]]:
@@ -380,11 +381,13 @@ def _grown(inputs: Sequence[torch.Tensor], lifted: Sequence[torch.Tensor] | None
             yield index, 0, tensor.shape[0]
 
 
-def _examples(inputs: Sequence[torch.Tensor], dynamic: bool) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
-    """Unfilled tensors like the inputs, with dynamic dimensions marked; and the (input, dimension) pairs that are 1."""
+def _examples(
+    layouts: Sequence[torch.Tensor], devices: Sequence[torch.device], dynamic: bool
+) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+    """Unfilled tensors of these layouts, dynamic dimensions marked; and the (input, dimension) pairs that are 1."""
     examples, ones = [], []
-    for index, tensor in enumerate(inputs):
-        example = empty_dense_like(tensor)
+    for index, (tensor, device) in enumerate(zip(layouts, devices, strict=True)):
+        example = empty_dense_like(tensor, device=device)
         for dimension, size in enumerate(tensor.shape):
             if size == 1:
                 ones.append((index, dimension))
