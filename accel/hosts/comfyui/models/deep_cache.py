@@ -284,8 +284,9 @@ def _who_skips(guider: Any, model_options: dict[str, Any]) -> str | None:
         return "EasyCache or LazyCache skips steps of its own (use one of the two)"
     wrapper, net = model_options.get("model_function_wrapper"), guider.inner_model.diffusion_model
     if wrapper is not None:
-        # Core names a pack's modules by its folder's path.
-        pack = os.path.basename((getattr(wrapper, "__module__", None) or type(wrapper).__module__).split(".")[0])
+        # Core names a pack's modules by its folder's path; some packs import theirs by the folder of all packs.
+        module = (getattr(wrapper, "__module__", None) or type(wrapper).__module__).removeprefix("custom_nodes.")
+        pack = os.path.basename(module.split(".")[0])
         return f"another node ({pack}) makes the model's calls, and may skip some itself (use one of the two)"
     drop_restored_forwards(net.modules())
     if has_foreign_forward(net) or "forward_orig" in vars(net):
