@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from . import torch_internals
 from .sentences import SENTENCES
 
 is_autocast_on = getattr(torch._C, "_is_any_autocast_enabled", torch.is_autocast_enabled)
+current_transform = torch_internals.TRANSFORM.get(lambda: None)
+"""The one of torch.func (jvp, vmap) inside which we are, or None. Its tensors have no memory for a kernel to read."""
 
 
 @dataclass(frozen=True, init=False)
@@ -61,4 +64,6 @@ def not_in_this_mode(weights: Sequence[torch.Tensor], inputs: Sequence[torch.Ten
         return Reason("autocast")
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *weights)):
         return Reason("gradients")
+    if current_transform() is not None:
+        return Reason("transformed")
     return None

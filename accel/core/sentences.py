@@ -3,6 +3,7 @@
 _A_CALL = {
     "autocast": "autocast is on, and compiled graphs keep their own types",
     "gradients": "gradients are requested, and compiled graphs give none",
+    "transformed": "torch.func takes its derivative or batches it, and compiled graphs can do neither",
     "weights_elsewhere": "its weights are partly on {device}, its inputs are not",
     "weights_not_taken": "its streamed weights could not be loaded for this call: {error}",
     "lora_waiting": "the model is loaded in part, and a LoRA is added to its {stored} weights in another type; "

@@ -117,6 +117,9 @@ FUNCTION_MODES = Internal("torch.overrides", "_get_current_function_mode_stack",
 DEVICE_MODE = Internal("torch.utils._device", "DeviceContext", "2.7", _UNSEEN)
 SLEEP = Internal("torch.cuda", "_sleep", "2.7", "the host's time is part of what a small block's calls are compared by")
 DEVICE_GUARD = Internal("torch._C", "_ensureCUDADeviceGuardSet", "2.7", "without a GPU, threads that end may crash")
+TRANSFORM = Internal(
+    "torch._C._functorch", "peek_interpreter_stack", "2.7", "blocks that torch.func has called stay eager"
+)
 TENSOR_GUARDS = Internal("torch._C._dynamo.guards", "TensorGuards", "2.7", "calls are recognised in Python, slower")
 FALLBACK_RANDOM = Internal("torch._inductor.config", "fallback_random", "2.7", _EAGERLY)
 INDUCTOR_SETTINGS = Internal("torch._inductor.config", "save_config_portable", "2.7", "graphs are not saved")

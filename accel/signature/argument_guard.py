@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..core import torch_internals
-from ..core.reasons import is_autocast_on
+from ..core.reasons import current_transform, is_autocast_on
 from . import tree_spec
 from .tree_spec import Spec
 
@@ -168,7 +168,7 @@ def _described(tensor: torch.Tensor) -> tuple:
 
 def _mode() -> tuple:
     modes = getattr(torch._C, "_len_torch_dispatch_stack", int)()
-    return bool(is_autocast_on()), torch.is_inference_mode_enabled(), modes
+    return bool(is_autocast_on()), torch.is_inference_mode_enabled(), modes, current_transform() is not None
 
 
 @functools.cache

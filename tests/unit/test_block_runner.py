@@ -1,5 +1,6 @@
 """A block's stand-in: when it lets a call run as it is."""
 
+import functools
 import gc
 import logging
 import time
@@ -93,6 +94,22 @@ def test_gradients_are_those_of_the_block(wanted):
     with torch.no_grad():
         stand_in(block, x)
     assert cache.statistics()["hits"] == hits + 1
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_what_torch_func_makes_of_a_block_is_the_blocks_own_and_fails_no_graph(known):
+    block, cache = Block(), GraphCache()
+    stand_in, x = runner(block, cache, stop_on_trouble=True), torch.randn(2, 4)
+    with torch.inference_mode():
+        if known:
+            check(stand_in, block, x)
+        got, derivative = torch.func.jvp(functools.partial(stand_in, block), (x,), (torch.ones_like(x),))
+        expected = torch.func.jvp(block, (x,), (torch.ones_like(x),))
+        assert torch.equal(got, expected[0]) and torch.equal(derivative, expected[1])
+        assert torch.equal(torch.func.vmap(functools.partial(stand_in, block))(x), torch.func.vmap(block)(x))
+        assert reasons() == ["torch.func takes its derivative or batches it, and compiled graphs can do neither"]
+        check(stand_in, block, x)
+    assert cache.statistics()["graphs"] == 1
 
 
 def test_autocast_is_not_undone_by_a_graph_made_outside_of_it():

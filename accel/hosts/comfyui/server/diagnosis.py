@@ -193,7 +193,7 @@ def some_ran_uncompiled(facts: Facts) -> Iterator[str]:
             text += " Without that patch they run compiled."
         elif code == "slower":
             text += " Expected: on this machine these blocks run faster uncompiled."
-        elif code in ("gradients", "autocast"):
+        elif code in ("gradients", "transformed", "autocast"):
             text += " Such calls always run uncompiled."
         yield text
     if run.left_eager and facts.compiling:
