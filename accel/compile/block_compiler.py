@@ -403,8 +403,9 @@ def _released(examples: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     try:
         yield examples
     finally:
-        for example in examples:
-            example.untyped_storage().resize_(0)
+        with torch.inference_mode():  # where any tensor may be changed
+            for example in examples:
+                example.set_()
 
 
 @contextmanager
