@@ -2,7 +2,6 @@
 
 Every row but warm_process is a fresh process. store starts with an empty compiler cache of torch's, torch_cache without
 saved graphs. Small models, float32: on a CPU the seconds are those of compiling and loading, hardly of computing.
-With --mechanisms also what torch keeps of the same blocks when torch.compile itself compiles them.
 """
 
 import dataclasses
@@ -21,8 +20,7 @@ from . import child, report
 from .compilations import counts, fresh_folders
 
 MODES = ("eager", "cold", "warm_process", "store", "torch_cache")
-MECHANISMS = ("plain_cold", "plain_cache", "mega_cache")
-TORCH_CACHE = {"cold": "torch", "torch_cache": "torch", "plain_cold": "plain", "plain_cache": "plain"}
+TORCH_CACHE = {"cold": "torch", "torch_cache": "torch"}
 """Modes that share a compiler cache of torch's; every other mode has one of its own, which is empty."""
 COLUMNS = ("model", "mode", "first_image_s", "compilations", "loaded", "import_ms", "uncompiled", "relative_diff")
 LEGEND = """\
@@ -30,25 +28,18 @@ first_image_s: of the first image, its compiling or loading included; warm_proce
 compilations: graphs that torch traced for it. loaded: saved graphs. import_ms: what loading the pack adds to ComfyUI's
 own start. relative_diff: from the eager image, of its largest value. torch_cache: no saved graphs, but what torch
 itself has kept of the cold process; of what is compiled ahead of time that is the C++ libraries alone."""
-LEGEND_OF_MECHANISMS = """\
-plain_*: without this pack, the same blocks by torch.compile, in the one way that torch's own caches are asked.
-plain_cold: with nothing. plain_cache: with what plain_cold left in torch's cache on disk. mega_cache: with an empty
-cache and the bytes of torch.compiler.save_cache_artifacts, whose loading is part of the time."""
 LATENT_SIDE = 32
 GOAL_OF_EAGER, GOAL_SECONDS, GOAL_OF_COLD, GOAL_IMPORT_MS = 1.2, 2.0, 10, 150
 TOLERANCE = 1e-2
-MOST_RECOMPILED = 64
-"""Graphs that torch.compile may make of one function: blocks of a class differ in their weights' sizes."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = report.parser("restart", __doc__)
     models = ("unet", "dit", "tiny")
     parser.add_argument("--models", nargs="+", choices=models, default=models[:2], help="default: unet and dit")
-    parser.add_argument("--mechanisms", action="store_true", help="measure torch's own caches too")
     options = parser.parse_args(arguments)
     rows: list[report.Row] = []
-    processes = [mode for mode in MODES if mode != "warm_process"] + list(MECHANISMS if options.mechanisms else ())
+    processes = [mode for mode in MODES if mode != "warm_process"]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         for model in options.models:
             for mode in processes:
@@ -62,8 +53,6 @@ def main(arguments: list[str] | None = None) -> None:
                     report.tell(row, COLUMNS)
     shown = [{**row, "relative_diff": report.scientific(row["relative_diff"])} for row in rows]
     print(f"\n{report.table(shown, COLUMNS)}\n\n{LEGEND}")
-    if options.mechanisms:
-        print(LEGEND_OF_MECHANISMS)
     goals = verdicts(rows)
     for sentence, _ in goals:
         print(sentence)
@@ -92,7 +81,6 @@ def measure(model: str, mode: str, file: str) -> list[report.Row]:
     from kit import tiny_models
 
     expected = Path(file)
-    artifacts = expected.with_suffix(".artifacts")
     torch.set_num_threads(1)  # Layers this small gain nothing from more.
     family = _families()[model]
     patcher = family.load(torch.float32)
@@ -102,21 +90,13 @@ def measure(model: str, mode: str, file: str) -> list[report.Row]:
     before, loaded = counts(), 0
     for name in ("cold", "warm_process") if mode == "cold" else (mode,):
         started = time.perf_counter()
-        if mode == "mega_cache":
-            torch.compiler.load_cache_artifacts(artifacts.read_bytes())
-        chosen = patcher
-        if mode in MECHANISMS:
-            _compile_plainly(patcher)
-        elif mode != "eager":
-            chosen = accelerate(patcher, CompileSettings())
+        chosen = patcher if mode == "eager" else accelerate(patcher, CompileSettings())
         with torch.inference_mode():
             latent = torch.zeros(1, channels, LATENT_SIDE, LATENT_SIDE)
             image = tiny_models.sample_latent(chosen, latent, *prompts, steps=2)
         seconds = time.perf_counter() - started
         if mode == "eager":
             torch.save(image, expected)
-        if mode == "plain_cold":
-            artifacts.write_bytes(torch.compiler.save_cache_artifacts()[0])
         eager = torch.load(expected)
         spent = counts().since(before)
         rows.append(
@@ -190,16 +170,6 @@ def _families():
         "dit": tiny_models.FLUX_FAMILY,
         "tiny": dataclasses.replace(tiny_models.FLUX_FAMILY, name="Flux DiT, one kind", config=tiny),
     }
-
-
-def _compile_plainly(patcher) -> None:
-    """Have torch.compile itself compile the blocks that the pack would."""
-    import torch
-    from comfy_accel.accel.fingerprint.survey import survey
-
-    torch._dynamo.config.recompile_limit = MOST_RECOMPILED
-    for region in survey(patcher.model.diffusion_model).regions:
-        region.block.compile(dynamic=True)
 
 
 if __name__ == "__main__":
