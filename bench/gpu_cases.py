@@ -24,7 +24,7 @@ SHARES = {"steps": 0.62, "profile": 0.05, "sizes40": 0.09, "session": 0.24}
 
 PARTS = tuple(SHARES)
 
-EAGER, CORE, EASY_CACHE = "eager", "core", "easycache"
+EAGER, CORE = "eager", "core"
 COMPILED, CAPTURED = "compiled-blocks", "cuda-graphs"
 SHIPPED = "shipped"
 """Accelerate Model with its default inputs, which compares graphs with their blocks first."""
@@ -35,13 +35,12 @@ NO_REPLAYS = "compiled blocks"
 
 @dataclass(frozen=True)
 class Contender:
-    """label: shown to people. has_graphs: captures whole model calls. interval: of DeepCache. caches: skips work in
-    some steps, so its images differ by design."""
+    """label: shown to people. has_graphs: captures whole model calls. interval: of DeepCache, which skips work in some
+    steps, so that its images differ by design."""
 
     label: str
     has_graphs: bool = False
     interval: int | None = None
-    caches: bool = False
 
 
 CONTENDERS = {
@@ -49,9 +48,8 @@ CONTENDERS = {
     CAPTURED: Contender("ours, CUDA graphs", has_graphs=True),
     COMPILED: Contender("ours, compiled blocks"),
     SHIPPED: Contender("ours, as shipped"),
-    "deepcache-3": Contender("ours + DeepCache 3", has_graphs=True, interval=3, caches=True),
+    "deepcache-3": Contender("ours + DeepCache 3", has_graphs=True, interval=3),
     CORE: Contender("core's TorchCompileModel"),
-    EASY_CACHE: Contender("ours + core's EasyCache", has_graphs=True, caches=True),
 }
 """In the order in which each case runs them: those that the goals are about come first."""
 

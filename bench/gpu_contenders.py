@@ -24,9 +24,9 @@ from comfy_accel.nodes.compile_inputs import ANY_SIZE, RUN_EAGERLY
 from comfy_accel.nodes.compile_inputs import settings as compiling
 from kit.step_cache import every
 
-from . import deepcache, gpu_device
+from . import gpu_device
 from .compilations import RecompileLimit, compiling_into, counts
-from .gpu_cases import CAPTURED, COMPILED, CONTENDERS, CORE, EAGER, EASY_CACHE, NO_REPLAYS, SHIPPED
+from .gpu_cases import CAPTURED, COMPILED, CONTENDERS, CORE, EAGER, NO_REPLAYS, SHIPPED
 from .report import Row
 from .session import node
 
@@ -35,9 +35,6 @@ CACHE_BYTES = 24 << 30
 
 MOSTLY = 0.9
 """Share of a contender's model calls that must be replays for it to count as CUDA graphs."""
-
-EASY_THRESHOLD = 0.2
-"""Default of core's node."""
 
 
 class Lineup:
@@ -81,8 +78,6 @@ class Lineup:
         model = accelerate(model, settings, self.cache, graphs=True)
         if name == CAPTURED:
             return model
-        if name == EASY_CACHE:
-            return deepcache.easy_cache(model, EASY_THRESHOLD)
         # The interval itself is measured: what the rule makes of random weights would say nothing.
         return apply_deep_cache(model, every(CONTENDERS[name].interval, points=2))
 

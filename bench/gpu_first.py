@@ -232,23 +232,7 @@ def malloc_async(quick: bool) -> Iterator[Row]:
             yield {"fails": fails, "ended": str(problem)}
 
 
-def profile(quick: bool) -> Iterator[Row]:
-    """The longest kernels of one step of SDXL in compiled blocks."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiled
-
-    activity = ProfilerActivity.CPU if _device().type == "cpu" else ProfilerActivity.CUDA
-    time_of = "self_cpu_time_total" if _device().type == "cpu" else "self_device_time_total"
-    with _loaded("SDXL", quick) as (runs, lineup):
-        for _ in range(2):
-            with profiled(activities=[activity], acc_events=True) as seen:
-                runs.run(lineup.patcher("compiled-blocks"), _cases(quick)[0], 1)
-    found = sorted(seen.key_averages(), key=lambda event: -getattr(event, time_of))
-    for event in found[:10]:
-        yield {"kernel": event.key[:90], "calls": event.count, "ms": getattr(event, time_of) / 1e3}
-
-
-ROWS = {one.__name__: one for one in (machine, values, masked, attention, fp8, captures, malloc_async, profile)}
+ROWS = {one.__name__: one for one in (machine, values, masked, attention, fp8, captures, malloc_async)}
 
 
 def _steps(runs: Any, lineup: Any, quick: bool) -> Iterator[Row]:

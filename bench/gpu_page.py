@@ -28,12 +28,12 @@ on a CPU differences too) is exact, and the seconds, ratios and shares say nothi
 
 LEGEND = """\
 - steps/s: one over the median of at least ten steps, taken in turns with the other contenders, after warm-up; with
-  DeepCache and EasyCache over the mean, since their steps differ by design. A step has cond and uncond in it.
+  DeepCache over the mean, since their steps differ by design. A step has cond and uncond in it.
 - x eager: steps a second over those of eager at the same case in the same run.
 - of peak: floating-point operations of an eager step (torch's count) over the step's seconds, as a share of what a
   large square matrix product reached in the same run on the same device.
 - difference: of the model's output in a run's first step, before guidance, from the eager one, over its largest value;
-  eager's own is that of a second run. With DeepCache and EasyCache the first step is computed in full.
+  eager's own is that of a second run. With DeepCache the first step is computed in full.
 - Graph caches: 24 GB for each contender, for the forty sizes 6 GB.
 - peak MB: what tensors held at most while the contender ran, without what captured calls keep, its own or others';
   graphs MB: what these keep beside it, all sizes so far together.

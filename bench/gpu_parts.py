@@ -204,7 +204,7 @@ class Parts:
 
     def _turn(self, case: Case, name: str, done: Turns) -> str | None:
         """One timed run; the reason if it failed."""
-        steps = 1 + (MADE_TO_SKIP if CONTENDERS[name].caches else TIMED)
+        steps = 1 + (MADE_TO_SKIP if CONTENDERS[name].interval else TIMED)
         gpu_device.forget_peak(self._subject.device)
         try:
             with self._lineup.running(name) as spent:
@@ -225,11 +225,9 @@ class Parts:
         return None
 
     def _result(self, name: str, done: Turns, flops: int, eager_ms: float | None) -> Row:
-        caches = CONTENDERS[name].caches
+        caches = CONTENDERS[name].interval
         # Skipped and full steps differ by design: their mean is what a run pays.
         seconds = (statistics.mean if caches else statistics.median)(done.steps)
-        # EasyCache leaves out whole model calls, which are no replays.
-        calls = 1 if caches and not CONTENDERS[name].interval else done.expected_calls
         return {
             **done.row,
             "step_ms": round(seconds * 1e3, 3),
@@ -237,7 +235,7 @@ class Parts:
             "steps_per_s": round(1 / seconds, 3),
             "steps_timed": len(done.steps),
             "replays": done.replays,
-            "ran_as": ran_as(name, done.replays, calls),
+            "ran_as": ran_as(name, done.replays, done.expected_calls),
             "tflop_a_step": round(flops / 1e12, 8),
             "share_of_matrix": None if caches else round(flops / seconds / self._matrix_flops, 4),
         }
@@ -250,7 +248,7 @@ class Parts:
         self._load()
         case, is_cuda = self._cases[0], self._subject.device.type == "cuda"
         activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
-        for name in (name for name in self._names if not CONTENDERS[name].caches):
+        for name in (name for name in self._names if not CONTENDERS[name].interval):
             if not self._budget.fits():
                 yield skipped("profile", self._model, str(case), name)
                 continue

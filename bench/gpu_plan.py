@@ -40,14 +40,16 @@ class Stage:
     module: str = "bench.gpu"
 
 
-FIRST = ("machine", "captures", "values", "attention", "fp8", "malloc_async", "masked", "profile")
+FIRST = ("machine", "captures", "values", "attention", "fp8", "malloc_async", "masked")
 _OURS = "--contenders cuda-graphs compiled-blocks shipped deepcache-3"
 _BESIDE_CORE = "--contenders cuda-graphs core"
 
 PLANS = {
     "first": (
         Stage(6.0, " ".join(FIRST), "bench.gpu_first"),
-        Stage(MINUTES, f"--models SDXL SD1.5 Z-Image --parts steps --sizes 1024x1024 512x512 --batches 1 {_OURS}"),
+        Stage(
+            MINUTES, f"--models SDXL SD1.5 Z-Image --parts steps profile --sizes 1024x1024 512x512 --batches 1 {_OURS}"
+        ),
     ),
     "1": (
         Stage(1.5),
@@ -71,9 +73,10 @@ PLANS = {
         Stage(MINUTES, f"--models SDXL --parts session {_BESIDE_CORE}"),
     ),
 }
-"""first: what only a card can say (`gpu_first`), then steps. 1: the `gpu` tests, then SDXL, which the goals are about,
-with its kernels; core's node last, which compiles longest. 2: Flux, SD1.5, SDXL's other sizes and batches, single
-images first, and without those that would be compiled again for what plan 1 says. 3: the other models and a session.
+"""first: what only a card can say (`gpu_first`), then steps and their kernels. 1: the `gpu` tests, then SDXL, which the
+goals are about, with its kernels; core's node last, which compiles longest. 2: Flux, SD1.5, SDXL's other sizes and
+batches, single images first, and without those that would be compiled again for what plan 1 says. 3: the other
+models and a session.
 """
 
 
