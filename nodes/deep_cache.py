@@ -20,7 +20,7 @@ rest."""
 
 
 class AccelDeepCache(io.ComfyNode):
-    """MODEL in, MODEL out: the same model with its deep layers skipped on some steps."""
+    """MODEL in, MODEL out: the same model with its blocks skipped on some steps."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:

@@ -130,8 +130,6 @@ class ModelCapture:
         captured = self._current(key, entry)
         del entry  # an eager call may need the memory of what is evicted
         if captured is not None and captured.held <= self._held:
-            if proxy is not None and captured.io is not None:
-                proxy.check(captured.io)
             done, out = self._replay(captured, tensors, proxy)
             del captured
             return out if done else self._alone(inner, args, kwargs)

@@ -20,13 +20,12 @@ class CaptureIO:
     """Inputs and outputs of one call beside its arguments and result.
 
     features: what a skipped call reads, by part. tensors: the features that the call stores, in order. parts: which
-    part of the split each of them is of. entered: the shape of what its deep part is computed from.
+    part of the split each of them is of.
     """
 
     features: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     parts: list[Hashable] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
-    entered: torch.Size | None = None
 
     def add(self, part: Hashable, tensor: torch.Tensor, owned: bool) -> None:
         """Append one output. owned: nobody writes to `tensor` any more, so it need not be copied."""
@@ -37,7 +36,7 @@ class CaptureIO:
 class FeaturesProxy:
     """Stands between a split's layers and the Features, with the methods that they call, for one call.
 
-    keys: the call's branches. skips: whether it leaves the deep part out.
+    keys: the call's branches. skips: whether it is a skipped one.
     """
 
     def __init__(self, features: Features, keys: Sequence[BranchKey], skips: bool):
@@ -78,27 +77,16 @@ class FeaturesProxy:
         finally:
             self._copies = None
 
-    def check(self, io: CaptureIO) -> None:
-        """Raise as the split does where a skipped call's shape does not fit the stored features."""
-        if self._skips and io.entered is not None:
-            self._features.split.check_skipped(self._keys, io.entered)
-
     def deliver(self, io: CaptureIO, tensors: Sequence[torch.Tensor]) -> None:
         """Store the outputs of a replay, which are copied: the next replay overwrites them."""
-        if not self._skips and io.entered is not None:
-            self._features.split.note_full(self._keys, io.entered)
         for part, tensor in zip(io.parts, tensors, strict=True):
             self._features.exchange(self._keys, tensor, part)
-
-    def enter(self, shape: torch.Size) -> None:
-        if self._io is not None:
-            self._io.entered = shape
 
     def run_in_full(self, reason: str) -> None:
         self._features.run_in_full(reason)
 
     def cannot_keep(self, error: Exception) -> None:
-        """As of the Features; raises `error` within a capture, which would lack the feature ever after."""
+        """See `Features.cannot_keep`; raises `error` within a capture, which would lack the feature ever after."""
         if self._io is not None:
             raise error
         self._features.cannot_keep(error)

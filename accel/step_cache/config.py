@@ -22,9 +22,6 @@ class DeepCacheSettings:
         own range (max - min) as the peak, that the run plans for.
     start_percent, end_percent: the part of sampling, as fractions of the noise schedule, in which steps are skipped.
         Every step outside it is full; equal values switch caching off.
-    depth: how much of the model still runs on a skipped step, counted in skip connections of a UNet, from the
-        outermost, and in blocks at either end of a transformer; more is slower. None (or 0): nothing, but where a
-        sampler adds noise in its steps, of which a UNet's deep part knows nothing, a UNet's outermost layers.
 
     Raises ValueError, with the valid range, for anything else.
     """
@@ -32,11 +29,8 @@ class DeepCacheSettings:
     quality: float = BALANCED
     start_percent: float = 0.0
     end_percent: float = 1.0
-    depth: int | None = None
 
     def __post_init__(self) -> None:
-        if self.depth is not None and self.depth < 0:
-            raise ValueError(f"DeepCache: depth {self.depth} is below 0 (0 = automatic).")
         for name in ("start_percent", "end_percent"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"DeepCache: {name} {getattr(self, name)} is outside 0.0 to 1.0.")
@@ -46,8 +40,6 @@ class DeepCacheSettings:
             )
         if not 0.0 < self.quality < math.inf:
             raise ValueError(f"DeepCache: quality {self.quality} is not a number of dB above 0.")
-        if self.depth == 0:
-            object.__setattr__(self, "depth", None)
 
     @property
     def is_off(self) -> bool:
@@ -65,10 +57,3 @@ QUALITIES: dict[str, DeepCacheSettings | None] = {
     "Fast": DeepCacheSettings(FAST),
 }
 """Settings for people who choose by the picture: None skips nothing. docs/deepcache.md has what each costs."""
-
-
-def checked_depth(depth: int, max_depth: int) -> int:
-    """`depth` itself. Raises ValueError, with the range, outside `1 .. max_depth`."""
-    if not 1 <= depth <= max_depth:
-        raise ValueError(f"DeepCache: depth {depth} is outside this model's range 1 to {max_depth} (0 = automatic).")
-    return depth

@@ -31,7 +31,7 @@ _INEXACT = 1e-4
 
 
 class Correction:
-    """Of one run. Memory: about twelve latents, and three for each step that is skipped in a row.
+    """The corrections of one run. Memory: about twelve latents, and three for each step that is skipped in a row.
 
     Where the run leaves the response, as at another level or size, predictions stay as they are from there on.
 
@@ -47,7 +47,7 @@ class Correction:
         """By how much what should have been given exceeds what was: by evaluation, the last `MEMORY`, into which those
         before are folded."""
         self._off_before: dict[int, torch.Tensor] = {}
-        """The same at the newest full one."""
+        """`_off` as it was at the newest full one."""
         self._newest: tuple[torch.Tensor, torch.Tensor] | None = None
         """What the sampler was given last, and the prediction in it; None where they are the same."""
         self.is_over = False

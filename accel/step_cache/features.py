@@ -140,7 +140,7 @@ class Features:
     """Those of one model in a run. A step is full or skipped for all branches alike; a branch without a feature from
     the last full step (new in mid-run, or left out there by another cache) is computed in full.
 
-    Memory for each branch (two with cond and uncond) and part of the split: `Plan.points` copies of the deep feature.
+    Memory for each branch (two with cond and uncond) and part of the split: `Plan.points` copies of the feature.
     SD1.5 at 1024² in half precision: 10 MiB for each copy and image.
     """
 
@@ -152,7 +152,7 @@ class Features:
 
     @property
     def bytes(self) -> int:
-        """Of all that is stored."""
+        """The size of all that is stored."""
         return sum(history.bytes for history in self._histories.values())
 
     def begin_evaluation(self) -> None:
@@ -164,9 +164,6 @@ class Features:
 
     def forget(self) -> None:
         self._histories.clear()
-
-    def enter(self, shape: torch.Size) -> None:
-        """Note the shape of what a call's deep part is computed from; a FeaturesProxy does."""
 
     def run_in_full(self, reason: str) -> None:
         self.run.run_in_full(reason)

@@ -82,7 +82,7 @@ class QualityPlan:
         self._stretches: dict[int, float] = {}
         """Full step → what was skipped before it, as `_part` adds it up."""
         self._open = 0.0
-        """The same since the last full step."""
+        """What was skipped since the last full step, as `_part` adds it up."""
 
     def skips(self, step: int) -> bool:
         facts = self._facts

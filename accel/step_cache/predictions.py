@@ -51,7 +51,7 @@ class FullEvaluations:
         self.known = [now, *self.known[:1]]
 
     def shown_by(self, now: Evaluation) -> torch.Tensor | None:
-        """As `plan.Plan.note_shown` takes it; None where there are not two to compare with."""
+        """What `plan.Plan.note_shown` takes; None where there are not two to compare with."""
         if len(self.known) < 2 or any(one.latent.shape != now.latent.shape for one in self.known):
             return None
         held, moved = mixed(self.known, self.factors(now.place), now.latent, now.level)
@@ -62,7 +62,7 @@ class FullEvaluations:
         return differences.square().mean(2).sqrt() / peak
 
     def factors(self, place: float) -> list[float]:
-        """Of each in a forecast at the noise level `place`."""
+        """The weight of each in a forecast at the noise level `place`."""
         places = [one.place for one in self.known]
         return weights(places, reachable(places, place)) if len(places) > 1 else [1.0]
 

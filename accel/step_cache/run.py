@@ -1,9 +1,8 @@
 """One sampling run with skipped steps: the one place that has its state.
 
 Neighbouring sampler steps have nearly equal deep features (Ma, Fang, Wang: "DeepCache", CVPR 2024,
-arXiv 2312.00858). A full step stores the feature that the deep part of the model hands to the shallow part; a skipped
-step runs the shallow part alone. Unless the settings or the sampler's noise ask for one, there is none: all blocks are
-deep, as in TaylorSeer (Liu et al., arXiv 2503.06923) and AdaptiveDiffusion (Ye et al., arXiv 2410.09873).
+arXiv 2312.00858). A full step stores what the model's blocks give; a skipped step runs none of them, as in TaylorSeer
+(Liu et al., arXiv 2503.06923) and AdaptiveDiffusion (Ye et al., arXiv 2410.09873).
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from .sampler_facts import SamplerFacts
 
 FULL, SKIPPED = "FS"
 """A step of a run, as a letter."""
+
+NOISE_UNSEEN = "this sampler adds noise in its steps, or may, and a skipped step of a UNet knows nothing of it"
 
 LOOK_AHEAD = 2
 """The most steps that a sampler evaluates ahead of its own."""
@@ -63,7 +64,7 @@ class DeepCacheRun:
         self.why_full: str | None = None
         """Why the rest of the run is computed in full, whatever the plan says."""
         self.step, self.angle, self.mode = 0, 0.0, Mode.PLAIN
-        """Of the current evaluation."""
+        """What the current evaluation is."""
         self.last_full = -1
         """The last full step."""
         self._find, self._window, self._changes = find, window, sorted(changes)
@@ -81,7 +82,7 @@ class DeepCacheRun:
         self._is_new = False
         """Whether the current evaluation is the first of its step."""
         self._full = FullEvaluations(0.0 if facts.adds_noise else FOLLOWS)
-        can_correct = follows is not None and facts.response is not None and not settings.depth and self.plan.points > 1
+        can_correct = follows is not None and facts.response is not None and self.plan.points > 1
         self._correction = Correction(facts.response, self._full, follows) if can_correct else None
         self._lock = threading.Lock()
         if why_full is None and not is_in_order(facts.levels):
@@ -151,12 +152,11 @@ class DeepCacheRun:
         return given
 
     def prediction_in(self, given: torch.Tensor) -> torch.Tensor:
-        """As `Correction.prediction_in`."""
+        """See `Correction.prediction_in`."""
         return given if self._correction is None else self._correction.prediction_in(given)
 
     def add_noise(self) -> None:
-        """Note, before any step was skipped, that the sampler adds noise after all: the next step is full, since what
-        was stored is of another split."""
+        """Note, before any step was skipped, that the sampler adds noise after all."""
         self.facts = replace(self.facts, adds_noise=True, response=None)
         self._correction, self._full = None, FullEvaluations(0.0)
         self._models.clear()
@@ -202,6 +202,8 @@ class DeepCacheRun:
                 first = next(iter(self._models), model)
                 split = self._find(model) if type(first) is type(model) else None
                 self._models[model] = None if split is None else Features(self, split)
+                if split is not None and self.facts.adds_noise and not split.sees_noise:
+                    self.run_in_full(NOISE_UNSEEN)
             return self._models[model]
 
     @property

@@ -58,12 +58,12 @@ class SamplerFacts:
         return max(len(self.levels) - 1, 0)
 
     def gain(self, step: int) -> float:
-        """As `gains`; where these are not known, that of Euler's method, enlarged as much as any sampler's is."""
+        """One of `gains`; where these are not known, Euler's method's, enlarged as much as any sampler's is."""
         return self.gains[step] if self.gains else MOST_ENLARGED * (1 - _kept(self.angles, step))
 
 
 MOST_ENLARGED = 1.6
-"""Of the gain over that of Euler's method: most multistep samplers are at 1.5 or below, a few at 1.6 to 1.9."""
+"""The gain over that of Euler's method: most multistep samplers are at 1.5 or below, a few at 1.6 to 1.9."""
 
 
 def _kept(angles: Sequence[float], step: int) -> float:

@@ -102,7 +102,7 @@ def test_deep_cache_has_a_capture_for_full_and_one_for_skipped_steps(name, cache
     assert reasons() == []
 
 
-WAYS = [every(2), every(3, 2), every(5, points=2), DeepCacheSettings(20.0)]
+WAYS = [every(2), every(3), every(5, points=2), DeepCacheSettings(20.0)]
 
 
 @pytest.mark.parametrize("settings", thorough_except(WAYS, WAYS[1], WAYS[3]))

@@ -193,7 +193,7 @@ def test_control_net_whose_streamed_weights_cannot_be_taken_says_so(monkeypatch,
 
 
 def test_beside_deep_cache_the_image_is_that_of_the_plain_control():
-    cached = apply_deep_cache(model(), every(2, 1, points=2))
+    cached = apply_deep_cache(model(), every(2, points=2))
     assert_same_image((control(), 0.8, 0.0, 1.0), base=cached, steps=4)
     assert counts() == (2, 2)
 

@@ -165,12 +165,11 @@ def test_every_kind_of_prediction_is_corrected_as_far_as_it_follows_the_latent(n
 @pytest.mark.parametrize(
     "how",
     [
-        {"settings": {"depth": 1}},
         {"settings": {"points": 1}},
         {"change": guided_by_another_node},
         {"noise_mask": torch.ones(1, 1, 16, 16)},
     ],
-    ids=["depth", "hold", "guidance", "mask"],
+    ids=["hold", "guidance", "mask"],
 )
 def test_run_is_not_corrected_with(network, corrections, how):
     a_few_steps(network, **how)

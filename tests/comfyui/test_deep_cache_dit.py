@@ -74,16 +74,6 @@ def test_split_chunks_agree_with_joined_ones(name, no_fallback):
     assert counts() == (2, 2)
 
 
-@every_dit
-def test_depth_beyond_the_model_is_refused_with_the_range(name):
-    model = DITS[name].load()
-    largest = (DITS[name].blocks - 1) // 2
-    for depth in (largest + 1, 99):
-        with pytest.raises(ValueError, match=f"depth {depth} is outside this model's range 1 to {largest} "):
-            cached(model, 3, depth)
-    cached(model, 3, largest)
-
-
 @pytest.mark.parametrize("name", ["Flux", "SD3"])
 def test_prompts_of_different_lengths_keep_their_own_text(name, no_fallback):
     dit = DITS[name]
@@ -115,16 +105,15 @@ def call(model, stand_ins, x, context, control=None):
         return model(x, torch.full((len(x),), 0.7), **given)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("name, width", [("Flux", 64), ("Chroma", 64), ("SD3", 128), ("Qwen-Image", 64)])
-def test_residuals_of_a_control_net_count_once(name, width, depth):
+def test_residuals_of_a_control_net_count_once(name, width):
     dit = DITS[name]
     model = dit.load().model.diffusion_model
     noise = lambda *shape, seed=0: torch.randn(shape, generator=torch.Generator().manual_seed(seed))  # noqa: E731
     residuals = [None if index == 3 else noise(2, 36, width, seed=index) for index in range(dit.blocks - 1)]
     control = {"input": residuals, "output": residuals[::-1]}
     x, context = noise(2, *dit.latents[0][1:]), noise(2, 24, 48)
-    split = find_split(model, depth)
+    split = find_split(model)
     features = features_of(split, levels=(3.0, 2.0, 1.0, 0.0))
     plain = call(model, {}, x, context, control)
     features.run.begin(3.0)
@@ -134,7 +123,7 @@ def test_residuals_of_a_control_net_count_once(name, width, depth):
     keys = features.branches(x, ["a", "b"], [0, 1], None)
     assert features.can_skip(keys)
     withheld = split.withhold(control)
-    assert any(kept is not None for kept in withheld["input"]) and withheld != control
+    assert withheld != control
     assert_close(call(model, split.skip_layers(features, keys), x, context, withheld), plain, 1e-5)
     # Nothing depends on their being withheld, as in models whose lists nobody has named.
     assert_close(call(model, split.skip_layers(features, keys), x, context, control), plain, 1e-5)
@@ -153,9 +142,9 @@ def test_control_net_in_a_real_run(no_fallback):
     assert_close(CONTROLLED.sample(cached(split_chunks(model)), **conds), out)
 
 
-@pytest.mark.parametrize("layer", thorough_except([1, 2, 4], 1, 2))  # the last as the first
+@pytest.mark.parametrize("layer", [0, 2])
 def test_guidance_that_leaves_a_block_out(layer, no_fallback):
-    """Where it takes the first or last block that would be skipped (1 and 4), its own call is never skipped."""
+    """Where it takes the first block, its own call is never skipped."""
     from comfy_extras.nodes_slg import SkipLayerGuidanceDiT
 
     dit = DITS["SD3"]
@@ -185,15 +174,13 @@ def test_accelerate_model_in_either_order_compiles_nothing_more(no_fallback):
 # What a skipped step costs
 
 
-@pytest.mark.parametrize("depth, blocks, most", [(None, 0, 0.01), (7, 14, 0.35)])
-def test_skipped_step_of_flux_costs_what_its_blocks_do(depth, blocks, most):
+def test_skipped_step_of_flux_costs_next_to_nothing():
     config = FLUX_DEV.config
     model = Flux(**config, device="meta", dtype=torch.float16, operations=comfy.ops.disable_weight_init)
-    split = find_split(model, depth)
-    assert split.count - sum(len(span.blocks) for span in split.spans) == blocks
+    split = find_split(model)
     empty = lambda *shape: torch.empty(shape, device="meta", dtype=torch.float16)  # noqa: E731
     x = empty(2, 16, 90, 120)
     others = empty(2), empty(2, 256, config["context_in_dim"]), empty(2, config["vec_in_dim"]), empty(2)
     spent = full_and_skipped_flops(split, x, lambda: model(x, *others))
     print(f"{spent[1] / spent[0]:.3f}")
-    assert spent[1] <= most * spent[0]
+    assert spent[1] <= 0.01 * spent[0]

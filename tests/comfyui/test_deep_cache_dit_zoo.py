@@ -75,7 +75,7 @@ def call(model, name, stand_ins):
 @pytest.mark.parametrize("name", STREAMS)
 def test_skipped_call_adds_what_a_full_one_remembered(name):
     model = lengthened(name)
-    split = find_split(model, None)
+    split = find_split(model)
     assert isinstance(split, DiTSplit)
     features = features_of(split, levels=(14.6, 8.0, 0.0))
     latent, _ = ZOO[name].inputs(Size(height=12, batch=2), Noise(0))
@@ -94,7 +94,7 @@ def test_skipped_call_adds_what_a_full_one_remembered(name):
 @pytest.mark.parametrize("name", UNETS + NEITHER)
 def test_other_layouts_are_told_apart(name):
     model = ZOO[name].build()
-    split = find_split(model, None)
+    split = find_split(model)
     if name in UNETS:
         assert isinstance(split, UNetSplit)
     else:
@@ -108,7 +108,7 @@ def test_other_layouts_are_told_apart(name):
 @pytest.mark.parametrize("name", [name for name in (*STREAMS, *UNETS) if name not in ODD_HEADS])
 def test_what_is_kept_is_known_before_the_first_call(name):
     """Within a factor of three, of models as narrow as their text is long and with latents as small."""
-    split = find_split(lengthened(name), None, adds_noise=False)
+    split = find_split(lengthened(name))
     features = features_of(split, levels=(14.6, 8.0, 0.0))
     latent, _ = ZOO[name].inputs(Size(height=12, batch=2), Noise(0))
     features.run.begin(14.6)
@@ -132,7 +132,7 @@ def test_what_models_of_full_size_keep_of_one_point(latent, widths, lists, megab
         setattr(model, name, torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(8, 2, 8) for _ in range(3)))
     model.embed = torch.nn.Linear(256, widths[0], device="meta")
     model.head = torch.nn.Linear(*widths, device="meta")
-    assert round(numbers_kept(DiTSplit(model, None), latent) * 2 / (1 << 20)) == megabytes
+    assert round(numbers_kept(DiTSplit(model), latent) * 2 / (1 << 20)) == megabytes
 
 
 def test_every_specimen_is_in_one_table():

@@ -114,10 +114,9 @@ def test_control_net_runs_in_full_steps_alone(model, control, sample):
     assert counts() == (2, 4) and len(control.calls) == 2
 
 
-@pytest.mark.parametrize("depth, sampler", [(1, "euler"), (None, "euler_ancestral")])
-def test_control_net_runs_on_every_step_where_layers_do(model, control, sample, depth, sampler):
-    sample(cached(model, depth=depth), **RUN, sampler=sampler, positive=controlled(control))
-    assert counts() == (2, 4) and len(control.calls) == 6
+def test_control_net_runs_on_every_step_where_the_sampler_adds_noise(model, control, sample):
+    sample(cached(model), **RUN, sampler="euler_ancestral", positive=controlled(control))
+    assert counts() == (6, 0) and len(control.calls) == 6
 
 
 def test_control_net_of_a_transformer_runs_on_every_step():

@@ -11,6 +11,7 @@ from comfy_accel.accel.hosts.comfyui.models import deep_cache as host
 from comfy_accel.accel.hosts.comfyui.models.samplers import NoiseLevels, reckons
 from comfy_accel.accel.report.run_record import records
 from comfy_accel.accel.step_cache.run import DeepCacheRun
+from comfy_accel.accel.step_cache.splits.unet import UNetSplit
 from kit import tiny_models
 from kit.deep_cache import cached, counts, last_run
 
@@ -86,6 +87,12 @@ def test_interval_one_and_a_window_without_steps_are_bit_identical(small_unet, s
 
 
 @pytest.fixture
+def as_if_seen(monkeypatch):
+    """A UNet's skipped steps do not ask for noise: what is tested is which steps they are."""
+    monkeypatch.setattr(UNetSplit, "sees_noise", True)
+
+
+@pytest.fixture
 def reckoned(monkeypatch):
     """Levels of runs from now on that were reckoned, as on a GPU, and what they are."""
     seen = []
@@ -121,7 +128,7 @@ def test_levels_are_read_again_once_one_was_reckoned_wrongly():
 
 
 @pytest.mark.parametrize("sampler", [name for name in comfy.samplers.SAMPLER_NAMES if name != "dpm_adaptive"])
-def test_steps_are_skipped_whole_and_every_third_is_full(small_unet, sample, calls, reckoned, sampler):
+def test_steps_are_skipped_whole_and_every_third_is_full(small_unet, sample, calls, reckoned, as_if_seen, sampler):
     out = sample(cached(small_unet), 64, 64, steps=7, sampler=sampler)
     assert all(level == pytest.approx(actual, rel=1e-4) for level, actual in reckoned)
     assert out.isfinite().all()
@@ -130,7 +137,7 @@ def test_steps_are_skipped_whole_and_every_third_is_full(small_unet, sample, cal
     assert records.deep_cache().steps_taken == "".join(steps[step] for step in sorted(steps))
 
 
-def test_dpm_adaptive_decides_by_the_steps_that_its_levels_fall_in(small_unet, sample, calls):
+def test_dpm_adaptive_decides_by_the_steps_that_its_levels_fall_in(small_unet, sample, calls, as_if_seen):
     sample(cached(small_unet), 64, 64, steps=7, sampler="dpm_adaptive")
     marks = {}
     for group in calls().split():
@@ -140,8 +147,20 @@ def test_dpm_adaptive_decides_by_the_steps_that_its_levels_fall_in(small_unet, s
     assert {"s"} in marks.values()
 
 
-@pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_sde", "dpmpp_2m_sde", "lcm"])
-def test_samplers_that_add_noise_add_the_same_as_without_us(small_unet, sample, sampler):
+NOISY = pytest.mark.parametrize("sampler", ["euler_ancestral", "dpmpp_sde", "dpmpp_2m_sde", "lcm"])
+
+
+@NOISY
+def test_unet_runs_in_full_where_the_sampler_adds_noise(small_unet, sample, caplog, sampler):
+    caplog.set_level("INFO")
+    plain = sample(small_unet, 64, 64, steps=5, sampler=sampler)
+    assert torch.equal(sample(cached(small_unet), 64, 64, steps=5, sampler=sampler), plain)
+    assert counts() == (5, 0) and "adds noise in its steps" in records.deep_cache().why_full
+    assert "skipped none of 5 steps: this sampler adds noise" in caplog.text and "Use euler" in caplog.text
+
+
+@NOISY
+def test_samplers_that_add_noise_add_the_same_as_without_us(small_unet, sample, as_if_seen, sampler):
     def noise_of(model, seed):
         """The latents of a run in which the model's answers count for nothing."""
         latents = []
@@ -165,7 +184,7 @@ def test_samplers_that_add_noise_add_the_same_as_without_us(small_unet, sample, 
     "steps, interval, expected",
     [(1, 3, "0F"), (4, 3, "0F 1s 2s 3F"), (4, 100, "0F 1s 2s 3s"), (8, 2, "0F 1s 2F 3s 4F 5s 6F 7s")],
 )
-def test_few_steps_of_lcm(small_unet, sample, calls, steps, interval, expected):
+def test_few_steps_of_lcm(small_unet, sample, calls, as_if_seen, steps, interval, expected):
     sample(cached(small_unet, interval), 64, 64, steps=steps, sampler="lcm")
     assert calls() == expected
 
@@ -308,7 +327,7 @@ def test_what_a_sampler_does_is_measured(small_unet, sampler):
     facts = measured_of(small_unet, sampler)
     assert facts.levels == pytest.approx(LEVELS, abs=2e-3)
     # What cannot be measured, as of those that choose levels of their own, is taken to add noise.
-    assert facts.adds_noise == (moves_with_noise(small_unet, sampler) or not facts.gains)
+    assert facts.adds_noise == (moves_with_noise(small_unet, sampler) or sampler == "dpm_fast")
     assert facts.gains or sampler == "dpm_fast" or "cfg_pp" in sampler
     euler = [1 - end / now for now, end in zip(LEVELS, LEVELS[1:], strict=False)]
     gains = [facts.gain(step) for step in range(1, facts.steps)]

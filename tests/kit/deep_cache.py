@@ -5,7 +5,6 @@ Imported by tests that have put a ComfyUI tree on the path.
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Hashable
 from types import SimpleNamespace
@@ -31,8 +30,8 @@ SPLIT_TOLERANCE = 1e-4
 """Share of the largest value that may differ: joined and split batches add in another order, over six steps."""
 
 
-def cached(model, interval=3, depth=None, **settings):
-    return apply_deep_cache(model, every(interval, depth, **settings))
+def cached(model, interval=3, **settings):
+    return apply_deep_cache(model, every(interval, **settings))
 
 
 def last_run() -> dict[str, Any] | None:
@@ -94,14 +93,14 @@ def call_unet(model, run, x, sigma, control=None, patches=None, uuids=("u",), be
         return unet(x, torch.full((x.shape[0],), 500.0), context, control=control, transformer_options=options)
 
 
-def unet_run(depth, interval=3, levels=(3.0, 2.0, 1.0, 0.0)):
-    """A run of any model that can be split at this depth."""
-    return run_of(every(interval, depth), levels, functools.partial(find_split, depth=depth))
+def unet_run(interval=3, levels=(3.0, 2.0, 1.0, 0.0)):
+    """A run of any model that can be split."""
+    return run_of(every(interval), levels, find_split)
 
 
-def full_and_skipped(model, depth, height, width, **call):
+def full_and_skipped(model, height, width, **call):
     """The UNet at one and the same input, first as a full step and then as a skipped one."""
-    run = unet_run(depth)
+    run = unet_run()
     x = torch.randn(2, 4, height, width, generator=torch.Generator().manual_seed(1))
     make = {name: value if callable(value) else lambda value=value: value for name, value in call.items()}
     outs = [call_unet(model, run, x, sigma, **{name: value() for name, value in make.items()}) for sigma in (3.0, 2.0)]
@@ -153,7 +152,7 @@ SMALL = {
     "transformer_depth": [1, 1],
     "transformer_depth_output": [1] * 4,
 }
-"""Changes of `tiny_models.unet` that leave it two levels: depths 1 to 3."""
+"""Changes of `tiny_models.unet` that leave it two levels."""
 
 Streams = Callable[[int, dict], list[Hashable]]
 """From a call's place in its step and its transformer_options to one key for each conditioning chunk of its batch."""
@@ -162,16 +161,11 @@ LEVEL = 3.0
 """The noise level at which a stopped model answers."""
 
 
-def held(model, interval=3, depth=2):
-    """The model with DeepCache of the simple sort: full every `interval` steps, the feature held in between."""
-    return cached(model, interval, depth)
-
-
 class Slow:
     """The state of one run of `reference`; its wrappers are `begin` and `call`."""
 
-    def __init__(self, interval: int, depth: int, streams: Streams):
-        self.interval, self.depth, self.streams = interval, depth, streams
+    def __init__(self, interval: int, streams: Streams):
+        self.interval, self.streams = interval, streams
         self.step = self.calls = -1
         self.features: dict[Hashable, torch.Tensor] = {}
 
@@ -194,8 +188,7 @@ class Slow:
             chunks = zip(streams, output.chunk(len(streams)), strict=True)
             return torch.cat([self.features.setdefault(stream, chunk.clone()) for stream, chunk in chunks])
 
-        last_deep_block = unet.output_blocks[len(unet.input_blocks) - self.depth - 1]
-        hook = list(last_deep_block)[-1].register_forward_hook(hold)
+        hook = list(unet.output_blocks[-1])[-1].register_forward_hook(hold)
         try:
             return executor(*args, **kwargs)
         finally:
@@ -214,9 +207,9 @@ def by_uuid(call: int, options: dict) -> list[Hashable]:
     return [(uuid, frames) for uuid in options["uuids"]]
 
 
-def reference(model, interval=3, depth=2, streams: Streams = by_place):
+def reference(model, interval=3, streams: Streams = by_place):
     """A clone that samples with the slow DeepCache, for one run of a sampler that asks once a step."""
-    clone, slow = model.clone(), Slow(interval, depth, streams)
+    clone, slow = model.clone(), Slow(interval, streams)
     clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "slow", slow.begin)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "slow", slow.call)
     clone.set_attachments("slow", slow)
@@ -226,7 +219,6 @@ def reference(model, interval=3, depth=2, streams: Streams = by_place):
 def assert_as_reference(
     model,
     interval=3,
-    depth=2,
     steps=4,
     sample=tiny_models.sample,
     expected=None,
@@ -236,16 +228,16 @@ def assert_as_reference(
 ):
     """The run is the plain one at interval 1, and the reference's at `interval`; the plain model stays as it was.
 
-    model: with its company. expected: full and skipped steps. other_order: the same model, from a depth, its company
-    added after DeepCache. slow: the reference, from model, interval and depth. Returns the cached image.
+    model: with its company. expected: full and skipped steps. other_order: the same model, its company added
+    after DeepCache. slow: the reference, from model and interval. Returns the cached image.
     """
-    off = sample(held(model, 1), steps=steps, **run)
-    out = sample(held(model, interval, depth), steps=steps, **run)
+    off = sample(cached(model, 1), steps=steps, **run)
+    out = sample(cached(model, interval), steps=steps, **run)
     full = -(-steps // interval)
     assert counts() == (expected or (full, steps - full))
-    assert torch.equal(out, sample(slow(model, interval, depth), steps=steps, **run))
+    assert torch.equal(out, sample(slow(model, interval), steps=steps, **run))
     if other_order is not None:
-        assert torch.equal(out, sample(other_order(depth), steps=steps, **run))
+        assert torch.equal(out, sample(other_order(), steps=steps, **run))
         assert counts() == (expected or (full, steps - full))
     assert not any("forward" in part.__dict__ for part in model.model.diffusion_model.modules())
     plain = sample(model, steps=steps, **run)
@@ -306,14 +298,14 @@ def still_answers(model, steps=3, width=128, height=128, batch=1, cfg=5.0, laten
     return answers
 
 
-def assert_skipped_is_full(model, depth=2, width=128, height=128, unlike=None, **run):
+def assert_skipped_is_full(model, width=128, height=128, unlike=None, **run):
     """With time stopped, two skipped steps give the plain model's answer bit by bit.
 
     unlike: a model, or changes of the run, without what is tested; it must make a difference.
     """
     run |= {"width": width, "height": height}
     (plain,) = still_answers(model, steps=1, **run)
-    answers = still_answers(held(model, 3, depth), **run)
+    answers = still_answers(cached(model), **run)
     assert counts() == (1, 2)
     assert [torch.equal(answer, plain) for answer in answers] == [True] * 3
     if unlike is not None:

@@ -188,9 +188,9 @@ def tiled_evenly(model):
     return model
 
 
-def reference_with_held_attention(model, interval, depth):
+def reference_with_held_attention(model, interval):
     """Self-attention guidance blurs where the middle block attends, which a skipped step does not ask anew."""
-    model = reference(model, interval, depth)
+    model = reference(model, interval)
     slow = model.get_attachment("slow")
     record = model.model_options["transformer_options"]["patches_replace"]["attn1"][("middle", 0, 0)]
     model.set_model_attn1_replace(lambda q, k, v, o: v if slow.skipping else record(q, k, v, o), "middle", 0, 0)
@@ -384,8 +384,8 @@ def in_masks():
     return whole + bounds + tiny_models.conditioning(seed=1)
 
 
-def by_uuid_reference(model, interval, depth):
-    return reference(model, interval, depth, by_uuid)
+def by_uuid_reference(model, interval):
+    return reference(model, interval, by_uuid)
 
 
 def windowed(model, schedule):

@@ -49,9 +49,9 @@ class EveryFewSettings(DeepCacheSettings):
         return EveryFew(self.interval, self.points)
 
 
-def every(interval=3, depth=None, points=1, **settings):
+def every(interval=3, *, points=1, **settings):
     """As in DeepCache's paper: full every `interval` steps, the feature held in between."""
-    return EveryFewSettings(depth=depth, interval=interval, points=points, **settings)
+    return EveryFewSettings(interval=interval, points=points, **settings)
 
 
 def run_of(settings=None, levels=SCHEDULE, find=lambda model: model, window=(math.inf, 0.0), adds_noise=False, **more):

@@ -24,7 +24,6 @@ SDXL = {
     "transformer_layers_per_block": (1, 1, 2),
     "use_linear_projection": True,
 }
-ONE_RESNET = {**SD, "layers_per_block": 1}
 
 
 def unet(**layout):
@@ -64,9 +63,9 @@ def sample(pipe, height=64, width=64, batch=1, steps=STEPS, **arguments):
     ).images
 
 
-def sample_cached(pipe, interval, depth, **arguments):
+def sample_cached(pipe, interval, **arguments):
     """Latents of one call with DeepCache, and its full and skipped steps."""
-    return deep_transformers.sample_cached(pipe, every(interval, depth), sample, **arguments)
+    return deep_transformers.sample_cached(pipe, every(interval), sample, **arguments)
 
 
 def difference(actual, expected):

@@ -141,8 +141,8 @@ class Joints(torch.nn.Module):
 class Sampler:
     """A run over one split."""
 
-    def __init__(self, model, depth=1, **settings):
-        self.model, self.split = model, DiTSplit(model, depth)
+    def __init__(self, model, **settings):
+        self.model, self.split = model, DiTSplit(model)
         self.features = features_of(self.split, every(**settings), levels=(14.6, 8.0, 4.0, 2.0, 0.0))
         self.run = self.features.run
 

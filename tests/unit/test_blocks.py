@@ -1,6 +1,5 @@
-"""Finding a transformer's blocks, and how many of them are skipped."""
+"""Finding a transformer's blocks, and which models are skipped in which way."""
 
-import pytest
 import torch
 from comfy_accel.accel.modules.blocks import trunk_of
 from comfy_accel.accel.step_cache.splits.dit import DiTSplit, has_dit_layout
@@ -9,19 +8,9 @@ from comfy_accel.accel.step_cache.splits.unet import UNetSplit
 from kit.toys import Chain, Doubles, Single
 
 
-@pytest.mark.parametrize("count, largest", [(3, 1), (4, 1), (5, 2), (57, 28)])
-def test_depth_outside_the_range_is_refused_with_it(count, largest):
-    for depth in (0, largest + 1):
-        with pytest.raises(ValueError) as error:
-            DiTSplit(Chain(count), depth)
-        message = f"DeepCache: depth {depth} is outside this model's range 1 to {largest} (0 = automatic)."
-        assert str(error.value) == message
-    assert DiTSplit(Chain(count), largest).depth == largest
-
-
-def test_all_blocks_are_skipped_by_default():
-    split = DiTSplit(Chain(20), None)
-    assert split.depth == split.shallow_share == 0
+def test_all_blocks_are_skipped():
+    split = DiTSplit(Chain(20))
+    assert split.shallow_share == 0
     assert [len(span.blocks) for span in split.spans] == [20]
 
 
@@ -56,10 +45,8 @@ def test_boundary_of_a_model_is_the_one_for_its_layout():
     unet.input_blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in range(3))
     unet.output_blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(1, 1)) for _ in range(3))
     unet.middle_block = None
-    assert isinstance(find_split(unet, None), UNetSplit)
-    assert isinstance(find_split(Chain(), 2), DiTSplit)
-    assert find_split(Chain(2), None) is None and "it has 2 blocks" in why_no_split(Chain(2))
-    assert find_split(torch.nn.Linear(1, 1), None) is None and "neither a UNet" in why_no_split(torch.nn.Linear(1, 1))
+    assert isinstance(find_split(unet), UNetSplit)
+    assert isinstance(find_split(Chain()), DiTSplit)
+    assert find_split(Chain(2)) is None and "it has 2 blocks" in why_no_split(Chain(2))
+    assert find_split(torch.nn.Linear(1, 1)) is None and "neither a UNet" in why_no_split(torch.nn.Linear(1, 1))
     assert not has_dit_layout(object())
-    with pytest.raises(ValueError, match="range 1 to 2"):
-        find_split(Chain(), 3)

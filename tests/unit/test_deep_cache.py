@@ -11,7 +11,6 @@ from kit.step_cache import SCHEDULE, Sampler, every, features_of
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"depth": -1}, "depth -1 is below 0 (0 = automatic)."),
         ({"start_percent": -0.1}, "start_percent -0.1 is outside 0.0 to 1.0."),
         ({"end_percent": 1.5}, "end_percent 1.5 is outside 0.0 to 1.0."),
         ({"end_percent": float("nan")}, "end_percent nan is outside 0.0 to 1.0."),

@@ -23,12 +23,28 @@ def scheduler(timesteps, **more):
     return SimpleNamespace(timesteps=torch.tensor(timesteps), **{"alphas_cumprod": TRAINED, **more})
 
 
+class Ddim(SimpleNamespace):
+    """A scheduler whose step can be measured."""
+
+    config = SimpleNamespace(prediction_type="epsilon")
+
+    def scale_model_input(self, sample, timestep):
+        return sample
+
+    def step(self, model_output, timestep, sample, return_dict=True):
+        times = self.timesteps.tolist()
+        later = times[times.index(int(timestep)) + 1 :]
+        now, then = TRAINED[int(timestep)], TRAINED[later[0]] if later else torch.tensor(1.0)
+        image = (sample - (1 - now).sqrt() * model_output) / now.sqrt()
+        return (then.sqrt() * image + (1 - then).sqrt() * model_output,)
+
+
 class Pipe:
     """Calls the UNet once for each timestep, under a progress bar."""
 
     def __init__(self, timesteps=(900, 700, 500, 300, 100), unet=None):
         self.unet, self.timesteps = unet or ToyDiffusersUNet(), list(timesteps)
-        self.scheduler = scheduler([999, 998])
+        self.scheduler = Ddim(timesteps=torch.tensor([999, 998]), alphas_cumprod=TRAINED)
 
     def progress_bar(self, timesteps=None, total=None):
         return nullcontext() if timesteps is None else timesteps
@@ -167,7 +183,7 @@ def test_time_that_is_not_due_is_somebody_elses():
 @pytest.mark.parametrize("batched", [True, False])
 def test_every_image_is_a_run(counts, batched, iterated):
     pipe = Pipe()
-    with deep_cache(pipe, every(2, 1)):
+    with deep_cache(pipe, every(2)):
         pipe(batched=batched, iterated=iterated)
         assert counts == [(3, 2)]
         pipe(size=(6, 3), iterated=iterated)
@@ -177,7 +193,7 @@ def test_every_image_is_a_run(counts, batched, iterated):
 def test_calls_of_one_step_are_streams_of_their_own(counts):
     pipe = Pipe()
     once = Pipe()
-    with deep_cache(pipe, every(3, 1)), deep_cache(once, every(3, 1)):
+    with deep_cache(pipe, every(3)), deep_cache(once, every(3)):
         twice, expected = pipe(calls=2), once()
     assert counts == [(2, 3), (2, 3)]
     assert all(torch.equal(twice[2 * i + j], expected[i]) for i in range(5) for j in range(2))
@@ -186,7 +202,7 @@ def test_calls_of_one_step_are_streams_of_their_own(counts):
 def test_schedule_that_goes_back_starts_a_run(counts):
     pipe = Pipe()
     x = torch.ones(1, 1, 4, 4)
-    with deep_cache(pipe, every(5, 1)):
+    with deep_cache(pipe, every(5)):
         pipe.scheduler.timesteps = torch.tensor([900, 500, 100])
         for time in pipe.progress_bar([900, 500, 900, 500]):
             pipe.unet(x, time)
@@ -195,7 +211,7 @@ def test_schedule_that_goes_back_starts_a_run(counts):
 
 def test_call_outside_the_schedule_is_plain(counts):
     pipe = Pipe()
-    with deep_cache(pipe, every(3, 1)):
+    with deep_cache(pipe, every(3)):
         for time in pipe.progress_bar([123, 123]):
             pipe.unet(torch.ones(1, 1, 4, 4), time)
             assert "middle" in pipe.unet.called
@@ -204,7 +220,7 @@ def test_call_outside_the_schedule_is_plain(counts):
 
 def test_loop_within_the_loop_is_a_part_of_it(counts):
     pipe = Pipe()
-    with deep_cache(pipe, every(2, 1)), pipe.progress_bar(total=2):
+    with deep_cache(pipe, every(2)), pipe.progress_bar(total=2):
         first, second = pipe(), pipe()
         assert counts == [(3, 2)]
     assert counts == [(3, 2)] * 2 and all(torch.equal(*pair) for pair in zip(first, second, strict=True))
@@ -212,7 +228,7 @@ def test_loop_within_the_loop_is_a_part_of_it(counts):
 
 def test_window_keeps_steps_full(counts):
     pipe = Pipe()
-    with deep_cache(pipe, every(5, 1, start_percent=0.4)):
+    with deep_cache(pipe, every(5, start_percent=0.4)):
         pipe()
     assert counts == [(2, 3)]  # 900, 700 and, the first step in the window, 500 at the noise of 599 and below.
 
@@ -234,7 +250,7 @@ def test_failing_skip_is_computed_in_full_and_so_is_the_rest(counts, caplog):
     pipe = Pipe()
     plain = pipe()
     fail_skipped_calls(pipe.unet, ValueError("Eight."))
-    with deep_cache(pipe, every(3, 1)):
+    with deep_cache(pipe, every(3)):
         outs = pipe()
     assert_equal(outs, plain)
     assert counts == [(5, 0)]
@@ -246,7 +262,7 @@ def test_memory_that_runs_out_is_given_back_and_the_rest_runs_in_full(counts, ca
     pipe = Pipe()
     plain = pipe()
     fail_skipped_calls(pipe.unet, torch.OutOfMemoryError())
-    with deep_cache(pipe, every(3, 1)):
+    with deep_cache(pipe, every(3)):
         outs = pipe()
     assert_equal(outs, plain)
     assert counts == [(5, 0)] and "memory ran out while it kept" in caplog.text
@@ -257,7 +273,7 @@ def test_memory_that_runs_out_is_given_back_and_the_rest_runs_in_full(counts, ca
 def test_offloading_that_replaces_forwards_between_images_changes_nothing(counts):
     pipe = Pipe()
     own = pipe.unet.forward
-    with deep_cache(pipe, every(2, 1)):
+    with deep_cache(pipe, every(2)):
         first = pipe()
         hooked = pipe.unet.forward = lambda *args, **kwargs: own(*args, **kwargs)
         second = pipe()
@@ -271,7 +287,7 @@ def test_image_that_fails_leaves_nothing(counts, iterated):
     pipe = Pipe()
     hook = pipe.unet.up_blocks[1].resnets[2].register_forward_pre_hook(lambda *_: 1 / 0)
     caught = []
-    with deep_cache(pipe, every(3, 1)):
+    with deep_cache(pipe, every(3)):
         try:
             pipe(iterated=iterated)
         except ZeroDivisionError as error:
@@ -280,7 +296,7 @@ def test_image_that_fails_leaves_nothing(counts, iterated):
     counts.clear()
     hook.remove()
     plain = pipe()
-    with deep_cache(pipe, every(3, 1)):
+    with deep_cache(pipe, every(3)):
         assert torch.equal(pipe(iterated=iterated)[0], plain[0])
     assert counts == [(2, 3)]
 
@@ -299,7 +315,7 @@ def test_schedule_that_is_not_understood_is_computed_in_full(change, said, count
     if "step_index" in change:
         pipe.timesteps = [900, 700, 500, 300]  # one too few for what it has counted
     plain = pipe()
-    with deep_cache(pipe, every(2, 1)):
+    with deep_cache(pipe, every(2)):
         assert_equal(pipe(), plain)
     assert said in caplog.text and caplog.text.count("every step r") == 1
     assert sum(skipped for _, skipped in counts) == 0
@@ -316,7 +332,7 @@ def test_pipeline_without_such_a_unet_is_left_alone(pipe, caplog):
 def test_schedulers_may_have_no_timesteps(counts):
     pipe = Pipe()
     del pipe.scheduler
-    with deep_cache(pipe, every(2, 1)):
+    with deep_cache(pipe, every(2)):
         for _ in pipe.progress_bar([1, 2]):
             pipe.unet(torch.ones(1, 1, 4, 4), 900)
     assert counts == []

@@ -17,7 +17,6 @@ from kit.toys import (
     Packed,
     Pairs,
     Sampler,
-    Single,
     tokens,
     untouched,
 )
@@ -29,31 +28,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def test_skipped_call_adds_the_remembered_residual_to_fresh_tokens():
     sampler = Sampler(Chain())
     assert torch.equal(sampler.call(FULL, tokens(1)), tokens(32))
-    # Before the middle 2, behind it 16; now 6 and the same 14 more.
-    assert torch.equal(sampler.call(SKIPPED, tokens(3)), tokens(40))
-    assert sampler.skipped and sampler.model.called == [0, 4]
+    # The blocks make 32 of 1; now the same 31 more.
+    assert torch.equal(sampler.call(SKIPPED, tokens(3)), tokens(34))
+    assert sampler.skipped and sampler.model.called == []
     assert torch.equal(sampler.model(tokens(1)), tokens(32)) and untouched(sampler.model)
 
 
-def test_skipped_call_without_a_depth_runs_no_block():
-    sampler = Sampler(Chain(), None)
-    assert torch.equal(sampler.call(FULL, tokens(1)), tokens(32))
-    assert torch.equal(sampler.call(SKIPPED, tokens(3)), tokens(34))
-    assert sampler.skipped and sampler.model.called == []
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_both_lists_and_both_streams_are_remembered(depth):
-    sampler = Sampler(Doubles(), depth)
+def test_both_lists_and_both_streams_are_remembered():
+    sampler = Sampler(Doubles())
     img, txt = tokens(1, 2), tokens(1, 10, count=4)
     plain = sampler.model(img, txt)
     assert torch.equal(sampler.call(FULL, img, txt), plain) and torch.equal(plain, tokens(32, 64))
     assert torch.equal(sampler.call(SKIPPED, img, txt), plain)
-    assert sampler.model.called == [f"d{i}" for i in range(depth)] + [f"s{i}" for i in range(3 - depth, 3)]
-    # Depth 1: 3 becomes 6 in front, the doubles add 4 - 2, the singles 16 - 4, and twice that is 40.
-    # Depth 2: 12 in front, 8 - 4 more, and four times that.
-    expected = {1: 40, 2: 64}[depth]
-    assert torch.equal(sampler.call(SKIPPED, tokens(3, 3), txt)[:1], tokens(expected))
+    assert sampler.model.called == []
+    assert torch.equal(sampler.call(SKIPPED, tokens(3, 3), txt)[:1], tokens(3 + 31))
 
 
 def test_text_is_remembered_beside_the_image():
@@ -63,16 +51,16 @@ def test_text_is_remembered_beside_the_image():
     sampler = Sampler(model)
     sampler.call(FULL, tokens(1, count=1), tokens(1, count=1))
     sampler.call(SKIPPED, tokens(1, count=1), tokens(5, count=1))
-    # Text 27 behind the doubles and 108 behind two singles; 15 in front of the middle instead of 3.
-    assert seen == [[108, 32], [15 + 24 + 81, 32]]
+    # The last block is handed what the singles began with: what the doubles add to 5 and 1.
+    assert seen == [[108, 32], [5 + 26, 1 + 7]]
 
 
 def test_arguments_by_place_and_a_last_block_without_context():
     sampler = Sampler(Joints())
     x, context = tokens(1), tokens(1, count=4)
     assert torch.equal(sampler.call(FULL, x, context), tokens(16))
-    assert torch.equal(sampler.call(SKIPPED, tokens(2), context), tokens((4 + 6) * 2))
-    assert sampler.model.called == [0, 3]
+    assert torch.equal(sampler.call(SKIPPED, tokens(2), context), tokens(2 + 15))
+    assert sampler.model.called == []
 
 
 @pytest.mark.parametrize("count", [3, 4])  # of the sound's tokens: as many as the picture's, or not
@@ -80,21 +68,20 @@ def test_streams_in_one_tuple_are_remembered_both(count):
     sampler, sound = Sampler(Pairs()), tokens(1, count=count)
     assert torch.equal(sampler.call(FULL, tokens(1), sound)[:, 3:], tokens(243, count=count))
     out = sampler.call(SKIPPED, tokens(3), tokens(2, count=count))
-    # In front 6 and 6, the middle adds 14 and 78, behind it twice and three times that.
-    assert torch.equal(out, torch.cat((tokens(40), tokens((6 + 78) * 3, count=count)), 1))
-    assert sampler.model.called == [0, 4]
+    assert torch.equal(out, torch.cat((tokens(3 + 31), tokens(2 + 242, count=count)), 1))
+    assert sampler.model.called == []
 
 
 def test_tokens_without_a_batch_are_those_of_one_image():
     sampler = Sampler(Packed())
     assert torch.equal(sampler.call(FULL, tokens(1)), tokens(32))
-    assert torch.equal(sampler.call(SKIPPED, tokens(3)), tokens(40)) and sampler.skipped
+    assert torch.equal(sampler.call(SKIPPED, tokens(3)), tokens(34)) and sampler.skipped
 
 
 def test_streams_of_one_shape_are_told_apart():
     sampler = Sampler(Joints())
     assert torch.equal(sampler.call(FULL, tokens(1), tokens(7)), tokens(16))
-    assert torch.equal(sampler.call(SKIPPED, tokens(2), tokens(0)), tokens((4 + 6) * 2))
+    assert torch.equal(sampler.call(SKIPPED, tokens(2), tokens(0)), tokens(2 + 15))
 
 
 def test_what_a_model_adds_between_skipped_blocks_counts_once():
@@ -106,30 +93,26 @@ def test_what_a_model_adds_between_skipped_blocks_counts_once():
         sampler = Sampler(Chain(between=between))
         assert torch.equal(sampler.call(FULL, tokens(1)), tokens(63))
         assert torch.equal(sampler.call(SKIPPED, tokens(1)), tokens(63))
-        # In front 7 instead of 3, behind the middle 30 + 4; one more, twice, one more.
-        assert torch.equal(sampler.call(SKIPPED, tokens(3)), tokens(((30 + 4) + 1) * 2 + 1))
+        # What is added behind the last block is not of the blocks.
+        assert torch.equal(sampler.call(SKIPPED, tokens(3)), tokens(3 + 61 + 1))
 
 
 def test_input_of_the_first_skipped_block_stays_as_it_is():
-    kept = []
-
-    def keep(x, i):
-        kept.append(x)
-        x += 0 if i == 0 else 100
+    def write(x, i):
+        x += 100
         return x
 
-    sampler = Sampler(Chain(between=keep))
+    sampler, given = Sampler(Chain(between=write)), tokens(1)
     sampler.call(FULL, tokens(1))
-    kept.clear()
-    sampler.call(SKIPPED, tokens(1))
-    assert torch.equal(kept[0], tokens(2))
+    sampler.call(SKIPPED, given)
+    assert sampler.skipped and torch.equal(given, tokens(1))
 
 
 def test_later_blocks_that_write_in_place_leave_what_was_stored_alone():
     sampler = Sampler(Chain(kind=InPlaceSingle))
     assert torch.equal(sampler.call(FULL, tokens(1)), tokens(32))
     for sigma in (SKIPPED, 4.0):
-        assert torch.equal(sampler.call(sigma, tokens(3)), tokens(40)) and sampler.skipped
+        assert torch.equal(sampler.call(sigma, tokens(3)), tokens(34)) and sampler.skipped
 
 
 class Clones(TorchDispatchMode):
@@ -162,23 +145,23 @@ def test_joined_and_split_chunks_agree():
     sampler = Sampler(Chain())
     sampler.call(FULL, tokens(1, 2), uuids="ab")
     joined = sampler.call(SKIPPED, tokens(5, 5), uuids="ab")
-    # The middle adds 14 for each 1 that the chunk was.
-    assert torch.equal(joined, tokens(48, 76))
+    # The blocks add 31 for each 1 that the chunk was.
+    assert torch.equal(joined, tokens(36, 67))
     keys = sampler.features.branches(tokens(5), ["b"], [1], None)
     assert not sampler.features.can_skip(keys)  # a second call of one evaluation is another branch
     sampler.run.begin(4.0)
     keys = sampler.features.branches(tokens(5), ["b"], [1], None)
     assert sampler.features.can_skip(keys)
     with substituted(sampler.split.skip_layers(sampler.features, keys), Order.CACHED):
-        assert torch.equal(sampler.model(tokens(5)), tokens(76))
+        assert torch.equal(sampler.model(tokens(5)), tokens(67))
 
 
 def test_new_branch_recomputes_and_the_old_one_in_its_batch_does_not():
     sampler = Sampler(Chain())
     sampler.call(FULL, tokens(1))
-    assert torch.equal(sampler.call(SKIPPED, tokens(3, 3), uuids="ab"), tokens(40, 96))
+    assert torch.equal(sampler.call(SKIPPED, tokens(3, 3), uuids="ab"), tokens(34, 96))
     assert not sampler.skipped
-    assert torch.equal(sampler.call(4.0, tokens(3, 3), uuids="ab"), tokens(40, 96))
+    assert torch.equal(sampler.call(4.0, tokens(3, 3), uuids="ab"), tokens(34, 96))
     assert sampler.skipped
 
 
@@ -207,7 +190,7 @@ def test_batch_may_stand_where_x_format_says():
 
     sampler = Sampler(Inside())
     assert torch.equal(sampler.call(FULL, tokens(1, 2), uuids="ab"), tokens(32, 64))
-    assert torch.equal(sampler.call(SKIPPED, tokens(5, 5), uuids="ab"), tokens(48, 76))
+    assert torch.equal(sampler.call(SKIPPED, tokens(5, 5), uuids="ab"), tokens(36, 67))
     assert sampler.skipped
 
 
@@ -223,8 +206,8 @@ def test_patch_that_leaves_a_block_out_is_remembered_with_it():
     assert sampler.skipped
 
 
-@pytest.mark.parametrize("index", [1, 3])
-def test_patch_in_the_place_of_an_end_of_the_middle_keeps_steps_full(index):
+@pytest.mark.parametrize("index", [0, 4])
+def test_patch_in_the_place_of_an_end_of_the_list_keeps_steps_full(index):
     model = Chain()
     sampler = Sampler(model)
     with substituted({model.blocks[index]: lambda inner, x, **rest: x + 1}, Order.CACHED + 1):
@@ -233,13 +216,12 @@ def test_patch_in_the_place_of_an_end_of_the_middle_keeps_steps_full(index):
             assert not sampler.skipped
 
 
-@pytest.mark.parametrize("depth, first, last", [(1, 1, 3), (None, 0, 4)])
 @pytest.mark.parametrize("end", ["first", "last"])
-def test_patch_that_comes_between_full_and_skipped_raises(depth, first, last, end):
+def test_patch_that_comes_between_full_and_skipped_raises(end):
     model = Chain()
-    sampler = Sampler(model, depth)
+    sampler = Sampler(model)
     sampler.call(FULL, tokens(1))
-    patched = model.blocks[first if end == "first" else last]
+    patched = model.blocks[0 if end == "first" else 4]
     with substituted({patched: lambda inner, x, **rest: x + 1}, Order.CACHED + 1):
         with pytest.raises(RuntimeError, match=f"the {end} skipped block of blocks was not called"):
             sampler.call(SKIPPED, tokens(1))
@@ -254,13 +236,13 @@ def test_call_that_is_made_again_and_ends_midway_is_done_and_leaves_no_tensor():
     keys = sampler.features.branches(tokens(1), ["a"], [0], None)
     with substituted(sampler.split.skip_layers(sampler.features, keys), Order.CACHED):
         assert torch.equal(sampler.model(tokens(1)), tokens(32))
-        sampler.model.blocks[1](tokens(1), vec=torch.ones(1, 2))
+        sampler.model.blocks[0](tokens(1), vec=torch.ones(1, 2))
     assert any(call.inputs for call in sampler.split._calls)
     sampler.split.check_done()
     assert not sampler.split._calls
 
 
-def test_layers_further_in_are_called_for_shallow_blocks_alone():
+def test_layers_further_in_are_not_called_on_a_skipped_step():
     model = Chain()
     seen = []
     compiled = {
@@ -271,7 +253,7 @@ def test_layers_further_in_are_called_for_shallow_blocks_alone():
     with substituted(compiled, Order.COMPILED):
         sampler.call(FULL, tokens(1))
         sampler.call(SKIPPED, tokens(1))
-    assert seen == [0, 1, 2, 3, 4, 0, 4]
+    assert seen == [0, 1, 2, 3, 4]
 
 
 def test_another_number_of_tokens_asks_for_a_full_call():
@@ -334,54 +316,17 @@ def test_model_that_calls_its_blocks_otherwise_runs_in_full_with_the_reason():
     assert sampler.run.why_full == "cannot skip blocks of Aside: the model calls none of its blocks by their forward"
 
 
-class LongSkips(torch.nn.Module):
-    """As HunyuanDiT: late blocks take what their mirrors in front returned."""
-
-    def __init__(self):
-        super().__init__()
-        self.called = []
-        self.blocks = torch.nn.ModuleList(Single(self.called, i) for i in range(6))
-
-    def forward(self, x):
-        self.called.clear()
-        seen = []
-        for i, block in enumerate(self.blocks):
-            x = block(x, vec=seen[5 - i] if i > 3 else x) + 0
-            seen.append(x)
-        return x
-
-
-def test_long_skips_between_shallow_blocks_are_left_alone():
-    sampler = Sampler(LongSkips())
-    assert torch.equal(sampler.call(FULL, tokens(1)), sampler.call(SKIPPED, tokens(1)))
-    assert sampler.skipped and sampler.model.called == [0, 5]
-
-
-def test_block_that_needs_what_a_skipped_one_returned_keeps_steps_full(caplog):
-    class Reaching(LongSkips):
-        def forward(self, x):
-            seen = []
-            for i, block in enumerate(self.blocks):
-                x = block(x, vec=seen[2] if i == 5 else x)
-                seen.append(x)
-            return x
-
-    sampler = Sampler(Reaching())
-    sampler.call(FULL, tokens(1))
-    assert sampler.run.why_full and "takes what a skipped one returned; every step runs in full" in caplog.text
-
-
 # Residuals of a ControlNet
 
 
-def test_residuals_inside_the_middle_are_withheld_and_the_callers_stay():
+def test_residuals_between_skipped_blocks_are_withheld_and_the_callers_stay():
     sampler = Sampler(Doubles(3, 4))
     control = {"input": [1, 2, 3], "middle": [4], "output": [5, 6, 7, 8, None]}
     assert sampler.split.withhold(control) == control  # nothing is skipped yet
     sampler.call(FULL, tokens(1), tokens(1))
     kept = sampler.split.withhold(control)
-    # Skipped are d1, d2, s0, s1, s2; what is added behind the last of a list comes after what is remembered.
-    assert kept == {"input": [1, None, 3], "middle": [4], "output": [None, None, 7, 8, None]}
+    # What is added behind the last of a list comes after what is remembered.
+    assert kept == {"input": [None, None, 3], "middle": [4], "output": [None, None, None, 8, None]}
     assert control["input"] == [1, 2, 3]
     assert sampler.split.withhold(None) is None
     assert kept["middle"] is not control["middle"]  # some models take residuals off their lists

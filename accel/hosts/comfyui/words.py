@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...core.sentences import SENTENCES, counted
+from ...step_cache.run import NOISE_UNSEEN
 
 if TYPE_CHECKING:
     from ...core.reasons import Reason
@@ -27,7 +28,8 @@ def none_skipped(why: Reason, steps: int, sampler: str | None) -> str:
     if why.code == "line_few_steps":
         return f"{begin}: with so few, each changes too much. It pays from about 20 steps on."
     if why.code == "line_all_full":
-        return f"{begin}: {dict(why.fields)['why']}."
+        why_full = dict(why.fields)["why"]
+        return f"{begin}: {why_full}.{' Use euler or dpmpp_2m.' if why_full == NOISE_UNSEEN else ''}"
     if sampler and any(part in sampler for part in (*NOISY, "lcm")):
         return f"{begin}: {sampler} adds new noise in each. Use euler or dpmpp_2m, or plan for fewer dB."
     return f"{begin}: too much changed between them. Sample more steps, or choose Fast."

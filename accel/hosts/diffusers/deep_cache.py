@@ -43,7 +43,7 @@ _called: ContextVar[tuple[torch.nn.Module, ...]] = ContextVar("accel_deep_cache_
 
 @contextmanager
 def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
-    """Within the context, the pipeline's UNet or transformers skip their deep part on some steps.
+    """Within the context, the pipeline's UNet or transformers skip their blocks on some steps.
 
     `pipe` has a `scheduler`, any of `DENOISERS`, and a `progress_bar` around its denoising loop. Between images the
     models are untouched, so they may be moved, offloaded, shared or replaced, and the scheduler too; nothing of an
@@ -51,26 +51,25 @@ def deep_cache(pipe: Any, settings: DeepCacheSettings) -> Iterator[None]:
     nothing. A model compiled as a whole runs uncompiled within it. What the scheduler is given by full steps decides
     what is skipped; where that cannot be told, every step runs in full.
 
-    Emits "deep_cache_run" after each run: one for each image and, where a pipeline has two, transformer. Raises
-    ValueError when the depth is beyond a model.
+    Emits "deep_cache_run" after each run: one for each image and, where a pipeline has two, transformer.
     """
     with ExitStack() as undo:
-        if models_to_split(pipe, settings.depth, log.warning) and not settings.is_off:
+        if models_to_split(pipe, log.warning) and not settings.is_off:
             images = undo.enter_context(_Images(pipe, settings))
             undo.enter_context(around_loops(pipe, images.one))
         del pipe  # the context must not keep its memory
         yield
 
 
-def models_to_split(pipe: Any, depth: int | None, report: Callable[..., None]) -> list[torch.nn.Module]:
-    """The pipeline's models that have a split at `depth`; `report` gets the reason for each of the others."""
+def models_to_split(pipe: Any, report: Callable[..., None]) -> list[torch.nn.Module]:
+    """The pipeline's models that have a split; `report` gets the reason for each of the others."""
     models = [getattr(pipe, name, None) for name in DENOISERS]
     models = [getattr(model, "_orig_mod", model) for model in models if model is not None]
     if not models:
         report("DeepCache: it cannot divide %s, which has none of %s.", type(pipe).__name__, ", ".join(DENOISERS))
     found = []
     for model in models:
-        if find_split(model, depth) is not None:
+        if find_split(model) is not None:
             found.append(model)
         else:
             message = "DeepCache: it cannot divide %s: %s; every step runs in full."
@@ -104,7 +103,7 @@ class _Images:
             self.made[thread] = undo
             undo.callback(self.made.pop, thread, None)
             pipe = self.pipe()
-            models, settings = self._models(pipe), self.settings
+            models, settings = models_to_split(pipe, log.debug), self.settings
             for model in models:
                 cache = _Cache(pipe, model, settings, len(models))
                 undo.callback(cache.end_image)
@@ -113,13 +112,6 @@ class _Images:
                 if callable(getattr(scheduler, "step", None)):
                     undo.enter_context(around_steps(scheduler, cache.before_step, cache.after_step))
             yield
-
-    def _models(self, pipe: Any) -> list[torch.nn.Module]:
-        try:
-            return models_to_split(pipe, self.settings.depth, log.debug)
-        except ValueError as error:
-            log.warning("%s Every step runs in full.", error)  # a model replaced since the context began
-            return []
 
 
 class _Cache:
@@ -137,7 +129,7 @@ class _Cache:
         self.evaluation: tuple[Any, ...] = (-1,)
         """Index in the schedule and the scheduler's step counts: the calls of one evaluation share them."""
         self.layouts: list[Hashable] = []
-        """Of each call of the current evaluation."""
+        """`_layout` of each call of the current evaluation."""
         self.made: Callable[[], Any] | None = None
         """Gives the latent of the scheduler's last step, as long as somebody has it; None before its first."""
 
@@ -259,16 +251,15 @@ class _Cache:
             follows = tuple(follows_of(scheduler, angle_of(level, facts.is_flow)) for level in facts.levels)
         except Exception:  # a scheduler without a config
             follows = None
-        run = DeepCacheRun(
+        return DeepCacheRun(
             settings,
             facts,
-            lambda model: find_split(model, settings.depth, run.facts.adds_noise),
+            find_split,
             window=tuple(schedule.level_at(percent) for percent in (settings.start_percent, settings.end_percent)),
             follows=follows if self.models == 1 else None,
             # Self-attention guidance's.
             why_full="a hook may read what its layers give" if has_hooks else None,
         )
-        return run
 
     def end_image(self) -> None:
         self.end_run()

@@ -12,7 +12,6 @@ import torch
 from ...cache.graph_cache import GraphCache, shared
 from ...compile.registry import BACKENDS, DEFAULT
 from ...core.compile_settings import CompileSettings
-from ...core.events import log
 from ...core.fallbacks import fallbacks
 from ...core.reasons import Reason
 from ...report import log as report_log
@@ -22,7 +21,6 @@ from ...store.location import personal_home
 from . import component_call
 from .components import chosen, components, without_weights
 from .deep_cache import deep_cache as deep_cache_of
-from .deep_cache import models_to_split
 from .denoising_loop import around_loops
 from .runs import new_run
 
@@ -47,7 +45,7 @@ def accelerate_pipeline(
 
     ignores: components to leave alone: "unet", "transformer", "controlnet", "vae" (or only "vae.decoder",
         "vae.encoder"), "text_encoder", ...
-    deep_cache: how often to skip deep layers; None skips none.
+    deep_cache: the quality for which steps are skipped; None skips none.
     backend: "inductor" generates fused kernels; "eager" captures the blocks without compiling them.
     shapes: "any" compiles once for all sizes and batches; "exact" compiles again for each.
     min_repetitions: leave block types alone that occur fewer times in a model.
@@ -72,8 +70,6 @@ def accelerate_pipeline(
             raise ValueError(
                 f"{name} is not loaded: its {weight} is on the meta device. Load it, or put it in ignores."
             )
-    if deep_cache is not None:
-        models_to_split(pipe, deep_cache.depth, log.debug)  # raises before anything is changed
     restore(pipe)
     begin_use()
     _Acceleration(pipe, ignores, settings, deep_cache, shared).begin()
@@ -157,7 +153,6 @@ class _Acceleration:
         return type(None), ()
 
     def begin(self) -> None:
-        """Raises ValueError, and leaves the pipeline unchanged, if DeepCache's depth is beyond the model."""
         pipe = self.pipe()
         with ExitStack() as undo:
             if self._deep_cache is not None:

@@ -1,12 +1,11 @@
-"""Where a diffusion transformer is split for DeepCache: a full step stores the effect of the middle blocks on the token
-streams as a residual, and a skipped step adds it again.
+"""How DeepCache skips a diffusion transformer: a full step stores the effect of its blocks on the token streams as a
+residual, and a skipped step adds what is foretold of it.
 
-Residuals of middle blocks as in Chen et al.: "Δ-DiT" (arXiv 2406.01125); the refresh policy is DeepCache's.
+Residuals of blocks as in Chen et al.: "Δ-DiT" (arXiv 2406.01125); the refresh policy is DeepCache's.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,11 +14,10 @@ from typing import Any
 import torch
 
 from ...core.events import log
-from ...modules.blocks import BlockList, matrix_weights, trunk_of
+from ...modules.blocks import BlockList, trunk_of
 from ...modules.substitution import Forward, Layer
-from ..config import checked_depth
 from ..features import BranchKey, Features, OutdatedFeature
-from .token_streams import NoStreams, StreamFinder, Streams, arguments, parts_of, possible_streams
+from .token_streams import NoStreams, StreamFinder, Streams, arguments, possible_streams
 
 _CONTROLS = {
     "double_blocks": "input",
@@ -35,15 +33,13 @@ The residuals of other models stay: adding them costs little, and what is added 
 
 @dataclass(eq=False)
 class Span:
-    """The blocks of one list that a skipped step leaves out: `start` to `stop` of `found.blocks`.
+    """The blocks of one list, which a skipped step leaves out.
 
     streams: the token streams of its blocks; None until a full call has shown them. has_residual: whether the run was
     given a residual of it. is_excluded: whether its blocks run on every step. was_placed: whether a full call was made.
     """
 
     found: BlockList
-    start: int
-    stop: int
     finder: StreamFinder = field(default_factory=StreamFinder)
     streams: Streams | None = None
     has_residual: bool = False
@@ -51,7 +47,7 @@ class Span:
     was_placed: bool = False
 
     def __post_init__(self) -> None:
-        self.blocks = self.found.blocks[self.start : self.stop]
+        self.blocks = self.found.blocks
         self.first, self.last = self.blocks[0], self.blocks[-1]
 
     def part(self, name: str) -> tuple[str, str]:
@@ -63,37 +59,22 @@ class Span:
 
 
 class DiTSplit:
-    """A transformer split with `depth` shallow blocks at its front and as many at its end. Without a depth all blocks
-    are deep: what they add to the tokens, which carry the latent around them, is forecast as well as any part of it.
+    """A transformer: what its blocks add to the tokens, which carry the latent around them, is stored and foretold.
 
     For one run: it keeps what the run's full calls show of the blocks. The run stores one tensor of the tokens' size
-    for each list and token stream; Flux at 1024² in half precision 53 MiB an image. Raises ValueError for a depth
-    outside `1 .. max_depth`.
+    for each list and token stream; Flux at 1024² in half precision 53 MiB an image.
     """
 
-    def __init__(self, model: torch.nn.Module, depth: int | None):
-        self.model = model
-        self.lists = trunk_of(model)
-        self.count = sum(len(found.blocks) for found in self.lists)
-        self.depth = 0 if depth is None else checked_depth(depth, self.max_depth)
-        self.spans: list[Span] = []
-        self._calls: Sequence[_SkippedCall] = ()
-        """Of the newest skipped call."""
-        before = 0
-        for found in self.lists:
-            start = max(self.depth - before, 0)
-            stop = min(self.count - self.depth - before, len(found.blocks))
-            if start < stop:
-                self.spans.append(Span(found, start, stop))
-            before += len(found.blocks)
-        self._measure_share()
-
+    sees_noise = True
     takes_control = True
     """Models add the last residual of a list behind its last block, where it is not part of what is stored."""
 
-    @property
-    def max_depth(self) -> int:
-        return (self.count - 1) // 2
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+        self.spans = [Span(found) for found in trunk_of(model) if found.blocks]
+        self._calls: Sequence[_SkippedCall] = ()
+        """Spans of the newest skipped call."""
+        self._measure_share()
 
     @property
     def is_stable(self) -> bool:
@@ -106,13 +87,7 @@ class DiTSplit:
 
     @property
     def layout(self) -> Hashable:
-        return "transformer", self.depth, tuple(span.found.path for span in self.spans if not span.is_excluded)
-
-    def note_full(self, keys: Sequence[BranchKey], shape: torch.Size) -> None:
-        """Do nothing: shapes are compared when residuals are added."""
-
-    def check_skipped(self, keys: Sequence[BranchKey], shape: torch.Size) -> None:
-        """Do nothing: shapes are compared when residuals are added."""
+        return "transformer", tuple(span.found.path for span in self.spans if not span.is_excluded)
 
     def full_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
         self._calls = ()
@@ -124,12 +99,12 @@ class DiTSplit:
         spans = [span for span in self.spans if not span.is_excluded]
         for span in spans:
             full = _FullCall(self, span, features, keys)
-            blocks = {span.first, span.last} if span.streams else span.found.blocks
+            blocks = {span.first, span.last} if span.streams else span.blocks
             layers.update({block: partial(_call, full, block) for block in blocks})
         return layers
 
     def skip_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
-        """As of any split. They raise RuntimeError for a patch in the place of the first skipped block, and
+        """See `Split.skip_layers`. They raise RuntimeError for a patch in the place of the first skipped block, and
         OutdatedFeature for another shape than that of the last full call, as where reference tokens are left out from
         the second step on."""
         spans = [span for span in self.spans if span.has_residual]
@@ -137,7 +112,7 @@ class DiTSplit:
         return {block: partial(_call, call, block) for call in self._calls for block in call.span.blocks}
 
     def check_done(self) -> None:
-        """As of any split, for a patch in the place of the last skipped block."""
+        """See `Split.check_done`: a patch may stand in the place of the last block."""
         calls, self._calls = self._calls, ()
         for call in calls:
             if call.inputs is not None and not call.is_done:
@@ -152,13 +127,13 @@ class DiTSplit:
         for span in self.spans:
             residuals = kept.get(_CONTROLS.get(span.found.path))
             if span.has_residual and residuals is not None:
-                for index in range(span.start, min(span.stop - 1, len(residuals))):
+                for index in range(min(len(span.blocks) - 1, len(residuals))):
                     residuals[index] = None
         return kept
 
     def _measure_share(self) -> None:
-        deep = sum(matrix_weights(block) for span in self.spans if not span.is_excluded for block in span.blocks)
-        self.shallow_share = 1 - deep / max(sum(found.weight for found in self.lists), 1)
+        kept = sum(span.found.weight for span in self.spans if span.is_excluded)
+        self.shallow_share = kept / max(sum(span.found.weight for span in self.spans), 1)
 
     def exclude(self, span: Span, features: Features, reason: str) -> None:
         """Run the blocks of `span` on every step from now on."""
@@ -188,8 +163,6 @@ class _FullCall:
         self.is_learning = span.streams is None
         self.inputs: dict[str, torch.Tensor] | None = None
         """Copies of the first block's token streams: any block of the span may write to its arguments."""
-        self.hidden: list[weakref.ref] = []
-        """Outputs of skipped blocks, except the last: no other block may need them."""
         self.written: dict[str, dict[int, dict | list]] = {}
         """By name, the dicts and lists that blocks were given and changed."""
         span.finder.forget_tensors()
@@ -216,8 +189,7 @@ class _FullCall:
             if self.is_learning:
                 self._note_written(held)
                 span.finder.see_return(given, out)
-                self._note_hidden(block, parts_of(out))
-                if block is span.found.blocks[-1]:
+                if block is span.last:
                     span.finder.forget_tensors()
             return self._store(out) if block is span.last and self.inputs is not None else out
         except Exception as reason:
@@ -228,9 +200,6 @@ class _FullCall:
         span = self.span
         if self.is_learning:
             span.finder.see_call(given)
-            hidden = [ref() for ref in self.hidden]
-            if block not in span.blocks and any(value is part for value in given.values() for part in hidden):
-                raise NoStreams("a block that is not skipped takes what a skipped one returned")
         if block is span.first:
             names = given if span.streams is None else span.streams.tensors
             if not given.keys() >= set(names):
@@ -247,13 +216,6 @@ class _FullCall:
                 written[id(value)] = value
                 if len(written) > 1:
                     raise NoStreams(f"its blocks keep something from call to call ({name})")
-
-    def _note_hidden(self, block: torch.nn.Module, parts: list[torch.Tensor]) -> None:
-        if block in self.span.blocks:
-            # A block that works in place returns what earlier ones returned.
-            self.hidden = [ref for ref in self.hidden if not any(ref() is part for part in parts)]
-            if block is not self.span.last:
-                self.hidden += [weakref.ref(part) for part in parts]
 
     def _not_stored(self, reason: Exception) -> None:
         """Exclude the span for good, unless an earlier call was understood. Anything but NoStreams, as lack of memory,

@@ -1,4 +1,4 @@
-"""Where a model of any architecture is split for DeepCache, and what every split can do."""
+"""How DeepCache skips a model of any architecture, and what every way can do."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .unet import DownUpUNetSplit, UNetSplit, has_down_up_layout, has_unet_layou
 
 
 class Split(Protocol):
-    """The shallow and the deep part of one model, for one run. `features` may be a FeaturesProxy."""
+    """How the calls of one model store features and are skipped, for one run. `features` may be a FeaturesProxy."""
 
     model: torch.nn.Module
     parts: Sequence[Hashable]
     """The features that a skipped call reads."""
     layout: Hashable
     """Tells this split from others of the model."""
-    depth: int
-    """How much of the model is shallow; 0 where a skipped call runs none of its blocks."""
     shallow_share: float
-    """Of the model's work, what a skipped call costs, by estimate."""
+    """Share of the model's work that a skipped call costs, by estimate."""
     takes_control: bool
     """Whether a skipped call reads what ControlNets give."""
+    sees_noise: bool
+    """Whether what a skipped call gives has the noise in it that the sampler has added since the last full one."""
     is_stable: bool
     """Whether calls of one phase do the same from now on."""
 
@@ -37,7 +37,7 @@ class Split(Protocol):
         """The layers to substitute for a full call: they store its features."""
 
     def skip_layers(self, features: Features, keys: Sequence[BranchKey]) -> dict[torch.nn.Module, Layer]:
-        """The layers to substitute for a skipped call: the deep part is replaced by stored features.
+        """The layers to substitute for a skipped call: stored features stand for what blocks compute.
 
         They raise OutdatedFeature where a full call would renew the features, RuntimeError where skipping fails.
         """
@@ -48,25 +48,15 @@ class Split(Protocol):
     def withhold(self, control: Mapping[str, Any] | None) -> dict[str, Any] | None:
         """A copy of `control` without the ControlNet residuals that a skipped call must not add."""
 
-    def note_full(self, keys: Sequence[BranchKey], shape: torch.Size) -> None:
-        """Note that a full call computes its deep part from a tensor of this shape, [len(keys) * B, ...]."""
 
-    def check_skipped(self, keys: Sequence[BranchKey], shape: torch.Size) -> None:
-        """Raise OutdatedFeature where the features were not computed from a tensor of this size."""
-
-
-def find_split(model: Any, depth: int | None, adds_noise: bool = True) -> Split | None:
-    """A split for one run of `model`; None where it has none of the layouts (`why_no_split` says what is missing).
-
-    depth: how much of the model still runs on a skipped step; None chooses. adds_noise: whether the sampler adds noise
-    in a step, or may. Raises ValueError, with the range, for a depth outside the model's.
-    """
+def find_split(model: Any) -> Split | None:
+    """A split for one run of `model`; None where it has none of the layouts (`why_no_split` says what is missing)."""
     if has_unet_layout(model):
-        return UNetSplit(model, depth, adds_noise)
+        return UNetSplit(model)
     if has_down_up_layout(model):
-        return DownUpUNetSplit(model, depth, adds_noise)
+        return DownUpUNetSplit(model)
     if has_dit_layout(model) and not _is_unet(model):
-        return DiTSplit(model, depth)
+        return DiTSplit(model)
     return None
 
 

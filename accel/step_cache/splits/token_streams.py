@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _signatures: dict[Callable[..., Any], inspect.Signature] = {}
-"""Of the forwards of blocks' classes."""
+"""Forward of a block's class → its signature."""
 
 
 class NoStreams(Exception):
@@ -162,11 +162,6 @@ class StreamFinder:
             names[index] = single[index]
         in_place = frozenset(names[index] for index, is_own in enumerate(self._in_place) if is_own)
         return Streams(tuple(names[index] for index in range(len(names))), self._container, in_place)
-
-
-def parts_of(out: Any) -> list[torch.Tensor]:
-    """The tensors of a block's output. Raises NoStreams where it has anything else."""
-    return [part for part in _parts(out)[1] if part is not None]
 
 
 def _parts(out: Any) -> tuple[type | None, list[torch.Tensor | None]]:

@@ -60,15 +60,15 @@ def apply_deep_cache(
 ) -> Any:
     """A clone of the ModelPatcher that samples with DeepCache, in place of any earlier settings.
 
-    When the settings skip nothing, or the model has no split, the clone samples as without this pack. Raises
-    ValueError when the depth is beyond the model. made_by: the class of the node that shows what was skipped; choices:
-    what tells it from others of that class before the sampler (`leading_node`).
+    When the settings skip nothing, or the model has no split, the clone samples as without this pack. made_by: the
+    class of the node that shows what was skipped; choices: what tells it from others of that class before the sampler
+    (`leading_node`).
     """
     clone = model_patcher.clone()
     for kind in _WRAPPED:
         clone.remove_wrappers_with_key(kind, KEY)
     model = clone.get_model_object("diffusion_model")
-    if find_split(model, settings.depth) is None:
+    if find_split(model) is None:
         log.warning("DeepCache: %s: %s; every step runs in full.", type(model).__name__, why_no_split(model))
         return clone
     if not settings.is_off:
@@ -132,7 +132,7 @@ class _Sampling:
 
     def will_keep(self, model: Any, noise_shape: Sequence[int], conds: Mapping[str, Sequence[Any]]) -> int:
         """Bytes that the run will keep of the BaseModel at most, by estimate."""
-        split = find_split(_uncompiled(model.diffusion_model), self._settings.depth)
+        split = find_split(_uncompiled(model.diffusion_model))
         unused = "negative" if self._cfg == 1 else None  # core leaves it out
         branches = sum(len(group or ()) for name, group in conds.items() if name != unused)
         copies = self._settings.plan().points + 1  # and what a skipped step goes on with
@@ -155,7 +155,7 @@ class _Sampling:
         self.run = DeepCacheRun(
             settings,
             facts,
-            functools.partial(find_split, depth=settings.depth, adds_noise=facts.adds_noise),
+            find_split,
             window=tuple(float(of_model.percent_to_sigma(percent)) for percent in percents),
             follows=_follows(of_model, facts) if may_correct else None,
             changes=[angle(float(level), is_flow) for cond in _conds(guider) for level in _levels_of_change(cond)],
@@ -379,7 +379,7 @@ def _cached(call: Callable[..., Any], model: torch.nn.Module, args: tuple, kwarg
 
 
 def _computed(control: Any) -> Any:
-    """As a full call takes it."""
+    """`control` as a full call takes it."""
     if isinstance(control, LateControl):
         control = control.computed
     return with_own_lists(control) if type(control) is dict else control

@@ -77,22 +77,29 @@ def facts_of(sampler: Any, guider: Any, levels: Sequence[float], is_flow: bool) 
     sampler: core's KSAMPLER, around a function of anybody's. guider: what it would call, for samplers that ask about
     the model.
     """
+    models: list[_Model] = []
+
+    def sample(predict: Predict, noise: Noise, latent: torch.Tensor) -> torch.Tensor:
+        models.append(_Model(guider, predict))
+        return _sampled(sampler, models[-1], levels, noise, latent)
+
     try:
         with torch.random.fork_rng(devices=[]):
-            return measured(levels, is_flow, lambda *given: _sampled(sampler, guider, levels, *given))
+            facts = measured(levels, is_flow, sample)
+        if any(model.is_asked_for_parts for model in models):
+            return SamplerFacts(facts.levels, is_flow, facts.adds_noise)  # the parts' errors differ
+        return facts
     except Exception as error:  # it needs more of the model than its predictions
         log.debug("DeepCache: what a sampler does could not be measured: %s", error)
         return SamplerFacts(tuple(levels), is_flow, adds_noise=True)
 
 
-def _sampled(
-    sampler: Any, guider: Any, levels: Sequence[float], predict: Predict, noise: Noise, latent: torch.Tensor
-) -> torch.Tensor:
+def _sampled(sampler: Any, model: _Model, levels: Sequence[float], noise: Noise, latent: torch.Tensor) -> torch.Tensor:
     function, options = sampler.sampler_function, dict(sampler.extra_options)
     if "noise_sampler" in inspect.signature(function).parameters:
         options["noise_sampler"] = lambda *_, **__: noise(latent)
     given = {"model_options": {"transformer_options": {}}, "seed": 0}
-    return function(_Model(guider, predict), latent, torch.tensor(levels), extra_args=given, disable=True, **options)
+    return function(model, latent, torch.tensor(levels), extra_args=given, disable=True, **options)
 
 
 class _Model:
@@ -100,6 +107,12 @@ class _Model:
 
     def __init__(self, guider: Any, predict: Predict):
         self.inner_model, self._predict = guider, predict
+        self.is_asked_for_parts = False
+        """Whether the sampler goes by the predictions with and without the prompt too (CFG++)."""
 
-    def __call__(self, latent: torch.Tensor, sigma: torch.Tensor, **_: Any) -> torch.Tensor:
-        return self._predict(latent, float(sigma.max()))
+    def __call__(self, latent: torch.Tensor, sigma: torch.Tensor, model_options: Any = None, **_: Any) -> torch.Tensor:
+        prediction = self._predict(latent, float(sigma.max()))
+        for function in (model_options or {}).get("sampler_post_cfg_function", ()):
+            self.is_asked_for_parts = True
+            prediction = function(dict.fromkeys(("denoised", "cond_denoised", "uncond_denoised"), prediction))
+        return prediction
