@@ -487,7 +487,7 @@ def test_image_beside_a_node_that_may_skip_steps_itself_is_that_nodes_alone(smal
 
 @pytest.mark.parametrize("module", ["/ComfyUI/custom_nodes/a-pack.nodes", "custom_nodes.a-pack.nodes"])
 def test_node_that_makes_the_models_calls_is_named_by_its_packs_folder(small_unet, sample, module):
-    model = held(small_unet)
+    model = cached(small_unet)
     wrapper = functools.partial(lambda apply_model, args: apply_model(args["input"], args["timestep"], **args["c"]))
     wrapper.__module__ = module
     model.set_model_unet_function_wrapper(wrapper)
