@@ -108,8 +108,8 @@ def test_kernels_of_blocks_and_of_fp8_weights_take_sizes_of_32_bits_compute_what
     passes(of_ada, BRIEFLY, *files, BLOCKS + "wrong_kernels_are_found_and_right_ones_pass")
 
 
-def test_nothing_of_ours_waits_for_the_device(device):
-    passes(with_comfyui(device), "tests/fakecuda/test_waits.py")
+def test_nothing_of_ours_waits_for_the_device_or_takes_more_memory(device):
+    passes(with_comfyui(device), "tests/fakecuda/test_waits.py", "tests/fakecuda/test_memory.py")
 
 
 @pytest.mark.thorough
