@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import torch_internals
 from ..core.errors import pass_on
-from ..signature.tensors import tensors_in
+from ..signature.tensors import PLAIN_TENSORS, tensors_in
 
 _PLAIN = (bool, float, str, type(None), torch.dtype)
 
@@ -86,6 +86,10 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if function == torch.Tensor.data.__get__ and type(args[0]) in PLAIN_TENSORS:
+            return args[0].detach()  # the same, but for that what is written to it is counted
+        if function == torch.Tensor.data.__set__:
+            raise NotImplementedError("nothing counts that")
         out = function(*args, **kwargs)
         shapes = [tensor.shape for tensor in tensors_in(out)]
         if shapes:
