@@ -80,7 +80,11 @@ class Region:
             raise Indescribable("a function of another program")
         given = self.functions.read(functions)
         if known is None or known.given is not given:
-            code = given.hash
+            code, read = given.hash, dict(self.read or ())
+            for path, part in wrapped_layers.modules(self.block, self.wraps):  # which it may be called with
+                names = {name for name, _ in settings_of(part)}.difference(read.get(path, ()), ("training",))
+                if any(map(code.may_read, names)):
+                    raise Indescribable("a function that may read more of the block than its own code does")
             kind = replace(
                 self.kind,
                 digest=hashlib.sha256(f"{self.kind.digest} {code.digest}".encode()).hexdigest()[:32],

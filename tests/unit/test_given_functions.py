@@ -248,6 +248,47 @@ def test_what_a_function_calls_is_read_anew_where_another_program_replaces_it(ca
     assert reasons() == []
 
 
+class Passing(nn.Module):
+    """A block that may give itself to what it is given."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.first, self.second, self.scale = nn.Linear(4, 4), nn.Linear(4, 4), scale
+
+    def forward(self, x, itself, *given):
+        for function in filter(callable, given):
+            x = function(self, x) if itself else function(x)
+        return self.second(self.first(x))
+
+
+class Passed(nn.Module):
+    """Its blocks are given what `given` returns, and are of one kind: their own code does not read the scale."""
+
+    def __init__(self, itself, given):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.given = nn.ModuleList(map(Passing, (0.5, 1.5, 2.5))), (itself, [given])
+        self.eval().requires_grad_(False)
+
+    def forward(self, x):
+        itself, (given,) = self.given
+        for block in self.blocks:
+            x = block(x, itself, *given(x.mean()))
+        return x
+
+
+def check_given(itself, given):
+    fast, plain, x = Passed(itself, given), Passed(itself, given), torch.randn(1, 3, 4)
+    host.accelerate_module(fast, backend="eager", measured=False)
+    with torch.no_grad(), host.one_run():
+        assert torch.equal(fast(x), plain(x))
+
+
+def test_function_that_reads_a_setting_of_the_block_it_is_given_is_left_as_it_is(cache):
+    check_given(True, lambda mean: [lambda block, x: x * block.scale + mean])
+    assert reasons() == ["it is called with a function"]
+
+
 def test_function_is_made_again_of_its_code_and_of_what_it_closes_over():
     def function(x, of=0.5):
         return x * of + tensor * place
