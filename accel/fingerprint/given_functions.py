@@ -8,7 +8,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..signature.tree_spec import Function
 from .code_facts import may_keep
@@ -48,8 +48,11 @@ class GivenFunctions:
         if any(map(_may_keep, functions)):
             raise Indescribable("a function that may keep something")
         reader = CodeReader(self._ignored)
+        bare = list(map(_bare, functions))
         with self._traceable():
-            hash = reader.read(frozenset(), map(_bare, functions))
+            hash = reader.read(frozenset(), bare)
+            # It says nothing of which is which, nor do their names.
+            hash = replace(hash, digest=" ".join(reader.read(frozenset(), [one]).digest for one in bare))
         known = self._known[functions] = GivenCode(hash, reader.codes, reader.snapshot())
         return known
 

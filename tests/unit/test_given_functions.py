@@ -8,6 +8,7 @@ from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.hosts.diffusers import module as host
 from comfy_accel.accel.hosts.diffusers import pipeline
 from comfy_accel.accel.signature.tree_spec import UnsupportedArgument, flatten, functions_in, rebuild
+from comfy_accel.accel.store.key import key_digest
 from kit.blocks import reasons
 from kit.code_swaps import scaling
 from torch import nn
@@ -287,6 +288,28 @@ def check_given(itself, given):
 def test_function_that_reads_a_setting_of_the_block_it_is_given_is_left_as_it_is(cache):
     check_given(True, lambda mean: [lambda block, x: x * block.scale + mean])
     assert reasons() == ["it is called with a function"]
+
+
+def more(by):
+    def inner(x):
+        return x + by
+
+    return inner
+
+
+def larger(by):
+    def inner(x):
+        return x * by
+
+    return inner
+
+
+def test_functions_that_have_changed_places_are_saved_under_another_key(cache):
+    for count, makers in enumerate([(more, larger), (larger, more), (more, larger)]):
+        check_given(False, lambda mean, makers=makers: [make(mean) for make in makers])
+        keys = list(map(key_digest, cache.keys()))
+        assert len(keys) == len(set(keys)) == min(count + 1, 2)
+    assert reasons() == []
 
 
 def test_function_is_made_again_of_its_code_and_of_what_it_closes_over():
