@@ -2,9 +2,10 @@
 
 Whole numbers from 2 on (frames, text tokens, the height of a window) change between images as tensor
 sizes do, so each is passed as the size of an empty tensor. 0, 1 and negative numbers are flags, empty
-counts and dimensions: constants. Other numbers and strings are values: each needs its own graph, so the
-cache key is the spec without them (`without_values`), and few graphs are kept per key. In an object 1 is passed as a
-size too: what it says of its tensors (LTX 2's time steps: their batch) is mostly a size of theirs.
+counts and dimensions: constants. Larger numbers than any size, other numbers and strings are values: each needs
+its own graph, so the cache key is the spec without them (`without_values`), and few graphs are kept per key. In an
+object 1 is passed as a size too: what it says of its tensors (LTX 2's time steps: their batch) is mostly a size of
+theirs.
 
 A function is its code, and what that closes over: a model may make one for each block and call.
 """
@@ -84,6 +85,8 @@ def flatten(
         return ("tensor",)
     cls = type(value)
     if cls is int and value > 1:
+        if value > _LARGEST:
+            return ("value", value, repr(value))
         tensors.append(_size_tensor(value))
         return ("size",)
     if cls in CONSTANTS or isinstance(value, enum.Enum) or getattr(cls, "is_constant_argument", False):
@@ -160,7 +163,7 @@ def _factory(code: types.CodeType, defaults: int) -> types.CodeType | None:
 
 def _flatten_part(value: Any, tensors: list[torch.Tensor], replace: Callable[[dict], Any] | None) -> Spec:
     """As `flatten`, but for whole numbers: a block's place among others begins at 0."""
-    if type(value) is int and value >= 0:
+    if type(value) is int and 0 <= value <= _LARGEST:
         tensors.append(_size_tensor(value + _ABOVE_ONE))
         return ("number",)
     return flatten(value, tensors, replace)
@@ -168,6 +171,9 @@ def _flatten_part(value: Any, tensors: list[torch.Tensor], replace: Callable[[di
 
 _ABOVE_ONE = 2
 """What is added to a number, since sizes of 0 and 1 are not like others to a compiler."""
+
+_LARGEST = 2**31 - 1 - _ABOVE_ONE
+"""A larger number, such as a seed, is no size."""
 
 
 def _has_no_more(value: Any, fields: tuple[str, ...]) -> bool:

@@ -312,6 +312,17 @@ def test_functions_that_have_changed_places_are_saved_under_another_key(cache):
     assert reasons() == []
 
 
+def seeded(seed):
+    return lambda x: x if seed % 2 else -x
+
+
+@pytest.mark.parametrize("number", [2**31 - 1, 2**63 - 1, 2**64 - 1, 10**30])
+def test_number_that_is_larger_than_any_size_is_a_value(cache, number):
+    for now in (number, number + 1):
+        check_given(False, lambda mean, now=now: [seeded(now), now])
+    assert reasons() == [] and cache.statistics()["graphs"] == 2
+
+
 def test_function_is_made_again_of_its_code_and_of_what_it_closes_over():
     def function(x, of=0.5):
         return x * of + tensor * place
