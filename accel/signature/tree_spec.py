@@ -57,6 +57,10 @@ class Function:
     def __repr__(self) -> str:
         return f"{self.module}.{self.code.co_name}"
 
+    def __reduce__(self) -> tuple:
+        """By name, for saved graphs: their closure has what they were traced with, and nothing asks for it."""
+        return str, (repr(self),)
+
 
 @functools.lru_cache(maxsize=4096)
 def _size_tensor(size: int) -> torch.Tensor:

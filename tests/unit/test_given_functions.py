@@ -1,5 +1,6 @@
 """Blocks that are given functions: a model makes them anew in each call, around the tensors of that call."""
 
+import pickle
 import sys
 
 import pytest
@@ -314,6 +315,12 @@ def test_functions_that_have_changed_places_are_saved_under_another_key(cache):
 
 def seeded(seed):
     return lambda x: x if seed % 2 else -x
+
+
+def test_function_is_no_obstacle_to_saving_a_graph():
+    """Torch saves what a graph was traced with, and code objects and functions without a name cannot be pickled."""
+    spec = flatten(([more(torch.ones(2)), larger(2)], {}), [], functions=True)
+    assert f"{__name__}.inner" in repr(pickle.loads(pickle.dumps(spec)))
 
 
 @pytest.mark.parametrize("number", [2**31 - 1, 2**63 - 1, 2**64 - 1, 10**30])
