@@ -98,6 +98,8 @@ def compile_block(
             found.release()
         trace.keeps_nothing = tuple(tensor.shape for tensor in inputs)
         ops = trace((*weights, *inputs))
+    if trace.changes_own:
+        raise CompileFailed(Reason("changes_own"))
     if changed_lists or ops is None and tree_spec.has_lists(spec):
         raise CompileFailed(Reason("changes_list"))
     lifted = next((given for given in larger_ones if ops is None or trace((*weights, *given)) is not None), None)
@@ -171,6 +173,8 @@ class _Tracer:
     changed_lists: list[Any] | None = None
     keeps_nothing: Sequence[torch.Size] | None = ()
     may_keep: bool = False
+    changes_own: bool = False
+    """A run wrote to weights or buffers of the block, or set them: a graph or a comparison would do so again."""
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> OpTrace | None:
         """The block's operations, given a call's weights and inputs."""
@@ -218,17 +222,21 @@ class _Tracer:
 
     def _weights(self, tensors: Sequence[torch.Tensor], device: str | None = None) -> list[torch.Tensor]:
         # The template's own are those of the block that the graph was made for, and the call may be another one's.
-        return [
-            torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
-            for tensor in tensors[: len(self.kind.tensors)]
-        ]
+        with torch.inference_mode(False):  # they count their changes
+            return [
+                torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
+                for tensor in tensors[: len(self.kind.tensors)]
+            ]
 
     def _block(self, examples: Sequence[torch.Tensor]) -> Callable[..., Any]:
         def call(*inputs: torch.Tensor) -> Any:
             args, kwargs = tree_spec.rebuild(self.spec, inputs)
             before = tree_spec.outline((args, kwargs))
             weights = dict(zip(self.kind.weights, restored(self.kind.forms, examples), strict=True))
+            own, versions = list(weights.values()), [tensor._version for tensor in examples]
             out = torch.func.functional_call(self.template, weights, args, kwargs)
+            is_same = all(one is other for one, other in zip(weights.values(), own, strict=True))
+            self.changes_own |= not is_same or [tensor._version for tensor in examples] != versions
             if self.changed_lists is not None and tree_spec.outline((args, kwargs)) != before:
                 self.changed_lists.append((args, kwargs))
             return out

@@ -38,6 +38,7 @@ _A_GRAPH = {
     "interrupted": "interrupted",
     "code_changes": "another extension keeps replacing its code during the run",
     "part_changed": "another extension has changed a part of it, and it cannot be compiled around that",
+    "changes_own": "it changes weights or buffers of its own",
     "keeps_state": "code of another extension in it may keep something from one call to the next",
     "code_unread": "it runs {function} ({file}), which the analysis of its code did not find, so changes there would "
     "go unnoticed",

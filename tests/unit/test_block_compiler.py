@@ -251,6 +251,41 @@ def test_block_that_no_graph_can_stand_for_is_not_compiled(block, inputs, said):
         compiled(block.eval(), inputs)
 
 
+class Counting(nn.Module):
+    """Has a buffer; how it counts is given."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.layer, self.count = nn.Linear(4, 4), count
+        self.register_buffer("calls", torch.zeros(4))
+
+    def forward(self, x):
+        self.count(self)
+        return self.layer(x) + self.calls
+
+
+class SetsOwn(Counting):
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.layer(x) + self.calls
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        Counting(lambda block: block.calls.add_(1)),
+        Counting(lambda block: block.layer.bias.data.mul_(2)),
+        SetsOwn(lambda block: None),
+    ],
+    ids=["writes to a buffer", "writes to a weight's data", "sets a buffer"],
+)
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_block_that_changes_its_own_tensors_is_not_compiled(block, is_inference):
+    """A comparison would write twice in one call, and what is set within a graph is lost."""
+    with torch.inference_mode(is_inference), pytest.raises(CompileFailed, match="weights or buffers of its own"):
+        compiled(fixed(block), (torch.randn(3, 4),))
+
+
 def test_list_and_object_with_slots_that_a_block_reads_are_made_inside_of_the_graph():
     block, inputs = Carries(None).eval(), (torch.randn(2, 4), [torch.randn(2, 4)])
     check(*compiled(block, inputs), block, *inputs)
