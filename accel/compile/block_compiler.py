@@ -7,6 +7,7 @@ its own.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import types
@@ -49,6 +50,9 @@ _one_at_a_time = threading.Lock()
 
 
 Tracing = Callable[[], AbstractContextManager[None]]
+
+
+_numbers = itertools.count()
 
 
 def compile_block(
@@ -317,7 +321,8 @@ def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec,
         return out
 
     # A code object and globals of its own: torch counts recompilations per code object, which kinds must
-    # not share, and leaves what it compiled in the function's globals, which must go when the graph goes.
+    # not share, and leaves what it compiled in the function's globals, which must go when the graph goes. Its name is
+    # nobody else's in this process: by that torch knows what sizes other calls had.
     scope = {"__builtins__": __builtins__, "__name__": __name__, "torch": torch, "tree_spec": tree_spec}
     scope |= {"bound_sizes": _bound_sizes, "observe_sizes": sizes.observer(), "traced": _at_the_end(sizes, template)}
     function = block
@@ -325,7 +330,7 @@ def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec,
         # Dynamo follows little of what classes of tensors do; the stage after it runs their code.
         scope["run"] = torch.compiler.allow_in_graph(stored)
         function = block_of_stored
-    code = function.__code__.replace(co_name=f"block_{id(template)}")
+    code = function.__code__.replace(co_name=f"block_{next(_numbers)}")
     return types.FunctionType(code, scope, "block", None, function.__closure__)
 
 

@@ -189,6 +189,8 @@ _LINE = {
 }
 """Parts of the line on a node."""
 
+NOISE_UNSEEN = "this sampler adds noise in its steps, or may, and a skipped step of a UNet knows nothing of it"
+
 SENTENCES = {**_A_CALL, **_A_MACHINE, **_A_GRAPH, **_A_MODEL, **_ADDED_WEIGHTS, **_CAPTURING, **_SAVED, **_LINE}
 """Every code with its English sentence. `accelReasons` of locales/zh/main.json has the same codes in Chinese. A host
 replaces a sentence where it can say what to do in its own terms."""

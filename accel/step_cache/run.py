@@ -18,6 +18,7 @@ import torch
 
 from ..core.errors import one_line
 from ..core.events import log
+from ..core.sentences import NOISE_UNSEEN
 from .config import DeepCacheSettings
 from .correction import Correction
 from .features import Features
@@ -27,8 +28,6 @@ from .sampler_facts import SamplerFacts
 
 FULL, SKIPPED = "FS"
 """A step of a run, as a letter."""
-
-NOISE_UNSEEN = "this sampler adds noise in its steps, or may, and a skipped step of a UNet knows nothing of it"
 
 LOOK_AHEAD = 2
 """The most steps that a sampler evaluates ahead of its own."""

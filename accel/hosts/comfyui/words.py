@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...core.sentences import SENTENCES, counted
-from ...step_cache.run import NOISE_UNSEEN
+from ...core.sentences import NOISE_UNSEEN, SENTENCES, counted
 
 if TYPE_CHECKING:
     from ...core.reasons import Reason
