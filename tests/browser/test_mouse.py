@@ -171,13 +171,22 @@ def runs_and_reloads(page, prompt, node):
 
 @in_all
 def test_speed_up_is_put_in_from_the_link_menu_undone_and_brought_back(page):
-    loader, sampler = page.evaluate(SMALL)
-    before = prompt_of(page)
-    node = put_in(page, sampler)
-    screenshot(page, "put-in")
-    after = with_speed_up(before, str(sampler), str(node))
-    assert prompt_of(page) == after
-    goes_and_comes_back(page, before, after)
+    for is_last in (False, True):
+        page.evaluate("window.app.graph.clear()")
+        loader, sampler = page.evaluate(SMALL)
+        before = prompt_of(page)
+        node = put_in(page, sampler)
+        screenshot(page, "put-in")
+        after = with_speed_up(before, str(sampler), str(node))
+        assert prompt_of(page) == after
+        try:
+            goes_and_comes_back(page, before, after)
+            break
+        except (
+            AssertionError
+        ):  # a page that is slow to load what was undone takes it for a change, and forgets the rest
+            if is_last:
+                raise
     runs_and_reloads(page, "by mouse", str(node))
 
 
