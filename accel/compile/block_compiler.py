@@ -51,8 +51,8 @@ _one_at_a_time = threading.Lock()
 
 Tracing = Callable[[], AbstractContextManager[None]]
 
-
 _numbers = itertools.count()
+"""Numbers for the functions that are compiled."""
 
 
 def compile_block(

@@ -1,8 +1,8 @@
 """Compiling by calling: the function is called once, and what torch compiled for that call is taken out of its cache.
 
 For torch before 2.11, which cannot compile ahead of time. Nothing runs, which would take twice the memory of a call,
-since a batch of 1 is traced as 2. The taken code is called by itself, so no later call compiles
-again: torch's own recompiling, with guards on sizes alone, takes a wrong graph.
+since a batch of 1 is traced as 2. The taken code is called by itself, so no later call compiles again: torch's own
+recompiling, with guards on sizes alone, takes a wrong graph.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class DeepCacheRun:
         self.why_full: str | None = None
         """Why the rest of the run is computed in full, whatever the plan says."""
         self.step, self.angle, self.mode = 0, 0.0, Mode.PLAIN
-        """What the current evaluation is."""
+        """The current evaluation: its step, its noise level as an angle, and how it runs."""
         self.last_full = -1
         """The last full step."""
         self._find, self._window, self._changes = find, window, sorted(changes)

@@ -111,7 +111,7 @@ def flux(transformer):
 
 
 def sd3(transformer):
-    """The same for a Stable Diffusion 3."""
+    """An adapter of random weights on a Stable Diffusion 3, and what a call is given for it."""
     width = transformer.inner_dim
     made = {
         name: deep_transformers.seeded(

@@ -22,7 +22,7 @@ device.sample_without_values()
 
 FAMILY = Family("", "WAN21_T2V", FAMILIES["Wan"].family.config | dict(dim=256, num_heads=2, ffn_dim=768), 48)
 LATENT, ONE_OUTPUT = (1, 16, 9, 64, 64), 9 * 32 * 32 * 256 * 2
-"""Of the video, and the bytes of what a block makes of it."""
+"""The shape of the video, and the bytes of what a block makes of it."""
 
 
 def attention_of_a_node(own, *args, **kwargs):

@@ -9,3 +9,15 @@ def plain_environment(monkeypatch):
     """No variable of the machine's moves or signs the store."""
     for name in (signing.KEY_VARIABLE, location.VARIABLE, location.LIMIT_VARIABLE):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def cache(monkeypatch):
+    """The cache of `accelerate_module`, for one test alone and without a store."""
+    from comfy_accel.accel.cache.graph_cache import GraphCache
+    from comfy_accel.accel.hosts.diffusers import module, pipeline
+
+    own = GraphCache()
+    monkeypatch.setattr(module, "shared", own)
+    monkeypatch.setattr(pipeline, "attach", lambda *_: None)
+    return own

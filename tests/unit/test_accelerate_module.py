@@ -6,9 +6,7 @@ import weakref
 
 import pytest
 import torch
-from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.hosts.diffusers import module as host
-from comfy_accel.accel.hosts.diffusers import pipeline
 from kit.thorough import thorough_except
 from torch import nn
 
@@ -50,14 +48,6 @@ def sample(model, shape, steps=3):
 
 SHAPES = ((1, 3, 4, 5, 4), (2, 3, 4, 5, 4), (1, 2, 7, 3, 4))
 """[B, F, H, W, C]"""
-
-
-@pytest.fixture
-def cache(monkeypatch):
-    own = GraphCache()
-    monkeypatch.setattr(host, "shared", own)
-    monkeypatch.setattr(pipeline, "attach", lambda *_: None)
-    return own
 
 
 @pytest.mark.parametrize("is_one_run", thorough_except([True, False], True))  # other tests here have runs of one call

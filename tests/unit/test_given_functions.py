@@ -5,9 +5,7 @@ import sys
 
 import pytest
 import torch
-from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.hosts.diffusers import module as host
-from comfy_accel.accel.hosts.diffusers import pipeline
 from comfy_accel.accel.signature.tree_spec import UnsupportedArgument, flatten, functions_in, rebuild
 from comfy_accel.accel.store.key import key_digest
 from kit.blocks import reasons
@@ -103,14 +101,6 @@ def given(batch, height, width, tokens, seed=0):
     made = torch.Generator().manual_seed(seed)
     image, text = torch.randn(batch, height, width, 4, generator=made), torch.randn(batch, tokens, 4, generator=made)
     return image, torch.rand(batch, generator=made), text
-
-
-@pytest.fixture
-def cache(monkeypatch):
-    own = GraphCache()
-    monkeypatch.setattr(host, "shared", own)
-    monkeypatch.setattr(pipeline, "attach", lambda *_: None)
-    return own
 
 
 def check(fast, plain, *call, steps=2):
