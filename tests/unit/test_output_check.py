@@ -1,5 +1,7 @@
 """The check of a graph against its block: no wrong block passes and no right one is thrown out, outliers or not."""
 
+import dataclasses
+import functools
 import itertools
 import math
 
@@ -21,9 +23,9 @@ ORDINARY = [channel for channel in range(WIDTH) if channel not in LARGE]
 
 class Block:
     """Attention and a feed-forward part, each added to the stream after a norm that makes all channels alike, as
-    trained ones do: [B, T, 64] to the same."""
+    trained ones do: [B, T, 64] to the same. quiet: how large what it adds is, in parts of the stream."""
 
-    def __init__(self, outlier: float):
+    def __init__(self, outlier: float, quiet: float = 1.0):
         random = torch.Generator().manual_seed(0)
         self.x = torch.randn(SAMPLES, TOKENS, WIDTH, generator=random)
         self.gains = torch.ones(WIDTH)
@@ -36,6 +38,12 @@ class Block:
         }
         self.weights["qkv"][: 2 * WIDTH] *= 1.5
         self.other = torch.randn(WIDTH, WIDTH, generator=random) / math.sqrt(WIDTH)
+        self.weights["bias"] = torch.randn(WIDTH, generator=random) / 4
+        self.weights["condition"] = torch.randn(SAMPLES, 1, WIDTH, generator=random) / 4
+        self.weights["update"] = torch.randn(WIDTH, 4, generator=random) @ torch.randn(4, WIDTH, generator=random) / 32
+        self.mask = torch.zeros(TOKENS).index_fill(0, torch.arange(8), -math.inf)
+        for name in ("out", "down", "bias", "update"):
+            self.weights[name] *= quiet
 
     def __call__(self, dtype, fault=lambda name, values: values, product=torch.nn.functional.linear, **weights):
         x, gains = self.x.to(dtype).to(weights.get("computed", dtype)), self.gains
@@ -44,9 +52,12 @@ class Block:
         def normed(values):
             return torch.nn.functional.layer_norm(values * gains.to(values.dtype), (WIDTH,))
 
-        q, k, v = product(normed(x), weights["qkv"]).view(SAMPLES, TOKENS, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        heads = fault("heads", torch.nn.functional.scaled_dot_product_attention(q, k, v))
-        x = x + fault("attention", product(heads.transpose(1, 2).flatten(2), weights["out"]))
+        given = normed(x) + fault("condition", weights["condition"])
+        q, k, v = product(given, weights["qkv"]).view(SAMPLES, TOKENS, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mask = fault("mask", self.mask.to(x.dtype)).expand(TOKENS, -1)
+        heads = fault("heads", torch.nn.functional.scaled_dot_product_attention(q, k, v, mask))
+        added = product(heads.transpose(1, 2).flatten(2), weights["out"]) + fault("bias", weights["bias"])
+        x = x + fault("attention", added + fault("update", product(given, weights["update"])))
         hidden = torch.nn.functional.gelu(product(normed(x), weights["up"]))
         return fault("output", x + product(hidden, weights["down"]))
 
@@ -112,6 +123,79 @@ def test_wrong_blocks_are_found_however_large_a_few_channels_are(dtype, outlier)
     given = [torch.zeros(3), block.x.to(dtype)]
     found = {name: beyond_rounding(out, right, given) for name, out in wrong_outputs(block, dtype).items()}
     assert len(found) == 18 and [name for name, times in found.items() if times is None] == []
+
+
+def of_what_it_adds(part, at=...):
+    """The output with this part of what the block adds, in some places or everywhere."""
+
+    def wrong(block, dtype):
+        given, out = block.x.to(dtype), block(dtype)
+        out[at] = given[at] + (part * (out - given)[at].float()).to(dtype)
+        return out
+
+    return wrong
+
+
+def faulty(*fault):
+    return lambda block, dtype: block(dtype, changed(*fault))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "quiet"),
+    [
+        pytest.param(wrong, quiet, id=f"{name}, {quiet}")
+        for name, wrong, *sizes in (
+            ("all but a twentieth of what it adds", of_what_it_adds(0.95), 1, 0.1, 0.03),
+            ("half of what it adds", of_what_it_adds(0.5), 0.01),
+            ("nothing added to a token", of_what_it_adds(0.0, (0, 5)), 0.03),
+            ("a bias is missing", faulty("bias", torch.zeros_like), 0.03, 0.01),
+            ("heads are swapped", faulty("heads", lambda values: values.roll(1, 1)), 0.01),
+            ("samples with each other's condition", faulty("condition", lambda values: values.roll(1, 0)), 0.01),
+            ("LoRA of strength 0.8", faulty("update", lambda values: 0.8 * values), 0.1, 0.03),
+            ("the mask is ignored", faulty("mask", torch.zeros_like), 0.1),
+        )
+        for quiet in sizes
+    ],
+)
+def test_faults_are_found_in_bf16_though_a_block_adds_little(wrong, quiet):
+    block = Block(100, quiet)
+    out, right = wrong(block, torch.bfloat16), block(torch.bfloat16)
+    assert beyond_rounding(out, right, [block.x.bfloat16()]) is not None
+
+
+@pytest.mark.parametrize("quiet", [0.1, 0.03, 0.01, 0.001])
+@pytest.mark.parametrize("dtype", HALF)
+def test_rounding_passes_though_a_block_adds_little(dtype, quiet):
+    block = Block(100, quiet)
+    for out in (block(dtype, product=in_parts), block(dtype, computed=torch.float32).to(dtype)):
+        assert beyond_rounding(out, block(dtype), [block.x.to(dtype)]) is None
+
+
+def test_parts_that_are_shorter_than_half_a_step_may_be_lost_in_other_sums():
+    random = torch.Generator().manual_seed(0)
+    given = torch.ones(1, 512, 64, dtype=torch.bfloat16)
+    parts = [2**-7 * 0.3 * torch.randn(given.shape, generator=random) for _ in range(4)]
+    one_by_one = functools.reduce(lambda x, part: x + part.bfloat16(), parts, given)
+    at_once = (given.float() + sum(parts)).bfloat16()
+    assert beyond_rounding(one_by_one, at_once, [given]) is None
+
+
+@pytest.mark.parametrize("at", [(0, 7), (0, slice(None), 7)])
+def test_fifth_less_in_one_token_or_channel_of_many_is_found(at):
+    random = torch.Generator().manual_seed(0)
+    given, added = (torch.randn(1, 1024, 256, generator=random).bfloat16() for _ in range(2))
+    right = given + added
+    wrong = right.clone()
+    wrong[at] -= 0.2 * added[at]
+    assert beyond_rounding(wrong, right, [given]) > 1
+
+
+@pytest.mark.parametrize(("times", "passes"), [(2, True), (5, False)])
+def test_value_may_be_off_by_what_its_channel_adds_a_few_times(times, passes):
+    right = torch.ones(1, 1024, 1024).bfloat16()
+    wrong = right.clone()
+    wrong[0, 5, 7] += times
+    assert (beyond_rounding(wrong, right) is None) == passes
 
 
 def in_parts(values, weight):
@@ -214,3 +298,26 @@ def test_sums_that_are_rounded_to_half_precision_explain_more():
         assert beyond_rounding(right * 1.02, right) is None
     finally:
         torch.backends.cuda.matmul.allow_fp16_accumulation = False
+
+
+@pytest.mark.parametrize("kind", ["dict", "object", "complex"])
+def test_outputs_of_any_kind_are_compared(kind):
+    def made(factor):
+        out = torch.linspace(-1, 1, 64).view(4, 16) * factor
+        if kind == "complex":
+            return torch.complex(out, out)
+        return {"out": out} if kind == "dict" else Made(out)
+
+    assert beyond_rounding(made(1.0), made(1.0)) is None and beyond_rounding(made(1.5), made(1.0)) > 2
+
+
+@dataclasses.dataclass
+class Made:
+    out: torch.Tensor
+
+
+def test_tensors_of_eight_bits_are_compared():
+    right = torch.linspace(-1, 1, 64).to(torch.float8_e4m3fn).view(4, 16)
+    wrong = torch.linspace(1, -1, 64).to(torch.float8_e4m3fn).view(4, 16)
+    types = {torch.bfloat16, torch.float8_e4m3fn}
+    assert beyond_rounding(right, right.clone(), types=types) is None and beyond_rounding(wrong, right, types=types) > 1
