@@ -54,7 +54,10 @@ _PROGRAM = tuple(
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 """Part of the path of packages that are installed among Python's own modules; torch is."""
 
-_ENVIRONMENT = frozenset({"environ", "getenv"})
+_EXTENSIONS = f"{os.sep}custom_nodes{os.sep}"
+_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
+_READS_ENVIRONMENT = tuple(vars(os)[name] for name in sorted(_ENVIRONMENT.intersection(vars(os))))
+"""By what code reads the environment's variables: names in `os`, and what they name."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +267,8 @@ class _Function:
         has_lists = any(isinstance(value, list) for value in defaults)
         self.filled = sorted(filled(function.__code__)) if has_lists and not of_library(home_of(function)) else []
         is_library = of_library(home_of(function))
+        if not is_library and "os" in self.facts.names.difference(scope) and self.facts.names & _ENVIRONMENT:
+            self._read_environment()  # it imports that itself
         self._follow("", scope, scope, is_library)
         owner = scope.get(function.__qualname__.partition(".")[0])
         if isinstance(owner, type):  # a method reads what is on its class by way of its first argument
@@ -294,6 +299,8 @@ class _Function:
                     notes.name(owner, name)  # by a rule, which another value may not fall under
                 continue
             value, inner = scope[name], f"{path}{name}"
+            if not is_library and any(value is read for read in _READS_ENVIRONMENT):
+                self._read_environment()
             called = list(functions_in(value))
             is_bound = isinstance(value, types.MethodType) and not isinstance(value.__self__, type)
             if is_bound and (not is_library or is_foreign(value.__self__)):
@@ -335,7 +342,7 @@ class _Function:
         self._namespaces.add(value)
         if is_module:
             if value is os and not _ENVIRONMENT.isdisjoint(self.facts.names) and not is_library:
-                self.opaque.add((0, "", "the environment's variables"))
+                self._read_environment()
             self._follow(f"{path}.", vars(value), vars(value), is_library or of_library(value.__name__))
             return
 
@@ -343,6 +350,16 @@ class _Function:
         for cls in value.__mro__:
             if not of_library(cls.__module__):
                 self._follow(f"{path}.", cls, vars(cls), is_library, _MADE | self._reader.reads)
+
+    def _read_environment(self) -> None:
+        """Code of an installed package reads there how it is set up, as transformers' does: its graph is not saved.
+
+        Raises Indescribable for any other, whose variables may change from image to image.
+        """
+        if is_installed(self.function.__code__.co_filename):
+            self.opaque.add((0, "", "the environment's variables"))
+            return
+        raise Indescribable(f"{self.function.__qualname__}, which reads variables of the environment in each call")
 
     @functools.cached_property
     def _changes_items(self) -> bool:
@@ -458,6 +475,11 @@ def unread_code(ran: Iterable[types.CodeType], read: Iterable[types.CodeType]) -
 
 
 @functools.lru_cache(maxsize=4096)
+def is_installed(file: str) -> bool:
+    """Whether code in the file is of an installed package, and not of an extension of the host's."""
+    return _INSTALLED in file and _EXTENSIONS not in file
+
+
 def is_of_program(file: str) -> bool:
     torchs, engines, pythons = (file.startswith(folder) for folder in _PROGRAM)
     return torchs or engines or (pythons and _INSTALLED not in file) or file.startswith("<frozen ")

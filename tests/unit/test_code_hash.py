@@ -1,7 +1,11 @@
 """The hash of a block's code: whatever can change what it computes makes another kind."""
 
 import functools
+import os
+import os as system
+import sys
 import types
+from os import environ, getenv
 
 import numpy
 import pytest
@@ -235,3 +239,47 @@ def test_class_that_code_closes_over_is_told_whole(monkeypatch):
     assert not known.code.opaque
     monkeypatch.setattr(Registry, "step", numpy.float32(0.25))
     assert digest(Runs(around(Registry))) != known.digest
+
+
+SET_AT_START = os.environ.get("ACCEL_TEST_FACTOR", "1")
+
+
+def asked(name):
+    return os.environ[name]
+
+
+def imports_it(x):
+    from os import getenv as ask
+
+    return x * float(ask("ACCEL_TEST_FACTOR", "1"))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * float(os.environ["ACCEL_TEST_FACTOR"]),
+        lambda x: x * float(os.environ.get("ACCEL_TEST_FACTOR", 1)),
+        lambda x: x * float(os.getenv("ACCEL_TEST_FACTOR", 1)),
+        lambda x: x * float(system.getenv("ACCEL_TEST_FACTOR", 1)),
+        lambda x: x * float(environ["ACCEL_TEST_FACTOR"]),
+        lambda x: x * float(getenv("ACCEL_TEST_FACTOR", 1)),
+        lambda x: x * float(asked("ACCEL_TEST_FACTOR")),
+        imports_it,
+    ],
+)
+def test_code_that_reads_the_environment_in_a_call_is_refused(function):
+    with pytest.raises(Indescribable, match="which reads variables of the environment in each call"):
+        describe(Runs(function))
+
+
+def test_code_that_read_the_environment_when_it_was_imported_is_told():
+    assert not describe(Runs(lambda x: x * float(SET_AT_START) + len(os.sep))).code.opaque
+
+
+def test_code_of_an_installed_package_may_read_the_environment_and_is_not_saved(monkeypatch):
+    scope = {"__name__": "a_package", "os": os}
+    code = compile("def ask(x): return x * float(os.environ.get('A', 1))", f"{os.sep}site-packages{os.sep}a.py", "exec")
+    monkeypatch.setitem(sys.modules, "a_package", types.ModuleType("a_package"))
+    exec(code, scope)
+    ask = scope["ask"]
+    assert "the environment's variables" in describe(Runs(lambda x: ask(x))).code.opaque

@@ -177,11 +177,6 @@ def test_value_from_another_file_of_the_package_is_in_the_key(package):
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_what_is_asked_of_the_environment_is_not_kept(module):
-    made = module(BLOCK.replace("{setting}", "import os").replace("{read}", "float(os.environ.get('X', 1))"))
-    assert kind_of(made).opaque == frozenset({"the environment's variables"})
-
-
 def test_what_the_code_sets_itself_is_where_it_keeps_things(module):
     setting = (
         "import weakref\nLAST = (weakref.ref(torch.nn.Linear(1, 1)), 5)\ndef keep():\n    global LAST\n    LAST = 1"
