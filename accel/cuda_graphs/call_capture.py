@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from ..core.reasons import Reason
 from ..signature import tree_spec
 from ..signature.output_check import beyond_rounding
 from .capturer import CaptureFailed
-from .dry_run import DryRun
+from .dry_run import DryRun, Ended
 from .host_constants import HostConstants
 from .pool import Buffers, CapturedCall, CapturePool
 
@@ -58,7 +58,8 @@ class CallCapture:
                     with self.constants, mode:
                         self._call_on(buffers.tensors)
 
-                self.pool.capturer.warm_up(self.device, call)
+                with suppress(Ended):
+                    self.pool.capturer.warm_up(self.device, call)
                 self.constants.is_complete = True
         finally:
             self.observer.runs_eagerly = False

@@ -18,8 +18,15 @@ from ..signature.tensors import tensors_in
 _SYNCHRONIZES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
+class Ended(BaseException):
+    """Ends a dry run at the first obstacle, past whoever catches exceptions: what follows might leave a trace."""
+
+
 class DryRun(TorchDispatchMode):
     """A mode to make the call in; afterwards `reason` says why it cannot be captured, None where it can.
+
+    It raises `Ended` before an operator that draws random numbers, waits for a value, or reads or writes what it must
+    not, and leaves Python's random numbers as they were.
 
     own: the weights and the inputs. The call may read these and what it makes, and write to what it makes only.
     device: where all of it must be, but for what is made on the CPU of numbers alone (`host_constants`).
@@ -31,26 +38,28 @@ class DryRun(TorchDispatchMode):
         self._made: set[int] = set()
         self._device = device
         self._random = random.getstate()
-        self._reason: Reason | None = None
+        self.reason: Reason | None = None
 
-    @property
-    def reason(self) -> Reason | None:
-        if self._reason is None and random.getstate() != self._random:
-            return Reason("python_random")
-        return self._reason
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if random.getstate() != self._random:
+            random.setstate(self._random)
+            self.reason = self.reason or Reason("python_random")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self._reason is None:
-            self._reason = self._obstacle(func, args, kwargs)
+        self.reason = self._obstacle(func, args, kwargs)
+        if self.reason is not None:
+            raise Ended
         out = func(*args, **kwargs)
         made = tensors_in(out)
         # Beside a result, attention hands out the state of a random draw that it did not make, outside captures on the
         # CPU (`_scaled_dot_product_efficient_attention`, not in inference mode). Whoever takes that is refused.
         is_elsewhere = made and all(tensor.device != self._device for tensor in made)
-        if self._reason is None and is_elsewhere and (made[0].device.type != "cpu" or self._takes(args, kwargs)):
+        if is_elsewhere and (made[0].device.type != "cpu" or self._takes(args, kwargs)):
             there = str(made[0].device)
-            self._reason = Reason("moves_tensor", here=str(self._device), there=there, operator=str(func))
+            self.reason = Reason("moves_tensor", here=str(self._device), there=there, operator=str(func))
+            raise Ended
         for tensor in made:
             storage = _storage(tensor)
             if storage not in self._own:

@@ -25,6 +25,7 @@ from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly, not_in_this_mode
 from ..dispatch.block_observer import BlockObserver
 from ..dispatch.block_runner import BlockRunner
+from ..modules.snapshot import are_same
 from ..modules.substitution import Order, Substitution
 from ..signature import switches, tree_spec
 from ..signature.tensors import PLAIN_TENSORS
@@ -290,6 +291,8 @@ class ModelCapture:
         progress, entry = self._progress_of(key), self._cache.get(key)
         proxy, held = self._proxy, self._held
         is_due = progress.made == held
+        # The dry run calls the model once more, which must leave no trace; on the device it ends before there is one.
+        state = self._guard.weights.state() if is_due and progress.constants is None else None
         self._observer.reset()
         with proxy.copied() if proxy is not None and is_due else nullcontext(CaptureIO()) as handed:
             alone = functools.partial(self._alone, inner, args, kwargs)
@@ -299,6 +302,8 @@ class ModelCapture:
             return out
         # Streamed weights that are held while memory is short lose their place on the device for the rest of the run.
         unfit = Reason("weights_in_the_way") if held and not self._pool.capturer.has_room(device) else None
+        if state is not None and not are_same(state, self._guard.weights.state()):
+            unfit = Reason("model_changes")
         if progress.constants is None and not device_waited():
             unfit = Reason("device_busy")
         if unfit is not None:

@@ -15,7 +15,7 @@ import torch
 from ..core.reasons import Reason, Refusal, RunEagerly
 from ..signature.argument_guard import tensor_guard
 from . import stored_form, wrapped_layers
-from .substitution import foreign_forward
+from .substitution import StandIn, foreign_forward
 from .wrapped_layers import Wraps
 
 _SAMPLED = 47
@@ -34,13 +34,13 @@ class AttributeSnapshot:
 
     Neither the values of tensors nor what an attribute contains are compared. Layers of torch's own are left out: a
     replaced one is noticed in its parent, and nobody changes their settings. Wrappers (`wraps`) are compared, not what
-    is in them, which is read at each call.
+    is in them, which is read at each call. Our stand-ins, of calls in other threads, are passed over.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], wraps: Wraps | None = None):
         parts = {part for module in modules for _, part in wrapped_layers.modules(module, wraps)}
         self._values = [
-            (attributes, list(attributes.values()))
+            (attributes, _without_stand_ins(list(attributes.values())))
             for part in parts
             if not type(part).__module__.startswith("torch.nn.")
             for attributes in (part.__dict__, part._modules)
@@ -49,9 +49,19 @@ class AttributeSnapshot:
     def is_current(self) -> bool:
         """Whether nothing was set, replaced, added or removed since."""
         return all(
-            len(attributes) == len(values) and all(map(operator.is_, attributes.values(), values))
+            are_same(now := list(attributes.values()), values) or are_same(_without_stand_ins(now), values)
             for attributes, values in self._values
         )
+
+
+def are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether these are the same objects, in order."""
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))
+
+
+def _without_stand_ins(values: list) -> list:
+    """The values with what stand-ins stand for, where another program has put that on the module."""
+    return [v.own if type(v) is StandIn else v for v in values if type(v) is not StandIn or v.is_foreign]
 
 
 class LayoutSnapshot:
@@ -220,7 +230,7 @@ class WeightSnapshot:
                     places += [(parts, path) for path in form.names]
         self._holders, self._names = [holder for holder, _ in places], [name for _, name in places]
         # A forward or a hook that is put on a module changes the length of one of these.
-        self._attributes = [m.__dict__ for m in modules]
+        self._attributes, self._classes = [m.__dict__ for m in modules], list(map(type, modules))
         self._children = [m._modules for m in modules if m._modules]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         tensors = self.tensors()
@@ -265,6 +275,17 @@ class WeightSnapshot:
                     attributes[name] = own
                 else:
                     attributes.pop(name, None)
+
+    def state(self) -> list[Any]:
+        """The objects that the modules and their classes hold, but for attributes that their code never reads.
+
+        Compare them with `are_same` after a call. Takes a few milliseconds.
+        """
+        classes = dict.fromkeys(cls for cls in self._classes if not cls.__module__.startswith("torch."))
+        holders = (*self._attributes, *map(vars, classes))
+        held = [value for own in holders for name, value in list(own.items()) if name not in self._unread]
+        inside = (value.values() if type(value) is dict else value for value in held if type(value) in (dict, list))
+        return [*held, *chain.from_iterable(inside)]
 
     def seems_current(self) -> bool:
         """Whether a sample of the weights is where it was; a few microseconds."""

@@ -304,6 +304,22 @@ class DrawsInPython(Toy):
         return super().forward(x, t) + random.random()
 
 
+class Counts(Toy):
+    calls = {"number": 0}
+
+    def forward(self, x, t):
+        self.calls["number"] += 1
+        return super().forward(x, t) * self.calls["number"]
+
+
+class CountsOnItself(Toy):
+    number = 0
+
+    def forward(self, x, t):
+        self.number += 1
+        return super().forward(x, t) * self.number
+
+
 class MakesTensors(Toy):
     def forward(self, x, t):
         return super().forward(x, t) * torch.tensor([1.0] * 8)
@@ -319,15 +335,24 @@ class MakesTensors(Toy):
         (WritesInputs, "writes to its inputs"),
         (WritesItself, "writes to its inputs"),
         (MakesTensors, "tensor from Python values"),
+        (Counts, "change from call to call"),
+        (CountsOnItself, "change from call to call"),
     ],
 )
 def test_what_a_capture_would_not_do_again_is_told_once_and_nothing_is_captured(cls, said):
-    model, (cache, capturer) = cls(), capturing_cache()
-    for _ in range(2):
-        with run(model, cache) as call:
-            for seed in range(4):
-                call(latent(seed), times(seed))
-    assert (capturer.warm_ups, capturer.captures) == (1, 0)
+    """And what the model draws, writes and counts is what it would without us."""
+    made = []
+    for is_ours in (False, True):
+        torch.manual_seed(0)
+        random.seed(0)
+        Counts.calls, model, (cache, capturer) = {"number": 0}, cls(), capturing_cache()
+        for _ in range(2):
+            with run(model, cache) if is_ours else contextlib.nullcontext(model) as call, torch.no_grad():
+                made += [call(latent(seed), times(seed)) for seed in range(4)]
+        counted = torch.tensor(Counts.calls["number"])
+        made += [torch.rand(1), torch.tensor(random.random()), model.shift.clone(), counted]
+    assert all(map(torch.equal, made[: len(made) // 2], made[len(made) // 2 :]))
+    assert (capturer.warm_ups, capturer.captures) == (cls not in (Counts, CountsOnItself), 0)
     (reason,) = reasons()
     assert said in reason
 

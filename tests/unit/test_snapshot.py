@@ -3,6 +3,7 @@
 import pytest
 import torch
 from comfy_accel.accel.modules.snapshot import AttributeSnapshot, UnsupportedWeights, WeightSnapshot
+from comfy_accel.accel.modules.substitution import Order, substituted
 from kit.blocks import Wrapped
 
 
@@ -34,6 +35,20 @@ def test_attribute_that_is_set_replaced_added_or_removed_is_noticed(change):
     assert snapshot.is_current()
     change(blocks[1])
     assert not snapshot.is_current()
+
+
+def test_stand_ins_of_other_threads_are_no_attributes():
+    blocks = model(4)
+    blocks[1].forward = own = lambda x: x
+    layers = {block: lambda inner, x: inner(x) for block in blocks}
+    snapshot = AttributeSnapshot(blocks)
+    with substituted(layers, Order.COMPILED):
+        assert snapshot.is_current() and AttributeSnapshot(blocks).is_current()
+        inside = AttributeSnapshot(blocks)
+    assert snapshot.is_current() and inside.is_current() and blocks[1].forward is own
+    blocks[2].forward = own
+    with substituted(layers, Order.COMPILED):
+        assert not snapshot.is_current() and not inside.is_current()
 
 
 def test_values_and_storage_of_weights_are_no_attributes():
