@@ -6,6 +6,9 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
+"""In messages of CUDA's own libraries, and of torch on the CPU."""
+
 AnyError = TypeVar("AnyError", bound=BaseException)
 
 
@@ -58,12 +61,20 @@ def without_frames(error: AnyError) -> AnyError:
 class Failure(NamedTuple):
     """Why something failed, without the tensors that the exception's traceback references.
 
-    is_shortage: whether memory ran out.
+    is_shortage: whether memory ran out. is_own: whether what failed is to blame, and not what runs within it.
     """
 
     error: str
     is_shortage: bool
+    is_own: bool = True
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
-        return cls(one_line(error), isinstance(error, torch.OutOfMemoryError))
+    def of(cls, error: Exception, is_own: bool = True) -> Failure:
+        return cls(one_line(error), is_shortage(error), is_own)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether the error says that memory ran out, on a device or in the process."""
+    if cause_among(error, (torch.OutOfMemoryError, MemoryError)) is not None:
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_MEMORY)

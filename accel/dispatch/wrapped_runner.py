@@ -6,11 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch.compiler import is_dynamo_compiling
+
 from ..core.reasons import Reason
+from ..core.torch_internals import seen_through
 from ..fingerprint.survey import Region
 from ..modules.substitution import foreign_forward, forward_of
 from ..modules.wrapped_forward import WrappedForward
-from .block_runner import BlockRunner
+from .block_runner import BlockRunner, compiler_around
 
 
 class _Inside(functools.partial):
@@ -25,7 +28,10 @@ class WrappedRunner(BlockRunner):
         self._own, self.for_own_alone = region.wrapped.own, region.wrapped.is_on_class
         self._wrap(region.wrapped)
 
+    @seen_through
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or compiler_around() is not None:
+            return super().__call__(inner, *args, **kwargs)
         if type(inner) is _Inside:  # what another survey had in place may be inside already
             return super().__call__(inner, *args, **kwargs)
         block = self._region.block

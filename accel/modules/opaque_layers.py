@@ -24,7 +24,7 @@ from .stored_form import Opaque, form_of
 from .substitution import foreign_forward, has_foreign_forward
 
 _called = threading.local()
-"""block: a weak reference to the block that this thread calls."""
+"""block: a weak reference to the block that this thread calls. has_failed: others' code has, that its graph ran."""
 
 
 class Options(NamedTuple):
@@ -53,7 +53,7 @@ class OpaqueLayer(torch.nn.Module):
     def __init__(self, features: int | None = None, is_others: bool = False, like: tuple[str, ...] = ()):
         torch.nn.Module.__init__(self)
         signature = "(Tensor[] given, Tensor[] like, str path, str how, SymInt? features) -> Tensor[]"
-        define("opaque_layer", signature, _run, _fake)
+        define("opaque_layer", signature, others_code(_run), _fake)
         self.path_in_block, self.width_of_result, self.is_others, self.like = "", features, is_others, like
         self.training = False
 
@@ -92,6 +92,25 @@ def _is_of_package(part: torch.nn.Module, block: torch.nn.Module) -> bool:
     found = [*part._forward_hooks.values(), *part._forward_pre_hooks.values(), *([] if forward is None else [forward])]
     package = package_of(type(block).__module__)
     return all(package_of(home_of(function)) == package for function in found)
+
+
+def others_code(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of an operator that calls others' code, whose errors are then not the graph's (`has_failed`)."""
+
+    def call(*args: Any) -> Any:
+        try:
+            return run(*args)
+        except Exception:
+            _called.has_failed = True
+            raise
+
+    return call
+
+
+def has_failed() -> bool:
+    """Whether others' code that a graph ran has failed in this thread since this was asked."""
+    failed, _called.has_failed = getattr(_called, "has_failed", False), False
+    return failed
 
 
 class OpaqueLayers:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..core.reasons import RunEagerly
+from ..core.torch_internals import seen_through
 
 Forward = Callable[..., Any]
 """Takes and returns what the module's own forward does."""
@@ -235,9 +236,12 @@ def forward_of(cls: type) -> tuple[type, Any]:
     return base, base.__dict__["forward"]
 
 
+@seen_through
 def _own_forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Call the forward that the module's class has now, whatever stands on the module itself."""
     _, forward = forward_of(type(module))
+    if type(forward) is types.FunctionType:  # which a compiler around it can trace
+        return forward(module, *args, **kwargs)
     if hasattr(forward, "__get__"):
         forward = forward.__get__(module, type(module))
     return forward(*args, **kwargs)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import torch
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import WrappersMP, get_wrappers_with_key
 
 from ....cache.entry import Lease
 from ....cache.graph_cache import GraphCache, shared
@@ -21,6 +21,7 @@ from ....core.reasons import Reason
 from ....dispatch.block_runner import BlockRunner
 from ....dispatch.compiled_layers import Host, compiled_layers, survey_model
 from ....fingerprint.survey import KeptSurveys
+from ....modules.first_call import is_compiled
 from ....modules.substitution import Layer, Order, Substitution
 from ....report.run import Totals
 from ....store.graph_store import attach
@@ -34,10 +35,9 @@ from ..versions import (
     leading_node,
     traceable,
     unrecorded_context,
-    without_values,
 )
 from . import streamed
-from .options import INTERRUPTS, runs_between, simplifier, without_hooks
+from .options import CORE_COMPILE, INTERRUPTS, runs_between, simplifier
 from .run_events import run_events, sampling_begins, uses
 
 if TYPE_CHECKING:
@@ -50,21 +50,19 @@ HOST = Host(
     NO_RESULT_DEPENDS_ON,
     INTERRUPTS,
     simplifier,
-    without_hooks,
     wraps=streamed.WRAPS,
     plain=streamed.plain,
     weights=streamed.weights_of,
     traceable=traceable,
     between=runs_between,
     outside_recording=unrecorded_context,
-    dry=without_values,
 )
 
 
 @dataclass
 class _ModelState:
     """What one model has in one run: the layers of its blocks, which stand in for them in each call, how many kinds
-    they are, and the model where its calls are captured."""
+    they are, and the model where its calls are captured. No layers: another node compiles it."""
 
     layers: dict[torch.nn.Module, Layer]
     substitution: Substitution
@@ -106,7 +104,10 @@ class Run:
         context: the prompt [B, T, ...], if any. Yields the transformer_options to make the call with.
         """
         model = base.diffusion_model
-        state = self._state_of(model)
+        state = self._state_of(model, options)
+        if not state.layers:
+            yield options
+            return
         if isinstance(context, torch.Tensor) and context.ndim > 1:
             self._contexts.add(context.shape[1])
         with self._progress.during_call(state.kinds, self._node_id):
@@ -150,14 +151,20 @@ class Run:
         )
         emit("run_calls", totals=totals)
 
-    def _state_of(self, model: torch.nn.Module) -> _ModelState:
+    def _state_of(self, model: torch.nn.Module, options: dict[str, Any]) -> _ModelState:
         with self._lock:
             state = self._states.get(model)
             if state is None:
-                layers = block_layers(model, self._settings, self._cache, self._lease)
+                name, why = type(getattr(model, "_orig_mod", model)).__name__, Reason("compiled_around")
+                if is_compiled(model) or get_wrappers_with_key(WrappersMP.APPLY_MODEL, CORE_COMPILE, options):
+                    layers = {}
+                    fallbacks.note(name, why, how="without Accel")
+                else:
+                    layers = block_layers(model, self._settings, self._cache, self._lease)
+                    why = Reason("no_block_compilable")
                 kinds = count_kinds(layers)
                 if self._settings.stop_on_trouble and not kinds:
-                    raise Trouble(f"{type(model).__name__} cannot run compiled: {Reason('no_block_compilable')}")
+                    raise Trouble(f"{name} cannot run compiled: {why}")
                 state = self._states[model] = _ModelState(layers, Substitution(layers, Order.COMPILED), kinds)
             return state
 
