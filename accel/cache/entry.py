@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,6 @@ from ..compile.benchmark import Benchmark, Benchmarks
 from ..core.reasons import Reason
 
 if TYPE_CHECKING:
-    import torch
-
     from ..compile.compiled_graph import CompiledGraph
 
 _MOST_USES = 8
@@ -61,19 +59,13 @@ class Entry:
     _benchmarks: dict[int, Benchmarks] = field(default_factory=dict, repr=False)
     busy: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def benchmark(self, graph: CompiledGraph, inputs: Sequence[torch.Tensor], captured: bool = False) -> Benchmark:
-        """The benchmark of one of the graphs against its block, for calls of about this size.
+    def benchmarks(self, graph: CompiledGraph) -> Benchmarks:
+        """The record of one graph against its block."""
+        return self._benchmarks.setdefault(id(graph), Benchmarks())
 
-        captured: in calls of a model that are captured.
-        """
-        return self._benchmarks.setdefault(id(graph), Benchmarks()).of(inputs, captured)
-
-    def may_run(self, graph: CompiledGraph, benchmark: Benchmark | None) -> bool:
-        """Whether calls that were compared by this benchmark may still run with the graph."""
-        if self.failure is not None or graph not in self.graphs:
-            return False
-        known = self._benchmarks.get(id(graph))
-        return benchmark is None or known is None or benchmark.wrong or known.wrong is None
+    def has(self, graph: CompiledGraph) -> bool:
+        """Whether this is still one of the graphs."""
+        return self.failure is None and graph in self.graphs
 
     def drop(self, graph: CompiledGraph) -> None:
         """Remove one graph and its benchmarks."""

@@ -58,7 +58,7 @@ class GraphCache:
         self.evictions = 0
         """Entries evicted so far, for whatever reason."""
         self.generation = 0
-        """Grows whenever a compiled graph is dropped, so that whoever references some looks them up again."""
+        """Grows whenever a compiled graph is dropped, or found wrong, so that whoever has some looks them up again."""
         self.keepers: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         """Who keeps references to compiled graphs beyond a run: they are cleared (`clear`) when one is dropped."""
         self.keep_state: set[Hashable] = set()
@@ -134,6 +134,11 @@ class GraphCache:
         """Every key, the most recently used last."""
         with self._lock:
             return list(self._entries)
+
+    def forget(self) -> None:
+        """Have whoever references compiled graphs look them up again, since one was found wrong."""
+        with self._lock:
+            self._have_forgotten()
 
     def clear_failure(self, key: Hashable) -> None:
         """Allow compiling for the key again: the call that failed was itself to blame."""

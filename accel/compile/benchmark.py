@@ -1,9 +1,13 @@
-"""Whether a compiled graph is faster than its block on this machine: a few calls run both ways and are compared.
+"""Whether a compiled graph is right, and faster than its block on this machine: some calls run both ways.
 
-What is faster at one size may not be at another, so each graph is judged once for each power of two in size. A graph
-that is slower than the eager block is not used at that size; one whose output differs beyond rounding, at no size.
-The cost is one eager call of a block for each of at most `ROUNDS + 1` calls of a graph and size, for
-`CLEAR_ROUNDS + 1` where the gain is clear.
+What is right at one size may not be at another, so a graph's values are compared in the first call of each pattern of
+sizes (`pattern_of`), whether or not anybody asked for times. There is no limit to how many are compared in a run, since
+beyond it a wrong graph would be used; it is one eager call of one block for each graph and pattern, so in an image no
+more than it has kinds of blocks and ways of calling them. A graph that differs beyond rounding is used at no size.
+
+What is faster at one size may not be at another either, so a graph is timed, where asked for, once for each power of
+two in size, and not used at that size where it is slower. The cost is one eager call of a block for each of at most
+`ROUNDS + 1` calls of a graph and size, for `CLEAR_ROUNDS + 1` where the gain is clear.
 
 On a CUDA device the two are queued one behind the other between events, behind a pause that lets the host get ahead. So
 the device's time is free of the host's, and what counts is what a run would notice: the larger of the two, and where
@@ -16,10 +20,13 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..core.events import log
 from ..core.reasons import Reason
 from ..core.torch_internals import SLEEP
 from ..signature.output_check import beyond_rounding
@@ -35,6 +42,9 @@ SLOWER = 1.05
 
 LONGEST_PAUSE = 0.02
 """Seconds: where the host needs longer for two calls, the device is not what they wait for."""
+
+WIDEST_TILE = 128
+"""Elements that a kernel handles as one along a dimension; a size that is no multiple leaves a tail."""
 
 _CYCLES = 2e9
 """A GPU's clock cycles a second, roughly; a slower one pauses longer."""
@@ -116,30 +126,74 @@ class Benchmark:
                 self.verdict = Reason("slower", compiled=f"{fast * 1e3:.2f}", eager=f"{plain * 1e3:.2f}")
 
 
+@dataclass(eq=False)
+class Pattern:
+    """Calls of one graph with sizes that are alike (`pattern_of`). is_settled: no more of them is compared."""
+
+    is_settled: bool = False
+
+
 class Benchmarks:
-    """The benchmarks of one graph, by size."""
+    """One graph's record against its block: values by pattern of sizes, times by size.
+
+    wrong: why the graph is used at no size.
+    """
 
     def __init__(self) -> None:
         self._by_size: dict[tuple[int, bool], Benchmark] = {}
+        self._untimed_seconds = 0.0
+        self.wrong: Reason | None = None
+        self._patterns: dict[bytes, Pattern] = {}
 
     def of(self, inputs: Sequence[torch.Tensor], captured: bool = False) -> Benchmark:
-        """The benchmark for calls of about this size; one that found the graph wrong stands for all sizes.
+        """The benchmark for calls of about this size.
 
         captured: in calls of a model that are captured, where other times count on a CUDA device.
         """
-        return self.wrong or self._by_size.setdefault((order_of_size(inputs), captured), Benchmark())
+        return self._by_size.setdefault((order_of_size(inputs), captured), Benchmark())
 
-    @property
-    def wrong(self) -> Benchmark | None:
-        """One that found the graph wrong; None where none did."""
-        return next((benchmark for benchmark in self.all() if benchmark.wrong), None)
+    def pattern(self, tensors: Sequence[torch.Tensor]) -> Pattern:
+        """The pattern of calls with tensors of these sizes."""
+        return self._patterns.setdefault(pattern_of(tensors), Pattern())
+
+    def judge(self, pattern: Pattern, excess: float | None) -> float | None:
+        """Note how far a call of the pattern was beyond rounding (`beyond_rounding`), and return it."""
+        if excess is not None:
+            self.wrong = Reason("wrong_output", times=f"{excess:.1f}")
+        pattern.is_settled = True
+        return excess
+
+    def compare(
+        self,
+        pattern: Pattern,
+        compiled: Callable[[], Any],
+        eager: Callable[[], Any],
+        difference: Callable[[Any, Any], float | None],
+    ) -> Any:
+        """The output of this call, as `Benchmark.call` gives it, without timing it; difference: calls `judge`.
+
+        Where memory is too short for the block itself, which would end the run without us, it is the graph's.
+        """
+        started, expected = time.perf_counter(), None
+        with suppress(torch.OutOfMemoryError):
+            expected = eager()  # first: it may need more memory, and the other output takes some
+        if expected is None:
+            log.warning("A compiled block is used unchecked: there is too little memory to run it uncompiled.")
+            pattern.is_settled = True
+            return compiled()
+        eager_seconds = time.perf_counter() - started
+        out = compiled()
+        started = time.perf_counter()
+        excess = difference(out, expected)
+        self._untimed_seconds += eager_seconds + time.perf_counter() - started
+        return out if excess is None else expected
 
     def all(self) -> list[Benchmark]:
         return list(self._by_size.values())
 
     @property
     def seconds(self) -> float:
-        return sum(benchmark.seconds for benchmark in self.all())
+        return self._untimed_seconds + sum(benchmark.seconds for benchmark in self.all())
 
     @property
     def hits(self) -> int:
@@ -147,8 +201,37 @@ class Benchmarks:
 
 
 def order_of_size(inputs: Sequence[torch.Tensor]) -> int:
-    """The exponent of the power of two next above the number of elements in the first tensor that has any."""
-    return next((tensor.numel().bit_length() for tensor in inputs if tensor.numel()), 0)
+    """The exponent of the power of two next above the number of elements; of all, since one's may never change."""
+    return sum(tensor.numel() for tensor in inputs).bit_length()
+
+
+def pattern_of(tensors: Sequence[torch.Tensor]) -> bytes:
+    """The features of the tensors' sizes on which a kernel's code path may depend.
+
+    Of each dimension, the largest power of two that divides it, up to `WIDEST_TILE` (whether loads are aligned, and
+    which tiles have a tail), and the next power of two (how large blocks are, and whether one holds all of it); of each
+    tensor, whether 32 bits count its elements. So 1 is like no other size, and 64, 96, 77 and 154 differ.
+    """
+    pattern = bytearray()
+    for tensor in tensors:
+        pattern.append(tensor.numel() >= 1 << 31)
+        for size in tensor.shape:
+            pattern += bytes((min(size & -size, WIDEST_TILE), (size - 1).bit_length()))
+    return bytes(pattern)
+
+
+def draws_again(device: torch.device) -> Callable[[], None]:
+    """A function that sets torch's generators back to their present state: both ways of a call draw the same."""
+    generators = [torch.default_generator]
+    if device.type in ("cuda", "xpu"):
+        generators.append(getattr(torch, device.type).default_generators[device.index or 0])
+    states = [(generator, generator.get_state()) for generator in generators]
+
+    def restore() -> None:
+        for generator, state in states:
+            generator.set_state(state)
+
+    return restore
 
 
 def _timed_on_device(

@@ -19,7 +19,7 @@ class BlockObserver:
     may_capture: the call is one of those that will be captured; what it takes on the host then counts for nothing.
     capturing: a block raises if it has no graph at hand or if its graph fails, and the graph is not marked failed: what
         cannot be captured may well run.
-    is_stable: no block was compiled in this call, or compared with its graph.
+    is_stable: no block was compiled in this call, or timed beside its graph.
     used: the graphs that ran, with their cache entries and what counts their calls (`hits`).
     eager_calls: calls of blocks that ran without a graph.
     """

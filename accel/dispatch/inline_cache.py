@@ -136,7 +136,7 @@ class InlineCache:
     def _may_use(self, resolved: ResolvedGraph, captured: bool) -> bool:
         """Whether this run may use what another has found, and would find now; its entry is then leased."""
         entry, lease = resolved.entry, self._lease
-        if resolved.captured != captured or not entry.may_run(resolved.graph, resolved.benchmark):
+        if resolved.captured != captured or not entry.has(resolved.graph):
             return False
         return (lease is not None and lease.has(entry)) or self._cache.get(entry.key, lease) is entry
 

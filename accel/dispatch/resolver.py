@@ -9,9 +9,8 @@ import torch
 
 from ..cache.entry import Entry, Lease
 from ..cache.graph_cache import GraphCache, NoGraph
-from ..compile.benchmark import Benchmark
+from ..compile.benchmark import Benchmark, Benchmarks, Pattern
 from ..compile.compiled_graph import CompiledGraph
-from ..core import torch_internals
 from ..core.compile_settings import CompileSettings
 from ..core.errors import one_line
 from ..core.fallbacks import fallbacks
@@ -19,7 +18,6 @@ from ..core.reasons import Reason, elsewhere
 from ..fingerprint.block_call import Call
 from ..fingerprint.survey import Region
 from ..signature import tree_spec
-from .batch_dry_run import BatchDryRun
 from .block_observer import BlockObserver
 from .graph_maker import GraphMaker
 
@@ -28,24 +26,33 @@ from .graph_maker import GraphMaker
 class ResolvedGraph:
     """The graph that runs calls of one shape.
 
-    benchmark: compares it with the block at this size; None where nobody asked for that.
-    captured: the call was one of those that will be captured.
+    captured: the call was one of those that will be captured. benchmarks: what is known of the graph beside the block;
+        None where others' code, which must not run twice, is in there. pattern: of the call's sizes.
+    benchmark: times it against the block at this size; None where nobody asked for that.
     """
 
     entry: Entry
     graph: CompiledGraph
-    benchmark: Benchmark | None
     captured: bool = False
+    benchmarks: Benchmarks | None = None
+    pattern: Pattern | None = None
+    benchmark: Benchmark | None = None
 
     @property
     def is_compared(self) -> bool:
-        """Whether calls are still run both ways."""
+        """Whether the next call is run both ways."""
+        return self.pattern is not None and (self.is_timed or not self.pattern.is_settled) and self.verdict is None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the next call is timed both ways."""
         return self.benchmark is not None and not self.benchmark.done
 
     @property
     def verdict(self) -> Reason | None:
         """Why the graph is not the one to run."""
-        return None if self.benchmark is None else self.benchmark.verdict
+        wrong = None if self.benchmarks is None else self.benchmarks.wrong
+        return wrong or (None if self.benchmark is None else self.benchmark.verdict)
 
     @property
     def counter(self) -> Entry | Benchmark:
@@ -62,13 +69,12 @@ class GraphResolver:
         cache: GraphCache,
         settings: CompileSettings,
         interrupts: tuple[type[BaseException], ...],
-        dry_run: BatchDryRun | None,
         lease: Lease | None,
         still: Callable[[Region], bool],
     ):
         self._cache, self._lease = cache, lease
         self._is_measured = settings.measured
-        self._maker = GraphMaker(region, cache, interrupts, dry_run, still)
+        self._maker = GraphMaker(region, cache, interrupts, still)
 
     def resolve(self, call: Call, observer: BlockObserver | None) -> ResolvedGraph | None:
         """The graph for a call; None, with a note, where it has to run eagerly. Raises NoGraph."""
@@ -85,16 +91,18 @@ class GraphResolver:
             entry, graph = self._cache.find(
                 call.key,
                 name,
-                lambda graph: graph.serves(call),
+                lambda graph: maker.serves(graph, call),
                 lambda: maker.compile(call, observer),
                 self._lease,
                 lambda: maker.load(call),
             )
             captured = observer is not None and observer.may_capture
-            is_compared = self._is_measured or torch_internals.is_untried()
-            if not is_compared or maker.region.runs_others_code or tree_spec.runs_others_code(call.spec):
-                return ResolvedGraph(entry, graph, None, captured)
-            return ResolvedGraph(entry, graph, entry.benchmark(graph, call.inputs, captured), captured)
+            if maker.region.runs_others_code or tree_spec.runs_others_code(call.spec):
+                return ResolvedGraph(entry, graph, captured)
+            known = entry.benchmarks(graph)
+            benchmark = known.of(call.inputs, captured) if self._is_measured else None
+            pattern = known.pattern(call.tensors if call.kind.varying else call.inputs)
+            return ResolvedGraph(entry, graph, captured, known, pattern, benchmark)
         except NoGraph as failed:
             if failed.reason.code == "keeps_state":
                 self._cache.keep_state.add(code)

@@ -35,8 +35,8 @@ def by_compiling(
 ) -> Saving:
     """The time saved by compiled calls of blocks, against running the same blocks eagerly.
 
-    calls: of compiled graphs. measured: those of them at sizes at which the graph was compared with its block.
-    is_measured: whether graphs are compared at all. is_traced: the backend traces blocks and compiles nothing.
+    calls: of compiled graphs. measured: those of them at sizes at which the graph was timed against its block.
+    is_measured: whether graphs are timed at all. is_traced: the backend traces blocks and compiles nothing.
     """
     known = [(benchmark.gain, count) for benchmark, count in measured.items() if benchmark.gain is not None]
     if not calls:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfy_accel.accel.compile.benchmark import CLEAR_ROUNDS, ROUNDS, Benchmark, Benchmarks
+from comfy_accel.accel.signature.output_check import beyond_rounding
 
 CPU = torch.device("cpu")
 VALUE = torch.linspace(-1, 1, 64)
@@ -113,8 +114,13 @@ def test_each_power_of_two_in_size_is_judged_for_itself():
 
 def test_wrong_graph_is_wrong_at_every_size():
     benchmarks = Benchmarks()
-    run_all(benchmarks.of([torch.empty(8)]), takes(0, VALUE + 0.5), takes(0))
-    assert benchmarks.of([torch.empty(4096)]).verdict.code == "wrong_output"
+    pattern = benchmarks.pattern([torch.empty(8)])
+
+    def difference(out, expected):
+        return benchmarks.judge(pattern, beyond_rounding(out, expected))
+
+    out = benchmarks.compare(pattern, lambda: VALUE + 0.5, lambda: VALUE, difference)
+    assert torch.equal(out, VALUE) and benchmarks.wrong.code == "wrong_output"
 
 
 @pytest.mark.parametrize("kind", ["xpu", "mps"])

@@ -437,12 +437,15 @@ def test_graph_that_failed_in_one_block_is_forgotten_by_all():
 def test_comparison_counts_where_it_was_made_and_unless_another_found_the_graph_wrong(captured):
     x = torch.randn(2, 4)
     runs = after_a_run(x, calls=1, measured=True)
-    benchmark = runs.entry.benchmark(runs.entry.graphs[0], [x])
+    benchmark = runs.entry.benchmarks(runs.entry.graphs[0]).of([x])
     benchmark.done, benchmark.verdict = True, None  # whatever the clock said
     assert not runs.first_call_is_matched(x) and runs.first_call_is_matched(x)
     stand_in = runs.begin()
     stand_in.observer = BlockObserver(may_capture=captured)
     stand_in(runs.block.forward, x)
     assert stand_in.unmatched == captured
-    runs.entry.benchmark(runs.entry.graphs[0], [torch.randn(64, 4)]).wrong = True
-    assert not runs.first_call_is_matched(x)
+    [graph] = runs.entry.graphs
+    run, graph.run = graph.run, lambda tensors: run(tensors) + 1
+    assert not runs.first_call_is_matched(torch.randn(64, 4))
+    graph.run = run
+    assert not runs.first_call_is_matched(x) and len(reasons()) == 1

@@ -33,7 +33,7 @@ def test_calls_that_were_not_compared_count_nothing():
     [
         (0, {}, True, "No compiled block ran"),
         (5, {}, True, "too few calls"),
-        (5, {}, False, "comparing is off"),
+        (5, {}, False, "timing is off"),
         (5, {benchmark([1.0], [2.0]): 5}, True, "too few calls"),
     ],
 )
@@ -85,7 +85,7 @@ def test_benchmarks_count_the_calls_at_their_size_and_the_entry_all():
     cache = GraphCache()
     with cache.lease() as lease:
         entry, graph = cache.find("a", "A", lambda found: True, lambda: CompiledGraph(len, bool), lease)
-        small, large = entry.benchmark(graph, [torch.zeros(2)]), entry.benchmark(graph, [torch.zeros(99)])
+        small, large = (entry.benchmarks(graph).of([torch.zeros(size)]) for size in (2, 99))
         entry.hits, small.hits, large.hits = 1, 2, 3
     assert lease.calls == 6 and lease.measured == {small: 2, large: 3}
     entry.drop(graph)
