@@ -32,7 +32,12 @@ def pytest_addoption(parser):
 @pytest.fixture(autouse=True)
 def own_counts():
     """Each test begins with no reason for running uncompiled, and with torch's counts at zero."""
-    for module, counts in ((f"{pack.NAME}.accel.core.fallbacks", "fallbacks"), ("torch._dynamo.utils", "counters")):
+    counted = {
+        f"{pack.NAME}.accel.core.fallbacks": "fallbacks",
+        "torch._dynamo.utils": "counters",
+        "kit.compiled": "told",
+    }
+    for module, counts in counted.items():
         if module in sys.modules:  # what nobody has imported has counted nothing
             getattr(sys.modules[module], counts).clear()
 

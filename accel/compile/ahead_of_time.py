@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -65,6 +66,23 @@ def own_noise() -> AbstractContextManager:
     from torch._inductor import config
 
     return config.patch(fallback_random=True)
+
+
+@contextmanager
+def random_numbers_kept(devices: Iterable[torch.device]) -> Iterator[None]:
+    """A context that leaves the random numbers of Python, and torch's on the CPU and on these devices, as they were.
+
+    Within, Python's follow from no seed: torch names a graph in its cache after one of them (2.11,
+    `autograd_cache_key`), and would find another block's graph there wherever somebody has seeded them.
+    """
+    state, others = random.getstate(), {device for device in devices if device.type in ("cuda", "xpu")}
+    kind = next((device.type for device in others), "cuda")
+    random.seed()
+    try:
+        with torch.random.fork_rng([device.index or 0 for device in others], device_type=kind):
+            yield
+    finally:
+        random.setstate(state)
 
 
 def keep_size_guards(guards: Sequence[Any]) -> list[bool]:

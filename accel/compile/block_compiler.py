@@ -14,7 +14,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,17 +27,18 @@ from ..core.events import emit, log
 from ..core.reasons import Reason
 from ..fingerprint.block_call import Call
 from ..fingerprint.code_hash import unread_code
-from ..fingerprint.kept_state import KeepsState, refuse_kept_state, without_others_state
+from ..fingerprint.kept_state import KeepsState, others_may_keep, refuse_kept_state
 from ..fingerprint.kinds import Kind
 from ..modules.stored_form import restored
 from ..signature import tree_spec
 from ..signature.tensors import PLAIN_TENSORS, empty_dense_like
+from .ahead_of_time import random_numbers_kept
 from .backend import Artifact, Backend
 from .compiled_graph import CompiledGraph, CompileFailed, Facts
 from .convolution import leave_to_library
 from .generated_code import GENERATE
 from .registry import backend_named
-from .specialization import OpTrace, TracedSizes, flow_of, trace_ops
+from .specialization import Trace, flow_of
 
 LARGEST_SIZE = 2**31 - 1
 """No dimension of a call's tensors is larger: it fits an index of 32 bits."""
@@ -58,7 +59,7 @@ _numbers = itertools.count()
 def compile_block(
     template: torch.nn.Module,
     call: Call,
-    larger: Sequence[Sequence[int]] | None = None,
+    lifts: bool = True,
     interrupts: tuple[type[BaseException], ...] = (),
     savable: bool = True,
     codes: frozenset[types.CodeType] | None = None,
@@ -66,8 +67,11 @@ def compile_block(
 ) -> CompiledGraph:
     """The graph for calls like this one; of its tensors only shapes, strides, dtypes and devices are used.
 
+    The block is traced, which runs nothing of it; but where its weights are of classes that torch cannot follow, the
+    block's code is run without values.
+
     template: the block with its weights on the meta device (`kinds.template_of`); it is changed.
-    larger: sizes of the inputs in a call where only what is always 1 is 1; None where they are not known.
+    lifts: a batch of 1 is traced as 2, where the block's code allows it.
     interrupts: exceptions that mean "stop the run"; one that the compiler met is raised as it was.
     savable: the graph is going to be saved if it can be.
     codes: of the functions that the kind was told by: nothing is kept of other code. None asks for nothing.
@@ -77,41 +81,31 @@ def compile_block(
         CompileFailed: the compiler is missing, failed, or met an operator it does not know.
         torch.OutOfMemoryError: there was too little memory for it now, on a device or in the process.
     """
-    compiler, kind, spec, weights, inputs = backend_named(call.backend), call.kind, call.spec, call.weights, call.inputs
+    compiler, kind, weights, inputs = backend_named(call.backend), call.kind, call.weights, call.inputs
     device = next((tensor.device.type for tensor in (*inputs, *weights) if tensor.ndim), None)
     if (missing := compiler.missing(device)) is not None:
         raise CompileFailed(missing)
-    changed_lists: list[Any] = []
-    trace = _Tracer(template, kind, spec, interrupts, tracing, changed_lists)
+    if kind.forms and others_may_keep(codes or (), template):
+        raise CompileFailed(Reason("keeps_state"))
     try:
         leave_to_library(template)
     except Exception as error:  # a class that no other can be derived from
         raise CompileFailed(Reason("not_copied", error=one_line(error))) from error
-    larger_ones = list(_lifted(inputs, larger, spec)) if call.any_size else []
-    devices = [tensor.device for tensor in inputs]
-    ops = trace((*weights, *inputs))
-    if trace.may_keep:  # tracing tells, and runs nothing
-        as_it_is, eager = replace(call, any_size=False), backend_named("eager")
-        for given in (inputs, *larger_ones[:1]):  # it may do so for some sizes only
-            try:
-                with _released(_examples(given, devices, False)[0]) as examples:
-                    found, *_ = _compile(template, as_it_is, (*weights, *examples), eager, interrupts, False)
-            except CompileFailed as failed:
-                log.debug("%s may keep something: %s", type(template).__name__, failed.reason)
-                raise CompileFailed(Reason("keeps_state")) from failed
-            found.release()
-        trace.keeps_nothing = tuple(tensor.shape for tensor in inputs)
-        ops = trace((*weights, *inputs))
-    if trace.changes_own:
-        raise CompileFailed(Reason("changes_own"))
-    if changed_lists or ops is None and tree_spec.has_lists(spec):
-        raise CompileFailed(Reason("changes_list"))
-    lifted = next((given for given in larger_ones if ops is None or trace((*weights, *given)) is not None), None)
-    examples, static_ones = _examples(lifted or inputs, devices, call.any_size)
-    with _released(examples):
-        tensors = (*_example_weights(weights, kind), *examples)
-        artifact, fixed, traced_code = _compile(template, call, tensors, compiler, interrupts, savable)
-    unread = None if codes is None else unread_code(traced_code, codes | tree_spec.makers(spec))
+    block = _Block(template, kind, call.spec, interrupts, codes, tracing)
+    larger_ones = list(_lifted(inputs, call.spec)) if call.any_size and lifts else []
+    for given in (*larger_ones, inputs):
+        trace = Trace()
+        examples, static_ones = _examples(given, [tensor.device for tensor in inputs], call.any_size)
+        try:
+            with _released(examples):
+                tensors = (*_example_weights(weights, kind), *examples)
+                artifact, fixed = _compile(block, tensors, call.any_size, compiler, savable, trace)
+            break
+        except CompileFailed as failed:
+            if given is inputs or failed.reason.code != "compile_failed" or trace.is_whole:
+                raise
+            log.debug("%s is not traced at larger sizes: %s", kind.name, failed.reason)
+    unread = None if codes is None else unread_code(trace.codes, codes | tree_spec.makers(call.spec))
     if unread is not None:
         artifact.release()
         file = os.path.basename(unread.co_filename)
@@ -119,13 +113,14 @@ def compile_block(
     facts = Facts(
         static_ones=tuple((i + len(weights), d) for i, d in static_ones),
         weights=len(weights),
-        changed=tuple(range(len(inputs))) if ops is None else ops.changed,
+        changed=tuple(at - len(weights) for at in trace.changed) if trace.calls else tuple(range(len(inputs))),
         dynamic=call.any_size,
         values=call.values,
         fixed=tuple(item for item in fixed if item[0] >= len(weights)),
-        grown=tuple((i + len(weights), d, size) for i, d, size in _grown(inputs, lifted)),
+        grown=tuple((i + len(weights), d, size) for i, d, size in _grown(inputs, given)),
     )
-    return _graph(artifact, facts, template, trace)
+    block.general = trace if trace.calls else None  # of a backend that does not trace
+    return _graph(artifact, facts, block, template)
 
 
 def load_block(
@@ -134,145 +129,140 @@ def load_block(
     data: bytes,
     facts: Facts,
     interrupts: tuple[type[BaseException], ...] = (),
+    codes: frozenset[types.CodeType] | None = None,
     tracing: Tracing = nullcontext,
 ) -> CompiledGraph:
     """The graph whose `save` gave these bytes, without tracing or compiling anything.
 
-    template, interrupts, tracing: as for `compile_block`. data: code, so it must have been checked.
+    template, interrupts, codes, tracing: as for `compile_block`. data: code, so it must have been checked.
     facts: the graph's.
 
     Raises Exception: of any type; the bytes are of another torch, or this system cannot load them.
     """
     leave_to_library(template)
-    with _one_at_a_time, tracing():  # operators are defined there
+    with _one_at_a_time, random_numbers_kept(call.devices), tracing():  # operators are defined there
         artifact = backend_named(call.backend).load(data, template)
-    trace = _Tracer(template, call.kind, call.spec, interrupts, tracing, keeps_nothing=None)  # or it had no graph
-    return _graph(artifact, facts, None, trace)
+    return _graph(artifact, facts, _Block(template, call.kind, call.spec, interrupts, codes, tracing))
 
 
-def _graph(artifact: Artifact, facts: Facts, template: torch.nn.Module | None, trace: _Tracer) -> CompiledGraph:
+def _graph(artifact: Artifact, facts: Facts, block: _Block, template: torch.nn.Module | None = None) -> CompiledGraph:
     """template: what saving the graph needs; None where it is not to be saved."""
     save = None if artifact.save is None or template is None else lambda: artifact.save(template)
-    how = {"trace": trace if facts.dynamic else None, "save": save, "does_the_same": trace.does_the_same}
+    how = {"save": save, "with_ones": block.with_ones, "does_the_same": block.does_the_same}
     graph = CompiledGraph(artifact.run, artifact.guards, facts, artifact.nbytes, **how)
     weakref.finalize(graph, artifact.release).atexit = False
     return graph
 
 
-@dataclass
-class _Tracer:
-    """Runs a block without values; the fields are as for `compile_block`.
+@dataclass(eq=False)
+class _Block:
+    """A block and a kind of calls of it; answers what a graph of it is asked later. The fields are as for
+    `compile_block`.
 
-    changed_lists: gets the arguments of calls that changed a list or dict.
-    keeps_nothing: sizes of inputs with which others' code in the block is known to keep nothing, as it does with larger
-        ones that the graph's guards let through; None for any. No other run goes on where it may keep something.
-    may_keep: a run ended there.
+    general: the trace of the block at sizes that are not 1; None before the first one here.
     """
 
     template: torch.nn.Module
     kind: Kind
     spec: tree_spec.Spec
     interrupts: tuple[type[BaseException], ...]
+    codes: frozenset[types.CodeType] | None
     tracing: Tracing
-    changed_lists: list[Any] | None = None
-    keeps_nothing: Sequence[torch.Size] | None = ()
-    may_keep: bool = False
-    changes_own: bool = False
-    """A run wrote to weights or buffers of the block, or set them: a graph or a comparison would do so again."""
+    general: Trace | None = None
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> OpTrace | None:
-        """The block's operations, given a call's weights and inputs."""
-        with self.tracing(), self._kept_alone(tensors):
-            block = self._block(self._weights(tensors, "meta"))
-            return trace_ops(block, tensors[len(self.kind.tensors) :], self.interrupts)
-        return None
+    def with_ones(self, ones: Sequence[torch.Tensor], twos: Sequence[torch.Tensor]) -> str | None:
+        """The conditions (`Trace.asked`) on other sizes under which the block treats these sizes of 1 like any others;
+        None where it does not.
 
-    @contextmanager
-    def _kept_alone(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        pairs = zip(tensors[len(self.kind.tensors) :], self.keeps_nothing or (), strict=bool(self.keeps_nothing))
-        ones = (size == 1 != known for tensor, sizes in pairs for size, known in zip(tensor.shape, sizes, strict=True))
-        is_known = self.keeps_nothing != () and not any(ones)
+        ones: weights and inputs. twos: the same with 2 in place of each such 1, wherever the inputs are.
+        """
+        devices = [tensor.device for tensor in ones[len(self.kind.tensors) :]]
         try:
-            with nullcontext() if is_known else without_others_state(self.template, not self.kind.forms):
-                yield
-        except KeepsState:
-            self.may_keep = True
+            self.general = self.general or self._traced(twos, devices)
+            traced = self._traced(ones, devices)
+        except CompileFailed as failed:
+            log.debug("%s is not traced with sizes of 1: %s", self.kind.name, failed.reason)
+            return None
+        return traced.asked if traced.does_as(self.general, ones) else None
+
+    def _traced(self, tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> Trace:
+        trace, count = Trace(), len(self.kind.tensors)
+        examples, _ = _examples(tensors[count:], devices, True)
+        with self.tracing(), _released(examples):
+            given = (*_example_weights(tensors[:count], self.kind), *examples)
+            artifact, _ = _compile(self, given, True, backend_named("eager"), False, trace, is_kept=False)
+        artifact.release()
+        emit("block_traced", name=self.kind.name)  # so that who counts torch's graphs can leave this one out
+        return trace
 
     def does_the_same(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> bool:
-        """Whether it computes the same with these `Kind.numbers` as with the template's own."""
-        mode = torch_internals.FAKE_MODE.get(None)
-        if mode is None:
+        """Whether it does the same with these `Kind.numbers` on it as with the template's own.
+
+        The block's code is run without values, so the answer is no where code of others may keep something.
+        tensors: weights and inputs of a call with these numbers.
+        """
+        mode, count = torch_internals.FAKE_MODE.get(None), len(self.kind.tensors)
+        if mode is None or others_may_keep(self.codes or (), self.template):
             return False
-        settings = [self.template.get_submodule(path) for path, _ in self.kind.numbers]
-        count, kept, self.changed_lists = len(self.kind.tensors), self.changed_lists, []
-        # On the devices of the call: code asks for them, and so does autocast.
-        with self.tracing(), mode(allow_non_fake_inputs=True), self._kept_alone(tensors):
-            inputs = [empty_dense_like(tensor) for tensor in tensors[count:]]
-            weights = self._weights(tensors)
-            given = self._block(weights), inputs, weights, self.interrupts
-            flow = flow_of(*given)
-            own = [part.__dict__[name] for part, (_, name) in zip(settings, self.kind.numbers, strict=True)]
+        parts = [(self.template.get_submodule(path).__dict__, name) for path, name in self.kind.numbers]
+        own = [part[name] for part, name in parts]
+        # On the devices of the call: code asks for them, and so does autocast. The weights are the call's too, since
+        # the template's are those of the block that the graph was made for; they count their changes.
+        with self.tracing(), mode(allow_non_fake_inputs=True), torch.inference_mode(False):
+            examples = list(map(empty_dense_like, tensors))
+            flow = self._flow(examples[count:], examples[:count])
             try:
-                self._number(settings, numbers)
-                return flow is not None and flow == flow_of(*given) and not self.changed_lists
+                _set_numbers(parts, numbers)
+                return flow is not None and flow == self._flow(examples[count:], examples[:count])
             finally:
-                self.changed_lists = kept
-                self._number(settings, own)
-        return False
+                _set_numbers(parts, own)
 
-    def _number(self, parts: Sequence[torch.nn.Module], numbers: Sequence[int]) -> None:
-        for part, (_, name), number in zip(parts, self.kind.numbers, numbers, strict=True):
-            part.__dict__[name] = number
-
-    def _weights(self, tensors: Sequence[torch.Tensor], device: str | None = None) -> list[torch.Tensor]:
-        # The template's own are those of the block that the graph was made for, and the call may be another one's.
-        with torch.inference_mode(False):  # they count their changes
-            return [
-                torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
-                for tensor in tensors[: len(self.kind.tensors)]
-            ]
-
-    def _block(self, examples: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        def call(*inputs: torch.Tensor) -> Any:
-            args, kwargs = tree_spec.rebuild(self.spec, inputs)
-            before = tree_spec.outline((args, kwargs))
-            weights = dict(zip(self.kind.weights, restored(self.kind.forms, examples), strict=True))
-            own, versions = list(weights.values()), [tensor._version for tensor in examples]
-            out = torch.func.functional_call(self.template, weights, args, kwargs)
-            is_same = all(one is other for one, other in zip(weights.values(), own, strict=True))
-            self.changes_own |= not is_same or [tensor._version for tensor in examples] != versions
-            if self.changed_lists is not None and tree_spec.outline((args, kwargs)) != before:
-                self.changed_lists.append((args, kwargs))
+    def _flow(self, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> tuple | None:
+        def call(*given: torch.Tensor) -> Any:
+            args, kwargs = tree_spec.rebuild(self.spec, given, closed_over := [])
+            named = dict(zip(self.kind.weights, restored(self.kind.forms, weights), strict=True))
+            out = torch.func.functional_call(self.template, named, args, kwargs)
+            if not tree_spec.is_unchanged(self.spec, (args, kwargs), given, closed_over):
+                raise ValueError("it changes its arguments")
             return out
 
-        return call
+        return flow_of(call, inputs, weights, self.interrupts)
+
+
+def _set_numbers(parts: Sequence[tuple[dict[str, Any], str]], numbers: Sequence[int]) -> None:
+    for (part, name), number in zip(parts, numbers, strict=True):
+        part[name] = number
 
 
 def _compile(
-    template: torch.nn.Module,
-    call: Call,
+    block: _Block,
     tensors: Sequence[torch.Tensor],
+    any_size: bool,
     backend: Backend,
-    interrupts: tuple[type[BaseException], ...],
     savable: bool,
-) -> tuple[Artifact, tuple[tuple[int, int, int], ...], Sequence[types.CodeType]]:
-    """The artifact, the sizes that it is specialised on, and the code that was traced.
+    trace: Trace,
+    is_kept: bool = True,
+) -> tuple[Artifact, tuple[tuple[int, int, int], ...]]:
+    """The artifact, and the sizes that it is specialised on; the trace is filled.
 
-    A size of 1 is traced like others where that leaves no question open that tracing must answer.
+    A size of 1 is traced like others where that leaves no question open that tracing must answer. is_kept: the artifact
+    is going to be used.
     """
     torch_internals.keep_device_guard()
-    for oblivious in (True, False) if call.any_size else (False,):
-        sizes = TracedSizes()
-        function = _block_function(template, call.kind, call.spec, sizes)
+    for oblivious in (True, False) if any_size else (False,):
+        function = _block_function(block, trace, is_kept)
         try:
-            with _one_at_a_time, _tracing(call.any_size, oblivious):
-                return backend.compile(function, tensors, savable), sizes.fixed(tensors), sizes.codes
+            devices = (tensor.device for tensor in tensors)
+            with _one_at_a_time, random_numbers_kept(devices), _tracing(any_size, oblivious):
+                return backend.compile(function, tensors, savable), trace.fixed(tensors)
         except Exception as error:
-            if cause_among(error, (KeepsState,)) is not None:
-                raise CompileFailed(Reason("keeps_state")) from error
-            pass_on(error, (*interrupts, torch.OutOfMemoryError))
+            pass_on(error, (*block.interrupts, torch.OutOfMemoryError))
             if cause_among(error, (MemoryError,)) is not None:
                 raise torch.OutOfMemoryError("the process got no more memory") from error
+            refusal = cause_among(error, (KeepsState, CompileFailed))
+            if refusal is not None:
+                reason = Reason("keeps_state") if isinstance(refusal, KeepsState) else refusal.reason
+                raise CompileFailed(reason) from error
             if not oblivious or not any(words in str(error) for words in _OPEN_QUESTIONS):
                 raise CompileFailed(Reason("compile_failed", error=one_line(error))) from error
 
@@ -284,51 +274,71 @@ def _bound_sizes(inputs: Sequence[torch.Tensor]) -> None:
             torch._check(size <= LARGEST_SIZE)
 
 
-def _at_the_end(sizes: TracedSizes, template: torch.nn.Module) -> Callable[[], None]:
-    """A function for torch to call at the end of tracing, which leaves it out of the graph."""
+def _ends_of(trace: Trace, template: torch.nn.Module, weights: int, is_kept: bool) -> tuple[Callable, Callable]:
+    """Functions for the traced one to call first and last: torch runs them there, and leaves them out of the graph."""
 
     @torch.compiler.assume_constant_result
-    def traced() -> None:
-        refuse_kept_state(sizes.codes, template)
-        emit("compile_stage", stage=GENERATE)
+    def begin() -> None:
+        trace.begin()
 
-    return traced
+    @torch.compiler.assume_constant_result
+    def end(has_own_weights: bool, has_given_arguments: bool) -> None:
+        trace.end()
+        if not has_own_weights or any(at < weights for at in trace.changed):
+            raise CompileFailed(Reason("changes_own"))  # a graph or a comparison would do so again
+        if not has_given_arguments:
+            raise CompileFailed(Reason("changes_list"))
+        refuse_kept_state(trace.codes, template)
+        if is_kept:
+            emit("compile_stage", stage=GENERATE)
+
+    return begin, end
 
 
-def _block_function(template: torch.nn.Module, kind: Kind, spec: tree_spec.Spec, sizes: TracedSizes) -> Callable:
-    names, forms, count = kind.weights, kind.forms, len(kind.tensors)
+def _block_function(of: _Block, trace: Trace, is_kept: bool) -> Callable:
+    template, spec, names, forms, count = of.template, of.spec, of.kind.weights, of.kind.forms, len(of.kind.tensors)
+    is_changed = {"weights": False, "given": False}
 
     def stored(*tensors):
-        args, kwargs = tree_spec.rebuild(spec, tensors[count:])
+        args, kwargs = tree_spec.rebuild(spec, tensors[count:], closed_over := [])
         weights = dict(zip(names, restored(forms, tensors[:count]), strict=True))
+        own = list(weights.values())
         tables = nullcontext() if type(tensors[0]) in PLAIN_TENSORS else _TablesAsNumbers()
-        with tables, without_others_state(template, False):
-            return torch.func.functional_call(template, weights, args, kwargs)
+        with tables, nullcontext() if trace.is_whole else trace.recorder():
+            out = torch.func.functional_call(template, weights, args, kwargs)
+        is_changed["weights"] |= any(one is not other for one, other in zip(weights.values(), own, strict=True))
+        is_changed["given"] |= not tree_spec.is_unchanged(spec, (args, kwargs), tensors[count:], closed_over)
+        return out
 
     def block(*tensors):
-        observe_sizes()  # noqa: F821 of its own scope, below
+        begin()  # noqa: F821 of its own scope, below
         bound_sizes(tensors[count:])  # noqa: F821
-        args, kwargs = tree_spec.rebuild(spec, tensors[count:])
-        out = torch.func.functional_call(template, dict(zip(names, tensors[:count])), args, kwargs)  # noqa: B905
-        traced()  # noqa: F821
+        args, kwargs = tree_spec.rebuild(spec, tensors[count:], closed_over := [])
+        weights = dict(zip(names, tensors[:count]))  # noqa: B905
+        out = torch.func.functional_call(template, weights, args, kwargs)
+        own = all([weights[name] is weight for name, weight in zip(names, tensors)])  # noqa: B905, C419
+        end(own, tree_spec.is_unchanged(spec, (args, kwargs), tensors[count:], closed_over))  # noqa: F821
         return out
 
     def block_of_stored(*tensors):
-        observe_sizes()  # noqa: F821
+        begin()  # noqa: F821
         bound_sizes(tensors[count:])  # noqa: F821
         out = run(*tensors)  # noqa: F821
-        traced()  # noqa: F821
+        end_of_stored()  # noqa: F821
         return out
 
     # A code object and globals of its own: torch counts recompilations per code object, which kinds must
     # not share, and leaves what it compiled in the function's globals, which must go when the graph goes. Its name is
     # nobody else's in this process: by that torch knows what sizes other calls had.
+    begin, end = _ends_of(trace, template, count, is_kept)
     scope = {"__builtins__": __builtins__, "__name__": __name__, "torch": torch, "tree_spec": tree_spec}
-    scope |= {"bound_sizes": _bound_sizes, "observe_sizes": sizes.observer(), "traced": _at_the_end(sizes, template)}
+    scope |= {"bound_sizes": _bound_sizes, "begin": begin, "end": end}
     function = block
     if forms:
         # Dynamo follows little of what classes of tensors do; the stage after it runs their code.
         scope["run"] = torch.compiler.allow_in_graph(stored)
+        ended = torch.compiler.assume_constant_result
+        scope["end_of_stored"] = ended(lambda: end(not is_changed["weights"], not is_changed["given"]))
         function = block_of_stored
     code = function.__code__.replace(co_name=f"block_{next(_numbers)}")
     return types.FunctionType(code, scope, "block", None, function.__closure__)
@@ -362,34 +372,30 @@ def _example_weights(weights: Sequence[torch.Tensor], kind: Kind) -> list[torch.
     return examples
 
 
-def _lifted(
-    inputs: Sequence[torch.Tensor], larger: Sequence[Sequence[int]] | None, spec: tree_spec.Spec
-) -> Iterator[list[torch.Tensor]]:
-    """Layouts of the inputs at larger sizes, without a 1 on which the compiler would specialise, the likeliest first;
+def _lifted(inputs: Sequence[torch.Tensor], spec: tree_spec.Spec) -> Iterator[list[torch.Tensor]]:
+    """Layouts of the inputs in a batch of 2, without a 1 on which the compiler would specialise, the likeliest first;
     none where the batch is not 1.
 
-    Where these are not known, or wrong, as for a cache that the model keeps, the batch is taken to be the first
-    dimension of the first input, and of each other input in which it is 1 too; but for one argument, such as positions.
+    The batch is taken to be the first dimension of the first input, and of each other input in which it is 1 too, or 2
+    (two rows for an image); or 1 alone; or but for one argument, such as positions.
     """
-    if larger is not None:
-        yield [empty_dense_like(tensor, shape, "meta") for tensor, shape in zip(inputs, larger, strict=True)]
     first = next((at for at, tensor in enumerate(inputs) if tensor.ndim and tensor.numel()), None)
     if first is None or inputs[first].shape[0] != 1:
         return
-    single = {at for at, tensor in enumerate(inputs) if tensor.shape[:1] == (1,)}
-    for left in ((), *tree_spec.tensors_by_argument(spec)):
-        if not left or (first not in left and single.intersection(left)):
-            grown = single.difference(left)
-            shapes = ((2, *tensor.shape[1:]) if at in grown else tensor.shape for at, tensor in enumerate(inputs))
-            yield [empty_dense_like(tensor, shape, "meta") for tensor, shape in zip(inputs, shapes, strict=True)]
+    single, double = (
+        {at for at, tensor in enumerate(inputs) if tensor.shape[:1] == (rows,) and (rows == 1 or tensor.numel())}
+        for rows in (1, 2)
+    )
+    arguments = [set(left) for left in tree_spec.tensors_by_argument(spec) if first not in left]
+    grown = [single.union(double), single, *(single.difference(left) for left in arguments if single & left)]
+    for chosen in grown if double else grown[1:]:
+        shapes = [(2 * t.shape[0], *t.shape[1:]) if at in chosen else t.shape for at, t in enumerate(inputs)]
+        yield [empty_dense_like(tensor, shape, "meta") for tensor, shape in zip(inputs, shapes, strict=True)]
 
 
-def _grown(inputs: Sequence[torch.Tensor], lifted: Sequence[torch.Tensor] | None) -> Iterator[tuple[int, int, int]]:
-    """(input, dimension, size) of the numbers of rows above 1 that are twice as large in the lifted inputs.
-
-    Other dimensions may be larger there because a small latent is.
-    """
-    for index, (tensor, larger) in enumerate(zip(inputs, lifted or inputs, strict=True)):
+def _grown(inputs: Sequence[torch.Tensor], lifted: Sequence[torch.Tensor]) -> Iterator[tuple[int, int, int]]:
+    """(input, dimension, size) of the numbers of rows above 1 that are twice as large in the lifted inputs."""
+    for index, (tensor, larger) in enumerate(zip(inputs, lifted, strict=True)):
         if tensor.ndim and tensor.shape[0] > 1 and larger.shape[0] == 2 * tensor.shape[0]:
             yield index, 0, tensor.shape[0]
 
@@ -426,7 +432,9 @@ def _tracing(dynamic: bool, oblivious: bool):
     """Torch's settings for one compilation: equal sizes are a coincidence, and 1 is a size like others (oblivious)."""
     config = torch.fx.experimental._config
     settings = {"use_duck_shape": False, "backed_size_oblivious": oblivious} if dynamic else {}
+    numpys = "use_numpy_random_stream"  # else its random numbers become torch's, which others then miss
     with (
+        torch._dynamo.config.patch({numpys: True} if hasattr(torch._dynamo.config, numpys) else {}),
         config.patch({name: value for name, value in settings.items() if hasattr(config, name)}),
         _repeated_at_any_size(),
         _slices_as_defaults(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from ..core.reasons import Refusal
 from ..fingerprint.block_call import Call
 from ..signature.tensors import empty_dense_like
-from .specialization import OpTrace, scales_evenly
+from .specialization import holds
 
 _MOST_ANSWERS = 128
 """Calls whose answer a graph keeps, the latest ones: more than the blocks of a kind at a few sizes have."""
@@ -32,6 +32,8 @@ class Facts:
     values: the numbers and texts among the call's arguments that are compiled in (`tree_spec.without_values`).
     fixed: (tensor, dimension, size) of the sizes that the graph is specialised on, though they might vary.
     grown: (tensor, dimension, size) of the sizes above 1, in the call it was made for, that a batch of 2 doubles.
+    ones: (tensor, dimension, size) of each size that may be 1, or is so in a batch of 1, and what the block's code then
+        asks of the others, as `specialization.Trace.asked`; of calls for which the block is known to do the same.
     """
 
     static_ones: tuple[tuple[int, int], ...] = ()
@@ -41,6 +43,7 @@ class Facts:
     values: tuple[str, ...] = ()
     fixed: tuple[tuple[int, int, int], ...] = ()
     grown: tuple[tuple[int, int, int], ...] = ()
+    ones: tuple[tuple[tuple[tuple[int, int, int], ...], str], ...] = ()
 
     def allow(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the graph may be right for these weights and inputs; its guards may still say no."""
@@ -57,22 +60,26 @@ class CompiledGraph:
     """One compiled callable: `run(tensors)` for calls that `accepts(tensors)`.
 
     nbytes: memory that its code takes, bytes; 0 when unknown.
-    trace: the block's operations in such a call, or None where it needs their values; None for a graph of one size.
     save: gives the bytes that the graph can be loaded from (`block_compiler.load_block`), or raises
         `backend.NotSavable`; None for a graph that was saved or loaded, or cannot leave the process.
     saved_as: its name in the store; None where it is not there.
-    does_the_same: whether the block does the same in such a call with other `Kind.numbers` on it.
+    with_ones: `block_compiler._Block.with_ones` of the block. does_the_same: whether it does the same in such a call
+        with other `Kind.numbers` on it.
     """
 
     run: Callable[[Sequence[torch.Tensor]], Any]
     guards: Callable[[Sequence[torch.Tensor]], bool]
     facts: Facts = Facts()
     nbytes: int = 0
-    trace: Callable[[Sequence[torch.Tensor]], OpTrace | None] | None = None
     save: Callable[[], bytes] | None = None
     saved_as: str | None = None
+    with_ones: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], str | None] = lambda ones, twos: ""
     does_the_same: Callable[[Sequence[torch.Tensor], Sequence[int]], bool] = lambda tensors, numbers: False
     _answers: dict[tuple, bool] = field(default_factory=dict, init=False, repr=False)
+    _asked_with: dict[tuple, str | None] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._asked_with = dict(self.facts.ones)
 
     def serves(self, call: Call) -> bool:
         """Whether the graph is right for the call."""
@@ -87,12 +94,13 @@ class CompiledGraph:
     def accepts(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the graph is right for these weights and dense inputs.
 
-        Tracing leaves guards that a size is not 1, most of them needless: torch asks it of layouts. Where they alone
-        refuse a call, it is accepted if the block itself does the same with 2 and with 3 in place of each 1. What has
-        two rows for an image (time steps of a picture and of its references) then has 4 and 6.
+        Where sizes of 1 were not in the trace the guards say little of them: torch leaves some that a size is not 1,
+        most of them needless, and none for code to which 1 is special (`squeeze`). So such a call is accepted if the
+        block does the same with them, and the guards let it pass, or let 2 and 3 pass in place of each 1. What has two
+        rows for an image (time steps of a picture and of its references) then has 4 and 6.
 
-        That takes tens of milliseconds, and each block of each run asks. The answer is kept: it follows from what is in
-        its key here and from the graph, whose guards and template nobody changes, so nothing makes it untrue.
+        Each block of each run asks. The answer is kept: it follows from what is in its key here and from the graph,
+        whose guards and template nobody changes, so nothing makes it untrue.
         """
         if not self.facts.allow(tensors):
             return False
@@ -114,17 +122,29 @@ class CompiledGraph:
 
     def _is_right_for(self, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
         ones = [empty_dense_like(tensor, device="meta") for tensor in inputs]
-        if self.guards((*weights, *ones)):
-            return True
-        if self.trace is None:
-            return False
+        accepts = self.guards((*weights, *ones))
+        if not self.facts.dynamic:
+            return accepts
         twos, threes = (
             [self._without_ones(index, tensor, size) for index, tensor in enumerate(ones, self.facts.weights)]
             for size in (2, 3)
         )
-        if not self.guards((*weights, *twos)) or not self.guards((*weights, *threes)):
+        sizes = tuple(
+            (index, dimension, size)
+            for index, (tensor, larger) in enumerate(zip(ones, twos, strict=True), self.facts.weights)
+            for dimension, size in enumerate(tensor.shape)
+            if size != larger.shape[dimension]
+        )
+        if not sizes:
+            return accepts
+        if not accepts and not (self.guards((*weights, *twos)) and self.guards((*weights, *threes))):
             return False
-        return scales_evenly([self.trace((*weights, *same)) for same in (ones, twos, threes)])
+        if sizes not in self._asked_with:
+            self._asked_with[sizes] = self.with_ones((*weights, *inputs), (*weights, *twos))
+            known = ((kept, asked) for kept, asked in self._asked_with.items() if asked is not None)
+            self.facts = replace(self.facts, ones=tuple(known))
+        asked = self._asked_with[sizes]
+        return asked is not None and holds(asked, (*weights, *ones))
 
     def _without_ones(self, index: int, tensor: torch.Tensor, instead: int) -> torch.Tensor:
         static = {d for i, d in self.facts.static_ones if i == index}

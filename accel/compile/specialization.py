@@ -1,51 +1,112 @@
-"""Which sizes a graph is specialised on, though it was meant to serve any.
+"""What one trace of a block tells: the sizes that it fixed, what it asked of the others, and what the block writes to.
 
-Two things are asked. `TracedSizes`: which sizes did torch fix while it traced? Code that loops over the batch, or
-compares a size with a number, is traced for that size. Torch leaves such a size to its guards on tensors, which a graph
-of ours has not: they ask for much that is in its key. `trace_ops`: does the block do the same at another size? Guards
-against a size of 1 are mostly needless, and a run on tensors without values tells which.
+A graph is meant to serve any size. Code that loops over the batch, or compares a size with a number, is traced for that
+size, and torch leaves it to its guards on tensors, which a graph of ours has not: they ask for much that is in its key.
+Tracing runs nothing of the block, so all that is asked of its code is asked there.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..core import torch_internals
 from ..core.errors import pass_on
-from ..signature.tensors import PLAIN_TENSORS, tensors_in
+from ..fingerprint.kept_state import KeepsState, name_of
+from ..signature.tensors import tensors_in
 
 _PLAIN = (bool, float, str, type(None), torch.dtype)
+_TENSOR = re.compile(r"L\['tensors'\]\[(\d+)\]")
 
 
-class TracedSizes:
-    """What torch knows of one function, and of the sizes of its tensors, once it has traced it.
+class Trace:
+    """What torch knows of one function over `tensors` while it traces it; filled by `begin` and `end`.
 
-    codes: all code that it traced; empty where this torch does not say.
+    codes: all code that it traced; empty where this torch does not say. changed: indices of the tensors that the
+    function writes to. calls: every function of torch that it calls for tensors, with its plain arguments except whole
+    numbers, which may be sizes. asked: what is asked of the sizes, a Python expression of `L["tensors"]`. is_whole: the
+    trace came to the end of the function.
     """
 
     def __init__(self) -> None:
         self._shape_env: Any = None
+        self._shapes: list[Sequence[Any]] = []
+        self._symbols: dict[Any, tuple[int, int]] = {}
         self.codes: Sequence[types.CodeType] = ()
+        self.changed: tuple[int, ...] = ()
+        self.calls: list[tuple] = []
+        self.asked = ""
+        self.is_whole = False
 
-    def observer(self) -> Callable[[], None]:
-        """A function for the traced one to call: torch calls it while it traces, and leaves it out of the graph."""
+    def begin(self) -> None:
+        """To be called within the trace, first; a second trace replaces what the first one has told."""
+        self.__init__()
+        context = torch_internals.TRACING_CONTEXT.get().try_get()
+        self._shape_env = None if context is None else context.fake_mode.shape_env
+        self.codes = getattr(context, "traced_code", ())  # a list that torch goes on filling
 
-        tracing_context = torch_internals.TRACING_CONTEXT.get()
+    def end(self) -> None:
+        """To be called within the trace, last."""
+        self.is_whole = True
+        current = torch_internals.CURRENT_TRACE.get()()
+        if current is None:
+            return
+        graph = current.output.graph
+        given = dict(_placeholders(graph))
+        values = [node.meta["example_value"] for node in given.values()]
+        nodes = list(itertools.chain.from_iterable(map(_written, graph.nodes)))
+        storages = {_storage(node.meta["example_value"]) for node in nodes if _is_tensor(node)}
+        changed = {node for node in graph.find_nodes(op="placeholder") if _is_changed(node, nodes, storages)}
+        self.changed = tuple(at for at, node in given.items() if node in changed)
+        for node in changed.difference(given.values()):
+            raise KeepsState(str(node))
+        for node in graph.nodes:
+            if node.op.startswith("call_"):
+                name = getattr(node.target, "__name__", str(node.target))
+                self._note(name, node.args, node.kwargs, node.meta.get("example_value"))
+        self._shapes = [tuple(map(_expression, shape)) for shape in self._shapes]  # a size keeps all of its trace
+        for at, value in zip(given, values, strict=True):
+            self._symbols |= {_expression(size): (at, d) for d, size in enumerate(value.shape) if type(size) is not int}
+        if self._shape_env is not None:
+            sources = [node.meta["grapharg"].source for node in given.values()]
+            self.asked = " and ".join(self._shape_env.produce_guards(values, sources, ignore_static=True))
 
-        @torch.compiler.assume_constant_result
-        def observe() -> None:
-            context = tracing_context.try_get()
-            self._shape_env = None if context is None else context.fake_mode.shape_env
-            self.codes = getattr(context, "traced_code", ())  # a list that torch goes on filling
+    def recorder(self) -> TorchFunctionMode:
+        """A mode that notes calls while it lasts, for code that torch runs while it traces."""
+        return _Recorder(self._note)
 
-        return observe
+    def _note(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        shapes = [tensor.shape for tensor in tensors_in(out)]
+        if shapes:
+            plain = (repr(item) for item in (*args, *sorted(kwargs.items(), key=str)) if type(item) in _PLAIN)
+            self.calls.append((name, len(shapes), *plain))
+            self._shapes.extend(shapes)
+
+    def does_as(self, other: Trace, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the function makes the same calls as in another trace of it, and gets tensors of the same shapes from
+        them where its own have these sizes."""
+        if self.calls != other.calls:
+            return False
+        pairs = zip(self._shapes_at(tensors), other._shapes_at(tensors), strict=True)
+        return all(
+            len(one) == len(two) and all(a == b or None in (a, b) for a, b in zip(one, two, strict=True))
+            for one, two in pairs
+        )
+
+    def _shapes_at(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[int | None]]:
+        """The shapes of what the calls return; None for a size that code has as it runs, whatever it is."""
+        sizes = {symbol: tensors[at].shape[dimension] for symbol, (at, dimension) in self._symbols.items()}
+        for shape in self._shapes:
+            found = (size if isinstance(size, int) else size.subs(sizes) for size in shape)
+            yield [int(size) if isinstance(size, int) or size.is_number else None for size in found]
 
     def fixed(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
         """(tensor, dimension, size) of the sizes that torch fixed, given the function's examples. To be asked once."""
@@ -65,61 +126,76 @@ class TracedSizes:
         )
 
 
-@dataclass(frozen=True)
-class OpTrace:
-    """What a block does with tensors of some sizes.
+def holds(asked: str, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the sizes of these tensors are as `Trace.asked` says."""
+    return not asked or bool(eval(asked, torch_internals.GUARD_NAMES.get(), {"L": {"tensors": tensors}}))
 
-    calls: every function of torch that returned tensors, with its plain arguments except whole numbers, which may be
-        sizes. shapes: of the returned tensors. changed: indices of the inputs that the block writes to.
-    """
 
-    calls: tuple[tuple, ...]
-    shapes: tuple[torch.Size, ...]
-    changed: tuple[int, ...]
+def _placeholders(graph: torch.fx.Graph) -> Iterator[tuple[int, torch.fx.Node]]:
+    """(index among the function's tensors, node) of each that the graph takes so far."""
+    for node in graph.find_nodes(op="placeholder"):
+        found = _TENSOR.fullmatch(name_of(getattr(node.meta.get("grapharg"), "source", None)))
+        if found is not None:
+            yield int(found[1]), node
+
+
+def _is_tensor(node: torch.fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor)
+
+
+def _is_changed(node: torch.fx.Node, written: Collection[torch.fx.Node], storages: Collection[int]) -> bool:
+    value = node.meta.get("example_value")
+    return _is_tensor(node) and (bool(value._version) or node in written or _storage(value) in storages)
+
+
+def _written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """The tensors that a call in a graph writes to without torch counting it there."""
+    target, name = node.target, getattr(node.target, "__name__", str(node.target))
+    if name == "_get_data_attr" and node.meta["example_value"]._version:  # `.data` counts its own changes
+        yield node
+    elif name == "set_" or name.startswith("_foreach_") and name.endswith("_"):  # `x.data = ...` is a `set_`
+        yield from _nodes_in(node.args[:1])
+    elif name == "batch_norm" and True in (*node.args, *node.kwargs.values()):  # training
+        yield from _nodes_in((node.args[1:], node.kwargs))
+    elif name.startswith("triton_kernel_wrapper"):
+        yield from _nodes_in(node.kwargs)
+    elif isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        is_one = isinstance(target, torch._ops.OpOverload)
+        for overload in [target] if is_one else [getattr(target, each) for each in target.overloads()]:
+            for at, argument in enumerate(overload._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    yield from _nodes_in(node.args[at : at + 1] or node.kwargs.get(argument.name))
+
+
+def _nodes_in(value: Any) -> list[torch.fx.Node]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.fx.Node)]
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self):
+    def __init__(self, note: Callable[[str, Sequence[Any], dict[str, Any], Any], None]):
         super().__init__()
-        self.calls: list[tuple] = []
-        self.shapes: list[torch.Size] = []
+        self._note, self._inside = note, False
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function == torch.Tensor.data.__get__ and type(args[0]) in PLAIN_TENSORS:
-            return args[0].detach()  # the same, but for that what is written to it is counted
-        if function == torch.Tensor.data.__set__:
-            raise NotImplementedError("nothing counts that")
-        out = function(*args, **kwargs)
-        shapes = [tensor.shape for tensor in tensors_in(out)]
-        if shapes:
-            plain = (repr(item) for item in (*args, *sorted(kwargs.items(), key=str)) if type(item) in _PLAIN)
-            self.calls.append((getattr(function, "__name__", repr(function)), len(shapes), *plain))
-            self.shapes.extend(shapes)
+        if self._inside:  # of what an operator calls, some depends on what torch has kept of earlier calls
+            return function(*args, **(kwargs or {}))
+        self._inside = True
+        try:
+            out = function(*args, **(kwargs or {}))
+        finally:
+            self._inside = False
+        if isinstance(function, torch._ops.OpOverload):  # of what no mode sees, as to take a tensor for a subclass's
+            return out
+        self._note(getattr(function, "__name__", repr(function)), args, kwargs or {}, out)
         return out
 
 
-def trace_ops(
-    function: Callable[..., Any], inputs: Sequence[torch.Tensor], interrupts: tuple[type[BaseException], ...] = ()
-) -> OpTrace | None:
-    """The operations of `function(*inputs)`, run without values; None where it needs values.
-
-    inputs: on any device; only their layouts are used.
-    interrupts: exceptions that mean "stop the run", and are never swallowed.
-    """
-    recorder = _Recorder()
-    with torch.inference_mode(False), torch.no_grad():
-        # Fresh tensors count their own changes, wherever this is called.
-        given = [torch.empty_strided(i.shape, i.stride(), dtype=i.dtype, device="meta") for i in inputs]
-        before = [tensor._version for tensor in given]
-        try:
-            with recorder:
-                function(*given)
-        except Exception as error:
-            pass_on(error, interrupts)
-            return None
-        changed = tuple(index for index, tensor in enumerate(given) if tensor._version != before[index])
-    return OpTrace(tuple(recorder.calls), tuple(recorder.shapes), changed)
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 class _Flow(TorchDispatchMode):
@@ -165,7 +241,8 @@ def flow_of(
     interrupts: tuple[type[BaseException], ...] = (),
 ) -> tuple | None:
     """All that `function(*inputs)` computes, step by step: equal where two functions do the same with tensors of these
-    sizes. None where it needs their values. inputs, weights: without values; interrupts: as for `trace_ops`.
+    sizes. None where it needs their values. inputs, weights: without values. interrupts: exceptions that mean "stop the
+    run", and are never swallowed.
     """
     flow = _Flow((*inputs, *weights))
     with torch.inference_mode(False), torch.no_grad():
@@ -176,17 +253,3 @@ def flow_of(
             pass_on(error, interrupts)
             return None
     return (*flow.steps, flow.described(out))
-
-
-def scales_evenly(traces: Sequence[OpTrace | None]) -> bool:
-    """Whether runs at sizes 1, 2 and 3 make the same calls, whose output sizes grow by equal steps.
-
-    A size that stops growing (a slice of at most two rows) is not even.
-    """
-    one, two, three = traces
-    if one is None or two is None or three is None or not one.calls == two.calls == three.calls:
-        return False
-    return all(
-        len(a) == len(b) == len(c) and all(y - x == z - y for x, y, z in zip(a, b, c, strict=True))
-        for a, b, c in zip(one.shapes, two.shapes, three.shapes, strict=True)
-    )

@@ -47,6 +47,8 @@ _A_GRAPH = {
     "cache_entries_full": "the graph cache is full: all block types that it may hold ({kinds}) are in use",
     "cache_bytes_full": "the graphs of this run need more than the memory limit of {megabytes} MB",
     "graph_failed": "its compiled graph failed: {error}",
+    "failed_beside_graph": "a call of it failed, through no fault of its compiled graph: {error}. The next run uses "
+    "the graph again",
     "wrong_output": "its compiled output differs from the uncompiled one {times} times as much as rounding explains",
     "slower": "compiled {compiled} ms, normal {eager} ms a call at this size: kept normal",
 }
@@ -61,6 +63,8 @@ _A_MODEL = {
     "compiled_already": "all or part of it is already compiled as a whole",
     "compiled_by_others": "another extension already compiles all or part of it",
     "compiled_whole_by_others": "another extension compiles it as a whole",
+    "compiled_around": "another node compiles the model, or parts of it, with torch.compile, and Accel leaves it to "
+    "that: remove one of the two nodes",
     "network_compiled_already": "all or part of its network is already compiled as a whole",
     "no_network": "it has no network named {names}",
     "odd_network": "its network is a {type}",
@@ -151,7 +155,7 @@ _SAVED = {
     "compiling_unused": "No compiled block ran.",
     "compiling_traced": "Compiling saves nothing here: the backend eager traces blocks and runs them uncompiled.",
     "compiling_unsure": "How much compiling saved is not known yet: too few calls were timed both ways.",
-    "compiling_unmeasured": "How much compiling saved is not known: comparing is off.",
+    "compiling_unmeasured": "How much compiling saved is not known: timing is off.",
     "compiling_saved": "Compiling: the median time of a block's call, uncompiled minus compiled, times the number of "
     "calls. Both were measured on this machine; compile time is not subtracted.",
     "compiling_saved_in_part": "Compiling: the median time of a block's call, uncompiled minus compiled, times the "

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import functools
 import importlib
-import re
+import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-NEWEST = (2, 15)
-"""The newest torch that was tried."""
-
 _ABSENT = object()
+
+AnyFunction = TypeVar("AnyFunction")
 
 
 class Lacking(ImportError):
@@ -66,12 +65,6 @@ class Internal:
         return found
 
 
-def is_untried() -> bool:
-    """Whether this torch is newer than any that was tried, so that its graphs are compared before they are trusted."""
-    numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    return numbers is None or tuple(map(int, numbers.groups())) > NEWEST
-
-
 def lacking(names: Iterable[Internal]) -> Internal | None:
     """The first of the names that this torch has not; None where it has all."""
     return next((name for name in names if not name.is_there), None)
@@ -101,6 +94,10 @@ _A_GRAPH_A_SIZE = "blocks that work in chunks, or with positions of their own, g
 BUILTINS = Internal("torch._dynamo.variables.builtin", "BuiltinVariable", "2.7", _A_GRAPH_A_SIZE)
 TORCH_FUNCTIONS = Internal("torch._dynamo.variables.torch", "TorchInGraphFunctionVariable", "2.7", _A_GRAPH_A_SIZE)
 
+COMPILER_AROUND = Internal(
+    "torch._C._dynamo.eval_frame", "get_eval_frame_callback", "2.9", "a compiler around ours compiles our code too"
+)
+SKIP_CODE = Internal("torch._dynamo.eval_frame", "skip_code", "2.9", "a compiler around ours compiles our code too")
 CACHE_ENTRIES = Internal("torch._dynamo.eval_frame", "_debug_get_cache_entry_list", "2.7", _EAGERLY)
 LAST_GUARDS = Internal("torch._C._dynamo.guards", "RootGuardManager.get_epilogue_lambda_guards", "2.7", _EAGERLY)
 GUARD_NAMES = Internal("torch.fx.experimental.symbolic_shapes", "SYMPY_INTERP", "2.7", _EAGERLY)
@@ -109,9 +106,12 @@ CPP_SHAPE_GUARDS = Internal("torch._dynamo.config", "enable_cpp_symbolic_shape_g
 STANDALONE = Internal("torch._inductor.standalone_compile", "standalone_compile", "2.8", "graphs are not saved")
 STANDALONE_ARTIFACT = Internal("torch._inductor.standalone_compile", "CompiledArtifact", "2.8", "graphs are not saved")
 
-FAKE_TENSOR = Internal("torch._subclasses.fake_tensor", "FakeTensor", "2.7", "batch 1 may compile once more")
-FAKE_MODE = Internal("torch._subclasses.fake_tensor", "FakeTensorMode", "2.7", "batch 1 may compile once more")
-UNSET_FAKE = Internal("torch._subclasses.fake_tensor", "unset_fake_temporarily", "2.7", "batch 1 may compile once more")
+FAKE_TENSOR = Internal(
+    "torch._subclasses.fake_tensor", "FakeTensor", "2.7", "caches of quantised weights may keep tensors of a trace"
+)
+FAKE_MODE = Internal(
+    "torch._subclasses.fake_tensor", "FakeTensorMode", "2.7", "blocks that know their place have a graph each"
+)
 _UNSEEN = "what others have torch do in place of its functions is not noticed"
 FUNCTION_MODES = Internal("torch.overrides", "_get_current_function_mode_stack", "2.7", _UNSEEN)
 DEVICE_MODE = Internal("torch.utils._device", "DeviceContext", "2.7", _UNSEEN)
@@ -172,7 +172,6 @@ AHEAD_OF_TIME = (
 )
 SAVING = (AOT_FUNCTION, AOT_INDUCTOR, SOURCE_INFO, CODE_PATH)
 STANDALONE_SAVING = (STANDALONE, STANDALONE_ARTIFACT)
-DRY_RUN = (FAKE_TENSOR, FAKE_MODE, UNSET_FAKE)
 NARROW_SIZES = (KERNEL_SIGNATURE, TRITON_KERNEL, FITS_32_BITS, FLOOR_DIVISION, HIDDEN, COMPILING)
 CHECKED_TOGETHER = (PYTHON_WRAPPER, INPUT_ASSERTS, TENSOR_GUARDS)
 REWRITING = (KNOWN_TRUE, PRE_GRAD_PASS)
@@ -199,6 +198,23 @@ BYTECODE_CALLS = {
     "record_pregraph_bytecode_exit": bool,
 }
 """What does the same as its functions there. The last two tell a profiler of torch's where the bytecode is."""
+
+
+_to_skip: list[Any] = []
+
+
+def seen_through(function: AnyFunction) -> AnyFunction:
+    """Mark a function of ours: a compiler around it may inline it or compile what it calls, and not it alone."""
+    _to_skip.append(function)
+    return function
+
+
+def tell_compilers() -> None:
+    """Tell torch which functions are `seen_through`, once its compiler is loaded: that takes a second."""
+    while _to_skip and SKIP_CODE.module in sys.modules:
+        function = _to_skip.pop()
+        if COMPILER_AROUND.is_there and SKIP_CODE.is_there:
+            SKIP_CODE.get()(function.__code__)
 
 
 @functools.cache

@@ -121,7 +121,7 @@ class CapturedCall:
 
     def has_kernels(self) -> bool:
         """Whether the compiled graphs inside are still those that the blocks use."""
-        return all(any(graph is kept for kept in entry.graphs) for entry, graph in self._kernels.values())
+        return all(entry.has(graph) and not entry.benchmarks(graph).wrong for entry, graph in self._kernels.values())
 
     def lease_kernels(self, cache: GraphCache, lease: Lease) -> None:
         """Put the compiled graphs inside under the lease of a run that replays the call."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from ..cache.entry import Entry, Lease
 from ..cache.graph_cache import GraphCache, NoGraph
+from ..compile.benchmark import draws_again
 from ..compile.compiled_graph import CompiledGraph
 from ..core.compile_settings import CompileSettings, Trouble
-from ..core.errors import Failure, without_frames
+from ..core.errors import Failure, pass_on, without_frames
 from ..core.events import emit, log
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, Refusal, RunEagerly, not_in_this_mode
+from ..core.torch_internals import COMPILER_AROUND, seen_through
 from ..fingerprint import kinds
 from ..fingerprint.block_call import Call
 from ..fingerprint.plain_values import Indescribable
@@ -27,12 +29,14 @@ from ..modules.substitution import Outside
 from ..signature import tree_spec
 from ..signature.output_check import beyond_rounding
 from ..signature.tensors import dense, share_memory
-from .batch_dry_run import BatchDryRun
 from .block_observer import BlockObserver
 from .current_code import CurrentCode
 from .inline_cache import InlineCache, KnownCalls
 from .lora import AddedWeights, with_added
 from .resolver import GraphResolver, ResolvedGraph
+
+compiler_around = COMPILER_AROUND.get(lambda: None)
+"""What compiles the code that runs in this thread now; None where nothing does."""
 
 
 class NotReady(RuntimeError):
@@ -45,7 +49,6 @@ class BlockRunner:
     simplify_options: what a dict among the arguments is replaced by, so that a host's per-call options do not reach
         the compiler; it raises `RunEagerly` when they concern the block.
     interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
-    dry_run: tells sizes that are 1 because the batch is from those that always are.
     lease: keeps the run's graphs in the cache; None outside of a run.
     on_shortage: called when a graph ran out of memory, before the block runs eagerly.
     source: of the block's weights, where these are not in place.
@@ -64,7 +67,6 @@ class BlockRunner:
         settings: CompileSettings,
         simplify_options: Callable[[dict], dict] | None = None,
         interrupts: tuple[type[BaseException], ...] = (),
-        dry_run: BatchDryRun | None = None,
         lease: Lease | None = None,
         on_shortage: Callable[[], None] = lambda: None,
         source: WeightSource | None = None,
@@ -78,7 +80,7 @@ class BlockRunner:
         self._simplify = simplify_options
         self._interrupts = interrupts
         self._on_shortage = on_shortage
-        self._resolver = GraphResolver(region, cache, settings, interrupts, dry_run, lease, still)
+        self._resolver = GraphResolver(region, cache, settings, interrupts, lease, still)
         kind, wraps = region.kind, region.wraps
         self._outside_recording, self._is_streamed = outside_recording, source is not None
         self._is_surrounded = self._is_streamed or outside_recording is not nullcontext
@@ -97,18 +99,18 @@ class BlockRunner:
         """See `current_code.InPlace`; set on the runner that is in place."""
         self._passing: object = None
         self._make, self._for_functions = make, {}
+        self._left: Reason | None = None
+        """Why the block runs eagerly for the rest of the run."""
 
     @property
     def kind(self) -> kinds.Kind:
         return self._region.kind
 
-    def tensors_of(self, call: tuple) -> list[torch.Tensor]:
-        """The input tensors of a call (args, kwargs) of the block, as its graph takes them."""
-        tensors: list[torch.Tensor] = []
-        tree_spec.flatten(call, tensors, self._simplify, functions=True)
-        return tensors
-
+    @seen_through
     def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling() or compiler_around() is not None:
+            self._leave_to_others()
+            return inner(*args, **kwargs)
         if not self._is_surrounded:
             return self._call(inner, args, kwargs)
         try:
@@ -138,22 +140,21 @@ class BlockRunner:
             if hit is not None:
                 guarded, tensors = hit
                 resolved, counter = guarded.resolved, guarded.counter
-                if resolved.benchmark is None or resolved.benchmark.verdict is None:
-                    counter.hits += 1
-                    if observer is not None:
-                        observer.used.append((resolved.entry, resolved.graph, counter))
-                    try:
-                        out = resolved.graph.run(tensors)
-                        if guarded.copied:
-                            for at, given in zip(guarded.copied, guarded.given(args, kwargs), strict=True):
-                                out = _handed_back(out, tensors[at], given)
-                        return out
-                    except RunEagerly as refusal:
-                        failure = refusal.reason
-                    except Exception as error:
-                        failure = self._failure_of(error)
-                    del hit, tensors  # the block may bring its weights itself
-                    return self._failed(self._described(inner, args, kwargs), resolved, failure)
+                counter.hits += 1
+                if observer is not None:
+                    observer.used.append((resolved.entry, resolved.graph, counter))
+                try:
+                    out = resolved.graph.run(tensors)
+                    if guarded.copied:
+                        for at, given in zip(guarded.copied, guarded.given(args, kwargs), strict=True):
+                            out = _handed_back(out, tensors[at], given)
+                    return out
+                except RunEagerly as refusal:
+                    failure = refusal.reason
+                except Exception as error:
+                    failure = self._failure_of(error, in_graph=True)
+                del hit, tensors  # the block may bring its weights itself
+                return self._failed(self._described(inner, args, kwargs), resolved, failure)
         return self._call_unmatched(inner, args, kwargs)
 
     def _call_instead(self, other: BlockRunner | Reason, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -164,6 +165,10 @@ class BlockRunner:
             return other(inner, *args, **kwargs)
         finally:
             self.eager_calls += other.eager_calls - before
+
+    @torch.compiler.assume_constant_result  # what traces this runs it once, and leaves it out
+    def _leave_to_others(self) -> None:
+        fallbacks.note(self.kind.name, Reason("compiled_around"), how="without Accel")
 
     @property
     def _is_captured(self) -> bool:
@@ -177,12 +182,10 @@ class BlockRunner:
         except RunEagerly:
             return False
 
-    @torch.compiler.disable
     def _call_unmatched(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The result of a call that no guard matched.
-
-        Not for Dynamo: where the whole model is compiled too it would trace the compiler.
-        """
+        """The result of a call that no guard matched."""
+        if self._left is not None:
+            return self._eagerly(self._described(inner, args, kwargs), self._left)
         call, other, resolved = self._described(inner, args, kwargs), None, None
         try:
             other = self._runner_with(self._flatten(call))
@@ -250,10 +253,10 @@ class BlockRunner:
         """The graph for the call; None where it runs eagerly. Raises NoGraph."""
         is_capturing = self.observer is not None and self.observer.capturing
         is_known, resolved = self._inline.find(call, not is_capturing, self._is_captured)
+        if is_capturing and (not is_known or (resolved is not None and resolved.is_compared)):
+            raise NotReady(f"{self.kind.name} ({self._region.path}) has no compared graph at hand")
         if is_known:
             return resolved
-        if is_capturing:
-            raise NotReady(f"{self.kind.name} ({self._region.path}) has no graph at hand")
         try:
             resolved = self._resolver.resolve(call, self.observer)
         except NoGraph:
@@ -282,13 +285,13 @@ class BlockRunner:
         resolved.counter.hits += 1
         if observer is not None:
             observer.used.append((resolved.entry, resolved.graph, resolved.counter))
-            observer.is_stable &= not is_compared
+            observer.is_stable &= not resolved.is_timed
         try:
             return self._compare(call, resolved) if is_compared else self._run_graph(call, resolved.graph)
         except RunEagerly as refusal:  # streamed weights that could not be taken once more, which says nothing of it
             failure = refusal.reason
         except Exception as error:
-            failure = self._failure_of(error)
+            failure = self._failure_of(error, call.in_graph)
         return self._failed(call, resolved, failure)
 
     def _failed(self, call: Call, resolved: ResolvedGraph, failure: Failure | Reason) -> Any:
@@ -297,7 +300,9 @@ class BlockRunner:
     def _run_graph(self, call: Call, graph: CompiledGraph) -> Any:
         """Run the graph for the call; what it writes to its inputs is written to those that were given."""
         weights = call.weights or with_added(self._weights.take(call.inputs), call.added)
+        call.in_graph = True
         out = graph.run((*weights, *call.inputs))
+        call.in_graph = False
         for index in graph.facts.changed:
             out = _handed_back(out, call.inputs[index], call.given[index])
         return out
@@ -317,24 +322,32 @@ class BlockRunner:
         self._note(refusal.reason, is_trouble=True)
         return out
 
-    def _failure_of(self, error: Exception) -> Failure:
-        """Why a graph failed; raises the error again where it stops the run, or ends a capture."""
-        if isinstance(error, self._interrupts) or (self.observer is not None and self.observer.capturing):
+    def _failure_of(self, error: Exception, in_graph: bool) -> Failure:
+        """Why a call failed; raises the error again where it stops the run, or ends a capture. in_graph: the graph ran,
+        and is to blame unless others' code in it is."""
+        is_own = not opaque_layers.has_failed() and in_graph
+        pass_on(error, self._interrupts)
+        if self.observer is not None and self.observer.capturing:
             raise error
-        return Failure.of(error)
+        return Failure.of(error, is_own)
 
     def _recover(self, call: Call, resolved: ResolvedGraph, failure: Failure) -> Any:
-        """Run the call eagerly after its graph failed. Not in the handler, whose exception would keep tensors alive."""
+        """Run the call eagerly after its graph failed. Not in the handler, whose exception would keep tensors alive.
+
+        The graph is dropped, for every block of the kind, only where it failed itself and its block did not.
+        """
         self._inline.clear()
         call.weights = ()
         if failure.is_shortage:
             self._on_shortage()
             if resolved.benchmark is not None:
                 resolved.benchmark.done = True  # without a verdict
-        out = self._eagerly(call)
-        if not failure.is_shortage:
+        out, reason = self._eagerly(call), Reason("graph_failed", error=failure.error)
+        if not failure.is_own and not failure.is_shortage:  # may fail in each call, which would run it twice
+            reason = self._left = Reason("failed_beside_graph", error=failure.error)
+        elif not failure.is_shortage:
             self._reject(resolved.entry, resolved.graph, Reason("compile_failed", error=failure.error))
-        self._note(Reason("graph_failed", error=failure.error), is_trouble=True)
+        self._note(reason, is_trouble=True)
         return out
 
     def _reject(self, entry: Entry, graph: CompiledGraph, reason: Reason) -> None:
@@ -346,32 +359,43 @@ class BlockRunner:
 
     def _compare(self, call: Call, resolved: ResolvedGraph) -> Any:
         """The call run both ways; the block has copies of the inputs that it changes, which are compared too."""
-        benchmark, changes, given = resolved.benchmark, resolved.graph.facts.changed, call.given
+        known, benchmark, changes = resolved.benchmarks, resolved.benchmark, resolved.graph.facts.changed
+        given, draw_again = call.given, draws_again(call.device)
         copies, before = (
             [tensor.clone() if index in changes else tensor for index, tensor in enumerate(call.inputs)]
             for _ in range(2)
         )
         types = {spec.dtype for spec in resolved.entry.key.inputs}
-        difference = functools.partial(beyond_rounding, inputs=before, types=types)
+
+        def difference(out: Any, expected: Any) -> float | None:
+            return known.judge(resolved.pattern, beyond_rounding(out, expected, before, types))
 
         def compiled():
+            draw_again()
             return self._run_graph(call, resolved.graph), [given[index] for index in changes]
 
         def eager():
+            draw_again()
             args, kwargs = tree_spec.rebuild(call.spec, copies)
             return call.inner(*args, **kwargs), [copies[index] for index in changes]
 
         may_capture = self._is_captured
-        out, changed = benchmark.call(compiled, eager, call.device, may_capture, difference)
+        if resolved.is_timed:
+            out, changed = benchmark.call(compiled, eager, call.device, may_capture, difference)
+        else:
+            out, changed = known.compare(resolved.pattern, compiled, eager, difference)
         for index, tensor in zip(changes, changed, strict=True):
             out = _handed_back(out, tensor, given[index])
         # A capture waits for the verdict, and with one round a call the few steps of a distilled model would pass.
-        while may_capture and not benchmark.done and not changes:
+        while may_capture and resolved.is_timed and not changes:
             benchmark.call(compiled, eager, call.device, True, difference)
-        if benchmark.verdict is not None:
-            fallbacks.note(self.kind.name, benchmark.verdict)
-        if benchmark.done:
-            emit("probe_end", name=self.kind.name, gain=benchmark.gain, reason=benchmark.verdict)
+        if known.wrong is not None:
+            self._cache.forget()
+        if resolved.verdict is not None:
+            fallbacks.note(self.kind.name, resolved.verdict)
+        if not resolved.is_timed:
+            gain = None if benchmark is None else benchmark.gain
+            emit("probe_end", name=self.kind.name, gain=gain, reason=resolved.verdict)
         return out
 
     def _eagerly(self, call: Call, reason: Reason | None = None, is_trouble: bool = False) -> Any:

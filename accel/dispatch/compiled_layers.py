@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,12 @@ from ..core.errors import one_line
 from ..core.events import emit, log
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly
+from ..core.torch_internals import tell_compilers
 from ..fingerprint.survey import KeptSurveys, Region, Survey, Traceable, survey
 from ..modules.opaque_layers import OpaqueLayer
 from ..modules.streamed_weights import Plain, WeightSource, in_place
 from ..modules.substitution import Layer, Outside
 from ..modules.wrapped_layers import Wraps
-from .batch_dry_run import BatchDryRun
 from .block_runner import BlockRunner
 from .current_code import CurrentCode
 from .wrapped_runner import WrappedRunner
@@ -36,11 +36,9 @@ class Host:
 
     ignored: as for `CodeReader`. interrupts: exceptions that mean "stop the run", never swallowed.
     simplifier: for a block, what a dict among its arguments is replaced by (`BlockRunner`'s simplify_options).
-    without_hooks: what a dict among the model's arguments is replaced by where nobody's code may run (`BatchDryRun`).
     wraps: recognises the host's wrappers around layers, such as LoRA.
     outside_recording: asked when a model's layers are made: the context for their calls where the host records what the
         model allocates; None where it does not.
-    dry: entered around a call of the model on tensors without values (`BatchDryRun`).
     between: whether others' code runs between the blocks in a call of the model with these arguments.
     plain, weights: for blocks whose weights the host streams: how they look with them in place, and the source of a
         block's weights; None where they are in place.
@@ -50,10 +48,8 @@ class Host:
     ignored: frozenset[tuple[str, str]] = frozenset()
     interrupts: tuple[type[BaseException], ...] = ()
     simplifier: Callable[[Region], Simplify | None] = lambda region: None
-    without_hooks: Simplify = dict
     wraps: Wraps | None = None
     outside_recording: Callable[[], Outside | None] = lambda: None
-    dry: Callable[[], AbstractContextManager] = nullcontext
     between: Callable[[tuple, dict[str, Any]], bool] = lambda args, kwargs: False
     plain: Plain = in_place
     weights: Callable[[Region], WeightSource | None] = lambda region: None
@@ -102,12 +98,11 @@ def compiled_layers(
     on_shortage: Callable[[], None] = lambda: None,
     surveys: KeptSurveys | None = None,
 ) -> dict[torch.nn.Module, Layer]:
-    """A stand-in for every block found, and a layer around the model that keeps the arguments of its calls.
+    """A stand-in for every block found, and a layer around the model that tells them of its calls.
 
     lease: of the run; its graphs stay in the cache while it lasts.
     on_shortage: as for `BlockRunner`. surveys: as for `survey_model`.
     """
-    tensors_of: dict[torch.nn.Module, Callable[[tuple], list[torch.Tensor]]] = {}
 
     def make(region: Region, of: Survey, outside: Outside = nullcontext) -> BlockRunner:
         try:
@@ -118,15 +113,15 @@ def compiled_layers(
             raise RunEagerly(Reason("weights_not_taken", error=one_line(error))) from error
         simplify, interrupts = host.simplifier(region), host.interrupts
         still = functools.partial(code.still, of)
-        run = dry_run, lease, on_shortage
+        run = lease, on_shortage
         cls = BlockRunner if region.wrapped is None else WrappedRunner
         also = functools.partial(make, of=of)
         return cls(region, cache, settings, simplify, interrupts, *run, source, still, outside, also)
 
-    code = CurrentCode(model, found, lambda: _survey(model, settings, host, surveys), make, host.interrupts)
-    asked = host.without_hooks, host.interrupts, host.dry, host.plain, code, host.between, host.wraps
-    dry_run = BatchDryRun(model, tensors_of, *asked)
-    layers: dict[torch.nn.Module, Layer] = {model: dry_run}
+    tell_compilers()
+    look = functools.partial(_survey, model, settings, host, surveys)
+    code = CurrentCode(model, found, look, make, host.interrupts, host.between)
+    layers: dict[torch.nn.Module, Layer] = {model: code}
     outside = host.outside_recording() or nullcontext
     for region in found.regions:
         try:
@@ -135,5 +130,4 @@ def compiled_layers(
             fallbacks.note(region.kind.name, refusal.reason)
             continue
         code.place(region, runner)
-        tensors_of[region.block] = runner.tensors_of
     return layers

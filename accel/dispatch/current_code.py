@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -49,8 +49,11 @@ class _Known:
 class CurrentCode:
     """What the blocks of one model run with in one run, by the code that stands when they are called.
 
+    A layer (see `substitution`) around the model's forward, to be told of its calls.
+
     first: the survey that the run began with. look: surveys the model as it is now. make: what runs a block of another
         survey; raises RunEagerly. interrupts: exceptions that mean "stop the run" to the host, and are never swallowed.
+    between: whether others' code runs between the blocks in a call with these (args, kwargs), as patches do.
     """
 
     def __init__(
@@ -60,8 +63,9 @@ class CurrentCode:
         look: Callable[[], Survey],
         make: Callable[[Region, Survey], Layer],
         interrupts: tuple[type[BaseException], ...] = (),
+        between: Callable[[tuple, dict[str, Any]], bool] = lambda args, kwargs: False,
     ):
-        self._model = model
+        self._model, self._patched_between = model, between
         self._look, self._make, self._interrupts = look, make, interrupts
         self._first = _Known(first, {})
         self._known = [self._first]
@@ -87,10 +91,12 @@ class CurrentCode:
         runner.code = self
         self._placed.append((region, runner))
 
-    def begin(self, between: bool) -> None:
-        """The model is being called. between: others' code runs between its blocks, as patches do."""
+    def __call__(self, inner: Callable, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # blocks let the call pass by
+            return inner(*args, **kwargs)
         self._begins = self.is_due = True
-        self._between = between or self._others_run_between()
+        self._between = self._patched_between(args, kwargs) or self._others_run_between()
+        return inner(*args, **kwargs)
 
     def compare(self, block: torch.nn.Module, again: bool) -> None:
         """Before a block's call: see to it that blocks run what is right for the code as it stands.

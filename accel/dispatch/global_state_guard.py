@@ -1,6 +1,7 @@
 """Restores state of the whole process: `functools` caches, globals, attributes of classes.
 
-A run on tensors without values must leave none of them there, where the next real call would find them.
+Torch cannot follow the classes of quantised weights and runs their code as it traces. Tensors without values that it
+keeps must not be there for the next real call to find.
 """
 
 from __future__ import annotations
@@ -10,32 +11,28 @@ import gc
 import sys
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
-from ..fingerprint.kept_state import packages_of
 from ..fingerprint.plain_values import is_plain_object
 from ..modules.code_owner import package_of
 
-DICTS = (dict, OrderedDict, defaultdict)
-_CONTAINERS = (*DICTS, list, set)
+_DICTS = (dict, OrderedDict, defaultdict)
+_CONTAINERS = (*_DICTS, list, set)
 _CACHE = type(functools.lru_cache(lambda: None))
 _DEPTH = 4
 """Levels of nested containers that are searched."""
 
 
 @contextmanager
-def global_state_restored(model: torch.nn.Module, foreign: Callable[[Any], bool]) -> Iterator[None]:
-    """On exit, no `functools` cache and no global of the packages of the model's classes, those of its weights among
-    them, refers to a foreign value.
+def global_state_restored(packages: Collection[str], foreign: Callable[[Any], bool]) -> Iterator[None]:
+    """On exit, no `functools` cache and no global of these packages refers to a foreign value.
 
     foreign: whether a value must not stay. A cache with such a value is cleared; a container or name with one gets its
         former content back; all others stay as they are.
     """
-    before = [(namespace, dict(vars(namespace))) for namespace in _namespaces(model)]
+    before = [(namespace, dict(vars(namespace))) for namespace in _namespaces(packages)]
     containers: dict[int, Any] = {}
     for _, names in before:
         for value in names.values():
@@ -51,23 +48,22 @@ def global_state_restored(model: torch.nn.Module, foreign: Callable[[Any], bool]
             for name, value in list(vars(namespace).items()):
                 if _refers_to(value, foreign):
                     setattr(namespace, name, names[name]) if name in names else delattr(namespace, name)
-        for cache in _caches(model, [namespace for namespace, _ in before]):
+        for cache in _caches([namespace for namespace, _ in before]):
             if any(_refers_to(part, foreign) for part in gc.get_referents(cache)):
                 cache.cache_clear()
 
 
-def _caches(model: torch.nn.Module, namespaces: list[Any]) -> list[Any]:
+def _caches(namespaces: list[Any]) -> list[Any]:
     """Every `functools` cache; of those that somebody froze, which Python does not list, the ones that have a name."""
     found = gc.get_objects()
     if gc.get_freeze_count():
-        named = (*namespaces, *list(sys.modules.values()), *model.modules())
+        named = (*namespaces, *list(sys.modules.values()))
         found += [value for holder in named for value in list(getattr(holder, "__dict__", {}).values())]
     return [value for value in found if type(value) is _CACHE]
 
 
-def _namespaces(model: torch.nn.Module) -> list[Any]:
-    """The modules of the packages in which the classes of the model and its weights are, and the classes in them."""
-    packages = packages_of(model)
+def _namespaces(packages: Collection[str]) -> list[Any]:
+    """The modules of these packages, and the classes in them."""
     modules = [
         module
         for name, module in sys.modules.copy().items()  # collecting garbage may drop generated code
@@ -88,7 +84,7 @@ def _collect(value: Any, containers: dict[int, Any], depth: int = _DEPTH) -> Non
         return
     if type(value) in _CONTAINERS:
         containers[id(value)] = value
-        for item in value.values() if type(value) in DICTS else value:
+        for item in value.values() if type(value) in _DICTS else value:
             _collect(item, containers, depth - 1)
     elif type(value) is tuple:
         for item in value:
@@ -102,7 +98,7 @@ def _refers_to(value: Any, foreign: Callable[[Any], bool], depth: int = _DEPTH) 
         return True
     if depth == 0:
         return False
-    if type(value) in DICTS:
+    if type(value) in _DICTS:
         return any(_refers_to(item, foreign, depth - 1) for pair in list(value.items()) for item in pair)
     if issubclass(type(value), (list, tuple, set)):
         return any(_refers_to(item, foreign, depth - 1) for item in list(value))

@@ -22,6 +22,7 @@ class Call:
     spec: how (args, kwargs) are made of tensors (`tree_spec.flatten`). given: these tensors; inputs: the same, dense.
     weights: the block's, in the order in which its graphs take them, while they are taken. added: what LoRA adds to
         them (`lora.Added`). numbers: the block's (`Region.numbers`).
+    in_graph: its graph runs.
     inner, args, kwargs: the call itself: `inner(*args, **kwargs)` runs it eagerly.
     """
 
@@ -37,6 +38,7 @@ class Call:
     given: list[torch.Tensor] = field(default_factory=list)
     added: Sequence = ()
     numbers: tuple[int, ...] = ()
+    in_graph: bool = False
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

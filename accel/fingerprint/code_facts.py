@@ -114,7 +114,7 @@ def _read(code: types.CodeType) -> CodeFacts:
 
 def may_keep(code: types.CodeType) -> bool:
     """Whether the code, without those nested in it, may leave anything that its next call finds."""
-    if any(map(changes_by_name, code.co_names)) or "out" in _strings(code.co_consts):
+    if any(map(_changes_by_name, code.co_names)) or "out" in _strings(code.co_consts):
         return True
     changes, of_others = (*_ASSIGNS, *_MUTATES, "STORE_SLICE"), code.co_freevars
     return any(
@@ -128,7 +128,7 @@ def may_keep(code: types.CodeType) -> bool:
     )
 
 
-def changes_by_name(name: str) -> bool:
+def _changes_by_name(name: str) -> bool:
     """Whether a function, method or attribute of the name is there to change something."""
     return name in _CHANGING or name.endswith("_") and not name.endswith("__")
 

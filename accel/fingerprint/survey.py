@@ -249,7 +249,7 @@ def survey(
                 raise RunEagerly(Reason("hooks_everywhere"))
             if wrapped is None and has_foreign_forward(block):
                 raise RunEagerly(Reason("forward_replaced"))
-            shown[-1] = plain(block, None)
+            shown[-1] = plain(block)
             with traceable():
                 description = describe(shown[-1], reader, wraps, wrapped, noted)
             described.append((path, block, shown[-1], wrapped, description))

@@ -29,3 +29,4 @@ def define(name: str, signature: str, run: Callable[..., Any], fake: Callable[..
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"accel::{name}", fake, lib=library)
         _libraries.append(library)  # its operators vanish with it
+        getattr(torch.ops.accel, name)  # is there to be read from now on, and not from its first call on

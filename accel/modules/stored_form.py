@@ -249,15 +249,6 @@ def _restored(form: StoredForm | None, tensors: Sequence[torch.Tensor], at: int)
     return form.cls.__tensor_unflatten__(inner, form.context, form.shape, form.stride), at
 
 
-def standing_for(tensor: torch.Tensor) -> torch.Tensor:
-    """What stands for a weight inside a graph, on the weight's data; other tensors are themselves."""
-    try:
-        form = form_of(tensor)
-    except Opaque:
-        return tensor
-    return tensor if form is None or not is_data(form.cls) else restored((form,), plain((tensor,), (form,)))[0]
-
-
 class _Standing:
     """Inside a graph: a tensor of a class derived from a weight's, around its data.
 

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-Plain = Callable[[torch.nn.Module, torch.device | None], torch.nn.Module]
+Plain = Callable[[torch.nn.Module], torch.nn.Module]
 """Gives a module as it would be with its weights in place: itself, or a copy without what the host keeps on it for
-streaming. The copy shares everything else; streamed weights are tensors without values on the device, by default on
-"meta".
+streaming. The copy shares everything else; streamed weights are tensors without values on "meta".
 
 Raises fingerprint.plain_values.Indescribable: the host streams them in a way that it does not know how to follow."""
 
@@ -53,6 +52,6 @@ def weights_taken(source: WeightSource, inner: Callable) -> Iterator[Callable]:
         source.release()
 
 
-def in_place(module: torch.nn.Module, device: torch.device | None = None) -> torch.nn.Module:
+def in_place(module: torch.nn.Module) -> torch.nn.Module:
     """The `Plain` of a host that streams nothing."""
     return module

@@ -224,14 +224,19 @@ def makers(spec: Spec) -> frozenset[types.CodeType]:
     return own.union(*(makers(part) for part in spec if isinstance(part, tuple)))
 
 
-def rebuild(spec: Spec, tensors: Sequence[torch.Tensor]) -> Any:
-    """The value that `flatten` described; simple enough for a compiler to trace."""
-    value, used = _rebuild(spec, tensors, 0)
+def rebuild(spec: Spec, tensors: Sequence[torch.Tensor], closed_over: list[Any] | None = None) -> Any:
+    """The value that `flatten` described; simple enough for a compiler to trace.
+
+    closed_over: gets what functions in it close over, for `is_unchanged`.
+    """
+    value, used = _rebuild(spec, tensors, 0, closed_over)
     assert used == len(tensors)
     return value
 
 
-def _rebuild(spec: Spec, tensors: Sequence[torch.Tensor], at: int) -> tuple[Any, int]:
+def _rebuild(
+    spec: Spec, tensors: Sequence[torch.Tensor], at: int, closed_over: list[Any] | None = None
+) -> tuple[Any, int]:
     tag = spec[0]
     if tag == "tensor":
         return tensors[at], at + 1
@@ -246,13 +251,15 @@ def _rebuild(spec: Spec, tensors: Sequence[torch.Tensor], at: int) -> tuple[Any,
     if tag == "dict" or tag == "object":
         mapping = {}
         for key, item in spec[1:] if tag == "dict" else spec[2:]:
-            mapping[key], at = _rebuild(item, tensors, at)
+            mapping[key], at = _rebuild(item, tensors, at, closed_over)
         return (mapping if tag == "dict" else _made(spec[1], mapping)), at
-    items = []
+    items, first = [], at
     for item in spec[2:] if tag == "function" else spec[1:]:
-        value, at = _rebuild(item, tensors, at)
+        value, at = _rebuild(item, tensors, at, closed_over)
         items.append(value)
     if tag == "function":
+        if closed_over is not None:
+            closed_over.append((("list", *spec[2:]), items, first))
         return spec[1].make(*items), at
     return (tuple(items) if tag == "tuple" else items), at
 
@@ -308,28 +315,42 @@ def _tensor_tags(spec: Spec) -> Iterator[str]:
             yield from _tensor_tags(item)
 
 
-def outline(value: Any) -> Any:
-    """The nested structure of a value with the identity of each tensor: unequal once a container was changed."""
-    if isinstance(value, torch.Tensor):
-        return ("tensor", id(value))
-    if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *map(outline, value))
-    if isinstance(value, dict):
-        return ("dict", *((key, outline(item)) for key, item in value.items()))
-    if isinstance(value, types.FunctionType):
-        return ("function", *map(outline, _parts_of(value) or ()))
-    fields = _fields(type(value))
-    if fields is not None:
-        return ("object", *((name, outline(getattr(value, name, None))) for name in fields))
-    return value
+def is_unchanged(spec: Spec, value: Any, tensors: Sequence[torch.Tensor], closed_over: Sequence[Any] = ()) -> bool:
+    """Whether a value that `rebuild` made has the same tensors and constants still, in lists, dicts and objects too;
+    simple enough for a compiler to trace."""
+    for parts, items, at in ((spec, value, 0), *closed_over):
+        if _end_of(parts, items, tensors, at) is None:
+            return False
+    return True
+
+
+def _end_of(spec: Spec, value: Any, tensors: Sequence[torch.Tensor], at: int | None) -> int | None:
+    """Where the tensors of an unchanged value end; None for one that was changed."""
+    tag = spec[0]
+    if tag in ("list", "tuple", "dict"):
+        if type(value).__name__ != tag or len(value) != len(spec) - 1:
+            return None
+        if tag == "dict":
+            if list(value) != [key for key, _ in spec[1:]]:
+                return None
+            items = [(item, value[key]) for key, item in spec[1:]]
+        else:
+            items = list(zip(spec[1:], value))  # noqa: B905 which a compiler traces
+    elif tag == "object":
+        items = [(item, getattr(value, name, None)) for name, item in spec[2:]]
+    else:
+        expected, after = _rebuild(spec, tensors, at)
+        is_same = value is expected if tag in ("tensor", "same") else tag == "function" or value == expected
+        is_same = is_same or (tag == "value" and value != value and expected != expected)
+        return after if is_same and type(value) is type(expected) else None
+    for item, inner in items:
+        at = _end_of(item, inner, tensors, at)
+        if at is None:
+            return None
+    return at
 
 
 def functions_in(spec: Spec) -> tuple[Function, ...]:
     """The functions in it, whose code it does not describe."""
     own = spec[1:2] if spec[:1] == ("function",) else ()
     return own + tuple(found for part in spec if isinstance(part, tuple) for found in functions_in(part))
-
-
-def has_lists(spec: Spec) -> bool:
-    """Whether it contains a list."""
-    return spec[:1] == ("list",) or any(isinstance(item, tuple) and has_lists(item) for item in spec)

@@ -12,7 +12,7 @@ import heapq
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from ..cache.graph_cache import GraphCache, shared
 from ..compile.backend import NotSavable
 from ..compile.compiled_graph import CompiledGraph, Facts
 from ..core.circuit_breaker import CircuitBreaker
-from ..core.errors import pass_on, without_frames
+from ..core.errors import is_shortage, pass_on, without_frames
 from ..core.events import emit, log
 from ..core.settings import DEFAULT_STORE_MB
 from . import key as store_key
@@ -172,6 +172,15 @@ class GraphStore:
             return True
         return False
 
+    def save_facts(self, graph: CompiledGraph, name: str, interrupts: tuple[type[BaseException], ...] = ()) -> None:
+        """Save what is known of a saved graph by now, which was found out after it was compiled."""
+        if graph.saved_as is None or graph.saved_as in self._distrusted or self._saving.is_open:
+            return
+        with self._failing_open(name, "not saved", self._saving, interrupts):
+            found, seal = manifest.read(self._folder, graph.saved_as)
+            manifest.check_seal(self._seals, found, seal)
+            manifest.write(self._folder, self._seals, replace(found, facts=asdict(graph.facts)))
+
     def distrust(self, stem: str) -> bool:
         """Stop loading this graph in this process, since it failed; whether compiling anew may do better.
 
@@ -307,9 +316,9 @@ class Saved:
         pass_on(error, self._interrupts)
         if isinstance(error, BadEntry):
             self.why = without_frames(error)
-        elif isinstance(error, OSError) and not self.is_read:
+        elif isinstance(error, OSError) and (error.errno is not None or not self.is_read):  # as where a disk is full
             self.has_failed_disk, self.why = True, self._store._unreadable(error)
-        elif isinstance(error, torch.OutOfMemoryError):
+        elif is_shortage(error):
             self.why = BadEntry(f"there was too little memory for it: {error}")
         else:  # torch reading its own bytes, and the kernels' libraries, raise anything; it all means the same
             self._store._distrusted.add(self._found.stem)
@@ -325,8 +334,13 @@ def _facts(stored: dict[str, Any]) -> Facts:
             changed=tuple(int(index) for index in stored["changed"]),
             dynamic=bool(stored["dynamic"]),
             values=tuple(str(value) for value in stored["values"]),
-            fixed=tuple((int(index), int(dimension), int(size)) for index, dimension, size in stored["fixed"]),
-            grown=tuple((int(index), int(dimension), int(size)) for index, dimension, size in stored["grown"]),
+            fixed=_sizes(stored["fixed"]),
+            grown=_sizes(stored["grown"]),
+            ones=tuple((_sizes(sizes), str(asked)) for sizes, asked in stored["ones"]),
         )
     except (KeyError, TypeError, ValueError):
         raise BadEntry("its manifest is damaged") from None
+
+
+def _sizes(stored: Any) -> tuple[tuple[int, int, int], ...]:
+    return tuple((int(index), int(dimension), int(size)) for index, dimension, size in stored)

@@ -13,7 +13,7 @@ from typing import Any
 from .folder import Folder
 from .signing import Seals
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST, DATA = ".json", ".bin"
 LARGEST_MANIFEST = 1 << 20
 LARGEST_DATA = 1 << 30
@@ -63,15 +63,16 @@ def describe(key: str, name: str, environment: dict[str, str], facts: dict[str, 
     return Manifest(key, name, environment, facts, len(data), hashlib.sha256(data).hexdigest())
 
 
-def write(folder: Folder, seals: Seals, manifest: Manifest, data: bytes) -> None:
-    """Save an entry: its bytes first, so that no reader finds a manifest without them.
+def write(folder: Folder, seals: Seals, manifest: Manifest, data: bytes | None = None) -> None:
+    """Save an entry: its bytes first, so that no reader finds a manifest without them; or its manifest alone.
 
     Raises OSError: a file cannot be written. BadEntry: the manifest could not be read again.
     """
     text = manifest.canonical()
     sealed = json.dumps({**json.loads(text), "seal": seals.make(text)}, indent=1).encode()
     parse(sealed)
-    folder.write(manifest.stem + DATA, data)
+    if data is not None:
+        folder.write(manifest.stem + DATA, data)
     folder.write(manifest.stem + MANIFEST, sealed)
 
 
@@ -163,7 +164,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
-def _is_shallow(value: Any, depth: int = 4) -> bool:
+def _is_shallow(value: Any, depth: int = 5) -> bool:
     """Whether a value is nested no deeper than facts are. Python can read deeper JSON than it can write."""
     if isinstance(value, dict):
         value = list(value.values())

@@ -4,11 +4,9 @@ import comfy.model_management
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.compile import block_compiler
 from comfy_accel.accel.core import torch_internals
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
-from comfy_accel.accel.dispatch.batch_dry_run import BatchDryRun
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.nodes.compile_inputs import settings
 from kit import tiny_models
@@ -149,27 +147,6 @@ def test_interrupt_button_during_a_compilation_ends_the_image(name):
     assert torch.equal(make(fast(model, backend, cache)), expected)
     assert cache.statistics()["graphs"] == len(compilations) >= 2
     assert fallbacks.rows() == []
-
-
-@pytest.mark.parametrize("place", ["look", "path"])
-def test_interrupt_button_while_nothing_is_computed_ends_the_image(small, sample, monkeypatch, place):
-    """Before the first compilation the model is looked at without values, in which core looks at the button."""
-    stage = {"look": (BatchDryRun, "_run"), "path": (block_compiler, "trace_ops")}[place]
-    work = getattr(*stage)
-
-    def pressed(*args):
-        comfy.model_management.interrupt_current_processing(True)
-        return work(*args)
-
-    cache = GraphCache()
-    with monkeypatch.context() as patch:
-        patch.setattr(*stage, pressed)
-        with pytest.raises(comfy.model_management.InterruptProcessingException):
-            sample(fast(small, "eager", cache), 64, 64, cfg=1.0)  # a batch of 1: no guidance
-    assert not comfy.model_management.processing_interrupted()
-    assert cache.statistics()["entries"] == 0 and fallbacks.rows() == []
-    assert forwards_in_place(small.model) == []
-    assert torch.equal(sample(fast(small, "eager", cache), 64, 64), sample(small, 64, 64))
 
 
 @pytest.mark.thorough  # a real compilation by inductor; its sibling runs out of memory with the backend eager

@@ -14,7 +14,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile import block_compiler
 from comfy_accel.accel.core.compile_settings import CompileSettings
-from comfy_accel.accel.dispatch import batch_dry_run, block_runner, compiled_layers
+from comfy_accel.accel.dispatch import block_runner, compiled_layers
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from kit import tiny_models
 from kit.compiled import graphs
@@ -49,9 +49,8 @@ def work(monkeypatch):
 
         monkeypatch.setattr(owner, name, counted)
 
-    count(block_compiler, "trace_ops")
+    count(block_compiler, "_compile")
     count(compiled_layers, "survey")
-    count(batch_dry_run.BatchDryRun, "_look")
     count(block_runner.BlockRunner, "_call_unmatched")
     return done
 
@@ -81,7 +80,7 @@ class Session:
 def test_after_the_first_image_nothing_is_traced_or_surveyed_or_compiled(name, work):
     session = Session(name, GraphCache())
     session.image(cfg=1.0)
-    assert work["survey"] == 1 and work["trace_ops"]
+    assert work["survey"] == 1 and work["_compile"]
     for cfg in (1.0, 5.0):
         session.image(cfg)  # the negative prompt's length is new
         work.clear()

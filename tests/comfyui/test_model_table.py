@@ -1,6 +1,7 @@
 """Every diffusion model class of core, made tiny: what of it is compiled, and that it stays right and compiled.
 
-Compiled calls equal eager ones at four sizes, and after the first nothing is compiled. The backend
+Compiled calls equal eager ones at four sizes, and after the first nothing is compiled, but for blocks with an input
+that has no row for each image: in a batch of 1 it looks as if it had, so they are compiled once more. The backend
 "eager" captures the same graphs as inductor does and runs them as they are.
 """
 
@@ -87,13 +88,12 @@ def test_model_is_found_and_compiled_once_and_equals_eager_at_every_size(name):
             out = call(model, name, size, step)
             compiled.append(graphs())
             assert (out - expected[step]).abs().max() <= TOLERANCE * expected[step].abs().max(), size
-    assert len(set(compiled)) == 1, compiled
+    assert len(set(compiled[1:])) == 1 and compiled[1] - compiled[0] == specimen.later, compiled
     assert not counters["graph_break"]
     assert fallbacks.rows() == []
     assert cache.statistics()["hits"] > hits
 
 
-# What a model may remember is asked of toys in tests/unit/test_batch_dry_run.py.
 @pytest.mark.parametrize(
     "name", thorough_except(["Chroma Radiance", "Flux", "Wan VACE", "LTXV", "SVD", "Stable Cascade B"], "LTXV")
 )

@@ -48,8 +48,9 @@ the one that ComfyUI makes without this pack. Nothing here says how fast anythin
 tests/comfyui/test_models.py --write-models` makes this page, from [models.json](models.json); the tests run the same
 rows and compare.
 
-- **compiled**: block types, and the graphs that were made for them, all in the first image, a batch of 1. A negative
-  prompt beside it, another size, a longer prompt, a batch of 3 and a LoRA compiled nothing more.
+- **compiled**: block types, and the graphs that were made for them in the first image, a batch of 1. A negative prompt
+  beside it, another size, a longer prompt, a batch of 3 and a LoRA compiled nothing more; or, where the row says so,
+  once more for the first larger batch: an input that has no row for each image looks in a batch of 1 as if it had.
 - **DeepCache**: of a run of 4 steps, every second one full.
 - **ControlNet**: run compiled beside the model, where the tests have one for it. Those that come as model patches
   (Qwen-Image DiffSynth, Z-Image Fun, Uni3C) run uncompiled between the model's compiled blocks, with DeepCache too;
@@ -126,7 +127,8 @@ def with_lora(model, strength):
 
 
 def compiled(name, case):
-    """Batch 1 first; then another size, a longer prompt, batches and a LoRA compile nothing more."""
+    """Batch 1 first; then another size, a longer prompt, batches and a LoRA compile nothing more, but for blocks whose
+    positions have no rows for images, which in a batch of 1 look as if they had: once more for the first larger one."""
     model, cache = case.load(), GraphCache()
     fast = accelerate(model, SETTINGS, cache)
     single = dataclasses.replace(case, cfg=1.0)
@@ -137,10 +139,12 @@ def compiled(name, case):
         assert_same(name, run.sample(fast, **given), run.sample(model, **given))
         made.append(graphs())
     assert_same(name, case.sample(with_lora(fast, 0.5), size=1), case.sample(with_lora(model, 0.5), size=1))
-    assert graphs() == made[0], made
-    kinds = len({key.kind for key in cache._entries})
-    assert graphs() <= kinds + FURTHER.get(name, 0), cache.statistics()
-    return outcome(f"{_counted(kinds, 'kind')}, {_counted(graphs(), 'graph')}")
+    made.append(graphs())
+    kinds, later = len({key.kind for key in cache._entries}), made[-1] - made[0]
+    assert len(set(made)) <= 2 and later <= kinds, made
+    assert made[0] <= kinds + FURTHER.get(name, 0), cache.statistics()
+    further = f", {later} more for a larger batch" if later else ""
+    return outcome(f"{_counted(kinds, 'kind')}, {_counted(made[0], 'graph')}{further}")
 
 
 def _counted(number, noun):

@@ -142,7 +142,7 @@ def test_what_is_compiled_is_what_can_be(name, vae, cache):
     ran = cache.statistics()["hits"] > before
     reasons = [row["reason"] for row in fallbacks.rows()]
     if name == "wan" and KEEPS_FRAMES:
-        assert not ran and reasons and all("change a list" in reason for reason in reasons)
+        assert not ran and reasons and all("change a list" in reason or "Unsupported" in reason for reason in reasons)
     elif ran:
         assert reasons == []
         made = cache.statistics()["compilations"]

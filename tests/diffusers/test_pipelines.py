@@ -73,7 +73,7 @@ def test_every_model_runs_compiled_at_all_sizes(make, eager):
         assert difference(image(pipe, *size), plain[index]) < TOLERANCE
         if index == 0:
             before = graphs()
-    assert graphs() == before
+    assert graphs() - before == (eager != set())  # Wan's positions have no rows for images
     assert shared.statistics()["hits"] > used
     assert {row["block"] for row in fallbacks.rows()} == eager
 

@@ -681,7 +681,11 @@ def _rows() -> dict[str, Row]:
             full="EasyCache or LazyCache skips steps of its own",
         ),
         "core's compile node": unet(
-            "nodes_torch_compile.TorchCompileModel", changes=False, compiles=True, backend="eager"
+            "nodes_torch_compile.TorchCompileModel",
+            changes=False,
+            compiles=True,
+            backend="eager",
+            eager=("compiled_around",),
         ),
         "several GPUs": unet("nodes_multigpu.MultiGPUCFGSplitNode", changes=False, max_gpus=2),
         "device": unet("nodes_multigpu.SelectModelDeviceNode", changes=False, device="cpu"),

@@ -71,7 +71,8 @@ class Specimen:
     blocks, kinds: that are found in it. path: of the class, under `comfy.ldm`; config: what it is made with. latent:
     its shape behind the batch, as `Size.shape` reads it; batch: its rows. given: what else the model's forward takes,
     as `BaseModel.apply_model` would give it: a text is noise of that shape, a float one number for each row, a shape
-    and a number are a tensor filled with it, and a function is called with size and noise.
+    and a number are a tensor filled with it, and a function is called with size and noise. later: graphs that the first
+    larger batch adds.
     """
 
     blocks: int
@@ -81,6 +82,7 @@ class Specimen:
     latent: str
     given: dict[str, Any]
     batch: str = "B"
+    later: int = 0
 
     def build(self) -> torch.nn.Module:
         """The diffusion model with random weights."""
@@ -106,8 +108,10 @@ class Specimen:
         return made(self.latent), {name: made(what) for name, what in self.given.items()}
 
 
-def _of(blocks: int, kinds: int, path: str, config: dict, latent: str, batch: str = "B", **given: Any) -> Specimen:
-    return Specimen(blocks, kinds, path, config, latent, given, batch)
+def _of(
+    blocks: int, kinds: int, path: str, config: dict, latent: str, batch: str = "B", later: int = 0, **given: Any
+) -> Specimen:
+    return Specimen(blocks, kinds, path, config, latent, given, batch, later)
 
 
 FLUX = dict(
@@ -254,22 +258,27 @@ ZOO: dict[str, Specimen] = {
         ref_latents=lambda size, noise: [noise(size.batch, 16, size.width, 10)],
     ),
     "Qwen-Image": _of(2, 1, "qwen_image.model.QwenImageTransformer2DModel", QWEN_IMAGE, "16 1 H W", **_TEXT),
-    "Wan t2v": _of(2, 1, "wan.model.WanModel", WAN, "16 F H W", **_TEXT),
-    "Wan i2v": _of(2, 1, "wan.model.WanModel", WAN | dict(in_dim=36, model_type="i2v"), "36 F H W", **_PICTURE),
+    "Wan t2v": _of(2, 1, "wan.model.WanModel", WAN, "16 F H W", **_TEXT, later=1),
+    "Wan i2v": _of(
+        2, 1, "wan.model.WanModel", WAN | dict(in_dim=36, model_type="i2v"), "36 F H W", **_PICTURE, later=1
+    ),
     "Wan VACE": _of(
         *(3, 2, "wan.model.VaceWanModel", WAN | dict(vace_layers=1, vace_in_dim=96), "16 F H W"),
         **_TEXT,
         **dict(vace_context="1 96 F HU WU", vace_strength=lambda size, noise: [0.8]),
+        later=2,
     ),
     "Wan camera": _of(
         *(2, 1, "wan.model.CameraWanModel", WAN | {"in_dim": 32}, "32 F H W"),
         **_PICTURE,
         camera_conditions="24 F HU*8 WU*8",
+        later=1,
     ),
-    "Wan HuMo": _of(2, 1, "wan.model.HumoWanModel", WAN, "16 F H W", **_TEXT, audio_embed="F 8 5 1280"),
+    "Wan HuMo": _of(2, 1, "wan.model.HumoWanModel", WAN, "16 F H W", **_TEXT, audio_embed="F 8 5 1280", later=1),
     "Wan S2V": _of(
         *(6, 3, "wan.model.WanModel_S2V", WAN | dict(audio_dim=64, audio_inject_layers=[0, 1]), "16 F H W"),
         **dict(context="T 48", audio_embed="25 64 F*4", reference_latent="16 1 HU WU"),
+        later=1,
     ),
     "Wan animate": _of(
         *(13, 7, "wan.model_animate.AnimateWanModel", WAN | dict(in_dim=36, num_layers=5), "36 F H W"),
@@ -280,6 +289,7 @@ ZOO: dict[str, Specimen] = {
         *(6, 3, "hunyuan_video.model.HunyuanVideo", HUNYUAN_VIDEO, "16 F HD WD"),
         **_HUNYUAN,
         **dict(y="32", attention_mask=lambda size, noise: torch.ones(1, size.tokens, dtype=torch.long)),
+        later=3,
     ),
     "HunyuanVideo i2v": _of(  # core's own arithmetic fails at other batches
         *(6, 3, "hunyuan_video.model.HunyuanVideo", HUNYUAN_VIDEO | dict(in_channels=33, guidance_embed=False)),
@@ -298,8 +308,8 @@ ZOO: dict[str, Specimen] = {
         *(3, 2, "genmo.joint_model.asymm_models_joint.AsymmDiTJoint", _MOCHI, "12 F HD WD"),
         **dict(context="40 64", attention_mask=("40", 1.0), num_tokens=lambda size, noise: size.tokens),
     ),
-    "Cosmos": _of(7, 4, "cosmos.model.GeneralDIT", _COSMOS, "16 F HD WD", **_TEXT, fps=None),
-    "Cosmos predict2": _of(2, 1, "cosmos.predict2.MiniTrainDIT", _COSMOS2, "16 F HD WD", **_TEXT, fps=None),
+    "Cosmos": _of(7, 4, "cosmos.model.GeneralDIT", _COSMOS, "16 F HD WD", **_TEXT, fps=None, later=3),
+    "Cosmos predict2": _of(2, 1, "cosmos.predict2.MiniTrainDIT", _COSMOS2, "16 F HD WD", **_TEXT, fps=None, later=1),
     "Stable Audio": _of(
         2, 1, "audio.dit.AudioDiffusionTransformer", _AUDIO, "64 H*W//2", context="T 64", global_embed="56"
     ),
@@ -307,6 +317,7 @@ ZOO: dict[str, Specimen] = {
         *(8, 2, "ace.model.ACEStepTransformer2DModel", _ACE, "8 16 W*4"),
         **dict(context="T 768", speaker_embeds=("512", 0.0), lyrics_strength=lambda size, noise: 1.0),
         lyric_token_idx=lambda size, noise: torch.arange(size.tokens // 2).repeat(size.batch, 1),
+        later=1,
     ),
     "Hunyuan3D 2": _of(4, 2, "hunyuan3d.model.Hunyuan3Dv2", _SHAPES_2, "64 H*8", **_TEXT, guidance=5.0),
     # Its tokens are sorted to experts by value: of such a block the experts alone are compiled. Cond and uncond are

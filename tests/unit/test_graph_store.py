@@ -164,7 +164,7 @@ def test_every_truncation_and_a_missing_part_is_a_miss(tmp_path, end):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"null", b"[]", b"{}", b"[" * 10**5, b'{"seal": "\\ud800", "format": 3}', b"\xff" * 9, b"9" * 5000]
+    "text", [b"", b"null", b"[]", b"{}", b"[" * 10**5, b'{"seal": "\\ud800", "format": 4}', b"\xff" * 9, b"9" * 5000]
 )
 def test_manifest_of_any_content_is_a_miss(tmp_path, text):
     save(store(tmp_path))

@@ -46,7 +46,7 @@ QUICK = (
     *("in_global", "tensor_in_object", "in_tensor", "in_place", "by_bound_method", "whatever_happens"),
     *("with_two_rows", "with_two_rows_in_line"),
 )
-"""Ways that the quick tests run with nothing compiled before, so that the whole model is run without values too."""
+"""Ways that the quick tests also run with nothing compiled before."""
 
 OFTEN = (
     *QUICK,
@@ -186,7 +186,7 @@ def test_what_is_kept_from_one_call_to_the_next_counts(way, with_others_compiled
 
 
 @pytest.mark.parametrize("way", quick(QUICK))
-def test_a_model_run_without_values_leaves_what_is_kept_alone(way, monkeypatch):
+def test_compiling_leaves_what_is_kept_alone(way, monkeypatch):
     cache = GraphCache()
     check(way, cache, monkeypatch)
     assert cache.statistics()["compilations"] >= 1

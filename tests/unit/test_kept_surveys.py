@@ -223,7 +223,7 @@ def test_form_of_a_quantised_weight_is_compared_and_the_tensors_in_it(surveys):
 class Streams:
     """A host that keeps account of each layer's weights on the layer, and shows blocks without that."""
 
-    def plain(self, module, device=None):
+    def plain(self, module):
         made = object.__new__(type(module))
         kept = {name: value for name, value in vars(module).items() if name != "place"}
         kept["_modules"] = {name: self.plain(child) for name, child in module._modules.items()}
@@ -254,7 +254,7 @@ def test_surveys_are_of_one_model_and_one_request(surveys):
     look(one)
     assert not is_kept(other, surveys)
     assert is_kept(one, surveys) and is_kept(other, surveys)
-    assert not is_kept(one, surveys, Host(plain=lambda module, device=None: module))
+    assert not is_kept(one, surveys, Host(plain=lambda module: module))
     before = len(surveys)
     assert not look(one, settings=CompileSettings(min_repetitions=4)).regions
     assert len(surveys) == before + 1

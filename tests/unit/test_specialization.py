@@ -1,10 +1,9 @@
-"""Which sizes a graph is specialised on."""
+"""What a trace of a block tells of the sizes that its graph serves, and of what it writes to."""
 
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.compile.specialization import scales_evenly, trace_ops
-from kit.blocks import Block, Stop, runner
+from kit.blocks import Block, reasons, runner
 
 
 class Rows(Block):
@@ -34,42 +33,92 @@ def test_size_that_code_was_traced_for_has_a_graph_of_its_own(kind, first, same,
             assert cache.statistics()["graphs"] == graphs
 
 
-def at(function, *sizes):
-    return [trace_ops(function, [torch.empty(size, 4)]) for size in sizes]
+def block_of(function):
+    class Calls(Block):
+        def forward(self, x):
+            return function(super().forward(x))
+
+    return Calls()
+
+
+def graphs_of(function, *sizes):
+    """The graphs that there are after a call at each size, all of which are right."""
+    block, cache = block_of(function), GraphCache()
+    stand_in, counts = runner(block, cache), []
+    for size in sizes:
+        x = torch.randn(*size, 4)
+        with torch.no_grad():
+            assert torch.equal(stand_in(block, x), block(x)), size
+        counts.append(cache.statistics()["graphs"])
+    assert reasons() == []
+    return counts
 
 
 @pytest.mark.parametrize(
-    ("function", "evenly"),
+    ("function", "is_same"),
     [
         (lambda x: (x * 2).reshape(-1, 2).softmax(-1), True),
+        (lambda x: torch.nn.functional.group_norm(x.transpose(1, 2), 2), True),
         (lambda x: x + 1 if x.shape[0] == 1 else x - 1, False),
         (lambda x: x * (2.0 if x.shape[0] == 1 else 3.0), False),
-        (lambda x: x.squeeze() * 2, False),
-        (lambda x: x[:2] * 2, False),
+        (lambda x: x.squeeze(0) * 2, False),
+        (lambda x: x[:2] * 2, True),
     ],
-    ids=["alike", "another operation for one", "another number for one", "vanishes at one", "stops growing"],
+    ids=["alike", "norm", "another operation for one", "another number for one", "vanishes at one", "stops growing"],
 )
-def test_block_scales_evenly_where_it_treats_every_batch_alike(function, evenly):
-    assert scales_evenly(at(function, 1, 2, 3)) is evenly
+def test_a_graph_serves_a_batch_of_one_where_the_block_does_the_same_with_it(function, is_same):
+    assert graphs_of(function, (3, 5), (1, 5), (1, 6)) == ([1, 1, 1] if is_same else [1, 2, 2])
 
 
-def test_block_that_needs_values_has_no_trace():
-    assert at(lambda x: x if x.sum() > 0 else -x, 2) == [None]
-    assert not scales_evenly([None, None, None])
+def test_what_code_asks_of_the_other_sizes_in_a_batch_of_one_counts():
+    def function(x):
+        return x * 2 if x.shape[0] == 1 and x.shape[1] > 8 else x + x.mean()
+
+    assert graphs_of(function, (3, 5), (1, 5), (1, 9)) == [1, 1, 2]
 
 
-def test_inputs_that_are_written_to_are_reported():
-    with torch.inference_mode():
-        a, b = torch.ones(2), torch.ones(2)
-        trace = trace_ops(lambda a, b: b.view(2, 1).add_(1) + a[0], [a, b])
-    assert trace.changed == (1,)
-    assert torch.equal(b, torch.ones(2))
+library = torch.library.Library("accel_tests", "FRAGMENT")
+library.define("add_one(Tensor(a!) y) -> ()")
+library.impl("add_one", lambda y: [y.view(-1).add_(1)] and None, "CPU")
+library.impl("add_one", lambda y: None, "Meta")
 
 
-def test_interrupt_is_not_taken_for_a_block_without_trace():
-    def block(x):
-        raise Stop
+class Writes(Block):
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
 
-    with pytest.raises(Stop):
-        trace_ops(block, [torch.empty(2)], (Stop,))
-    assert trace_ops(block, [torch.empty(2)]) is None
+    def forward(self, x, y):
+        self.write(y)
+        return super().forward(x) + y
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda y: y.view(-1).add_(1),
+        lambda y: y.data.mul_(2),
+        lambda y: y.data.view(-1)[1:].add_(1),
+        lambda y: torch._foreach_add_([y], 1.0),
+        lambda y: torch.ops.accel_tests.add_one(y),
+    ],
+    ids=["a view", "by data", "a part by data", "one of many", "by an operator of others"],
+)
+def test_inputs_that_are_written_to_are_written_to_by_the_graph(write):
+    block, cache = Writes(write), GraphCache()
+    stand_in = runner(block, cache)
+    x, y = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    given, expected = y.clone(), y.clone()
+    with torch.no_grad():
+        for _ in range(2):  # the first is compared with the block
+            assert torch.equal(stand_in(block, x, given), block(x, expected))
+    assert torch.equal(given, expected) and not torch.equal(given, y)
+    assert cache.statistics()["graphs"] == 1
+
+
+def test_block_that_needs_values_is_not_compiled():
+    block, cache = block_of(lambda x: x if x.sum() > 0 else -x), GraphCache()
+    with torch.no_grad():
+        x = torch.randn(2, 3, 4)
+        assert torch.equal(runner(block, cache)(block, x), block(x))
+    assert cache.statistics()["graphs"] == 0 and len(reasons()) == 1

@@ -60,7 +60,7 @@ def in_manifest(old, new):
         (lambda end, data: data[:-1] if end == ".bin" else data, "have changed"),
         (lambda end, data: b"[]" if end == ".json" else data, "damaged"),
         (in_manifest(b'"key":"', b'"key":"../../'), "damaged"),
-        (in_manifest(b'"format":3', b'"format":4'), "format"),
+        (in_manifest(b'"format":4', b'"format":5'), "format"),
         (in_manifest(b'"torch":"', b'"torch":5,"x":"'), "damaged"),
         (in_manifest(b'"size":9', b'"size":-9'), "-9 bytes"),
         (in_manifest(b'"size":9', b'"size":1e9'), "damaged"),
@@ -205,7 +205,7 @@ def test_one_entry_that_cannot_be_read_stops_no_command(tmp_path, capsys):
     first.unlink()
     first.symlink_to("nowhere")
     (tmp_path / "graphs" / ("c" * 24 + "-" + "d" * 12 + ".json")).write_text(
-        '{"seal": 1, "format": 3, "key": "\\u001b"}'
+        '{"seal": 1, "format": 4, "key": "\\u001b"}'
     )
     assert run_command(tmp_path, "list") == 0
     assert run_command(tmp_path, "verify") == 1

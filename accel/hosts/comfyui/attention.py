@@ -27,7 +27,7 @@ from ...core import torch_internals
 from ...core.reasons import Reason, RunEagerly
 from ...kernels.operators import define
 from ...modules.code_owner import home_of, package_of
-from ...modules.opaque_layers import OPTIONS, Options
+from ...modules.opaque_layers import OPTIONS, Options, others_code
 from ...signature.tree_spec import STAND_INS, RunsOthersCode
 
 OVERRIDE = "optimized_attention_override"
@@ -379,5 +379,5 @@ def _size_of(q: torch.Tensor, how: str) -> tuple[int, ...]:
 
 def _define() -> None:
     """Register the operators."""
-    define("attention_of_the_host", _SIGNATURE, _run, _fake)
-    define("replaced_attention", _SIGNATURE_OF_REPLACED, _run_replaced, lambda q, *_: q.new_empty(q.shape))
+    define("attention_of_the_host", _SIGNATURE, others_code(_run), _fake)
+    define("replaced_attention", _SIGNATURE_OF_REPLACED, others_code(_run_replaced), lambda q, *_: q.new_empty(q.shape))

@@ -200,32 +200,6 @@ def records_memory() -> bool:
     return bool(getattr(sys.modules.get("comfy.model_prefetch"), "MALLOC_GRAPH_USED", False))
 
 
-@contextmanager
-def without_values() -> Iterator[None]:
-    """For a call of the model on tensors without values, in the middle of another: core records no memory, and no
-    kernel is asked."""
-    options = attention.begun()
-    try:
-        with _recording_nothing(), traceable(True):
-            yield
-    finally:
-        attention.begin(options)
-
-
-@contextmanager
-def _recording_nothing() -> Iterator[None]:
-    recordings = _recordings(sys.modules.get("comfy.model_prefetch"))
-    thread = threading.get_ident()
-    if recordings is None or thread not in recordings:
-        yield
-        return
-    kept, recordings[thread] = recordings[thread], _NoRecording()
-    try:
-        yield
-    finally:
-        recordings[thread] = kept
-
-
 def _recordings(prefetch: Any) -> dict[int, Any] | None:
     """Core's recording of each thread, by thread; None where this core makes none."""
     found = getattr(prefetch, "MALLOC_GRAPHS", None)
@@ -276,31 +250,6 @@ def _paused(recording: Any) -> Iterator[None]:
         yield
     finally:
         recording.resume()
-
-
-class _NoRecording:
-    """A stand-in for comfy-aimdo's MallocGraph whose methods do nothing."""
-
-    _comfy_active = True
-    _comfy_cuda_graph_modules = ()
-    rogue_count = 0
-
-    def push(self, name: str | None = None) -> None:
-        pass
-
-    def pop(self) -> bool:
-        return False
-
-    def iterate(self, name: str | None = None) -> bool:
-        return False
-
-    def pause(self, sync: bool = False) -> None:
-        pass
-
-    resume = pause
-
-    def abort(self) -> None:
-        pass
 
 
 def comfyui_version() -> str | None:

@@ -95,7 +95,7 @@ def begin(
         simplify=call_simplifier(strings),
         token=lambda: (_weights_token(base), held.current),
         why_not=why_not,
-        unchanged=layers[model].code.is_set_as_at_first,
+        unchanged=layers[model].is_set_as_at_first,
         of_module=_obstacle_in,
         interrupts=INTERRUPTS,
         snapshot=_snapshot,

@@ -48,7 +48,6 @@ _FOR_PATCHES_ONLY = _NOT_IN_A_CALL | {"cond_or_uncond", "context_window"}
 """Keys that core writes for patches to read; a block that only passes them on computes the same without them."""
 
 _PATCHES = ("patches", "patches_replace")
-_HOOKS = frozenset(("callbacks", *_PATCHES, "wrappers"))
 
 
 def compiles_whole(wrapper: Callable[..., Any]) -> bool:
@@ -123,13 +122,6 @@ def runs_between(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether patches run between the blocks in a call of the model with these arguments."""
     options = (value for value in (*args, *kwargs.values()) if type(value) is dict and is_transformer_options(value))
     return any(given for each in options for name in _PATCHES for given in (each.get(name) or {}).values())
-
-
-def without_hooks(options: dict) -> dict:
-    """A copy of the per-call dict without patches and wrappers; any other dict unchanged."""
-    if not is_transformer_options(options):
-        return options
-    return {key: {} if key in _HOOKS else value for key, value in options.items() if key != OVERRIDE}
 
 
 def is_transformer_options(options: dict) -> bool:

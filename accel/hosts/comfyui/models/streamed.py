@@ -73,7 +73,7 @@ def clone_for_compiling(model: Any, cache: GraphCache) -> Any:
     return model.clone()
 
 
-def plain(module: torch.nn.Module, device: torch.device | None = None) -> torch.nn.Module:
+def plain(module: torch.nn.Module) -> torch.nn.Module:
     """The module as it would be with its weights in place (`streamed_weights.Plain`)."""
     parts = list(module.modules())
     if not any(map(_is_prepared, parts)):
@@ -81,7 +81,7 @@ def plain(module: torch.nn.Module, device: torch.device | None = None) -> torch.
     if not takes_streamed_weights() and any("_v" in vars(part) for part in parts):
         raise Indescribable("weights that are streamed one by one")
     try:
-        return _Plain(device).of(module)
+        return _Plain().of(module)
     except Exception as error:
         raise Indescribable(f"weights that are streamed in an unknown way ({one_line(error)})") from error
 
@@ -121,8 +121,7 @@ _COMPUTED = (torch.float16, torch.bfloat16, torch.float32)
 class _Plain:
     """Makes copies of modules that share everything except what core adds for streaming."""
 
-    def __init__(self, device: torch.device | None):
-        self._device = device
+    def __init__(self):
         self._made: dict[torch.nn.Module, torch.nn.Module] = {}
 
     def of(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -150,14 +149,12 @@ class _Plain:
     def _form(self, module: torch.nn.Module, name: str, weight: torch.Tensor | None) -> torch.Tensor | None:
         if weight is not None and stored_form.is_data(type(weight)):
             return weight  # with its attributes, and the module's code moves it
-        if weight is not None and _waits(module) and self._device not in (None, weight.device):
-            return torch.nn.Parameter(torch.empty_like(weight, device=self._device), False)
         if weight is None or "_v" not in vars(module) or name not in ("weight", "bias"):
             return weight
         (form,) = stored_forms([weight])
         if isinstance(form, torch.Tensor):  # quantised: as it is
             return weight
-        return torch.nn.Parameter(torch.empty(form.shape, dtype=form.dtype, device=self._device or "meta"), False)
+        return torch.nn.Parameter(torch.empty(form.shape, dtype=form.dtype, device="meta"), False)
 
 
 def weights_of(region: Region) -> StreamedWeights | None:
