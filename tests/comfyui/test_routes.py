@@ -354,6 +354,10 @@ def test_report_node_runs_in_a_prompt(server):
     }
     client = Client(server.url)
     result = client.run(graph, timeout=60)
+    deadline = time.monotonic() + 30
+    while not client.get(f"/history/{result.prompt_id}"):  # it is written after the prompt is told to have ended
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     outputs = client.get(f"/history/{result.prompt_id}")[result.prompt_id]["outputs"]["report"]
     assert "reference: equal" in outputs["text"][0] and outputs["images"][0]["type"] == "temp"
     assert "Nothing in this workflow speeds the model up" in outputs["text"][0]
