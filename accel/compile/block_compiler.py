@@ -283,7 +283,7 @@ def _ends_of(trace: Trace, template: torch.nn.Module, weights: int, is_kept: boo
 
     @torch.compiler.assume_constant_result
     def end(has_own_weights: bool, has_given_arguments: bool) -> None:
-        trace.end()
+        trace.end(asks=not is_kept)
         if not has_own_weights or any(at < weights for at in trace.changed):
             raise CompileFailed(Reason("changes_own"))  # a graph or a comparison would do so again
         if not has_given_arguments:

@@ -53,8 +53,8 @@ class Trace:
         self._shape_env = None if context is None else context.fake_mode.shape_env
         self.codes = getattr(context, "traced_code", ())  # a list that torch goes on filling
 
-    def end(self) -> None:
-        """To be called within the trace, last."""
+    def end(self, asks: bool) -> None:
+        """To be called within the trace, last. asks: fill `asked` too, which takes a while."""
         self.is_whole = True
         current = torch_internals.CURRENT_TRACE.get()()
         if current is None:
@@ -75,7 +75,7 @@ class Trace:
         self._shapes = [tuple(map(_expression, shape)) for shape in self._shapes]  # a size keeps all of its trace
         for at, value in zip(given, values, strict=True):
             self._symbols |= {_expression(size): (at, d) for d, size in enumerate(value.shape) if type(size) is not int}
-        if self._shape_env is not None:
+        if asks and self._shape_env is not None:
             sources = [node.meta["grapharg"].source for node in given.values()]
             self.asked = " and ".join(self._shape_env.produce_guards(values, sources, ignore_static=True))
 

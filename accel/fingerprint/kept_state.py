@@ -61,7 +61,7 @@ def name_of(source: Any) -> str:
 
 
 def others_may_keep(codes: Iterable[types.CodeType], model: torch.nn.Module) -> bool:
-    """Whether any of these codes is of others than the model's, and may leave something that its next call finds.
+    """True where code of others than the model's may leave something that its next call finds.
 
     For code that torch runs while it traces, since it cannot follow the classes of the model's weights.
     """
