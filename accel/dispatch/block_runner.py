@@ -325,11 +325,10 @@ class BlockRunner:
     def _failure_of(self, error: Exception, in_graph: bool) -> Failure:
         """Why a call failed; raises the error again where it stops the run, or ends a capture. in_graph: the graph ran,
         and is to blame unless others' code in it is."""
-        is_own = not opaque_layers.has_failed() and in_graph
         pass_on(error, self._interrupts)
         if self.observer is not None and self.observer.capturing:
             raise error
-        return Failure.of(error, is_own)
+        return Failure.of(error, in_graph and not opaque_layers.is_others(error))
 
     def _recover(self, call: Call, resolved: ResolvedGraph, failure: Failure) -> Any:
         """Run the call eagerly after its graph failed. Not in the handler, whose exception would keep tensors alive.

@@ -24,7 +24,7 @@ from .stored_form import Opaque, form_of
 from .substitution import foreign_forward, has_foreign_forward
 
 _called = threading.local()
-"""block: a weak reference to the block that this thread calls. has_failed: others' code has, that its graph ran."""
+"""block: a weak reference to the block that this thread calls."""
 
 
 class Options(NamedTuple):
@@ -95,22 +95,21 @@ def _is_of_package(part: torch.nn.Module, block: torch.nn.Module) -> bool:
 
 
 def others_code(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of an operator that calls others' code, whose errors are then not the graph's (`has_failed`)."""
+    """The function of an operator that calls others' code, whose errors are then not the graph's (`is_others`)."""
 
     def call(*args: Any) -> Any:
         try:
             return run(*args)
-        except Exception:
-            _called.has_failed = True
+        except Exception as error:
+            error.is_of_others = True
             raise
 
     return call
 
 
-def has_failed() -> bool:
-    """Whether others' code that a graph ran has failed in this thread since this was asked."""
-    failed, _called.has_failed = getattr(_called, "has_failed", False), False
-    return failed
+def is_others(error: Exception) -> bool:
+    """Whether others' code that a graph ran has raised the error."""
+    return getattr(error, "is_of_others", False)
 
 
 class OpaqueLayers:
