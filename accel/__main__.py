@@ -1,4 +1,4 @@
-"""`python -m accel store|doctor` from the repository; `comfy-accel store|doctor` where the package is installed."""
+"""`python -m accel store|doctor|cuda-graphs`; `comfy-accel` in its place where the package is installed."""
 
 import sys
 
@@ -10,13 +10,18 @@ def main() -> int:
     arguments = sys.argv[1:]
     command = f"python -m {__package__}" if __name__ == "__main__" else "comfy-accel"
     if arguments == ["doctor"]:
-        from .hosts.comfyui import doctor
+        from .hosts.comfyui.server import doctor
 
         print("\n".join(doctor.lines()))
         return 0
+    if arguments[:1] == ["cuda-graphs"]:
+        from .hosts.comfyui.server.allocator import main as cuda_graphs
+
+        return cuda_graphs(arguments[1:], f"{command} cuda-graphs")
     if arguments[:1] != ["store"]:
         print(f"usage: {command} store {{list,verify,export,import,key,trust,push,pull,prune}} ...", file=sys.stderr)
         print(f"       {command} doctor", file=sys.stderr)
+        print(f"       {command} cuda-graphs [on|off|ask]", file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     from .hosts.comfyui.store_cli import main as store
 

@@ -35,7 +35,7 @@ class AccelModel(io.ComfyNode):
                     advanced=True,
                     tooltip=(
                         "auto: on NVIDIA cards capture a whole model call once for each size (a CUDA graph) and replay "
-                        "it, which helps most at small sizes. Start ComfyUI with --disable-cuda-malloc for it. Takes "
+                        "it, which helps most at small sizes. Turn on CUDA graphs in the Accel tab for it. Takes "
                         "GPU memory, which ComfyUI gets back when it needs it. Off by default: tried on one "
                         "H200 and one H100 so far."
                     ),

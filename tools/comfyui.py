@@ -11,7 +11,9 @@ from pathlib import Path
 from . import ROOT, Problem
 
 PACK_NAME = "comfy-accel"
-PACK_PARTS = ("__init__.py", "accel", "nodes", "web", "locales", "example_workflows", "pyproject.toml")
+PACK_PARTS = (
+    *("__init__.py", "prestartup_script.py", "accel", "nodes", "web", "locales", "example_workflows", "pyproject.toml"),
+)
 
 
 def tree() -> Path:

@@ -17,7 +17,10 @@ from . import ROOT, WORK, Problem, command
 LARGEST = 1_500_000
 """Bytes of the registry's package."""
 
-NEEDED = ("__init__.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "accel/__init__.py")
+NEEDED = (
+    *("__init__.py", "prestartup_script.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"),
+    "accel/__init__.py",
+)
 NEEDED_FOLDERS = ("nodes/", "web/docs/", "locales/zh/", "example_workflows/api/")
 PLACEHOLDER = "OWNER"
 """In pyproject.toml, where only the person who publishes knows what to write."""

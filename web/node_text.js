@@ -5,6 +5,7 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
+import { graphsButtons, onAnswer } from "./cuda_graphs.js";
 import { h, setText } from "./dom.js";
 import { feed } from "./feed.js";
 import { lineText, loadTexts, onLanguage, stageText, t } from "./texts.js";
@@ -14,11 +15,13 @@ const LINE = 18; // pixels
 const PADDING = 12;
 const MOST_ASKED = 256;
 const MOST_EARLY = 8; // prompts
+const BUTTONS = 30; // pixels
 const RESTS = [2, 4]; // modes of a node that is muted or bypassed
 
 const askedFrom = new Map(); // id of a prompt → the workflow that was open when it was queued
 const early = new Map(); // id of a prompt → what to do once it is known whose it is
 const texts = new WeakMap(); // workflow → {said, passing}, each by a node's place: functions that give a text
+let isAnswered = false; // whether to have CUDA graphs
 
 /** Hear what our nodes have to say; once, when the page is set up. */
 export function startNodeTexts() {
@@ -28,9 +31,15 @@ export function startNodeTexts() {
   app.extensionManager?.workflow?.$subscribe?.(redraw); // another workflow is open
   api.addEventListener("graphCleared", () => texts.delete(openWorkflow())); // it numbers its nodes anew
   rememberPrompts();
+  onAnswer(() => {
+    isAnswered = true;
+    redraw();
+  });
   feed.onMessage((message) => {
     if (message.event === "node_lines") {
-      const lines = Object.entries(message.lines).map(([place, line]) => [place, () => lineText(line)]);
+      const { offer } = message;
+      const textOf = (line) => Object.assign(() => lineText(line), { offer });
+      const lines = Object.entries(message.lines).map(([place, line]) => [place, textOf(line)]);
       note(message.prompt_id, ({ said }) => lines.forEach(([place, text]) => said.set(place, text)));
     } else if (message.event === "node_compiling" && message.node) {
       const text = () => [t("compilingOnNode", message), stageText(message)].filter(Boolean).join(" · ");
@@ -86,14 +95,19 @@ function redraw() {
     // Subgraphs of one kind share their nodes.
     found.set(node, [...(found.get(node) ?? []), ...(now.length ? now : textsAt(node, place, said))]);
   }
-  for (const [node, all] of found) drawText(node, [...new Set(all)].join("\n"));
+  for (const [node, all] of found) {
+    const offer = isAnswered ? undefined : all.find((text) => text.offer)?.offer;
+    const lines = new Set(all.map((text) => text()));
+    if (offer) lines.add(t("graphsOfferOnNode", offer));
+    drawText(node, [...lines].filter(Boolean).join("\n"), Boolean(offer));
+  }
 }
 
-/** What is said at a place; for the node of a subgraph, within it. */
+/** The texts of a place; for the node of a subgraph, those within it. */
 function textsAt(node, place, by) {
   const own = by.has(place) ? [by.get(place)] : [];
   const inside = node.subgraph ? [...by.keys()].filter((other) => other.startsWith(`${place}:`)) : [];
-  return [...own, ...inside.map((other) => by.get(other))].map((text) => text());
+  return [...own, ...inside.map((other) => by.get(other))];
 }
 
 /** Every node that may have a text, with its place as the server names it: "7", or "5:7" inside of a subgraph. */
@@ -105,22 +119,25 @@ function* allNodes(graph, before = "") {
   }
 }
 
-function drawText(node, text) {
+function drawText(node, text, isOffer) {
   let widget = node.widgets?.find(({ name }) => name === NAME);
-  if ((widget?.element.textContent ?? "") === text) return;
+  const [said, buttons] = widget?.element.children ?? [];
+  if ((said?.textContent ?? "") === text && Boolean(buttons?.children.length) === isOffer) return;
   widget ??= addWidget(node);
-  setText(widget.element, text);
+  setText(widget.element.firstChild, text);
   widget.element.title = text;
+  widget.element.lastChild.replaceChildren(...(isOffer ? graphsButtons("ask") : []));
   grow(node);
 }
 
 function addWidget(node) {
   const [, height] = node.size;
-  const element = h("div", { class: "accel-node-text", role: "status" });
+  const said = h("div", { role: "status" });
+  const element = h("div", { class: "accel-node-text" }, said, h("div", { class: "accel-node-buttons" }));
   const widget = node.addDOMWidget(NAME, "accel_text", element, {
     serialize: false,
     hideOnZoom: false,
-    getValue: () => element.textContent,
+    getValue: () => said.textContent,
     setValue: () => {},
     onDraw: () => element.classList.toggle("accel-dim", RESTS.includes(node.mode)), // Vue dims the whole node
   });
@@ -145,11 +162,12 @@ function addWidget(node) {
 
 /** Of the text, wrapped in the node's width; counted in characters, since a node off the screen has no layout. */
 function heightOf(node, element) {
-  if (!element.textContent) return 0;
+  const [{ textContent: text }, { children: buttons }] = element.children;
+  if (!text) return 0;
   const perLine = Math.max(10, Math.floor((node.size[0] - 2 * PADDING) / 6.5));
   const wide = (line) => line.length + (line.match(/[\u2e80-\uffef]/g)?.length ?? 0) * 0.7;
-  const lines = element.textContent.split("\n").map((line) => Math.max(1, Math.ceil(wide(line) / perLine)));
-  return lines.reduce((sum, count) => sum + count, 0) * LINE + PADDING;
+  const lines = text.split("\n").map((line) => Math.max(1, Math.ceil(wide(line) / perLine)));
+  return lines.reduce((sum, count) => sum + count, 0) * LINE + PADDING + (buttons.length ? BUTTONS : 0);
 }
 
 /** Make room for the text; a node is never made smaller. */

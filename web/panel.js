@@ -2,6 +2,7 @@
 
 import { cacheSection } from "./cache_section.js";
 import { exportReport, openStarter } from "./commands.js";
+import { graphsSection } from "./cuda_graphs.js";
 import { button, h, icon, iconButton, setText, show } from "./dom.js";
 import { fallbackSection } from "./fallback_section.js";
 import { feed } from "./feed.js";
@@ -55,7 +56,8 @@ function leaveToOthers(own) {
 function build(own) {
   const isFirst = !own.parts.length;
   for (const part of own.parts) part.destroy?.();
-  const sections = [progressSection, runSection, fallbackSection, cacheSection, storeSection, machineSection];
+  const before = [progressSection, graphsSection, runSection, fallbackSection];
+  const sections = [...before, cacheSection, storeSection, machineSection];
   own.parts = [noticePart(), ...sections.map((make) => make())];
   own.root.replaceChildren(header(), ...own.parts.flatMap((part) => part.elements));
   update(own);

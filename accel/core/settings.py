@@ -16,6 +16,7 @@ DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES = 2 << 30, 512
 
 DEFAULT_STORE_MB = 2048
 VERBOSITIES = QUIET, NORMAL, DEBUG = ("quiet", "normal", "debug")
+SWITCH = ASK, ON, OFF = ("ask", "on", "off")
 LARGEST_MB, MOST_ENTRIES = 1 << 20, 1 << 16
 _LARGEST_FILE = 1 << 16
 
@@ -27,6 +28,7 @@ class Settings:
     max_mb: memory that compiled graphs may keep, MB. max_entries: kinds of blocks in the graph cache.
     store_mb: disk space for saved graphs, MB; 0 saves nothing more. verbosity: of our log.
     weights_in_place: models whose weights the host would stream are loaded once more, to stay on the device.
+    cuda_graphs: whether torch is to allocate so that they can be captured, from the next start on; ask: nobody chose.
 
     Raises ValueError: a value is invalid; the message has the valid ones.
     """
@@ -36,14 +38,16 @@ class Settings:
     store_mb: int = DEFAULT_STORE_MB
     verbosity: str = NORMAL
     weights_in_place: bool = False
+    cuda_graphs: str = ASK
 
     def __post_init__(self) -> None:
         for name, largest in (("max_mb", LARGEST_MB), ("max_entries", MOST_ENTRIES), ("store_mb", LARGEST_MB)):
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= largest:
                 raise ValueError(f"{name} must be a whole number from 0 to {largest}.")
-        if self.verbosity not in VERBOSITIES:
-            raise ValueError(f"verbosity must be one of: {', '.join(VERBOSITIES)}.")
+        for name, choices in (("verbosity", VERBOSITIES), ("cuda_graphs", SWITCH)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of: {', '.join(choices)}.")
         if type(self.weights_in_place) is not bool:
             raise ValueError("weights_in_place must be true or false.")
 

@@ -141,6 +141,8 @@ class Run(Record):
     images: of this model since the start, this one too. captures: calls captured in this run.
     compiled_seconds: by model, what compiling it took since the start.
     lines: by node id, what it gained, in parts (`headline.headline`).
+    graphs_would_give: how many times as fast a step would be with CUDA graphs, which only torch's allocator prevents;
+        None where something else does too, or they would not pay.
     """
 
     model: str = fact("", _listed)
@@ -173,6 +175,7 @@ class Run(Record):
     compiled_seconds: dict[str, float] = fact(dict, or_)
     images: int = fact(0, max)
     lines: dict[str, list[Reason]] = fact(dict, or_)
+    graphs_would_give: float | None = fact(None, _latest)
 
     @property
     def working_seconds(self) -> float:

@@ -51,6 +51,8 @@ class _Open:
             vars(run).update({number: getattr(run, number) + 1, seconds: getattr(run, seconds) + data["seconds"]})
         elif name == "run_calls":
             run.totals = data["totals"]
+        elif name == "graphs_would_give":
+            run.graphs_would_give = data["times"]
         elif name == "survey":
             run.blocks, run.kinds = data["blocks"], data["kinds"]
             run.left_eager = dict(Counter(reason for _, reason in data["left_eager"]).most_common(_MOST_REASONS))

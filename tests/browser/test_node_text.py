@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from kit.pages import CONTRASTS, EVERY_SETUP, SAY, SET, screenshot
+from kit.pages import CONTRASTS, EVERY_SETUP, READY, SAY, SET, choosing, screenshot
 
 pytestmark = pytest.mark.browser
 in_all = pytest.mark.parametrize("setup", EVERY_SETUP, indirect=True)
@@ -205,7 +205,7 @@ def test_the_text_is_readable_in_both_themes_and_stays_on_its_node_at_half_the_s
         page.evaluate(SET, ["Comfy.ColorPalette", theme])
         page.wait_for_timeout(500)
         screenshot(page, f"node-text-{theme}")
-        ((ratio, _),) = page.evaluate(CONTRASTS, ".accel-node-text")
+        ((ratio, _),) = page.evaluate(CONTRASTS, ".accel-node-text > [role=status]")
         assert ratio >= 4.5
         left, top, width, height = page.evaluate(HALF)
         page.wait_for_timeout(500)
@@ -215,3 +215,36 @@ def test_the_text_is_readable_in_both_themes_and_stays_on_its_node_at_half_the_s
     finally:
         page.evaluate(SET, ["Comfy.ColorPalette", "dark"])
         page.evaluate("() => { window.app.canvas.ds.scale = 1; window.app.canvas.ds.offset = [0, 0]; }")
+
+
+def offered(page, prompt, node):
+    """The prompt is over, and CUDA graphs are what it lacked."""
+    lines = {node: LINE}
+    page.evaluate(SAY, {"event": "node_lines", "prompt_id": prompt, "lines": lines, "offer": {"times": "1.8"}})
+
+
+@in_all
+@pytest.mark.parametrize(("button", "choice"), [("Turn on CUDA graphs", "on"), ("No, thanks", "off")])
+def test_cuda_graphs_are_offered_on_the_node_that_ran_until_somebody_has_answered(page, button, choice):
+    page.reload()
+    page.wait_for_function(READY)
+    node = page.evaluate(ADD, "AccelSpeedUp")
+    before = as_it_is(page)
+    page.evaluate(QUEUE, "prompt 9")
+    offered(page, "prompt 9", node)
+    texts = page.locator(".accel-node-text")
+    texts.get_by_role("button", name=button).wait_for()
+    assert texts.get_by_role("status").inner_text() == f"{SAID}\nCUDA graphs would make its steps about 1.8× as fast."
+    box, last = texts.bounding_box(), texts.get_by_role("button").last.bounding_box()
+    assert last["y"] + last["height"] <= box["y"] + box["height"]
+    screenshot(page, f"graphs-offer-{choice}")
+    assert as_it_is(page) == before
+    with choosing(page) as chosen:
+        texts.get_by_role("button", name=button).click()
+        texts.get_by_role("button").first.wait_for(state="detached")
+    assert chosen == [choice]
+    assert page.get_by_text("Restart ComfyUI to use them.").count() == (choice == "on")
+    until_shown(page, SAID)
+    offered(page, "prompt 9", node)
+    until_shown(page, SAID)
+    assert texts.get_by_role("button").count() == 0

@@ -9,11 +9,15 @@ import pytest
 from kit.pages import (
     EXECUTE,
     FRONTENDS,
+    NO_TOASTS,
+    OFF,
     SAY,
     SET,
     answering,
+    choosing,
     close_panel,
     get,
+    graphs,
     idle,
     open_panel,
     row,
@@ -273,6 +277,41 @@ def test_an_interrupted_run_tells_how_far_it_came_and_no_speed(page):
         assert panel.locator("dd.accel-took").inner_text() == "5 s, stopped after 8 of 25 steps"
         assert [panel.locator(f"dd.accel-{name}").count() for name in ("speed", "paysBack")] == [0, 0]
         assert panel.get_by_text("DeepCache", exact=True).is_hidden()
+        close_panel(page)
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "buttons"),
+    [
+        (OFF, "as with --disable-cuda-malloc", {"Turn on CUDA graphs": "on", "No, thanks": "off"}),
+        ({**OFF, "choice": "off"}, "set ACCEL_CUDA_GRAPHS=on", {"Turn on CUDA graphs": "on"}),
+        ({**OFF, "choice": "off", "is_named": True}, "set ACCEL_CUDA_GRAPHS=on", {}),
+        (graphs("turned_on", "on"), "turned on: restart ComfyUI", {"Turn off CUDA graphs": "off"}),
+        (graphs("turned_off", "off"), "turned off: restart ComfyUI", {"Turn on CUDA graphs": "on"}),
+        (graphs("on", "on"), "torch uses its own allocator", {"Turn off CUDA graphs": "off"}),
+        (graphs("flag", "on"), "started with --cuda-malloc", {"Turn off CUDA graphs": "off"}),
+        (graphs("given"), None, {}),
+        (graphs("nowhere"), None, {}),
+        (None, None, {}),
+    ],
+)
+def test_cuda_graphs_are_turned_on_and_off_where_there_is_a_choice(page, given, said, buttons):
+    with answering(page, state(2, cuda_graphs=given)), choosing(page) as chosen:
+        panel = open_panel(page)
+        panel.locator(".accel-row").nth(1).wait_for()
+        section = panel.locator(".accel-fold").filter(has=page.get_by_role("heading", name="CUDA graphs"))
+        if said is None:
+            assert section.is_hidden()
+        else:
+            section.get_by_text(said).wait_for()
+            assert section.get_by_role("button").all_inner_texts() == list(buttons)
+        if given is OFF:
+            screenshot(page, "graphs-in-panel")
+        for name in buttons:
+            page.evaluate(NO_TOASTS)
+            section.get_by_role("button", name=name).click()
+            page.wait_for_timeout(200)
+        assert chosen == list(buttons.values())
         close_panel(page)
 
 

@@ -255,6 +255,15 @@ def test_damaged_settings_count_as_none_and_wrong_ones_change_nothing(settings, 
     assert preferences.current().max_mb == DEFAULT_MAX_BYTES >> 20
 
 
+def test_in_a_folder_that_cannot_be_written_settings_hold_until_the_end_and_cuda_graphs_are_not_turned_on(
+    settings, tmp_path
+):
+    (tmp_path / "__accel").write_text("a file in its place")
+    with pytest.raises(OSError):
+        settings().change({"max_mb": 100, "cuda_graphs": "on"})
+    assert preferences.current() == Settings(max_mb=100, cuda_graphs="ask")
+
+
 def test_store_limit_is_kept_beside_the_others(settings, tmp_path, monkeypatch):
     monkeypatch.delenv("ACCEL_STORE")
     settings().change({"max_mb": 100})

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comfy_accel.accel.hosts.comfyui import words
 
 from tools import WORK
 from tools.comfyui import PACK_NAME
@@ -245,11 +246,38 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
             "store_mb": 2048,
             "verbosity": "normal",
             "weights_in_place": False,
+            "cuda_graphs": "ask",
         },
+        "cuda_graphs": graphs("nowhere"),
         "machine": ["Device: none but the CPU", "Compiling: no: torch needs g++: run apt-get install g++"],
         "version": "0.1.0",
         **changes,
     }
+
+
+def graphs(code: str, choice: str = "ask", **fields: str) -> dict[str, Any]:
+    """What the state says of CUDA graphs. code: after "graphs_"."""
+    reason = words.SENTENCES[f"graphs_{code}"].format(**fields)
+    return {"choice": choice, "is_named": False, "code": f"graphs_{code}", "fields": fields, "reason": reason}
+
+
+OFF = graphs("off", variable="ACCEL_CUDA_GRAPHS")
+
+
+@contextmanager
+def choosing(page):
+    """No choice of CUDA graphs reaches the server, until the block ends; yields the list of them."""
+    chosen: list[str] = []
+
+    def answer(route):
+        chosen.append(route.request.post_data_json["cuda_graphs"])
+        route.fulfill(body=json.dumps({"settings": {}}), content_type="application/json")
+
+    page.route("**/accel/settings", answer)
+    try:
+        yield chosen
+    finally:
+        page.unroute("**/accel/settings", answer)
 
 
 def idle() -> dict[str, Any]:

@@ -154,7 +154,7 @@ def test_wheel_lists_every_package_of_the_engine():
 
 def test_nothing_that_a_user_of_comfyui_downloads_needs_the_fleet():
     root = ENGINE.parent
-    code = [*files(), *(root / "nodes").glob("*.py"), root / "__init__.py"]
+    code = [*files(), *(root / "nodes").glob("*.py"), root / "__init__.py", root / "prestartup_script.py"]
     assert [
         file for file in code if re.search(r"^\s*(from|import) .*fleet", file.read_text("utf-8"), re.MULTILINE)
     ] == []

@@ -7,7 +7,8 @@ import pytest
 import torch
 from comfy_accel.accel.core import toolchain
 from comfy_accel.accel.core.reasons import Reason
-from comfy_accel.accel.hosts.comfyui import doctor
+from comfy_accel.accel.core.settings import Settings
+from comfy_accel.accel.hosts.comfyui.server import doctor
 
 
 @pytest.fixture
@@ -56,10 +57,48 @@ def test_cards_below_8_9_cast_fp8_in_pytorch(card, capability, casts):
     assert ("cast by PyTorch" in said["Stored weights"]) == casts
 
 
-@pytest.mark.parametrize(("allocator", "word"), [("cudaMallocAsync", "no: start ComfyUI with"), ("native", "yes")])
-def test_allocator_decides_about_cuda_graphs(card, allocator, word):
-    card(allocator=allocator)
-    assert told()["CUDA graphs"].startswith(word)
+@pytest.fixture
+def graphs(card, monkeypatch, tmp_path):
+    """What it says of CUDA graphs. did: by the script at the start; ... outside of ComfyUI. kept: the setting."""
+
+    def said(allocator, did=None, kept="ask", named=None):
+        card(allocator=allocator)
+        monkeypatch.delenv("ACCEL_CUDA_GRAPHS", raising=False)
+        if named:
+            monkeypatch.setenv("ACCEL_CUDA_GRAPHS", named)
+        args = None if did is ... else types.SimpleNamespace(args=types.SimpleNamespace(cpu=False, accel_allocator=did))
+        monkeypatch.setitem(sys.modules, "comfy.cli_args", args)
+        monkeypatch.setattr(doctor.allocator, "_kept", lambda: Settings(cuda_graphs=kept))
+        return told()["CUDA graphs"]
+
+    return said
+
+
+def test_allocator_and_choice_decide_about_cuda_graphs(graphs):
+    assert graphs("native") == "yes"
+    assert graphs("native", did="native", kept="on") == "yes, turned on here: torch uses its own allocator"
+    assert graphs("native", did="native", kept="off") == "turned off: restart ComfyUI"
+    turn_on = "no: turn them on in the Accel tab, or set ACCEL_CUDA_GRAPHS=on, and restart ComfyUI"
+    assert graphs("cudaMallocAsync") == graphs("cudaMallocAsync", kept="off") == turn_on
+    assert graphs("cudaMallocAsync", kept="on", named="off") == turn_on
+    assert graphs("cudaMallocAsync", kept="on") == "turned on: restart ComfyUI"
+    assert graphs("cudaMallocAsync", did="flag", kept="on") == "turned on, but ComfyUI was started with --cuda-malloc"
+    assert "names another allocator" in graphs("cudaMallocAsync", did="configuration", named="on")
+    assert "another extension imports PyTorch" in graphs("cudaMallocAsync", did="torch_loaded", kept="on")
+    assert graphs("native", did=..., kept="on").startswith("yes, turned on here")
+    assert (
+        graphs("native", did=...) == "yes, where they are turned on or ComfyUI was started with --disable-cuda-malloc"
+    )
+
+
+def test_only_who_has_not_chosen_is_offered_cuda_graphs(graphs):
+    asked = []
+    for how in ({}, {"kept": "off"}, {"kept": "on"}, {"named": "off"}, {"did": "flag", "kept": "on"}):
+        graphs("cudaMallocAsync", **how)
+        asked.append(doctor.allocator.is_offered())
+    assert asked == [True, False, False, False, False]
+    graphs("native")
+    assert not doctor.allocator.is_offered()
 
 
 def test_attention_of_a_loaded_core_is_named(monkeypatch):

@@ -66,15 +66,19 @@ def change(requested: dict[str, Any]) -> None:
         raise ValueError(f"There is no setting {unknown[0][:80]!r}; the settings are {', '.join(NAMES)}.")
     if "store_mb" in requested and os.environ.get(location.LIMIT_VARIABLE, "").strip().isdecimal():
         raise ValueError(f"store_mb is set by {location.LIMIT_VARIABLE}, so it cannot be changed here.")
-    current()
+    before = current()
     with _lock:
         _current = now = replace(_current, **requested)
         _set_budget(now)
         report_log.set_verbosity(_verbosity(now))
-        kept = settings.read(running_home())  # the command may have changed the store's limit meanwhile
-        changed = replace(kept, **requested)
-        if changed != kept:
-            settings.write(running_home(), changed)
+        try:
+            kept = settings.read(running_home())  # the command may have changed the store's limit meanwhile
+            changed = replace(kept, **requested)
+            if changed != kept:
+                settings.write(running_home(), changed)
+        except OSError:
+            _current = replace(now, cuda_graphs=before.cuda_graphs)  # which counts from the next start on, if kept
+            raise
 
 
 def state() -> dict[str, Any]:

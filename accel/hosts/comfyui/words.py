@@ -13,7 +13,18 @@ NOISY = ("ancestral", "sde", "ddpm", "seeds", "sa_solver")
 """Parts of the names of samplers that add noise in each step."""
 
 SENTENCES.update(
-    cuda_malloc_async="torch allocates with cudaMallocAsync: start ComfyUI with --disable-cuda-malloc for CUDA graphs",
+    cuda_malloc_async="ComfyUI has torch allocate with cudaMallocAsync: turn on CUDA graphs in the Accel tab, or set "
+    "ACCEL_CUDA_GRAPHS=on, and restart",
+    graphs_nowhere="no, they are NVIDIA's",
+    graphs_given="yes",
+    graphs_on="yes, turned on here: torch uses its own allocator",
+    graphs_off="no: turn them on in the Accel tab, or set {variable}=on, and restart ComfyUI",
+    graphs_unknown="yes, where they are turned on or ComfyUI was started with --disable-cuda-malloc",
+    graphs_turned_on="turned on: restart ComfyUI",
+    graphs_turned_off="turned off: restart ComfyUI",
+    graphs_flag="turned on, but ComfyUI was started with --cuda-malloc",
+    graphs_configuration="turned on, but PYTORCH_CUDA_ALLOC_CONF names another allocator",
+    graphs_torch_loaded="turned on, but another extension imports PyTorch before ComfyUI does",
     weights_streamed="its weights are streamed (dynamic VRAM), and not all on the device at once",
 )
 

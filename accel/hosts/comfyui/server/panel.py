@@ -9,7 +9,8 @@ from ....cache.graph_cache import shared
 from ....core.events import emit, log
 from ....core.fallbacks import fallbacks
 from ....report.run_record import records
-from .. import doctor, preferences
+from .. import preferences
+from . import allocator, doctor
 
 DEFAULT_ROWS, MOST_ROWS = 200, 5000
 LONGEST_FILTER = 200
@@ -33,6 +34,7 @@ def state(rows: int = DEFAULT_ROWS, text: str = "") -> dict[str, Any]:
         "last_run": last and last.as_json(),
         "settings": settings,
         "machine": machine(),
+        "cuda_graphs": allocator.as_json(),
         "version": __version__,
     }
 

@@ -10,7 +10,9 @@ from typing import Any
 from ....core.events import subscribe
 from ....core.reasons import Reason
 from ....core.sentences import EXPECTED, OF_CUDA_GRAPHS, OF_THE_MACHINE
+from ....report.run import Run, rounded
 from ....report.run_record import records
+from . import allocator
 
 TYPE = "accel"
 """The type of our messages on ComfyUI's WebSocket."""
@@ -107,10 +109,16 @@ def _warning(block: str, reason: Reason) -> dict[str, Any] | None:
     return {"event": "fallback", "block": block, "of_all": reason.code in OF_THE_MACHINE, **reason.as_json()}
 
 
+def _lines(run: Run) -> dict[str, Any]:
+    """What its nodes say, with an offer of CUDA graphs where they are what the run lacked."""
+    offer = {"times": rounded(run.graphs_would_give)} if run.graphs_would_give and allocator.is_offered() else None
+    return {"event": "node_lines", "lines": run.lines_as_json(), **({"offer": offer} if offer else {})}
+
+
 _FOR_ONE: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
     "compiling": lambda data: {"event": "node_compiling", **data},
     "fallback": lambda data: _warning(data["block"], data["reason"]),
-    "run_over": lambda data: {"event": "node_lines", "lines": data["run"].lines_as_json()},
+    "run_over": lambda data: _lines(data["run"]),
 }
 
 

@@ -79,7 +79,7 @@ def register() -> None:
         except ValueError as error:
             raise Refused(str(error)) from None
         except OSError as error:
-            raise Refused(f"The change is in force, but could not be saved: {error}.", 500) from None
+            raise Refused(f"The change could not be saved, so it ends with this ComfyUI: {error}.", 500) from None
 
     @server.routes.post("/accel/warm_up")
     @answering

@@ -1,4 +1,4 @@
-"""`comfy-accel doctor`: what will be accelerated on this machine, and what to do for the rest, in ten lines.
+"""`python -m accel doctor`: what will be accelerated on this machine, and what to do for the rest, in ten lines.
 
 Imports nothing of ComfyUI; where that is loaded, as for the report, its attention and allocator are told too.
 """
@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
-from ...compile.registry import DEFAULT, backend_named
-from ...core import toolchain, torch_internals
-from ...kernels.casts import lacks_e4m3
-from . import attention
+from ....compile.registry import DEFAULT, backend_named
+from ....core import toolchain, torch_internals
+from ....kernels.casts import lacks_e4m3
+from .. import attention
+from . import allocator
 
 _ATTENTION = "comfy.ldm.modules.attention"
 
@@ -37,7 +38,7 @@ def _parts() -> Iterator[tuple[str, str]]:
         yield "Compiling", f"yes, with Triton {toolchain.triton_version()}" if device != "mps" else "yes"
     if lacking is None:
         yield "After a restart", _after_a_restart()
-    yield "CUDA graphs", _cuda_graphs(device)
+    yield "CUDA graphs", str(allocator.state())
     yield "Stored weights", _stored_weights(device)
     its_attention = _attention()
     if its_attention is not None:
@@ -70,15 +71,6 @@ def _after_a_restart() -> str:
     if torch_internals.lacking(torch_internals.STANDALONE_SAVING) is None:
         return "saved graphs are loaded"
     return "compiled again; PyTorch 2.8 and later load saved graphs"
-
-
-def _cuda_graphs(device: str) -> str:
-    if device != "cuda" or torch.version.hip is not None:
-        return "no, they are NVIDIA's"
-    if torch.cuda.get_allocator_backend() != "native":
-        return "no: start ComfyUI with --disable-cuda-malloc"
-    loaded = "comfy.model_management" in sys.modules
-    return "yes" if loaded else "yes, where ComfyUI was started with --disable-cuda-malloc"
 
 
 def _stored_weights(device: str) -> str:

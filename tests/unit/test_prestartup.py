@@ -1,0 +1,140 @@
+"""The script that ComfyUI runs before it imports torch, alone, beside stand-ins for core's modules of that moment."""
+
+import ast
+import importlib
+import logging
+import os
+import runpy
+import sys
+import types
+
+import pytest
+
+from tools import ROOT
+
+CONF = "PYTORCH_CUDA_ALLOC_CONF"
+CORES = "backend:cudaMallocAsync"
+EARLY, LATE = "early core", "late core"
+"""When core chooses the allocator: before the script runs (0.33), or after (0.3.75)."""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Runs the script in ComfyUI's place; gives core's arguments and the configuration that torch would be given."""
+    home = tmp_path / "user" / "__accel"
+    home.mkdir(parents=True)
+
+    def started(
+        when, *flags, kept='{"cuda_graphs": "on"}', conf=None, torch="2.11.0+cu128", loads_torch=False, **environment
+    ):
+        for name, value in {CONF: conf, "PYTORCH_ALLOC_CONF": None, "ACCEL_CUDA_GRAPHS": None, **environment}.items():
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        if kept is not None:
+            (home / "preferences.json").write_text(kept)
+        (tmp_path / "torch").mkdir(exist_ok=True)
+        (tmp_path / "torch" / "__init__.py").touch()
+        (tmp_path / "torch" / "version.py").write_text(f"__version__ = '{torch}'\n")
+        given = {"cpu": "--cpu", "cuda_malloc": "--cuda-malloc", "disable_cuda_malloc": "--disable-cuda-malloc"}
+        args = types.SimpleNamespace(**{name: flag in flags for name, flag in given.items()})
+        core = {"comfy.cli_args": types.SimpleNamespace(args=args)}
+        core["folder_paths"] = types.SimpleNamespace(get_user_directory=lambda: str(tmp_path / "user"))
+        if when == EARLY:
+            core["cuda_malloc"] = types.SimpleNamespace()
+            args.cuda_malloc = "+cu" in torch and not args.disable_cuda_malloc
+            if args.cuda_malloc:
+                monkeypatch.setenv(CONF, CORES if conf is None else f"{conf},{CORES}")
+        with monkeypatch.context() as patched:
+            for name in ("torch", "cuda_malloc"):
+                patched.delitem(sys.modules, name, raising=False)
+            for name, module in core.items():
+                patched.setitem(sys.modules, name, module)
+            patched.setattr(sys, "argv", ["main.py", *flags])
+            patched.syspath_prepend(str(tmp_path))
+            if loads_torch:
+                importlib.import_module("torch")
+            runpy.run_path(str(ROOT / "prestartup_script.py"))
+        return args, os.environ.get(CONF)
+
+    return started
+
+
+def chosen(when, args, conf):
+    """The backend that torch gets: core adds its own where it has not been told otherwise."""
+    backends = [part for part in (conf or "").split(",") if part.startswith("backend:")]
+    if when == LATE and not args.disable_cuda_malloc:
+        backends.append(CORES)
+    return backends[-1] if backends else "backend:native"
+
+
+both = pytest.mark.parametrize("when", [EARLY, LATE])
+
+
+@both
+@pytest.mark.parametrize("kept", [None, "{}", '{"cuda_graphs": "ask"}', '{"cuda_graphs": "off"}'])
+def test_nothing_is_changed_unasked(start, when, kept):
+    args, conf = start(when, kept=kept)
+    assert chosen(when, args, conf) == CORES and args.accel_allocator is None
+    assert args.cuda_malloc == (when == EARLY) and not args.disable_cuda_malloc
+
+
+@both
+@pytest.mark.parametrize("conf", [None, "max_split_size_mb:512"])
+@pytest.mark.parametrize("flags", [(), ("--windows-standalone-build",)])
+def test_turned_on_torch_gets_its_own_and_the_rest_of_the_configuration_stays(start, when, conf, flags):
+    args, now = start(when, *flags, conf=conf)
+    assert chosen(when, args, now) == "backend:native" and now == conf
+    assert (args.accel_allocator, args.cuda_malloc) == ("native", False)
+
+
+@both
+def test_the_environment_counts_in_place_of_the_setting(start, when):
+    assert start(when, ACCEL_CUDA_GRAPHS="off")[0].accel_allocator is None
+    assert start(when, kept=None, ACCEL_CUDA_GRAPHS="On")[0].accel_allocator == "native"
+
+
+@both
+@pytest.mark.parametrize(
+    ("flags", "changes", "said"),
+    [
+        (("--cuda-malloc",), {}, "flag"),
+        (("--cpu",), {}, None),
+        (("--disable-cuda-malloc",), {}, None),
+        ((), {"torch": "2.11.0+rocm6.4"}, None),
+        ((), {"torch": "2.11.0+cpu"}, None),
+        ((), {"conf": CORES}, "configuration"),
+        ((), {"conf": "backend:native"}, "configuration"),
+        ((), {"PYTORCH_ALLOC_CONF": "backend:native"}, "configuration"),
+    ],
+)
+def test_what_somebody_else_chose_stays(start, when, flags, changes, said):
+    plain, before = start(when, *flags, kept=None, **changes)
+    args, now = start(when, *flags, **changes)
+    assert args.accel_allocator == said and now == before
+    plain.accel_allocator = said
+    assert args == plain
+
+
+def test_torch_that_is_there_already_finds_the_environment_that_it_was_imported_with(start):
+    args, now = start(EARLY, loads_torch=True)
+    assert (args.accel_allocator, args.cuda_malloc, now) == ("torch_loaded", True, CORES)
+    args, now = start(LATE, loads_torch=True)
+    assert (args.accel_allocator, args.disable_cuda_malloc, now) == ("native", True, None)
+
+
+@both
+@pytest.mark.parametrize("kept", ["{", "[]", "\x00"])
+def test_damaged_settings_are_one_line_and_change_nothing(start, when, kept, caplog):
+    with caplog.at_level(logging.INFO):
+        args, conf = start(when, kept=kept)
+    assert chosen(when, args, conf) == CORES and not hasattr(args, "accel_allocator")
+    assert len(caplog.records) == 1 and "left as it is" in caplog.text
+
+
+def test_it_imports_nothing_but_the_standard_library_and_what_core_has_imported():
+    tree = ast.parse((ROOT / "prestartup_script.py").read_text(encoding="utf-8"))
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    own = {name for name in names if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert own == {"comfy.cli_args", "folder_paths"}
