@@ -4,11 +4,27 @@ an NVIDIA card."""
 import pytest
 from kit import made_up_device
 
-from tools import comfyui
+from tools import comfyui, synthetic, workflow
 from tools.client import Client
+from tools.comfyui import make_base, offer_checkpoint
 from tools.server import serving
 
 OURS, CORES = "native", "cudaMallocAsync"
+NO_NODES = "NODE_CLASS_MAPPINGS = {}\n"
+WITHOUT_VALUES = f"""
+import functools, sys
+import comfy.samplers, torch
+
+torch.backends.cudnn.enabled = False
+for name, module in list(sys.modules.items()):
+    if name.endswith(".accel.signature.output_check"):
+        module._worst = functools.wraps(module._worst)(lambda *of_outputs: 0.0)
+comfy.samplers.calculate_sigmas = lambda sampling, scheduler, steps: torch.linspace(10.0, 0.0, steps + 1)
+if "comfy_kitchen" in sys.modules:
+    sys.modules["comfy_kitchen"].disable_backend("cuda")
+{NO_NODES}
+"""
+"""As `made_up_device.prepare` and `sample_without_values`, in a server."""
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +41,11 @@ def start(device, tmp_path, monkeypatch):
     """Starts a server in one base directory, and gives what its page is told: the allocator's name, and the state."""
     monkeypatch.setattr(comfyui, "has_accelerator", lambda: True)
 
-    def started(*flags, prestartup="", ask=lambda client: None, **environment):
-        other = tmp_path / "custom_nodes" / "an_other_pack"
+    def started(*flags, prestartup="", nodes=NO_NODES, ask=lambda client: None, **environment):
+        other = tmp_path / "custom_nodes" / "the_other_pack"  # which is imported after ours
         other.mkdir(parents=True, exist_ok=True)
         (other / "prestartup_script.py").write_text(prestartup)
-        (other / "__init__.py").write_text("NODE_CLASS_MAPPINGS = {}")
+        (other / "__init__.py").write_text(nodes)
         variables = {"ACCEL_STORE": "off", **device, **environment}
         with serving(tmp_path, extra_flags=flags, environment=variables) as server:
             client = Client(server.url)
@@ -52,6 +68,32 @@ def test_a_click_gives_torch_its_own_allocator_from_the_next_start_on_and_anothe
     assert (name, code) == (OURS, "graphs_on") and log.count("Accel: CUDA graphs are turned on") == 1
     name, code, _ = start()
     assert (name, code) == (CORES, "graphs_off")
+
+
+@pytest.mark.thorough
+def test_turned_on_calls_are_captured_and_replayed(start, tmp_path):
+    prompt = workflow.change(
+        workflow.load(),
+        {
+            "CheckpointLoaderSimple": {"ckpt_name": synthetic.checkpoint().name},
+            "AccelModel": {"backend": "eager", "graphs": "auto"},
+            "AccelDeepCache": {"start_percent": 0.0, "end_percent": 0.01},
+            "AccelResolutionSnap": {"width": 64, "height": 64, "batch_size": 1},
+            "KSampler": {"steps": 8},
+        },
+    )
+    runs = []
+
+    def ask(client):
+        client.run(prompt, timeout=300)
+        runs.append(client.get("/accel/state")["last_run"])
+
+    flags = ["--extra-model-paths-config", str(offer_checkpoint(make_base(tmp_path), synthetic.checkpoint()))]
+    for choice in ("off", "on"):
+        start(*flags, nodes=WITHOUT_VALUES, ask=ask, ACCEL_CUDA_GRAPHS=choice)
+    assert [run["captures"] for run in runs] == [0, 1] and runs[0]["replays"] == 0 < runs[1]["replays"]
+    (why,) = runs[0]["fallbacks"]
+    assert "turn on CUDA graphs in the Accel tab, or set ACCEL_CUDA_GRAPHS=on" in why["reason"]
 
 
 CASES = {
