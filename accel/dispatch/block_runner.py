@@ -28,7 +28,7 @@ from ..modules.streamed_weights import WeightSource, weights_taken
 from ..modules.substitution import Outside
 from ..signature import tree_spec
 from ..signature.output_check import beyond_rounding
-from ..signature.tensors import dense, share_memory
+from ..signature.tensors import copied, dense, share_memory
 from .block_observer import BlockObserver
 from .current_code import CurrentCode
 from .inline_cache import InlineCache, KnownCalls
@@ -360,10 +360,9 @@ class BlockRunner:
         """The call run both ways; the block has copies of the inputs that it changes, which are compared too."""
         known, benchmark, changes = resolved.benchmarks, resolved.benchmark, resolved.graph.facts.changed
         given, draw_again = call.given, draws_again(call.device)
-        copies, before = (
-            [tensor.clone() if index in changes else tensor for index, tensor in enumerate(call.inputs)]
-            for _ in range(2)
-        )
+        # Of what was given, since code may write to a dense input and to a copy of another (`x.contiguous().mul_(2)`).
+        copies = [copied(tensor) if index in changes else tensor for index, tensor in enumerate(call.given)]
+        before = [tensor.clone() if index in changes else tensor for index, tensor in enumerate(call.inputs)]
         types = {spec.dtype for spec in resolved.entry.key.inputs}
 
         def difference(out: Any, expected: Any) -> float | None:

@@ -8,7 +8,7 @@ torch is in, and whether a changed input shares its memory. Other calls are desc
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from operator import getitem
+from operator import getitem, is_
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ _MOST_ASLEEP = 8
 
 def _key(call: Call) -> tuple:
     """What decides which graph runs a described call."""
-    return call.spec, _layouts(call.weights), _layouts(call.inputs)
+    is_dense = tuple(map(is_, call.inputs, call.given))
+    return call.spec, _layouts(call.weights), _layouts(call.inputs), is_dense
 
 
 def _verdict_key(call: Call) -> tuple:

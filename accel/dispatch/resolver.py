@@ -18,6 +18,7 @@ from ..core.reasons import Reason, elsewhere
 from ..fingerprint.block_call import Call
 from ..fingerprint.survey import Region
 from ..signature import tree_spec
+from ..signature.tensors import is_dense
 from .block_observer import BlockObserver
 from .graph_maker import GraphMaker
 
@@ -101,7 +102,8 @@ class GraphResolver:
                 return ResolvedGraph(entry, graph, captured)
             known = entry.benchmarks(graph)
             benchmark = known.of(call.inputs, captured) if self._is_measured else None
-            pattern = known.pattern(call.tensors if call.kind.varying else call.inputs)
+            strided = [not is_dense(call.given[index]) for index in graph.facts.changed]
+            pattern = known.pattern(call.tensors if call.kind.varying else call.inputs, strided)
             return ResolvedGraph(entry, graph, captured, known, pattern, benchmark)
         except NoGraph as failed:
             if failed.reason.code == "keeps_state":

@@ -65,6 +65,13 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_dense(tensor) else tensor.contiguous()
 
 
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the tensor's strides; dense where some of its elements share memory."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    shares = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.clone() if shares else copy.copy_(tensor)
+
+
 def empty_dense_like(
     tensor: torch.Tensor, shape: Sequence[int] | None = None, device: str | None = None
 ) -> torch.Tensor:

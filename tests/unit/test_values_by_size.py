@@ -152,3 +152,25 @@ def test_sizes_that_may_take_another_way_through_a_kernel_are_told_apart():
     assert len({pattern(*shape) for shape in others}) == len(others)
     assert pattern(1 << 15, 1 << 15) != pattern(1 << 16, 1 << 15)
     assert pattern(1, 3952, 64) == pattern(1, 3984, 64)  # 52 by 76 and 48 by 83 tokens
+
+
+class WritesToWhatIsDense(Block):
+    """Changes the caller's tensor where that is dense, and a copy of it elsewhere, as the uncompiled block does."""
+
+    def forward(self, x):
+        return self.first(x.contiguous().mul_(2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_strided", [(False, True, True), (True, False, False)])
+def test_what_a_block_writes_to_is_compared_in_the_layout_that_it_is_given(is_strided):
+    block = WritesToWhatIsDense()
+    stand_in = runner(block)
+    for strided in is_strided:
+        whole = torch.randn(4, 8)
+        x = whole[:, ::2] if strided else whole[:, :4].contiguous()
+        expected, alone = x.clone() if not strided else whole.clone()[:, ::2], None
+        out = block.forward(expected)
+        alone = expected.clone()
+        torch.testing.assert_close(stand_in(block.forward, x), out)
+        torch.testing.assert_close(x, alone)
