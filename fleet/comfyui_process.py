@@ -140,8 +140,9 @@ class ComfyUI:
     async def run(self, prompt_id: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, Any]]:
         """Run a prompt and yield its events in order.
 
-        Either ("refused", (status, answer)) alone; or ("accepted", answer), ("message", text or bytes) for each of
-        ComfyUI's WebSocket messages about it, and finally ("history", its entry).
+        ("sent", None) comes first: from then on ComfyUI may end of it. Then either ("refused", (status, answer)) alone;
+        or ("accepted", answer), ("message", text or bytes) for each of ComfyUI's WebSocket messages about it, and
+        finally ("history", its entry).
 
         prompt_id: also the WebSocket's client id, so each of several queued prompts receives its own messages.
         body: the body of POST /prompt; its "client_id" appears in the history.
@@ -153,6 +154,7 @@ class ComfyUI:
             async with self._session.ws_connect(
                 f"{self.address}/ws?clientId={prompt_id}", max_msg_size=0, heartbeat=None
             ) as messages:
+                yield "sent", None
                 status, text, _ = await self.ask(
                     "POST", "/prompt", {**body, "prompt_id": prompt_id, "client_id": prompt_id}
                 )
@@ -189,14 +191,13 @@ class ComfyUI:
                 if started:
                     yield message.data
             elif message.type is aiohttp.WSMsgType.TEXT:
-                event = json.loads(message.data)
-                data = event.get("data") or {}
+                kind, data = _event(message.data)
                 if data.get("prompt_id") == prompt_id:
                     started = True
-                    if event["type"] == "executing" and data.get("node") is None:
+                    if kind == "executing" and data.get("node") is None:
                         return
                     yield message.data
-                elif started and event["type"] == "accel":  # sent to all, about what runs now
+                elif started and kind == "accel":  # sent to all, about what runs now
                     yield message.data
             else:
                 raise Gone("ComfyUI closed the connection")
@@ -225,6 +226,16 @@ class ComfyUI:
                 self._process.kill()
                 await asyncio.to_thread(self._process.wait)
         shutil.rmtree(self.work, ignore_errors=True)
+
+
+def _event(text: str) -> tuple[str | None, dict[str, Any]]:
+    """A message's type and data; None and nothing for one of another form, since any node may send what it likes."""
+    try:
+        event = json.loads(text)
+    except ValueError:
+        return None, {}
+    kind, data = (event.get("type"), event.get("data")) if isinstance(event, dict) else (None, None)
+    return kind, data if isinstance(data, dict) else {}
 
 
 def _refusal(text: bytes) -> dict[str, Any]:

@@ -41,6 +41,12 @@ log = logging.getLogger("ray.serve")
 _RUNS = 2
 """Most attempts at a prompt or an upload: one more after a replica ended under it."""
 
+_MOST_UNSEEN = 4
+"""Most attempts at a prompt that no ComfyUI saw, since its replica had ended of something else."""
+
+_PAUSE = 1.0
+"""Seconds between them."""
+
 _VALIDATED_WITHIN = 2.0
 """Seconds to wait for a replica's validation of a prompt before answering that it is accepted."""
 
@@ -73,7 +79,7 @@ _HELD = ("executed", "execution_success", "execution_error", "execution_interrup
 class Prompt:
     """A prompt without a published result.
 
-    body: of POST /prompt. runs: attempts so far. replica: the one that has it, or had it last.
+    body: of POST /prompt. runs: attempts so far. seen: a ComfyUI has been sent it in the latest. replica: the one that has it, or had it last.
     accepted: ComfyUI's (status, answer) to it. told: whether the client has its answer to POST /prompt.
     """
 
@@ -83,6 +89,7 @@ class Prompt:
     accepted: asyncio.Future = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     running: bool = False
     runs: int = 0
+    seen: bool = False
     replica: str = ""
     stopped: bool = False
     told: bool = False
@@ -178,7 +185,7 @@ class Front:
 
     async def _follow(self, prompt: Prompt) -> None:
         """Run the prompt, once more if its replica ended, and publish a result either way."""
-        reason = "The prompt was taken back."
+        reason, unseen = "The prompt was taken back.", 0
         try:
             while prompt.runs < _RUNS and not prompt.stopped:
                 prompt.runs += 1
@@ -192,7 +199,11 @@ class Front:
                     log.warning("prompt %s, run %d: %s: %s", prompt.prompt_id, prompt.runs, type(error).__name__, error)
                     if not prompt.stopped:
                         self._states.forget(prompt.replica)
-                    reason = f"{prompt.runs} replicas ended while they ran the prompt, the last one with: {error}"
+                    if not prompt.seen and unseen < _MOST_UNSEEN:  # the replica ended of something else
+                        unseen, prompt.runs = unseen + 1, prompt.runs - 1
+                        await asyncio.sleep(_PAUSE)
+                    when = "while" if prompt.seen else "before"
+                    reason = f"{prompt.runs} replicas ended {when} they ran the prompt, the last one with: {error}"
                 prompt.running = False
             if prompt.stopped:
                 reason = "The prompt was interrupted."
@@ -210,9 +221,12 @@ class Front:
     async def _run(self, prompt: Prompt) -> bool:
         """Run the prompt once; whether it has a result. Raises Ray's error if the replica ended."""
         handle = self._replicas.options(stream=True, multiplexed_model_id=prompt.key if self._by_graph else "")
-        prompt.response = handle.run.remote(prompt.prompt_id, prompt.key, prompt.body)
+        prompt.response, prompt.seen = handle.run.remote(prompt.prompt_id, prompt.key, prompt.body), False
         held: list[str] = []
         async for kind, value in prompt.response:
+            prompt.seen |= kind != "replica"
+            if kind == "sent":
+                continue
             if kind == "refused":
                 await self._refuse(prompt, *value)
                 return True

@@ -43,6 +43,10 @@ async def run(prompt_id, client_id, prompt):
 
     for other in (*sockets.values(),):  # about what runs, before this one does
         await other.send_json({"type": "accel", "data": {"event": "before"}})
+        for data in ("text", ["prompt_id"], 5, True, None):  # as any node may send
+            await other.send_json({"type": "a node's own", "data": data})
+        for text in ("no JSON", "[]", "7", "{}"):
+            await other.send_str(text)
     await socket.send_bytes(b"another's preview")
     await socket.send_json({"type": "progress", "data": {"prompt_id": "another", "value": 1}})
     if what == "die":

@@ -43,7 +43,10 @@ def with_comfyui(tree, scenario, **options):
 
 
 async def events(comfyui, what, prompt_id="id"):
-    return [event async for event in comfyui.run(prompt_id, {"prompt": {"do": what}, "client_id": "page"})]
+    body = {"prompt": {"do": what}, "client_id": "page"}
+    first, *others = [event async for event in comfyui.run(prompt_id, body)]
+    assert first == ("sent", None)
+    return others
 
 
 def runs(pid):

@@ -319,6 +319,32 @@ def test_replica_that_ended_under_a_prompt_has_no_state(tmp_path):
     assert state["prompts"]["runs"] == 2 and state["prompts"]["answered"] == 1
 
 
+@pytest.mark.parametrize(("ended", "is_answered"), [(4, True), (5, True), (6, False)])
+def test_prompt_is_not_blamed_for_replicas_that_ended_before_they_saw_it(tmp_path, monkeypatch, ended, is_answered):
+    """Of the attempts that count, it has two all the same."""
+    monkeypatch.setattr("fleet.front._PAUSE", 0)
+
+    async def scenario(fleet):
+        body = json.dumps({"prompt": GRAPH, "prompt_id": "id"}).encode()
+        posting = asyncio.create_task(fleet.request("POST", "/prompt", body))
+        for number in range(ended + 1):
+            for _ in range(50):
+                await asyncio.sleep(0)
+            run = fleet.runs.pop("id", None)
+            if run is None:
+                break
+            said = [("replica", {"replica": str(number), "pid": 1})]
+            said += [("sent", None), ("accepted", {}), ("done", {"met": None})] if number == ended else [None]
+            for event in said:
+                run.said.put_nowait(event)
+        await posting
+        await asyncio.sleep(0.01)
+        return json.loads((await fleet.front._get_state(None)).body)["prompts"]
+
+    prompts = with_fleet(tmp_path, scenario)
+    assert (prompts["answered"], prompts["failed"]) == (is_answered, not is_answered)
+
+
 def test_prompt_that_is_interrupted_has_a_history_and_its_replica_a_state(tmp_path):
     async def scenario(fleet):
         body = json.dumps({"prompt": GRAPH, "prompt_id": "id"}).encode()
