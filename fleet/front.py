@@ -79,7 +79,8 @@ _HELD = ("executed", "execution_success", "execution_error", "execution_interrup
 class Prompt:
     """A prompt without a published result.
 
-    body: of POST /prompt. runs: attempts so far. seen: a ComfyUI has been sent it in the latest. replica: the one that has it, or had it last.
+    body: of POST /prompt. runs: attempts so far. seen: a ComfyUI has been sent it in the latest. replica: the one that
+    has it, or had it last.
     accepted: ComfyUI's (status, answer) to it. told: whether the client has its answer to POST /prompt.
     """
 
