@@ -8,7 +8,10 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tools import ROOT, Problem, command
+from kit import made_up_device
+
+from tools import ROOT, Problem, command, pack
+from tools.inprocess import boot
 
 
 def result_of(measure: Callable, arguments: list, what: str, environment: Mapping[str, str] | None = None) -> Any:
@@ -30,6 +33,16 @@ def result_of(measure: Callable, arguments: list, what: str, environment: Mappin
     if child.returncode:
         raise Problem(f"{what} ended with exit code {child.returncode}; see above.")
     return json.loads(child.stdout.splitlines()[-1])
+
+
+def begin(cpu: bool, *flags: str) -> None:
+    """ComfyUI and this pack in this process, as `inprocess.boot`; also on the made-up device. No graph is saved."""
+    boot(cpu, *flags)
+    pack.load()
+    os.environ["ACCEL_STORE"] = "off"
+    if made_up_device.is_here():
+        made_up_device.prepare()
+        made_up_device.sample_without_values()
 
 
 def main() -> None:

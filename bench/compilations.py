@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
 STORE_KEY = "a measurement's own, worth nothing"
@@ -55,6 +57,34 @@ class RecompileLimit(logging.Handler):
 
     def __exit__(self, *_) -> None:
         logging.getLogger("torch._dynamo.convert_frame").removeHandler(self)
+
+
+@contextmanager
+def seconds_heard() -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """Seconds that ours compiles while it lasts: by kind of block, and by stage (`generated_code.STAGES`)."""
+    from comfy_accel.accel.compile.generated_code import TRACE
+    from comfy_accel.accel.core.events import subscribe
+
+    kinds: Counter[str] = Counter()
+    stages: Counter[str] = Counter()
+    stage, began = "", 0.0
+
+    def hear(name: str, data: dict[str, Any]) -> None:
+        nonlocal stage, began
+        if name not in ("compile_start", "compile_stage", "compile_end", "compile_failed"):
+            return
+        now = time.perf_counter()
+        if stage:
+            stages[stage] += now - began
+        stage, began = {"compile_start": TRACE, "compile_stage": data.get("stage", "")}.get(name, ""), now
+        if name == "compile_end":
+            kinds[data["name"]] += data["seconds"]
+
+    unsubscribe = subscribe(hear)
+    try:
+        yield kinds, stages
+    finally:
+        unsubscribe()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ run that is cut keeps its results. --quick tries all of it on the CPU, with tiny
 import argparse
 import datetime
 import json
+import operator
 import os
 import sys
 import tempfile
@@ -14,19 +15,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kit import made_up_device
-
-from tools import Problem, command, pack
+from tools import Problem, command
 from tools.comfyui import tree
-from tools.inprocess import boot
 
 from . import gpu_page, gpu_plan, report
+from .child import begin
 from .compilations import RecompileLimit
 from .gpu_cases import (
     BATCHES,
     CONTENDERS,
+    DEFAULT,
     EAGER,
+    FLAGS,
     MODELS,
+    NATIVE,
     PARTS,
     QUICK_BATCHES,
     QUICK_MODELS,
@@ -46,18 +48,16 @@ def main(arguments: list[str] | None = None) -> None:
         os.environ["COMFYUI_PATH"] = os.path.abspath(options.comfyui)
     if options.prepare:
         size = gpu_plan.prepare(options.prepare, options.for_python)
-        print(f"{options.prepare}: {size:.0f} MB. There: python3 -m bench.gpu --plan 1 --prepared {options.prepare}")
+        print(f"{options.prepare}: {size:.0f} MB. There: python3 -m bench.gpu --plan default --prepared FOLDER")
         return
     if options.plan:
-        return gpu_plan.run(options.plan, (options.out or Path("docs")).resolve(), options.prepared, options.quick)
+        out = (options.out or Path("docs")).resolve()
+        return gpu_plan.run(options.plan, out, options.prepared, options.quick, options.minutes)
+    if options.flags == DEFAULT and not options.quick:  # as ComfyUI's main.py does, before torch is imported
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"backend:{ALLOCATORS[DEFAULT]}"
     tree()  # what is wrong with the path is said before torch is imported
-    _require_device(options.quick)
-    boot(cpu=options.quick)
-    if made_up_device.is_here():
-        made_up_device.prepare()
-        made_up_device.sample_without_values()
-    pack.load()
-    os.environ["ACCEL_STORE"] = "off"
+    _require_device(options)
+    begin(options.quick, *FLAGS[options.flags])
     results = Results(options)
     budget = TimeBudget(None if options.minutes is None else 60 * options.minutes)
     for number, model in enumerate(options.models):
@@ -94,7 +94,7 @@ class Results:
             self.skips = replaced(self.skips, row)
         else:
             self.rows = replaced(self.rows, row)
-        if "kernel" not in row:  # there are hundreds; the page has them
+        if "kernel" not in row or gpu_page.is_telling(row["kernel"]):  # there are hundreds; the page has them
             print(gpu_page.line(row), file=sys.stderr, flush=True)
         self.save()
 
@@ -120,8 +120,9 @@ class Results:
             raise Problem(f"{len(wrong)} failures, the first: {wrong[0]}.")
 
     def _all(self) -> tuple[list[report.Row], list[report.Row]]:
-        done = {(row["part"], row["model"], row["contender"]) for row in self.rows}
-        skips = [row for row in self._old["skipped"] if (row["part"], row["model"], row["contender"]) not in done]
+        about = operator.itemgetter("part", "model", "flags", "contender")
+        done = set(map(about, self.rows))
+        skips = [row for row in self._old["skipped"] if about(row) not in done]
         return merged(self._old["rows"], self.rows), merged(skips, self.skips)
 
 
@@ -139,19 +140,24 @@ def of_model(
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work, RecompileLimit() as limit:
         parts = Parts(model, options, budget, limit, Path(work), device["matrix_tflops"] * 1e12, capturer)
         for part in budget.parts(options.parts, models_left):
-            yield from getattr(parts, part)()
+            yield from ({**row, "flags": options.flags} for row in getattr(parts, part)())
         parts.free()
 
 
-def _require_device(quick: bool) -> None:
+ALLOCATORS = {DEFAULT: "cudaMallocAsync"}
+"""Of torch, by ComfyUI's flags."""
+
+
+def _require_device(options: argparse.Namespace) -> None:
+    if options.quick:
+        return
     import torch
 
-    if quick:
-        return
     if not torch.cuda.is_available():
         raise Problem("bench gpu measures a CUDA device and torch sees none: --quick tries all of it on the CPU.")
-    if torch.cuda.get_allocator_backend() != "native":
-        raise Problem("CUDA graphs need torch's own allocator: unset PYTORCH_CUDA_ALLOC_CONF.")
+    allocator = ALLOCATORS.get(options.flags, "native")
+    if torch.cuda.get_allocator_backend() != allocator:
+        raise Problem(f"--flags {options.flags} means torch's allocator {allocator}: unset PYTORCH_CUDA_ALLOC_CONF.")
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -165,15 +171,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     choice("contenders", CONTENDERS, "default: all; eager always runs")
     choice("parts", PARTS, "default: all")
     add = parser.add_argument
+    add("--flags", choices=FLAGS, default=NATIVE, help=f"of ComfyUI, default: {NATIVE}, {' '.join(FLAGS[NATIVE])}")
     add("--sizes", nargs="+", metavar="WxH", help="pixels, such as 720x960")
     add("--batches", nargs="+", type=int, metavar="N", help="images at a time")
-    add("--minutes", type=float, metavar="N", help="leave out what does not fit; default: all of it")
+    add("--minutes", type=float, metavar="N", help="leave out what does not fit; default: all of it, or the plan's")
     add("--out", type=Path, metavar="FOLDER", help="write benchmarks.md and benchmarks.json there")
     add("--json", type=Path, metavar="FILE", help="write the rows there too")
     earlier = "benchmarks.json of an earlier run on this device: its rows stay where this run has none about the same"
     add("--add", type=Path, metavar="FILE", help=earlier)
     add("--comfyui", metavar="PATH", help="a ComfyUI checkout, instead of the embedded 0.3.75")
-    most = f"measure what tells most in {gpu_plan.MINUTES:.0f} minutes: first, or a part of the rest"
+    most = "measure what tells most in under ten minutes: default, what it leaves to default-2, or a part of the rest"
     add("--plan", choices=gpu_plan.PLANS, help=most)
     lacking = "measure nothing: put there what a machine lacks that has torch, transformers and no network"
     add("--prepare", type=Path, metavar="FOLDER", help=lacking)

@@ -26,8 +26,16 @@ PARTS = tuple(SHARES)
 
 EAGER, CORE = "eager", "core"
 COMPILED, CAPTURED = "compiled-blocks", "cuda-graphs"
-SHIPPED = "shipped"
-"""Accelerate Model with its default inputs, which compares graphs with their blocks first."""
+SPEED_UP, BALANCED, FAST = "speed-up", "balanced", "fast"
+"""Speed Up at each quality. As the node does, it compares graphs with their blocks first."""
+
+DEFAULT, NATIVE, CHANNELS_LAST = "default", "native", "channels-last"
+FLAGS = {
+    DEFAULT: ("--cuda-malloc",),
+    NATIVE: ("--disable-cuda-malloc",),
+    CHANNELS_LAST: ("--disable-cuda-malloc", "--force-channels-last"),
+}
+"""ComfyUI's own. With the default ones main.py chooses cudaMallocAsync on most cards."""
 
 NO_REPLAYS = "compiled blocks"
 """`ran_as` of a contender with graphs, none of whose calls was replayed."""
@@ -35,20 +43,25 @@ NO_REPLAYS = "compiled blocks"
 
 @dataclass(frozen=True)
 class Contender:
-    """label: shown to people. has_graphs: captures whole model calls. interval: of DeepCache, which skips work in some
-    steps, so that its images differ by design."""
+    """label: shown to people. has_graphs: captures whole model calls where it can. quality: of Speed Up."""
 
     label: str
     has_graphs: bool = False
-    interval: int | None = None
+    quality: str | None = None
+
+    @property
+    def skips(self) -> bool:
+        """Whether it skips work in some steps, so that its images differ by design."""
+        return self.quality not in (None, "Exact")
 
 
 CONTENDERS = {
     EAGER: Contender("eager"),
     CAPTURED: Contender("ours, CUDA graphs", has_graphs=True),
     COMPILED: Contender("ours, compiled blocks"),
-    SHIPPED: Contender("ours, as shipped"),
-    "deepcache-3": Contender("ours + DeepCache 3", has_graphs=True, interval=3),
+    SPEED_UP: Contender("Speed Up, Exact", True, "Exact"),
+    BALANCED: Contender("Speed Up, Balanced", True, "Balanced"),
+    FAST: Contender("Speed Up, Fast", True, "Fast"),
     CORE: Contender("core's TorchCompileModel"),
 }
 """In the order in which each case runs them: those that the goals are about come first."""
@@ -60,7 +73,7 @@ SAMPLED = 3
 """Steps of a first image, and of an image that is compared with the eager one."""
 
 MADE_TO_SKIP = 30
-"""Timed steps of a caching contender's run: a multiple of its interval."""
+"""Steps of a run in which steps are skipped."""
 
 COLD, WARM = "cold", "warm"
 """Starts: with nothing compiled, and the same image again."""
@@ -160,7 +173,7 @@ def skipped(part: str, model: str, what: str, contender: str, why: str = "no tim
     return {"part": part, "model": model, "what": what, "contender": contender, "why": why}
 
 
-_NAMES = ("part", "model", "contender", "size", "batch", "step", "start", "number", "kernel", "what")
+_NAMES = ("part", "model", "flags", "contender", "size", "batch", "step", "start", "number", "kernel", "what")
 """Fields that say what a row is about."""
 
 

@@ -5,7 +5,6 @@ Import it after `inprocess.boot` and `pack.load`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,14 +18,11 @@ from comfy_accel.accel.cuda_graphs.pool import CapturePool
 from comfy_accel.accel.dispatch.block_runner import CompileSettings
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
 from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
-from comfy_accel.nodes import accelerate_model
-from comfy_accel.nodes.compile_inputs import ANY_SIZE, RUN_EAGERLY
-from comfy_accel.nodes.compile_inputs import settings as compiling
-from kit.step_cache import every
+from comfy_accel.accel.step_cache.config import QUALITIES
 
 from . import gpu_device
 from .compilations import RecompileLimit, compiling_into, counts
-from .gpu_cases import CAPTURED, COMPILED, CONTENDERS, CORE, EAGER, NO_REPLAYS, SHIPPED
+from .gpu_cases import CAPTURED, CONTENDERS, CORE, EAGER, NO_REPLAYS
 from .report import Row
 from .session import node
 
@@ -38,10 +34,10 @@ MOSTLY = 0.9
 
 
 class Lineup:
-    """All contenders on one ModelPatcher; none finds what another compiled, but for those that cache steps.
+    """All contenders on one ModelPatcher.
 
-    These are `CAPTURED` with one more node, so they share its GraphCache, as they would in ComfyUI. `COMPILED` has its
-    own and traces for itself; it finds the kernels that inductor wrote to disk for `CAPTURED`.
+    `CAPTURED` has a GraphCache of its own. The others of ours share one, as in ComfyUI; they find the kernels that
+    inductor wrote to disk for `CAPTURED`.
 
     folder: where inductor keeps its files. model: for `patcher`; None where only `applied` is used. backend: inductor,
     or eager to count graphs alone. capturer: instead of CUDA's.
@@ -56,7 +52,7 @@ class Lineup:
         self.blocks_cache = GraphCache(max_bytes=CACHE_BYTES)
         self.cache = GraphCache(max_bytes=CACHE_BYTES)
         if capturer is not None:
-            self.cache.captures = CapturePool(capturer)
+            self.cache.captures, self.blocks_cache.captures = CapturePool(capturer), CapturePool(capturer)
 
     def patcher(self, name: str) -> Any:
         """The contender's ModelPatcher, made once."""
@@ -69,17 +65,10 @@ class Lineup:
         self._network = type(model.model.diffusion_model).__name__
         if name in (EAGER, CORE):
             return node(name, self._backend)(model)
-        settings = CompileSettings(backend=self._backend)
-        if name == COMPILED:
-            return accelerate(model, settings, self.blocks_cache)
-        if name == SHIPPED:
-            settings, graphs = as_shipped(self._backend)
-            return accelerate(model, settings, self.blocks_cache, graphs=graphs)
-        model = accelerate(model, settings, self.cache, graphs=True)
-        if name == CAPTURED:
-            return model
-        # The interval itself is measured: what the rule makes of random weights would say nothing.
-        return apply_deep_cache(model, every(CONTENDERS[name].interval, points=2))
+        contender = CONTENDERS[name]
+        settings = CompileSettings(backend=self._backend, measured=contender.quality is not None)
+        model = accelerate(model, settings, self._cache_of(name), graphs=contender.has_graphs)
+        return apply_deep_cache(model, QUALITIES[contender.quality]) if contender.skips else model
 
     @contextmanager
     def running(self, name: str) -> Iterator[Row]:
@@ -113,22 +102,24 @@ class Lineup:
 
     def kept_bytes(self) -> int:
         """Bytes of tensors that captured calls keep alive, whichever contender runs."""
-        pool = self.cache.captures
-        if pool is None or not torch.cuda.is_available():
+        if not torch.cuda.is_available() or torch.cuda.get_allocator_backend() != "native":
             return 0
-        return gpu_device.private_bytes() + sum(member.buffer_bytes for member in pool.members)
+        pools = filter(None, (self.cache.captures, self.blocks_cache.captures))
+        return gpu_device.private_bytes() + sum(member.buffer_bytes for pool in pools for member in pool.members)
 
     def graph_bytes(self, name: str) -> int | None:
         """Memory that captured calls hold; None for a contender that captures none."""
-        if not CONTENDERS[name].has_graphs or self.cache.captures is None:
-            return None
-        return self.cache.captures.nbytes
+        pool = self._cache_of(name).captures
+        return None if pool is None or not CONTENDERS[name].has_graphs else pool.nbytes
+
+    def _cache_of(self, name: str) -> GraphCache:
+        return self.cache if name == CAPTURED else self.blocks_cache
 
     def _graphs(self, name: str) -> tuple[int, int]:
         """Calls captured and replayed so far."""
         if not CONTENDERS[name].has_graphs:
             return 0, 0
-        known = self.cache.statistics()
+        known = self._cache_of(name).statistics()
         return known["captures"], sum(row["hits"] for row in known["table"] if row["name"] == f"{self._network} call")
 
     def _reasons(self, before: dict[tuple[str, Reason], int]) -> tuple[dict[str, int], dict[str, int]]:
@@ -139,14 +130,6 @@ class Lineup:
             found = calls if row["block"] == self._network else blocks
             found[row["reason"]] = found.get(row["reason"], 0) + row["calls"]
         return blocks, calls
-
-
-def as_shipped(backend: str) -> tuple[CompileSettings, bool]:
-    """Accelerate Model's default settings, and whether it captures calls by default."""
-    inputs = inspect.signature(accelerate_model.AccelModel.execute).parameters
-    given = {name: inputs[name].default for name in ("check_gain", "graphs")}
-    graphs = given.pop("graphs") != accelerate_model.GRAPHS[0]
-    return compiling(ANY_SIZE, backend, RUN_EAGERLY, **given), graphs
 
 
 def ran_as(name: str, replays: int, calls: int) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import comfy.model_management
 import comfy.supported_models
 import torch
+from comfy.patcher_extension import WrappersMP
 from kit import made_up_device, tiny_models
 from kit.families import nested
 from kit.tiny_models import Family
@@ -127,12 +129,15 @@ QUICK = {
 class Run(NamedTuple):
     """image: the finished latent. seconds: of the whole run, compiling included. steps: seconds of each step but the
     first, which includes the run's set-up. answer: the model's output in the first step, cond and uncond [2 B, ...],
-    before classifier-free guidance."""
+    before classifier-free guidance. host_ms, device_ms: of the model's calls in a step, until Python has them queued
+    and from the first kernel to the last; device_ms None without a GPU."""
 
     image: torch.Tensor
     seconds: float
     steps: list[float]
     answer: torch.Tensor
+    host_ms: float
+    device_ms: float | None
 
 
 class FirstAnswer:
@@ -152,15 +157,48 @@ class FirstAnswer:
         model.set_model_sampler_pre_cfg_function(see)
 
 
+class CallTimes:
+    """How long each of the model's calls keeps Python and the device, outside of what compilers see."""
+
+    def __init__(self, device: torch.device):
+        self._is_cuda = device.type == "cuda"
+        self.host: list[float] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def watch(self, model: Any) -> None:
+        """Watch the runs of this ModelPatcher and of its clones."""
+
+        def timed(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2 if self._is_cuda else 0))
+            began = time.perf_counter()
+            for event in events[:1]:
+                event.record()
+            out = executor(*args, **kwargs)
+            for event in events[1:]:
+                event.record()
+            self.host.append((time.perf_counter() - began) * 1e3)
+            self._events += [events] if events else []
+            return out
+
+        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "bench", timed)
+
+    def of_a_step(self, steps: int) -> tuple[float, float | None]:
+        """Milliseconds of a step's calls on either side, the median, of a run that is over; and forget them."""
+        host, device = self.host, [began.elapsed_time(ended) for began, ended in self._events]
+        self.host, self._events, calls = [], [], len(self.host) / steps
+        return statistics.median(host) * calls, statistics.median(device) * calls if device else None
+
+
 class Runs:
     """Runs of core's sampler on one model. model: the ModelPatcher that every contender's is made of; the subject's."""
 
     def __init__(self, subject: Subject, model: Any = None):
         self._subject = subject
         self._device = subject.device
-        self._first = FirstAnswer()
+        self._first, self._calls = FirstAnswer(), CallTimes(self._device)
         self.model = model or subject.load()
         self._first.watch(self.model)
+        self._calls.watch(self.model)
         self._prompts = subject.prompts()
         self._flops: dict[Case, int] = {}
 
@@ -179,7 +217,7 @@ class Runs:
         wait(self._device)
         seconds = time.perf_counter() - started
         each = [end - start for start, end in zip(ends, ends[1:], strict=False)]
-        return Run(image.float().cpu(), seconds, each, self._first.answer)
+        return Run(image.float().cpu(), seconds, each, self._first.answer, *self._calls.of_a_step(steps))
 
     def flops(self, case: Case) -> int:
         """Floating-point operations of one eager step, by torch's count."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .gpu_cases import CAPTURED, CONTENDERS, CORE, EAGER, NO_REPLAYS
+from .gpu_cases import CAPTURED, CONTENDERS, CORE, DEFAULT, EAGER, FLAGS, NATIVE, NO_REPLAYS, SPEED_UP
 from .report import Row, markdown
 
 REACHED, MISSED, NOT_MEASURED = "reached", "missed", "not measured"
-JUDGED = "SDXL"
 OF_EAGER = (
-    ("512x512", CAPTURED, "with CUDA graphs", 1.3),
-    ("1024x1024", CAPTURED, "with CUDA graphs", 1.15),
-    ("512x512", "deepcache-3", "with DeepCache 3", 2.5),
-    ("1024x1024", "deepcache-3", "with DeepCache 3", 2.5),
+    ("SDXL", "512x512", "with CUDA graphs", NATIVE, CAPTURED, 1.3),
+    ("SDXL", "1024x1024", "with CUDA graphs", NATIVE, CAPTURED, 1.15),
+    ("SDXL", "1024x1024", "Speed Up with ComfyUI's default flags", DEFAULT, SPEED_UP, 1.0),
+    ("SD1.5", "512x512", "Speed Up with ComfyUI's default flags", DEFAULT, SPEED_UP, 1.0),
 )
-"""How many times as fast as eager `JUDGED` has to be: size, contender, its words, times."""
+"""How many times as fast as eager a model has to be: size, words, ComfyUI's flags, contender, times."""
 STALLS_OF_CORE = 0.1
+SHOWN = 0.02
+"""Share of a step from which on a kernel is on the page."""
 MOST_GROWTH = 1.03
 """Memory held at the last ten sizes, over the most held before."""
 
@@ -27,28 +28,31 @@ that compiles nothing, or on a made-up device whose kernels do nothing: what is 
 on a CPU differences too) is exact, and the seconds, ratios and shares say nothing."""
 
 LEGEND = """\
-- steps/s: one over the median of at least ten steps, taken in turns with the other contenders, after warm-up; with
-  DeepCache over the mean, since their steps differ by design. A step has cond and uncond in it.
+- steps/s: one over the median of at least ten steps, taken in turns with the other contenders, after warm-up; at
+  Balanced and Fast over the mean, since their steps differ by design. A step has cond and uncond in it (CFG 5).
+- flags: ComfyUI's. default: none, so that memory comes from cudaMallocAsync, and no CUDA graph is captured; native:
+  --disable-cuda-malloc; channels-last: that and --force-channels-last.
+- host ms, device ms: of the model's calls in a step, until Python has queued their work and from the first kernel to
+  the last. Where both are alike, the device waits for Python.
 - x eager: steps a second over those of eager at the same case in the same run.
 - of peak: floating-point operations of an eager step (torch's count) over the step's seconds, as a share of what a
   large square matrix product reached in the same run on the same device.
 - difference: of the model's output in a run's first step, before guidance, from the eager one, over its largest value;
-  eager's own is that of a second run. With DeepCache the first step is computed in full.
+  eager's own is that of a second run. Balanced and Fast compute the first step in full.
 - Graph caches: 24 GB for each contender, for the forty sizes 6 GB.
 - peak MB: what tensors held at most while the contender ran, without what captured calls keep, its own or others';
   graphs MB: what these keep beside it, all sizes so far together.
-- as shipped: Accelerate Model with its default inputs.
 - ran as: a contender whose model calls were not replayed is named for what it was.
 - Weights are random, at the models' published sizes. CFG everywhere, also where a model is published for use without.
-  Wan: clips of 17 frames (5 latent frames). DeepCache: every third step in full, so that the interval is what is
-  measured.
+  Wan: clips of 17 frames (5 latent frames). What Balanced and Fast skip of trained weights differs.
 - First images: cold with nothing compiled, warm the same image once more. Compiler folders are empty at first; ours
-  share theirs: the first of them starts cold, the others trace for themselves and find its kernels on disk; those that
-  cache steps are "CUDA graphs" with one node more, in its graph cache.
+  share theirs: the first of them starts cold, the others find its kernels on disk.
 - Ours: *Accelerate Model*'s defaults without `check_gain`, which would run some calls of the first images twice.
+  Speed Up: as the node installs it.
 - A prompt's stall: its seconds minus those of the same prompt once more."""
 
-_TEXTS = ("contender", "kernel", "size", "start", "ran as", "notes", "model", "part", "what", "why")
+_TEXTS = ("flags", "contender", "kernel", "size", "start", "ran as", "notes", "model", "part", "what", "why")
+_TEXTS += ("by kind", "by stage")
 
 Place = tuple[str, str, int]
 """Model, size and batch of steps."""
@@ -74,8 +78,11 @@ def goals(rows: Sequence[Row], has_gpu: bool) -> list[Goal]:
     return [
         *_each(rows, "steps", core, _beside_core),
         *(
-            _goal(f"{JUDGED}, {size}, {words}: at least {least} times eager", _beside_eager(rows, size, name, least))
-            for size, name, words, least in OF_EAGER
+            _goal(
+                f"{model}, {size}, {words}: at least {least} times eager",
+                _beside_eager(rows, (model, size, 1), flags, name, least),
+            )
+            for model, size, words, flags, name, least in OF_EAGER
         ),
         *_each(rows, "session", stalls, _stalls),
         *_each(rows, "sizes40", "forty sizes in a row, memory within the budget and flat", _flat),
@@ -112,12 +119,14 @@ def _goal(what: str, judged: Judgement) -> Goal:
     return Goal(f"{what}: {state} ({figure}).", state)
 
 
-def _timed(rows: Iterable[Row], contender: str) -> dict[Place, Row]:
-    return {_case(row): row for row in rows if row["part"] == "steps" and row["contender"] == contender and _ran(row)}
+def _timed(rows: Iterable[Row], contender: str, flags: str | None = None) -> dict[Place, Row]:
+    """By place; flags: ComfyUI's, None: whichever."""
+    own = (row for row in rows if row["part"] == "steps" and row["contender"] == contender and _ran(row))
+    return {_case(row): row for row in own if flags in (None, row["flags"])}
 
 
 def _beside_core(rows: Sequence[Row]) -> Judgement:
-    own, core = _timed(rows, CAPTURED), _timed(rows, CORE)
+    own, core = _timed(rows, SPEED_UP, NATIVE) | _timed(rows, CAPTURED), _timed(rows, CORE)
     times = {case: core[case]["step_ms"] / own[case]["step_ms"] for case in own if case in core}
     if not times:
         return None, "no case has both"
@@ -129,12 +138,12 @@ def _beside_core(rows: Sequence[Row]) -> Judgement:
     return times[worst] >= 1, figure
 
 
-def _beside_eager(rows: Sequence[Row], size: str, contender: str, least: float) -> Judgement:
-    row = _timed(rows, contender).get((JUDGED, size, 1))
+def _beside_eager(rows: Sequence[Row], case: Place, flags: str, contender: str, least: float) -> Judgement:
+    row = _timed(rows, contender, flags).get(case)
     if row is None or not row["eager_ms"]:
         return None, "no such row"
     times = _of_eager(row)
-    if row["ran_as"] == NO_REPLAYS:
+    if row["ran_as"] == NO_REPLAYS and row["flags"] == NATIVE:
         return None, f"{times:.2f}, but as compiled blocks alone"
     return times >= least, f"{times:.2f}"
 
@@ -212,10 +221,12 @@ def page(rows: Sequence[Row], skips: Sequence[Row], facts: dict[str, Any]) -> st
     driver = f", driver {device['driver']}" if device["driver"] else ""
     cuda = f" (CUDA {device['cuda']})" if device["cuda"] else ""
     lines = ["# Benchmarks", "", *([] if cuda else [NO_GPU, ""])]
+    last = ", the last of the runs that it adds to," if "--add" in facts["command"] else ""
     lines += [
-        f"Written by `{facts['command']}` on {facts['date']}: {device['name']}{driver}; ComfyUI {versions['comfyui']}, "
-        f"torch {device['torch']}{cuda}, triton {versions['triton'] or 'none'}. A {device['matrix_side']} x "
-        f"{device['matrix_side']} product in {device['matrix_dtype']}: {device['matrix_tflops']:.4g} TFLOP/s. "
+        f"Written by `{facts['command']}`{last} on {facts['date']}: {device['name']}{driver}; ComfyUI "
+        f"{versions['comfyui']}, torch {device['torch']}{cuda}, triton {versions['triton'] or 'none'}. A "
+        f"{device['matrix_side']} x {device['matrix_side']} product in {device['matrix_dtype']}: "
+        f"{device['matrix_tflops']:.4g} TFLOP/s. "
         "Every row: `benchmarks.json`.",
         *("", "## Goals", ""),
         *(f"- {goal.sentence}" for goal in goals(rows, bool(cuda))),
@@ -238,12 +249,17 @@ def page(rows: Sequence[Row], skips: Sequence[Row], facts: dict[str, Any]) -> st
 
 def steps_table(rows: Sequence[Row]) -> str:
     """By batch, size as first measured, and contender."""
-    sizes, names = list(dict.fromkeys(row["size"] for row in rows)), list(CONTENDERS)
-    timed = sorted(
-        filter(_ran, rows), key=lambda row: (row["batch"], sizes.index(row["size"]), names.index(row["contender"]))
-    )
+    sizes, names, flags = list(dict.fromkeys(row["size"] for row in rows)), list(CONTENDERS), list(FLAGS)
+
+    def order(row: Row) -> tuple[int, ...]:
+        places = sizes.index(row["size"]), flags.index(row["flags"]), names.index(row["contender"])
+        return row["batch"], *places
+
+    timed = sorted(filter(_ran, rows), key=order)
     columns = {
-        **{"size": "size", "batch": "batch", "contender": _label, "steps/s": "steps_per_s", "x eager": _of_eager},
+        **{"size": "size", "batch": "batch", "flags": "flags", "contender": _label},
+        **{"steps/s": "steps_per_s", "x eager": _of_eager},
+        **{"host ms": lambda row: row.get("host_ms"), "device ms": lambda row: row.get("device_ms")},
         "of peak": lambda row: None if row["share_of_matrix"] is None else f"{row['share_of_matrix']:.1%}",
         **{"first image s": "first_image_s", "compiled": "compilations", "peak MB": "peak_mb"},
         **{"graphs MB": "graphs_mb", "difference": lambda row: f"{row['answer_diff']:.1e}", "ran as": _ran_as},
@@ -254,16 +270,18 @@ def steps_table(rows: Sequence[Row]) -> str:
 
 def profile_table(rows: Sequence[Row]) -> str:
     columns = {
-        **{"size": "size", "contender": _label, "kernel": lambda row: f"`{row['kernel']}`", "calls a step": "calls"},
-        **{"ms a step": "kernel_ms", "share": lambda row: f"{row['share']:.1%}"},
+        **{"size": "size", "flags": "flags", "contender": _label, "kernel": lambda row: f"`{row['kernel']}`"},
+        **{"calls a step": "calls", "ms a step": "kernel_ms", "share": lambda row: f"{row['share']:.1%}"},
     }
-    return f"### Kernels\n\n{_table([row for row in rows if 'kernel' in row], columns)}"
+    long = [row for row in rows if row.get("share", 0) >= SHOWN]
+    return f"### Kernels of at least {SHOWN:.0%} of a step\n\n{_table(long, columns)}"
 
 
 def cold_table(rows: Sequence[Row]) -> str:
     columns = {
-        **{"contender": _label, "start": "start", "first image s": "first_image_s", "compiled": "compilations"},
-        **{"peak MB": "peak_mb", "ran as": "ran_as"},
+        **{"flags": "flags", "contender": _label, "start": "start", "first image s": "first_image_s"},
+        **{"compiled": "compilations", "peak MB": "peak_mb", "ran as": "ran_as"},
+        **{"by kind": lambda row: _seconds(row, "kinds_s"), "by stage": lambda row: _seconds(row, "stages_s")},
     }
     table = _table([row for row in rows if "first_image_s" in row], columns)
     return f"### First images at {rows[0]['size']}\n\n{table}"
@@ -317,16 +335,38 @@ def line(row: Row) -> str:
     """One row in words, while the bench runs."""
     if "why" in row:
         return f"{row['model']}, {row['part']}, {row['what']}, {row['contender']}: left out, {row['why']}"
-    names = ("size", "batch", "number", "step", "start", "contender")
-    figures = ("failed", "step_ms", "first_image_s", "stall_s", "image_s", "compilations", "ran_as", "answer_diff")
+    names = ("size", "batch", "number", "step", "start", "flags", "contender", "kernel")
+    figures = (
+        "failed",
+        "step_ms",
+        "eager_ms",
+        "host_ms",
+        "device_ms",
+        "calls",
+        "kernel_ms",
+        "first_image_s",
+        "stall_s",
+    )
+    figures += ("image_s", "full_steps", "skipped_steps", "compilations", "kinds_s", "stages_s", "uncompiled", "ran_as")
+    figures += ("answer_diff",)
     told = [f"{name} {row[name]:{'.3g' if isinstance(row[name], float) else ''}}" for name in figures if name in row]
     return ", ".join([row["model"], row["part"], *(str(row[name]) for name in names if name in row), *told])
 
 
 def _table(rows: Sequence[Any], columns: Mapping[str, str | Callable[[Any], Any]]) -> str:
-    """A Markdown table; columns: heading → a field of the row, or a function of it."""
+    """A Markdown table; columns: heading → a field of the row, or a function of it; without those that are empty."""
     shown = [{heading: pick(row) if callable(pick) else row[pick] for heading, pick in columns.items()} for row in rows]
-    return markdown(shown, list(columns), _TEXTS) if rows else "-"
+    filled = [heading for heading in columns if any(row[heading] not in (None, "") for row in shown)]
+    return markdown(shown, filled, _TEXTS) if rows else "-"
+
+
+def is_telling(kernel: str) -> bool:
+    """Whether a kernel is attention's, or converts a layout."""
+    return any(part in kernel.lower() for part in ("sdpa", "flash", "fmha", "attention", "tonhwc", "tonchw"))
+
+
+def _seconds(row: Row, name: str) -> str:
+    return ", ".join(f"{of} {seconds}" for of, seconds in row.get(name, {}).items())
 
 
 def _label(row: Row) -> str:

@@ -9,7 +9,8 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,12 @@ from typing import Any
 import torch
 from comfy_accel.accel.core.errors import one_line
 from comfy_accel.accel.report.run_record import records
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from . import gpu_device
-from .compilations import RecompileLimit
+from .compilations import RecompileLimit, seconds_heard
 from .gpu_cases import (
     CAPTURED,
     COLD,
-    COMPILED,
     COMPILING,
     CONTENDERS,
     CORE,
@@ -34,7 +32,6 @@ from .gpu_cases import (
     QUICK_SESSION,
     SAMPLED,
     SESSION,
-    SHIPPED,
     WARM,
     Case,
     TimeBudget,
@@ -72,8 +69,12 @@ class Turns:
 
     row: Row
     expected_calls: int = 0
-    steps: list[float] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     replays: int = 0
+
+    @property
+    def steps(self) -> list[float]:
+        return [seconds for run in self.runs for seconds in run.steps]
 
 
 class Parts:
@@ -156,15 +157,14 @@ class Parts:
         row = {**self._about("steps", name, case), "width": case.width, "height": case.height}
         row |= {"frames": self._subject.frames, "dtype": self._subject.dtype}
         began = time.monotonic()
-        has_probes = CONTENDERS[name].has_graphs or name == SHIPPED
         try:
-            with self._lineup.running(name) as spent:
+            with seconds_heard() as heard, self._lineup.running(name) as spent:
                 gpu_device.forget_peak(self._subject.device)
                 patcher = self._lineup.patcher(name)
                 first = self._runs.run(patcher, case, SAMPLED)
                 peak_mb = gpu_device.peak_mb(self._subject.device)
             with self._lineup.running(name) as settling:
-                self._runs.run(patcher, case, WARM_UP if has_probes else SAMPLED)
+                self._runs.run(patcher, case, WARM_UP if CONTENDERS[name].has_graphs else SAMPLED)
             with self._lineup.running(name) as again:
                 run = self._runs.run(patcher, case, SAMPLED)
                 # Eager is compared with a second run of itself, which shows what differs from run to run.
@@ -187,8 +187,8 @@ class Parts:
         earlier = self._earlier.get((case, name))
         if earlier is not None:
             row = {**_sum(row, earlier), "first_image_s": earlier["first_image_s"]}
-        # The others find what a contender before them has compiled.
-        is_alone = name in (EAGER, CAPTURED, CORE) or (name == COMPILED and CAPTURED not in self._begun)
+        # Of ours, all but the first find what a contender before them has compiled.
+        is_alone = name in (EAGER, CORE) or self._begun <= {EAGER, CORE}
         if not is_alone or name in self._begun or case != self._cases[0]:
             return row, run, []
         self._begun.add(name)
@@ -197,6 +197,7 @@ class Parts:
                 **self._about("cold", name, case),
                 **{"start": start, "first_image_s": round(seconds, 3), "peak_mb": peak_mb},
                 **{**answered, **counted, "ran_as": ran_as(name, counted["replays"], SAMPLED)},
+                **({"kinds_s": _rounded(heard[0]), "stages_s": _rounded(heard[1])} if start == COLD else {}),
             }
             for start, seconds, counted in ((COLD, first.seconds, spent), (WARM, run.seconds, again))
         ]
@@ -204,7 +205,7 @@ class Parts:
 
     def _turn(self, case: Case, name: str, done: Turns) -> str | None:
         """One timed run; the reason if it failed."""
-        steps = 1 + (MADE_TO_SKIP if CONTENDERS[name].interval else TIMED)
+        steps = 1 + (MADE_TO_SKIP if CONTENDERS[name].skips else TIMED)
         gpu_device.forget_peak(self._subject.device)
         try:
             with self._lineup.running(name) as spent:
@@ -212,26 +213,28 @@ class Parts:
         except Exception as error:
             torch.cuda.empty_cache()
             return one_line(error)
-        done.steps += run.steps
+        done.runs.append(run)
         done.replays += spent["replays"]
         done.expected_calls += steps
         # Captured calls stay in memory whoever runs, also eagerly.
         peak_mb = gpu_device.peak_mb(self._subject.device, self._lineup.kept_bytes())
         graphs = self._lineup.graph_bytes(name)
         done.row = {**_sum(done.row, spent), "peak_mb": peak_mb, "graphs_mb": None if graphs is None else _mb(graphs)}
-        if CONTENDERS[name].interval:
+        if CONTENDERS[name].skips:
             told = records.deep_cache()
-            done.row |= {"full_steps": told.full_steps, "skipped_steps": told.skipped_steps}
+            done.row |= {"full_steps": told.full_steps, "skipped_steps": told.skipped_steps, "image_s": run.seconds}
         return None
 
     def _result(self, name: str, done: Turns, flops: int, eager_ms: float | None) -> Row:
-        caches = CONTENDERS[name].interval
+        caches = CONTENDERS[name].skips
         # Skipped and full steps differ by design: their mean is what a run pays.
         seconds = (statistics.mean if caches else statistics.median)(done.steps)
         return {
             **done.row,
             "step_ms": round(seconds * 1e3, 3),
             "eager_ms": eager_ms and round(eager_ms, 3),
+            "host_ms": _least(run.host_ms for run in done.runs),
+            "device_ms": _least(run.device_ms for run in done.runs),
             "steps_per_s": round(1 / seconds, 3),
             "steps_timed": len(done.steps),
             "replays": done.replays,
@@ -246,9 +249,8 @@ class Parts:
         Without a GPU the rows are of operators.
         """
         self._load()
-        case, is_cuda = self._cases[0], self._subject.device.type == "cuda"
-        activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
-        for name in (name for name in self._names if not CONTENDERS[name].interval):
+        case = self._cases[0]
+        for name in (name for name in self._names if not CONTENDERS[name].skips):
             if not self._budget.fits():
                 yield skipped("profile", self._model, str(case), name)
                 continue
@@ -257,17 +259,10 @@ class Parts:
                 with self._lineup.running(name):
                     patcher = self._lineup.patcher(name)
                     self._runs.run(patcher, case, WARM_UP if CONTENDERS[name].has_graphs else SAMPLED)
-                    with profile(activities=[activity], acc_events=True) as seen:
-                        self._runs.run(patcher, case, SAMPLED)
+                    found = gpu_device.kernels(lambda p=patcher: self._runs.run(p, case, SAMPLED), self._subject.device)
             except Exception as error:
                 yield {**place, "failed": one_line(error)}
                 continue
-            found = [
-                (event.key, event.count, event.self_device_time_total if is_cuda else event.self_cpu_time_total)
-                for event in seen.key_averages()
-                if not is_cuda or event.device_type == DeviceType.CUDA
-            ]
-            found.sort(key=lambda kernel: -kernel[2])
             total = sum(microseconds for _, _, microseconds in found)
             if not total:
                 yield skipped("profile", self._model, str(case), name, "the profiler saw no kernel")
@@ -413,6 +408,14 @@ def _sum(one: Row, other: Row) -> Row:
         "gave_up": one["gave_up"] or other["gave_up"],
         "reasons": list(dict.fromkeys([*one["reasons"], *other["reasons"]])),
     }
+
+
+def _rounded(seconds: Counter[str]) -> dict[str, float]:
+    return {name: round(value, 2) for name, value in seconds.most_common()}
+
+
+def _least(milliseconds: Iterable[float | None]) -> float | None:
+    return min((round(value, 3) for value in milliseconds if value is not None), default=None)
 
 
 def _mb(number: int) -> float:

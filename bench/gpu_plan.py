@@ -1,8 +1,9 @@
-"""`bench gpu --plan N`: what to measure first on a card that is there for minutes, most telling first.
+"""`bench gpu --plan NAME`: what to measure first on a card that is there for minutes, most telling first.
 
-Each plan is one command of at most `MINUTES`. What it measured is in the folder after every row, so a plan that is cut
-keeps its rows, and the next one adds to them. `prepare` fills a folder with ComfyUI's code and packages for a card's
-machine without a network; `environment` makes a process there find them. Standard library only.
+Each plan is one command of at most `MINUTES`, with a process for each of its stages. What it measured is in the folder
+after every row, so a plan that is cut keeps its rows, and the next one adds to them. `prepare` fills a folder with
+ComfyUI's code and packages for a card's machine without a network; `environment` makes a process there find them.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,8 @@ from kit import made_up_device
 
 from tools import PYTEST, ROOT, Problem
 from tools.comfyui import complete, tree
+
+from .gpu_cases import BALANCED, CAPTURED, COMPILED, CORE, FAST, SPEED_UP
 
 MINUTES = 9.0
 
@@ -40,61 +44,66 @@ class Stage:
     module: str = "bench.gpu"
 
 
-FIRST = ("machine", "captures", "values", "attention", "fp8", "malloc_async", "masked")
-_OURS = "--contenders cuda-graphs compiled-blocks shipped deepcache-3"
-_BESIDE_CORE = "--contenders cuda-graphs core"
+_ONE = "--parts steps --batches 1 --sizes"
+_OWN_PYTHON = "--images SDXL Flux --beside ours --cases 'CFG 1' 'unequal prompts' 'longer prompt'"
 
 PLANS = {
-    "first": (
-        Stage(6.0, " ".join(FIRST), "bench.gpu_first"),
+    "default": (
+        Stage(0.5, "machine", "bench.gpu_rows"),
+        Stage(1.6, f"--flags default --models SDXL {_ONE} 1024x1024 512x512 --contenders {COMPILED} {SPEED_UP}"),
+        Stage(1.8, f"--flags default --models SD1.5 {_ONE} 512x512 --contenders {COMPILED} {SPEED_UP} {CORE}"),
         Stage(
-            MINUTES, f"--models SDXL SD1.5 Z-Image --parts steps profile --sizes 1024x1024 512x512 --batches 1 {_OURS}"
+            1.8,
+            f"--models SDXL {_ONE} 1024x1024 512x512 --contenders {SPEED_UP} {BALANCED} {FAST} --parts steps profile",
         ),
+        Stage(0.8, f"--models SD1.5 {_ONE} 512x512 --contenders {SPEED_UP}"),
+        Stage(
+            1.4, f"--flags channels-last --models SDXL {_ONE} 1024x1024 --contenders {SPEED_UP} --parts steps profile"
+        ),
+        Stage(MINUTES, "attention_kernels rope", "bench.gpu_rows"),
+    ),
+    "default-2": (
+        Stage(1.5, _OWN_PYTHON, "bench.overhead"),
+        Stage(3.0, f"--flags default --models SDXL {_ONE} 1024x1024 512x512 --contenders {CORE}"),
+        Stage(1.0, f"--flags default --models Wan {_ONE} 1024x1024 --contenders {SPEED_UP}"),
+        Stage(MINUTES, f"--flags default --models Qwen-Image {_ONE} 1024x1024 --contenders {SPEED_UP}"),
     ),
     "1": (
         Stage(1.5),
-        Stage(4.5, f"--models SDXL --parts steps profile --sizes 1024x1024 512x512 --batches 1 {_OURS}"),
-        Stage(MINUTES, f"--models SDXL --parts steps profile --sizes 1024x1024 --batches 1 {_BESIDE_CORE}"),
+        Stage(4.0, "values attention fp8 masked", "bench.gpu_rows"),
+        Stage(MINUTES, f"--models Flux {_ONE} 1024x1024 --contenders {SPEED_UP} {CORE} --parts steps profile"),
     ),
     "2": (
-        Stage(3.0, f"--models Flux --parts steps profile --sizes 1024x1024 --batches 1 {_OURS} core"),
-        Stage(2.5, f"--models SD1.5 --parts steps --sizes 512x512 --batches 1 {_OURS} core"),
-        Stage(
-            MINUTES,
-            "--models SDXL --parts steps sizes40 --sizes 720x960 768x768 1280x720 1024x1024 --batches 1 4"
-            " --contenders cuda-graphs deepcache-3",
-        ),
+        Stage(4.5, f"--models SDXL --parts steps sizes40 --sizes 720x960 768x768 1280x720 --contenders {CAPTURED}"),
+        Stage(MINUTES, f"--models SDXL --parts session --contenders {CAPTURED} {CORE}"),
     ),
-    "3": (
-        *(
-            Stage(2.0, f"--models {model} --parts steps --sizes 1024x1024 --batches 1 {_OURS} core")
-            for model in ("Z-Image", "Qwen-Image", "Wan")
-        ),
-        Stage(MINUTES, f"--models SDXL --parts session {_BESIDE_CORE}"),
+    "3": tuple(
+        Stage(minutes, f"--models {model} {_ONE} 1024x1024 --contenders {SPEED_UP} {CORE}")
+        for model, minutes in (("Z-Image", 2.7), ("Qwen-Image", 3.0), ("Wan", MINUTES))
     ),
 }
-"""first: what only a card can say (`gpu_first`), then steps and their kernels. 1: the `gpu` tests, then SDXL, which the
-goals are about, with its kernels; core's node last, which compiles longest. 2: Flux, SD1.5, SDXL's other sizes and
-batches, single images first, and without those that would be compiled again for what plan 1 says. 3: the other
-models and a session.
+"""default: what people get as ComfyUI is installed and with CUDA graphs, and what decides the next change; default-2:
+its rest, four to five minutes more. 1: the tests marked gpu, what may be wrong on another card, Flux. 2: SDXL at other
+sizes and batches, forty sizes, a session. 3: the other models.
 """
 
 
-def run(number: str, out: Path, prepared: Path | None, quick: bool) -> None:
+def run(number: str, out: Path, prepared: Path | None, quick: bool, minutes: float | None = None) -> None:
     """Run a plan's stages, each in a process of its own, so that one that fails or hangs costs no other.
 
     out: where benchmarks.json is, or will be. prepared: a folder that `prepare` filled. quick: with tiny
-    models on the CPU, which rehearses it.
+    models on the CPU, which rehearses it. minutes: for all of it, to each stage its share; None: `MINUTES`.
 
     Raises:
         Problem: stages failed or were cut, after all others have run.
     """
-    end = time.monotonic() + 60 * MINUTES
+    minutes = minutes or MINUTES
+    end = time.monotonic() + 60 * minutes
     failed = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         given = {**os.environ, **(environment(prepared, Path(work)) if prepared else {})}
         for stage in PLANS[number]:
-            seconds = min(60 * stage.minutes, end - time.monotonic())
+            seconds = min(60 * stage.minutes * minutes / MINUTES, end - time.monotonic())
             name = stage.arguments or "the tests marked gpu"
             if seconds < LEAST:
                 failed.append(f"no time left for {name}")
@@ -102,7 +111,8 @@ def run(number: str, out: Path, prepared: Path | None, quick: bool) -> None:
             print(f"Plan {number}: {name}, at most {seconds:.0f} s", file=sys.stderr, flush=True)
             command = [sys.executable, *_arguments(stage, seconds, out, quick)]
             try:
-                code = subprocess.run(command, cwd=ROOT, env=given, timeout=seconds + LEAST).returncode
+                options = {"env": given, "timeout": seconds + LEAST, "stdout": subprocess.DEVNULL}  # rows are on stderr
+                code = subprocess.run(command, cwd=ROOT, **options).returncode
                 if code:
                     failed.append(f"{name} ended with {code}")
             except subprocess.TimeoutExpired:
@@ -119,10 +129,14 @@ def _arguments(stage: Stage, seconds: float, out: Path, quick: bool) -> list[str
         rehearsal = f"import sys; sys.path.append({str(ROOT / 'tests')!r}); {PYTEST}"
         return ["-c", rehearsal, "-p", "kit.made_up_device.without_values", *chosen]
     rows = out / "benchmarks.json"
+    command = ["-m", stage.module, *shlex.split(stage.arguments)]
+    if stage.module == "bench.overhead":
+        fewer = ["--images", "SD1.5", "--cases", "longer prompt"] if quick else []
+        return [*command, *fewer, "--json", str(out / "overhead.json")]
     if stage.module != "bench.gpu":
-        return ["-m", stage.module, *stage.arguments.split(), "--out", str(out), *(["--quick"] if quick else [])]
+        return [*command, "--out", str(out), *(["--quick"] if quick else [])]
     return [
-        *("-m", "bench.gpu", *stage.arguments.split(), "--minutes", f"{seconds / 60:.2f}", "--out", str(out)),
+        *(*command, "--minutes", f"{seconds / 60:.2f}", "--out", str(out)),
         *(["--add", str(rows)] if rows.exists() and json.loads(rows.read_text(encoding="utf-8"))["rows"] else []),
         *(["--quick"] if quick else []),
     ]

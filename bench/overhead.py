@@ -7,10 +7,11 @@ core's sampler makes them with. Compiled blocks return nothing and replays do no
 import sys
 from typing import Any
 
-from tools import command, pack
-from tools.inprocess import boot
+from tools import command
+from tools.comfyui import has_accelerator, tree
 
 from . import overhead_images, report
+from .child import begin
 
 COLUMNS = ("layout", "part", "us", "per", "target_us", "verdict")
 TARGETS = {
@@ -40,8 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     cases = {case.name: case for case in overhead_images.CASES}
     parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases))
     options = parser.parse_args(arguments)
-    boot(cpu=True)
-    pack.load()
+    begin(options.images is None or not has_accelerator())
     import torch
 
     from . import layouts
@@ -51,6 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.images is not None:
         for name in options.images or names:
             rows += overhead_images.measure(name, options.beside, [cases[name] for name in options.cases])
+            if options.json:
+                report.write(options.json, rows, tree())  # also of a run that is stopped
         print(f"\n{report.table(rows, overhead_images.COLUMNS)}\n\n{overhead_images.LEGEND}")
         return report.finish(options.json, rows)
     for name in options.layouts or layouts.ALL:

@@ -44,6 +44,7 @@ class Case:
     name: str
     batch: int = 1
     side: int = SIDE
+    tokens: int = PROMPTS[0]
     cfg: float = 1.0
     equal: bool = False
     sampler: str = "euler"
@@ -56,6 +57,7 @@ CASES = (
     Case("CFG 1"),
     Case("unequal prompts", cfg=5.0),
     Case("equal prompts", cfg=5.0, equal=True),
+    Case("longer prompt", tokens=77),
     Case("batch 2", batch=2),
     Case("batch 4", batch=4),
     Case("second size", side=SIDE + 4),
@@ -130,7 +132,7 @@ class Layout:
         import torch
         from kit import tiny_models
 
-        lengths = (PROMPTS[0], PROMPTS[0] if case.equal else PROMPTS[1])
+        lengths = (case.tokens, case.tokens if case.equal else PROMPTS[1])
         prompts = [self.family.conditioning(tokens, seed) for seed, tokens in enumerate(lengths, 1)]
         if case.control:
             prompts = [tiny_models.with_control(prompt, self.control) for prompt in prompts]

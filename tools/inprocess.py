@@ -6,10 +6,10 @@ from pathlib import Path
 from .comfyui import tree
 
 
-def boot(cpu: bool) -> Path:
+def boot(cpu: bool, *flags: str) -> Path:
     """Put ComfyUI's tree first on the path, let it read a command line of ours, and return the tree.
 
-    cpu: keep to the CPU even where there is a GPU.
+    cpu: keep to the CPU even where there is a GPU. flags: of ComfyUI; none: `--disable-cuda-malloc` on a GPU.
 
     Raises:
         Problem: there is no ComfyUI.
@@ -19,7 +19,8 @@ def boot(cpu: bool) -> Path:
         sys.path.insert(0, str(comfyui))
     given = sys.argv
     # Core's own attention is about 100 times slower on a CPU; CUDA graphs need torch's own allocator.
-    sys.argv = ["main.py", "--use-pytorch-cross-attention", "--cpu" if cpu else "--disable-cuda-malloc"]
+    flags = (*flags, "--cpu") if cpu else flags or ("--disable-cuda-malloc",)
+    sys.argv = ["main.py", "--use-pytorch-cross-attention", *flags]
     try:
         import comfy.options
 

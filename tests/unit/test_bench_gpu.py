@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu, gpu_first, gpu_page, gpu_plan
+from bench import gpu, gpu_page, gpu_plan, gpu_rows
 from bench.gpu_cases import (
     CAPTURED,
     COMPILED,
     CORE,
+    DEFAULT,
     EAGER,
+    FAST,
     MODELS,
+    NATIVE,
     PARTS,
     SHARES,
+    SPEED_UP,
     TimeBudget,
     merged,
     named,
@@ -28,12 +32,16 @@ from bench.gpu_cases import (
 from tools import ROOT, Problem
 from tools.comfyui import tree
 
-DEEP_3 = "deepcache-3"
-
 
 def step(contender, step_ms, eager_ms=20.0, size="512x512", batch=1, model="SDXL", **changes):
     row = {"part": "steps", "model": model, "size": size, "batch": batch, "frames": None, "dtype": "fp16"}
-    row |= {"contender": contender, "step_ms": step_ms, "eager_ms": eager_ms, "steps_per_s": 1000 / step_ms}
+    row |= {
+        "flags": NATIVE,
+        "contender": contender,
+        "step_ms": step_ms,
+        "eager_ms": eager_ms,
+        "steps_per_s": 1000 / step_ms,
+    }
     row |= {"first_image_s": 1.0, "compilations": 0, "captures": 1, "gave_up": False, "uncompiled": 0, "reasons": []}
     row |= {"answer_diff": 1e-3, "tolerance": 2e-2, "peak_mb": 9000, "graphs_mb": 100.0}
     row |= {"ran_as": "CUDA graphs", "share_of_matrix": 0.4}
@@ -41,24 +49,38 @@ def step(contender, step_ms, eager_ms=20.0, size="512x512", batch=1, model="SDXL
 
 
 def prompt(contender, stall_s, name="512x512", **changes):
-    row = {"part": "session", "model": "SDXL", "contender": contender, "step": name, "stall_s": stall_s}
+    row = {
+        "part": "session",
+        "model": "SDXL",
+        "flags": NATIVE,
+        "contender": contender,
+        "step": name,
+        "stall_s": stall_s,
+    }
     row |= {"first_image_s": stall_s + 1, "compilations": 1, "captures": 0, "gave_up": False, "reasons": []}
     return row | {"answer_diff": 1e-3, "tolerance": 2e-2} | changes
 
 
 def forty(number, **changes):
-    row = {"part": "sizes40", "model": "SDXL", "contender": CAPTURED, "number": number, "size": "512x512"}
+    row = {
+        "part": "sizes40",
+        "model": "SDXL",
+        "flags": NATIVE,
+        "contender": CAPTURED,
+        "number": number,
+        "size": "512x512",
+    }
     row |= {"image_s": 0.5, "cache_mb": 5000.0, "budget_mb": 6144, "held_mb": 12000.0, "ran_as": "CUDA graphs"}
     return row | {"evictions": 0, "compilations": 0, "captures": 1, "reasons": []} | changes
 
 
 def start(contender, which, **changes):
-    row = {"part": "cold", "model": "SDXL", "contender": contender, "start": which, "size": "512x512"}
+    row = {"part": "cold", "model": "SDXL", "flags": NATIVE, "contender": contender, "start": which, "size": "512x512"}
     row |= {"first_image_s": 60.0, "compilations": 13, "peak_mb": 8000, "ran_as": "CUDA graphs"}
     return row | {"answer_diff": 0.0, "reasons": []} | changes
 
 
-KERNEL = {"part": "profile", "model": "SDXL", "contender": CAPTURED, "size": "512x512", "batch": 1} | {
+KERNEL = {"part": "profile", "model": "SDXL", "flags": NATIVE, "contender": CAPTURED, "size": "512x512", "batch": 1} | {
     **{"kernel": "gemm", "calls": 2.0, "kernel_ms": 0.5, "share": 0.25}
 }
 
@@ -68,7 +90,10 @@ def everything():
     rows = []
     for size in ("512x512", "1024x1024"):
         rows += [step(EAGER, 20.0, size=size), step(CAPTURED, 12.0, size=size), step(CORE, 13.0, size=size)]
-        rows.append(step(DEEP_3, 7.0, size=size, full_steps=11, skipped_steps=20, share_of_matrix=None))
+        rows.append(step(FAST, 7.0, size=size, full_steps=11, skipped_steps=20, share_of_matrix=None))
+    rows += [step(SPEED_UP, 19.0, size="1024x1024", flags=DEFAULT, ran_as="compiled blocks")]
+    rows += [step(name, 15.0, model="SD1.5", flags=DEFAULT, ran_as="compiled blocks") for name in (SPEED_UP, CORE)]
+    rows += [step(SPEED_UP, 12.0, model="SD1.5")]
     rows += [prompt(CAPTURED, 5.0), prompt(CORE, 80.0), *(forty(number) for number in range(1, 41))]
     return [*rows, start(CAPTURED, "cold"), KERNEL]
 
@@ -147,8 +172,8 @@ def test_every_stage_of_a_plan_is_a_command_that_bench_gpu_takes(number, tmp_pat
         _, module, *arguments = gpu_plan._arguments(stage, 60 * stage.minutes, tmp_path, quick=False)
         if module == "bench.gpu":
             assert gpu._parse(arguments).minutes == stage.minutes
-        elif stage.arguments:
-            assert set(gpu_first._parse(arguments).rows) == set(gpu_first.ROWS)
+        elif module == "bench.gpu_rows":
+            assert set(gpu_rows._parse(arguments).rows) <= set(gpu_rows.ROWS)
     # The last takes what is left, and that is worth starting it.
     assert sum(stage.minutes for stage in stages[:-1]) + 1 < gpu_plan.MINUTES <= stages[-1].minutes
 
@@ -165,8 +190,8 @@ def test_stage_that_fails_costs_no_other(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu_plan.subprocess, "run", run)
     with pytest.raises(Problem, match="ended with 3; .* cut after its time, with what it had measured kept"):
-        gpu_plan.run("2", tmp_path, None, quick=True)
-    assert len(ran) == len(gpu_plan.PLANS["2"])
+        gpu_plan.run("3", tmp_path, None, quick=True)
+    assert len(ran) == len(gpu_plan.PLANS["3"])
     assert all(command[-1] == "--quick" and str(tmp_path / "benchmarks.json") in command for command in ran)
 
 
@@ -198,22 +223,22 @@ def test_prepared_comfyui_is_enough_to_import_its_sampling(tmp_path):
 def test_all_goals_are_reached_where_they_are():
     goals = judged(everything())
     assert {goal.state for goal in goals} == {gpu_page.REACHED}
-    assert len(goals) == 8
+    assert len(goals) == 9
 
 
 def test_a_slower_case_than_cores_misses_and_is_named():
     rows = [*everything(), step(CAPTURED, 14.0, size="720x960"), step(CORE, 13.0, size="720x960")]
-    goal = about(judged(rows), "TorchCompileModel at every size")
+    goal = about(judged(rows), "SDXL: CUDA graphs at least as fast")
     assert goal.state == gpu_page.MISSED and "0.93" in goal.sentence and "720x960" in goal.sentence
 
 
 def test_what_never_replayed_does_not_count_as_cuda_graphs():
     rows = [row | {"ran_as": "compiled blocks"} if row["contender"] == CAPTURED else row for row in everything()]
     goals = judged(rows)
-    assert about(goals, "TorchCompileModel at every size").state == gpu_page.NOT_MEASURED
+    assert about(goals, "SDXL: CUDA graphs at least as fast").state == gpu_page.NOT_MEASURED
     assert about(goals, "512x512, with CUDA graphs").state == gpu_page.NOT_MEASURED
     assert about(goals, "forty sizes").state == gpu_page.NOT_MEASURED
-    assert about(goals, "512x512, with DeepCache 3").state == gpu_page.REACHED
+    assert about(goals, "SD1.5, 512x512, Speed Up").state == gpu_page.REACHED
 
 
 @pytest.mark.parametrize(
@@ -221,11 +246,12 @@ def test_what_never_replayed_does_not_count_as_cuda_graphs():
     [
         (CAPTURED, "512x512", 16.0, "512x512, with CUDA graphs: at least 1.3"),
         (CAPTURED, "1024x1024", 18.0, "1024x1024, with CUDA graphs: at least 1.15"),
-        (DEEP_3, "1024x1024", 8.1, "1024x1024, with DeepCache 3"),
+        (SPEED_UP, "1024x1024", 21.0, "1024x1024, Speed Up with ComfyUI's default flags"),
     ],
 )
 def test_too_slow_beside_eager_misses(contender, size, step_ms, words):
-    goal = about(judged(replaced(everything(), step(contender, step_ms, size=size))), words)
+    flags = DEFAULT if contender == SPEED_UP else NATIVE
+    goal = about(judged(replaced(everything(), step(contender, step_ms, size=size, flags=flags))), words)
     assert goal.state == gpu_page.MISSED and f"{20 / step_ms:.2f}" in goal.sentence
 
 
@@ -299,8 +325,8 @@ def test_page_tells_device_driver_torch_date_and_every_goal():
     text = page(everything())
     assert "No GPU was measured" not in text
     assert "on 22 November 2026, 03:00 UTC: H200, driver 570.1; ComfyUI 0.3.75, torch 2.11.0 (CUDA 13.0)" in text
-    assert text.count(": reached (") == 8
-    assert "| 512x512 | 1 | ours, CUDA graphs | 83.33 | 1.67 | 40.0% |" in text
+    assert text.count(": reached (") == 9
+    assert "| 512x512 | 1 | native | ours, CUDA graphs | 83.33 | 1.67 | 40.0% |" in text
     assert "20 of 31 steps skipped" in text
 
 

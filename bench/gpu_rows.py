@@ -1,4 +1,4 @@
-"""`bench gpu --plan first`: what only a card can say of ours, in five minutes; each row is printed at once.
+"""Questions of `bench gpu --plan` that are about no contender's steps; each row is printed at once.
 
 Models at full width with random weights, few of their layers where the row is about a block. A row that fails says so
 and costs no other. Its page can be pasted into an issue as it is.
@@ -7,9 +7,9 @@ and costs no other. Its page can be pasted into an issue as it is.
 from __future__ import annotations
 
 import argparse
-import itertools
+import functools
 import json
-import os
+import math
 import statistics
 import sys
 import tempfile
@@ -19,13 +19,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from kit import made_up_device
+from tools import command
 
-from tools import Problem, command, pack
-from tools.inprocess import boot
-
-from .child import result_of
+from .child import begin
+from .gpu_cases import CAPTURED, COMPILED, EAGER, SPEED_UP
 from .report import Row
 
 MASKED = ((2, 300), (2, 320), (2, 1024), (1, 4096))
@@ -35,19 +34,17 @@ LARGE, FIRST_LAYERS = (7, 40), ("img_in", "x_embedder", "input_blocks")
 
 SIZES = ((1024, 1024, 1), (720, 960, 2), (512, 512, 1))
 STEPS = 8
+CALLS = 10
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
-    boot(cpu=options.quick)
-    pack.load()
-    if made_up_device.is_here():
-        made_up_device.prepare()
-        made_up_device.sample_without_values()
-    os.environ["ACCEL_STORE"] = "off"
+    begin(options.quick)
     from .gpu_models import free
 
-    rows: list[Row] = []
+    earlier = options.out and options.out / "rows.json"
+    rows: list[Row] = json.loads(earlier.read_text(encoding="utf-8")) if earlier and earlier.exists() else []
+    rows = [row for row in rows if row["row"] not in (options.rows or ROWS)]
     for name in options.rows or ROWS:
         started = time.monotonic()
         try:
@@ -62,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; all if none is given")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write first.md and first.json there after each row")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="add to rows.md and rows.json there after each row")
     parser.add_argument("--quick", action="store_true", help="tiny models on the CPU: whether it runs")
     return parser.parse_args(arguments)
 
@@ -72,8 +69,8 @@ def _keep(rows: list[Row], row: Row, out: Path | None) -> None:
     print(_line(row), file=sys.stderr, flush=True)
     if out:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "first.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
-        (out / "first.md").write_text(_page(rows), encoding="utf-8")
+        (out / "rows.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        (out / "rows.md").write_text(_page(rows), encoding="utf-8")
 
 
 def _line(row: Row) -> str:
@@ -81,7 +78,7 @@ def _line(row: Row) -> str:
 
 
 def _page(rows: list[Row]) -> str:
-    return "\n".join(["# The first minutes on this card", "", *(f"- {_line(row)}" for row in rows), ""])
+    return "\n".join(["# Rows of this card", "", *(f"- {_line(row)}" for row in rows), ""])
 
 
 def machine(quick: bool) -> Iterator[Row]:
@@ -110,14 +107,14 @@ def values(quick: bool) -> Iterator[Row]:
             first = first if hasattr(first, "weight") else first[0][0]
             first.weight.data[list(LARGE)] *= outlier
             for case in _cases(quick):
-                runs.run(lineup.patcher("shipped"), case, STEPS)
+                runs.run(lineup.patcher(SPEED_UP), case, STEPS)
             worst = {"median": statistics.median(ratios or [0.0]), "worst": max(ratios, default=0.0)}
             thrown_out = sum(not ratio <= 1 for ratio in ratios)
             yield {"model": name, "outlier": outlier, "compared": len(ratios), "thrown_out": thrown_out, **worst}
 
 
 def masked(quick: bool) -> Iterator[Row]:
-    """Masked attention, compiled for any size: the operator that torch takes, its first and second call, a capture."""
+    """Masked attention, compiled for any size: the kernel that torch takes, its first and second call, a capture."""
     import comfy.ops
     import torch
     from comfy_accel.accel.compile import block_compiler
@@ -171,7 +168,7 @@ def masked(quick: bool) -> Iterator[Row]:
                 with torch.cuda.graph(captured):
                     replayed = graph.run([*weights, *inputs])
                 captured.replay()
-                row |= {"operator": _operator(block, x, mask), "replay": difference(replayed, expected)}
+                row |= {"kernel": _longest(functools.partial(block, x, mask)), "replay": difference(replayed, expected)}
             yield row
 
 
@@ -185,7 +182,7 @@ def attention(quick: bool) -> Iterator[Row]:
 
     with _loaded("Flux", quick, layers=4) as (runs, lineup):
         runs.model.model_options["transformer_options"]["optimized_attention_override"] = of_another_node
-        yield from _steps(runs, lineup, quick)
+        yield from _steps("Flux", runs, lineup, quick)
 
 
 def fp8(quick: bool) -> Iterator[Row]:
@@ -202,50 +199,66 @@ def fp8(quick: bool) -> Iterator[Row]:
     randomize(model.diffusion_model, 0)
     patcher = comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=device)
     with _loaded("Flux", quick, layers=4, model=patcher) as (runs, lineup):
-        yield from _steps(runs, lineup, quick)
+        yield from _steps("Flux", runs, lineup, quick)
 
 
-def captures(quick: bool) -> Iterator[Row]:
-    """What a new size costs with CUDA graphs and without: a first and a second image of few steps; and whether the
-    device waited for Python when that was asked."""
-    for name in ("SDXL", "Flux"):
-        with _loaded(name, quick) as (runs, lineup), _asked_whether_it_waits() as waited:
-            known, *new = _cases(quick)
-            for contender in ("compiled-blocks", "cuda-graphs"):
-                runs.run(lineup.patcher(contender), known, 2)
-            for case, contender in itertools.product(new, ("compiled-blocks", "cuda-graphs")):
-                waited.clear()
-                first, second = (runs.run(lineup.patcher(contender), case, STEPS).seconds for _ in range(2))
-                row: Row = {"model": name, "size": str(case), "contender": contender}
-                yield row | {"first_s": first, "second_s": second, "device_waited": list(waited)}
+def attention_kernels(quick: bool) -> Iterator[Row]:
+    """Which kernel this core takes for a model's longest attention, and what torch's others take for it."""
+    from comfy_accel.accel.core.errors import one_line
+    from torch.nn import functional
+
+    own = functional.scaled_dot_product_attention
+    for name in ("Flux", "Z-Image", "Wan"):
+        with _loaded(name, quick, layers=1) as (runs, _):
+            with mock.patch.object(functional, own.__name__, side_effect=own) as seen:
+                runs.run(runs.model, _cases(quick)[0], 1)
+            args, options = max(seen.call_args_list, key=lambda call: call.args[0].numel() * call.args[1].shape[-2])
+            seen.reset_mock()
+        shape = list(args[0].shape)
+        for backend in (None, "FLASH_ATTENTION", "CUDNN_ATTENTION"):
+            call = functools.partial(_attend, backend, *args, **options)
+            row: Row = {"model": name, "q": shape, "chosen_by": backend or "this core"}
+            try:
+                seconds = _seconds(call)
+                row["kernel"] = _longest(call)
+            except RuntimeError as error:
+                yield row | {"failed": one_line(error)}
+                continue
+            tflop = 4 * math.prod(shape) * args[1].shape[-2] / 1e12
+            yield row | {"ms": seconds * 1e3, "tflops": tflop / seconds}
 
 
-def malloc_async(quick: bool) -> Iterator[Row]:
-    """A capture with ComfyUI's default allocator, in a way that no card has run yet, and one that fails. Torch may end
-    the process of either."""
-    from .gpu_async import ENVIRONMENT, captured
+def rope(quick: bool) -> Iterator[Row]:
+    """Z-Image's blocks with comfy-kitchen's rotary embedding traced, as ours do it, and as an operator."""
+    from comfy_accel.accel.hosts.comfyui import kitchen_kernels
 
-    for fails in (False, True) if _device().type == "cuda" else ():
+    if "comfy_kitchen" not in sys.modules:
+        yield {"model": "Z-Image", "why": "this core has no comfy-kitchen"}
+        return
+    own = kitchen_kernels._TRACED
+    for traced in (own, ()):
+        kitchen_kernels._TRACED = traced
         try:
-            yield result_of(captured, [quick, fails], "the capture with cudaMallocAsync", ENVIRONMENT)
-        except Problem as problem:
-            yield {"fails": fails, "ended": str(problem)}
+            with _loaded("Z-Image", quick, layers=4) as (runs, lineup):
+                yield from ({"traced": traced is own, **row} for row in _steps("Z-Image", runs, lineup, quick))
+        finally:
+            kitchen_kernels._TRACED = own
 
 
-ROWS = {one.__name__: one for one in (machine, values, masked, attention, fp8, captures, malloc_async)}
+ROWS = {one.__name__: one for one in (machine, attention_kernels, rope, values, attention, fp8, masked)}
 
 
-def _steps(runs: Any, lineup: Any, quick: bool) -> Iterator[Row]:
+def _steps(model: str, runs: Any, lineup: Any, quick: bool) -> Iterator[Row]:
     """A row for each of the contenders: the second of two images."""
     from .gpu_models import difference
 
     expected = None
-    for contender in ("eager", "compiled-blocks", "cuda-graphs"):
+    for contender in (EAGER, COMPILED, CAPTURED):
         with lineup.running(contender) as spent:
             run = [runs.run(lineup.patcher(contender), _cases(quick)[0], STEPS) for _ in range(2)][-1]
         expected = run.answer if expected is None else expected
         yield {
-            **{"model": "Flux", "contender": contender, "step_ms": statistics.median(run.steps) * 1e3},
+            **{"model": model, "contender": contender, "step_ms": statistics.median(run.steps) * 1e3},
             **{"difference": difference(run.answer, expected)},
             **{name: spent[name] for name in ("compilations", "uncompiled", "captures", "replays", "reasons")},
         }
@@ -303,44 +316,34 @@ def _ratios() -> Iterator[list[float]]:
         output_check._worst = own
 
 
-@contextmanager
-def _asked_whether_it_waits() -> Iterator[list[bool]]:
-    from comfy_accel.accel.cuda_graphs.cuda import CudaCapturer
+def _attend(backend: str | None, *args: Any, **options: Any) -> Any:
+    """Attention with a backend of torch's, by name; None: as core calls it."""
+    import comfy.ops
+    from torch.nn import functional
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    own, answers = CudaCapturer.timed, []
-
-    def timed(*args: Any) -> tuple[Any, Callable[[], bool]]:
-        out, waited = own(*args)
-
-        def asked() -> bool:
-            answers.append(waited())
-            return answers[-1]
-
-        return out, asked
-
-    CudaCapturer.timed = timed
-    try:
-        yield answers
-    finally:
-        CudaCapturer.timed = own
+    if backend is None:
+        return comfy.ops.scaled_dot_product_attention(*args, **options)
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        return functional.scaled_dot_product_attention(*args, **options)
 
 
-def _operator(call: Callable[..., Any], *args: Any) -> str:
-    """The attention operator that torch takes for a call."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
+def _seconds(call: Callable[[], Any]) -> float:
+    """Of one of several calls in a row, after two to warm up."""
+    for count in (2, CALLS):
+        _wait()
+        started = time.perf_counter()
+        for _ in range(count):
+            call()
+        _wait()
+    return (time.perf_counter() - started) / CALLS
 
-    class Seen(TorchDispatchMode):
-        names: set[str] = set()
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            if "attention" in func.name():
-                self.names.add(func.name())
-            return func(*args, **(kwargs or {}))
+def _longest(call: Callable[[], Any]) -> str:
+    """The name of the longest kernel in a call; of the longest operator without a GPU."""
+    from .gpu_device import kernels
 
-    with torch.inference_mode(False), torch.no_grad(), Seen() as seen:  # inference mode hides which it is
-        call(*args)
-    return " ".join(sorted(seen.names))
+    return next((name[:90] for name, *_ in kernels(call, _device())), "the profiler saw none")
 
 
 def _device() -> Any:
