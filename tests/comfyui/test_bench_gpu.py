@@ -13,10 +13,12 @@ from comfy_accel.nodes import speed_up
 from kit.captures import CpuCapturer
 from kit.thorough import thorough_except
 
-from bench import gpu, gpu_models, gpu_page
+from bench import gpu, gpu_models, gpu_page, gpu_rows
 from bench.gpu_cases import (
     CAPTURED,
+    COLD,
     CORE,
+    DEFAULT,
     EAGER,
     FAST,
     PARTS,
@@ -82,6 +84,24 @@ def quick(model, contenders, *more):
     order = list(gpu.CONTENDERS)
     steps = [row for row in made if row["part"] == "steps"]
     return sorted(steps, key=lambda row: order.index(row["contender"]))
+
+
+def test_steps_tell_host_time_and_first_images_their_seconds_by_kind_and_stage():
+    options = gpu._parse(["--quick", "--models", "Wan", "--parts", "steps", "--sizes", "512x512", "--flags", DEFAULT])
+    options.contenders = [EAGER, SPEED_UP]
+    rows = list(gpu.of_model("Wan", options, TimeBudget(None), 1, {"matrix_tflops": 0.1}))
+    assert {row["flags"] for row in rows} == {DEFAULT}
+    (cold,) = [row for row in rows if row.get("start") == COLD and row["contender"] == SPEED_UP]
+    assert list(cold["kinds_s"]) == ["WanAttentionBlock"] and set(cold["stages_s"]) <= {"trace", "generate", "build"}
+    assert 0 < sum(cold["stages_s"].values()) <= cold["first_image_s"]
+    assert all(row["host_ms"] > 0 for row in rows if row["part"] == "steps")
+
+
+def test_longest_attention_of_a_model_is_timed_as_core_and_as_torch_choose():
+    rows = list(gpu_rows.attention_kernels(True))
+    assert [row["model"] for row in rows[::3]] == ["Flux", "Z-Image", "Wan"]
+    assert all(row["chosen_by"] == "this core" and row["ms"] > 0 and "attention" in row["kernel"] for row in rows[::3])
+    assert all("failed" in row for row in rows[2::3])  # a CPU has no cuDNN
 
 
 @pytest.mark.thorough  # four contenders, one of them core's own node

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu, gpu_page, gpu_plan, gpu_rows
+from bench import gpu, gpu_page, gpu_plan, gpu_rows, overhead_images
 from bench.gpu_cases import (
     CAPTURED,
     COMPILED,
@@ -174,6 +174,9 @@ def test_every_stage_of_a_plan_is_a_command_that_bench_gpu_takes(number, tmp_pat
             assert gpu._parse(arguments).minutes == stage.minutes
         elif module == "bench.gpu_rows":
             assert set(gpu_rows._parse(arguments).rows) <= set(gpu_rows.ROWS)
+        elif module == "bench.overhead":
+            known = {case.name for case in overhead_images.CASES}
+            assert known > set(arguments[arguments.index("--cases") + 1 : arguments.index("--json")])
     # The last takes what is left, and that is worth starting it.
     assert sum(stage.minutes for stage in stages[:-1]) + 1 < gpu_plan.MINUTES <= stages[-1].minutes
 
