@@ -30,6 +30,8 @@ from tools.comfyui import complete, tree
 from .gpu_cases import BALANCED, CAPTURED, COMPILED, CORE, FAST, SPEED_UP
 
 MINUTES = 9.0
+SHORTER = {"default": 8.0, "default-2": 5.5}
+"""Minutes of a plan: both of these fit into fifteen of a card, its start included."""
 
 LEAST = 30
 """Seconds under which nothing more is begun."""
@@ -49,23 +51,23 @@ _OWN_PYTHON = "--images SDXL Flux --beside ours --cases 'CFG 1' 'unequal prompts
 
 PLANS = {
     "default": (
-        Stage(0.5, "machine", "bench.gpu_rows"),
-        Stage(1.6, f"--flags default --models SDXL {_ONE} 1024x1024 512x512 --contenders {COMPILED} {SPEED_UP}"),
-        Stage(1.8, f"--flags default --models SD1.5 {_ONE} 512x512 --contenders {COMPILED} {SPEED_UP} {CORE}"),
+        Stage(0.4, "machine", "bench.gpu_rows"),
+        Stage(1.4, f"--flags default --models SDXL {_ONE} 1024x1024 512x512 --contenders {COMPILED} {SPEED_UP}"),
+        Stage(1.6, f"--flags default --models SD1.5 {_ONE} 512x512 --contenders {COMPILED} {SPEED_UP} {CORE}"),
         Stage(
-            1.8,
+            1.6,
             f"--models SDXL {_ONE} 1024x1024 512x512 --contenders {SPEED_UP} {BALANCED} {FAST} --parts steps profile",
         ),
-        Stage(0.8, f"--models SD1.5 {_ONE} 512x512 --contenders {SPEED_UP}"),
+        Stage(0.7, f"--models SD1.5 {_ONE} 512x512 --contenders {SPEED_UP}"),
         Stage(
-            1.4, f"--flags channels-last --models SDXL {_ONE} 1024x1024 --contenders {SPEED_UP} --parts steps profile"
+            1.2, f"--flags channels-last --models SDXL {_ONE} 1024x1024 --contenders {SPEED_UP} --parts steps profile"
         ),
         Stage(MINUTES, "attention_kernels rope", "bench.gpu_rows"),
     ),
     "default-2": (
-        Stage(1.5, _OWN_PYTHON, "bench.overhead"),
-        Stage(3.0, f"--flags default --models SDXL {_ONE} 1024x1024 512x512 --contenders {CORE}"),
-        Stage(1.0, f"--flags default --models Wan {_ONE} 1024x1024 --contenders {SPEED_UP}"),
+        Stage(1.2, _OWN_PYTHON, "bench.overhead"),
+        Stage(2.4, f"--flags default --models SDXL {_ONE} 1024x1024 512x512 --contenders {CORE}"),
+        Stage(0.8, f"--flags default --models Wan {_ONE} 1024x1024 --contenders {SPEED_UP}"),
         Stage(MINUTES, f"--flags default --models Qwen-Image {_ONE} 1024x1024 --contenders {SPEED_UP}"),
     ),
     "1": (
@@ -83,8 +85,8 @@ PLANS = {
     ),
 }
 """default: what people get as ComfyUI is installed and with CUDA graphs, and what decides the next change; default-2:
-its rest, four to five minutes more. 1: the tests marked gpu, what may be wrong on another card, Flux. 2: SDXL at other
-sizes and batches, forty sizes, a session. 3: the other models.
+its rest. 1: the tests marked gpu, what may be wrong on another card, Flux. 2: SDXL at other sizes and batches, forty
+sizes, a session. 3: the other models.
 """
 
 
@@ -92,18 +94,19 @@ def run(number: str, out: Path, prepared: Path | None, quick: bool, minutes: flo
     """Run a plan's stages, each in a process of its own, so that one that fails or hangs costs no other.
 
     out: where benchmarks.json is, or will be. prepared: a folder that `prepare` filled. quick: with tiny
-    models on the CPU, which rehearses it. minutes: for all of it, to each stage its share; None: `MINUTES`.
+    models on the CPU, which rehearses it. minutes: for all of it, to each stage its share; None: the usual ones.
 
     Raises:
         Problem: stages failed or were cut, after all others have run.
     """
-    minutes = minutes or MINUTES
+    usual = SHORTER.get(number, MINUTES)
+    minutes = minutes or usual
     end = time.monotonic() + 60 * minutes
     failed = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         given = {**os.environ, **(environment(prepared, Path(work)) if prepared else {})}
         for stage in PLANS[number]:
-            seconds = min(60 * stage.minutes * minutes / MINUTES, end - time.monotonic())
+            seconds = min(60 * stage.minutes * minutes / usual, end - time.monotonic())
             name = stage.arguments or "the tests marked gpu"
             if seconds < LEAST:
                 failed.append(f"no time left for {name}")
