@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tools import Problem, command
+from tools import WORK, Problem, command
 from tools.comfyui import tree
 
 from . import gpu_page, gpu_plan, report
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{options.prepare}: {size:.0f} MB. There: python3 -m bench.gpu --plan default --prepared FOLDER")
         return
     if options.plan:
-        out = (options.out or Path("docs")).resolve()
+        out = (options.out or WORK / "gpu").resolve()  # docs has rows of another card
         return gpu_plan.run(options.plan, out, options.prepared, options.quick, options.minutes)
     if options.flags == DEFAULT and not options.quick:  # as ComfyUI's main.py does, before torch is imported
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"backend:{ALLOCATORS[DEFAULT]}"
@@ -175,7 +175,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--sizes", nargs="+", metavar="WxH", help="pixels, such as 720x960")
     add("--batches", nargs="+", type=int, metavar="N", help="images at a time")
     add("--minutes", type=float, metavar="N", help="leave out what does not fit; default: all of it, or the plan's")
-    add("--out", type=Path, metavar="FOLDER", help="write benchmarks.md and benchmarks.json there")
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="write benchmarks.md and benchmarks.json there; default with --plan: .work/gpu",
+    )
     add("--json", type=Path, metavar="FILE", help="write the rows there too")
     earlier = "benchmarks.json of an earlier run on this device: its rows stay where this run has none about the same"
     add("--add", type=Path, metavar="FILE", help=earlier)

@@ -120,6 +120,7 @@ def run(number: str, out: Path, prepared: Path | None, quick: bool, minutes: flo
                     failed.append(f"{name} ended with {code}")
             except subprocess.TimeoutExpired:
                 failed.append(f"{name} was cut after its time, with what it had measured kept")
+    print(f"Pages and rows: {out}")
     if failed:
         raise Problem(f"Plan {number}: {'; '.join(failed)}.")
 
