@@ -11,9 +11,14 @@ import os
 import sys
 
 _CONF, _CORES = "PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync"
+_INSTEAD = {
+    "flag": "ComfyUI was started with --cuda-malloc",
+    "configuration": "PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF names another allocator",
+    "torch_loaded": "another extension has imported PyTorch already",
+}
 
 
-def _wanted():
+def _is_wanted():
     """Whether CUDA graphs are on: what ACCEL_CUDA_GRAPHS says, else the pack's own settings."""
     named = os.environ.get("ACCEL_CUDA_GRAPHS", "").strip().lower()
     if named in ("on", "off"):
@@ -22,9 +27,9 @@ def _wanted():
 
     file = os.path.join(folder_paths.get_user_directory(), "__accel", "preferences.json")
     try:
-        with open(file, encoding="utf-8") as opened:
-            return json.load(opened).get("cuda_graphs") == "on"
-    except FileNotFoundError:
+        with open(file, "rb") as opened:
+            return json.loads(opened.read()).get("cuda_graphs") == "on"
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
@@ -34,30 +39,29 @@ def _is_built_for_cuda():
             return "+cu" in file.read()
 
 
+def _parts(variable):
+    return [part for part in os.environ.get(variable, "").replace(" ", "").split(",") if part]
+
+
 def _choose(args):
-    """Have torch use its own allocator, unless somebody chose. Returns "native", why not in a word, or None."""
-    if not _wanted() or args.cpu or args.disable_cuda_malloc or not _is_built_for_cuda():
-        return None
-    if any(flag.split("=")[0] == "--cuda-malloc" for flag in sys.argv[1:]):
-        return "flag"
-    parts = [part for part in os.environ.get(_CONF, "").split(",") if part.strip()]
+    """Have torch use its own allocator, unless somebody chose. Returns "native", a key of `_INSTEAD`, or None."""
     has_chosen = "cuda_malloc" in sys.modules  # newer cores choose before this runs, older ones after
-    if has_chosen and args.cuda_malloc and _CORES in parts:
-        parts.reverse()
-        parts.remove(_CORES)  # the last one is core's own
-        parts.reverse()
-    others = (*parts, *os.environ.get("PYTORCH_ALLOC_CONF", "").split(","))
-    if any(part.strip().startswith("backend:") for part in others):
+    if any("--cuda-malloc".startswith(flag) and flag > "--cuda-" for flag in sys.argv[1:]):  # argparse takes its start
+        return "flag"
+    # A ComfyUI that Manager restarts finds core's part in its environment, as if the person had put it there.
+    parts = [part for part in _parts(_CONF) if part not in (_CORES, "backend:native")]
+    others = [part for part in _parts("PYTORCH_ALLOC_CONF") if part != "backend:native"]
+    if any(part.startswith("backend:") for part in (*parts, *others)):
         return "configuration"
-    if has_chosen and not args.cuda_malloc:
+    if has_chosen and "torch" in sys.modules and _CORES in _parts(_CONF):
+        return "torch_loaded"  # which must not find another choice than it was imported with
+    is_native = _CORES not in _parts(_CONF) and (has_chosen or args.disable_cuda_malloc)
+    if args.cpu or is_native or not _is_built_for_cuda() or not _is_wanted():
         return None
-    if has_chosen:
-        if "torch" in sys.modules:
-            return "torch_loaded"  # which must not find another choice than it was imported with
-        if parts:
-            os.environ[_CONF] = ",".join(parts)
-        else:
-            os.environ.pop(_CONF, None)
+    if "torch" not in sys.modules:
+        os.environ[_CONF] = ",".join(parts)
+        if not parts:
+            del os.environ[_CONF]
     args.disable_cuda_malloc, args.cuda_malloc = True, False
     return "native"
 
@@ -65,8 +69,12 @@ def _choose(args):
 try:
     from comfy.cli_args import args
 
-    args.accel_allocator = _choose(args)
-    if args.accel_allocator == "native":
-        logging.info("Accel: CUDA graphs are turned on, so torch uses its own allocator (--disable-cuda-malloc).")
+    if not hasattr(args, "accel_allocator"):  # else another copy of this pack has run
+        args.accel_allocator = "failed"
+        args.accel_allocator = _choose(args)
+        if args.accel_allocator == "native":
+            logging.info("Accel: CUDA graphs are turned on, so torch uses its own allocator.")
+        elif args.accel_allocator and _is_wanted():
+            logging.warning("Accel: CUDA graphs stay off, although turned on: %s.", _INSTEAD[args.accel_allocator])
 except Exception as error:
     logging.warning("Accel: torch's allocator is left as it is: %r", error)

@@ -15,7 +15,7 @@ def main() -> int:
         print("\n".join(doctor.lines()))
         return 0
     if arguments[:1] == ["cuda-graphs"]:
-        from .hosts.comfyui.server.allocator import main as cuda_graphs
+        from .hosts.comfyui.cuda_graphs import main as cuda_graphs
 
         return cuda_graphs(arguments[1:], f"{command} cuda-graphs")
     if arguments[:1] != ["store"]:

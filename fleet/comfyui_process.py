@@ -140,7 +140,7 @@ class ComfyUI:
     async def run(self, prompt_id: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, Any]]:
         """Run a prompt and yield its events in order.
 
-        ("sent", None) comes first: from then on ComfyUI may end of it. Then either ("refused", (status, answer)) alone;
+        ("sent", None) comes first: from then on ComfyUI may die of it. Then either ("refused", (status, answer)) alone;
         or ("accepted", answer), ("message", text or bytes) for each of ComfyUI's WebSocket messages about it, and
         finally ("history", its entry).
 
@@ -232,10 +232,10 @@ def _event(text: str) -> tuple[str | None, dict[str, Any]]:
     """A message's type and data; None and nothing for one of another form, since any node may send what it likes."""
     try:
         event = json.loads(text)
-    except ValueError:
-        return None, {}
+    except (ValueError, RecursionError):
+        event = None
     kind, data = (event.get("type"), event.get("data")) if isinstance(event, dict) else (None, None)
-    return kind, data if isinstance(data, dict) else {}
+    return (kind, data) if isinstance(kind, str) and isinstance(data, dict) else (None, {})
 
 
 def _refusal(text: bytes) -> dict[str, Any]:

@@ -79,8 +79,8 @@ _HELD = ("executed", "execution_success", "execution_error", "execution_interrup
 class Prompt:
     """A prompt without a published result.
 
-    body: of POST /prompt. runs: attempts so far. seen: a ComfyUI has been sent it in the latest. replica: the one that
-    has it, or had it last.
+    body: of POST /prompt. runs: attempts so far. seen: whether the latest reached a ComfyUI.
+    replica: the one that has it, or had it last.
     accepted: ComfyUI's (status, answer) to it. told: whether the client has its answer to POST /prompt.
     """
 
@@ -204,7 +204,8 @@ class Front:
                         unseen, prompt.runs = unseen + 1, prompt.runs - 1
                         await asyncio.sleep(_PAUSE)
                     when = "while" if prompt.seen else "before"
-                    reason = f"{prompt.runs} replicas ended {when} they ran the prompt, the last one with: {error}"
+                    ended = prompt.runs + unseen
+                    reason = f"{ended} replicas ended, the last one {when} it ran the prompt, with: {error}"
                 prompt.running = False
             if prompt.stopped:
                 reason = "The prompt was interrupted."

@@ -6,30 +6,42 @@ import { change, isFine } from "./server.js";
 import { reasonText, t } from "./texts.js";
 import { toast, toastFailure } from "./toasts.js";
 
-const ANSWERED = new Set();
+const NOTHING_TO_CHOOSE = ["graphs_nowhere", "graphs_given"];
 
-/** Call `listener()` once somebody has answered the offer on this page. */
-export const onAnswer = (listener) => ANSWERED.add(listener);
+const listeners = new Set();
+let isAnswered = false;
+let wasOpened = false;
 
-async function choose(choice) {
+/** Call `listener()` once somebody has answered the offer, here or on another page. */
+export const onAnswer = (listener) => listeners.add(listener);
+
+/** The choice that the server has. */
+export function noteChoice(choice) {
+  if (isAnswered || choice === undefined || choice === "ask") return;
+  isAnswered = true;
+  for (const listener of listeners) listener();
+}
+
+async function choose(choice, buttons) {
+  for (const each of buttons) each.disabled = true;
   const answer = await change({ cuda_graphs: choice });
+  for (const each of buttons) each.disabled = false;
   if (!isFine(answer)) return toastFailure("settingRefused", answer);
   if (choice === "on") toast("success", t("graphsTurnedOn"), t("graphsRestart"));
-  for (const listener of ANSWERED) listener();
+  noteChoice(choice);
   feed.refresh();
 }
 
 /** Buttons for what can be chosen. choice: the one that counts now */
 export function graphsButtons(choice) {
-  if (choice === "on") return [button(t("graphsTurnOff"), () => choose("off"))];
-  const no = choice === "ask" ? [button(t("graphsDecline"), () => choose("off"))] : [];
-  return [button(t("graphsTurnOn"), () => choose("on")), ...no];
+  const make = (label, wanted) => button(label, () => choose(wanted, buttons), { title: t("graphsOffer") });
+  const buttons = choice === "on" ? [make(t("graphsTurnOff"), "off")] : [make(t("graphsTurnOn"), "on")];
+  if (choice === "ask") buttons.push(make(t("graphsDecline"), "off"));
+  return buttons;
 }
 
-const NOTHING_TO_CHOOSE = ["graphs_nowhere", "graphs_given"];
-
 export function graphsSection() {
-  const said = h("p");
+  const said = h("p", { role: "status" });
   const buttons = h("div", { class: "accel-buttons" });
   const element = fold("graphs", t("graphs"), t("graphsTip"), said, buttons);
   let drawn = null;
@@ -38,10 +50,17 @@ export function graphsSection() {
     const graphs = state?.cuda_graphs;
     show(element, Boolean(graphs) && !NOTHING_TO_CHOOSE.includes(graphs.code));
     if (element.hidden) return;
-    setText(said, graphs.code === "graphs_off" && graphs.choice === "ask" ? t("graphsOffer") : reasonText(graphs));
-    if (drawn === null && graphs.choice === "ask") element.open = true;
-    const choice = graphs.is_named ? "" : graphs.choice;
-    if (drawn !== choice) buttons.replaceChildren(...(choice ? graphsButtons(choice) : [])); // else it keeps the focus
+    const isOffered = graphs.code === "graphs_off" && graphs.choice === "ask";
+    setText(said, isOffered ? t("graphsOffer") : reasonText(graphs));
+    if (isOffered && !wasOpened) wasOpened = element.open = true;
+    const choice = graphs.by_environment ? "" : graphs.choice;
+    if (drawn !== choice) draw(choice);
+  }
+
+  function draw(choice) {
+    const hadFocus = buttons.contains(document.activeElement);
+    buttons.replaceChildren(...(choice ? graphsButtons(choice) : []));
+    if (hadFocus) buttons.firstElementChild?.focus();
     drawn = choice;
   }
 

@@ -15,7 +15,8 @@ const LINE = 18; // pixels
 const PADDING = 12;
 const MOST_ASKED = 256;
 const MOST_EARLY = 8; // prompts
-const BUTTONS = 30; // pixels
+const BUTTONS = 28; // pixels, a row
+const SIDE_BY_SIDE = 250; // pixels: narrower nodes have a row for each button
 const RESTS = [2, 4]; // modes of a node that is muted or bypassed
 
 const askedFrom = new Map(); // id of a prompt → the workflow that was open when it was queued
@@ -37,9 +38,8 @@ export function startNodeTexts() {
   });
   feed.onMessage((message) => {
     if (message.event === "node_lines") {
-      const { offer } = message;
-      const textOf = (line) => Object.assign(() => lineText(line), { offer });
-      const lines = Object.entries(message.lines).map(([place, line]) => [place, textOf(line)]);
+      const textOf = (place, line) => Object.assign(() => lineText(line), { offer: message.offers?.[place] });
+      const lines = Object.entries(message.lines).map(([place, line]) => [place, textOf(place, line)]);
       note(message.prompt_id, ({ said }) => lines.forEach(([place, text]) => said.set(place, text)));
     } else if (message.event === "node_compiling" && message.node) {
       const text = () => [t("compilingOnNode", message), stageText(message)].filter(Boolean).join(" · ");
@@ -126,7 +126,8 @@ function drawText(node, text, isOffer) {
   widget ??= addWidget(node);
   setText(widget.element.firstChild, text);
   widget.element.title = text;
-  widget.element.lastChild.replaceChildren(...(isOffer ? graphsButtons("ask") : []));
+  if (Boolean(widget.element.lastChild.children.length) !== isOffer)
+    widget.element.lastChild.replaceChildren(...(isOffer ? graphsButtons("ask") : []));
   grow(node);
 }
 
@@ -167,7 +168,7 @@ function heightOf(node, element) {
   const perLine = Math.max(10, Math.floor((node.size[0] - 2 * PADDING) / 6.5));
   const wide = (line) => line.length + (line.match(/[\u2e80-\uffef]/g)?.length ?? 0) * 0.7;
   const lines = text.split("\n").map((line) => Math.max(1, Math.ceil(wide(line) / perLine)));
-  return lines.reduce((sum, count) => sum + count, 0) * LINE + PADDING + (buttons.length ? BUTTONS : 0);
+  return lines.reduce((sum, count) => sum + count, 0) * LINE + PADDING + (buttons.length && BUTTONS * (node.size[0] < SIDE_BY_SIDE ? 2 : 1));
 }
 
 /** Make room for the text; a node is never made smaller. */

@@ -1,6 +1,7 @@
 /** Settings in the page's dialog. The server's values are the true ones: shown at start, and again if it refuses. */
 
 import { app } from "../../scripts/app.js";
+import { noteChoice } from "./cuda_graphs.js";
 import { feed } from "./feed.js";
 import * as server from "./server.js";
 import { loadTexts } from "./texts.js";
@@ -86,6 +87,7 @@ export async function startSettings() {
 
 async function take(values) {
   truth = { ...truth, ...values };
+  noteChoice(truth.cuda_graphs);
   for (const [id, name] of Object.entries(NAMES)) {
     const value = truth[name];
     const isKnown = value !== undefined && value !== null;

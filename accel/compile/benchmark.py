@@ -152,9 +152,9 @@ class Benchmarks:
         """
         return self._by_size.setdefault((order_of_size(inputs), captured), Benchmark())
 
-    def pattern(self, tensors: Sequence[torch.Tensor], strided: Sequence[bool] = ()) -> Pattern:
-        """The pattern of calls with tensors of these sizes. strided: which inputs that are written to are not dense."""
-        return self._patterns.setdefault(pattern_of(tensors) + bytes(strided), Pattern())
+    def pattern(self, tensors: Sequence[torch.Tensor], dense: Sequence[bool] = ()) -> Pattern:
+        """The pattern of calls with tensors of these sizes. dense: whether each input was given so, or copied."""
+        return self._patterns.setdefault(pattern_of(tensors) + bytes(dense), Pattern())
 
     def judge(self, pattern: Pattern, excess: float | None) -> float | None:
         """Note how far a call of the pattern was beyond rounding (`beyond_rounding`), and return it."""

@@ -16,7 +16,7 @@ DEFAULT_MAX_BYTES, DEFAULT_MAX_ENTRIES = 2 << 30, 512
 
 DEFAULT_STORE_MB = 2048
 VERBOSITIES = QUIET, NORMAL, DEBUG = ("quiet", "normal", "debug")
-SWITCH = ASK, ON, OFF = ("ask", "on", "off")
+CHOICES = ASK, ON, OFF = ("ask", "on", "off")
 LARGEST_MB, MOST_ENTRIES = 1 << 20, 1 << 16
 _LARGEST_FILE = 1 << 16
 
@@ -45,7 +45,7 @@ class Settings:
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= largest:
                 raise ValueError(f"{name} must be a whole number from 0 to {largest}.")
-        for name, choices in (("verbosity", VERBOSITIES), ("cuda_graphs", SWITCH)):
+        for name, choices in (("verbosity", VERBOSITIES), ("cuda_graphs", CHOICES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of: {', '.join(choices)}.")
         if type(self.weights_in_place) is not bool:

@@ -28,7 +28,7 @@ from ..modules.streamed_weights import WeightSource, weights_taken
 from ..modules.substitution import Outside
 from ..signature import tree_spec
 from ..signature.output_check import beyond_rounding
-from ..signature.tensors import copied, dense, share_memory
+from ..signature.tensors import copied, dense, have_equal_values, share_memory
 from .block_observer import BlockObserver
 from .current_code import CurrentCode
 from .inline_cache import InlineCache, KnownCalls
@@ -360,13 +360,20 @@ class BlockRunner:
         """The call run both ways; the block has copies of the inputs that it changes, which are compared too."""
         known, benchmark, changes = resolved.benchmarks, resolved.benchmark, resolved.graph.facts.changed
         given, draw_again = call.given, draws_again(call.device)
-        # Of what was given, since code may write to a dense input and to a copy of another (`x.contiguous().mul_(2)`).
+        # Of what was given, since code may write to a dense input and to a copy of another (`x.contiguous().mul_(2)`),
+        # or the other way round (`x.t().reshape(-1).mul_(2)`).
         copies = [copied(tensor) if index in changes else tensor for index, tensor in enumerate(call.given)]
         before = [tensor.clone() if index in changes else tensor for index, tensor in enumerate(call.inputs)]
+        strided = [
+            index for index, tensor in enumerate(call.inputs) if tensor is not given[index] and index not in changes
+        ]
         types = {spec.dtype for spec in resolved.entry.key.inputs}
 
         def difference(out: Any, expected: Any) -> float | None:
-            return known.judge(resolved.pattern, beyond_rounding(out, expected, before, types))
+            excess = beyond_rounding(out, expected, before, types)
+            if any(not have_equal_values(call.inputs[index], given[index]) for index in strided):
+                excess = float("inf")
+            return known.judge(resolved.pattern, excess)
 
         def compiled():
             draw_again()

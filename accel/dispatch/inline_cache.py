@@ -41,8 +41,8 @@ _MOST_ASLEEP = 8
 
 def _key(call: Call) -> tuple:
     """What decides which graph runs a described call."""
-    is_dense = tuple(map(is_, call.inputs, call.given))
-    return call.spec, _layouts(call.weights), _layouts(call.inputs), is_dense
+    dense = tuple(map(is_, call.inputs, call.given))
+    return call.spec, _layouts(call.weights), _layouts(call.inputs), dense
 
 
 def _verdict_key(call: Call) -> tuple:

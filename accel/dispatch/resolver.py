@@ -18,7 +18,6 @@ from ..core.reasons import Reason, elsewhere
 from ..fingerprint.block_call import Call
 from ..fingerprint.survey import Region
 from ..signature import tree_spec
-from ..signature.tensors import is_dense
 from .block_observer import BlockObserver
 from .graph_maker import GraphMaker
 
@@ -102,8 +101,8 @@ class GraphResolver:
                 return ResolvedGraph(entry, graph, captured)
             known = entry.benchmarks(graph)
             benchmark = known.of(call.inputs, captured) if self._is_measured else None
-            strided = [not is_dense(call.given[index]) for index in graph.facts.changed]
-            pattern = known.pattern(call.tensors if call.kind.varying else call.inputs, strided)
+            dense = [one is other for one, other in zip(call.inputs, call.given, strict=True)]
+            pattern = known.pattern(call.tensors if call.kind.varying else call.inputs, dense)
             return ResolvedGraph(entry, graph, captured, known, pattern, benchmark)
         except NoGraph as failed:
             if failed.reason.code == "keeps_state":

@@ -66,10 +66,15 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the tensor's strides; dense where some of its elements share memory."""
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    shares = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.clone() if shares else copy.copy_(tensor)
+    """A copy with the tensor's strides; dense where it is expanded."""
+    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor.clone()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def have_equal_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one size are equal; NaN equals itself."""
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def empty_dense_like(

@@ -34,6 +34,7 @@ pytestmark = [
 ]
 
 STEPS = 20
+NAMED_OFF = graphs("named_off", "off", variable="ACCEL_CUDA_GRAPHS")
 
 RECORD = """
 () => {
@@ -284,8 +285,8 @@ def test_an_interrupted_run_tells_how_far_it_came_and_no_speed(page):
     ("given", "said", "buttons"),
     [
         (OFF, "as with --disable-cuda-malloc", {"Turn on CUDA graphs": "on", "No, thanks": "off"}),
-        ({**OFF, "choice": "off"}, "set ACCEL_CUDA_GRAPHS=on", {"Turn on CUDA graphs": "on"}),
-        ({**OFF, "choice": "off", "is_named": True}, "set ACCEL_CUDA_GRAPHS=on", {}),
+        ({**OFF, "choice": "off"}, "turn them on here", {"Turn on CUDA graphs": "on"}),
+        ({**NAMED_OFF, "by_environment": True}, "turned off by ACCEL_CUDA_GRAPHS", {}),
         (graphs("turned_on", "on"), "turned on: restart ComfyUI", {"Turn off CUDA graphs": "off"}),
         (graphs("turned_off", "off"), "turned off: restart ComfyUI", {"Turn on CUDA graphs": "on"}),
         (graphs("on", "on"), "torch uses its own allocator", {"Turn off CUDA graphs": "off"}),

@@ -1,10 +1,13 @@
 """Which allocator torch has in a server, by what was chosen and by whom: on the made-up device, which ComfyUI takes for
 an NVIDIA card."""
 
+import time
+from contextlib import suppress
+
 import pytest
 from kit import made_up_device
 
-from tools import comfyui, synthetic, workflow
+from tools import Problem, comfyui, synthetic, workflow
 from tools.client import Client
 from tools.comfyui import make_base, offer_checkpoint
 from tools.server import serving
@@ -70,6 +73,36 @@ def test_a_click_gives_torch_its_own_allocator_from_the_next_start_on_and_anothe
     assert (name, code) == (CORES, "graphs_off")
 
 
+RESTARTS = f"""
+import os, sys
+from server import PromptServer
+
+@PromptServer.instance.routes.post("/restart")
+async def restart(request):
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+
+{NO_NODES}
+"""
+"""As ComfyUI-Manager does: in its place, with the environment that it has by then."""
+
+
+@pytest.mark.thorough
+def test_a_click_counts_after_a_restart_by_manager(start):
+    after = []
+
+    def ask(client):
+        choose("on")(client)
+        with suppress(Problem):
+            client.post("/restart")
+        while not after:
+            time.sleep(0.5)
+            with suppress(Problem):
+                after.append(client.get("/accel/state")["cuda_graphs"]["code"])
+
+    assert start(nodes=RESTARTS, ask=ask)[:2] == (OURS, "graphs_off")
+    assert after == ["graphs_on"]
+
+
 @pytest.mark.thorough
 def test_turned_on_calls_are_captured_and_replayed(start, tmp_path):
     prompt = workflow.change(
@@ -107,11 +140,17 @@ CASES = {
         OURS,
         "graphs_on",
     ),
-    "the user's own allocator": (
+    "core's allocator, as it is after a restart in its place": (
         (),
         {"ACCEL_CUDA_GRAPHS": "on", "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
-        CORES,
-        "graphs_configuration",
+        OURS,
+        "graphs_on",
+    ),
+    "torch's own allocator, by name": (
+        (),
+        {"ACCEL_CUDA_GRAPHS": "on", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"},
+        OURS,
+        "graphs_on",
     ),
 }
 

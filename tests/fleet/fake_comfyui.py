@@ -45,7 +45,7 @@ async def run(prompt_id, client_id, prompt):
         await other.send_json({"type": "accel", "data": {"event": "before"}})
         for data in ("text", ["prompt_id"], 5, True, None):  # as any node may send
             await other.send_json({"type": "a node's own", "data": data})
-        for text in ("no JSON", "[]", "7", "{}"):
+        for text in ("no JSON", "[]", "7", "{}", '{"type": "accel"}', "[" * 100_000):
             await other.send_str(text)
     await socket.send_bytes(b"another's preview")
     await socket.send_json({"type": "progress", "data": {"prompt_id": "another", "value": 1}})

@@ -258,10 +258,10 @@ def state(rows: int = 12, **changes: Any) -> dict[str, Any]:
 def graphs(code: str, choice: str = "ask", **fields: str) -> dict[str, Any]:
     """What the state says of CUDA graphs. code: after "graphs_"."""
     reason = words.SENTENCES[f"graphs_{code}"].format(**fields)
-    return {"choice": choice, "is_named": False, "code": f"graphs_{code}", "fields": fields, "reason": reason}
+    return {"choice": choice, "by_environment": False, "code": f"graphs_{code}", "fields": fields, "reason": reason}
 
 
-OFF = graphs("off", variable="ACCEL_CUDA_GRAPHS")
+OFF = graphs("off")
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def test_machine_without_a_card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(toolchain, "lacking", lambda device: None)
     said = told()
-    assert said["Device"] == "none but the CPU" and said["CUDA graphs"] == "no, they are NVIDIA's"
+    assert said["Device"] == "none but the CPU" and said["CUDA graphs"].startswith("no: they need")
     assert said["Compiling"].startswith("yes") and said["DeepCache"] == "works everywhere"
 
 
@@ -75,17 +75,19 @@ def graphs(card, monkeypatch, tmp_path):
 
 
 def test_allocator_and_choice_decide_about_cuda_graphs(graphs):
-    assert graphs("native") == "yes"
-    assert graphs("native", did="native", kept="on") == "yes, turned on here: torch uses its own allocator"
+    assert graphs("native") == "yes: torch uses its own allocator, as ComfyUI was started"
+    assert graphs("native", did="native", kept="on") == "yes: turned on here, so torch uses its own allocator"
     assert graphs("native", did="native", kept="off") == "turned off: restart ComfyUI"
     turn_on = "no: turn them on in the Accel tab, or set ACCEL_CUDA_GRAPHS=on, and restart ComfyUI"
     assert graphs("cudaMallocAsync") == graphs("cudaMallocAsync", kept="off") == turn_on
-    assert graphs("cudaMallocAsync", kept="on", named="off") == turn_on
+    assert graphs("cudaMallocAsync", kept="on", named="off") == "no: turned off by ACCEL_CUDA_GRAPHS"
     assert graphs("cudaMallocAsync", kept="on") == "turned on: restart ComfyUI"
-    assert graphs("cudaMallocAsync", did="flag", kept="on") == "turned on, but ComfyUI was started with --cuda-malloc"
-    assert "names another allocator" in graphs("cudaMallocAsync", did="configuration", named="on")
-    assert "another extension imports PyTorch" in graphs("cudaMallocAsync", did="torch_loaded", kept="on")
-    assert graphs("native", did=..., kept="on").startswith("yes, turned on here")
+    for kept in ("on", "ask"):
+        assert graphs("cudaMallocAsync", did="flag", kept=kept) == "no: ComfyUI was started with --cuda-malloc"
+        assert "names another allocator" in graphs("cudaMallocAsync", did="configuration", kept=kept)
+        assert "another extension imports PyTorch" in graphs("cudaMallocAsync", did="torch_loaded", kept=kept)
+        assert "ComfyUI's log says why" in graphs("cudaMallocAsync", did="failed", kept=kept)
+    assert graphs("native", did=..., kept="on").startswith("turned on, and so from ComfyUI's next start on, unless")
     assert (
         graphs("native", did=...) == "yes, where they are turned on or ComfyUI was started with --disable-cuda-malloc"
     )
@@ -93,7 +95,7 @@ def test_allocator_and_choice_decide_about_cuda_graphs(graphs):
 
 def test_only_who_has_not_chosen_is_offered_cuda_graphs(graphs):
     asked = []
-    for how in ({}, {"kept": "off"}, {"kept": "on"}, {"named": "off"}, {"did": "flag", "kept": "on"}):
+    for how in ({}, {"kept": "off"}, {"kept": "on"}, {"named": "off"}, {"did": "flag"}):
         graphs("cudaMallocAsync", **how)
         asked.append(doctor.allocator.is_offered())
     assert asked == [True, False, False, False, False]

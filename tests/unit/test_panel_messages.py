@@ -6,7 +6,7 @@ from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.hosts.comfyui.server.panel_messages import _MOST_WAITING, SPACING, PanelMessages
 from comfy_accel.accel.report.run import Run
 
-LINES = {"event": "node_lines", "lines": {"7": [Reason("line_loaded").as_json()]}, "to": "somebody"}
+LINES = {"event": "node_lines", "lines": {"7": [Reason("line_loaded").as_json()]}, "offers": {}, "to": "somebody"}
 """Without the prompt that they are of."""
 
 

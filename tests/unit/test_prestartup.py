@@ -25,7 +25,14 @@ def start(tmp_path, monkeypatch):
     home.mkdir(parents=True)
 
     def started(
-        when, *flags, kept='{"cuda_graphs": "on"}', conf=None, torch="2.11.0+cu128", loads_torch=False, **environment
+        when,
+        *flags,
+        kept='{"cuda_graphs": "on"}',
+        conf=None,
+        torch="2.11.0+cu128",
+        loads_torch=False,
+        times=1,
+        **environment,
     ):
         for name, value in {CONF: conf, "PYTORCH_ALLOC_CONF": None, "ACCEL_CUDA_GRAPHS": None, **environment}.items():
             monkeypatch.delenv(name, raising=False)
@@ -36,8 +43,8 @@ def start(tmp_path, monkeypatch):
         (tmp_path / "torch").mkdir(exist_ok=True)
         (tmp_path / "torch" / "__init__.py").touch()
         (tmp_path / "torch" / "version.py").write_text(f"__version__ = '{torch}'\n")
-        given = {"cpu": "--cpu", "cuda_malloc": "--cuda-malloc", "disable_cuda_malloc": "--disable-cuda-malloc"}
-        args = types.SimpleNamespace(**{name: flag in flags for name, flag in given.items()})
+        given = {"cpu": "--cpu", "cuda_malloc": "--cuda-mal", "disable_cuda_malloc": "--disable-cuda-malloc"}
+        args = types.SimpleNamespace(**{name: flag in " ".join(flags) for name, flag in given.items()})
         core = {"comfy.cli_args": types.SimpleNamespace(args=args)}
         core["folder_paths"] = types.SimpleNamespace(get_user_directory=lambda: str(tmp_path / "user"))
         if when == EARLY:
@@ -54,7 +61,8 @@ def start(tmp_path, monkeypatch):
             patched.syspath_prepend(str(tmp_path))
             if loads_torch:
                 importlib.import_module("torch")
-            runpy.run_path(str(ROOT / "prestartup_script.py"))
+            for _ in range(times):
+                runpy.run_path(str(ROOT / "prestartup_script.py"))
         return args, os.environ.get(CONF)
 
     return started
@@ -94,26 +102,55 @@ def test_the_environment_counts_in_place_of_the_setting(start, when):
     assert start(when, kept=None, ACCEL_CUDA_GRAPHS="On")[0].accel_allocator == "native"
 
 
+OTHERS = "backend:another"
+
+
 @both
 @pytest.mark.parametrize(
     ("flags", "changes", "said"),
     [
         (("--cuda-malloc",), {}, "flag"),
+        (("--cuda-mal",), {}, "flag"),
         (("--cpu",), {}, None),
         (("--disable-cuda-malloc",), {}, None),
         ((), {"torch": "2.11.0+rocm6.4"}, None),
         ((), {"torch": "2.11.0+cpu"}, None),
-        ((), {"conf": CORES}, "configuration"),
-        ((), {"conf": "backend:native"}, "configuration"),
-        ((), {"PYTORCH_ALLOC_CONF": "backend:native"}, "configuration"),
+        ((), {"conf": OTHERS}, "configuration"),
+        ((), {"conf": f"max_split_size_mb:64, {OTHERS}"}, "configuration"),
+        ((), {"PYTORCH_ALLOC_CONF": OTHERS}, "configuration"),
     ],
 )
-def test_what_somebody_else_chose_stays(start, when, flags, changes, said):
+def test_what_somebody_else_chose_stays(start, when, flags, changes, said, caplog):
+    """What stands in the way is known before anybody turns CUDA graphs on, so nobody is offered them in vain."""
     plain, before = start(when, *flags, kept=None, **changes)
+    assert plain.accel_allocator == said and caplog.text == ""
     args, now = start(when, *flags, **changes)
-    assert args.accel_allocator == said and now == before
-    plain.accel_allocator = said
-    assert args == plain
+    assert args == plain and now == before
+    assert len(caplog.records) == (said is not None)
+
+
+@both
+@pytest.mark.parametrize(
+    ("changes", "left"),
+    [
+        ({"conf": CORES}, None),
+        ({"conf": f"{CORES},{CORES}, max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"conf": "backend:native"}, None),
+        ({"conf": "backend : cudaMallocAsync"}, None),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, None),
+    ],
+)
+def test_what_a_restart_has_left_of_cores_choice_is_not_a_persons(start, when, changes, left):
+    """Manager restarts ComfyUI in its place, and it inherits what it had written into its environment."""
+    args, now = start(when, **changes)
+    assert chosen(when, args, now) == "backend:native" and now == left
+    assert args.accel_allocator == "native"
+
+
+def test_another_copy_of_the_pack_changes_nothing_more(start, caplog):
+    with caplog.at_level(logging.INFO):
+        args, now = start(EARLY, times=2)
+    assert (args.accel_allocator, now, len(caplog.records)) == ("native", None, 1)
 
 
 def test_torch_that_is_there_already_finds_the_environment_that_it_was_imported_with(start):
@@ -128,7 +165,7 @@ def test_torch_that_is_there_already_finds_the_environment_that_it_was_imported_
 def test_damaged_settings_are_one_line_and_change_nothing(start, when, kept, caplog):
     with caplog.at_level(logging.INFO):
         args, conf = start(when, kept=kept)
-    assert chosen(when, args, conf) == CORES and not hasattr(args, "accel_allocator")
+    assert chosen(when, args, conf) == CORES and args.accel_allocator == "failed"
     assert len(caplog.records) == 1 and "left as it is" in caplog.text
 
 

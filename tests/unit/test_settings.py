@@ -2,6 +2,8 @@
 
 import io
 import logging
+import subprocess
+import sys
 
 import pytest
 from comfy_accel.accel.core import settings
@@ -9,8 +11,12 @@ from comfy_accel.accel.core.events import emit, log
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.core.settings import LARGEST_MB, MOST_ENTRIES, Settings
 from comfy_accel.accel.fingerprint.kinds import GraphKey, Kind
+from comfy_accel.accel.hosts.comfyui import cuda_graphs as cuda_graphs_choice
+from comfy_accel.accel.hosts.comfyui.home import Home
 from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.signature.tensors import TensorSpec
+
+from tools import ROOT
 
 
 def test_what_is_written_is_read_again_and_the_rest_has_its_default(tmp_path):
@@ -151,3 +157,33 @@ def test_reason_of_a_miss_is_what_the_nearest_key_has_otherwise():
     told = report_log.why_missed(key(), [key("float32", "eager"), key("bfloat16")], graphs=0)
     assert "nearest of 2" in told and "torch.bfloat16" in told and "torch.float16" in told and "backend" not in told
     assert "nothing is known" in report_log.why_missed("a", ["b"], graphs=0)
+
+
+def cuda_graphs(*arguments):
+    return cuda_graphs_choice.main(arguments, "accel cuda-graphs")
+
+
+def test_cuda_graphs_are_turned_on_by_a_command_in_the_folder_that_comfyui_reads(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("ACCEL_CUDA_GRAPHS", raising=False)
+    where = ("--user-directory", str(tmp_path))
+    assert cuda_graphs(*where) == 0 and "nobody has chosen" in capsys.readouterr().out
+    assert cuda_graphs("on", *where) == 0
+    assert settings.read(tmp_path / "__accel").cuda_graphs == "on"
+    monkeypatch.setenv("ACCEL_CUDA_GRAPHS", "off")
+    assert cuda_graphs(*where) == 0 and "CUDA graphs: on, but ACCEL_CUDA_GRAPHS says off" in capsys.readouterr().out
+
+
+def test_a_command_about_cuda_graphs_writes_where_nothing_would_read_it_never(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cuda_graphs_choice, "find", lambda *_: Home(tmp_path / "comfy-accel", given=False))
+    assert cuda_graphs("on") == 1
+    monkeypatch.undo()
+    assert cuda_graphs("on", "--user-directory", str(tmp_path / "none")) == 1
+    assert capsys.readouterr().err.count("Name ComfyUI's user folder") == 2
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "__accel").write_text("a file in its place")
+    assert cuda_graphs("on", "--user-directory", str(tmp_path)) == 1
+
+
+def test_the_choice_about_cuda_graphs_needs_no_torch():
+    code = "import sys; sys.modules['torch'] = None; import accel.hosts.comfyui.cuda_graphs"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -155,22 +155,28 @@ def test_sizes_that_may_take_another_way_through_a_kernel_are_told_apart():
 
 
 class WritesToWhatIsDense(Block):
-    """Changes the caller's tensor where that is dense, and a copy of it elsewhere, as the uncompiled block does."""
+    """Changes the caller's tensor where that is dense, and a copy of it elsewhere."""
 
     def forward(self, x):
         return self.first(x.contiguous().mul_(2))
 
 
+class WritesToWhatIsTransposed(Block):
+    """Changes the caller's tensor where its transpose is dense, and a copy of that elsewhere."""
+
+    def forward(self, x):
+        return self.first(x.t().reshape(-1).mul_(2).view(4, 4))
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("is_strided", [(False, True, True), (True, False, False)])
-def test_what_a_block_writes_to_is_compared_in_the_layout_that_it_is_given(is_strided):
-    block = WritesToWhatIsDense()
+@pytest.mark.parametrize("is_strided", [(False, True, True), (True, False, False), (True, True, False, True)])
+@pytest.mark.parametrize("cls", [WritesToWhatIsDense, WritesToWhatIsTransposed])
+def test_what_a_block_writes_to_is_compared_in_the_layout_that_it_is_given(cls, is_strided):
+    block = cls()
     stand_in = runner(block)
     for strided in is_strided:
-        whole = torch.randn(4, 8)
-        x = whole[:, ::2] if strided else whole[:, :4].contiguous()
-        expected, alone = x.clone() if not strided else whole.clone()[:, ::2], None
-        out = block.forward(expected)
-        alone = expected.clone()
+        x, alone = (torch.arange(16.0).view(4, 4) for _ in range(2))
+        x, alone = (x.t(), alone.t()) if strided else (x, alone)
+        out = block.forward(alone)
         torch.testing.assert_close(stand_in(block.forward, x), out)
         torch.testing.assert_close(x, alone)

@@ -66,8 +66,9 @@ def change(requested: dict[str, Any]) -> None:
         raise ValueError(f"There is no setting {unknown[0][:80]!r}; the settings are {', '.join(NAMES)}.")
     if "store_mb" in requested and os.environ.get(location.LIMIT_VARIABLE, "").strip().isdecimal():
         raise ValueError(f"store_mb is set by {location.LIMIT_VARIABLE}, so it cannot be changed here.")
-    before = current()
+    current()
     with _lock:
+        before = _current
         _current = now = replace(_current, **requested)
         _set_budget(now)
         report_log.set_verbosity(_verbosity(now))

@@ -15,16 +15,20 @@ NOISY = ("ancestral", "sde", "ddpm", "seeds", "sa_solver")
 SENTENCES.update(
     cuda_malloc_async="ComfyUI has torch allocate with cudaMallocAsync: turn on CUDA graphs in the Accel tab, or set "
     "ACCEL_CUDA_GRAPHS=on, and restart",
-    graphs_nowhere="no, they are NVIDIA's",
-    graphs_given="yes",
-    graphs_on="yes, turned on here: torch uses its own allocator",
-    graphs_off="no: turn them on in the Accel tab, or set {variable}=on, and restart ComfyUI",
+    graphs_nowhere="no: they need an NVIDIA GPU, and ComfyUI uses none here",
+    graphs_given="yes: torch uses its own allocator, as ComfyUI was started",
+    graphs_on="yes: turned on here, so torch uses its own allocator",
+    graphs_off="no: turn them on in the Accel tab, or set ACCEL_CUDA_GRAPHS=on, and restart ComfyUI",
+    graphs_named_off="no: turned off by {variable}",
+    graphs_kept_on="turned on, and so from ComfyUI's next start on, unless its flags or PYTORCH_CUDA_ALLOC_CONF say "
+    "otherwise",
     graphs_unknown="yes, where they are turned on or ComfyUI was started with --disable-cuda-malloc",
     graphs_turned_on="turned on: restart ComfyUI",
     graphs_turned_off="turned off: restart ComfyUI",
-    graphs_flag="turned on, but ComfyUI was started with --cuda-malloc",
-    graphs_configuration="turned on, but PYTORCH_CUDA_ALLOC_CONF names another allocator",
-    graphs_torch_loaded="turned on, but another extension imports PyTorch before ComfyUI does",
+    graphs_flag="no: ComfyUI was started with --cuda-malloc",
+    graphs_configuration="no: PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF names another allocator",
+    graphs_torch_loaded="no: another extension imports PyTorch before ComfyUI does",
+    graphs_failed="no: the allocator could not be chosen, and ComfyUI's log says why",
     weights_streamed="its weights are streamed (dynamic VRAM), and not all on the device at once",
 )
 

@@ -10,7 +10,7 @@ from typing import Any
 from ....core.events import subscribe
 from ....core.reasons import Reason
 from ....core.sentences import EXPECTED, OF_CUDA_GRAPHS, OF_THE_MACHINE
-from ....report.run import Run, rounded
+from ....report.run import Run
 from ....report.run_record import records
 from . import allocator
 
@@ -65,7 +65,8 @@ class PanelMessages:
         with self._lock:
             earlier, _ = self._waiting.pop(slot, ({}, None))
             if "lines" in message:  # of another run of this prompt
-                message["lines"] = {**earlier.get("lines", {}), **message["lines"]}
+                for of_nodes in ("lines", "offers"):
+                    message[of_nodes] = {**earlier.get(of_nodes, {}), **message[of_nodes]}
             self._waiting[slot] = message, client
             if len(self._waiting) > _MOST_WAITING:
                 del self._waiting[next(iter(self._waiting))]
@@ -110,9 +111,11 @@ def _warning(block: str, reason: Reason) -> dict[str, Any] | None:
 
 
 def _lines(run: Run) -> dict[str, Any]:
-    """What its nodes say, with an offer of CUDA graphs where they are what the run lacked."""
-    offer = {"times": rounded(run.graphs_would_give)} if run.graphs_would_give and allocator.is_offered() else None
-    return {"event": "node_lines", "lines": run.lines_as_json(), **({"offer": offer} if offer else {})}
+    """What its nodes say, and by node an offer of CUDA graphs, where they are what the run lacked."""
+    node, offers = (run.compiling or {}).get("node"), {}
+    if node is not None and run.graphs_would_give is not None and allocator.is_offered():
+        offers[node] = {"times": f"{run.graphs_would_give:.1f}"}
+    return {"event": "node_lines", "lines": run.lines_as_json(), "offers": offers}
 
 
 _FOR_ONE: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {

@@ -79,7 +79,11 @@ def register() -> None:
         except ValueError as error:
             raise Refused(str(error)) from None
         except OSError as error:
-            raise Refused(f"The change could not be saved, so it ends with this ComfyUI: {error}.", 500) from None
+            if "cuda_graphs" in body:
+                raise Refused(
+                    f"It could not be saved: {error}. ACCEL_CUDA_GRAPHS=on or off does the same.", 500
+                ) from None
+            raise Refused(f"The change is in force, but could not be saved: {error}.", 500) from None
 
     @server.routes.post("/accel/warm_up")
     @answering
