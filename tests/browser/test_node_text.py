@@ -249,7 +249,7 @@ def test_cuda_graphs_are_offered_on_the_node_that_ran_until_somebody_has_answere
         texts.get_by_role("button", name=button).click()
         texts.get_by_role("button").first.wait_for(state="detached")
     assert chosen == [choice]
-    assert page.get_by_text("Restart ComfyUI to use them.").count() == (choice == "on")
+    assert (page.get_by_text("Restart ComfyUI to use them.").count() > 0) == (choice == "on")
     until_shown(page, SAID)
     offered(page, "prompt 9", node)
     until_shown(page, SAID)

@@ -1,6 +1,7 @@
 """Which allocator torch has in a server, by what was chosen and by whom: on the made-up device, which ComfyUI takes for
 an NVIDIA card."""
 
+import os
 import time
 from contextlib import suppress
 
@@ -39,16 +40,30 @@ def device(tmp_path_factory):
         pytest.skip(f"there can be no made-up device: {why}")
 
 
+def another_pack(base, place):
+    """The folder of a pack without nodes at a place in the order in which ComfyUI loads packs, which the disk has."""
+    nodes = base / "custom_nodes"
+    for number in range(100):
+        pack = nodes / f"another_pack_{number}"
+        if not pack.exists():
+            pack.mkdir()
+        if os.listdir(nodes)[place] == pack.name:
+            (pack / "__init__.py").write_text(NO_NODES)
+            return pack
+        if not (pack / "__init__.py").exists():
+            pack.rmdir()
+    raise AssertionError("no name comes there")
+
+
 @pytest.fixture
 def start(device, tmp_path, monkeypatch):
     """Starts a server in one base directory, and gives what its page is told: the allocator's name, and the state."""
     monkeypatch.setattr(comfyui, "has_accelerator", lambda: True)
 
     def started(*flags, prestartup="", nodes=NO_NODES, ask=lambda client: None, **environment):
-        other = tmp_path / "custom_nodes" / "the_other_pack"  # which is imported after ours
-        other.mkdir(parents=True, exist_ok=True)
-        (other / "prestartup_script.py").write_text(prestartup)
-        (other / "__init__.py").write_text(nodes)
+        make_base(tmp_path)
+        (another_pack(tmp_path, 0) / "prestartup_script.py").write_text(prestartup)
+        (another_pack(tmp_path, -1) / "__init__.py").write_text(nodes)
         variables = {"ACCEL_STORE": "off", **device, **environment}
         with serving(tmp_path, extra_flags=flags, environment=variables) as server:
             client = Client(server.url)
