@@ -11,7 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..core.events import emit
-from ..core.torch_internals import BYTECODE_CALLS, BYTECODE_UTILS, CODE_CACHE, GENERATED_CODE, PYTHON_WRAPPER
+from ..core.torch_internals import (
+    BYTECODE_CALLS,
+    BYTECODE_UTILS,
+    CODE_CACHE,
+    GENERATED_CODE,
+    PYTHON_WRAPPER,
+    STATIC_LAUNCH,
+)
 
 TRACE, GENERATE, BUILD = STAGES = ("trace", "generate", "build")
 """The stages of a compilation: a block is traced, its code is generated, and kernels are built from that."""
@@ -59,18 +66,18 @@ def building_told() -> Iterator[None]:
 
 
 @contextmanager
-def short_names() -> Iterator[None]:
-    """A context in which inductor's GPU kernels have numbers for names on Windows, where a path has 260 characters.
+def own_settings() -> Iterator[None]:
+    """A context in which inductor launches our kernels as fast as its own (`STATIC_LAUNCH`), where torch can.
 
-    Described by what they compute, they have up to 115, and the files in Triton's cache, behind two hashes and the
-    user's folder, 254 to 292.
+    On Windows, where a path has 260 characters, its GPU kernels have numbers for names. Described by what they compute,
+    they have up to 115, and the files in Triton's cache, behind two hashes and the user's folder, 254 to 292.
     """
-    if sys.platform != "win32":
-        yield
-        return
     from torch._inductor import config
 
-    with config.patch({"triton.descriptive_names": False}):
+    changed = {"triton.descriptive_names": False} if sys.platform == "win32" else {}
+    if STATIC_LAUNCH.is_there:
+        changed[STATIC_LAUNCH.name] = True
+    with config.patch(changed):
         yield
 
 

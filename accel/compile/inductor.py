@@ -40,7 +40,7 @@ class Inductor(AheadOfTime):
         device = _device(tensors)
         with (
             generated_code.collected() as modules,
-            generated_code.short_names(),
+            generated_code.own_settings(),
             narrow_sizes(),
             rewritten_graphs(device.type),
             unknown_casts_left(device),
@@ -56,7 +56,7 @@ class Inductor(AheadOfTime):
         _delete_impostor(name.decode())
         delete_leftovers()
         define()
-        with generated_code.collected() as modules:
+        with generated_code.collected() as modules, generated_code.own_settings():
             compiled = torch_internals.AOT_FUNCTION.get().deserialize(content, None, {TEMPLATE: template})
         return artifact_of(compiled, compiled.fn.__globals__, modules, len(data))
 

@@ -105,7 +105,7 @@ def _called_once(
         settings["run_gc_after_compile"] = False  # a host may want no garbage collected now
     with (
         generated_code.collected() as modules,
-        generated_code.short_names(),
+        generated_code.own_settings(),
         own_noise(),
         torch._dynamo.config.patch(settings),
         suppress(_NotRun),

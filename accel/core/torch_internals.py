@@ -151,6 +151,12 @@ INPUT_ASSERTS = Internal(
 GENERATED_CODE = Internal(
     "torch._inductor.codegen.wrapper", "PythonWrapperCodegen.generate", "2.7", "nobody is told when kernels are built"
 )
+STATIC_LAUNCH = Internal(
+    "torch._inductor.config",
+    "static_launch_user_defined_triton_kernels",
+    "2.11",
+    "kernels of our own are launched in Python, slower",
+)
 
 _AS_TRACED = "group norms are inductor's, slower"
 KNOWN_TRUE = Internal("torch.fx.experimental.symbolic_shapes", "statically_known_true", "2.7", _AS_TRACED)

@@ -56,3 +56,19 @@ def test_one_graph_of_our_kernels_serves_every_size_and_channels_and_is_saved():
     for each in (graph, loaded):
         assert call(each, narrow, 1, 64, 5, 7).shape == (1, 96, 5, 7)
         assert call(each, wide, 3, 128, 90, 64).shape == (3, 64, 90, 64)
+
+
+def test_our_kernels_are_launched_as_those_of_inductor_are_and_nothing_is_set_for_others():
+    from torch._inductor import config
+
+    blocks = [ResBlock(64, 96), ResBlock(128, 64)]
+    before = set(generated_code.all_modules())
+    graph, kind, (narrow, _), spec, _ = compiled(blocks, 2, 64, 24, 40)
+    loaded = block_compiler.load_block(template_of(blocks[0]), Call(kind, spec), graph.save(), graph.facts)
+    for each in (graph, loaded):
+        call(each, narrow, 2, 64, 24, 40)
+    made = [vars(module).values() for module in set(generated_code.all_modules()) - before]
+    kernels = [value for values in made for value in values if type(value).__name__ == "CachingAutotuner"]
+    ways = {type(result).__name__ for kernel in kernels for result in kernel.compile_results}
+    assert len(kernels) > 16 and ways == {"StaticTritonCompileResult"}
+    assert not config.static_launch_user_defined_triton_kernels
