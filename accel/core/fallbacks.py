@@ -30,21 +30,21 @@ class Fallbacks:
         self._lock = threading.Lock()
         self._calls: dict[tuple[str, str], tuple[Reason, int]] = {}
 
-    def note(self, block: str, reason: Reason, how: str = "uncompiled") -> None:
-        """Count one call of a block that ran eagerly; the first of each reason is logged with `how` the block ran.
+    def note(self, block: str, reason: Reason, how: str = "uncompiled", calls: int = 1) -> None:
+        """Count calls of a block that ran eagerly; the first of each reason is logged with `how` the block ran.
 
         A reason that holds for all blocks is logged once, not for each of them.
         """
         key = block, _NUMBER.sub("#", str(reason))
         with self._lock:
             if key in self._calls:
-                first, calls = self._calls[key]
-                self._calls[key] = first, calls + 1
+                first, before = self._calls[key]
+                self._calls[key] = first, before + calls
                 return
             is_known = any(reason == known for known, _ in self._calls.values())
             if len(self._calls) >= _MOST:
                 del self._calls[next(iter(self._calls))]
-            self._calls[key] = reason, 1
+            self._calls[key] = reason, calls
         if reason.code not in OF_THE_MACHINE:
             codes = {reason.code, *(part.code for _, part in reason.fields if isinstance(part, Reason))}
             log.log(INFO if codes & EXPECTED else WARNING, "%s runs %s: %s", block, how, reason)

@@ -25,8 +25,8 @@ from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly, not_in_this_mode
 from ..dispatch.block_observer import BlockObserver
 from ..dispatch.block_runner import BlockRunner
+from ..dispatch.whole_calls import WholeCalls
 from ..modules.snapshot import are_same
-from ..modules.substitution import Order, Substitution
 from ..signature import switches, tree_spec
 from ..signature.tensors import PLAIN_TENSORS
 from ..step_cache.capture_io import CaptureIO, FeaturesProxy
@@ -78,7 +78,7 @@ class ModelCapture:
         self._cache, self._pool, self._lease, self._host = cache, pool, lease, host
         self._facts = host.facts, switches.in_force()
         self._observer = BlockObserver()
-        self._blocks = Substitution(blocks, Order.COMPILED)
+        self.blocks = WholeCalls(blocks, cache)
         for runner in blocks.values():
             runner.observer = self._observer
         self._progress: dict[CaptureKey, _Progress] = {}
@@ -149,7 +149,8 @@ class ModelCapture:
 
     def call_uncaptured(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `inner` returns for these arguments."""
-        with self._blocks.in_place():
+        phase, may_capture = self._proxy and self._proxy.phase, self._observer.may_capture
+        with self.blocks.in_place((*args, *kwargs.values()), phase, not may_capture):
             return inner(*args, **kwargs)
 
     # Whether a call can be captured or replayed at all

@@ -39,6 +39,14 @@ compiler_around = COMPILER_AROUND.get(lambda: None)
 """What compiles the code that runs in this thread now; None where nothing does."""
 
 
+COMPILED, COMPARED = "compiled", "compared"
+"""Ways of a block's call: by its graph, and by both it and the block. The others are why it ran uncompiled."""
+
+
+class LeftAside(RunEagerly):
+    """A graph is not used at this size, whatever else holds for the call."""
+
+
 class NotReady(RuntimeError):
     """A block would have to look up or compile its graph while a call of its model is captured."""
 
@@ -92,6 +100,9 @@ class BlockRunner:
         self._inline = InlineCache(cache, self._weights, simplify_options, known, lease)
         self.eager_calls = 0
         """Calls that ran without a graph."""
+        self.ways: set[str | Reason | None] = set()
+        """How calls were made that others like them will be made like in this run, since somebody has cleared it. None
+        where there is no graph, for a reason that the first of them told."""
         self.observer: BlockObserver | None = None
         """Set while whole model calls are captured."""
         self.code: CurrentCode | None = None
@@ -139,8 +150,14 @@ class BlockRunner:
             hit = self._inline.match(args, kwargs) or self._inline.wake(args, kwargs, self._is_captured)
             if hit is not None:
                 guarded, tensors = hit
+                if guarded.verdict is not None:
+                    self.ways.add(guarded.verdict)
+                    self._note(guarded.verdict, is_trouble=False)
+                    self._count_eager()
+                    return inner(*args, **kwargs)
                 resolved, counter = guarded.resolved, guarded.counter
                 counter.hits += 1
+                self.ways.add(COMPILED)
                 if observer is not None:
                     observer.used.append((resolved.entry, resolved.graph, counter))
                 try:
@@ -160,7 +177,7 @@ class BlockRunner:
     def _call_instead(self, other: BlockRunner | Reason, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if isinstance(other, Reason):
             return self._eagerly(self._described(inner, args, kwargs), other)
-        other.observer, before = self.observer, other.eager_calls
+        other.observer, other.ways, before = self.observer, self.ways, other.eager_calls
         try:
             return other(inner, *args, **kwargs)
         finally:
@@ -185,6 +202,7 @@ class BlockRunner:
     def _call_unmatched(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of a call that no guard matched."""
         if self._left is not None:
+            self.ways.add(self._left)
             return self._eagerly(self._described(inner, args, kwargs), self._left)
         call, other, resolved = self._described(inner, args, kwargs), None, None
         try:
@@ -199,7 +217,11 @@ class BlockRunner:
         else:
             if other is not None:
                 return self._call_instead(other, inner, args, kwargs)
+            if resolved is None:
+                self.ways.add(None)
             return self._eagerly(call) if resolved is None else self._run(call, resolved)
+        if isinstance(refusal, LeftAside):
+            self.ways.add(refusal.reason)
         if isinstance(refusal, NoGraph):
             return self._without_graph(call, refusal)
         return self._eagerly(call, refusal.reason, is_trouble=not isinstance(refusal, RunEagerly))
@@ -239,7 +261,7 @@ class BlockRunner:
         """Find the call's weights. Raises Refusal: no graph may run it."""
         verdict = self._inline.verdict(call)
         if verdict is not None:
-            raise RunEagerly(verdict)
+            raise LeftAside(verdict)
         call.added = () if self._lora is None else self._lora.read()
         call.weights = self._weights.take(call.given)
         if any(weight is None for weight in call.weights):  # taken away since
@@ -272,7 +294,7 @@ class BlockRunner:
         if changed and share_memory(call.given, changed):
             raise Refusal(Reason("changes_shared_memory"))
         if resolved.verdict is not None:
-            raise RunEagerly(resolved.verdict)
+            raise LeftAside(resolved.verdict)
         if resolved.is_compared and self._is_streamed:
             call.weights = ()  # either way includes the cost of taking them, and neither keeps the other's
             self._weights.release()
@@ -283,6 +305,7 @@ class BlockRunner:
         """The call by its graph; eagerly where that fails."""
         is_compared, observer = resolved.is_compared, self.observer
         resolved.counter.hits += 1
+        self.ways.add(COMPARED if is_compared else COMPILED)
         if observer is not None:
             observer.used.append((resolved.entry, resolved.graph, resolved.counter))
             observer.is_stable &= not resolved.is_timed
@@ -320,6 +343,7 @@ class BlockRunner:
                 self._cache.clear_failure(refusal.key)
             raise
         self._note(refusal.reason, is_trouble=True)
+        self.ways.add(None)
         return out
 
     def _failure_of(self, error: Exception, in_graph: bool) -> Failure:

@@ -127,6 +127,11 @@ class CurrentCode:
         now = self._looked()
         return now is not None and any(found.path == region.path and found.kind == region.kind for found in now.regions)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the code that blocks were last called under is that of the first survey."""
+        return self._now is self._first
+
     def is_set_as_at_first(self) -> bool:
         """Whether the blocks' own settings and parts are those of the first survey."""
         return self._first.survey.settings.is_current()

@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 from comfy_accel.accel.core.reasons import Reason, RunEagerly
-from comfy_accel.accel.cuda_graphs import model_capture
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
+from comfy_accel.accel.dispatch import whole_calls
 from comfy_accel.accel.fingerprint.code_hash import CodeReader
 from comfy_accel.accel.modules.snapshot import WeightSnapshot
 from comfy_accel.accel.modules.substitution import Substitution
@@ -57,7 +57,7 @@ def test_stand_ins_of_blocks_are_in_place_in_calls_that_run_the_model_alone(monk
             placed.append(self)
             return super().in_place()
 
-    monkeypatch.setattr(model_capture, "Substitution", Counted)
+    monkeypatch.setattr(whole_calls, "Substitution", Counted)
     model, (cache, _) = Toy(), capturing_cache()
     with run(model, cache) as call:
         assert check_calls(model, call, 3) == len(placed) == 3 + 2

@@ -20,9 +20,10 @@ from ....core.fallbacks import fallbacks
 from ....core.reasons import Reason
 from ....dispatch.block_runner import BlockRunner
 from ....dispatch.compiled_layers import Host, compiled_layers, survey_model
+from ....dispatch.whole_calls import WholeCalls
 from ....fingerprint.survey import KeptSurveys
 from ....modules.first_call import is_compiled
-from ....modules.substitution import Layer, Order, Substitution
+from ....modules.substitution import Layer
 from ....report.run import Totals
 from ....store.graph_store import attach
 from .. import attention, preferences, weight_patches  # noqa: F401 the last is known once it is imported
@@ -37,7 +38,7 @@ from ..versions import (
     unrecorded_context,
 )
 from . import streamed
-from .options import CORE_COMPILE, INTERRUPTS, runs_between, simplifier
+from .options import CORE_COMPILE, INTERRUPTS, SKIPS, runs_between, simplifier
 from .run_events import run_events, sampling_begins, uses
 
 if TYPE_CHECKING:
@@ -61,11 +62,11 @@ HOST = Host(
 
 @dataclass
 class _ModelState:
-    """What one model has in one run: the layers of its blocks, which stand in for them in each call, how many kinds
+    """What one model has in one run: the layers of its blocks, what is in place of them in each call, how many kinds
     they are, and the model where its calls are captured. No layers: another node compiles it."""
 
     layers: dict[torch.nn.Module, Layer]
-    substitution: Substitution
+    calls: WholeCalls
     kinds: int
     captured: CapturedModel | None = None
 
@@ -98,10 +99,13 @@ class Run:
         self._model_calls = 0
 
     @contextmanager
-    def call(self, base: torch.nn.Module, options: dict[str, Any], context: Any = None) -> Iterator[dict[str, Any]]:
+    def call(
+        self, base: torch.nn.Module, options: dict[str, Any], context: Any = None, *given: Any
+    ) -> Iterator[dict[str, Any]]:
         """Run the blocks of a BaseModel compiled during one call of it, or replay the call.
 
-        context: the prompt [B, T, ...], if any. Yields the transformer_options to make the call with.
+        context: the prompt [B, T, ...], if any. given: what else decides sizes in it. Yields the transformer_options to
+        make the call with.
         """
         model = base.diffusion_model
         state = self._state_of(model, options)
@@ -115,7 +119,7 @@ class Run:
                 with self._lock:
                     self._model_calls += 1
             if not self._graphs or is_split_over_devices(options):
-                with state.substitution.in_place():
+                with state.calls.in_place((context, *given), are_alike=SKIPS not in options):
                     yield options
                 return
             from . import capture  # a slow import, which only captured runs should pay for
@@ -135,8 +139,11 @@ class Run:
         """Emit "run_calls" for the record of the run, once its lease is over."""
         states = self._states.values()
         runners = [layer for state in states for layer in state.layers.values() if isinstance(layer, BlockRunner)]
-        captures = (state.captured.capture for state in states if state.captured is not None)
-        eager_calls = sum(layer.eager_calls for layer in (*runners, *captures))
+        captures = [state.captured.capture for state in states if state.captured is not None]
+        calls = [*(state.calls for state in states), *(capture.blocks for capture in captures)]
+        for one in calls:
+            one.note()
+        eager_calls = sum(counted.eager_calls for counted in (*runners, *captures, *calls))
         if is_finished and runners and not (eager_calls or self._lease.calls or self._lease.replays):
             for model in self._states:  # Wan Animate 2 calls methods of its blocks
                 fallbacks.note(type(model).__name__, Reason("no_block_runs", part="forward"))
@@ -165,7 +172,7 @@ class Run:
                 kinds = count_kinds(layers)
                 if self._settings.stop_on_trouble and not kinds:
                     raise Trouble(f"{name} cannot run compiled: {why}")
-                state = self._states[model] = _ModelState(layers, Substitution(layers, Order.COMPILED), kinds)
+                state = self._states[model] = _ModelState(layers, WholeCalls(layers, self._cache), kinds)
             return state
 
 
@@ -261,7 +268,7 @@ def _apply_model(settings: CompileSettings, cache: GraphCache):
         # Other code may call the model outside of a sampler.
         with nullcontext() if run is not None else cache.lease() as lease:
             run = run or Run(settings, cache, lease)
-            with run.call(executor.class_obj, options, c_crossattn) as options:
+            with run.call(executor.class_obj, options, c_crossattn, x, c_concat, control, *kwargs.values()) as options:
                 try:
                     return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
                 finally:

@@ -33,14 +33,12 @@ from ..versions import forget_prefetched, leading_node, unrecorded_context
 from ..words import none_skipped
 from .late_control import LateControl, postponed
 from .options import CAPTURE, CORE_CACHE, CORE_COMPILE, INTERRUPTS, WARMS_UP, asks_wrappers, compiles_whole
+from .options import SKIPS as KEY
 from .run_events import run_events, sampling_begins
 from .samplers import NoiseLevels, facts_of, reckons
 
 if TYPE_CHECKING:
     from ....cuda_graphs.model_capture import ModelCapture
-
-KEY = "accel_deep_cache"
-"""Key of our wrappers, and of the sampling in its transformer_options."""
 
 _WRAPPED = (WrappersMP.OUTER_SAMPLE, WrappersMP.PREPARE_SAMPLING, WrappersMP.SAMPLER_SAMPLE)
 _WRAPPED += (WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH, WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL)

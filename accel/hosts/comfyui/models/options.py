@@ -31,6 +31,9 @@ CAPTURE = "accel.capture"
 It is here and not in `capture`, which is slow to import and only imported when calls are captured.
 """
 
+SKIPS = "accel_deep_cache"
+"""The key of DeepCache's run in `transformer_options`, and of its wrappers."""
+
 WARMS_UP = "accel.warms_up"
 """Key in `transformer_options` of runs whose images are thrown away."""
 

@@ -1,0 +1,192 @@
+"""Blocks that run uncompiled for the rest of a run: their calls cost nothing, are counted, and are looked at anew."""
+
+import collections
+import sys
+
+import pytest
+import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile import block_compiler
+from comfy_accel.accel.compile.benchmark import Benchmark, Benchmarks
+from comfy_accel.accel.compile.compiled_graph import CompileFailed
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from comfy_accel.accel.dispatch.compiled_layers import Host, compiled_layers, survey_model
+from comfy_accel.accel.dispatch.whole_calls import WholeCalls
+from comfy_accel.accel.fingerprint.survey import KeptSurveys
+from kit.code_swaps import attribute
+from torch import nn
+
+MEASURED = CompileSettings(backend="eager", measured=True)
+SLOWER = Reason("slower", compiled="2", eager="1")
+
+
+class Tanh(nn.Module):
+    factor = 1.0
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, x):
+        return torch.tanh(self.norm(self.linear(x))) * self.factor
+
+
+class Net(nn.Module):
+    def __init__(self, blocks, wide=0):
+        super().__init__()
+        self.blocks = nn.ModuleList([*(Tanh(8) for _ in range(blocks)), *(Tanh(16) for _ in range(wide))])
+        self.eval().requires_grad_(False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x.repeat(1, block.linear.in_features // x.shape[1]))
+        return x
+
+
+class Run:
+    """A run of a model; a call with it returns the blocks whose stand-ins were asked in it."""
+
+    def __init__(self, net, cache=None, settings=MEASURED):
+        self.net, self.cache = net, cache or GraphCache()
+        found = survey_model(net, settings, Host(), KeptSurveys.on(net))
+        layers = compiled_layers(net, found, settings, Host(), self.cache)
+        self.runners = [layer for layer in layers.values() if isinstance(layer, BlockRunner)]
+        self.calls = WholeCalls(layers, self.cache)
+
+    def __call__(self, rows=4, **how):
+        x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
+        expected, asked = self.net(x), collections.Counter()
+
+        def hook(frame, event, _):
+            if event == "call" and frame.f_code is BlockRunner._call.__code__:
+                asked[frame.f_locals["self"]._region.path] += 1
+
+        with self.calls.in_place((x,), **how):
+            sys.setprofile(hook)
+            try:
+                out = self.net(x)
+            finally:
+                sys.setprofile(None)
+        assert torch.allclose(out, expected, atol=1e-6)
+        return len(asked)
+
+    @property
+    def eager_calls(self):
+        return self.calls.eager_calls + sum(runner.eager_calls for runner in self.runners)
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    fallbacks.clear()
+
+
+@pytest.fixture
+def slower(monkeypatch):
+    """Graphs are judged before their first call: all of them, or those of calls with so many elements."""
+    judged, fast, sizes = Benchmark(), Benchmark(), set()
+    judged.done, judged.verdict, fast.done = True, SLOWER, True
+
+    def of(self, inputs, captured=False):
+        return judged if not sizes or sum(tensor.numel() for tensor in inputs) in sizes else fast
+
+    monkeypatch.setattr(Benchmarks, "of", of)
+    return sizes
+
+
+def entered(run):
+    """Python's functions of ours that a call enters."""
+    ours = collections.Counter()
+
+    def hook(frame, event, _):
+        if event == "call" and "/accel/" in frame.f_code.co_filename.replace("\\", "/"):
+            ours[frame.f_code] += 1
+
+    x = torch.randn(4, 8)
+    sys.setprofile(hook)
+    try:
+        with run.calls.in_place((x,)):
+            run.net(x)
+    finally:
+        sys.setprofile(None)
+    return ours.total()
+
+
+def test_calls_enter_no_function_for_a_block_that_is_left_aside(slower):
+    few, many = Run(Net(3)), Run(Net(30))
+    assert (few(), many()) == (3, 30)
+    assert (few(), many()) == (0, 0)
+    assert entered(few) == entered(many)
+
+
+def test_first_call_of_a_later_run_is_looked_at_and_recognised_without_being_described(slower):
+    net, cache = Net(3), GraphCache()
+    first = Run(net, cache)
+    assert [first(), first()] == [3, 0]
+    later = Run(net, cache)
+    per_block = (entered(later) - entered(later)) / 3
+    assert later.eager_calls == 6 and per_block < 40
+
+
+def test_calls_left_aside_are_counted_with_their_reason(slower):
+    run = Run(Net(3))
+    for _ in range(5):
+        run()
+    run.calls.note()
+    (row,) = fallbacks.rows()
+    assert (row["code"], row["calls"], run.eager_calls) == ("slower", 15, 15)
+
+
+def test_only_blocks_whose_graph_is_left_aside_lose_their_stand_in(slower):
+    slower.add(4 * 8)
+    run = Run(Net(3, wide=2))
+    asked = [run() for _ in range(4)]
+    assert asked[0] == 5 and asked[-1] == 2
+    assert run.eager_calls == 4 * 3
+
+
+def test_block_without_a_graph_loses_its_stand_in_too(monkeypatch):
+    def fail(*args):
+        raise CompileFailed(Reason("compile_failed", error="why"))
+
+    monkeypatch.setattr(block_compiler, "compile_block", fail)
+    run = Run(Net(3))
+    assert [run() for _ in range(3)] == [3, 0, 0] and run.eager_calls == 9
+
+
+def test_another_size_is_looked_at_and_the_first_is_known_still(slower):
+    run = Run(Net(3))
+    assert [run(4), run(4), run(6), run(6), run(4)] == [3, 0, 3, 0, 0]
+    assert [run(4, phase="skipped"), run(4, phase="skipped")] == [3, 0]
+
+
+def test_call_that_may_be_captured_has_all_stand_ins(slower):
+    run = Run(Net(3))
+    assert [run(), run(), run(are_alike=False), run()] == [3, 0, 3, 0]
+
+
+def test_calls_are_looked_at_until_nothing_is_compared(monkeypatch):
+    times = iter(range(1000))
+    monkeypatch.setattr("comfy_accel.accel.compile.benchmark.time.perf_counter", lambda: float(next(times)))
+    run = Run(Net(2))
+    asked = [run() for _ in range(12)]
+    assert asked[:4] == [2] * 4
+    # Both ways took as long, so the graphs are used.
+    assert set(asked) == {2} and run.eager_calls == 0
+
+
+def test_code_that_changes_is_noticed_by_the_call_and_looked_at_in_the_next(slower):
+    run = Run(Net(3))
+    assert [run(), run()] == [3, 0]
+    with attribute(Tanh, "factor", 0.5):
+        assert [run(), run()] == [0, 3]
+    assert [run(), run()] == [3, 0]
+
+
+def test_graph_that_leaves_the_cache_has_calls_looked_at(slower):
+    run = Run(Net(3))
+    assert [run(), run()] == [3, 0]
+    run.cache.clear()
+    assert [run(), run()] == [3, 0] and run.eager_calls == 4 * 3
