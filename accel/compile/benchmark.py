@@ -46,6 +46,9 @@ LONGEST_PAUSE = 0.02
 WIDEST_TILE = 128
 """Elements that a kernel handles as one along a dimension; a size that is no multiple leaves a tail."""
 
+PACE = 1.03
+"""A device that takes so many times as long for a call as Python does, or longer, was never idle in it."""
+
 _CYCLES = 2e9
 """A GPU's clock cycles a second, roughly; a slower one pauses longer."""
 
@@ -198,6 +201,34 @@ class Benchmarks:
     @property
     def hits(self) -> int:
         return sum(benchmark.hits for benchmark in self.all())
+
+
+class CallTime:
+    """Times one call on a CUDA device, from here to `stop`.
+
+    thread, wall: seconds that Python took, of the processor and by the clock.
+    """
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.current_stream(device)
+        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._began.record(self._stream)
+        self.wall, self.thread = time.perf_counter(), time.thread_time()
+
+    def stop(self) -> None:
+        self._ended.record(self._stream)
+        self.wall, self.thread = time.perf_counter() - self.wall, time.thread_time() - self.thread
+
+    @property
+    def device(self) -> float:
+        """Seconds that the device took, once it is done: this waits for it."""
+        self._ended.synchronize()
+        return self._began.elapsed_time(self._ended) / 1e3
+
+    @property
+    def device_waited(self) -> bool:
+        """Whether the device was idle in the call; this waits for it."""
+        return self.device < PACE * self.wall
 
 
 def order_of_size(inputs: Sequence[torch.Tensor]) -> int:

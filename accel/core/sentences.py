@@ -51,6 +51,9 @@ _A_GRAPH = {
     "the graph again",
     "wrong_output": "its compiled output differs from the uncompiled one {times} times as much as rounding explains",
     "slower": "compiled {compiled} ms, normal {eager} ms a call at this size: kept normal",
+    "host_bound": "Python is what its steps wait for, compiled {compiled} ms, normal {normal} ms a step at this size: "
+    "kept normal",
+    "host_bound_without_graphs": "{slow}. CUDA graphs would save most of that, and need another memory allocator",
 }
 
 _A_MODEL = {
@@ -208,7 +211,7 @@ def counted(number: int, noun: str) -> str:
 OF_THE_MACHINE = frozenset(_A_MACHINE)
 """Codes of what is missing for every block alike."""
 
-EXPECTED = frozenset({"slower", "interrupted", "device_busy", "generates_text"})
+EXPECTED = frozenset({"slower", "host_bound", "interrupted", "device_busy", "generates_text"})
 """Codes of what is as it should be: nobody is to be warned of it."""
 
 OF_CUDA_GRAPHS = frozenset({"not_captured"})

@@ -8,7 +8,6 @@ the class itself.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,16 +15,13 @@ from typing import Any
 
 import torch
 
+from ..compile.benchmark import CallTime
 from ..core import torch_internals
 from ..core.events import log
 from ..core.reasons import Reason
 
 LEAST_FREE = 512 << 20
 """Bytes that must be free on the device for a capture: a graph is not worth an image that fails."""
-
-
-PACE = 1.03
-"""A device that takes so many times as long for a call as Python does, or longer, was never idle in it."""
 
 _SMALL = 1 << 20
 """Bytes; torch serves requests up to this size from segments of their own."""
@@ -131,18 +127,10 @@ class CudaCapturer:
         return None
 
     def timed(self, device: torch.device, call: Callable[[], Any]) -> tuple[Any, Callable[[], bool]]:
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream, started = torch.cuda.current_stream(device), time.perf_counter()
-        began.record(stream)
+        time = CallTime(device)
         out = call()
-        ended.record(stream)
-        seconds = time.perf_counter() - started
-
-        def waited() -> bool:
-            ended.synchronize()
-            return began.elapsed_time(ended) < PACE * seconds * 1e3
-
-        return out, waited
+        time.stop()
+        return out, lambda: time.device_waited
 
     def has_room(self, device: torch.device) -> bool:
         # What torch holds idle is about what the call took at its height. Aside, none of it can be used.

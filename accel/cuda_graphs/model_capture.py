@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,6 @@ from ..core.events import emit
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly, not_in_this_mode
 from ..dispatch.block_observer import BlockObserver
-from ..dispatch.block_runner import BlockRunner
 from ..dispatch.whole_calls import WholeCalls
 from ..modules.snapshot import are_same
 from ..signature import switches, tree_spec
@@ -61,7 +60,7 @@ class _Progress:
 class ModelCapture:
     """Makes the calls of one model during one run, on one thread at a time.
 
-    blocks: the stand-ins of its blocks, in place while it runs; made, like this, at the run's first call.
+    blocks: the stand-ins of its blocks, in place while it runs; made, like this, at the run's first call, for it alone.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class ModelCapture:
         cache: GraphCache,
         pool: CapturePool,
         lease: Lease,
-        blocks: Mapping[torch.nn.Module, BlockRunner],
+        blocks: WholeCalls,
         host: CaptureHost,
     ):
         self._model = weakref.ref(model)
@@ -78,8 +77,8 @@ class ModelCapture:
         self._cache, self._pool, self._lease, self._host = cache, pool, lease, host
         self._facts = host.facts, switches.in_force()
         self._observer = BlockObserver()
-        self.blocks = WholeCalls(blocks, cache)
-        for runner in blocks.values():
+        self.blocks = blocks
+        for runner in blocks.runners.values():
             runner.observer = self._observer
         self._progress: dict[CaptureKey, _Progress] = {}
         self._confirmed: weakref.WeakSet[CapturedCall] = weakref.WeakSet()
@@ -87,6 +86,7 @@ class ModelCapture:
         self._guard = ModelGuard(model, host)
         self._calls = CallCache(host.simplify)
         self._off: Reason | None = None
+        self._refused: Reason | None = None  # of the call that is being made
         self._held: frozenset = frozenset()
         self._proxy: FeaturesProxy | None = None
         self.eager_calls = 0
@@ -113,6 +113,7 @@ class ModelCapture:
         reason = self._off or self._host.why_not()
         if reason is None:
             reason, variant, inputs = self._variant_of(args, kwargs)
+        self._refused = reason
         if reason is not None:
             return self._refuse(reason, inner, args, kwargs)
         if proxy is not None and not proxy.is_capturable:
@@ -140,6 +141,8 @@ class ModelCapture:
     def _refuse(self, reason: Reason, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         if reason != self._off:
             self._note(reason)
+        if reason.code == "cuda_malloc_async":  # for as long as the process lives
+            self._off = reason
         return self._alone(inner, args, kwargs)
 
     def _alone(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -150,7 +153,7 @@ class ModelCapture:
     def call_uncaptured(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `inner` returns for these arguments."""
         phase, may_capture = self._proxy and self._proxy.phase, self._observer.may_capture
-        with self.blocks.in_place((*args, *kwargs.values()), phase, not may_capture):
+        with self.blocks.in_place((*args, *kwargs.values()), phase, not may_capture, self._refused):
             return inner(*args, **kwargs)
 
     # Whether a call can be captured or replayed at all

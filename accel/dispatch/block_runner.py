@@ -43,10 +43,6 @@ COMPILED, COMPARED = "compiled", "compared"
 """Ways of a block's call: by its graph, and by both it and the block. The others are why it ran uncompiled."""
 
 
-class LeftAside(RunEagerly):
-    """A graph is not used at this size, whatever else holds for the call."""
-
-
 class NotReady(RuntimeError):
     """A block would have to look up or compile its graph while a call of its model is captured."""
 
@@ -101,8 +97,8 @@ class BlockRunner:
         self.eager_calls = 0
         """Calls that ran without a graph."""
         self.ways: set[str | Reason | None] = set()
-        """How calls were made that others like them will be made like in this run, since somebody has cleared it. None
-        where there is no graph, for a reason that the first of them told."""
+        """How calls were made, since somebody has cleared it, that those like them are made like as well. None:
+        uncompiled for the rest of the run, for a reason that the first of them told."""
         self.observer: BlockObserver | None = None
         """Set while whole model calls are captured."""
         self.code: CurrentCode | None = None
@@ -150,11 +146,6 @@ class BlockRunner:
             hit = self._inline.match(args, kwargs) or self._inline.wake(args, kwargs, self._is_captured)
             if hit is not None:
                 guarded, tensors = hit
-                if guarded.verdict is not None:
-                    self.ways.add(guarded.verdict)
-                    self._note(guarded.verdict, is_trouble=False)
-                    self._count_eager()
-                    return inner(*args, **kwargs)
                 resolved, counter = guarded.resolved, guarded.counter
                 counter.hits += 1
                 self.ways.add(COMPILED)
@@ -202,7 +193,7 @@ class BlockRunner:
     def _call_unmatched(self, inner: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of a call that no guard matched."""
         if self._left is not None:
-            self.ways.add(self._left)
+            self.ways.add(None)
             return self._eagerly(self._described(inner, args, kwargs), self._left)
         call, other, resolved = self._described(inner, args, kwargs), None, None
         try:
@@ -220,8 +211,6 @@ class BlockRunner:
             if resolved is None:
                 self.ways.add(None)
             return self._eagerly(call) if resolved is None else self._run(call, resolved)
-        if isinstance(refusal, LeftAside):
-            self.ways.add(refusal.reason)
         if isinstance(refusal, NoGraph):
             return self._without_graph(call, refusal)
         return self._eagerly(call, refusal.reason, is_trouble=not isinstance(refusal, RunEagerly))
@@ -261,7 +250,8 @@ class BlockRunner:
         """Find the call's weights. Raises Refusal: no graph may run it."""
         verdict = self._inline.verdict(call)
         if verdict is not None:
-            raise LeftAside(verdict)
+            self.ways.add(verdict)
+            raise RunEagerly(verdict)
         call.added = () if self._lora is None else self._lora.read()
         call.weights = self._weights.take(call.given)
         if any(weight is None for weight in call.weights):  # taken away since
@@ -294,7 +284,8 @@ class BlockRunner:
         if changed and share_memory(call.given, changed):
             raise Refusal(Reason("changes_shared_memory"))
         if resolved.verdict is not None:
-            raise LeftAside(resolved.verdict)
+            self.ways.add(resolved.verdict)
+            raise RunEagerly(resolved.verdict)
         if resolved.is_compared and self._is_streamed:
             call.weights = ()  # either way includes the cost of taking them, and neither keeps the other's
             self._weights.release()

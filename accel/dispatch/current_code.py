@@ -128,9 +128,9 @@ class CurrentCode:
         return now is not None and any(found.path == region.path and found.kind == region.kind for found in now.regions)
 
     @property
-    def is_first(self) -> bool:
-        """Whether the code that blocks were last called under is that of the first survey."""
-        return self._now is self._first
+    def known(self) -> dict[Any, Any] | None:
+        """What runs have found of the model's calls; None where the last one was under other code than the first."""
+        return self._first.survey.known if self._now is self._first else None
 
     def is_set_as_at_first(self) -> bool:
         """Whether the blocks' own settings and parts are those of the first survey."""

@@ -164,7 +164,14 @@ class InlineCache:
                 return False, None
             self._entries[key] = resolved
         if resolved is not None:
-            self._guard(call, resolved)
+            if resolved.verdict is not None:
+                self._verdicts[_verdict_key(call)] = resolved.verdict
+            elif not resolved.is_compared and (made := self._guards_made.get(resolved, 0)) < _MAX_GUARDS_MADE:
+                self._guards_made[resolved] = made + 1
+                guarded = GuardedCall(call, self._weights, self._replace, resolved)
+                self._guarded = (guarded, *self._guarded[: _MAX_GUARDED - 1])
+                if self._generation == self._cache.generation:
+                    self._known.guarded = (guarded, *self._known.guarded[: _MOST_ASLEEP - 1])
         return True, resolved
 
     def add(self, call: Call, resolved: ResolvedGraph | None) -> None:
@@ -177,18 +184,8 @@ class InlineCache:
             self._generation = self._cache.generation  # making room for it may have dropped others
             if len(self._known.entries) < _MAX_ENTRIES:
                 self._known.entries[key] = resolved
-            self._guard(call, resolved)
-
-    def _guard(self, call: Call, resolved: ResolvedGraph) -> None:
-        """Have guards match calls like this one from now on, unless they are to be compared."""
-        if resolved.verdict is not None:
-            self._verdicts[_verdict_key(call)] = resolved.verdict
-        if not resolved.is_compared and (made := self._guards_made.get(resolved, 0)) < _MAX_GUARDS_MADE:
-            self._guards_made[resolved] = made + 1
-            guarded = GuardedCall(call, self._weights, self._replace, resolved)
-            self._guarded = (guarded, *self._guarded[: _MAX_GUARDED - 1])
-            if self._generation == self._cache.generation:
-                self._known.guarded = (guarded, *self._known.guarded[: _MOST_ASLEEP - 1])
+            if resolved.verdict is not None:
+                self._verdicts[_verdict_key(call)] = resolved.verdict
 
     def clear(self) -> None:
         self._forget()
@@ -203,23 +200,20 @@ class InlineCache:
 class GuardedCall:
     """Matches later calls of a block like one whose weights and inputs (not yet dense) these were; keeps no tensor.
 
-    resolved: the graph that runs them. verdict: why it does not; such calls are matched by their inputs alone.
-    counter: counts them. copied: where its tensors are copies of inputs that it writes to; `given` has the inputs.
+    resolved: the graph that runs them. counter: counts them. copied: where its tensors are copies of inputs that it
+    writes to; `given` has the inputs.
     """
 
     def __init__(
         self, call: Call, source: WeightSource, replace: Callable[[dict], Any] | None, resolved: ResolvedGraph
     ):
         args, kwargs, inputs = call.args, call.kwargs, call.given
-        self.resolved, self.counter, self.verdict = resolved, resolved.counter, resolved.verdict
+        self.resolved, self.counter = resolved, resolved.counter
         self._arguments = ArgumentGuard(args, kwargs, call.spec, inputs, replace)
         # As WeightSlots.take reads them, but without a call and a list for it.
         is_direct = type(source) is WeightSlots and not source.forms
         self._holders, self._names = (source.holders, source.names) if is_direct else (None, ())
-        weights = call.weights
-        if self.verdict is not None:
-            weights = self._holders = self._names = ()
-        given = self._arguments.match(args, kwargs) or ()
+        weights, given = call.weights, self._arguments.match(args, kwargs) or ()
         self._check = tensor_guard((*weights, *given))
         self._wants_gradients = any(tensor.requires_grad for tensor in (*weights, *given))
         self._weights = len(weights)
@@ -229,7 +223,7 @@ class GuardedCall:
         # Computing extents costs more than the rest of a match, and the guards have found the sizes to be these.
         self._pairs = pairs(self._changed, [extent(tensor) for tensor in inputs]) if self._changed else []
         self._is_whole = not self._strided and len(given) == len(inputs)
-        self._is_plain = self.verdict is not None or (self._is_whole and not self._changed)
+        self._is_plain = self._is_whole and not self._changed
 
     def match(self, args: tuple, kwargs: dict[str, Any], source: WeightSource) -> Sequence[torch.Tensor] | None:
         """The tensors that the graph takes in this call; None where the call may need another graph.

@@ -1,21 +1,26 @@
 """Which blocks of a model have their stand-ins in place in a call: none that would only let the block's call pass by.
 
-A graph that is left aside ("slower", say) is so for every call like that one in the run. Asking for it again takes
-Python longer than many a kernel takes the device. So calls of one size are looked at until nothing more is compared in
-them, at least once in each run; from then on they are made without the stand-ins of blocks that ran uncompiled in them,
-until the code changes or a graph leaves the cache.
+To find out that a graph is left aside takes Python longer than many a kernel takes the device. So calls of one size are
+looked at until nothing more is compared in them. From then on they are made without the stand-ins of blocks that ran
+uncompiled, in later runs too, until the code changes or a graph leaves the cache.
+
+Blocks are timed one by one, again and again. In a step, whose code does not fit the processor's caches, Python takes
+longer, and blocks that are faster may make a step that is slower. So where graphs are timed and the device waits for
+Python, whole calls are timed too, with stand-ins and without by turns.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import truediv
 from typing import Any
 
 import torch
 
 from ..cache.graph_cache import GraphCache
+from ..compile.benchmark import CallTime
+from ..core.compile_settings import CompileSettings
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason
 from ..core.torch_internals import seen_through
@@ -23,98 +28,165 @@ from ..modules.substitution import Forward, Layer, Order, Substitution
 from .block_runner import COMPARED, COMPILED, BlockRunner
 from .current_code import CurrentCode
 
+CALLS = 3
+"""Calls that are timed with stand-ins, and as many without; of each the least time counts."""
+
+FASTER, LEANING, CLOSE, RUNS = 0.98, 0.02, 0.05, 20
+"""Calls are made without stand-ins unless they take less than FASTER times as long with them, where another decision
+than the last one takes LEANING more. What is as CLOSE to it is timed anew after so many RUNS."""
+
+LOOKS = 8
+"""One in so many calls without a block's stand-in asks for the code, which takes longer than all else there; that
+decides how calls are made, not what they give."""
+
+Left = Mapping[torch.nn.Module, Reason | None]
+"""The blocks that have no stand-in, each with the reason, unless that was told before."""
+
 
 class WholeCalls:
     """What stands in for one model's blocks in its calls of one run, which are made by one thread at a time.
 
-    layers: of the blocks, and of the model unless its own is in place around these.
-    """
-
-    def __init__(self, layers: Mapping[torch.nn.Module, Layer], cache: GraphCache):
-        self._layers, self._cache = layers, cache
-        self._all = Substitution(layers, Order.COMPILED)
-        self._runners = {block: layer for block, layer in layers.items() if isinstance(layer, BlockRunner)}
-        self._code = next((runner.code for runner in self._runners.values()), None)
-        self._plans: dict[Hashable, _Plan] = {}
-        self._made: list[_Plan] = []
-
-    @contextmanager
-    def in_place(self, given: Iterable[Any], phase: Hashable = None, are_alike: bool = True) -> Iterator[None]:
-        """A context for one call with these arguments. are_alike: calls of the same sizes and phase call the same
-        blocks, and will not be captured."""
-        if not are_alike or self._code is None or not self._code.is_first:
-            with self._all.in_place():
-                yield
-            return
-        key = phase, *map(_sizes, given)
-        plan = self._plans.get(key)
-        if plan is not None and plan.generation == self._cache.generation:
-            with plan.substitution.in_place():
-                yield
-            return
-        runners = list(self._runners.values())
-        before = [runner.eager_calls for runner in runners]
-        for runner in runners:
-            runner.ways.clear()
-        with self._all.in_place():
-            yield
-        ways = set().union(*(runner.ways for runner in runners))
-        if ways and COMPARED not in ways:
-            self._plans[key] = self._plan(before)
-
-    @property
-    def eager_calls(self) -> int:
-        """Calls of blocks whose stand-ins were away."""
-        return sum(plan.passes * plan.left.total() for plan in self._made)
-
-    def note(self) -> None:
-        """Tell of them, at the end of the run."""
-        for plan in self._made:
-            for (name, reason), calls in plan.left.items():
-                if reason is not None:
-                    fallbacks.note(name, reason, calls=calls * plan.passes)
-
-    def _plan(self, before: Iterable[int]) -> _Plan:
-        """What calls like the last one are made with. before: `eager_calls` of the runners then."""
-        left: Counter[tuple[str, Reason | None]] = Counter()
-        blocks = []
-        for (block, runner), calls in zip(self._runners.items(), before, strict=True):
-            if runner.ways and COMPILED not in runner.ways:
-                left[runner.kind.name, next(iter(runner.ways))] += runner.eager_calls - calls
-                blocks.append(block)
-        self._made.append(_Plan(self._layers, blocks, left, self._code, self._cache.generation))
-        return self._made[-1]
-
-
-class _Plan:
-    """What is in place in calls of one size.
-
-    without: the blocks that are left alone. left: calls of them in one of the model, by name and reason. passes: calls
-    of the model that got as far as the first of them. generation: of the cache.
+    name: of the model. layers: of the blocks, and of the model unless its own is in place around these.
+    settings: with which they were made.
     """
 
     def __init__(
-        self,
-        layers: Mapping[torch.nn.Module, Layer],
-        without: Collection[torch.nn.Module],
-        left: Counter[tuple[str, Reason | None]],
-        code: CurrentCode,
-        generation: int,
+        self, name: str, layers: Mapping[torch.nn.Module, Layer], cache: GraphCache, settings: CompileSettings
     ):
-        self.left, self.generation, self.passes = left, generation, 0
-        self._code, self._first = code, next(iter(without), None)
-        layers = {module: layer for module, layer in layers.items() if module not in without}
-        if self._first is not None:
-            layers[self._first] = self._passed
-        self.substitution = Substitution(layers, Order.COMPILED)
+        self._name, self._layers, self._cache, self._settings = name, layers, cache, settings
+        self.runners = {block: layer for block, layer in layers.items() if isinstance(layer, BlockRunner)}
+        self._code = next((runner.code for runner in self.runners.values()), None)
+        self._all = _InPlace(layers, {}, self._code)
+        self._made: dict[tuple[_Known, bool, int], _InPlace] = {}
+        self._met: set[_Known] = set()
+
+    @contextmanager
+    def in_place(
+        self, given: Sequence[Any], phase: Hashable = None, are_alike: bool = True, unspared: Reason | None = None
+    ) -> Iterator[None]:
+        """A context for one call with these arguments.
+
+        are_alike: calls of the same sizes and phase call the same blocks, and will not be captured. unspared: why not,
+            where that was tried.
+        """
+        known = self._known(phase, given) if are_alike and self._code is not None else None
+        used, call, is_bare = self._all, None, False
+        if known is not None:
+            is_bare = known.is_timed and known.verdict is not None
+            if not known.is_timed and known.left is not None and len(known.left) < len(self.runners):
+                device = next((value.device for value in given if isinstance(value, torch.Tensor)), None)
+                if self._settings.measured and device is not None and device.type == "cuda":
+                    is_bare, call = known.next_is_bare, CallTime(device)
+            if is_bare or known.left is not None:
+                used = self._without(known, is_bare)
+        passes = used.passes
+        for runner in self.runners.values():
+            runner.ways.clear()
+        with used.substitution.in_place():
+            yield
+        if call is not None:
+            call.stop()
+            if used.passes > passes if is_bare else self._left() == {}:
+                known.add(call, is_bare, unspared)
+        elif known is not None and used is self._all:
+            known.left = self._left()
+
+    def end(self) -> int:
+        """Tell of the calls of blocks that had no stand-in, and how many they were."""
+        for (known, is_bare, _), used in self._made.items():
+            for block, reason in used.left.items():
+                name, why = (self._name, known.verdict) if is_bare else (self.runners[block].kind.name, reason)
+                if used.passes and why is not None:
+                    fallbacks.note(name, why, calls=used.passes)
+        return sum(used.passes * len(used.left) for used in self._made.values())
+
+    def _known(self, phase: Hashable, given: Sequence[Any]) -> _Known | None:
+        """What is known of calls like this one; None where nothing can be."""
+        of_model = self._code.known
+        if of_model is None:
+            return None
+        known = of_model.setdefault((self._cache, self._settings, phase, *map(_sizes, given)), _Known())
+        if known not in self._met:
+            self._met.add(known)
+            known.begin_run()
+        if known.generation != self._cache.generation:
+            known.left, known.generation = None, self._cache.generation
+        return known
+
+    def _without(self, known: _Known, is_bare: bool) -> _InPlace:
+        how = known, is_bare, known.generation
+        if how not in self._made:
+            left = dict.fromkeys(self.runners) if is_bare else known.left
+            self._made[how] = _InPlace(self._layers, left, self._code)
+        return self._made[how]
+
+    def _left(self) -> Left | None:
+        """What the last call left uncompiled, as calls like it will; None where it compared blocks, or called none."""
+        of_blocks = {block: runner.ways for block, runner in self.runners.items()}
+        ways = set().union(*of_blocks.values())
+        if not ways or COMPARED in ways:
+            return None
+        return {block: next(iter(of)) for block, of in of_blocks.items() if of and COMPILED not in of}
+
+
+class _Known:
+    """What runs have found of a model's calls of one size.
+
+    left: None until nothing is compared in them. generation: of the cache then. is_timed: whether whole calls need not
+    be timed. verdict: why they are made without any stand-in.
+    """
+
+    def __init__(self) -> None:
+        self.left: Left | None = None
+        self.generation, self._runs = 0, 0
+        self.is_timed, self.verdict = False, None
+        self._ratio: float | None = None
+        self._seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+
+    @property
+    def next_is_bare(self) -> bool:
+        return len(self._seconds[False]) > len(self._seconds[True])
+
+    def begin_run(self) -> None:
+        self._runs += 1
+        if self._runs > RUNS and self._ratio is not None and abs(self._ratio - FASTER) < CLOSE:
+            self.is_timed, self._runs, self._seconds = False, 0, {True: [], False: []}
+        if self.left and None in self.left.values():  # which may be otherwise in this run
+            self.left = None
+
+    def add(self, call: CallTime, is_bare: bool, unspared: Reason | None) -> None:
+        """A timed call. Where the device is what compiled ones wait for, the verdicts of their blocks stand."""
+        if not is_bare and not call.device_waited:
+            self.is_timed, self.verdict, self._ratio = True, None, None
+            return
+        least = 0.0 if call.device_waited else call.device
+        self._seconds[is_bare].append((max(call.thread, least), max(call.wall, least)))
+        if min(map(len, self._seconds.values())) < CALLS:
+            return
+        compiled, normal = (list(map(min, zip(*self._seconds[way], strict=True))) for way in (False, True))
+        bound = FASTER + (0 if self._ratio is None else LEANING if self.verdict is None else -LEANING)
+        self.is_timed, self._ratio = True, max(map(truediv, compiled, normal))
+        is_refused = unspared is not None and unspared.code == "cuda_malloc_async"
+        slow = Reason("host_bound", compiled=f"{compiled[-1] * 1e3:.1f}", normal=f"{normal[-1] * 1e3:.1f}")
+        slow = Reason("host_bound_without_graphs", slow=slow) if is_refused else slow
+        self.verdict = None if self._ratio < bound else slow
+
+
+class _InPlace:
+    """What is in place in calls. left: blocks that have no stand-in. passes: calls of the first of them."""
+
+    def __init__(self, layers: Mapping[torch.nn.Module, Layer], left: Left, code: CurrentCode | None):
+        self.left, self.passes, self._code = left, 0, code
+        kept = {module: layer for module, layer in layers.items() if module not in left}
+        self.substitution = Substitution({**kept, **dict.fromkeys(list(left)[:1], self._passed)}, Order.COMPILED)
 
     @seen_through
     def _passed(self, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        """A call of the first block that is left alone: the one that still asks for the code, and counts."""
+        """A call of the first block without a stand-in: where others' code is noticed, and calls are counted."""
         if not torch.compiler.is_dynamo_compiling():
             self.passes += 1
-            if self._code.is_due:
-                self._code.compare(self._first, again=False)
+            if self._code.is_due and self.passes % LOOKS == 1:
+                self._code.compare(next(iter(self.left)), again=False)
         return inner(*args, **kwargs)
 
 

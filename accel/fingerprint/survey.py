@@ -135,6 +135,7 @@ class Survey:
     code, settings: what was read for it, of the program and of the blocks, to be compared with what stands where the
         blocks are called.
     around: the modules in the model outside of the blocks to compile.
+    known: what runs have found of the model's calls, for the next ones.
     layout, eager: what else it rests on, to be compared at the start of another run; eager: what may have kept blocks
         from being compiled. That is not compared during a run, in which such a block may change itself. None where
         another program's code has failed, nobody knows why.
@@ -147,6 +148,7 @@ class Survey:
     around: tuple[torch.nn.Module, ...]
     layout: LayoutSnapshot
     eager: CodeSnapshot | None
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:

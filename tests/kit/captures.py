@@ -20,6 +20,7 @@ from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.cuda_graphs.model_capture import ModelCapture
 from comfy_accel.accel.cuda_graphs.model_guard import CaptureHost
 from comfy_accel.accel.cuda_graphs.pool import CapturePool
+from comfy_accel.accel.dispatch.whole_calls import WholeCalls
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -234,7 +235,8 @@ def capturing_cache(capturer=None, **bounds) -> tuple[GraphCache, CpuCapturer]:
 def run(model, cache, host=None, inner=None):
     """One run: a function that calls the model as its captures do."""
     with cache.lease() as lease:
-        capture = ModelCapture(model, cache, cache.captures, lease, {}, host or CaptureHost())
+        calls = WholeCalls(type(model).__name__, {}, cache, CompileSettings())
+        capture = ModelCapture(model, cache, cache.captures, lease, calls, host or CaptureHost())
         yield lambda *args, **kwargs: capture.call(inner or model.forward, *args, **kwargs)
 
 

@@ -60,7 +60,7 @@ CAPTURES = (*NEED_A_CARD, "tests/fakecuda/test_capture.py")
 def test_captures_and_all_tests_that_need_a_card_pass_but_for_values(device):
     assert NEED_A_CARD == ("tests/unit/test_capture_cuda.py",)
     # The last leaves failed captures.
-    passes(device, *CAPTURES, "tests/fakecuda/test_benchmark.py", "tests/fakecuda/test_device.py")
+    passes(device, *CAPTURES, *(f"tests/fakecuda/test_{name}.py" for name in ("benchmark", "device", "whole_calls")))
 
 
 def test_contributors_are_told_which_tests_need_a_card():

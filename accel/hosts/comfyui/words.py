@@ -29,6 +29,7 @@ SENTENCES.update(
     graphs_configuration="no: PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF names another allocator",
     graphs_torch_loaded="no: another extension imports PyTorch before ComfyUI does",
     graphs_failed="no: the allocator could not be chosen, and ComfyUI's log says why",
+    host_bound_without_graphs='{slow}. CUDA graphs save most of that: "Turn on CUDA graphs"',
     weights_streamed="its weights are streamed (dynamic VRAM), and not all on the device at once",
 )
 

@@ -141,9 +141,7 @@ class Run:
         runners = [layer for state in states for layer in state.layers.values() if isinstance(layer, BlockRunner)]
         captures = [state.captured.capture for state in states if state.captured is not None]
         calls = [*(state.calls for state in states), *(capture.blocks for capture in captures)]
-        for one in calls:
-            one.note()
-        eager_calls = sum(counted.eager_calls for counted in (*runners, *captures, *calls))
+        eager_calls = sum(layer.eager_calls for layer in (*runners, *captures)) + sum(one.end() for one in calls)
         if is_finished and runners and not (eager_calls or self._lease.calls or self._lease.replays):
             for model in self._states:  # Wan Animate 2 calls methods of its blocks
                 fallbacks.note(type(model).__name__, Reason("no_block_runs", part="forward"))
@@ -172,7 +170,8 @@ class Run:
                 kinds = count_kinds(layers)
                 if self._settings.stop_on_trouble and not kinds:
                     raise Trouble(f"{name} cannot run compiled: {why}")
-                state = self._states[model] = _ModelState(layers, WholeCalls(layers, self._cache), kinds)
+                calls = WholeCalls(name, layers, self._cache, self._settings)
+                state = self._states[model] = _ModelState(layers, calls, kinds)
             return state
 
 

@@ -18,12 +18,14 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ....cache.entry import Lease
 from ....cache.graph_cache import GraphCache, shared
+from ....core.compile_settings import CompileSettings
 from ....core.reasons import Reason
 from ....cuda_graphs.cuda import CudaCapturer
 from ....cuda_graphs.model_capture import ModelCapture
 from ....cuda_graphs.model_guard import CaptureHost
 from ....cuda_graphs.pool import CapturePool
 from ....dispatch.block_runner import BlockRunner
+from ....dispatch.whole_calls import WholeCalls
 from ....fingerprint.code_hash import CodeReader
 from ....fingerprint.plain_values import Indescribable
 from ....modules.snapshot import WeightSnapshot
@@ -59,7 +61,11 @@ def attach(cache: GraphCache, model: Any) -> None:
 
 
 def begin(
-    base: torch.nn.Module, settings: Hashable, cache: GraphCache, lease: Lease, layers: Mapping[torch.nn.Module, Layer]
+    base: torch.nn.Module,
+    settings: CompileSettings,
+    cache: GraphCache,
+    lease: Lease,
+    layers: Mapping[torch.nn.Module, Layer],
 ) -> CapturedModel:
     """Captures for one run of a BaseModel. layers: those of its blocks and of its network."""
     memory = memory_of(cache)
@@ -102,7 +108,8 @@ def begin(
         hold=held.hold,
         release=held.release,
     )
-    return CapturedModel(ModelCapture(model, cache, cache.captures, lease, blocks, host), model, layers[model])
+    calls = WholeCalls(type(model).__name__, blocks, cache, settings)
+    return CapturedModel(ModelCapture(model, cache, cache.captures, lease, calls, host), model, layers[model])
 
 
 class CapturedModel:

@@ -1,0 +1,145 @@
+"""Whole calls with compiled blocks and without, on a device that waits for Python or keeps it waiting."""
+
+import time
+
+import pytest
+import torch
+from comfy_accel.accel.compile.benchmark import Benchmark, Benchmarks
+from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
+from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.dispatch import whole_calls
+from comfy_accel.accel.dispatch.block_runner import BlockRunner
+from kit import made_up_device as device
+from kit.code_swaps import attribute
+from kit.whole_calls import MEASURED, Net, Run, Tanh
+
+REFUSED = Reason("cuda_malloc_async")
+
+
+@pytest.fixture(autouse=True)
+def judged(monkeypatch):
+    """Each graph is faster than its block."""
+    fast = Benchmark()
+    fast.done = True
+    monkeypatch.setattr(Benchmarks, "of", lambda *how: fast)
+    fallbacks.clear()
+    yield
+    device.launches_take(0)
+
+
+@pytest.fixture
+def delays(monkeypatch):
+    """Seconds that each call takes more: with stand-ins, and without."""
+    more = {"compiled": 0.0, "bare": 0.0}
+    of_runner, of_bare = BlockRunner._call, whole_calls._InPlace._passed
+
+    def compiled(self, *args):
+        time.sleep(more["compiled"])
+        return of_runner(self, *args)
+
+    def bare(self, *args):
+        time.sleep(more["bare"])
+        return of_bare(self, *args)
+
+    monkeypatch.setattr(BlockRunner, "_call", compiled)
+    monkeypatch.setattr(whole_calls._InPlace, "_passed", bare)
+    return more
+
+
+def run_of(net, cache=None, settings=MEASURED):
+    return Run(net, cache, settings, "cuda")
+
+
+@pytest.fixture
+def net():
+    return Net(3).cuda()
+
+
+def calls(run, count, rows=4, **how):
+    """Whether each of so many calls was compiled."""
+    with torch.no_grad():
+        return [run(rows, **how) > 0 for _ in range(count)]
+
+
+TURNS = [True, False] * 3
+"""With stand-ins and without."""
+
+
+def test_model_whose_whole_calls_are_slower_is_left_alone_in_later_runs_too_and_says_so(net, delays):
+    delays["compiled"] = 0.01
+    run = run_of(net)
+    assert calls(run, 12) == [True] * 2 + TURNS + [False] * 4
+    assert run.calls.end() == 3 * (3 + 4)
+    (row,) = fallbacks.rows()
+    assert (row["block"], row["code"], row["calls"]) == ("Net", "host_bound", 3 * (3 + 4))
+    assert "Python is what its steps wait for" in row["reason"]
+    later = run_of(net, run.cache)
+    assert calls(later, 3) == [False] * 3 and later.eager_calls == 9
+
+
+def test_model_whose_whole_calls_are_faster_is_compiled(net, delays):
+    delays["bare"] = 0.01
+    run = run_of(net)
+    assert calls(run, 12) == [True] * 2 + TURNS + [True] * 4
+    run.calls.end()
+    assert fallbacks.rows() == [] and calls(run_of(net, run.cache), 3) == [True] * 3
+
+
+def test_it_is_taken_up_again_at_another_size_under_other_code_and_with_other_settings(net, delays):
+    delays["compiled"] = 0.01
+    run = run_of(net)
+    assert calls(run, 9)[-1:] == [False]
+    delays.update(compiled=0.0, bare=0.01)
+    assert calls(run, 9, rows=64)[2:] == [*TURNS, True]
+    assert calls(run, 1) == [False], "what was found of the first size is forgotten"
+    with attribute(Tanh, "factor", 0.5):
+        assert calls(run_of(net, run.cache), 9)[-1:] == [True]
+    other = CompileSettings(backend="eager", measured=True, any_size=False)
+    assert calls(run_of(net, run.cache, other), 9)[-1:] == [True]
+    assert calls(run_of(net, run.cache), 1) == [False]
+
+
+def test_calls_that_are_captured_are_not_asked(net, delays):
+    delays["compiled"] = 0.01
+    run = run_of(net)
+    assert calls(run, 9)[-1:] == [False]
+    assert calls(run, 3, are_alike=False) == [True] * 3
+
+
+def test_sentence_names_what_would_spare_python_where_the_allocator_forbids_it(net, delays):
+    delays["compiled"] = 0.01
+    run = run_of(net)
+    calls(run, 9, unspared=REFUSED)
+    run.calls.end()
+    assert [row["code"] for row in fallbacks.rows()] == ["host_bound_without_graphs"]
+
+
+def test_where_the_device_is_what_calls_wait_for_none_is_made_without_stand_ins(net, delays):
+    delays["compiled"] = 0.001
+    run = run_of(net)
+    calls(run, 2)
+    device.launches_take(3000)
+    assert calls(run, 6) == [True] * 6
+
+
+@pytest.mark.parametrize("settings", [CompileSettings(backend="eager")])
+def test_nobody_asked_for_times(net, delays, settings):
+    delays["compiled"] = 0.01
+    assert calls(run_of(net, settings=settings), 9) == [True] * 9
+
+
+def test_run_that_is_too_short_goes_on_in_the_next(net, delays):
+    delays["compiled"] = 0.01
+    run = run_of(net)
+    assert calls(run, 4) == [True, True, True, False]
+    later = run_of(net, run.cache)
+    assert calls(later, 6) == [*TURNS[:4], False, False]
+
+
+def test_call_that_fails_is_no_sample(net, delays, monkeypatch):
+    run = run_of(net)
+    calls(run, 2)
+    with pytest.raises(ZeroDivisionError), run.calls.in_place((torch.zeros(4, 8, device="cuda"),)):
+        raise ZeroDivisionError
+    assert calls(run, 6) == TURNS
