@@ -39,6 +39,9 @@ LOOKS = 8
 """One in so many calls without a block's stand-in asks for the code, which takes longer than all else there; that
 decides how calls are made, not what they give."""
 
+MOST_KNOWN = 256
+"""Sizes of calls of which something is known; then all is found anew."""
+
 Left = Mapping[torch.nn.Module, Reason | None]
 """The blocks that have no stand-in, each with the reason, unless that was told before."""
 
@@ -105,6 +108,8 @@ class WholeCalls:
         of_model = self._code.known
         if of_model is None:
             return None
+        if len(of_model) >= MOST_KNOWN:
+            of_model.clear()
         known = of_model.setdefault((self._cache, self._settings, phase, *map(_sizes, given)), _Known())
         if known not in self._met:
             self._met.add(known)

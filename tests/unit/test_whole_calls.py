@@ -2,6 +2,7 @@
 
 import collections
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from comfy_accel.accel.compile.benchmark import Benchmark, Benchmarks
 from comfy_accel.accel.compile.compiled_graph import CompileFailed
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
+from comfy_accel.accel.dispatch import whole_calls
 from kit.code_swaps import attribute
 from kit.whole_calls import Net, Run, Tanh
 
@@ -130,3 +132,55 @@ def test_graph_that_leaves_the_cache_has_calls_looked_at(slower):
     assert [run(), run()] == [3, 0]
     run.cache.clear()
     assert [run(), run()] == [3, 0] and run.eager_calls == 4 * 3
+
+
+def timed(known, compiled, normal, thread=None, device=0.0, unspared=None):
+    """Have three calls of so many seconds each way timed."""
+    for _ in range(whole_calls.CALLS):
+        for is_bare, seconds in ((False, compiled), (True, normal)):
+            took = {"wall": seconds, "thread": seconds if thread is None else thread[is_bare], "device": device}
+            assert known.next_is_bare is is_bare
+            known.add(SimpleNamespace(**took, device_waited=not is_bare or device < seconds), is_bare, unspared)
+    assert known.is_timed
+    return known.verdict is not None
+
+
+@pytest.mark.parametrize(
+    ("how", "is_left"),
+    [
+        ({"compiled": 0.97, "normal": 1.0}, False),
+        ({"compiled": 0.99, "normal": 1.0}, True),
+        ({"compiled": 0.9, "normal": 1.0, "thread": (1.0, 1.0)}, True),
+        ({"compiled": 1.0, "normal": 1.0, "thread": (0.9, 1.0)}, True),
+        ({"compiled": 0.9, "normal": 0.9, "device": 1.0}, False),
+    ],
+)
+def test_compiled_calls_are_faster_by_the_clock_and_by_the_processor_or_not_made(how, is_left):
+    """The last: uncompiled, the device is what the call waits for."""
+    known = whole_calls._Known()
+    known.begin_run()
+    assert timed(known, **how) is is_left
+
+
+def test_what_was_close_is_timed_anew_after_some_runs_and_stays_unless_it_differs_by_more():
+    known = whole_calls._Known()
+    known.begin_run()
+    for compiled, is_left in ((0.99, True), (0.97, True), (0.955, False), (0.99, False), (1.02, True), (0.8, False)):
+        assert timed(known, compiled, 1.0) is is_left
+        runs = 0
+        while known.is_timed and runs < 2 * whole_calls.RUNS:
+            known.begin_run()
+            runs += 1
+        assert known.is_timed is (compiled == 0.8) and runs >= whole_calls.RUNS
+
+
+def test_sentence_says_what_a_step_takes_both_ways_and_what_would_spare_it():
+    known, refused = whole_calls._Known(), Reason("cuda_malloc_async")
+    known.begin_run()
+    timed(known, 0.0146, 0.0119)
+    assert str(known.verdict) == (
+        "Python is what its steps wait for, compiled 14.6 ms, normal 11.9 ms a step at this size: kept normal"
+    )
+    known = whole_calls._Known()
+    timed(known, 0.0146, 0.0119, unspared=refused)
+    assert "kept normal. CUDA graphs" in str(known.verdict)
