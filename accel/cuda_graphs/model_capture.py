@@ -86,7 +86,6 @@ class ModelCapture:
         self._guard = ModelGuard(model, host)
         self._calls = CallCache(host.simplify)
         self._off: Reason | None = None
-        self._refused: Reason | None = None  # of the call that is being made
         self._held: frozenset = frozenset()
         self._proxy: FeaturesProxy | None = None
         self.eager_calls = 0
@@ -113,7 +112,6 @@ class ModelCapture:
         reason = self._off or self._host.why_not()
         if reason is None:
             reason, variant, inputs = self._variant_of(args, kwargs)
-        self._refused = reason
         if reason is not None:
             return self._refuse(reason, inner, args, kwargs)
         if proxy is not None and not proxy.is_capturable:
@@ -142,7 +140,7 @@ class ModelCapture:
         if reason != self._off:
             self._note(reason)
         if reason.code == "cuda_malloc_async":  # for as long as the process lives
-            self._off = reason
+            self._off = self.blocks.unspared = reason
         return self._alone(inner, args, kwargs)
 
     def _alone(self, inner: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -153,7 +151,7 @@ class ModelCapture:
     def call_uncaptured(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `inner` returns for these arguments."""
         phase, may_capture = self._proxy and self._proxy.phase, self._observer.may_capture
-        with self.blocks.in_place((*args, *kwargs.values()), phase, not may_capture, self._refused):
+        with self.blocks.in_place((*args, *kwargs.values()), phase, not may_capture):
             return inner(*args, **kwargs)
 
     # Whether a call can be captured or replayed at all

@@ -42,9 +42,6 @@ decides how calls are made, not what they give."""
 MOST_KNOWN = 256
 """Sizes of calls of which something is known; then all is found anew."""
 
-Left = Mapping[torch.nn.Module, Reason | None]
-"""The blocks that have no stand-in, each with the reason, unless that was told before."""
-
 
 class WholeCalls:
     """What stands in for one model's blocks in its calls of one run, which are made by one thread at a time.
@@ -62,16 +59,13 @@ class WholeCalls:
         self._all = _InPlace(layers, {}, self._code)
         self._made: dict[tuple[_Known, bool, int], _InPlace] = {}
         self._met: set[_Known] = set()
+        self.unspared: Reason | None = None
+        """Why the allocator forbids the CUDA graphs that would spare Python its part of a call, where it does."""
 
     @contextmanager
-    def in_place(
-        self, given: Sequence[Any], phase: Hashable = None, are_alike: bool = True, unspared: Reason | None = None
-    ) -> Iterator[None]:
-        """A context for one call with these arguments.
-
-        are_alike: calls of the same sizes and phase call the same blocks, and will not be captured. unspared: why not,
-            where that was tried.
-        """
+    def in_place(self, given: Sequence[Any], phase: Hashable = None, are_alike: bool = True) -> Iterator[None]:
+        """A context for one call with these arguments. are_alike: those of the same sizes and phase call the same
+        blocks, and will not be captured."""
         known = self._known(phase, given) if are_alike and self._code is not None else None
         used, call, is_bare = self._all, None, False
         if known is not None:
@@ -90,15 +84,18 @@ class WholeCalls:
         if call is not None:
             call.stop()
             if used.passes > passes if is_bare else self._left() == {}:
-                known.add(call, is_bare, unspared)
+                known.add(call, is_bare)
         elif known is not None and used is self._all:
             known.left = self._left()
 
     def end(self) -> int:
         """Tell of the calls of blocks that had no stand-in, and how many they were."""
         for (known, is_bare, _), used in self._made.items():
+            slow = known.verdict
+            if slow is not None and self.unspared is not None:
+                slow = Reason("host_bound_without_graphs", slow=slow)
             for block, reason in used.left.items():
-                name, why = (self._name, known.verdict) if is_bare else (self.runners[block].kind.name, reason)
+                name, why = (self._name, slow) if is_bare else (self.runners[block].kind.name, reason)
                 if used.passes and why is not None:
                     fallbacks.note(name, why, calls=used.passes)
         return sum(used.passes * len(used.left) for used in self._made.values())
@@ -125,7 +122,7 @@ class WholeCalls:
             self._made[how] = _InPlace(self._layers, left, self._code)
         return self._made[how]
 
-    def _left(self) -> Left | None:
+    def _left(self) -> dict[torch.nn.Module, Reason | None] | None:
         """What the last call left uncompiled, as calls like it will; None where it compared blocks, or called none."""
         of_blocks = {block: runner.ways for block, runner in self.runners.items()}
         ways = set().union(*of_blocks.values())
@@ -137,12 +134,13 @@ class WholeCalls:
 class _Known:
     """What runs have found of a model's calls of one size.
 
-    left: None until nothing is compared in them. generation: of the cache then. is_timed: whether whole calls need not
+    left: the blocks that need no stand-in, each with the reason, unless that was told before; None until nothing is
+    compared in them. generation: of the cache then. is_timed: whether whole calls need not
     be timed. verdict: why they are made without any stand-in.
     """
 
     def __init__(self) -> None:
-        self.left: Left | None = None
+        self.left: dict[torch.nn.Module, Reason | None] | None = None
         self.generation, self._runs = 0, 0
         self.is_timed, self.verdict = False, None
         self._ratio: float | None = None
@@ -159,7 +157,7 @@ class _Known:
         if self.left and None in self.left.values():  # which may be otherwise in this run
             self.left = None
 
-    def add(self, call: CallTime, is_bare: bool, unspared: Reason | None) -> None:
+    def add(self, call: CallTime, is_bare: bool) -> None:
         """A timed call. Where the device is what compiled ones wait for, the verdicts of their blocks stand."""
         if not is_bare and not call.device_waited:
             self.is_timed, self.verdict, self._ratio = True, None, None
@@ -171,16 +169,14 @@ class _Known:
         compiled, normal = (list(map(min, zip(*self._seconds[way], strict=True))) for way in (False, True))
         bound = FASTER + (0 if self._ratio is None else LEANING if self.verdict is None else -LEANING)
         self.is_timed, self._ratio = True, max(map(truediv, compiled, normal))
-        is_refused = unspared is not None and unspared.code == "cuda_malloc_async"
         slow = Reason("host_bound", compiled=f"{compiled[-1] * 1e3:.1f}", normal=f"{normal[-1] * 1e3:.1f}")
-        slow = Reason("host_bound_without_graphs", slow=slow) if is_refused else slow
         self.verdict = None if self._ratio < bound else slow
 
 
 class _InPlace:
     """What is in place in calls. left: blocks that have no stand-in. passes: calls of the first of them."""
 
-    def __init__(self, layers: Mapping[torch.nn.Module, Layer], left: Left, code: CurrentCode | None):
+    def __init__(self, layers: Mapping[torch.nn.Module, Layer], left: Mapping, code: CurrentCode | None):
         self.left, self.passes, self._code = left, 0, code
         kept = {module: layer for module, layer in layers.items() if module not in left}
         self.substitution = Substitution({**kept, **dict.fromkeys(list(left)[:1], self._passed)}, Order.COMPILED)

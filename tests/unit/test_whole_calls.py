@@ -134,13 +134,13 @@ def test_graph_that_leaves_the_cache_has_calls_looked_at(slower):
     assert [run(), run()] == [3, 0] and run.eager_calls == 4 * 3
 
 
-def timed(known, compiled, normal, thread=None, device=0.0, unspared=None):
+def timed(known, compiled, normal, thread=None, device=0.0):
     """Have three calls of so many seconds each way timed."""
     for _ in range(whole_calls.CALLS):
         for is_bare, seconds in ((False, compiled), (True, normal)):
             took = {"wall": seconds, "thread": seconds if thread is None else thread[is_bare], "device": device}
             assert known.next_is_bare is is_bare
-            known.add(SimpleNamespace(**took, device_waited=not is_bare or device < seconds), is_bare, unspared)
+            known.add(SimpleNamespace(**took, device_waited=not is_bare or device < seconds), is_bare)
     assert known.is_timed
     return known.verdict is not None
 
@@ -174,13 +174,9 @@ def test_what_was_close_is_timed_anew_after_some_runs_and_stays_unless_it_differ
         assert known.is_timed is (compiled == 0.8) and runs >= whole_calls.RUNS
 
 
-def test_sentence_says_what_a_step_takes_both_ways_and_what_would_spare_it():
-    known, refused = whole_calls._Known(), Reason("cuda_malloc_async")
-    known.begin_run()
+def test_sentence_says_what_a_step_takes_both_ways():
+    known = whole_calls._Known()
     timed(known, 0.0146, 0.0119)
     assert str(known.verdict) == (
         "Python is what its steps wait for, compiled 14.6 ms, normal 11.9 ms a step at this size: kept normal"
     )
-    known = whole_calls._Known()
-    timed(known, 0.0146, 0.0119, unspared=refused)
-    assert "kept normal. CUDA graphs" in str(known.verdict)

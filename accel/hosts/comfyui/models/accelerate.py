@@ -104,8 +104,7 @@ class Run:
     ) -> Iterator[dict[str, Any]]:
         """Run the blocks of a BaseModel compiled during one call of it, or replay the call.
 
-        context: the prompt [B, T, ...], if any. given: what else decides sizes in it. Yields the transformer_options to
-        make the call with.
+        context: the prompt [B, T, ...], if any. given: other inputs. Yields the transformer_options to make it with.
         """
         model = base.diffusion_model
         state = self._state_of(model, options)

@@ -16,9 +16,9 @@ from ....core.events import log
 from ....core.fallbacks import fallbacks
 from ....core.reasons import Reason
 from ....dispatch.block_runner import BlockRunner
+from ....dispatch.whole_calls import WholeCalls
 from ....fingerprint.code_facts import facts_of
 from ....modules.first_call import is_compiled
-from ....modules.substitution import Layer, Order, substituted
 from ....store.graph_store import attach
 from ..home import running_home
 from ..progress import CompileProgress
@@ -121,7 +121,9 @@ class _Calls:
                 vars(control)[name] = network
 
     def _end(self) -> None:
-        lease, self._view, self._lease = self._lease, None, None
+        view, lease, self._view, self._lease = self._view, self._lease, None, None
+        if view is not None and view[1].accel_run.calls is not None:
+            view[1].accel_run.calls.end()
         if lease is not None:
             self._made_with[1].end_lease(lease)
 
@@ -158,24 +160,26 @@ class _ControlRun:
         self._made_with = settings, cache, lease
         self._node_id = node_id
         self._progress = CompileProgress()
-        self._layers: dict[torch.nn.Module, Layer] = {}
+        self.calls: WholeCalls | None = None
         self._kinds = 0
 
     @contextmanager
-    def call(self, latent: Any = None) -> Iterator[None]:
-        """Run the network's blocks compiled during one call of it. latent: its input, [B, C, ...]."""
+    def call(self, latent: Any = None, *given: Any) -> Iterator[None]:
+        """Run the network's blocks compiled during one call of it with these inputs. latent: [B, C, ...]."""
         if isinstance(latent, torch.Tensor) and latent.ndim > 2:
             lease = self._made_with[2]
             lease.uses = (Use(type(self.network).__name__, tuple(latent.shape[2:]), latent.shape[0]),)
-        if not self._layers:
+        if self.calls is None:
+            settings, cache, _ = self._made_with
             layers = block_layers(self.network, *self._made_with)
             unsteady = [b for b, layer in layers.items() if isinstance(layer, BlockRunner) and _sets_its_settings(b)]
-            self._layers = {block: layer for block, layer in layers.items() if block not in unsteady}
-            self._kinds = count_kinds(self._layers)
+            layers = {block: layer for block, layer in layers.items() if block not in unsteady}
+            self._kinds = count_kinds(layers)
+            self.calls = WholeCalls(type(self.network).__name__, layers, cache, settings)
             log.debug("%d blocks that set their own settings stay eager", len(unsteady))
             if not self._kinds:
                 fallbacks.note(type(self.network).__name__, Reason("no_block_compilable"))
-        with self._progress.during_call(self._kinds, self._node_id), substituted(self._layers, Order.COMPILED):
+        with self._progress.during_call(self._kinds, self._node_id), self.calls.in_place((latent, *given)):
             yield
 
 
@@ -205,7 +209,7 @@ def _view(network: torch.nn.Module, run: _ControlRun) -> torch.nn.Module:
 @functools.lru_cache(maxsize=64)
 def _view_class(cls: type) -> type:
     def call(view: Any, *args: Any, **kwargs: Any) -> Any:
-        with view.accel_run.call(args[0] if args else kwargs.get("x")):
+        with view.accel_run.call(args[0] if args else kwargs.get("x"), *args[1:], *kwargs.values()):
             return view.accel_run.network(*args, **kwargs)
 
     return type(cls.__name__, (cls,), {"__slots__": ("accel_run",), "__call__": call})
