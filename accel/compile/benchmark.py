@@ -212,8 +212,9 @@ class CallTime:
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.current_stream(device)
         self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._began.record(self._stream)
+        # Python's time has the device's in it, where that waits for it.
         self.wall, self.thread = time.perf_counter(), time.thread_time()
+        self._began.record(self._stream)
 
     def stop(self) -> None:
         self._ended.record(self._stream)
