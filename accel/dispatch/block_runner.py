@@ -143,7 +143,8 @@ class BlockRunner:
         if self._calls_layers:
             opaque_layers.begin(self._region.block)
         if self._lora is None or self._are_bare():
-            hit = self._inline.match(args, kwargs) or self._inline.wake(args, kwargs, self._is_captured)
+            captured = self._is_captured
+            hit = self._inline.match(args, kwargs, captured) or self._inline.wake(args, kwargs, captured)
             if hit is not None:
                 guarded, tensors = hit
                 resolved, counter = guarded.resolved, guarded.counter
@@ -248,7 +249,7 @@ class BlockRunner:
 
     def _take(self, call: Call) -> None:
         """Find the call's weights. Raises Refusal: no graph may run it."""
-        verdict = self._inline.verdict(call)
+        verdict = self._inline.verdict(call, self._is_captured)
         if verdict is not None:
             self.ways.add(verdict)
             raise RunEagerly(verdict)
@@ -272,9 +273,9 @@ class BlockRunner:
         try:
             resolved = self._resolver.resolve(call, self.observer)
         except NoGraph:
-            self._inline.add(call, None)
+            self._inline.add(call, None, self._is_captured)
             raise
-        self._inline.add(call, resolved)
+        self._inline.add(call, resolved, self._is_captured)
         call.weights = ()  # compiling takes minutes, in which they may be replaced
         return resolved
 

@@ -45,6 +45,13 @@ def _key(call: Call) -> tuple:
     return call.spec, _layouts(call.weights), _layouts(call.inputs), dense
 
 
+def _serving(entries: dict[tuple, Any], key: tuple, captured: bool) -> Any:
+    """What calls of a key run, `_MISSING` where that is not known: found by these, or by others that run the same."""
+    other = entries.get((key, not captured))
+    is_same = other is not None and other.serves(captured)
+    return entries.get((key, captured), other if is_same else _MISSING)
+
+
 def _verdict_key(call: Call) -> tuple:
     """What decides it before the weights are taken."""
     return call.spec, _layouts(call.given)
@@ -102,9 +109,16 @@ class InlineCache:
         self._guards_made: dict[ResolvedGraph, int] = {}
         self._generation = cache.generation
 
-    def match(self, args: tuple, kwargs: dict[str, Any]) -> tuple[GuardedCall, Sequence[torch.Tensor]] | None:
-        """The guarded call that this one is like, and what its graph takes now; None where there is none."""
-        return None if self._generation != self._cache.generation else self._first(self._guarded, args, kwargs)
+    def match(
+        self, args: tuple, kwargs: dict[str, Any], captured: bool
+    ) -> tuple[GuardedCall, Sequence[torch.Tensor]] | None:
+        """The guarded call that this one is like, and what its graph takes now; None where there is none.
+
+        captured: as in `find`.
+        """
+        return (
+            None if self._generation != self._cache.generation else self._first(self._guarded, args, kwargs, captured)
+        )
 
     def wake(
         self, args: tuple, kwargs: dict[str, Any], captured: bool
@@ -116,16 +130,18 @@ class InlineCache:
         if not self._known.guarded or self._generation != self._cache.generation:
             return None
         asleep = [call for call in self._known.guarded if call not in self._guarded]
-        hit = self._first(asleep, args, kwargs)
-        if hit is None or not self._may_use(hit[0].resolved, captured):
+        hit = self._first(asleep, args, kwargs, captured)
+        if hit is None or not self._may_use(hit[0].resolved):
             return None
         self._guarded = (hit[0], *self._guarded[: _MAX_GUARDED - 1])
         return hit
 
     def _first(
-        self, guarded: Sequence[GuardedCall], args: tuple, kwargs: dict[str, Any]
+        self, guarded: Sequence[GuardedCall], args: tuple, kwargs: dict[str, Any], captured: bool
     ) -> tuple[GuardedCall, Sequence[torch.Tensor]] | None:
         for call in guarded:
+            if not call.resolved.serves(captured):
+                continue
             try:
                 tensors = call.match(args, kwargs, self._weights)
             except (RunEagerly, UnsupportedArgument):
@@ -134,18 +150,21 @@ class InlineCache:
                 return call, tensors
         return None
 
-    def _may_use(self, resolved: ResolvedGraph, captured: bool) -> bool:
+    def _may_use(self, resolved: ResolvedGraph) -> bool:
         """Whether this run may use what another has found, and would find now; its entry is then leased."""
         entry, lease = resolved.entry, self._lease
-        if resolved.captured != captured or not entry.has(resolved.graph):
+        if not entry.has(resolved.graph):
             return False
         return (lease is not None and lease.has(entry)) or self._cache.get(entry.key, lease) is entry
 
-    def verdict(self, call: Call) -> Reason | None:
-        """Why calls like this one do without their graph, where that is known before the weights are taken."""
+    def verdict(self, call: Call, captured: bool) -> Reason | None:
+        """Why calls like this one do without their graph, where that is known before the weights are taken.
+
+        captured: as in `find`.
+        """
         if not self._verdicts or self._generation != self._cache.generation:
             return None
-        return self._verdicts.get(_verdict_key(call))
+        return self._verdicts.get((_verdict_key(call), captured))
 
     def find(self, call: Call, expires: bool, captured: bool = False) -> tuple[bool, ResolvedGraph | None]:
         """Whether something was added for calls like this one, and what; from then on guards match them.
@@ -157,15 +176,15 @@ class InlineCache:
             self._forget()
             self._generation = self._cache.generation
         key = _key(call)
-        resolved = self._entries.get(key, _MISSING)  # another thread may clear them meanwhile
+        resolved = _serving(self._entries, key, captured)  # another thread may clear them meanwhile
         if resolved is _MISSING:
-            resolved = self._known.entries.get(key)
-            if resolved is None or not self._may_use(resolved, captured):
+            resolved = _serving(self._known.entries, key, captured)
+            if resolved is _MISSING or not self._may_use(resolved):
                 return False, None
-            self._entries[key] = resolved
+            self._entries[key, captured] = resolved
         if resolved is not None:
             if resolved.verdict is not None:
-                self._verdicts[_verdict_key(call)] = resolved.verdict
+                self._verdicts[_verdict_key(call), captured] = resolved.verdict
             elif not resolved.is_compared and (made := self._guards_made.get(resolved, 0)) < _MAX_GUARDS_MADE:
                 self._guards_made[resolved] = made + 1
                 guarded = GuardedCall(call, self._weights, self._replace, resolved)
@@ -174,18 +193,18 @@ class InlineCache:
                     self._known.guarded = (guarded, *self._known.guarded[: _MOST_ASLEEP - 1])
         return True, resolved
 
-    def add(self, call: Call, resolved: ResolvedGraph | None) -> None:
-        """Run calls like this one with the graph from now on; None runs them eagerly."""
+    def add(self, call: Call, resolved: ResolvedGraph | None, captured: bool = False) -> None:
+        """Run calls like this one with the graph from now on; None runs them eagerly. captured: as in `find`."""
         if len(self._entries) >= _MAX_ENTRIES:
             self.clear()
-        key = _key(call)
+        key = _key(call), captured
         self._entries[key] = resolved
         if resolved is not None:
             self._generation = self._cache.generation  # making room for it may have dropped others
             if len(self._known.entries) < _MAX_ENTRIES:
                 self._known.entries[key] = resolved
             if resolved.verdict is not None:
-                self._verdicts[_verdict_key(call)] = resolved.verdict
+                self._verdicts[_verdict_key(call), captured] = resolved.verdict
 
     def clear(self) -> None:
         self._forget()

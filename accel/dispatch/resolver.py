@@ -38,6 +38,10 @@ class ResolvedGraph:
     pattern: Pattern | None = None
     benchmark: Benchmark | None = None
 
+    def serves(self, captured: bool) -> bool:
+        """Whether it is what calls that will be captured run, or that will not: other times count for them."""
+        return self.benchmark is None or self.captured == captured
+
     @property
     def is_compared(self) -> bool:
         """Whether the next call is run both ways."""

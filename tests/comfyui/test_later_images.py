@@ -12,12 +12,16 @@ import comfy.sd
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
-from comfy_accel.accel.compile import block_compiler
+from comfy_accel.accel.compile import benchmark, block_compiler
 from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch import block_runner, compiled_layers
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.report.run_record import records
 from kit import tiny_models
+from kit.captures import capturing_cache
 from kit.compiled import graphs
+from kit.deep_cache import cached
 from kit.families import FAMILIES
 from kit.thorough import thorough_except
 from kit.zoo import ZOO
@@ -68,10 +72,10 @@ class Session:
     def fast(model, cache):
         return accelerate(model, CompileSettings(backend="eager"), cache)
 
-    def image(self, cfg, sampler="euler", seed=0, model=None):
+    def image(self, cfg, sampler="euler", seed=0, model=None, steps=2):
         with torch.inference_mode():  # as core runs nodes
             latent = torch.zeros(1, *self.shape)
-            settings = dict(steps=2, cfg=cfg, sampler=sampler, scheduler="simple", seed=seed)
+            settings = dict(steps=steps, cfg=cfg, sampler=sampler, scheduler="simple", seed=seed)
             return tiny_models.sample_latent(model or self.model, latent, *self.prompts, **settings)
 
 
@@ -177,3 +181,20 @@ def test_what_a_node_changes_in_between_is_in_the_image_and_surveyed_where_it_ch
         work.clear()
         torch.testing.assert_close(session.image(1.0, model=Session.fast(model, cache)), expected[image])
         assert work["survey"] == times
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_images_after_a_short_first_one_are_captured_with_deep_cache_too(measured, monkeypatch):
+    """In that one no call was to be captured, and what its blocks' calls found is not for those that will be."""
+    monkeypatch.setattr(benchmark, "SLOWER", 1e9)
+    cache, before = capturing_cache()[0], fallbacks.counts()
+    session = Session("Wan", cache)
+    plain = cached(session.plain, 3)
+    model = cached(
+        accelerate(session.plain, CompileSettings(backend="eager", measured=measured), cache, graphs=True), 3
+    )
+    for steps in (2, 16, 16):
+        image = session.image(1.0, model=model, steps=steps)
+    replays = records.last().totals.replays
+    torch.testing.assert_close(image, session.image(1.0, model=plain, steps=16), rtol=1e-4, atol=1e-4)
+    assert fallbacks.since(before) == {} and replays > 0
