@@ -17,11 +17,12 @@ from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.dispatch import block_runner, compiled_layers
 from comfy_accel.accel.hosts.comfyui.models.accelerate import accelerate
+from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from comfy_accel.accel.report.run_record import records
+from comfy_accel.accel.step_cache.config import QUALITIES
 from kit import tiny_models
 from kit.captures import capturing_cache
 from kit.compiled import graphs
-from kit.deep_cache import cached
 from kit.families import FAMILIES
 from kit.thorough import thorough_except
 from kit.zoo import ZOO
@@ -189,11 +190,10 @@ def test_images_after_a_short_first_one_are_captured_with_deep_cache_too(measure
     monkeypatch.setattr(benchmark, "SLOWER", 1e9)
     cache, before = capturing_cache()[0], fallbacks.counts()
     session = Session("Wan", cache)
-    plain = cached(session.plain, 3)
-    model = cached(
-        accelerate(session.plain, CompileSettings(backend="eager", measured=measured), cache, graphs=True), 3
-    )
-    for steps in (2, 16, 16):
+    plain = apply_deep_cache(session.plain, QUALITIES["Fast"])
+    compiled = accelerate(session.plain, CompileSettings(backend="eager", measured=measured), cache, graphs=True)
+    model = apply_deep_cache(compiled, QUALITIES["Fast"])
+    for steps in (3, 16, 16):
         image = session.image(1.0, model=model, steps=steps)
     replays = records.last().totals.replays
     torch.testing.assert_close(image, session.image(1.0, model=plain, steps=16), rtol=1e-4, atol=1e-4)
