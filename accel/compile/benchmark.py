@@ -43,6 +43,9 @@ SLOWER = 1.05
 LONGEST_PAUSE = 0.02
 """Seconds: where the host needs longer for two calls, the device is not what they wait for."""
 
+LONGEST_OF_CALLS = 0.1
+"""Seconds: the same before a whole call, once for each size of calls."""
+
 WIDEST_TILE = 128
 """Elements that a kernel handles as one along a dimension; a size that is no multiple leaves a tail."""
 
@@ -206,10 +209,13 @@ class Benchmarks:
 class CallTime:
     """Times one call on a CUDA device, from here to `stop`.
 
+    pause: seconds that the device waits first, so that it then works without waiting for Python.
     thread, wall: seconds that Python took, of the processor and by the clock.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, pause: float = 0.0):
+        if pause and (sleep := SLEEP.get(None)) is not None:
+            sleep(int(min(pause, LONGEST_OF_CALLS) * _CYCLES))
         self._stream = torch.cuda.current_stream(device)
         self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # Python's time has the device's in it, where that waits for it.

@@ -21,6 +21,7 @@ import torch
 from ..cache.graph_cache import GraphCache
 from ..compile.benchmark import CallTime
 from ..core.compile_settings import CompileSettings
+from ..core.events import emit
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason
 from ..core.torch_internals import seen_through
@@ -34,6 +35,9 @@ CALLS = 3
 FASTER, LEANING, CLOSE, RUNS = 0.98, 0.02, 0.05, 20
 """Calls are made without stand-ins unless they take less than FASTER times as long with them, where another decision
 than the last one takes LEANING more. What is as CLOSE to it is timed anew after so many RUNS."""
+
+WORTH_IT = 1.1
+"""CUDA graphs that would make calls so many times as fast are worth another allocator."""
 
 LOOKS = 8
 """One in so many calls without a block's stand-in asks for the code, which takes longer than all else there; that
@@ -70,10 +74,12 @@ class WholeCalls:
         used, call, is_bare = self._all, None, False
         if known is not None:
             is_bare = known.is_timed and known.verdict is not None
-            if not known.is_timed and known.left is not None and len(known.left) < len(self.runners):
-                device = next((value.device for value in given if isinstance(value, torch.Tensor)), None)
-                if self._settings.measured and device is not None and device.type == "cuda":
+            device = next((value.device for value in given if isinstance(value, torch.Tensor)), None)
+            if self._settings.measured and known.left is not None and device is not None and device.type == "cuda":
+                if not known.is_timed and len(known.left) < len(self.runners):
                     is_bare, call = known.next_is_bare, CallTime(device)
+                elif self.unspared is not None and known.spared is None:
+                    call = CallTime(device, 2 * known.wall)
             if is_bare or known.left is not None:
                 used = self._without(known, is_bare)
         passes = used.passes
@@ -83,13 +89,18 @@ class WholeCalls:
             yield
         if call is not None:
             call.stop()
-            if used.passes > passes if is_bare else self._left() == {}:
+            if known.is_timed or len(known.left) == len(self.runners):
+                known.add_unspared(call)
+            elif used.passes > passes if is_bare else self._left() == {}:
                 known.add(call, is_bare)
         elif known is not None and used is self._all:
             known.left = self._left()
 
     def end(self) -> int:
-        """Tell of the calls of blocks that had no stand-in, and how many they were."""
+        """Tell of the calls of blocks that had no stand-in, and how many they were; and what CUDA graphs would give."""
+        times = max((known.spared for known in self._met if known.spared is not None), default=0.0)
+        if self.unspared is not None and times >= WORTH_IT:
+            emit("graphs_would_give", times=times)
         for (known, is_bare, _), used in self._made.items():
             slow = known.verdict
             if slow is not None and self.unspared is not None:
@@ -135,14 +146,16 @@ class _Known:
     """What runs have found of a model's calls of one size.
 
     left: the blocks that need no stand-in, each with the reason, unless that was told before; None until nothing is
-    compared in them. generation: of the cache then. is_timed: whether whole calls need not
-    be timed. verdict: why they are made without any stand-in.
+    compared in them. generation: of the cache then. is_timed: whether whole calls need not be timed. verdict: why they
+    are made without any stand-in. wall: seconds that a call takes, where it waits for Python. spared: how many times as
+    long as the device works in it; None until that is known.
     """
 
     def __init__(self) -> None:
         self.left: dict[torch.nn.Module, Reason | None] | None = None
         self.generation, self._runs = 0, 0
         self.is_timed, self.verdict = False, None
+        self.wall, self.spared = 0.0, None
         self._ratio: float | None = None
         self._seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
 
@@ -160,7 +173,7 @@ class _Known:
     def add(self, call: CallTime, is_bare: bool) -> None:
         """A timed call. Where the device is what compiled ones wait for, the verdicts of their blocks stand."""
         if not is_bare and not call.device_waited:
-            self.is_timed, self.verdict, self._ratio = True, None, None
+            self.is_timed, self.verdict, self._ratio, self.spared = True, None, None, 1.0
             return
         least = 0.0 if call.device_waited else call.device
         self._seconds[is_bare].append((max(call.thread, least), max(call.wall, least)))
@@ -170,7 +183,16 @@ class _Known:
         bound = FASTER + (0 if self._ratio is None else LEANING if self.verdict is None else -LEANING)
         self.is_timed, self._ratio = True, max(map(truediv, compiled, normal))
         slow = Reason("host_bound", compiled=f"{compiled[-1] * 1e3:.1f}", normal=f"{normal[-1] * 1e3:.1f}")
-        self.verdict = None if self._ratio < bound else slow
+        self.verdict, self.wall = (None, compiled[-1]) if self._ratio < bound else (slow, normal[-1])
+
+    def add_unspared(self, call: CallTime) -> None:
+        """A call that CUDA graphs would spare Python's part of: timed as it is, then behind a pause."""
+        if self.wall:
+            self.spared = self.wall / call.device
+        elif call.device_waited:
+            self.wall = call.wall
+        else:
+            self.spared = 1.0
 
 
 class _InPlace:

@@ -4,8 +4,10 @@ import time
 
 import pytest
 import torch
+from comfy_accel.accel.cache.graph_cache import GraphCache
 from comfy_accel.accel.compile.benchmark import Benchmark, Benchmarks
 from comfy_accel.accel.core.compile_settings import CompileSettings
+from comfy_accel.accel.core.events import subscribe
 from comfy_accel.accel.core.fallbacks import fallbacks
 from comfy_accel.accel.core.reasons import Reason
 from comfy_accel.accel.dispatch import whole_calls
@@ -119,12 +121,36 @@ def test_sentence_names_what_would_spare_python_where_the_allocator_forbids_it(n
     assert [row["code"] for row in fallbacks.rows()] == ["host_bound_without_graphs"]
 
 
+@pytest.mark.parametrize("aside", [False, True])
+def test_what_cuda_graphs_would_give_is_said_where_the_allocator_forbids_them(net, delays, monkeypatch, aside):
+    """By what the device takes for a call in which it need not wait for Python: all blocks left aside, too."""
+    told, slow, cache = [], Benchmark(), GraphCache()
+    stop = subscribe(lambda name, data: told.append(data["times"]) if name == "graphs_would_give" else None)
+    if aside:
+        slow.done, slow.verdict = True, Reason("slower", compiled="2", eager="1")
+        monkeypatch.setattr(Benchmarks, "of", lambda *how: slow)
+    delays.update(compiled=0.01, bare=0.01)
+    device.launches_take(50)
+    try:
+        for count, unspared in ((14, None), (3, Reason("cuda_malloc_async")), (1, Reason("cuda_malloc_async"))):
+            run = run_of(net, cache)
+            run.calls.unspared = unspared
+            calls(run, count)
+            run.calls.end()
+            assert len(told) == (0 if unspared is None else 2 if count == 1 else 1)
+    finally:
+        stop()
+    assert told[0] == told[1] > 3
+
+
 def test_where_the_device_is_what_calls_wait_for_none_is_made_without_stand_ins(net, delays):
     delays["compiled"] = 0.001
     run = run_of(net)
     calls(run, 2)
     device.launches_take(3000)
+    run.calls.unspared = Reason("cuda_malloc_async")
     assert calls(run, 6) == [True] * 6
+    assert [known.spared for known in run.calls._met] == [1.0]
 
 
 @pytest.mark.parametrize("settings", [CompileSettings(backend="eager")])
