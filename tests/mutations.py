@@ -353,16 +353,16 @@ MUTATIONS = [
         "unit/test_specialization.py::test_what_code_asks_of_the_other_sizes_in_a_batch_of_one_counts",
     ),
     Mutation(
-        "steps skipped though the picture changes faster again",
-        "self._is_touchy |= not bool(",
-        "self._is_touchy &= not bool(",
-        "unit/test_quality_plan.py::test_nothing_more_is_skipped_once_the_picture_changes_faster_again",
+        "what was skipped already not counted towards the allowance",
+        "self._allowed - spent)",
+        "self._allowed)",
+        "unit/test_quality_plan.py::test_what_is_planned_costs_no_more_than_is_allowed",
     ),
     Mutation(
-        "forecast followed to any distance",
-        "REACH = 1.0\n",
-        "REACH = 1e9\n",
-        "unit/test_forecast.py::test_reach_ends_one_segment_from_the_newest_point",
+        "the newest full step alone decides",
+        "LOOK_BACK = 2\n",
+        "LOOK_BACK = 1\n",
+        "unit/test_quality_plan.py::test_the_larger_of_the_last_errors_decides",
     ),
 ]
 

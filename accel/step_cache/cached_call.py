@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..core.errors import one_line
 from ..core.events import log
 from ..modules.substitution import Layer, Order, Outside, outside_recording, substituted
 from .capture_io import FeaturesProxy
@@ -89,7 +90,7 @@ def _stored_or_skipped(
         except (torch.OutOfMemoryError, *interrupts):
             raise
         except Exception as error:
-            run.give_up(error)
+            run.run_in_full(f"a skipped step failed ({one_line(error)})", error)
             return _counted(run, full)
     proxy = FeaturesProxy(features, keys, skips=False)
     with placed(split.full_layers(proxy, keys)), within(proxy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .plan import Plan, QualityPlan
+from .plan import QualityPlan
 
 BALANCED, FAST = 40.0, 35.0
 """What *Balanced* and *Fast* plan for, in dB."""
@@ -46,7 +46,7 @@ class DeepCacheSettings:
         """Whether every step of every run is full."""
         return self.start_percent == self.end_percent
 
-    def plan(self) -> Plan:
+    def plan(self) -> QualityPlan:
         """A plan for one run."""
         return QualityPlan(self.quality)
 

@@ -19,10 +19,6 @@ from .noise_levels import is_near
 from .predictions import FOLLOWS, Evaluation, FullEvaluations, mixed
 from .sampler_facts import MEMORY, Response
 
-GAIN = 0.7
-"""How much of what was wrong is corrected. All of it brings most images closer still, and some farther, which take
-errors back by themselves."""
-
 LARGEST_FACTOR = 200.0
 """The most by which what the latent lacks is multiplied for a prediction to make up for it. A step that uses less of
 its prediction leaves that to the next one."""
@@ -103,8 +99,7 @@ class Correction:
         for one in self._skipped:
             latent = one.latent + self._deviation(one.index)
             held, moved = mixed(points, weights(places, one.place), latent, one.level)
-            lacking = held + FOLLOWS * (moved - held) - one.prediction
-            self._note(one.index, GAIN * lacking + one.prediction - one.given)
+            self._note(one.index, held + FOLLOWS * (moved - held) - one.given)
 
     def _balanced(self, index: int, prediction: torch.Tensor) -> torch.Tensor:
         """`prediction` with what it takes for the next latent to be what it should be; noted."""

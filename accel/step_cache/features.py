@@ -15,11 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .plan import Plan
-
-REACH = 1.0
-"""How far beyond the newest point the curve is followed, in lengths of the last segment; from there on the forecast is
-constant, since a short segment says little about a long distance."""
+from ..core.errors import one_line
+from .plan import QualityPlan
 
 
 def weights(points: Sequence[float], at: float) -> list[float]:
@@ -75,8 +72,8 @@ class History:
         newest = self._points[0][2]
         result = newest.clone()
         if len(self._points) > 1:
-            points = [place for _, place, _ in self._points]
-            for weight, (_, _, older) in zip(weights(points, reachable(points, at)), self._points, strict=True):
+            factors = weights([place for _, place, _ in self._points], at)
+            for weight, (_, _, older) in zip(factors, self._points, strict=True):
                 if older is not newest:
                     # The weights add up to 1. Differences of neighbours keep their digits in half precision.
                     result.add_(older - newest, alpha=weight)
@@ -85,12 +82,6 @@ class History:
 
 def _is_same(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
-
-
-def reachable(points: Sequence[float], at: float) -> float:
-    """`at`, or as far towards it from the newest point as the last segment is long, times `REACH`."""
-    reach = REACH * abs(points[0] - points[1])
-    return points[0] + min(max(at - points[0], -reach), reach)
 
 
 class OutdatedFeature(Exception):
@@ -120,7 +111,7 @@ class OfRun(Protocol):
     """What features ask of their run. angle, step: of the current evaluation; the others as `run.DeepCacheRun` has
     them."""
 
-    plan: Plan
+    plan: QualityPlan
     angle: float
     step: int
     last_full: int
@@ -129,18 +120,14 @@ class OfRun(Protocol):
 
     def count(self, skipped: bool) -> None: ...
 
-    def run_in_full(self, reason: str) -> None: ...
-
-    def give_up(self, error: Exception) -> None: ...
-
-    def cannot_keep(self, error: Exception) -> None: ...
+    def run_in_full(self, reason: str, error: Exception | None = None) -> None: ...
 
 
 class Features:
     """Those of one model in a run. A step is full or skipped for all branches alike; a branch without a feature from
     the last full step (new in mid-run, or left out there by another cache) is computed in full.
 
-    Memory for each branch (two with cond and uncond) and part of the split: `Plan.points` copies of the feature.
+    Memory for each branch (two with cond and uncond) and part of the split: `QualityPlan.points` copies of the feature.
     SD1.5 at 1024² in half precision: 10 MiB for each copy and image.
     """
 
@@ -223,7 +210,7 @@ class Features:
     def cannot_keep(self, error: Exception) -> None:
         """Note that a feature could not be stored, as for lack of memory: nothing is skipped any more."""
         self._histories.clear()
-        self.run.cannot_keep(error)
+        self.run.run_in_full(f"a feature could not be kept ({one_line(error)})", error)
 
     def _exchanged(self, keys: Sequence[BranchKey], feature: torch.Tensor, part: Hashable, owned: bool) -> torch.Tensor:
         self._parts.add(part)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .features import reachable, weights
+from .features import weights
 
 FOLLOWS = 0.5
 """How far a prediction follows when the latent is moved, as a share of the move. On the trained networks it is from
@@ -50,21 +50,21 @@ class FullEvaluations:
     def add(self, now: Evaluation) -> None:
         self.known = [now, *self.known[:1]]
 
-    def shown_by(self, now: Evaluation) -> torch.Tensor | None:
-        """What `plan.Plan.note_shown` takes; None where there are not two to compare with."""
+    def error_of(self, now: Evaluation) -> torch.Tensor | None:
+        """How far its prediction is from what they foretell: root mean squares as shares of its range [B], on the
+        device. None where there are not two."""
         if len(self.known) < 2 or any(one.latent.shape != now.latent.shape for one in self.known):
             return None
         held, moved = mixed(self.known, self.factors(now.place), now.latent, now.level)
         off = held + self._follows * (moved - held) - now.prediction
         flat = now.prediction.flatten(1).float()
         peak = (flat.amax(1) - flat.amin(1)).clamp_min(1e-9)
-        differences = torch.stack([off, self.known[0].prediction - now.prediction]).flatten(2).float()
-        return differences.square().mean(2).sqrt() / peak
+        return off.flatten(1).float().square().mean(1).sqrt() / peak
 
     def factors(self, place: float) -> list[float]:
         """The weight of each in a forecast at the noise level `place`."""
         places = [one.place for one in self.known]
-        return weights(places, reachable(places, place)) if len(places) > 1 else [1.0]
+        return weights(places, place)
 
 
 def mixed(

@@ -59,7 +59,9 @@ class DeepCacheRun:
         changes: Iterable[float] = (),
         why_full: str | None = None,
     ):
-        self.settings, self.facts, self.plan = settings, facts, settings.plan()
+        self.settings, self.plan = settings, settings.plan()
+        can_correct = follows is not None and self.plan.points > 1
+        self.facts = facts = facts if can_correct else replace(facts, response=None)
         self.why_full: str | None = None
         """Why the rest of the run is computed in full, whatever the plan says."""
         self.step, self.angle, self.mode = 0, 0.0, Mode.PLAIN
@@ -81,8 +83,7 @@ class DeepCacheRun:
         self._is_new = False
         """Whether the current evaluation is the first of its step."""
         self._full = FullEvaluations(0.0 if facts.adds_noise else FOLLOWS)
-        can_correct = follows is not None and facts.response is not None and self.plan.points > 1
-        self._correction = Correction(facts.response, self._full, follows) if can_correct else None
+        self._correction = None if facts.response is None else Correction(facts.response, self._full, follows)
         self._lock = threading.Lock()
         if why_full is None and not is_in_order(facts.levels):
             why_full = "the noise levels of this run go up and down"
@@ -109,7 +110,8 @@ class DeepCacheRun:
         if self._is_new:
             self._began[step] = time.perf_counter()
             self._is_skipped[step] = self._may_skip(step)
-            (self.plan.note_skipped if self._is_skipped[step] else self.plan.note_full)(step)
+            if not self._is_skipped[step]:
+                self.plan.note_full(step)
         is_other, self.step = step != self.step or self._is_new, step
         self.mode = Mode.SKIPPED if self._is_skipped[step] else Mode.FULL
         if is_other and self.mode is Mode.FULL:
@@ -140,8 +142,8 @@ class DeepCacheRun:
         now = Evaluation(self._evaluations, self.angle, level, latent, prediction)
         is_other = self._full.enter((scale, stretch_of(self.angle, self._changes)))
         given, is_full = prediction, not self._calls[0]
-        if self._is_new and is_full and (shown := self._full.shown_by(now)) is not None:
-            self.plan.note_shown(self.step, shown)
+        if self._is_new and is_full and (error := self._full.error_of(now)) is not None:
+            self.plan.note_shown(self.step, error)
         if self._correction is not None:
             given = self._correction.corrected(now, not is_full, is_other)
             if self._correction.is_over:
@@ -226,28 +228,20 @@ class DeepCacheRun:
         if self.mode is not Mode.PLAIN:
             self._counted[self.step] = self._counted.get(self.step, False) or skipped
 
-    def run_in_full(self, reason: str) -> None:
-        """Skip nothing from now on; the first reason is logged."""
+    def run_in_full(self, reason: str, error: Exception | None = None) -> None:
+        """Skip nothing from now on; the first reason is logged. error: what it came from."""
+        if error is not None:
+            log.debug("DeepCache: where it failed", exc_info=error)
         if self.why_full is None:
-            log.warning("DeepCache: %s; every step runs in full.", reason)
+            every = "the rest of this run" if self.skipped_steps else "every step"
+            log.warning("DeepCache: %s; %s runs in full.", reason, every)
             self.why_full = reason
-
-    def give_up(self, error: Exception) -> None:
-        """Skip nothing from now on, since a skipped call failed."""
-        self.why_full = self.why_full or f"a skipped step failed ({one_line(error)})"
-        log.warning("DeepCache: a skipped step failed (%s); the rest of this run is computed in full.", error)
-        log.debug("DeepCache: where it failed", exc_info=True)
 
     def give_back(self) -> None:
         """Drop all features and skip nothing from now on, since memory ran out."""
         kept = self.bytes
         self._forget()
         self.run_in_full(f"memory ran out while it kept {kept / (1 << 20):.0f} MB for skipped steps")
-
-    def cannot_keep(self, error: Exception) -> None:
-        """Skip nothing from now on, since a feature could not be stored."""
-        log.debug("DeepCache: why a feature could not be kept", exc_info=error)
-        self.run_in_full(f"a feature could not be kept ({one_line(error)})")
 
     # What is told of the run
 

@@ -24,9 +24,6 @@ class EveryFew:
     def skips(self, step):
         return self.full is not None and 0 < step - self.full < self.interval
 
-    def note_skipped(self, step):
-        pass
-
     def note_full(self, step):
         self.full = step
 

@@ -44,11 +44,6 @@ def test_newest_place_gives_the_newest_feature_exactly():
     assert torch.equal(history.value(0.5), history_of(math.sin, (0.5,), dtype=torch.float16).value(0.5))
 
 
-@pytest.mark.parametrize("at, expected", [(0.9, 0.9), (0.8, 0.8), (0.0, 0.8), (1.5, 1.2)])
-def test_reach_ends_one_segment_from_the_newest_point(at, expected):
-    assert history_of(lambda at: at, (1.2, 1.0)).value(at).mean() == pytest.approx(expected)
-
-
 def test_second_evaluation_of_a_step_replaces_its_point():
     history = History(3)
     for step, at, value in ((0, 1.5, 1.0), (1, 1.0, 2.0), (1, 0.9, 5.0)):
