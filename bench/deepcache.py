@@ -1,5 +1,6 @@
 """What skipping steps costs in quality, on trained test networks: each level and target of DeepCache, core's EasyCache,
-and the baseline that everybody forgets, fewer steps at equal work.
+the best that the same way of skipping can do when it knows the image (ORACLE), every second step without a look, and
+the baseline that everybody forgets, fewer steps at equal work.
 
 One image at a time, as most people sample, through ComfyUI's real samplers: the mean says little of the worst.
 """
@@ -8,7 +9,8 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -24,6 +26,9 @@ STEPS = (8, 12, 20, 30, 50)
 CFGS = (1.0, 4.0, 7.5)
 LEVELS = ("Balanced", "Fast")
 TARGETS = ("50 dB", "45 dB", "30 dB")
+EVERY_SECOND, ORACLE = "every 2nd", "oracle"
+"""Every second step from the third on but the last; the steps whose skipping costs an image least, found one after the
+other by trying all, of which each number has a row of its own."""
 EASY_CACHE = "EasyCache"
 EASY_THRESHOLDS = (0.05, 0.1, 0.2)
 SUBSAMPLE = 1
@@ -42,13 +47,15 @@ CELL = ("network", "sampler", "steps", "cfg")
 def main(arguments: list[str] | None = None) -> None:
     parser = report.parser("deepcache", __doc__)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=NETWORKS)
-    parser.add_argument("--samplers", nargs="+", default=SAMPLERS, help=f"default: {' '.join(SAMPLERS)}")
+    help = f"default: {' '.join(SAMPLERS)}; 'euler karras' for another schedule"
+    parser.add_argument("--samplers", nargs="+", default=SAMPLERS, help=help)
     parser.add_argument("--steps", nargs="+", type=int, default=STEPS, help=f"of the sampler (default: {STEPS})")
     parser.add_argument("--cfg", nargs="+", type=float, default=CFGS, help=f"guidance (default: {CFGS})")
     parser.add_argument("--images", type=int, default=8, help="in each cell, one after another (default: 8)")
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help="of the images (default: 50)")
     names = (*LEVELS, *TARGETS, EASY_CACHE)
-    parser.add_argument("--ways", nargs="+", default=names, metavar="WAY", help=f"of: {', '.join(names)}, or any N dB")
+    help = f"of: {', '.join(names)}, {EVERY_SECOND}, {ORACLE} (slow), or any N dB"
+    parser.add_argument("--ways", nargs="+", default=names, metavar="WAY", help=help)
     parser.add_argument("--merge", action="store_true", help="keep the rows in --out that this run does not measure")
     parser.add_argument("--out", type=Path, default=WORK / "deepcache", help="folder of rows, page and plot")
     options = parser.parse_args(arguments)
@@ -100,7 +107,10 @@ class Bench:
         """One row for each way."""
         expected, _ = self._plain(sampler, steps, cfg, seed)
         rows = []
-        for way, model in [made for name in ways for made in apply(name, self.model)]:
+        tried = [made for name in ways if name != ORACLE for made in apply(name, self.model, steps)]
+        if ORACLE in ways:
+            tried += self._oracle(sampler, steps, cfg, seed)
+        for way, model in tried:
             latent, share = self.made(model, sampler, steps, cfg, seed)
             told = self._records.deep_cache()
             taken = None if told is None else told.steps_taken
@@ -126,6 +136,20 @@ class Bench:
         latent = self._latent(model, sampler, steps, cfg, seed)
         return latent, self._flops.take() / work
 
+    def _oracle(self, sampler: str, steps: int, cfg: float, seed: int) -> list[tuple[str, object]]:
+        """For each number of skipped steps up to half of them, a model that skips the steps that cost least."""
+        expected, _ = self._plain(sampler, steps, cfg, seed)
+        skipped: frozenset[int] = frozenset()
+        found = []
+        while len(skipped) < steps // 2:
+
+            def cost(more: frozenset[int]) -> float:
+                return -_decibels(self._latent(skipping(self.model, more), sampler, steps, cfg, seed), expected)
+
+            skipped = min((skipped | {step} for step in range(1, steps) if step not in skipped), key=cost)
+            found.append((f"{ORACLE} {len(skipped)}", skipping(self.model, skipped)))
+        return found
+
     def _sampled_plainly(self, sampler: str, steps: int, cfg: float, seed: int):
         self._flops.take()
         latent = self._latent(self.model, sampler, steps, cfg, seed)
@@ -137,7 +161,8 @@ class Bench:
         from . import toy, toy_data
 
         classes = torch.tensor([seed % len(toy_data.CLASSES)])
-        return toy.sample(model, classes, SIDE, SIDE, steps, sampler, seed=seed, cfg=cfg)
+        name, _, scheduler = sampler.partition(" ")
+        return toy.sample(model, classes, SIDE, SIDE, steps, name, seed=seed, cfg=cfg, scheduler=scheduler or None)
 
 
 def _decibels(latent, expected) -> float:
@@ -153,8 +178,28 @@ def target_of(way: str) -> float | None:
     return QUALITIES[way].quality if way in LEVELS else None
 
 
-def apply(way: str, model) -> list[tuple[str, object]]:
+def skipping(model, steps: Collection[int]):
+    """A clone that skips these steps, whatever the run shows."""
+    from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
+    from comfy_accel.accel.step_cache.config import DeepCacheSettings
+    from comfy_accel.accel.step_cache.plan import QualityPlan
+
+    class Fixed(QualityPlan):
+        def skips(self, step: int) -> bool:
+            return step in steps
+
+    @dataclass(frozen=True)
+    class Settings(DeepCacheSettings):
+        def plan(self) -> QualityPlan:
+            return Fixed(self.quality)
+
+    return apply_deep_cache(model, Settings())
+
+
+def apply(way: str, model, steps: int) -> list[tuple[str, object]]:
     """Clones of the ModelPatcher as the way's node gives them, each with its name: EasyCache has several thresholds."""
+    if way == EVERY_SECOND:
+        return [(way, skipping(model, range(2, steps - 1, 2)))]
     if way == EASY_CACHE:
         return [(f"{EASY_CACHE} {value:g}", easy_cache(model, value, SUBSAMPLE)) for value in EASY_THRESHOLDS]
     from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
@@ -199,7 +244,7 @@ def cells(rows: Sequence[report.Row]) -> list[report.Row]:
 
 
 def overview(rows: Sequence[report.Row]) -> list[report.Row]:
-    """One row for each network and way: over all its cells where anything was skipped."""
+    """One row for each network and way: the work over all its cells, the rest over those where anything was skipped."""
     table = []
     for network, way in dict.fromkeys((row["network"], row["way"]) for row in rows):
         every = cells([row for row in rows if (row["network"], row["way"]) == (network, way)])
@@ -207,7 +252,7 @@ def overview(rows: Sequence[report.Row]) -> list[report.Row]:
         line: report.Row = {"network": network, "way": way, "cells": len(every), "skipping": len(own)}
         if own:
             line |= {
-                "FLOPs": f"{fmean(cell['share'] for cell in own):.2f}",
+                "FLOPs": f"{fmean(cell['share'] for cell in every):.2f}",
                 "mean dB": f"{fmean(cell['mean'] for cell in own):.1f}",
                 "worst image": f"{min(cell['worst'] for cell in own):.1f}",
                 f"worst below {LEAST_DB:g}": sum(cell["worst"] < LEAST_DB for cell in own),
@@ -230,6 +275,33 @@ def kept(rows: Sequence[report.Row]) -> list[report.Row]:
         told = {name: f"{share:.0%}" for name, share in zip(names, shares, strict=True)}
         table.append({"network": network, "planned for": f"{target:g} dB", "images": len(over), **told})
     return table
+
+
+def of_oracle(rows: Sequence[report.Row]) -> list[report.Row]:
+    """One row for each network, sampler and level: what it saves, as a share of what the oracle saves of the same
+    images at the same dB or more."""
+    image = (*CELL, "seed")
+    best: dict[tuple, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["way"].startswith(ORACLE):
+            place = tuple(row[name] for name in image)
+            best.setdefault(place, []).append((1 - row["flops_share"], row["latent_db"]))
+    found: dict[tuple, list[tuple[float, float]]] = {}
+    for row in rows:
+        places = best.get(tuple(row[name] for name in image))
+        if row["way"] in LEVELS and places and row["flops_share"] < 1:
+            most = max((saved for saved, reached in places if reached >= row["latent_db"]), default=0.0)
+            saved = 1 - row["flops_share"]
+            found.setdefault((row["network"], row["sampler"], row["way"]), []).append((saved, max(most, saved)))
+    return [
+        {
+            **dict(zip(("network", "sampler", "way"), place, strict=True)),
+            "saves": f"{fmean(saved for saved, _ in pairs):.0%}",
+            "oracle saves": f"{fmean(most for _, most in pairs):.0%}",
+            "share": f"{sum(saved for saved, _ in pairs) / sum(most for _, most in pairs):.0%}",
+        }
+        for place, pairs in found.items()
+    ]
 
 
 def by_steps(rows: Sequence[report.Row], way: str) -> list[report.Row]:
@@ -261,7 +333,8 @@ LEGEND = f"""\
 layer by layer, as a share of the uncached run's. **dB** is the PSNR of the final latent to the uncached run's, with its
 own range of values as the peak. Images are made one at a time, at {SIDE}×{SIDE} latent places. *Over fewer steps*: the
 same sampler with as many steps as the way's FLOPs are worth, and nothing cached, against the same uncached run. A cell
-is a network, sampler, number of steps and CFG; cells in which nothing was skipped are left out of means."""
+is a network, sampler, number of steps and CFG. FLOPs are over all cells; cells in which nothing was skipped are left
+out of the means of dB, since images without a difference have none."""
 
 
 INTRODUCTION = """\
@@ -277,6 +350,7 @@ def save(folder: Path, rows: Sequence[report.Row]) -> str:
     """Write page and plot to `folder`; return what to print."""
     folder.mkdir(parents=True, exist_ok=True)
     tables = {"All cells, by network": overview(rows), "Target against reached": kept(rows)}
+    tables["Share of the oracle's saving"] = of_oracle(rows)
     tables |= {f"{way}, by sampler and steps": by_steps(rows, way) for way in LEVELS}
     shown = {title: report.markdown(table, list(max(table, key=len))) for title, table in tables.items() if table}
     _plot(folder / "deepcache.png", rows)

@@ -184,11 +184,20 @@ def conditioning(classes: torch.Tensor) -> list:
 
 
 def sample(
-    model, classes: torch.Tensor, height: int, width: int, steps: int, sampler: str, seed: int, cfg: float = CFG
+    model,
+    classes: torch.Tensor,
+    height: int,
+    width: int,
+    steps: int,
+    sampler: str,
+    seed: int,
+    cfg: float = CFG,
+    scheduler: str | None = None,
 ) -> torch.Tensor:
-    """Latents [B, 4, height, width], one of each of the classes [B], by core's sampler from noise."""
+    """Latents [B, 4, height, width], one of each of the classes [B], by core's sampler from noise. scheduler: another
+    one than users of such a network choose."""
     empty = torch.zeros(len(classes), CHANNELS, height, width)
     prompts = conditioning(classes), conditioning(torch.tensor([NULL_CLASS]))
-    scheduler = "simple" if is_flow(model.model.model_sampling) else "normal"
+    scheduler = scheduler or ("simple" if is_flow(model.model.model_sampling) else "normal")
     latent = tiny_models.sample_latent(model, empty, *prompts, steps, cfg, sampler, scheduler, seed)
     return model.model.process_latent_in(latent)

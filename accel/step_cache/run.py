@@ -233,8 +233,7 @@ class DeepCacheRun:
         if error is not None:
             log.debug("DeepCache: where it failed", exc_info=error)
         if self.why_full is None:
-            every = "the rest of this run" if self.skipped_steps else "every step"
-            log.warning("DeepCache: %s; %s runs in full.", reason, every)
+            log.warning("DeepCache: %s; every step runs in full.", reason)
             self.why_full = reason
 
     def give_back(self) -> None:

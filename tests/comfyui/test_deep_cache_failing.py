@@ -62,7 +62,7 @@ def test_patch_that_fails_on_skipped_layers_gets_the_rest_in_full(tiny_unet, sam
     assert torch.equal(out, plain)
     assert counts() == (6, 0)
     said = [record.getMessage() for record in caplog.records if "DeepCache" in record.getMessage()]
-    assert said == ["DeepCache: a skipped step failed (one channel); the rest of this run is computed in full."]
+    assert said == ["DeepCache: a skipped step failed (Broken: one channel); every step runs in full."]
 
 
 def test_interrupt_on_a_skipped_step_is_passed_on(tiny_unet, sample, caplog):

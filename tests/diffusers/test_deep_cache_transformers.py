@@ -196,7 +196,7 @@ def state_of(pipe):
 
 def test_many_steps_are_skipped_in_part_and_few_not_at_all():
     pipe = pipeline("StableDiffusion3Pipeline")
-    for steps, least, most in ((4, 0, 0), (24, 4, 14)):
+    for steps, least, most in ((4, 0, 0), (24, 4, 17)):
         cached, [(full, skipped)] = sample_cached(pipe, DeepCacheSettings(30.0), steps=steps)
         plain = sample(pipe, steps=steps)
         assert full + skipped == steps and least <= skipped <= most

@@ -254,7 +254,7 @@ def test_failing_skip_is_computed_in_full_and_so_is_the_rest(counts, caplog):
         outs = pipe()
     assert_equal(outs, plain)
     assert counts == [(5, 0)]
-    said = "DeepCache: a skipped step failed (Eight.); the rest of this run is computed in full."
+    said = "DeepCache: a skipped step failed (ValueError: Eight.); every step runs in full."
     assert [record.getMessage() for record in caplog.records] == [said]
 
 
