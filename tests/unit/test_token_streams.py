@@ -68,6 +68,13 @@ def test_arguments_have_the_names_of_the_blocks_own_forward():
         arguments(Single([], 0), (x,), {"unheard": vec})
 
 
+def test_tensors_of_a_list_are_named_as_those_of_a_tuple_and_the_list_is_there_as_well():
+    """Blocks may write to it."""
+    x, vec = tokens(1), tokens(2)
+    assert arguments(Single([], 0), ((x, vec), vec), {}) == {"x[0]": x, "x[1]": vec, "vec": vec}
+    assert arguments(Single([], 0), ([x, vec], vec), {}) == {"x[0]": x, "x[1]": vec, "x": [x, vec], "vec": vec}
+
+
 def test_signature_is_read_once_for_all_calls_of_a_class(monkeypatch):
     class Fresh(Single):
         def forward(self, x, vec, scale=2.0):

@@ -52,7 +52,7 @@ def arguments(block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     """A call's arguments by the parameter names of the block's class, whatever is substituted for its forward.
 
     Those that it takes as `*args` are named by their place, and so are the tensors of a tuple (LTX 2's picture and
-    sound). Raises NoStreams when they do not fit.
+    sound) or list, which blocks may write to, so it is there as well. Raises NoStreams when they do not fit.
     """
     block = getattr(block, "_orig_mod", block)  # of torch.compile
     signature = _signature(type(block).forward)
@@ -64,6 +64,8 @@ def arguments(block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
     for name, value in list(bound.items())[1:]:
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL or _is_of_tensors(value):
+            if type(value) is list:
+                named[name] = value
             named.update({f"{name}[{index}]": part for index, part in enumerate(value)})
         elif kind is inspect.Parameter.VAR_KEYWORD:
             named.update(value)
@@ -73,7 +75,7 @@ def arguments(block: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _is_of_tensors(value: Any) -> bool:
-    return type(value) is tuple and bool(value) and all(isinstance(part, torch.Tensor) for part in value)
+    return type(value) in (tuple, list) and bool(value) and all(isinstance(part, torch.Tensor) for part in value)
 
 
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
