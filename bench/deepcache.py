@@ -337,27 +337,33 @@ is a network, sampler, number of steps and CFG. FLOPs are over all cells; cells 
 out of the means of dB, since images without a difference have none."""
 
 
+MARK = "<!-- Below: written by dev.py bench deepcache. -->"
+"""What the page has above it is written by hand."""
+
 INTRODUCTION = """\
 Written by `dev.py bench deepcache --out docs` on four small networks that were trained for it: a UNet of SD1.5's kind
 ([toy_unet.md](../bench/data/toy_unet.md)), a DiT of Flux's ([toy_dit.md](../bench/data/toy_dit.md)), an MMDiT of SD3's
 ([toy_mmdit.md](../bench/data/toy_mmdit.md)) and a UNet with v-prediction
 ([toy_vpred.md](../bench/data/toy_vpred.md)). Checkpoints of full size were not measured:
 `dev.py bench quality --checkpoint FILE` does that with yours. Each image: `deepcache.json`. What it comes to:
-[measurements.md](measurements.md#deepcache); why DeepCache does what it does: [lab/deepcache.md](lab/deepcache.md)."""
+[measurements.md](measurements.md#deepcache)."""
 
 
 def save(folder: Path, rows: Sequence[report.Row]) -> str:
-    """Write page and plot to `folder`; return what to print."""
+    """Write page and plot to `folder`, below what is written by hand there; return what to print."""
     folder.mkdir(parents=True, exist_ok=True)
     tables = {"All cells, by network": overview(rows), "Target against reached": kept(rows)}
     tables["Share of the oracle's saving"] = of_oracle(rows)
     tables |= {f"{way}, by sampler and steps": by_steps(rows, way) for way in LEVELS}
     shown = {title: report.markdown(table, list(max(table, key=len))) for title, table in tables.items() if table}
     _plot(folder / "deepcache.png", rows)
-    page = ["# DeepCache: quality over cost", "", INTRODUCTION, "", LEGEND, ""]
+    file, head = folder / "deepcache.md", f"# DeepCache: quality over cost\n\n{MARK}\n"
+    if file.is_file():
+        head = file.read_text(encoding="utf-8").partition(MARK)[0] + f"{MARK}\n"
+    page = [head, INTRODUCTION, "", LEGEND, ""]
     page += ["![Quality over cost: all ways, 30 steps of euler and dpmpp_2m](deepcache.png)", ""]
     page += [line for title, table in shown.items() for line in (f"## {title}", "", table, "")]
-    (folder / "deepcache.md").write_text("\n".join(page), encoding="utf-8")
+    file.write_text("\n".join(page), encoding="utf-8")
     return "\n\n".join(f"{title}\n{table}" for title, table in shown.items())
 
 

@@ -29,8 +29,8 @@ class AccelDeepCache(io.ComfyNode):
             display_name="Accel: DeepCache (step cache)",
             category="accel",
             description=(
-                "Runs the full model only on the steps that matter and extrapolates the rest: about a third of the "
-                "work at 20 to 50 steps, nothing below about 10 (Turbo, Lightning, LCM). The image changes a little. "
+                "Runs the full model only on the steps that matter and extrapolates the rest, which is about half of "
+                "them at 20 to 50 steps, and few or none below about 10 (Turbo, Lightning, LCM). The image changes. "
                 "Works at any size, with any sampler, and with UNets (SD1.5, SDXL) and transformers (Flux, SD3, Wan, "
                 "Qwen-Image)."
             ),
@@ -53,7 +53,7 @@ class AccelDeepCache(io.ComfyNode):
                     tooltip=(
                         "How close to stay to the image without this node. Balanced plans for 40 dB (PSNR of the "
                         "latent), Fast for 35. More dB skip less. Each run compares what it extrapolates with what it "
-                        "computes, and skips less where they differ; no number of dB is sure."
+                        "computes, and skips less where they differ. The dB are an estimate, not a promise."
                     ),
                 ),
                 make_input(
@@ -66,8 +66,8 @@ class AccelDeepCache(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip=(
-                        "Start skipping here; every step before it runs in full. 0 = as soon as the picture has "
-                        "formed. Raise it to keep the composition closer to the image without this node."
+                        "Start skipping here; every step before it runs in full. 0 = from the fourth step on, if "
+                        "it can be extrapolated. Raise it to keep the composition closer to the image without this node."
                     ),
                 ),
                 make_input(

@@ -37,9 +37,9 @@ class AccelSpeedUp(io.ComfyNode):
                     options=list(QUALITIES),
                     default=next(iter(QUALITIES)),
                     tooltip=(
-                        "Exact: compile only; the image is the same, up to rounding. Balanced: also skip work on "
-                        "steps that barely change, planned for 40 dB. Fast: skip more, for 35 dB. Balanced and "
-                        "Fast skip nothing below about 10 steps (Turbo, Lightning, LCM)."
+                        "Exact: compile only; the image is the same, up to rounding. Balanced: also skip steps that "
+                        "can be extrapolated, planned for 40 dB. Fast: skip more, for 35 dB. Balanced and Fast "
+                        "skip few steps or none below about 10 (Turbo, Lightning, LCM)."
                     ),
                 ),
                 make_input(

@@ -15,8 +15,8 @@ BALANCED, FAST = 40.0, 35.0
 class DeepCacheSettings:
     """How close a run (the sampling of one image or batch) stays to the uncached one.
 
-    `DeepCacheSettings()` skips about 40 % of the work of 20 to 50 steps, and nothing of the 4 to 8 steps of a distilled
-    model.
+    On the trained test networks `DeepCacheSettings()` skips 45 % of the work of 20 steps and 56 % of 30, and little
+    or nothing of the 4 to 8 steps of a distilled model.
 
     quality: PSNR in dB of the final latent to the uncached run's, of the farthest sample of a batch, with the latent's
         own range (max - min) as the peak, that the run plans for.

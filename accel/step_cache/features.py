@@ -2,7 +2,7 @@
 
 In the spirit of TaylorSeer (Liu et al., arXiv 2503.06923) and Spectrum (arXiv 2603.01623): features move along smooth
 curves from step to step, so a line through the last two is closer than the last one alone. On the trained test networks
-curves of degree 2 are worse by 1 to 4 dB (docs/lab/deepcache.md).
+curves of degree 2 are worse by 1 to 4 dB (docs/deepcache.md).
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def test_samplers_that_evaluate_each_step_once_are_corrected(network, correction
 # What the kind of a prediction or a network changes is tested of each below.
 @pytest.mark.parametrize("name", thorough_except(toy.NETWORKS, "unet"))
 def test_corrected_images_are_closer(monkeypatch, name):
-    """Mean of four seeds, in dB over the same steps uncorrected; docs/lab/deepcache.md quotes the bounds."""
+    """Mean of four seeds, in dB over the same steps uncorrected; docs/deepcache.md quotes the bounds."""
     model, closer = toy.load(name), []
     cached = apply_deep_cache(model, every(2, points=2, start_percent=0.3))
     for sampler in ("euler", "dpmpp_2m"):
