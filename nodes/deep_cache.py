@@ -67,7 +67,8 @@ class AccelDeepCache(io.ComfyNode):
                     advanced=True,
                     tooltip=(
                         "Start skipping here; every step before it runs in full. 0 = from the fourth step on, if "
-                        "it can be extrapolated. Raise it to keep the composition closer to the image without this node."
+                        "it can be extrapolated. Raise it to keep the composition closer to the image without this "
+                        "node."
                     ),
                 ),
                 make_input(

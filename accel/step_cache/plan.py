@@ -28,8 +28,8 @@ CORRECTED = 0.7
 step has corrected it."""
 
 REACHES_IMAGE = 0.6
-"""How much of the estimated error is there in the final image, on the trained networks: later steps take back the
-rest."""
+"""How much of the estimated error is there in the final image, on the trained networks, where a full step follows:
+later steps take back the rest."""
 
 
 class QualityPlan:
@@ -130,7 +130,7 @@ class QualityPlan:
                 reach = self._reach(step, full, full - gap)
                 if is_corrected:
                     reach += CORRECTED * (self._reach(step, full, after) - reach)
-                error += REACHES_IMAGE * self._facts.gain(step) * reach
+                error += (REACHES_IMAGE if after < self._facts.steps else 1.0) * self._facts.gain(step) * reach
             self._costs[key] = error**2
         return self._costs[key]
 

@@ -46,11 +46,11 @@ def stretches(letters):
 @pytest.mark.parametrize(
     "bend, letters",
     [
-        (1e-9, "FFFSSFSSFSSSFSSSFSSS"),
-        (0.5, "FFFSFSFSFSFSFSSFSFSS"),
+        (1e-9, "FFFSSSFSSFSSSFSSSFSS"),
+        (0.5, "FFFSFSFSFSFSSFSFSSFS"),
         (1.0, "FFFSFSFSFSFSFSFSFSFS"),
-        (2.0, "FFFFFFSFFSFFSFFSFSFS"),
-        (lambda at: 20.0 if at > 1.2 else 0.3, "FFFFFFFSSFSFSSFSSFSS"),
+        (2.0, "FFFFFFFSFFSFFSFFSFSF"),
+        (lambda at: 20.0 if at > 1.2 else 0.3, "FFFFFFFSSFSSFSSFSSFS"),
     ],
     ids=["straight", "a little", "bent", "more", "early"],
 )
