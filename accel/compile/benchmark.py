@@ -17,6 +17,7 @@ whole model calls are captured the device's alone.
 from __future__ import annotations
 
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -51,6 +52,9 @@ WIDEST_TILE = 128
 
 PACE = 1.03
 """A device that takes so many times as long for a call as Python does, or longer, was never idle in it."""
+
+_thread_time = time.perf_counter if sys.platform == "win32" else time.thread_time
+"""Windows counts a thread's time in steps of 15.6 ms, more than a call takes."""
 
 _CYCLES = 2e9
 """A GPU's clock cycles a second, roughly; a slower one pauses longer."""
@@ -215,16 +219,17 @@ class CallTime:
 
     def __init__(self, device: torch.device, pause: float = 0.0):
         if pause and (sleep := SLEEP.get(None)) is not None:
-            sleep(int(min(pause, LONGEST_OF_CALLS) * _CYCLES))
+            with torch.cuda.device(device):
+                sleep(int(min(pause, LONGEST_OF_CALLS) * _CYCLES))
         self._stream = torch.cuda.current_stream(device)
         self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # Python's time has the device's in it, where that waits for it.
-        self.wall, self.thread = time.perf_counter(), time.thread_time()
+        self.wall, self.thread = time.perf_counter(), _thread_time()
         self._began.record(self._stream)
 
     def stop(self) -> None:
         self._ended.record(self._stream)
-        self.wall, self.thread = time.perf_counter() - self.wall, time.thread_time() - self.thread
+        self.wall, self.thread = time.perf_counter() - self.wall, _thread_time() - self.thread
 
     @property
     def device(self) -> float:

@@ -130,7 +130,7 @@ class CurrentCode:
     @property
     def known(self) -> dict[Any, Any] | None:
         """What runs have found of the model's calls; None where the last one was under other code than the first."""
-        return self._first.survey.known if self._now is self._first else None
+        return self._first.survey.known if self._now is self._first and not self._between else None
 
     def is_set_as_at_first(self) -> bool:
         """Whether the blocks' own settings and parts are those of the first survey."""

@@ -11,9 +11,9 @@ Python, whole calls are timed too, with stand-ins and without by turns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import truediv
 from typing import Any
 
 import torch
@@ -71,30 +71,36 @@ class WholeCalls:
         """A context for one call with these arguments. are_alike: those of the same sizes and phase call the same
         blocks, and will not be captured."""
         known = self._known(phase, given) if are_alike and self._code is not None else None
-        used, call, is_bare = self._all, None, False
+        used, pause, is_bare = self._all, None, False
         if known is not None:
             is_bare = known.is_timed and known.verdict is not None
             device = next((value.device for value in given if isinstance(value, torch.Tensor)), None)
-            if self._settings.measured and known.left is not None and device is not None and device.type == "cuda":
-                if not known.is_timed and len(known.left) < len(self.runners):
-                    is_bare, call = known.next_is_bare, CallTime(device)
+            if self._settings.measured and known.left is not None and _is_timeable(device):
+                if not known.is_timed and len(known.left) < len(known.called):
+                    is_bare, pause = known.next_is_bare, 0.0
                 elif self.unspared is not None and known.spared is None:
-                    call = CallTime(device, 2 * known.wall)
+                    pause = 2 * known.wall
             if is_bare or known.left is not None:
                 used = self._without(known, is_bare)
-        passes = used.passes
+        used.asked.clear()
         for runner in self.runners.values():
             runner.ways.clear()
+        call = None if pause is None else CallTime(device, pause)
         with used.substitution.in_place():
             yield
-        if call is not None:
+        if known is None or self._code.known is None:  # other code ran in this call than what is known is about
+            return
+        called = self._called()
+        if used is self._all:
+            known.left, known.called = self._left(), called
+        elif call is not None:
             call.stop()
-            if known.is_timed or len(known.left) == len(self.runners):
+            if used.asked | called != used.ends | (known.called - used.left.keys()) or self._left() not in (None, {}):
+                known.left = None  # calls like it call other blocks now, or compare some: they are looked at anew
+            elif known.is_timed or len(known.left) == len(known.called):
                 known.add_unspared(call)
-            elif used.passes > passes if is_bare else self._left() == {}:
+            else:
                 known.add(call, is_bare)
-        elif known is not None and used is self._all:
-            known.left = self._left()
 
     def end(self) -> int:
         """Tell of the calls of blocks that had no stand-in, and how many they were; and what CUDA graphs would give."""
@@ -129,9 +135,13 @@ class WholeCalls:
     def _without(self, known: _Known, is_bare: bool) -> _InPlace:
         how = known, is_bare, known.generation
         if how not in self._made:
-            left = dict.fromkeys(self.runners) if is_bare else known.left
+            left = dict.fromkeys(block for block in self.runners if block in known.called) if is_bare else known.left
             self._made[how] = _InPlace(self._layers, left, self._code)
         return self._made[how]
+
+    def _called(self) -> set[torch.nn.Module]:
+        """The blocks whose stand-ins the last call has asked."""
+        return {block for block, runner in self.runners.items() if runner.ways}
 
     def _left(self) -> dict[torch.nn.Module, Reason | None] | None:
         """What the last call left uncompiled, as calls like it will; None where it compared blocks, or called none."""
@@ -153,6 +163,7 @@ class _Known:
 
     def __init__(self) -> None:
         self.left: dict[torch.nn.Module, Reason | None] | None = None
+        self.called: set[torch.nn.Module] = set()
         self.generation, self._runs = 0, 0
         self.is_timed, self.verdict = False, None
         self.wall, self.spared = 0.0, None
@@ -161,7 +172,10 @@ class _Known:
 
     @property
     def next_is_bare(self) -> bool:
-        return len(self._seconds[False]) > len(self._seconds[True])
+        return sum(map(len, self._seconds.values())) % 4 in (
+            1,
+            2,
+        )  # else every other call of a kind would count one way
 
     def begin_run(self) -> None:
         self._runs += 1
@@ -181,14 +195,18 @@ class _Known:
             return
         compiled, normal = (list(map(min, zip(*self._seconds[way], strict=True))) for way in (False, True))
         bound = FASTER + (0 if self._ratio is None else LEANING if self.verdict is None else -LEANING)
-        self.is_timed, self._ratio = True, max(map(truediv, compiled, normal))
+        # A clock may stand still in a call.
+        self.is_timed, self._ratio = (
+            True,
+            max(one / other for one, other in zip(compiled, normal, strict=True) if other),
+        )
         slow = Reason("host_bound", compiled=f"{compiled[-1] * 1e3:.1f}", normal=f"{normal[-1] * 1e3:.1f}")
         self.verdict, self.wall = (None, compiled[-1]) if self._ratio < bound else (slow, normal[-1])
 
     def add_unspared(self, call: CallTime) -> None:
         """A call that CUDA graphs would spare Python's part of: timed as it is, then behind a pause."""
         if self.wall:
-            self.spared = self.wall / call.device
+            self.spared = self.wall / max(call.device, 1e-6)
         elif call.device_waited:
             self.wall = call.wall
         else:
@@ -201,20 +219,27 @@ class _InPlace:
     def __init__(self, layers: Mapping[torch.nn.Module, Layer], left: Mapping, code: CurrentCode | None):
         self.left, self.passes, self._code = left, 0, code
         kept = {module: layer for module, layer in layers.items() if module not in left}
-        self.substitution = Substitution({**kept, **dict.fromkeys(list(left)[:1], self._passed)}, Order.COMPILED)
+        self.ends, self.asked = {*list(left)[:1], *list(left)[-1:]}, set()
+        kept.update({block: functools.partial(self._passed, block) for block in self.ends})
+        self.substitution = Substitution(kept, Order.COMPILED)
 
     @seen_through
-    def _passed(self, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
+    def _passed(self, block: torch.nn.Module, inner: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """A call of the first block without a stand-in: where others' code is noticed, and calls are counted."""
         if not torch.compiler.is_dynamo_compiling():
-            self.passes += 1
-            if self._code.is_due and self.passes % LOOKS == 1:
-                self._code.compare(next(iter(self.left)), again=False)
+            self.asked.add(block)
+            self.passes += len(self.asked) == len(self.ends)
+            if self._code.is_due and self.passes % LOOKS == 0:
+                self._code.compare(block, again=False)
         return inner(*args, **kwargs)
 
 
 def _sizes(value: Any) -> Hashable:
     """What of an argument decides the sizes of what blocks are called with."""
     if isinstance(value, torch.Tensor):
-        return value.shape
+        return value.shape, value.dtype
     return tuple(map(_sizes, value)) if isinstance(value, (list, tuple)) else value is None
+
+
+def _is_timeable(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cuda" and not torch.cuda.is_current_stream_capturing()

@@ -188,29 +188,35 @@ def test_lines_go_to_who_asked_for_the_prompt_and_to_the_node_that_ran(client):
     next(node for node in moved.values() if node["class_type"] == "KSampler")["inputs"]["seed"] = 61
 
     async def two_visitors():
-        """The second prompt's id, and what each of them hears in it."""
+        """The second prompt's id, and what this pack says to each of them in it."""
+        told = [], []
         async with aiohttp.ClientSession() as session:
             sockets = [await session.ws_connect(f"{client.url}/ws?clientId={name}") for name in ("asks", "watches")]
+            hearing = [asyncio.create_task(hear(*each)) for each in zip(sockets, told, strict=True)]
             for prompt in (graph, moved):
                 body = {"prompt": prompt, "client_id": "asks"}
                 async with session.post(f"{client.url}/prompt", json=body) as answer:
                     prompt_id = (await answer.json())["prompt_id"]
-                told = await asyncio.gather(*map(heard, sockets))
-            return prompt_id, told
+                for said in told:
+                    said.clear()
+                while not await asyncio.to_thread(client.get, f"/history/{prompt_id}"):
+                    await asyncio.sleep(0.1)
+                await asyncio.sleep(2)  # messages are spaced
+            for socket in sockets:
+                await socket.close()
+            await asyncio.gather(*hearing)
+        return prompt_id, told
 
-    async def heard(socket):
-        """What this pack says until the run's end."""
-        said = []
+    async def hear(socket, said):
         async for message in socket:
             data = json.loads(message.data) if message.type is aiohttp.WSMsgType.TEXT else {}
             if data.get("type") == "accel":
                 said.append(data["data"])
-                if said[-1]["event"] == "run_end":
-                    return said
 
     prompt_id, (asking, watching) = asyncio.run(asyncio.wait_for(two_visitors(), 300))
-    told = [message for message in asking if message["event"] == "node_lines"]
-    assert [(message["prompt_id"], "12:2" in message["lines"]) for message in told] == [(prompt_id, True)]
+    told = [message for message in asking if message["event"] == "node_lines" and message["prompt_id"] == prompt_id]
+    assert ["12:2" in message["lines"] for message in told] == [True]
+    assert any(message["event"] == "run_end" for message in watching)
     assert speeds_up not in told[0]["lines"]
     assert not [message for message in watching if {"lines", "node", "prompt_id"} & set(message)]
 

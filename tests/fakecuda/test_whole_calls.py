@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
+from comfy_accel.accel.compile import benchmark
 from comfy_accel.accel.compile.benchmark import Benchmark, Benchmarks
 from comfy_accel.accel.core.compile_settings import CompileSettings
 from comfy_accel.accel.core.events import subscribe
@@ -67,7 +68,7 @@ def calls(run, count, rows=4, **how):
         return [run(rows, **how) > 0 for _ in range(count)]
 
 
-TURNS = [True, False] * 3
+TURNS = [True, False, False, True, True, False]
 """With stand-ins and without."""
 
 
@@ -162,9 +163,9 @@ def test_nobody_asked_for_times(net, delays, settings):
 def test_run_that_is_too_short_goes_on_in_the_next(net, delays):
     delays["compiled"] = 0.01
     run = run_of(net)
-    assert calls(run, 4) == [True, True, True, False]
+    assert calls(run, 4) == [True, True, *TURNS[:2]]
     later = run_of(net, run.cache)
-    assert calls(later, 6) == [*TURNS[:4], False, False]
+    assert calls(later, 6) == [*TURNS[2:], False, False]
 
 
 def test_call_that_fails_is_no_sample(net, delays, monkeypatch):
@@ -172,4 +173,72 @@ def test_call_that_fails_is_no_sample(net, delays, monkeypatch):
     calls(run, 2)
     with pytest.raises(ZeroDivisionError), run.calls.in_place((torch.zeros(4, 8, device="cuda"),)):
         raise ZeroDivisionError
+    assert calls(run, 6) == TURNS
+
+
+def test_clock_of_windows_that_stands_still_in_a_call_is_not_divided_by(net, monkeypatch):
+    monkeypatch.setattr(benchmark, "_thread_time", lambda: 0.0)
+    run = run_of(net)
+    calls(run, 12)
+    assert all(known.is_timed for known in run.calls._met)
+
+
+class Optional(Net):
+    """Calls all its blocks but those named."""
+
+    without = ()
+
+    def forward(self, x):
+        for number, block in enumerate(self.blocks):
+            if number not in self.without:
+                x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("without", [(0,), (3,)])
+def test_block_that_is_not_called_keeps_no_decision_away(delays, without):
+    delays["bare"] = 0.03
+    net = Optional(4).cuda()
+    net.without = without
+    run = run_of(net)
+    assert calls(run, 10)[2:] == [*TURNS, True, True] and run.calls.end() == 3 * 3
+    (known,) = run.calls._met
+    assert known.is_timed and known.verdict is None
+
+
+def test_calls_that_take_turns_in_calling_most_blocks_are_compared_with_their_like(delays):
+    delays.update(compiled=0.001, bare=0.004)
+    cut = Optional(8).cuda()
+    run = run_of(cut)
+    for number in range(24):
+        cut.without = () if number % 2 else range(1, 8)
+        calls(run, 1)
+    assert [known.verdict for known in run.calls._met] == [None]
+
+
+def test_call_that_skips_its_blocks_says_nothing_of_cuda_graphs(delays):
+    delays.update(bare=0.03, compiled=0.005)
+    net = Optional(3).cuda()
+    run = run_of(net)
+    calls(run, 8)
+    run.calls.unspared, net.without = Reason("cuda_malloc_async"), range(3)
+    calls(run, 1)
+    assert [known.spared for known in run.calls._met] == [None]
+
+
+def test_calls_of_other_types_are_others():
+    run = run_of(Net(3).cuda())
+    for kind in (torch.float32, torch.float16):
+        with run.calls.in_place((torch.zeros(4, 8, dtype=kind, device="cuda"),)):
+            pass
+    assert len(run.calls._met) == 2
+
+
+def test_nothing_is_timed_while_others_capture(net, delays):
+    run = run_of(net)
+    calls(run, 2)
+    x, graph = torch.zeros(4, 8, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        with run.calls.in_place((x,)):
+            net(x)
     assert calls(run, 6) == TURNS

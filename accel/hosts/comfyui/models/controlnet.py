@@ -91,7 +91,7 @@ class _Calls:
         return copied
 
     def pre_run(self, *args: Any, **kwargs: Any) -> Any:
-        self._end()
+        self._end(is_told=False)  # it was interrupted, and is no part of the image that begins
         return self.own("pre_run", *args, **kwargs)
 
     def cleanup(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,9 +120,9 @@ class _Calls:
             if vars(control).get(name) is view:
                 vars(control)[name] = network
 
-    def _end(self) -> None:
+    def _end(self, is_told: bool = True) -> None:
         view, lease, self._view, self._lease = self._view, self._lease, None, None
-        if view is not None and view[1].accel_run.calls is not None:
+        if is_told and view is not None and view[1].accel_run.calls is not None:
             view[1].accel_run.calls.end()
         if lease is not None:
             self._made_with[1].end_lease(lease)
