@@ -30,7 +30,7 @@ EVERY_SECOND, ORACLE = "every 2nd", "oracle"
 """Every second step from the third on but the last; the steps whose skipping costs an image least, found one after the
 other by trying all, of which each number has a row of its own."""
 ENOUGH_DB = 40.0
-"""What the oracle is followed down to."""
+"""The dB that the oracle is followed down to."""
 EASY_CACHE = "EasyCache"
 EASY_THRESHOLDS = (0.05, 0.1, 0.2)
 SUBSAMPLE = 1
@@ -342,7 +342,7 @@ out of the means of dB, since images without a difference have none."""
 
 
 MARK = "<!-- Below: written by dev.py bench deepcache. -->"
-"""What the page has above it is written by hand."""
+"""Begins what is generated; the text above it is not."""
 
 INTRODUCTION = """\
 Written by `dev.py bench deepcache --out docs` on four small networks that were trained for it: a UNet of SD1.5's kind

@@ -9,10 +9,12 @@ import { toast, toastFailure } from "./toasts.js";
 const NOTHING_TO_CHOOSE = ["graphs_nowhere", "graphs_given"];
 
 const listeners = new Set();
-let isAnswered = false;
 let wasOpened = false;
 
-/** Call `listener()` once somebody has answered the offer, here or on another page. */
+/** Whether somebody has answered the offer, here or on another page. */
+export let isAnswered = false;
+
+/** Call `listener()` once that is so. */
 export const onAnswer = (listener) => listeners.add(listener);
 
 /** The choice that the server has. */

@@ -5,7 +5,7 @@
 
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
-import { graphsButtons, onAnswer } from "./cuda_graphs.js";
+import { graphsButtons, isAnswered, onAnswer } from "./cuda_graphs.js";
 import { h, setText } from "./dom.js";
 import { feed } from "./feed.js";
 import { lineText, loadTexts, onLanguage, stageText, t } from "./texts.js";
@@ -22,7 +22,6 @@ const RESTS = [2, 4]; // modes of a node that is muted or bypassed
 const askedFrom = new Map(); // id of a prompt → the workflow that was open when it was queued
 const early = new Map(); // id of a prompt → what to do once it is known whose it is
 const texts = new WeakMap(); // workflow → {said, passing}, each by a node's place: functions that give a text
-let isAnswered = false; // whether to have CUDA graphs
 
 /** Hear what our nodes have to say; once, when the page is set up. */
 export function startNodeTexts() {
@@ -32,10 +31,7 @@ export function startNodeTexts() {
   app.extensionManager?.workflow?.$subscribe?.(redraw); // another workflow is open
   api.addEventListener("graphCleared", () => texts.delete(openWorkflow())); // it numbers its nodes anew
   rememberPrompts();
-  onAnswer(() => {
-    isAnswered = true;
-    redraw();
-  });
+  onAnswer(redraw);
   feed.onMessage((message) => {
     if (message.event === "node_lines") {
       const textOf = (place, line) => Object.assign(() => lineText(line), { offer: message.offers?.[place] });
@@ -168,7 +164,8 @@ function heightOf(node, element) {
   const perLine = Math.max(10, Math.floor((node.size[0] - 2 * PADDING) / 6.5));
   const wide = (line) => line.length + (line.match(/[\u2e80-\uffef]/g)?.length ?? 0) * 0.7;
   const lines = text.split("\n").map((line) => Math.max(1, Math.ceil(wide(line) / perLine)));
-  return lines.reduce((sum, count) => sum + count, 0) * LINE + PADDING + (buttons.length && BUTTONS * (node.size[0] < SIDE_BY_SIDE ? 2 : 1));
+  const rows = node.size[0] < SIDE_BY_SIDE ? buttons.length : Math.min(buttons.length, 1);
+  return lines.reduce((sum, count) => sum + count, 0) * LINE + PADDING + rows * BUTTONS;
 }
 
 /** Make room for the text; a node is never made smaller. */

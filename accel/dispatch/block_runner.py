@@ -28,7 +28,7 @@ from ..modules.streamed_weights import WeightSource, weights_taken
 from ..modules.substitution import Outside
 from ..signature import tree_spec
 from ..signature.output_check import beyond_rounding
-from ..signature.tensors import copied, dense, have_equal_values, share_memory
+from ..signature.tensors import copied, dense, have_equal_values, is_expanded, share_memory
 from .block_observer import BlockObserver
 from .current_code import CurrentCode
 from .inline_cache import InlineCache, KnownCalls
@@ -442,8 +442,7 @@ def _handed_back(out: Any, written: torch.Tensor, given: torch.Tensor) -> Any:
     """The output with the tensor that was given where it has the copy that was written to; its values are copied."""
     if written is given:
         return out
-    is_expanded = any(stride == 0 and size > 1 for stride, size in zip(given.stride(), given.shape, strict=True))
-    if not is_expanded:  # nobody can write to one that is, and which inputs change may not be known
+    if not is_expanded(given):  # else nobody has written to it, and which inputs change may not be known
         given.copy_(written)
     return _replaced(out, written, given)
 

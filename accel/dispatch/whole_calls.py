@@ -83,19 +83,23 @@ class WholeCalls:
             if is_bare or known.left is not None:
                 used = self._without(known, is_bare)
         used.asked.clear()
-        for runner in self.runners.values():
-            runner.ways.clear()
+        if used is self._all or pause is not None:
+            for runner in self.runners.values():
+                runner.ways.clear()
         call = None if pause is None else CallTime(device, pause)
         with used.substitution.in_place():
             yield
+        if call is not None:
+            call.stop()
         if known is None or self._code.known is None:  # other code ran in this call than what is known is about
             return
-        called = self._called()
         if used is self._all:
-            known.left, known.called = self._left(), called
+            known.look(self._left(), self._called())
         elif call is not None:
-            call.stop()
-            if used.asked | called != used.ends | (known.called - used.left.keys()) or self._left() not in (None, {}):
+            if used.asked | self._called() != used.ends | (known.called - used.left.keys()) or self._left() not in (
+                None,
+                {},
+            ):
                 known.left = None  # calls like it call other blocks now, or compare some: they are looked at anew
             elif known.is_timed or len(known.left) == len(known.called):
                 known.add_unspared(call)
@@ -133,7 +137,7 @@ class WholeCalls:
         return known
 
     def _without(self, known: _Known, is_bare: bool) -> _InPlace:
-        how = known, is_bare, known.generation
+        how = known, is_bare, known.looks
         if how not in self._made:
             left = dict.fromkeys(block for block in self.runners if block in known.called) if is_bare else known.left
             self._made[how] = _InPlace(self._layers, left, self._code)
@@ -144,7 +148,8 @@ class WholeCalls:
         return {block for block, runner in self.runners.items() if runner.ways}
 
     def _left(self) -> dict[torch.nn.Module, Reason | None] | None:
-        """What the last call left uncompiled, as calls like it will; None where it compared blocks, or called none."""
+        """The blocks that the last call left uncompiled, as calls like it will; None where it compared some, or called
+        none."""
         of_blocks = {block: runner.ways for block, runner in self.runners.items()}
         ways = set().union(*of_blocks.values())
         if not ways or COMPARED in ways:
@@ -156,7 +161,8 @@ class _Known:
     """What runs have found of a model's calls of one size.
 
     left: the blocks that need no stand-in, each with the reason, unless that was told before; None until nothing is
-    compared in them. generation: of the cache then. is_timed: whether whole calls need not be timed. verdict: why they
+    compared in them. called: the blocks that such calls call. looks: how often that was found. generation: of the cache
+    then. is_timed: whether whole calls need not be timed. verdict: why they
     are made without any stand-in. wall: seconds that a call takes, where it waits for Python. spared: how many times as
     long as the device works in it; None until that is known.
     """
@@ -164,7 +170,7 @@ class _Known:
     def __init__(self) -> None:
         self.left: dict[torch.nn.Module, Reason | None] | None = None
         self.called: set[torch.nn.Module] = set()
-        self.generation, self._runs = 0, 0
+        self.looks, self.generation, self._runs = 0, 0, 0
         self.is_timed, self.verdict = False, None
         self.wall, self.spared = 0.0, None
         self._ratio: float | None = None
@@ -176,6 +182,9 @@ class _Known:
             1,
             2,
         )  # else every other call of a kind would count one way
+
+    def look(self, left: dict[torch.nn.Module, Reason | None] | None, called: set[torch.nn.Module]) -> None:
+        self.left, self.called, self.looks = left, called, self.looks + 1
 
     def begin_run(self) -> None:
         self._runs += 1

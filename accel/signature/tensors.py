@@ -65,9 +65,14 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_dense(tensor) else tensor.contiguous()
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether one element in memory stands for several, so that nobody can write to it."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the tensor's strides; dense where it is expanded."""
-    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    if is_expanded(tensor):
         return tensor.clone()
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 

@@ -120,8 +120,8 @@ class QualityPlan:
                 self._ways[full, gap] = least, place + full + 1
 
     def _cost(self, full: int, gap: int, after: int) -> float:
-        """Of skipping all steps from `full`, `gap` steps after the one before, up to `after`. Their errors point the
-        same way."""
+        """The cost of skipping all steps from `full`, `gap` steps after the one before, up to `after`. Their errors
+        point the same way."""
         key = full, gap, after
         if key not in self._costs:
             is_corrected = self._facts.response is not None and after < self._facts.steps

@@ -191,3 +191,12 @@ def test_what_other_code_was_found_to_do_is_not_kept_for_the_first(slower, monke
     monkeypatch.setattr(Benchmarks, "of", lambda *how: fast)
     later = Run(net, cache)
     assert [later() for _ in range(4)] == [3] * 4 and later.calls.end() == 0
+
+
+def test_calls_that_were_looked_at_anew_are_made_by_what_was_found_then(slower):
+    run = Run(Net(3))
+    for _ in range(2):
+        run()
+        (known,) = run.calls._met
+        assert run.calls._without(known, False).left is known.left
+        known.left = None

@@ -19,7 +19,7 @@ VARIABLE = "ACCEL_CUDA_GRAPHS"
 
 
 def named() -> str | None:
-    """What the environment says: ON, OFF, or None."""
+    """The choice in the environment: ON, OFF, or None."""
     name = os.environ.get(VARIABLE, "").strip().lower()
     return name if name in (ON, OFF) else None
 
