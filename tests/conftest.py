@@ -17,7 +17,7 @@ sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT] + [str
 for variable, value in {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TORCHINDUCTOR_VEC_ISA_OK": "0"}.items():
     os.environ.setdefault(variable, value)
 
-from tools import pack  # noqa: E402
+from dev.tools import pack  # noqa: E402
 
 pack.load()
 

@@ -25,8 +25,8 @@ from kit.pages import (  # noqa: E402
     set_setting,
 )
 
-from tools import synthetic, workflow
-from tools.server import serving
+from dev.tools import synthetic, workflow
+from dev.tools.server import serving
 
 CHECKPOINT = "v1-5-pruned-emaonly-fp16.safetensors"
 NOT_OURS = (

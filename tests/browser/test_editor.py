@@ -10,7 +10,7 @@ import json
 import pytest
 from kit.pages import CLEAR, IN_NEWEST, UPDATE, get, screenshot, set_setting, until
 
-from tools import ROOT
+from dev import ROOT
 
 pytestmark = pytest.mark.browser
 

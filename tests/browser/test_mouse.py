@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kit.pages import CLASSIC, EVERY_SETUP, EXECUTE, SAY, SET, get, screenshot, until
 
-from tools import workflow
+from dev.tools import workflow
 
 from .test_node_text import LINE, LOAD, PROMPT, QUEUE, SAID, SAVED, TEXTS
 

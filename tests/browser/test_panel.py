@@ -26,7 +26,7 @@ from kit.pages import (
     until,
 )
 
-from tools import workflow
+from dev.tools import workflow
 
 pytestmark = [
     pytest.mark.browser,

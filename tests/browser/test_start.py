@@ -5,7 +5,7 @@ import json
 import pytest
 from kit.pages import EVERY_SETUP, FRONTENDS, answering, frontend, idle, open_panel, run_small, screenshot
 
-from tools.server import serving
+from dev.tools.server import serving
 
 from .conftest import fill
 

@@ -1,7 +1,7 @@
 """The example workflows in ComfyUI's own page: each opens whole and converts to the stored graph, and one runs.
 
 `ACCEL_UPDATE=1 python3 dev.py test tests/browser/test_templates.py` writes what is otherwise compared: the API form of
-every workflow as the page converts it. `tools.thumbnails` draws thumbnails.
+every workflow as the page converts it. `dev.tools.thumbnails` draws thumbnails.
 """
 
 import io
@@ -10,8 +10,8 @@ import json
 import pytest
 from kit.pages import CLASSIC, UPDATE, run_small, screenshot
 
-from tools import workflow
-from tools.comfyui import PACK_NAME
+from dev.tools import workflow
+from dev.tools.comfyui import PACK_NAME
 
 pytestmark = pytest.mark.browser
 

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 import pytest
 from PIL import Image
 
-from tools import synthetic
-from tools.comfyui import make_base, offer_checkpoint
-from tools.inprocess import boot
-from tools.server import serving
+from dev.tools import synthetic
+from dev.tools.comfyui import make_base, offer_checkpoint
+from dev.tools.inprocess import boot
+from dev.tools.server import serving
 
 boot(cpu=True)
 os.environ["ACCEL_STORE"] = "off"  # no test finds what another left; those of the store say where it is

@@ -8,10 +8,11 @@ from contextlib import suppress
 import pytest
 from kit import made_up_device
 
-from tools import Problem, comfyui, synthetic, workflow
-from tools.client import Client
-from tools.comfyui import make_base, offer_checkpoint
-from tools.server import serving
+from dev import Problem
+from dev.tools import comfyui, synthetic, workflow
+from dev.tools.client import Client
+from dev.tools.comfyui import make_base, offer_checkpoint
+from dev.tools.server import serving
 
 OURS, CORES = "native", "cudaMallocAsync"
 NO_NODES = "NODE_CLASS_MAPPINGS = {}\n"

@@ -13,8 +13,9 @@ from comfy_accel.nodes import speed_up
 from kit.captures import CpuCapturer
 from kit.thorough import thorough_except
 
-from bench import gpu, gpu_models, gpu_page, gpu_rows
-from bench.gpu_cases import (
+from dev import ROOT
+from dev.bench import gpu, gpu_models, gpu_page, gpu_rows
+from dev.bench.gpu_cases import (
     CAPTURED,
     COLD,
     CORE,
@@ -27,7 +28,6 @@ from bench.gpu_cases import (
     TimeBudget,
     in_session,
 )
-from tools import ROOT
 
 PUBLISHED = {
     "SDXL": (2567e6, 2568e6),
@@ -117,7 +117,7 @@ def test_captured_calls_are_counted_where_they_can_be_captured():
 
 
 def test_contender_that_fails_is_told_and_the_others_go_on(monkeypatch):
-    from bench import gpu_contenders
+    from dev.bench import gpu_contenders
 
     def broken(*_, **__):
         raise RuntimeError("cannot")
@@ -152,7 +152,7 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
     # The family that is compiled soonest.
     arguments = ["--quick", "--models", "Wan", "--sizes", "512x512", "--contenders", *CONTENDERS, "--out", str(folder)]
-    command = [sys.executable, "-m", "bench.gpu", *arguments]
+    command = [sys.executable, "-m", "dev.bench.gpu", *arguments]
     ended = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert "# Benchmarks" in ended.stdout

@@ -5,7 +5,7 @@ import torch
 from comfy_accel.accel.cache.graph_cache import GraphCache
 from kit import tiny_models
 
-from bench import overhead_blocks, overhead_images
+from dev.bench import overhead_blocks, overhead_images
 
 
 @pytest.mark.thorough  # traces two kinds of blocks for a bench alone

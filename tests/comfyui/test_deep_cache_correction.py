@@ -16,7 +16,7 @@ from kit import tiny_models
 from kit.step_cache import every
 from kit.thorough import thorough_except
 
-from bench import similarity, toy
+from dev.bench import similarity, toy
 
 CORRECTED = {
     *("euler", "ddim", "lms", "ipndm", "ipndm_v", "deis", "dpmpp_2m", "res_multistep", "gradient_estimation"),

@@ -27,7 +27,7 @@ from kit.thorough import thorough_except
 from kit.tiny_models import with_control
 from torch._dynamo.utils import counters
 
-from bench.layouts import FLUX_DEV
+from dev.bench.layouts import FLUX_DEV
 
 LARGEST_DISTANCE = 0.8
 """Of the plain image, in the 2-norm: at interval 3 over four steps random networks give 0.2 to 0.7."""

@@ -345,7 +345,7 @@ def test_clones_on_several_devices_have_control_objects_of_their_own(control):
 @pytest.mark.parametrize("target", [40.0, pytest.param(50.0, marks=pytest.mark.thorough)])
 def test_quality_is_reached_with_a_control_net(target):
     """On the trained network; the ControlNet changes its image at 33 dB."""
-    from bench import toy
+    from dev.bench import toy
 
     network = toy.load()
     control = watched(toy.NETWORKS["unet"].family.control_net(torch.float32))

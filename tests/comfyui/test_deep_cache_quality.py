@@ -10,7 +10,7 @@ from comfy_accel.accel.step_cache.config import FAST, DeepCacheSettings
 from kit.deep_cache import assert_close, counts, last_run, split_chunks
 from kit.thorough import thorough_except
 
-from bench import similarity, toy
+from dev.bench import similarity, toy
 
 SIZES = {
     "720x960": (24, 18, 1),

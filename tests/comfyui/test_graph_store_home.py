@@ -35,7 +35,7 @@ import json, os, sys, time
 root, user = sys.argv[1:]
 begun = time.process_time()
 sys.path += [root, root + "/tests"]
-from tools.inprocess import boot
+from dev.tools.inprocess import boot
 boot(cpu=True)
 import nodes, comfy.sd, comfy.samplers, comfy_api.latest, folder_paths
 comfyui = time.process_time() - begun
@@ -64,7 +64,7 @@ def noting(function):
     return call
 
 def load():
-    from tools import pack
+    from dev.tools import pack
     pack.load()
     from comfy_accel import nodes
 

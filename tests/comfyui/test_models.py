@@ -32,7 +32,7 @@ from kit.step_cache import every
 from kit.thorough import thorough_except
 from kit.tiny_models import lora
 
-from tools import ROOT
+from dev import ROOT
 
 CORE = comfyui_version.__version__
 FAMILIES = families.FAMILIES | OTHERS

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import aiohttp
 import pytest
 
-from tools import synthetic
-from tools.client import Client
+from dev.tools import synthetic
+from dev.tools.client import Client
 
 NOBODY = {"id": "0" * 16}
 """An entry that there is not."""

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 from PIL import Image
 
-from tools import synthetic, workflow
-from tools.client import Client, PromptFailed, PromptInterrupted
+from dev.tools import synthetic, workflow
+from dev.tools.client import Client, PromptFailed, PromptInterrupted
 
 SNAPSHOT = Path(__file__).with_name("object_info.json")
 FIELDS = ("name", "display_name", "category", "description", "input", "input_order", "output", "output_name")

@@ -4,10 +4,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from bench import fleet_base
-from tools import workflow
-from tools.client import Client
-from tools.server import serving
+from dev.bench import fleet_base
+from dev.tools import workflow
+from dev.tools.client import Client
+from dev.tools.server import serving
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 import torch
 from kit import tiny_models
 
-from bench.compilations import RecompileLimit, empty_inductor_cache
-from bench.session import Session
-from bench.session_plan import STEPS, TOLERANCE
-from tools import ROOT
+from dev import ROOT
+from dev.bench.compilations import RecompileLimit, empty_inductor_cache
+from dev.bench.session import Session
+from dev.bench.session_plan import STEPS, TOLERANCE
 
 pytestmark = pytest.mark.thorough  # a whole bench as a subprocess, and two of its steps with core's node
 
@@ -24,7 +24,7 @@ def rows(tmp_path_factory):
     """The bench's rows by (model, contender), in the order of its steps. In a process of its own, as users run it."""
     path = tmp_path_factory.mktemp("session") / "rows.json"
     arguments = ["--quick", "--dtype", "fp32", "--contenders", "ours", "--json", str(path)]
-    command = [sys.executable, "-m", "bench.session", *arguments]
+    command = [sys.executable, "-m", "dev.bench.session", *arguments]
     ended = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=500)
     assert path.is_file(), ended.stderr[-2000:]
     assert ended.returncode == 0, ended.stderr.splitlines()[-1]

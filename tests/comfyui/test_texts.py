@@ -8,8 +8,9 @@ import pytest
 from comfy_accel.accel.core.sentences import SENTENCES
 from kit.pages import get
 
-from tools import ROOT, workflow
-from tools.comfyui import PACK_NAME
+from dev import ROOT
+from dev.tools import workflow
+from dev.tools.comfyui import PACK_NAME
 
 DOCS = ROOT / "web" / "docs"
 LANGUAGES = ("en", "zh")

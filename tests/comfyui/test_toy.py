@@ -11,8 +11,8 @@ from comfy_accel.accel.hosts.comfyui.models.deep_cache import apply_deep_cache
 from kit.step_cache import every
 from kit.thorough import thorough_except
 
-from bench import toy_data
-from tools import ROOT
+from dev import ROOT
+from dev.bench import toy_data
 
 NETWORKS = ("unet", "dit", "mmdit", "vpred")
 OF_FIGURES = NETWORKS[:2]
@@ -23,13 +23,13 @@ MEASURED_ERROR = {"unet": 0.05, "dit": 0.05, "mmdit": 0.12, "vpred": 0.12}
 
 @pytest.fixture(scope="module", params=NETWORKS)
 def network(request):
-    from bench import toy
+    from dev.bench import toy
 
     return request.param, toy.load(request.param)
 
 
 def test_network_tells_noise_from_its_data_at_every_trained_size(network):
-    from bench import toy
+    from dev.bench import toy
 
     name, patcher = network
     sampling, net = patcher.model.model_sampling, patcher.model.diffusion_model
@@ -53,7 +53,7 @@ def test_network_tells_noise_from_its_data_at_every_trained_size(network):
 @pytest.mark.parametrize("network", OF_FIGURES, indirect=True)
 def test_network_makes_what_its_prompt_names(network):
     """Samples are told by the pictures of the data that they are nearest to; noise by chance, 0.125."""
-    from bench import toy
+    from dev.bench import toy
 
     each = 3
     known = torch.arange(len(toy_data.CLASSES)).repeat_interleave(200)
@@ -76,15 +76,15 @@ def _described(latents):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_file_is_small_enough_to_keep(name):
-    from bench import toy
+    from dev.bench import toy
 
     assert toy.NETWORKS[name].file.stat().st_size < 12e6
 
 
 @pytest.mark.parametrize("name", thorough_except(NETWORKS, "unet"))  # one loop trains all
 def test_training_is_repeatable(name):
-    from bench import toy
-    from bench.train_toy import Training
+    from dev.bench import toy
+    from dev.bench.train_toy import Training
 
     one, other = (Training(toy.NETWORKS[name], 6, batch=2, seed=5) for _ in range(2))
     for training in (one, other):
@@ -98,8 +98,8 @@ def test_counted_flops_are_torchs_and_leave_out_what_is_skipped(network):
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    from bench import toy
-    from bench.flops import Flops
+    from dev.bench import toy
+    from dev.bench.flops import Flops
 
     _, patcher = network
     flops = Flops(patcher.model.diffusion_model)
@@ -122,7 +122,7 @@ def test_counted_flops_are_torchs_and_leave_out_what_is_skipped(network):
 @pytest.mark.thorough  # a bench as a subprocess
 def test_bench_writes_rows_table_and_plot(tmp_path):
     few = ["--samplers", "euler", "--steps", "20", "--cfg", "4", "--images", "1", "--networks", "unet", "mmdit"]
-    command = [sys.executable, "-m", "bench.deepcache", *few, "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "dev.bench.deepcache", *few, "--out", str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     rows = json.loads((tmp_path / "deepcache.json").read_text(encoding="utf-8"))["rows"]

@@ -12,7 +12,7 @@ from comfy_accel.accel.sizing.vae import AUTO, COMPILE_DECODER, VaePolicy
 from kit import tiny_vaes
 from kit.compiled import graphs
 
-from bench.vae import MOST_GROWTH, SIZES, resident_mb
+from dev.bench.vae import MOST_GROWTH, SIZES, resident_mb
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from comfy_api.latest import io
 from kit import real_prompts
 from PIL import Image
 
-from tools import synthetic, workflow
+from dev.tools import synthetic, workflow
 
 FOLDER = workflow.TEMPLATES
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))

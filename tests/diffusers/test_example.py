@@ -11,7 +11,7 @@ pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers:
 
 from PIL import Image  # noqa: E402
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sdxl_img2img_any_size.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "sdxl_img2img_any_size.py"
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from kit.compiled import graphs  # noqa: E402
 from kit.thorough import thorough_except  # noqa: E402
 from kit.tiny_pipelines import difference  # noqa: E402
 
-from bench import diffusers as bench  # noqa: E402
+from dev.bench import diffusers as bench  # noqa: E402
 
 TOLERANCE = 1e-5
 """Of the largest value: the graphs are run as they were captured."""

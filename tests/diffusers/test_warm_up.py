@@ -14,7 +14,7 @@ from kit.compiled import graphs  # noqa: E402
 from kit.thorough import thorough_except  # noqa: E402
 from kit.tiny_pipelines import difference  # noqa: E402
 
-from bench.session_plan import latent_side  # noqa: E402
+from dev.bench.session_plan import latent_side  # noqa: E402
 
 TOLERANCE = 1e-4
 """Of the largest value: the graphs are run as they were captured."""

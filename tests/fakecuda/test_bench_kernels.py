@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from bench import kernels
-from tools import Problem
+from dev import Problem
+from dev.bench import kernels
 
 
 def counted(call, *sizes):

@@ -13,7 +13,7 @@ import math
 from typing import Any
 from unittest import mock
 
-from tools.inprocess import boot
+from dev.tools.inprocess import boot
 
 boot(cpu=False)
 

@@ -250,7 +250,7 @@ def test_memory_of_a_call_that_was_watched_and_refused_goes_back():
 
 @torch.inference_mode()
 def test_peak_of_who_runs_eagerly_in_the_bench_is_without_what_others_captured():
-    from bench import gpu_device
+    from dev.bench import gpu_device
 
     model, cache = toy()
 

@@ -2,7 +2,7 @@
 
 import gc
 
-from tools.inprocess import boot
+from dev.tools.inprocess import boot
 
 boot(cpu=False)
 

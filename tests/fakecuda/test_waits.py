@@ -1,6 +1,6 @@
 """ComfyUI samples on the made-up device: no node of ours makes the host wait for the device, once all is compiled."""
 
-from tools.inprocess import boot
+from dev.tools.inprocess import boot
 
 boot(cpu=False)
 

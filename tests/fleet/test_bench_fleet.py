@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from bench import fleet
+from dev.bench import fleet
 
 LOAD = dict(route="graph", prompts=200, answered=200, failed=0, run_again=2, images=200, duplicates=0, met_graph=0.9)
 COLD = dict(store="shared", replicas=3, compilations=fleet.KINDS, loaded=4)

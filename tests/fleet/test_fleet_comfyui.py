@@ -134,7 +134,7 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 sys.path.append(sys.argv[1])
-from tools import pack
+from dev.tools import pack
 pack.load()
 from fleet.comfyui_process import ComfyUI
 

@@ -7,7 +7,7 @@ import yaml
 
 from fleet.settings import Settings
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "fleet"
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "examples" / "fleet"
 
 
 def read(name):
@@ -24,7 +24,7 @@ def test_configuration_has_settings_that_there_are(config):
     module, _, builder = application["import_path"].partition(":")
     package, _, module = module.partition(".")
     assert package == "comfy_accel_fleet"
-    file = FOLDER.parents[1] / "fleet" / f"{module}.py"
+    file = FOLDER.parents[2] / "fleet" / f"{module}.py"
     assert f"def {builder}(" in file.read_text(encoding="utf-8")
     settings = Settings(**application["args"])
     assert settings.gpus == 1 and settings.environment["ACCEL_STORE"].startswith("/shared/")

@@ -22,7 +22,7 @@ import torch
 from kit.pipeline_zoo import pipeline, text_encoder, tokenizer
 from PIL import Image
 
-from bench import fleet
+from dev.bench import fleet
 from fleet import pipeline as fleet_pipeline
 from fleet.settings import PipelineSettings
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from dev.tools import workflow
 from fleet import results as fleet_results
 from fleet.results import Results, failed
 from fleet.routing import LONGEST, routing_key
 from fleet.settings import Settings
-from tools import workflow
 
 PACK = Path(__file__).resolve().parents[2]
 

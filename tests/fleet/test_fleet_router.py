@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("ray.serve.request_router", reason="an optional package of 200 MB")
 
 # ruff: noqa: E402
-from bench import fleet
+from dev.bench import fleet
 from fleet.graph_router import GraphRouter
 
 

@@ -5,9 +5,9 @@ import random
 import pytest
 
 from accel.sizing.resolution import Size
-from bench import fleet_simulation
-from bench.fleet_simulation import ROUTES, Costs, Fleet, Prompt, Wishes, bursts
-from tools import Problem
+from dev import Problem
+from dev.bench import fleet_simulation
+from dev.bench.fleet_simulation import ROUTES, Costs, Fleet, Prompt, Wishes, bursts
 
 WISHES = Wishes(5, [("Flux", [Size(1024, 1024), Size(832, 1248)])], 1.0, 1.0)
 

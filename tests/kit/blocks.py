@@ -96,6 +96,8 @@ def heard() -> Iterator[list[tuple[str, dict[str, Any]]]]:
 
 def in_new_process(code: str, **environment: str) -> str:
     """What Python code prints in a process of its own, in which the pack is loaded."""
-    begin = f"import sys; sys.path += [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\nfrom tools import pack; pack.load()\n"
+    begin = (
+        f"import sys; sys.path += [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\nfrom dev.tools import pack; pack.load()\n"
+    )
     command = [sys.executable, "-c", begin + code]
     return subprocess.check_output(command, env={**os.environ, **environment}, text=True, timeout=200)

@@ -249,7 +249,7 @@ def _poisoned_copy(value):
 @functools.cache
 def _prepare():
     """Let generated code find here what it calls."""
-    from tools import pack
+    from dev.tools import pack
 
     pack.load()
     from comfy_accel.accel.compile import convolution

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from comfy_accel.accel.hosts.comfyui import words
 
-from tools import WORK
-from tools.comfyui import PACK_NAME
+from dev import WORK
+from dev.tools.comfyui import PACK_NAME
 
 SCREENSHOTS = WORK / "screenshots"
 OURS = f"/extensions/{PACK_NAME}/"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tools.inprocess import boot
+from dev.tools.inprocess import boot
 
 boot(cpu=True)  # again: core's nodes.py puts a folder ahead whose `utils` hides the one that the server needs
 import utils.install_util  # noqa: E402, F401  # isort: skip

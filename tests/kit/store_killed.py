@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from tools import pack  # noqa: E402
+from dev.tools import pack  # noqa: E402
 
 pack.load()
 from comfy_accel.accel.store import manifest as store_entry  # noqa: E402

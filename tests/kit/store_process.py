@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path += [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
-from tools import pack  # noqa: E402
+from dev.tools import pack  # noqa: E402
 
 pack.load()
 import torch  # noqa: E402

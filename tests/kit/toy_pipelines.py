@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import diffusers
 import torch
 
-from bench import toy, toy_data
+from dev.bench import toy, toy_data
 
 _NOISE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 _FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}

@@ -6,7 +6,7 @@ from dataclasses import fields
 from comfy_accel.accel.core.settings import Settings
 from comfy_accel.accel.hosts.comfyui.server import panel_messages
 
-from tools import ROOT
+from dev import ROOT
 
 SERVER = ROOT / "accel/hosts/comfyui/server"
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")

@@ -166,7 +166,7 @@ def test_documents_name_files_that_there_are():
     root = ENGINE.parent
     missing = [
         (document, path)
-        for document in ("docs/architecture.md", "CONTRIBUTING.md", "docs/design/captured-calls.md")
+        for document in ("docs/architecture.md", "CONTRIBUTING.md", "docs/lab/captured-calls.md")
         for path in re.findall(r"`([\w/.-]+/[\w.-]+\.(?:py|md|json|js))", (root / document).read_text(encoding="utf-8"))
         if not (root / path).is_file() and not (ENGINE / path).is_file()
     ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from bench import deepcache, line_plot, similarity, toy_data
+from dev.bench import deepcache, line_plot, similarity, toy_data
 
 
 def row(way="Balanced", latent=50.0, fewer=40.0, share=0.6, seed=50, target=40.0, **changes):

@@ -1,6 +1,6 @@
 """What `bench diffusers` makes of its rows, and when it has failed."""
 
-from bench import BENCHES, WITH_DIFFUSERS, diffusers
+from dev.bench import BENCHES, WITH_DIFFUSERS, diffusers
 
 STEPS = diffusers.STEPS[:3]
 

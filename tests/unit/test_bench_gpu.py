@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import gpu, gpu_page, gpu_plan, gpu_rows, overhead_images
-from bench.gpu_cases import (
+from dev import ROOT, Problem
+from dev.bench import gpu, gpu_page, gpu_plan, gpu_rows, overhead_images
+from dev.bench.gpu_cases import (
     CAPTURED,
     COMPILED,
     CORE,
@@ -29,8 +30,7 @@ from bench.gpu_cases import (
     size_of,
     skipped,
 )
-from tools import ROOT, Problem
-from tools.comfyui import tree
+from dev.tools.comfyui import tree
 
 
 def step(contender, step_ms, eager_ms=20.0, size="512x512", batch=1, model="SDXL", **changes):
@@ -170,11 +170,11 @@ def test_every_stage_of_a_plan_is_a_command_that_bench_gpu_takes(number, tmp_pat
     stages = gpu_plan.PLANS[number]
     for stage in stages:
         _, module, *arguments = gpu_plan._arguments(stage, 60 * stage.minutes, tmp_path, quick=False)
-        if module == "bench.gpu":
+        if module == "dev.bench.gpu":
             assert gpu._parse(arguments).minutes == stage.minutes
-        elif module == "bench.gpu_rows":
+        elif module == "dev.bench.gpu_rows":
             assert set(gpu_rows._parse(arguments).rows) <= set(gpu_rows.ROWS)
-        elif module == "bench.overhead":
+        elif module == "dev.bench.overhead":
             known = {case.name for case in overhead_images.CASES}
             assert known > set(arguments[arguments.index("--cases") + 1 : arguments.index("--json")])
     # The last takes what is left, and that is worth starting it.
@@ -216,7 +216,7 @@ def test_prepared_folder_brings_what_is_missing_and_hides_nothing(tmp_path):
 @pytest.mark.thorough  # a process that imports all of core
 def test_prepared_comfyui_is_enough_to_import_its_sampling(tmp_path):
     gpu_plan._pack(tree(), tmp_path / "comfyui")
-    code = "from tools import inprocess, pack; inprocess.boot(cpu=True); pack.load(); import bench.gpu_models"
+    code = "from dev.tools import inprocess, pack; inprocess.boot(cpu=True); pack.load(); import dev.bench.gpu_models"
     environment = {**os.environ, "COMFYUI_PATH": str(tmp_path / "comfyui")}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, timeout=200)
 

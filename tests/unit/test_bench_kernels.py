@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import kernels
+from dev.bench import kernels
 
 BLOCKS = [
     {**dict.fromkeys(kernels.COLUMNS, 0), "model": "Wan", "block": "B", "variant": variant, "elements": 10}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench import quality
-from tools import Problem
+from dev import Problem
+from dev.bench import quality
 
 
 def test_prompts_are_lines_and_a_file_without_any_is_refused(tmp_path):

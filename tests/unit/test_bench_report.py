@@ -4,7 +4,7 @@ import json
 
 from PIL import Image
 
-from bench import contact_sheet, report
+from dev.bench import contact_sheet, report
 
 ROWS = [
     {"width": 192, "plain_s": 3.14159, "skipped": None},

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench import restart
+from dev.bench import restart
 
 
 def rows(**changes):

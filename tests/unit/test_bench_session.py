@@ -2,8 +2,8 @@
 
 import pytest
 
-from bench import session_plot
-from bench.session_plan import STEPS, TOLERANCE, failure, latent_side, with_waiting
+from dev.bench import session_plot
+from dev.bench.session_plan import STEPS, TOLERANCE, failure, latent_side, with_waiting
 
 
 def halvings(side: int) -> list[bool]:

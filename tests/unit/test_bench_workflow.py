@@ -4,7 +4,8 @@ import copy
 
 import pytest
 
-from tools import Problem, workflow
+from dev import Problem
+from dev.tools import workflow
 
 GRAPH = {
     "1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "a"}},

@@ -2,7 +2,6 @@
 
 import ast
 import errno
-import importlib.util
 import runpy
 import socket
 import subprocess
@@ -11,28 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from bench import BENCHES
-from tools import ROOT, Problem, command
-from tools.comfyui import PACK_NAME, free_port, make_base, offer_checkpoint, offer_models, tree
-
-
-@pytest.fixture(scope="module")
-def dev():
-    spec = importlib.util.spec_from_file_location("dev", ROOT / "dev.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from dev import ROOT, Problem, main
+from dev.bench import BENCHES
+from dev.tools import command
+from dev.tools.comfyui import PACK_NAME, free_port, make_base, offer_checkpoint, offer_models, tree
 
 
 @pytest.fixture
-def venv(dev, monkeypatch, tmp_path):
+def venv(monkeypatch, tmp_path):
     """A .venv with an interpreter, and the list of what is installed into it."""
-    monkeypatch.setattr(dev, "VENV", tmp_path)
-    python = tmp_path / ("Scripts/python.exe" if dev.os.name == "nt" else "bin/python")
+    monkeypatch.setattr(main, "VENV", tmp_path)
+    python = tmp_path / ("Scripts/python.exe" if main.os.name == "nt" else "bin/python")
     python.parent.mkdir()
     python.touch()
     installed = []
-    monkeypatch.setattr(dev, "install", lambda python, arguments: installed.append(arguments))
+    monkeypatch.setattr(main, "install", lambda python, arguments: installed.append(arguments))
     return installed
 
 
@@ -52,25 +44,25 @@ AT_ONCE = ["--numprocesses=2", "--dist=loadgroup", "--no-loadscope-reorder"]
         (["tests/unit", "-m", "thorough"], ["tests/unit", "-m", "thorough"]),
     ],
 )
-def test_thorough_tests_run_where_all_or_they_are_asked_for(dev, monkeypatch, tmp_path, given, runs):
+def test_thorough_tests_run_where_all_or_they_are_asked_for(monkeypatch, tmp_path, given, runs):
     monkeypatch.setattr(sys, "argv", ["dev.py", "test", *given])
-    monkeypatch.setattr(dev, "own_python", lambda requirements, torch: "python")
-    monkeypatch.setattr(dev, "find_comfyui", lambda python, named: tmp_path)
-    monkeypatch.setattr(dev, "lay_frontend", lambda python: None)
-    monkeypatch.setattr(dev, "call", lambda command, environment: (command, environment))
-    command, environment = dev.main()
+    monkeypatch.setattr(main, "own_python", lambda requirements, torch: "python")
+    monkeypatch.setattr(main, "find_comfyui", lambda python, named: tmp_path)
+    monkeypatch.setattr(main, "lay_frontend", lambda python: None)
+    monkeypatch.setattr(main, "call", lambda command, environment: (command, environment))
+    command, environment = main.main()
     assert command == ["python", "-m", "pytest", *runs]
-    set_here = {name for name, value in environment.items() if dev.os.environ.get(name) != value}
+    set_here = {name for name, value in environment.items() if main.os.environ.get(name) != value}
     assert set_here <= {"COMFYUI_PATH"}, "pytest alone would run the tests otherwise"
 
 
-def test_paths_are_meant_from_the_current_folder_and_what_follows_is_passed_on(dev, monkeypatch, tmp_path):
+def test_paths_are_meant_from_the_current_folder_and_what_follows_is_passed_on(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("model.safetensors").touch()
-    _, passed_on = dev.parse(["demo", "--checkpoint", "model.safetensors", "--json", "demo.json"])
+    _, passed_on = main.parse(["demo", "--checkpoint", "model.safetensors", "--json", "demo.json"])
     assert passed_on == ["--checkpoint", str(tmp_path / "model.safetensors"), "--json", str(tmp_path / "demo.json")]
     given = ["-k", "cache and not slow", "--steps", "3"]
-    assert dev.parse(["bench", "demo", *given])[1] == dev.parse(["test", *given])[1] == given
+    assert main.parse(["bench", "demo", *given])[1] == main.parse(["test", *given])[1] == given
 
 
 @pytest.mark.parametrize(
@@ -82,21 +74,21 @@ def test_paths_are_meant_from_the_current_folder_and_what_follows_is_passed_on(d
         (["serve", "--models", "nowhere"], "nowhere does not exist"),
     ],
 )
-def test_what_cannot_be_done_is_said_before_anything_is_begun(dev, arguments, said):
+def test_what_cannot_be_done_is_said_before_anything_is_begun(arguments, said):
     with pytest.raises(Problem, match=said):
-        dev.parse(arguments)
+        main.parse(arguments)
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_after_a_measurement_is_the_measurements_own(dev, capsys, flag):
-    assert dev.parse(["bench", "fleet", flag])[1] == [flag]
+def test_help_after_a_measurement_is_the_measurements_own(capsys, flag):
+    assert main.parse(["bench", "fleet", flag])[1] == [flag]
     with pytest.raises(SystemExit):
-        dev.parse(["bench", flag])
+        main.parse(["bench", flag])
     assert "fleet: " in " ".join(capsys.readouterr().out.split())
 
 
 def test_every_measurement_is_a_module_of_bench():
-    assert all((ROOT / "bench" / f"{name}.py").is_file() for name in BENCHES)
+    assert all((ROOT / "dev" / "bench" / f"{name}.py").is_file() for name in BENCHES)
 
 
 # Python and environment
@@ -113,37 +105,35 @@ def test_old_python_can_read_dev_py():
     ast.parse((ROOT / "dev.py").read_text(encoding="utf-8"), feature_version=(3, 6))
 
 
-def test_only_changed_requirements_are_installed_again(dev, venv, tmp_path):
+def test_only_changed_requirements_are_installed_again(venv, tmp_path):
     requirements = tmp_path / "bench" / "requirements.txt"
     requirements.parent.mkdir()
     for text, calls in (("one==1", 2), ("one==1", 2), ("one==2", 4)):
         requirements.write_text(text)
-        dev.own_python([requirements])
+        main.own_python([requirements])
         assert len(venv) == calls
 
 
 @pytest.mark.parametrize(("version", "audio"), [("2.9.1", "2.9.1"), ("2.15.0", "2.11.0"), ("2.13.0+cpu", "2.11.0")])
-def test_another_torch_has_an_environment_of_its_own_with_what_was_released_with_it(
-    dev, venv, tmp_path, version, audio
-):
+def test_another_torch_has_an_environment_of_its_own_with_what_was_released_with_it(venv, tmp_path, version, audio):
     folder = tmp_path.with_name(f"{tmp_path.name}-torch-{version}")
-    python = folder / dev.VENV_PYTHON
+    python = folder / main.VENV_PYTHON
     python.parent.mkdir(parents=True)
     python.touch()
-    assert dev.own_python([dev.RUNNING], version) == python
+    assert main.own_python([main.RUNNING], version) == python
     asked = Path(venv[0][1]).read_text(encoding="utf-8").splitlines()
     assert {f"torch=={version}", "torchvision", f"torchaudio=={audio}"} <= set(asked)
     assert not any(line.startswith("torch==2.11") for line in asked)
 
 
-def test_failed_installation_leaves_no_stamp(dev, venv, monkeypatch):
+def test_failed_installation_leaves_no_stamp(venv, monkeypatch):
     def fail(python, arguments):
         raise Problem("No.")
 
-    monkeypatch.setattr(dev, "install", fail)
+    monkeypatch.setattr(main, "install", fail)
     with pytest.raises(Problem):
-        dev.own_python([dev.RUNNING])
-    assert not list(dev.VENV.glob("installed*"))
+        main.own_python([main.RUNNING])
+    assert not list(main.VENV.glob("installed*"))
 
 
 @pytest.mark.parametrize(
@@ -153,27 +143,27 @@ def test_failed_installation_leaves_no_stamp(dev, venv, monkeypatch):
         (b"ERROR: [Errno 28] No space left on device", "disk is full"),
     ],
 )
-def test_failing_pip_becomes_one_sentence(dev, monkeypatch, tmp_path, said, sentence):
-    monkeypatch.setattr(dev, "WORK", tmp_path)
-    monkeypatch.setattr(dev.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, stdout=said))
+def test_failing_pip_becomes_one_sentence(monkeypatch, tmp_path, said, sentence):
+    monkeypatch.setattr(main, "WORK", tmp_path)
+    monkeypatch.setattr(main.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, stdout=said))
     with pytest.raises(Problem, match=sentence):
-        dev.install("python", ["torch"])
+        main.install("python", ["torch"])
     assert (tmp_path / "pip.log").read_bytes() == said
 
 
-def test_too_little_disk_is_told_before_anything_is_made(dev, monkeypatch, tmp_path):
-    monkeypatch.setattr(dev, "VENV", tmp_path / "venv")
-    monkeypatch.setattr(dev.shutil, "disk_usage", lambda _: dev.shutil._ntuple_diskusage(10, 9, 1))
+def test_too_little_disk_is_told_before_anything_is_made(monkeypatch, tmp_path):
+    monkeypatch.setattr(main, "VENV", tmp_path / "venv")
+    monkeypatch.setattr(main.shutil, "disk_usage", lambda _: main.shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(Problem, match="GiB of disk"):
-        dev.make_venv(dev.VENV)
-    assert not dev.VENV.exists()
+        main.make_venv(main.VENV)
+    assert not main.VENV.exists()
 
 
-def test_what_is_named_and_is_not_there_is_said(dev, tmp_path, monkeypatch):
+def test_what_is_named_and_is_not_there_is_said(tmp_path, monkeypatch):
     with pytest.raises(Problem, match="no-such-python is not a program"):
-        dev.foreign_python("no-such-python")
+        main.foreign_python("no-such-python")
     with pytest.raises(Problem, match="no ComfyUI at"):
-        dev.find_comfyui(sys.executable, str(tmp_path))
+        main.find_comfyui(sys.executable, str(tmp_path))
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
     with pytest.raises(Problem, match="No ComfyUI at"):
         tree()

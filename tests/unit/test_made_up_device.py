@@ -12,8 +12,8 @@ import pytest
 from kit import made_up_device
 from kit.thorough import thorough_except
 
-from tools import PYTEST, ROOT
-from tools.comfyui import tree
+from dev import PYTEST, ROOT
+from dev.tools.comfyui import tree
 
 WITHOUT_VALUES = "-p", "kit.made_up_device.without_values"
 

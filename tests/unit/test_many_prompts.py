@@ -18,9 +18,9 @@ from comfy_accel.accel import sizing
 from comfy_accel.accel.sizing.buckets import TRAINED
 from comfy_accel.accel.sizing.resolution import Size
 
-from tools import ROOT
+from dev import ROOT
 
-EXAMPLE = ROOT / "examples" / "many_prompts.py"
+EXAMPLE = ROOT / "docs" / "examples" / "many_prompts.py"
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ import json
 
 from PIL import Image
 
-from bench import session_plot
-from tools import ROOT, thumbnails, workflow
+from dev import ROOT
+from dev.bench import session_plot
+from dev.tools import thumbnails, workflow
 
 
 def test_every_template_has_its_drawn_picture_and_api_form():

@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from tools import ROOT
+from dev import ROOT
 
 CONF = "PYTORCH_CUDA_ALLOC_CONF"
 CORES = "backend:cudaMallocAsync"

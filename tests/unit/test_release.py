@@ -5,7 +5,8 @@ import zipfile
 
 import pytest
 
-from tools import ROOT, release
+from dev import ROOT
+from dev.tools import release
 
 
 def test_the_versions_agree():

@@ -16,7 +16,7 @@ from comfy_accel.accel.hosts.comfyui.home import Home
 from comfy_accel.accel.report import log as report_log
 from comfy_accel.accel.signature.tensors import TensorSpec
 
-from tools import ROOT
+from dev import ROOT
 
 
 def test_what_is_written_is_read_again_and_the_rest_has_its_default(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.vae import failure, totals
+from dev.bench.vae import failure, totals
 
 
 def rows(policy, graphs=(5, 5, 5, 5), rss=(1000.0, 1000.0, 1000.0, 1000.0), difference=0.0, uncompiled=0):

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tools import ROOT
+from dev import ROOT
 
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "docs/*.md",
-    "docs/design/*.md",
     "docs/lab/*.md",
     "fleet/README.md",
     "web/docs/**/en.md",

@@ -1,0 +1,227 @@
+"""The pack at work, in two parts: *Exact* at four sizes in one ComfyUI, where the images have to be the same; and
+*Balanced* on trained test networks, beside fewer steps.
+"""
+
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from PIL import Image, ImageChops
+
+from dev import WORK, Problem
+from dev.tools import command, pack, synthetic, workflow
+from dev.tools.client import Client, Graph, Result
+from dev.tools.comfyui import has_accelerator, offer_checkpoint, tree
+from dev.tools.inprocess import boot
+from dev.tools.server import serving
+
+from . import contact_sheet, report
+
+FOLDER = WORK / "demo"
+SEED = 7
+STEPS = 8
+LEAST_DB = 40.0
+"""PSNR of an image of *Exact*: below it is more than rounding. Of 255 levels 1 everywhere is 48 dB."""
+
+SHOWN = (("unet", 53), ("unet", 55), ("mmdit", 50), ("mmdit", 52))
+"""Networks and seeds of the sheet."""
+SHEET = {"sampler": "euler", "steps": 30, "cfg": 4.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size, in pixels."""
+
+    width: int
+    height: int
+    batch: int = 1
+
+    @property
+    def label(self) -> str:
+        return f"{self.width}x{self.height}" + (f" batch {self.batch}" if self.batch > 1 else "")
+
+
+# 160x240 is what 720x960 is to a full model: its latent of 20x30 halves to 10x15 and then to 5x8, not to 5x7.5.
+CASES = (Case(192, 128), Case(160, 240), Case(128, 192), Case(192, 128, batch=2))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = report.parser("demo", __doc__)
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="instead of the synthetic one")
+    options = parser.parse_args(arguments)
+    comfyui = tree()
+    checkpoint = options.checkpoint
+    if checkpoint is None:
+        print("Making or finding the synthetic checkpoint ...", flush=True)
+        checkpoint = synthetic.checkpoint(comfyui=comfyui)
+    backend, because = choose_backend()
+    print(f"Exact: the same images, compiled. Backend {backend}: {because}.", flush=True)
+    rows = exact(comfyui, checkpoint, backend)
+    print(f"\n{report.table(rows)}\n\n{verdict(rows, backend)}\n", flush=True)
+
+    print("Balanced: steps that hardly change the image are skipped. On trained test networks:", flush=True)
+    sheet = FOLDER / "balanced.png"
+    print(f"{balanced(sheet)}\nContact sheet: {sheet}")
+    report.finish(options.json, rows, failure(rows))
+
+
+def choose_backend() -> tuple[str, str]:
+    """AccelModel's backend for this machine, and the reason in a few words."""
+    if has_accelerator():
+        return "inductor", "torch sees a GPU"
+    found = report.compiler()
+    if found:
+        return "inductor", f"no GPU, kernels for the CPU are compiled with {found}"
+    return "eager", "no GPU and no C++ compiler with Python headers, so nothing is compiled"
+
+
+# Exact
+
+
+def exact(comfyui: Path, checkpoint: Path, backend: str) -> list[report.Row]:
+    """A row for each case: the saved workflow without and with the pack, in one ComfyUI."""
+    base = FOLDER / "base"
+    offered = offer_checkpoint(base, checkpoint)
+    with serving(base, comfyui=comfyui, extra_flags=["--extra-model-paths-config", str(offered)]) as server:
+        client = Client(server.url)
+        graph = workflow.change(
+            workflow.bypass(workflow.load(), "AccelDeepCache"),
+            {
+                "CheckpointLoaderSimple": {"ckpt_name": checkpoint.name},
+                "AccelModel": {"backend": backend},
+                "KSampler": {"seed": SEED, "steps": STEPS},
+            },
+        )
+        _warm_up(client, graph)
+        return [compare(client, graph, case) for case in CASES]
+
+
+def compare(client: Client, graph: Graph, case: Case) -> report.Row:
+    """Run `case` without and with the pack. compiling_s: part of accelerated_s. largest_difference: of 255."""
+    size = {"width": case.width, "height": case.height, "batch_size": case.batch}
+    # Multiples of 8, so that the size asked for is the size made.
+    graph = workflow.change(graph, {"AccelResolutionSnap": {**size, "multiple": "8", "max_megapixels": 0.0}})
+    plain = _run(client, workflow.bypass(graph), f"{case.label} plain")
+    before = client.get("/accel/state")["graph_cache"]
+    accelerated = _run(client, graph, f"{case.label} accelerated")
+    after = client.get("/accel/state")["graph_cache"]
+    pairs = list(zip(*(_images(result, case) for result in (plain, accelerated)), strict=True))
+    return {
+        "size": case.label,
+        "plain_s": round(plain.seconds, 2),
+        "accelerated_s": round(accelerated.seconds, 2),
+        "compiling_s": round(after["seconds"] - before["seconds"], 2),
+        "graphs_compiled": after["compilations"] - before["compilations"],
+        "largest_difference": max(_difference(*pair) for pair in pairs),
+        "psnr_db": round(min(_psnr(*pair) for pair in pairs), 1),
+    }
+
+
+def verdict(rows: Sequence[report.Row], backend: str) -> str:
+    """What the rows say, in a sentence or two."""
+    first, later = rows[0], rows[1:]
+    if backend == "eager":
+        did = "Nothing was compiled on this machine."
+    elif first["graphs_compiled"]:
+        did = f"Compiled once, for the first image; {len(later)} other sizes and batches compiled nothing."
+    else:
+        did = "All graphs were on disk from an earlier run; nothing was compiled."
+    if any(row["graphs_compiled"] for row in later):
+        did = "Later images compiled again, which they must not."
+    worst = max(row["largest_difference"] for row in rows)
+    same = "the same" if not worst else f"the same up to rounding (at most {worst} of 255)"
+    if min(row["psnr_db"] for row in rows) < LEAST_DB:
+        same = f"NOT the same: {min(row['psnr_db'] for row in rows):.0f} dB at worst"
+    return f"{did} The images are {same}. Seconds are of whole prompts."
+
+
+def failure(rows: Sequence[report.Row]) -> str | None:
+    """What must not be."""
+    if any(row["graphs_compiled"] for row in rows[1:]):
+        return "A later size compiled again."
+    if min(row["psnr_db"] for row in rows) < LEAST_DB:
+        return f"An image of Exact is below {LEAST_DB:g} dB: that is more than rounding."
+    return None
+
+
+def _warm_up(client: Client, graph: Graph) -> None:
+    """Load the models, so that no row of the table pays for it."""
+    size = {"width": 64, "height": 64, "batch_size": 1}
+    smallest = workflow.change(graph, {"AccelResolutionSnap": size, "KSampler": {"steps": 1}})
+    _run(client, workflow.bypass(smallest), "loading the models")
+
+
+def _run(client: Client, graph: Graph, label: str) -> Result:
+    graph = workflow.change(graph, {"SaveImage": {"filename_prefix": label.replace(" ", "_")}})
+    result = client.run(graph)
+    print(f"{label}: {result.seconds:.1f} s", file=sys.stderr, flush=True)
+    return result
+
+
+def _images(result: Result, case: Case) -> list[Image.Image]:
+    images = [Image.open(io.BytesIO(file)).convert("RGB") for file in result.images]
+    sizes = [image.size for image in images]
+    if sizes != [(case.width, case.height)] * case.batch:
+        raise Problem(f"{case.label} was asked for, and ComfyUI made images of {sizes}.")
+    return images
+
+
+def _difference(one: Image.Image, other: Image.Image) -> int:
+    """The largest difference of a channel, 0 to 255."""
+    return max(high for _, high in ImageChops.difference(one, other).getextrema())
+
+
+def _psnr(one: Image.Image, other: Image.Image) -> float:
+    import torch
+    from torchvision.transforms.functional import pil_to_tensor
+
+    from . import similarity
+
+    return similarity.psnr(*(pil_to_tensor(image)[None].to(torch.float64) / 255 for image in (one, other))).item()
+
+
+# Balanced
+
+
+def balanced(sheet: Path) -> str:
+    """Save a sheet with a column for each of SHOWN: uncached, *Balanced*, fewer steps at equal work. Returns what it
+    shows, in a sentence."""
+    boot(cpu=not has_accelerator())
+    pack.load()
+    import torch
+
+    from . import deepcache, similarity, toy, toy_data
+    from .toy_sheet import strip
+
+    torch.set_num_threads(1)  # Layers this narrow gain little from more.
+    torch.set_flush_denormal(True)
+    benches = {name: deepcache.Bench(name, toy.load(name)) for name, _ in SHOWN}
+    columns, shares, reached, others = [], [], [], []
+    for network, seed in SHOWN:
+        bench, steps = benches[network], SHEET["steps"]
+        ((_, model),) = deepcache.apply("Balanced", bench.model, steps)
+        with torch.inference_mode():  # as ComfyUI runs every node
+            plain, _ = bench.made(bench.model, **SHEET, seed=seed)
+            skipped, share = bench.made(model, **SHEET, seed=seed)
+            count = max(1, round(share * steps))
+            fewer, _ = bench.made(bench.model, **{**SHEET, "steps": count}, seed=seed)
+        skipped_db, fewer_db = (similarity.latent_psnr(latent, plain).item() for latent in (skipped, fewer))
+        labels = f"{steps} steps", f"Balanced: {skipped_db:.0f} dB", f"{count} steps: {fewer_db:.0f} dB"
+        latents = (plain, skipped, fewer)
+        columns.append([(label, strip(toy_data.view(made))) for label, made in zip(labels, latents, strict=True)])
+        shares.append(share)
+        reached.append(skipped_db)
+        others.append(fewer_db)
+    contact_sheet.save(sheet, columns)
+    return (
+        f"{1 - fmean(shares):.0%} of the work was skipped, and the images are {fmean(reached):.0f} dB from the "
+        f"uncached ones ({min(reached):.0f} at worst); as few steps as cost the same: {fmean(others):.0f} dB "
+        f"({min(others):.0f} at worst). At 40 dB a difference is hard to see."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

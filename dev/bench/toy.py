@@ -1,0 +1,205 @@
+"""The trained test networks: their layouts, their prompts, their files. Import it after `inprocess.boot`.
+
+`train_toy` makes them; `data/toy_unet.md` and `data/toy_dit.md` say what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import comfy.model_management
+import comfy.model_patcher
+import safetensors.torch
+import torch
+from comfy.model_base import ModelType, model_sampling
+from comfy.model_sampling import CONST, V_PREDICTION
+from kit import tiny_models
+from kit.tiny_models import FLUX, SD3, UNET, Family
+
+from dev import ROOT, Problem
+
+from . import toy_data
+
+SIZES = ((16, 16), (12, 20), (20, 12), (15, 17), (17, 15), (15, 20), (20, 15))
+"""Height and width, in latent pixels, that they were trained at."""
+TOKENS = 4
+CONTEXT_DIM = 64
+CFG = 3.0
+NULL_CLASS = len(toy_data.CLASSES)
+"""The class of no class: the negative prompt."""
+CHANNELS = len(toy_data.CHANNELS)
+
+
+@dataclass(frozen=True)
+class Network:
+    """family: how core builds it. begins_as_zero: endings of the modules that training starts from zero, so that every
+    block begins as the identity. pictures: what it learns. predicts_v: whether it predicts v, as SD 2's, where core
+    builds one that predicts the noise."""
+
+    family: Family
+    begins_as_zero: tuple[str, ...]
+    pictures: Callable[[torch.Tensor, int, int, torch.Generator], torch.Tensor] = toy_data.figures
+    predicts_v: bool = False
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes of its pictures."""
+        return toy_data.CLASSES if self.pictures is toy_data.figures else toy_data.LETTERS
+
+    def build(self, dtype: torch.dtype):
+        """Core's BaseModel, its weights as the memory was."""
+        model = self.family.build(dtype)
+        if self.predicts_v:
+            model.model_type = ModelType.V_PREDICTION
+            model.model_sampling = model_sampling(model.model_config, model.model_type)
+        return model
+
+    @property
+    def file(self) -> Path:
+        return ROOT / "dev" / "bench" / "data" / f"toy_{self.family.name}.safetensors"
+
+
+_UNET_LAYOUT = {
+    **UNET,
+    "model_channels": 32,
+    "num_res_blocks": [2, 2, 2],
+    "channel_mult": [1, 2, 3],
+    "transformer_depth": [0, 0, 0, 1, 0, 1],
+    "transformer_depth_output": [0, 0, 0, 0, 0, 1, 1, 1, 1],
+    "transformer_depth_middle": 1,
+    "context_dim": CONTEXT_DIM,
+}
+"""SD1.5's class on three levels, with attention on the lower two."""
+
+_DIT_LAYOUT = {
+    **FLUX,
+    "in_channels": CHANNELS,
+    "out_channels": CHANNELS,
+    "vec_in_dim": CONTEXT_DIM,
+    "context_in_dim": CONTEXT_DIM,
+    "hidden_size": 112,
+    "depth": 2,
+    "depth_single_blocks": 8,
+    "axes_dim": [8, 10, 10],
+}
+"""Flux's class, ten blocks: a token is 2 by 2 latent pixels."""
+
+_MMDIT_LAYOUT = {
+    **SD3,
+    "in_channels": CHANNELS,
+    "num_blocks": 5,
+    "num_patches": 16 * 16,
+    "pos_embed_max_size": 16,
+    "adm_in_channels": CONTEXT_DIM,
+    "context_embedder_config": {
+        "target": "torch.nn.Linear",
+        "params": {"in_features": CONTEXT_DIM, "out_features": 128},
+    },
+}
+"""SD3's class, five joint blocks."""
+
+_VPRED_LAYOUT = {
+    **UNET,
+    "model_channels": 32,
+    "num_res_blocks": [1, 1, 2],
+    "channel_mult": [1, 2, 3],
+    "transformer_depth": [1, 1, 1, 1],
+    "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1],
+    "num_heads": -1,
+    "num_head_channels": 16,
+    "use_linear_in_transformer": True,
+    "context_dim": CONTEXT_DIM,
+}
+"""SD 2's kind of UNet, with cross-attention on every level."""
+
+NETWORKS = {
+    "unet": Network(
+        Family("unet", "SD15", _UNET_LAYOUT, CONTEXT_DIM),
+        begins_as_zero=(".out_layers.3", ".proj_out", "out.2"),
+    ),
+    "dit": Network(
+        Family("dit", "FluxSchnell", _DIT_LAYOUT, CONTEXT_DIM, pooled_dim=CONTEXT_DIM),
+        # As in DiT (Peebles and Xie, arXiv 2212.09748), "adaLN-Zero".
+        begins_as_zero=("_mod.lin", ".modulation.lin", ".adaLN_modulation.1", "final_layer.linear"),
+    ),
+    "mmdit": Network(
+        Family("mmdit", "SD3", _MMDIT_LAYOUT, CONTEXT_DIM, pooled_dim=CONTEXT_DIM),
+        begins_as_zero=(".adaLN_modulation.1", "final_layer.linear"),
+        pictures=toy_data.letters,
+    ),
+    "vpred": Network(
+        Family("vpred", "SD15", _VPRED_LAYOUT, CONTEXT_DIM),
+        begins_as_zero=(".out_layers.3", ".proj_out", "out.2"),
+        pictures=toy_data.letters,
+        predicts_v=True,
+    ),
+}
+
+
+def class_tokens() -> torch.Tensor:
+    """What stands for a text encoder: [classes + 1, TOKENS, CONTEXT_DIM], fixed random features; the last is null."""
+    return torch.randn(NULL_CLASS + 1, TOKENS, CONTEXT_DIM, generator=torch.Generator().manual_seed(1))
+
+
+def pooled(tokens: torch.Tensor) -> torch.Tensor:
+    """The second text encoder's summary [B, CONTEXT_DIM] of `tokens` [B, TOKENS, CONTEXT_DIM]."""
+    return tokens.mean(1) * TOKENS**0.5
+
+
+def load(name: str = "unet", dtype: torch.dtype = torch.float32):
+    """A ModelPatcher of the trained network of that name in NETWORKS.
+
+    Raises:
+        Problem: the file is not there.
+    """
+    network = NETWORKS[name]
+    file = network.file
+    if not file.is_file():
+        raise Problem(
+            f"{file} is missing: make it by `python -m dev.bench.train_toy --network {name}` or check it out."
+        )
+    model = network.build(dtype)
+    weights = model.model_config.process_unet_state_dict(safetensors.torch.load_file(file))  # newer cores' names
+    model.diffusion_model.load_state_dict({name: value.to(dtype) for name, value in weights.items()})
+    return comfy.model_patcher.ModelPatcher(
+        model,
+        load_device=comfy.model_management.get_torch_device(),
+        offload_device=comfy.model_management.unet_offload_device(),
+    )
+
+
+def is_flow(model_sampling) -> bool:
+    """Whether it is rectified flow: noise levels are shares of noise, and the velocity is predicted."""
+    return isinstance(model_sampling, CONST)
+
+
+def predicts_v(model_sampling) -> bool:
+    return isinstance(model_sampling, V_PREDICTION)
+
+
+def conditioning(classes: torch.Tensor) -> list:
+    """Core's CONDITIONING for a batch of pictures of these classes [B]."""
+    tokens = class_tokens()[classes]
+    return [[tokens, {"pooled_output": pooled(tokens)}]]
+
+
+def sample(
+    model,
+    classes: torch.Tensor,
+    height: int,
+    width: int,
+    steps: int,
+    sampler: str,
+    seed: int,
+    cfg: float = CFG,
+    scheduler: str | None = None,
+) -> torch.Tensor:
+    """Latents [B, 4, height, width], one of each of the classes [B], by core's sampler from noise. scheduler: another
+    one than users of such a network choose."""
+    empty = torch.zeros(len(classes), CHANNELS, height, width)
+    prompts = conditioning(classes), conditioning(torch.tensor([NULL_CLASS]))
+    scheduler = scheduler or ("simple" if is_flow(model.model.model_sampling) else "normal")
+    latent = tiny_models.sample_latent(model, empty, *prompts, steps, cfg, sampler, scheduler, seed)
+    return model.model.process_latent_in(latent)

@@ -1,0 +1,161 @@
+"""All of a release but the upload: what the Comfy Registry would say, what it would get, and the wheel.
+
+Run by `dev.py release`, which brings comfy-cli in an environment of its own.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from dev import ROOT, WORK, Problem
+
+from . import command
+
+LARGEST = 1_500_000
+"""Bytes of the registry's package."""
+
+NEEDED = (
+    *("__init__.py", "prestartup_script.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"),
+    "accel/__init__.py",
+)
+NEEDED_FOLDERS = ("nodes/", "web/docs/", "locales/zh/", "example_workflows/api/")
+PLACEHOLDER = "OWNER"
+"""In pyproject.toml, where only the person who publishes knows what to write."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parse(arguments)
+    tools = options.tools
+    checks = {
+        "version": versions_differ,
+        "comfy node validate": lambda: validation(tools),
+        "comfy node pack": lambda: package(tools),
+        "wheel": lambda: wheel(tools),
+        "placeholders": lambda: placeholders((ROOT / "pyproject.toml").read_text(encoding="utf-8")),
+    }
+    failed = []
+    for name, check in checks.items():
+        wrong = list(check())
+        print(f"{name}: {'; '.join(wrong) or 'fine'}", flush=True)
+        failed += [name] if wrong else []
+    if failed:
+        raise Problem(f"Not ready to publish: see {', '.join(failed)} above.")
+    print("Ready. Publish with `comfy node publish`, then tag the commit.")
+
+
+def versions_differ(folder: Path = ROOT) -> Iterator[str]:
+    """Where pyproject.toml, the package and the newest entry of the changelog do not name one version."""
+    places = {
+        "pyproject.toml": r'(?m)^version = "(.+)"$',
+        "accel/__init__.py": r'(?m)^__version__ = "(.+)"$',
+        "CHANGELOG.md": r"(?m)^## (\S+)",
+    }
+    found = {name: re.search(pattern, (folder / name).read_text(encoding="utf-8")) for name, pattern in places.items()}
+    said = {name: match[1] if match else "nothing" for name, match in found.items()}
+    if len(set(said.values())) > 1:
+        yield ", ".join(f"{name} says {version}" for name, version in said.items())
+
+
+def placeholders(text: str) -> Iterator[str]:
+    """The lines of pyproject.toml that still wait for somebody's name."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if PLACEHOLDER in line and not line.startswith("#"):
+            yield f"line {number} of pyproject.toml has {PLACEHOLDER}"
+
+
+def validation(tools: Path) -> Iterator[str]:
+    """What `comfy node validate` warns of."""
+    said = _comfy(tools, "validate")
+    if "passed successfully" not in said or "arning" in said:
+        yield said.strip()
+
+
+def package(tools: Path) -> Iterator[str]:
+    """What is wrong with what `comfy node pack` packs: too large, incomplete, or with `exec` or `eval`."""
+    made = ROOT / "node.zip"
+    try:
+        _comfy(tools, "pack")
+        yield from contents(made, tools)
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def contents(made: Path, tools: Path | None = None) -> Iterator[str]:
+    """The same for a package that is there; tools: an environment with ruff, None to leave its check out."""
+    size = made.stat().st_size
+    print(f"  {size / 1e6:.2f} MB", flush=True)
+    if size > LARGEST:
+        yield f"{size / 1e6:.2f} MB is more than {LARGEST / 1e6} MB"
+    with zipfile.ZipFile(made) as archive, tempfile.TemporaryDirectory() as folder:
+        names = archive.namelist()
+        for needed in NEEDED:
+            if needed not in names:
+                yield f"{needed} is missing"
+        for needed in NEEDED_FOLDERS:
+            if not any(name.startswith(needed) for name in names):
+                yield f"{needed} is missing"
+        for name in names:
+            if name.startswith(("tests/", "dev/", "dev.py", ".")) and name != ".comfyignore":
+                yield f"{name} is of no use to a user"
+        if tools:
+            archive.extractall(folder)
+            ruff = [tools, "-m", "ruff", "check", "--isolated", "--quiet", "--select", "S102,S307", folder]
+            found = subprocess.run(ruff, capture_output=True, text=True)
+            if found.returncode:
+                yield found.stdout.strip() or found.stderr.strip()
+
+
+def wheel(tools: Path) -> Iterator[str]:
+    """What is wrong with the wheel: it cannot be built, or not imported by itself."""
+    WORK.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=WORK) as folder:
+        pip = [
+            tools,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-build-isolation",
+            "--no-deps",
+        ]
+        built = subprocess.run([*pip, "--wheel-dir", folder, ROOT], capture_output=True, text=True)
+        made = list(Path(folder).glob("*.whl"))
+        if built.returncode or not made:
+            yield built.stderr.strip()[-500:] or "pip built none"
+            return
+        inside = f"import sys; sys.path.insert(0, {str(made[0])!r}); import comfy_accel.__main__, comfy_accel as it"
+        wanted = "print(it.__version__, it.accelerate_pipeline.__name__)"
+        ran = subprocess.run([sys.executable, "-c", f"{inside}; {wanted}"], cwd=folder, capture_output=True, text=True)
+        if ran.returncode:
+            yield f"it cannot be imported: {ran.stderr.strip()[-500:]}"
+
+
+def _comfy(tools: Path, verb: str) -> str:
+    """What `comfy node VERB` says."""
+    program = tools.with_name("comfy.exe" if tools.suffix == ".exe" else "comfy")
+    ran = subprocess.run(
+        [program, "--skip-prompt", "--no-json", "node", verb],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+    )
+    if ran.returncode:
+        raise Problem(f"comfy node {verb} fails: {(ran.stdout + ran.stderr).strip()[-500:]}")
+    return ran.stdout + ran.stderr
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="dev.py release", description=__doc__.splitlines()[0])
+    parser.add_argument("--tools", type=Path, required=True, help="the Python of an environment with comfy-cli")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))
