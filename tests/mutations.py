@@ -379,12 +379,13 @@ def copied(folder: Path) -> Path:
     return folder
 
 
-def the_file(root: Path, text: str) -> Path:
-    """The one file of the pack with this text in it, once."""
+def the_file(root: Path, mutation: Mutation) -> Path:
+    """The one file of the pack with the mutation's text in it, once."""
     paths = [path for part in MUTATED for path in (root / part).rglob("*") if path.suffix in (".py", ".json")]
-    found = [path for path in paths for _ in range(path.read_text(encoding="utf-8").count(text))]
+    found = [path for path in paths for _ in range(path.read_text(encoding="utf-8").count(mutation.before))]
     if len(found) != 1:
-        sys.exit(f"Stale: {text.strip()!r} is there {len(found)} times, and should be once.")
+        text = mutation.before.strip()
+        sys.exit(f"Stale mutation {mutation.name!r}: {text!r} is there {len(found)} times, and should be once.")
     return found[0]
 
 
@@ -400,7 +401,7 @@ def main(wanted: str) -> int:
     missed = 0
     with tempfile.TemporaryDirectory(prefix="mutations") as folder:
         root = copied(Path(folder))
-        places = [the_file(root, mutation.before) for mutation in chosen]
+        places = [the_file(root, mutation) for mutation in chosen]
         plain = run(root, *(mutation.test for mutation in chosen))
         if plain.returncode:
             sys.exit(f"A test fails without any defect:\n{plain.stdout[-3000:]}{plain.stderr[-1000:]}")

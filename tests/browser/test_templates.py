@@ -1,7 +1,7 @@
 """The example workflows in ComfyUI's own page: each opens whole and converts to the stored graph, and one runs.
 
 `ACCEL_UPDATE=1 python3 dev.py test tests/browser/test_templates.py` writes what is otherwise compared: the API form of
-every workflow as the page converts it. `dev.tools.thumbnails` draws thumbnails.
+every workflow as the page converts it.
 """
 
 import io
