@@ -4,7 +4,7 @@ Installed as `comfy_accel`, for scripts with a diffusers pipeline:
 
     from comfy_accel import accelerate_pipeline, warm_up
     pipe = accelerate_pipeline(pipe)
-    warm_up(pipe, sizes=[(1024, 1024), (512, 2048)])
+    warm_up(pipe, prompt="a photograph")
 
 Importing it imports neither torch nor anything else of the engine.
 """

@@ -167,14 +167,13 @@ def load(settings: PipelineSettings) -> Any:
 
 
 def most_keys(settings: PipelineSettings) -> int:
-    """How many sizes' graphs fit into the graph cache, judged by those of the warm-up."""
+    """How many sizes' graphs fit into the graph cache, judged by that of the warm-up."""
     shared = engine("cache.graph_cache").shared
 
-    sizes = len(settings.warm_up.get("sizes", ())) * len(settings.warm_up.get("batches", (1,)))
     cache = shared.statistics(rows=0)
-    if settings.accelerate.get("shapes") != "exact" or not sizes or not cache["entries"]:
+    if settings.accelerate.get("shapes") != "exact" or not settings.warm_up or not cache["entries"]:
         return ENOUGH
-    return max(1, cache["max_entries"] * sizes // cache["entries"])
+    return max(1, cache["max_entries"] // cache["entries"])
 
 
 @serve.ingress()

@@ -70,7 +70,7 @@ class PipelineSettings(Fleet):
     pipeline: its folder (`save_pretrained`), the same on every machine, or whatever else `from_pretrained` takes.
     dtype: of its weights; "" is float16 on a GPU, else float32. load: further arguments of `from_pretrained`.
     accelerate: arguments of `accelerate_pipeline`; `deep_cache` is an object of DeepCacheSettings' arguments.
-    warm_up: arguments of `warm_up`, which runs before a replica takes requests; empty for none.
+    warm_up: the pipeline's arguments for `warm_up`, which runs before a replica takes requests; empty for none.
     """
 
     pipeline: str

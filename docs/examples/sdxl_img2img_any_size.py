@@ -29,7 +29,7 @@ def main(arguments=None):
 
     skipping = comfy_accel.DeepCacheSettings(options.quality) if options.quality else None
     comfy_accel.accelerate_pipeline(pipe, ignores=("vae",), deep_cache=skipping, backend=options.backend)
-    print(comfy_accel.warm_up(pipe, sizes=options.sizes[:1], batches=(1,), **prompt))
+    print(comfy_accel.warm_up(pipe, image=start.convert("RGB").resize(options.sizes[0]), **prompt))
 
     options.output.mkdir(parents=True, exist_ok=True)
     for width, height in options.sizes:

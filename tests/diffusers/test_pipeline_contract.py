@@ -7,7 +7,7 @@ pytest.importorskip("diffusers.schedulers", reason="needs the package diffusers:
 import diffusers  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from comfy_accel.accel import accelerate_pipeline, restore, warm_up  # noqa: E402
+from comfy_accel.accel import accelerate_pipeline, restore  # noqa: E402
 from diffusers.schedulers import KarrasDiffusionSchedulers  # noqa: E402
 from kit import pipeline_zoo as zoo  # noqa: E402
 from kit.compiled import graphs  # noqa: E402
@@ -35,8 +35,7 @@ QUICK = set(KINDS) - {"StableDiffusionXLPipeline", "StableDiffusion3Pipeline", "
 def pipes(request):
     """A pipeline, plain, and one of the same weights that is accelerated and warmed up at another size."""
     plain, fast = zoo.pipeline(request.param), accelerate(zoo.pipeline(request.param))
-    given = {"num_frames": 5} if request.param == "WanPipeline" else {}
-    assert warm_up(fast, sizes=[(64, 32)], **zoo.prompt(fast), **given).failed == []
+    call(fast, width=64, height=32)
     return plain, fast
 
 
@@ -188,14 +187,13 @@ def test_images_of_every_sort_start_and_end_alike():
     image = (torch.rand(1, 3, 48, 32, generator=torch.Generator().manual_seed(5)) * 255).round() / 255
     array = image.permute(0, 2, 3, 1).numpy()
     pil = fast.image_processor.numpy_to_pil(array)
-    warm_up(fast, sizes=[(64, 32)], **zoo.prompt(fast))
-    before = graphs()
 
     def out(start, output_type):
         given = {"strength": 0.5, "num_inference_steps": 4, "generator": torch.manual_seed(0), **zoo.prompt(fast)}
         return fast(image=start, output_type=output_type, **given)[0]
 
     expected = out(image, "np")
+    before = graphs()
     for start in (array, pil):
         np.testing.assert_allclose(out(start, "np"), expected, atol=1e-4)
     np.testing.assert_allclose(out(image, "pt").permute(0, 2, 3, 1).numpy(), expected, atol=1e-6)
@@ -206,7 +204,7 @@ def test_images_of_every_sort_start_and_end_alike():
 def test_every_scheduler_of_its_family_takes_its_place():
     plain, fast = zoo.pipeline(UNETS[0]), accelerate(zoo.pipeline(UNETS[0]))
     config = dict(fast.scheduler.config, skip_prk_steps=True)
-    warm_up(fast, sizes=[(64, 32)], **zoo.prompt(fast))
+    call(fast, width=64)
     before = graphs()
     for scheduler in KarrasDiffusionSchedulers:
         made = []

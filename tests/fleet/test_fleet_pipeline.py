@@ -136,7 +136,7 @@ def test_pipeline_is_loaded_accelerated_and_warm(folder):
     settings = PipelineSettings(
         pipeline=str(folder),
         accelerate={"backend": "eager", "ignores": ["vae"], "deep_cache": {"quality": 45.0}},
-        warm_up={"sizes": [[32, 32]]},
+        warm_up={"prompt": "x", "width": 32, "height": 32},
     )
     pipe = fleet_pipeline.load(settings)
     assert "_accel" in vars(pipe) and vars(pipe)["_accel"]._deep_cache.quality == 45.0
@@ -169,7 +169,7 @@ def test_images_are_the_pipelines_own_and_are_answered_though_a_replica_is_kille
         pipeline=str(folder),
         replicas=2,
         accelerate={"backend": "eager", "ignores": ["vae"]},
-        warm_up={"sizes": [[32, 32]]},
+        warm_up={"prompt": "x", "width": 32, "height": 32},
         environment={"ACCEL_STORE": "off"},
     )
     with fleet.own_ray(2) as url:
