@@ -16,12 +16,12 @@ import torch
 
 from .features import weights
 from .noise_levels import is_near
-from .predictions import FOLLOWS, Evaluation, FullEvaluations, mixed
+from .predictions import FOLLOW_RATIO, Evaluation, FullEvaluations, mixed
 from .sampler_facts import MEMORY, Response
 
-LARGEST_FACTOR = 200.0
-"""The most by which what the latent lacks is multiplied for a prediction to make up for it. A step that uses less of
-its prediction leaves that to the next one."""
+MAX_GAIN = 200.0
+"""Upper bound of the gain applied to the latent's error when correcting a prediction. A step that uses less of its
+prediction leaves that to the next one."""
 
 _INEXACT = 1e-4
 
@@ -39,11 +39,11 @@ class Correction:
         self._response, self._full, self._follows = response, full, follows
         self._skipped: list[Evaluation] = []
         """Since the newest full one."""
-        self._off: dict[int, torch.Tensor] = {}
+        self._errors: dict[int, torch.Tensor] = {}
         """By how much what should have been given exceeds what was: by evaluation, the last `MEMORY`, into which those
         before are folded."""
-        self._off_before: dict[int, torch.Tensor] = {}
-        """`_off` as it was at the newest full one."""
+        self._errors_before: dict[int, torch.Tensor] = {}
+        """`_errors` as it was at the newest full one."""
         self._newest: tuple[torch.Tensor, torch.Tensor] | None = None
         """What the sampler was given last, and the prediction in it; None where they are the same."""
         self.is_over = False
@@ -66,8 +66,8 @@ class Correction:
         if self._full.known and self._skipped:
             self._look_back([now, self._full.known[0]])
         self._skipped.clear()
-        given = self._balanced(now.index, now.prediction + FOLLOWS * self._deviation(now.index))
-        self._off_before = self._off
+        given = self._balanced(now.index, now.prediction + FOLLOW_RATIO * self._deviation(now.index))
+        self._errors_before = self._errors
         return given
 
     def prediction_in(self, given: torch.Tensor) -> torch.Tensor:
@@ -89,41 +89,41 @@ class Correction:
             return now.prediction
         held, moved = mixed(self._full.known, self._full.factors(now.place), now.latent, now.level)
         # What the skipped path makes follows it as what the model returns does; right where there is little noise.
-        too_far = self._follows[now.index] - FOLLOWS
+        too_far = self._follows[now.index] - FOLLOW_RATIO
         return now.prediction + too_far * math.tan(min(now.place, math.pi / 4)) * (held - moved)
 
     def _look_back(self, points: Sequence[Evaluation]) -> None:
         """Note what the skipped evaluations between two full ones should have given."""
         places = [one.place for one in points]
-        self._off = self._off_before
+        self._errors = self._errors_before
         for one in self._skipped:
             latent = one.latent + self._deviation(one.index)
             held, moved = mixed(points, weights(places, one.place), latent, one.level)
-            self._note(one.index, held + FOLLOWS * (moved - held) - one.given)
+            self._note(one.index, held + FOLLOW_RATIO * (moved - held) - one.given)
 
     def _balanced(self, index: int, prediction: torch.Tensor) -> torch.Tensor:
         """`prediction` with what it takes for the next latent to be what it should be; noted."""
         effect = self._response.effects[index + 1][index]
         missing = self._deviation(index + 1)
-        if isinstance(missing, torch.Tensor) and abs(effect) * LARGEST_FACTOR > 1:
+        if isinstance(missing, torch.Tensor) and abs(effect) * MAX_GAIN > 1:
             given = prediction + missing / effect
             if abs(effect - 1) > _INEXACT:
                 self._newest = given, prediction
             self._note(index, prediction - given)
             return given
-        if self._off:
+        if self._errors:
             self._note(index, torch.zeros_like(prediction))
         return prediction
 
     def _deviation(self, index: int) -> torch.Tensor | float:
         """By how much the latent of evaluation `index` should be larger."""
         effects = self._response.effects[index]
-        return sum((off * effects[one] for one, off in self._off.items() if effects[one]), 0.0)
+        return sum((off * effects[one] for one, off in self._errors.items() if effects[one]), 0.0)
 
     def _note(self, index: int, off: torch.Tensor) -> None:
-        self._off = {**self._off, index: off}
-        oldest = self._off.pop(index - MEMORY, None)
+        self._errors = {**self._errors, index: off}
+        oldest = self._errors.pop(index - MEMORY, None)
         if oldest is not None:
             for place, factor in enumerate(self._response.folds[index], index - MEMORY + 1):
                 if factor:
-                    self._off[place] = self._off.get(place, 0.0) + factor * oldest
+                    self._errors[place] = self._errors.get(place, 0.0) + factor * oldest

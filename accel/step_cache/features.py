@@ -20,22 +20,18 @@ from .plan import QualityPlan
 
 
 def weights(points: Sequence[float], at: float) -> list[float]:
-    """Lagrange weights: sum(w[i] * f[i]) is the polynomial through (points[i], f[i]) at `at`. They add up to 1.
+    """What the values at `points` count at `at`: a single one fully, two as on the line through them.
 
-    points: newest first, all different.
+    points: newest first, different. The weights add up to 1.
     """
-    result = []
-    for i, own in enumerate(points):
-        product = 1.0
-        for j, other in enumerate(points):
-            if j != i:
-                product *= (at - other) / (own - other)
-        result.append(product)
-    return result
+    if len(points) == 1:
+        return [1.0]
+    newest, older = points
+    return [(at - older) / (newest - older), (at - newest) / (older - newest)]
 
 
 class History:
-    """The last `keep` points of one feature, newest first, each with a copy of the feature."""
+    """The last point of one feature, or the last two, newest first, each with a copy of the feature."""
 
     def __init__(self, keep: int):
         self._keep = keep
@@ -67,16 +63,13 @@ class History:
         self._points.insert(0, (step, at, feature if owned else feature.clone()))
 
     def value(self, at: float) -> torch.Tensor:
-        """The feature at the place `at`, in memory of its own: the forecast, or the newest point where it is the only
-        one."""
+        """The feature at the place `at`, in memory of its own: the forecast, or the point where it is the only one."""
         newest = self._points[0][2]
         result = newest.clone()
         if len(self._points) > 1:
-            factors = weights([place for _, place, _ in self._points], at)
-            for weight, (_, _, older) in zip(factors, self._points, strict=True):
-                if older is not newest:
-                    # The weights add up to 1. Differences of neighbours keep their digits in half precision.
-                    result.add_(older - newest, alpha=weight)
+            (_, place, _), (_, before, older) = self._points
+            # The weights add up to 1. Differences of neighbours keep their digits in half precision.
+            result.add_(older - newest, alpha=weights((place, before), at)[1])
         return result
 
 
@@ -209,7 +202,6 @@ class Features:
 
     def cannot_keep(self, error: Exception) -> None:
         """Note that a feature could not be stored, as for lack of memory: nothing is skipped any more."""
-        self._histories.clear()
         self.run.run_in_full(f"a feature could not be kept ({one_line(error)})", error)
 
     def _exchanged(self, keys: Sequence[BranchKey], feature: torch.Tensor, part: Hashable, owned: bool) -> torch.Tensor:

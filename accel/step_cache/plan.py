@@ -36,7 +36,7 @@ class QualityPlan:
     """Keeps the final latent within `target` dB (PSNR, its range as the peak) of the uncached run's, by estimate.
 
     Steps are asked about in their order, each once. Errors are shares of the latent's range; costs are their squares,
-    for predictions of a bend of 1 (`_reach`).
+    for predictions of a curvature of 1 (`_line_error`).
     """
 
     points = 2
@@ -53,29 +53,29 @@ class QualityPlan:
         """Full steps, in order."""
         self._next_full = 0
         """The step up to which all are skipped."""
-        self._coming: dict[int, tuple[HostCopy, float]] = {}
-        """Full step → what it showed, on the way from the device, and its `_reach`."""
-        self._bends: dict[int, float] = {}
-        """Full step → how far predictions bend there: its error over its reach."""
+        self._pending: dict[int, tuple[HostCopy, float]] = {}
+        """Full step → what it showed, on the way from the device, and its `_line_error`."""
+        self._curvatures: dict[int, float] = {}
+        """Full step → how far predictions bend there: its error over its `_line_error`."""
         self._skipped: dict[int, float] = {}
         """Full step → the cost of what was skipped before it."""
         self._costs: dict[tuple[int, int, int], float] = {}
-        self._ways: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._cheapest: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def skips(self, step: int) -> bool:
         """Whether `step` may be skipped; never the first one after `begin`. On a device the host waits for what the
         last full step showed: that is over sooner than another full step."""
         if step < self._next_full:
             return True
-        for full, (shown, reach) in self._coming.items():
-            self._bends[full] = shown.read().double().max().item() / reach
-        self._coming.clear()
-        newest = list(self._bends.values())[-LOOK_BACK:]
+        for full, (shown, line_error) in self._pending.items():
+            self._curvatures[full] = shown.read().double().max().item() / line_error
+        self._pending.clear()
+        newest = list(self._curvatures.values())[-LOOK_BACK:]
         if not newest or not all(map(math.isfinite, newest)) or self._fulls[-1] != step - 1:
             return False
-        bend = max(newest)
-        spent = sum(cost * self._bends.get(full, bend) ** 2 for full, cost in self._skipped.items())
-        self._next_full = self._next(step - 1, bend, self._allowed - spent)
+        curvature = max(newest)
+        spent = sum(cost * self._curvatures.get(full, curvature) ** 2 for full, cost in self._skipped.items())
+        self._next_full = self._next(step - 1, curvature, self._allowed - spent)
         return step < self._next_full
 
     def note_full(self, step: int) -> None:
@@ -86,23 +86,23 @@ class QualityPlan:
 
     def note_shown(self, step: int, error: torch.Tensor) -> None:
         """How far the prediction of full `step` was from its forecast [B], root mean squares on the device."""
-        if len(self._fulls) > 2 and (reach := self._reach(step, *self._fulls[-2:-4:-1])):
-            self._coming[step] = HostCopy(error), reach
+        if len(self._fulls) > 2 and (line_error := self._line_error(step, *self._fulls[-2:-4:-1])):
+            self._pending[step] = HostCopy(error), line_error
 
     @property
     def _gap(self) -> int:
         """Steps from the last full step but one to the last one."""
         return min(self._fulls[-1] - self._fulls[-2], LONGEST) if len(self._fulls) > 1 else 1
 
-    def _next(self, full: int, bend: float, room: float) -> int:
-        """The next full step after `full` on the way with the fewest of them that costs no more than `room`."""
-        if not self._ways:
-            self._find_ways()
-        costs, after = self._ways[full, self._gap]
-        affordable = (costs * bend**2 <= room).nonzero()
+    def _next(self, full: int, curvature: float, budget: float) -> int:
+        """The next full step after `full` on the way with the fewest of them that costs no more than `budget`."""
+        if not self._cheapest:
+            self._find_cheapest()
+        costs, after = self._cheapest[full, self._gap]
+        affordable = (costs * curvature**2 <= budget).nonzero()
         return int(after[affordable[0]]) if len(affordable) else full + 1
 
-    def _find_ways(self) -> None:
+    def _find_cheapest(self) -> None:
         """From each full step, by the gap before it, to the end: by the number of full steps on the way [steps] the
         least cost, and the first of these steps."""
         steps = self._facts.steps
@@ -115,9 +115,9 @@ class QualityPlan:
                     if after == steps:
                         row[0] = cost
                     else:
-                        row[1:] = cost + self._ways[after, after - full][0][:-1]
+                        row[1:] = cost + self._cheapest[after, after - full][0][:-1]
                 least, place = costs.min(0)
-                self._ways[full, gap] = least, place + full + 1
+                self._cheapest[full, gap] = least, place + full + 1
 
     def _cost(self, full: int, gap: int, after: int) -> float:
         """The cost of skipping all steps from `full`, `gap` steps after the one before, up to `after`. Their errors
@@ -127,15 +127,18 @@ class QualityPlan:
             is_corrected = self._facts.response is not None and after < self._facts.steps
             error = 0.0
             for step in range(full + 1, after):
-                reach = self._reach(step, full, full - gap)
+                line_error = self._line_error(step, full, full - gap)
                 if is_corrected:
-                    reach += CORRECTED * (self._reach(step, full, after) - reach)
-                error += (REACHES_IMAGE if after < self._facts.steps else 1.0) * self._facts.gain(step) * reach
+                    line_error += CORRECTED * (self._line_error(step, full, after) - line_error)
+                error += (REACHES_IMAGE if after < self._facts.steps else 1.0) * self._facts.gain(step) * line_error
             self._costs[key] = error**2
         return self._costs[key]
 
-    def _reach(self, step: int, one: int, other: int) -> float:
-        """How a line through two full steps errs with the distance: as the remainder of a polynomial through two points
-        does. Predictions bend the more the more noise there is; over its ratio to the image about evenly."""
+    def _line_error(self, step: int, one: int, other: int) -> float:
+        """The error of a line through two full steps, for a curvature of 1.
+
+        As the remainder of a polynomial through two points, it grows with the distances. Predictions bend the more the
+        more noise there is; over its ratio to the image about evenly.
+        """
         here, there, beyond = (self._facts.angles[at] for at in (step, one, other))
         return abs(here - there) * abs(here - beyond) / max(math.cos(here), 1e-3)

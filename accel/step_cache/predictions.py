@@ -9,7 +9,7 @@ import torch
 
 from .features import weights
 
-FOLLOWS = 0.5
+FOLLOW_RATIO = 0.5
 """How far a prediction follows when the latent is moved, as a share of the move. On the trained networks it is from
 about 0 where there is much noise to about 1 where there is little, and differs from image to image."""
 
@@ -32,10 +32,10 @@ class FullEvaluations:
     """The last two full evaluations, the newest first, as long as the model is asked the same. Memory: four latents,
     most of which the sampler holds as well.
 
-    follows: `FOLLOWS`, or 0 where the latent is moved by noise.
+    follows: `FOLLOW_RATIO`, or 0 where the latent is moved by noise.
     """
 
-    def __init__(self, follows: float = FOLLOWS):
+    def __init__(self, follows: float = FOLLOW_RATIO):
         self._follows = follows
         self.known: list[Evaluation] = []
         self._situation: Hashable = None

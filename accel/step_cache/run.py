@@ -23,7 +23,7 @@ from .config import DeepCacheSettings
 from .correction import Correction
 from .features import Features
 from .noise_levels import angle, in_window, is_in_order, step_of, stretch_of
-from .predictions import FOLLOWS, Evaluation, FullEvaluations
+from .predictions import FOLLOW_RATIO, Evaluation, FullEvaluations
 from .sampler_facts import SamplerFacts
 
 FULL, SKIPPED = "FS"
@@ -82,7 +82,7 @@ class DeepCacheRun:
         self._evaluations = -1
         self._is_new = False
         """Whether the current evaluation is the first of its step."""
-        self._full = FullEvaluations(0.0 if facts.adds_noise else FOLLOWS)
+        self._full = FullEvaluations(0.0 if facts.adds_noise else FOLLOW_RATIO)
         self._correction = None if facts.response is None else Correction(facts.response, self._full, follows)
         self._lock = threading.Lock()
         if why_full is None and not is_in_order(facts.levels):
@@ -180,7 +180,7 @@ class DeepCacheRun:
             return False
 
     def _forget(self) -> None:
-        for features in filter(None, self._models.values()):
+        for features in filter(None, list(self._models.values())):
             features.forget()
 
     def _go_back(self) -> None:
@@ -229,18 +229,13 @@ class DeepCacheRun:
             self._counted[self.step] = self._counted.get(self.step, False) or skipped
 
     def run_in_full(self, reason: str, error: Exception | None = None) -> None:
-        """Skip nothing from now on; the first reason is logged. error: what it came from."""
+        """Drop all features and skip nothing from now on; the first reason is logged. error: what it came from."""
+        self._forget()
         if error is not None:
             log.debug("DeepCache: where it failed", exc_info=error)
         if self.why_full is None:
             log.warning("DeepCache: %s; every step runs in full.", reason)
             self.why_full = reason
-
-    def give_back(self) -> None:
-        """Drop all features and skip nothing from now on, since memory ran out."""
-        kept = self.bytes
-        self._forget()
-        self.run_in_full(f"memory ran out while it kept {kept / (1 << 20):.0f} MB for skipped steps")
 
     # What is told of the run
 

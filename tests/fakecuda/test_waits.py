@@ -121,5 +121,5 @@ def test_what_a_full_step_shows_decides_the_next_one_whether_it_has_come_or_not(
             torch.cuda._sleep(behind)
         plan.note_shown(step, torch.zeros(1).cuda())
     plan.skips(4)
-    assert set(plan._bends) == {2, 3}
+    assert set(plan._curvatures) == {2, 3}
     torch.cuda.synchronize()

@@ -76,7 +76,7 @@ def run(sample, skipped, correct, changes=(), scale=lambda step: None, follows=1
 @pytest.fixture
 def exactly(monkeypatch):
     """All is corrected, of predictions that do not follow the latent."""
-    monkeypatch.setattr(correction, "FOLLOWS", 0.0)
+    monkeypatch.setattr(correction, "FOLLOW_RATIO", 0.0)
 
 
 @pytest.mark.parametrize("memory", [0, 1, 3])
@@ -89,7 +89,7 @@ def test_latent_is_as_if_nothing_had_been_skipped(exactly, memory, skipped):
 
 def test_step_that_hardly_uses_its_prediction_leaves_it_to_the_next(monkeypatch):
     """One of 300 times what the latent lacks would be far from any prediction."""
-    monkeypatch.setattr(correction, "FOLLOWS", 0.0)
+    monkeypatch.setattr(correction, "FOLLOW_RATIO", 0.0)
     near = 4.0 * (1 - 1 / 300)
     levels, given = (14.6, 9.0, 6.0, 4.0, near, 2.0, 1.0, 0.0), []
     facts = measured(levels, False, sampler(0, levels))
@@ -124,7 +124,7 @@ def test_full_steps_alone_stay_bit_identical():
 )
 def test_nothing_is_interpolated_where_another_thing_is_asked_from_then_on(monkeypatch, how):
     """What is asked changes between the full steps 3 and 6."""
-    monkeypatch.setattr(correction, "FOLLOWS", 1.0)  # then extrapolated predictions stay as they are
+    monkeypatch.setattr(correction, "FOLLOW_RATIO", 1.0)  # then extrapolated predictions stay as they are
     wrong = run(sampler(0), {4, 5}, False)
     assert torch.allclose(run(sampler(0), {4, 5}, True, **how), wrong, rtol=1e-6)
     assert not torch.allclose(run(sampler(0), {4, 5}, True), wrong, rtol=1e-3)

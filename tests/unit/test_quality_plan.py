@@ -33,7 +33,7 @@ def planned(target=40.0, bend=0.5, levels=LEVELS, gains=None):
         plan.note_full(step)
         if len(fulls) > 1:
             bends = torch.as_tensor(bend(math.atan(levels[step])) if callable(bend) else bend).reshape(-1).double()
-            plan.note_shown(step, bends * plan._reach(step, fulls[-1], fulls[-2]))
+            plan.note_shown(step, bends * plan._line_error(step, fulls[-1], fulls[-2]))
         fulls.append(step)
         letters += "F"
     return letters

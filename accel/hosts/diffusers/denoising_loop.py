@@ -2,69 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import MethodType
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-from ...modules.substitution import rebound
-
-_NAME = "progress_bar"
+from .replaced_method import replaced_method
 
 MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
-@contextmanager
-def around_loops(pipe: Any, context: MakeContext) -> Iterator[None]:
-    """Run each denoising loop of the pipeline in a context made by `context`, which ends with the loop.
+def around_loops(pipe: Any, context: MakeContext) -> AbstractContextManager[None]:
+    """Within what it returns, each denoising loop of the pipeline runs in a context made by `context`.
 
     Does nothing for a pipeline without a progress bar. Keeps no reference to the pipeline.
     """
-    if not callable(getattr(pipe, _NAME, None)):
-        del pipe
-        yield
-        return
-    before, reference = vars(pipe).get(_NAME), weakref.ref(pipe)
-    bar = vars(pipe)[_NAME] = _ProgressBar(getattr(pipe, _NAME), context)
-    del pipe
-    try:
-        yield
-    finally:
-        bar.is_over = True
-        own = {} if reference() is None else vars(reference())
-        if own.get(_NAME) is bar:
-            del own[_NAME]
-            if before is not None:
-                own[_NAME] = before
-
-
-class _ProgressBar:
-    """Replaces a pipeline's `progress_bar`: its own progress bar, and a context with it."""
-
-    def __init__(self, own: Callable[..., Any], context: MakeContext):
-        self._own = weakref.WeakMethod(own) if isinstance(own, MethodType) else lambda: own
-        self._context = context
-        self.is_over = False
-        """Checked because other code may have wrapped this and still call it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bar = self._own()(*args, **kwargs)
-        return bar if self.is_over else _Loop(bar, self._context)
-
-    def __deepcopy__(self, memo: dict) -> Any:
-        """The pipeline's own method, bound to the copy of the pipeline, which `memo` already has."""
-        own = self._own()
-        return rebound(own, memo, own) if isinstance(own, MethodType) else copy.deepcopy(own, memo)
-
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        """The pipeline's own method: what is pickled is the pipeline as it was before."""
-        return _itself, (self._own(),)
-
-
-def _itself(value: Any) -> Any:
-    return value
+    if not callable(getattr(pipe, "progress_bar", None)):
+        return nullcontext()
+    return replaced_method(pipe, "progress_bar", lambda own, *args, **kwargs: _Loop(own(*args, **kwargs), context))
 
 
 class _Loop:

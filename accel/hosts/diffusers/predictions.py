@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import MethodType
 from typing import Any
 
 import torch
 
 from ...core.events import log
-from ...modules.substitution import rebound
 from ...step_cache.noise_levels import angle as angle_of
 from ...step_cache.sampler_facts import Noise, Predict, SamplerFacts, measured
+from .replaced_method import replaced_method
 from .schedule import PipelineSchedule, is_flow
 
 
@@ -108,51 +106,20 @@ def _on_cpu(scheduler: Any) -> Any:
     return copy.deepcopy(shallow)
 
 
-@contextmanager
 def around_steps(
     scheduler: Any, begin: Callable[[dict[str, Any]], torch.Tensor | None], end: Callable[[Any], None]
-) -> Iterator[None]:
-    """Within it, `begin` gets the arguments of each `scheduler.step` before that runs, and returns what it is to be
-    given in place of the model's output, if anything; `end` gets what it returns."""
-    own = vars(scheduler)
-    before = own.get("step")
-    step = own["step"] = _Step(scheduler.step, before, begin, end)
-    try:
-        yield
-    finally:
-        step.is_over = True
-        # Runs of other threads with this scheduler may have begun after this one, or ended before it.
-        while isinstance(top := own.get("step"), _Step) and top.is_over:
-            if top.before is None:
-                del own["step"]
-            else:
-                own["step"] = top.before
+) -> AbstractContextManager[None]:
+    """Within what it returns, `begin` gets the arguments of each `scheduler.step` before that runs, and returns what it
+    is to be given in place of the model's output, if anything; `end` gets what it returns."""
+    names = tuple(inspect.signature(scheduler.step).parameters)
 
-
-class _Step:
-    """In place of a scheduler's `step`. before: what stood on the scheduler itself."""
-
-    def __init__(self, own: Callable[..., Any], before: Any, begin: Callable[..., Any], end: Callable[..., Any]):
-        functools.update_wrapper(self, own)  # pipelines ask for its parameters
-        self._own, self.before, self._begin, self._end = own, before, begin, end
-        self.is_over = False
-        self._names = tuple(inspect.signature(own).parameters)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_over:
-            return self._own(*args, **kwargs)
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        output = self._begin(given)
+    def step(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        output = begin(given)
         if output is not None:
             args, kwargs = (), {**given, "model_output": output}
-        result = self._own(*args, **kwargs)
-        self._end(result)
+        result = own(*args, **kwargs)
+        end(result)
         return result
 
-    def __deepcopy__(self, memo: dict) -> Any:
-        """The scheduler's own method, bound to the copy of the scheduler; itself where only its attributes are copied,
-        to be put back."""
-        own = self._own
-        while isinstance(own, _Step):  # of a context around this one
-            own = own._own
-        return rebound(own, memo, self) if isinstance(own, MethodType) else copy.deepcopy(own, memo)
+    return replaced_method(scheduler, "step", step)

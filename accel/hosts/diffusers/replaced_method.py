@@ -1,0 +1,69 @@
+"""A method of one object replaced for the length of a context, as a pipeline's progress bar or a scheduler's step."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+from ...modules.substitution import rebound
+
+
+@contextmanager
+def replaced_method(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    """Within the context, `owner.name(...)` is `call(own, ...)`, where `own` is the method as it was.
+
+    Copies of the owner, pickled or not, have their own method. Keeps no reference to the owner.
+    """
+    before, reference = vars(owner).get(name), weakref.ref(owner)
+    replacement = vars(owner)[name] = _Replacement(getattr(owner, name), before, call)
+    del owner
+    try:
+        yield
+    finally:
+        replacement.is_over = True
+        own = {} if reference() is None else vars(reference())
+        # Contexts of other threads may have begun after this one, or ended before it.
+        while isinstance(top := own.get(name), _Replacement) and top.is_over:
+            del own[name]
+            if top.before is not None:
+                own[name] = top.before
+
+
+class _Replacement:
+    """Stands in a method's place. before: what the object itself had there."""
+
+    def __init__(self, own: Callable[..., Any], before: Any, call: Callable[..., Any]):
+        self._own = weakref.WeakMethod(own) if isinstance(own, MethodType) else lambda: own
+        self.before, self._call = before, call
+        self.is_over = False
+        """Checked because other code may have wrapped this and still call it."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The method's own: pipelines ask for its parameters."""
+        return inspect.signature(self._own())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self._own()
+        return own(*args, **kwargs) if self.is_over else self._call(own, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """The method as it was, bound to the copy of its object; itself where only attributes are copied, to be put
+        back."""
+        own = self._own()
+        while isinstance(own, _Replacement):  # of a context around this one
+            own = own._own()
+        return rebound(own, memo, self) if isinstance(own, MethodType) else copy.deepcopy(own, memo)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """The method as it was: what is pickled is the object without this."""
+        return _itself, (self._own(),)
+
+
+def _itself(value: Any) -> Any:
+    return value
