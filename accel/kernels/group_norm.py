@@ -1,4 +1,4 @@
-"""Group norm, and sums with a number for each channel, in GPU kernels that are as good at any size as at one.
+"""Group norm of a sum with numbers for each channel, in GPU kernels that are as good at any size as at one.
 
 Inductor's kernels for any size find the channel of each element by divisions, which for one size are products. Here a
 program works on part of one channel's plane: it asks for the channel once, and reads 128 bits at a time.
@@ -23,14 +23,13 @@ _defining = threading.Lock()
 
 
 def define() -> None:
-    """Register the operators `accel::group_norm` and `accel::add_planes`, once in the process.
+    """Register the operator `accel::group_norm`, once in the process.
 
     Inductor sees the kernels inside, so that they are in a saved graph, compiled.
     """
     with _defining:
-        for name, function in (("group_norm", group_norm), ("add_planes", sum_of_planes)):
-            if not hasattr(torch.ops.accel, name):
-                triton_op(f"accel::{name}", function, mutates_args=())
+        if not hasattr(torch.ops.accel, "group_norm"):
+            triton_op("accel::group_norm", group_norm, mutates_args=())
 
 
 @triton.jit
@@ -133,34 +132,6 @@ def normalise(
         tl.store(out + start + offsets, value, offsets < plane)
 
 
-@triton.jit
-def add_planes(x, other, by_channel, more_by_channel, by_image, out, plane, channels, length: tl.constexpr):
-    """The sum of planes and of numbers for each plane."""
-    part, channel, image = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = image * channels + channel
-    added = 0.0
-    if by_channel is not None:
-        added += tl.load(by_channel + channel).to(tl.float32)
-    if more_by_channel is not None:
-        added += tl.load(more_by_channel + channel).to(tl.float32)
-    if by_image is not None:
-        added += tl.load(by_image + row).to(tl.float32)
-    offsets = part * length + tl.arange(0, length)
-    if plane % 16 == 0:
-        size = plane // 16 * 16
-        start = row.to(tl.int64) * size
-        value = tl.load(x + start + offsets, offsets < size).to(tl.float32) + added
-        if other is not None:
-            value += tl.load(other + start + offsets, offsets < size).to(tl.float32)
-        tl.store(out + start + offsets, value, offsets < size)
-    else:
-        start = row.to(tl.int64) * plane
-        value = tl.load(x + start + offsets, offsets < plane).to(tl.float32) + added
-        if other is not None:
-            value += tl.load(other + start + offsets, offsets < plane).to(tl.float32)
-        tl.store(out + start + offsets, value, offsets < plane)
-
-
 def group_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -189,23 +160,6 @@ def group_norm(
     wrap_triton(normalise)[grid](
         x, by_channel, by_image, moments, weight, bias, out, plane, members, groups, silu, PART
     )
-    return out
-
-
-def sum_of_planes(
-    x: torch.Tensor,
-    other: torch.Tensor | None,
-    by_channel: torch.Tensor | None,
-    more_by_channel: torch.Tensor | None,
-    by_image: torch.Tensor | None,
-) -> torch.Tensor:
-    """The sum of all. x, other: [B, C, ...], contiguous. by_channel, more_by_channel: [C]. by_image: [B, C]."""
-    out = torch.empty_like(x)
-    grid = (_parts(x), x.shape[1], x.shape[0])
-    by_channel, more_by_channel, by_image = (
-        None if given is None else given.contiguous() for given in (by_channel, more_by_channel, by_image)
-    )
-    wrap_triton(add_planes)[grid](x, other, by_channel, more_by_channel, by_image, out, _plane(x), x.shape[1], PART)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Replaces group norms, and sums with a number for each channel, in a traced graph by `group_norm`'s operators.
+"""Replaces group norms in a traced graph by `group_norm`'s operator, and orders attention's queries.
 
 A block adds a bias and an embedding to each channel of what a convolution gives, and normalises the sum. What is added
 goes into the kernels that read it anyway. For one size, inductor's own kernels are as good, and stay.
@@ -33,7 +33,6 @@ _IN_PLACE = {
     "ior",
     *(f"i{name}" for name in dir(operator) if hasattr(operator, f"i{name}")),
 }
-_MOST_PLANES, _MOST_BY_CHANNEL = 2, 2
 
 
 @contextmanager
@@ -67,9 +66,6 @@ def rewrite(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is torch.nn.functional.group_norm:
             _replace_norm(graph, node, writes)
-    for node in [] if writes else reversed(list(graph.nodes)):
-        if node.target in _ADD and node.users and all(map(_reads_memory, node.users)):
-            _replace_sum(graph, node)
 
 
 def _order_queries(graph: Graph, node: Node) -> None:
@@ -117,29 +113,14 @@ def _replace_norm(graph: Graph, node: Node, writes: bool) -> None:
     after = next(iter(node.users)) if len(node.users) == 1 else None
     has_silu = after is not None and after.target is torch.nn.functional.silu
     with graph.inserting_before(node):
-        by_channel, by_image = _flat(graph, terms)
+        by_channel = [graph.call_method("flatten", (term,)) for term in terms.by_channel] or [None]
+        by_image = [graph.call_method("flatten", (term, 1)) for term in terms.by_image] or [None]
         arguments = (terms.planes[0], weight, bias, given["num_groups"], given.get("eps", 1e-5), has_silu)
-        made = graph.call_function(torch.ops.accel.group_norm.default, (*arguments, *by_channel[:1], *by_image))
-    _replace(graph, after if has_silu else node, made)
-
-
-def _replace_sum(graph: Graph, node: Node) -> None:
-    terms = _Terms()
-    if not _is_plain(node) or not _collect(node, None, terms) or not (terms.by_channel or terms.by_image):
-        return
-    if len(terms.planes) > _MOST_PLANES or len(terms.by_channel) > _MOST_BY_CHANNEL or len(terms.by_image) > 1:
-        return
-    with graph.inserting_before(node):
-        by_channel, by_image = _flat(graph, terms)
-        planes = (*terms.planes, None)[:_MOST_PLANES]
-        made = graph.call_function(torch.ops.accel.add_planes.default, (*planes, *by_channel, *by_image))
-    _replace(graph, node, made)
-
-
-def _replace(graph: Graph, node: Node, made: Node) -> None:
-    made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
-    unused = [node]
+        made = graph.call_function(torch.ops.accel.group_norm.default, (*arguments, *by_channel, *by_image))
+    replaced = after if has_silu else node
+    made.meta = dict(replaced.meta)
+    replaced.replace_all_uses_with(made)
+    unused = [replaced]
     while unused:
         node = unused.pop()
         if not node.users and node.target in _REPLACED:
@@ -163,21 +144,14 @@ def _may_write(node: Node) -> bool:
     return in_place or node.kwargs.get("inplace") or "out" in node.kwargs or any(value is True for value in node.args)
 
 
-def _flat(graph: Graph, terms: _Terms) -> tuple[list[Any], list[Any]]:
-    """The numbers for each channel [C], two or None, and for each of each image [B, C], one or None."""
-    by_channel = [graph.call_method("flatten", (term,)) for term in terms.by_channel]
-    by_image = [graph.call_method("flatten", (term, 1)) for term in terms.by_image]
-    return [*by_channel, None, None][:_MOST_BY_CHANNEL], [*by_image, None][:1]
-
-
-def _collect(node: Any, user: Node | None, terms: _Terms, like: Node | None = None) -> bool:
+def _collect(node: Any, user: Node, terms: _Terms, like: Node | None = None) -> bool:
     """Add the terms of a sum that only `user` reads; False where one is of none of these shapes."""
     like = like or node
     if not isinstance(node, Node):
         return False
     if _has_shape_of(node, like):
         is_sum = node.op == "call_function" and node.target in _ADD and len(node.args) == 2 and not node.kwargs
-        if is_sum and (user is None or list(node.users) == [user]):
+        if is_sum and list(node.users) == [user]:
             return all(_collect(term, node, terms, like) for term in node.args)
         terms.planes.append(node)
         return _is_plain(node)
@@ -196,11 +170,6 @@ def _collect(node: Any, user: Node | None, terms: _Terms, like: Node | None = No
         return False
     (terms.by_channel if len(channels) == 1 else terms.by_image).append(node)
     return True
-
-
-def _reads_memory(node: Node) -> bool:
-    """Whether a node reads what it is given from memory, so that nothing is lost if that is not fused with it."""
-    return node.op == "output" or str(node.target).startswith("accel.")
 
 
 def _is_plain(node: Any) -> bool:
