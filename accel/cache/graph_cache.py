@@ -59,10 +59,10 @@ class GraphCache:
         """Entries evicted so far, for whatever reason."""
         self.generation = 0
         """Grows whenever a compiled graph is dropped, or found wrong, so that whoever has some looks them up again."""
-        self.keepers: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        """Who keeps references to compiled graphs beyond a run: they are cleared (`clear`) when one is dropped."""
-        self.keep_state: set[Hashable] = set()
-        """Blocks with code that was found to keep something: what it keeps may be part of their keys, which change."""
+        self.listeners: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        """Those that keep references to graphs beyond a run; each is cleared (`clear`) when a compiled one is dropped."""
+        self.stateful_blocks: set[Hashable] = set()
+        """Class and code of blocks that keep state: what they keep may be part of their keys, which change."""
         self.store: Any = None
         """The `GraphStore` that keeps graphs from one process to the next; None keeps none."""
         self.captures: Any = None
@@ -138,7 +138,7 @@ class GraphCache:
     def forget(self) -> None:
         """Have whoever references compiled graphs look them up again, since one was found wrong."""
         with self._lock:
-            self._have_forgotten()
+            self._graphs_dropped()
 
     def clear_failure(self, key: Hashable) -> None:
         """Allow compiling for the key again: the call that failed was itself to blame."""
@@ -214,7 +214,7 @@ class GraphCache:
         """Drop one graph of an entry; the next call that it would fit gets a new one."""
         with self._lock:
             entry.drop(graph)
-            self._have_forgotten()
+            self._graphs_dropped()
 
     def _enter(self, key: Hashable, name: str, lease: Lease | None, is_capture: bool) -> Entry:
         with self._lock:
@@ -336,14 +336,14 @@ class GraphCache:
         self._evicted_hits += entry.calls
         self.evictions += 1
         if not entry.is_capture:
-            self._have_forgotten()
+            self._graphs_dropped()
         return True
 
-    def _have_forgotten(self) -> None:
+    def _graphs_dropped(self) -> None:
         self.generation += 1
-        for keeper in [known() for known in self.keepers.keyrefs()]:  # other threads add some meanwhile
-            if keeper is not None:
-                keeper.clear()
+        for listener in [known() for known in self.listeners.keyrefs()]:  # other threads add some meanwhile
+            if listener is not None:
+                listener.clear()
 
     def _shrink(self, keep: set[Hashable] | tuple[()]) -> None:
         # Captured calls first: each costs a few steps to make again, compiling costs minutes. What they share is

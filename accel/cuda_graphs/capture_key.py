@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..signature.argument_guard import ArgumentGuard, tensor_guard
+from ..signature.argument_guard import CallGuard
 from ..signature.tensors import is_channels_last
 from ..signature.tree_spec import Spec
 
@@ -74,7 +74,7 @@ def buffer_specs(tensors: Sequence[torch.Tensor]) -> tuple[BufferSpec, ...]:
     return tuple(BufferSpec(t.shape, t.dtype, t.device, is_channels_last(t)) for t in tensors)
 
 
-class CallVariant:
+class CallVariant(CallGuard):
     """Calls with the arguments of one call but for the values of its tensors, which are plain.
 
     inputs: the tensors of that call, from `tree_spec.flatten`. Neither they nor the model are kept.
@@ -84,19 +84,10 @@ class CallVariant:
     def __init__(
         self, args: tuple, kwargs: dict[str, Any], spec: Spec, inputs: Sequence[torch.Tensor], replace: Replace
     ):
-        self._guard = ArgumentGuard(args, kwargs, spec, inputs, replace)
-        given = self._guard.match(args, kwargs)
-        self._check = None if given is None else tensor_guard(given)
+        super().__init__(args, kwargs, spec, inputs, replace)
         self._specs = buffer_specs(inputs)
         self.device = next((tensor.device for tensor in inputs if tensor.numel()), None)
         self._keys: dict[Hashable, CaptureKey] = {}
-
-    def match(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
-        """The tensors of a call of this variant; None for another call. Raises what `CallCache.find` does."""
-        given = self._guard.match(args, kwargs)
-        if given is None or self._check is None or not self._check(*given):
-            return None
-        return self._guard.with_numbers(given)
 
     def key(
         self,
@@ -106,12 +97,12 @@ class CallVariant:
         facts: Hashable,
     ) -> CaptureKey:
         """The key of such a call. model, facts: the same at every call of this method."""
-        exchanged = phase, buffer_specs(features.values()) if features else ()
+        exchanged = phase, buffer_specs(features.values())
         key = self._keys.get(exchanged)
         if key is None:
             if len(self._keys) >= _MAX_KEYS:
                 self._keys.clear()
-            key = CaptureKey(model, self._guard.spec, (*self._specs, *exchanged[1]), phase, facts)
+            key = CaptureKey(model, self.spec, (*self._specs, *exchanged[1]), phase, facts)
             self._keys[exchanged] = key
         return key
 

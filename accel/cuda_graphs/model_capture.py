@@ -24,6 +24,7 @@ from ..core.events import emit
 from ..core.fallbacks import fallbacks
 from ..core.reasons import Reason, RunEagerly, not_in_this_mode
 from ..dispatch.block_observer import BlockObserver
+from ..dispatch.block_runner import NotReady
 from ..dispatch.whole_calls import WholeCalls
 from ..modules.snapshot import are_same
 from ..signature import switches, tree_spec
@@ -327,7 +328,7 @@ class ModelCapture:
 
     def _advance(self, progress: _Progress, call: CallCapture, expected: Sequence[torch.Tensor]) -> Reason | None:
         """Dry-run the call or capture it, whichever is next; the reason where it will not be captured."""
-        known = (*self._host.interrupts, torch.OutOfMemoryError, MadeRoom, NoRoom, CaptureFailed)
+        known = (*self._host.interrupts, torch.OutOfMemoryError, MadeRoom, NoRoom, NotReady, CaptureFailed)
 
         def make() -> CapturedCall:
             if refusal is not None:
@@ -357,7 +358,7 @@ class ModelCapture:
                 self._pool.capturer.give_back()
             self._cache.find(call.key, f"{self._name} call", lambda _: True, make, self._lease, action="capture")
             return None
-        except MadeRoom:
+        except (MadeRoom, NotReady):  # later: another thread may have dropped a block's graph meanwhile
             return None
         except (NoRoom, NoGraph) as error:
             progress.refused = True

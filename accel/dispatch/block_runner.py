@@ -144,7 +144,7 @@ class BlockRunner:
             opaque_layers.begin(self._region.block)
         if self._lora is None or self._are_bare():
             captured = self._is_captured
-            hit = self._inline.match(args, kwargs, captured) or self._inline.wake(args, kwargs, captured)
+            hit = self._inline.match(args, kwargs, captured)
             if hit is not None:
                 guarded, tensors = hit
                 resolved, counter = guarded.resolved, guarded.counter
@@ -265,7 +265,7 @@ class BlockRunner:
     def _resolve(self, call: Call) -> ResolvedGraph | None:
         """The graph for the call; None where it runs eagerly. Raises NoGraph."""
         is_capturing = self.observer is not None and self.observer.capturing
-        is_known, resolved = self._inline.find(call, not is_capturing, self._is_captured)
+        is_known, resolved = self._inline.find(call, self._is_captured)
         if is_capturing and (not is_known or (resolved is not None and resolved.is_compared)):
             raise NotReady(f"{self.kind.name} ({self._region.path}) has no compared graph at hand")
         if is_known:
@@ -273,9 +273,9 @@ class BlockRunner:
         try:
             resolved = self._resolver.resolve(call, self.observer)
         except NoGraph:
-            self._inline.add(call, None, self._is_captured)
+            self._inline.add(call, None)
             raise
-        self._inline.add(call, resolved, self._is_captured)
+        self._inline.add(call, resolved)
         call.weights = ()  # compiling takes minutes, in which they may be replaced
         return resolved
 

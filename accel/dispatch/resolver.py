@@ -89,7 +89,7 @@ class GraphResolver:
             fallbacks.note(name, Reason("weights_elsewhere", device=str(device)))
             return None
         code = type(maker.region.block), maker.region.codes
-        if code in self._cache.keep_state:
+        if code in self._cache.stateful_blocks:
             raise NoGraph(call.key, Reason("keeps_state"))
         try:
             entry, graph = self._cache.find(
@@ -110,7 +110,7 @@ class GraphResolver:
             return ResolvedGraph(entry, graph, captured, known, pattern, benchmark)
         except NoGraph as failed:
             if failed.reason.code == "keeps_state":
-                self._cache.keep_state.add(code)
+                self._cache.stateful_blocks.add(code)
             raise
         except torch.OutOfMemoryError as error:
             reason = Reason("compile_out_of_memory", error=one_line(error))

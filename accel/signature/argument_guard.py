@@ -1,7 +1,4 @@
-"""Guards that recognise a call like one that was described before (`tree_spec`), without describing it again.
-
-`ArgumentGuard` compares how the call is made, `tensor_guard` the tensors in it.
-"""
+"""Guards that recognise a call like one that was described before (`tree_spec`), without describing it again."""
 
 from __future__ import annotations
 
@@ -18,12 +15,13 @@ from . import tree_spec
 from .tree_spec import Spec
 
 
-class ArgumentGuard:
-    """Recognises later calls with the same structure and constants as one call.
+class CallGuard:
+    """Recognises later calls with the structure and constants of one call, and tensors like those of it.
 
     args, kwargs: of the call.
     spec, tensors: the result of `tree_spec.flatten` with `replace`. `replace` must decide by a dict's keys, and by
         which of its values are None, whether it returns the dict unchanged.
+    weights: tensors that such calls take besides, which come first where `check` is asked.
     Keeps no tensor alive except the empty ones that stand for whole numbers.
     """
 
@@ -34,6 +32,7 @@ class ArgumentGuard:
         spec: Spec,
         tensors: Sequence[torch.Tensor],
         replace: Callable[[dict], Any] | None = None,
+        weights: Sequence[torch.Tensor] = (),
     ):
         self.spec = spec
         self._replace = replace
@@ -44,11 +43,26 @@ class ArgumentGuard:
         if places is not None:
             tensors_at, self._fixed, self._replaced = places
             self._get_tensors = _getter(tensors_at)
+        self.check = tensor_guard((*weights, *(self.arguments(args, kwargs) or ())))
+        """Asked of a call's weights and what `arguments` gives: whether they are like those of the first call."""
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether tensors stand for whole numbers (`with_numbers`)."""
+        return bool(self._numbers)
 
     def match(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
+        """The tensors of a call without weights, as `flatten` orders them; None for a call that is not like the first.
+
+        Raises what `replace` and `flatten` do.
+        """
+        given = self.arguments(args, kwargs)
+        return None if given is None or not self.check(*given) else self.with_numbers(given)
+
+    def arguments(self, args: tuple, kwargs: dict[str, Any]) -> Sequence[torch.Tensor] | None:
         """The tensors among the call's arguments, or None if it differs in structure or constants.
 
-        Where the first call had a tensor there may be anything, or the same tensor twice: ask a `tensor_guard`.
+        Where the first call had a tensor there may be anything, or the same tensor twice: ask `check`.
         Raises what `replace` and `flatten` do.
         """
         if not self._is_flat:
@@ -72,7 +86,7 @@ class ArgumentGuard:
         return self._get_tensors(values)
 
     def with_numbers(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The result of `match` with the tensors that stand for whole numbers inserted, as `flatten` orders them."""
+        """What `arguments` gives with the tensors that stand for whole numbers inserted, as `flatten` orders them."""
         if not self._numbers:
             return tensors
         tensors = list(tensors)

@@ -13,7 +13,7 @@ def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[dict
     """Microseconds of each part, the median over the model's blocks; and of each block's call."""
     from comfy_accel.accel.modules.substitution import Order, substituted
     from comfy_accel.accel.signature import tree_spec
-    from comfy_accel.accel.signature.argument_guard import ArgumentGuard, tensor_guard
+    from comfy_accel.accel.signature.argument_guard import CallGuard
 
     layers, runners = _stand_ins(model, cache)
     calls = _calls(runners, lambda: image(model))
@@ -37,14 +37,14 @@ def of_blocks(model: Any, image: Callable[[Any], Any], cache: Any) -> tuple[dict
     for block, (args, kwargs) in calls.items():
         runner, inputs = runners[block], []
         spec = tree_spec.flatten((args, kwargs), inputs, runner._simplify)
-        guard = ArgumentGuard(args, kwargs, spec, inputs, runner._simplify)
-        tensors = (*runner._weights.take(()), *guard.match(args, kwargs))
-        note("  arguments", guard.match, args, kwargs)
+        weights = runner._weights.take(())
+        guard = CallGuard(args, kwargs, spec, inputs, runner._simplify, weights)
+        note("  arguments", guard.arguments, args, kwargs)
         options = kwargs.get("transformer_options")
         if options is not None:
             note("    options", runner._simplify, options)
         note("  weights", runner._weights.take, inputs)
-        note("  check", tensor_guard(tensors), *tensors)
+        note("  check", guard.check, *weights, *guard.arguments(args, kwargs))
         note("  arguments, anew", tree_spec.flatten, (args, kwargs), [], runner._simplify)
     order = ("block", "  stand-in", "  arguments", "    options", "  weights", "  check")
     anew = ("  block, anew", "  arguments, anew", "code, each call")

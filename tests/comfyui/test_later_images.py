@@ -143,11 +143,11 @@ def test_nothing_grows_over_300_images_of_two_models_and_what_is_kept_goes_with_
     before = objects_after(10)
     grown = objects_after(140) - before
     assert sum(grown.values()) - grown["weakref"] - grown["comfy"] < 50  # core keeps a record of each load
-    kept, gone = len(cache.keepers), weakref.ref(sessions[1].plain.model)
+    kept, gone = len(cache.listeners), weakref.ref(sessions[1].plain.model)
     del sessions[1]
     comfy.model_management.unload_all_models()
     gc.collect()
-    assert gone() is None and len(cache.keepers) == kept / 2
+    assert gone() is None and len(cache.listeners) == kept / 2
 
 
 class Halved(torch.nn.Linear):

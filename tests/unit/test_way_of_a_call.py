@@ -13,7 +13,7 @@ from comfy_accel.accel.dispatch.resolver import ResolvedGraph
 from comfy_accel.accel.fingerprint.survey import survey
 from kit.engine_imports import ENGINE
 
-KNOWN = [("dispatch/inline_cache", name) for name in ("match", "wake", "verdict", "find")]
+KNOWN = [("dispatch/inline_cache", name) for name in ("match", "verdict", "find")]
 NEW = [
     *KNOWN,
     ("dispatch/resolver", "resolve"),
