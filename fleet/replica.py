@@ -98,24 +98,15 @@ class Replica:
             self._watching.cancel()
             await self._comfyui.stop()
 
-    async def _warm_up(self, asked: dict[str, Any]) -> None:
-        """Run a warm-up to its end: the body of `POST /accel/warm_up`, or a prompt in API format.
+    async def _warm_up(self, prompt: dict[str, Any]) -> None:
+        """Run a prompt in API format to its end.
 
         Raises Gone: it was refused, or failed; the message says why.
         """
-        if isinstance(asked.get("checkpoint"), str):
-            status, text, _ = await self._comfyui.ask("POST", "/accel/warm_up", asked)
-            if status != 200:
-                raise Gone(f"The warm-up was refused: {text.decode(errors='replace')}")
-            prompt_id, entry = json.loads(text)["prompt_id"], None
-            while entry is None:
-                await asyncio.sleep(0.2)
-                entry = await self._comfyui.history(prompt_id)
-        else:
-            async for kind, value in self._comfyui.run(uuid.uuid4().hex, {"prompt": asked}):
-                if kind == "refused":
-                    raise Gone(f"The warm-up was refused: {value[1]}")
-                entry = value
+        async for kind, value in self._comfyui.run(uuid.uuid4().hex, {"prompt": prompt}):
+            if kind == "refused":
+                raise Gone(f"The warm-up was refused: {value[1]}")
+            entry = value
         if entry["status"]["status_str"] != "success":
             raise Gone(f"The warm-up failed: {entry['status']['messages'][-1]}")
 

@@ -40,7 +40,7 @@ class Settings(Fleet):
     results: a folder that all machines share, for everything that prompts make.
     input: a shared folder for uploads and images to start from; "" leaves each ComfyUI its own.
     flags: further arguments of main.py.
-    warm_up: bodies of POST /accel/warm_up, or prompts in API format, run before a replica takes any.
+    warm_up: prompts in API format, run before a replica takes any.
     start_s: time limit for a ComfyUI to start.
     """
 

@@ -6,7 +6,7 @@ import json
 import time
 import urllib.parse
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
+import uuid
 
 import aiohttp
 import pytest
@@ -41,15 +41,17 @@ def request(server, path, body=None, method="POST", **headers):
         return response.status, None
 
 
-def wanted(**changes):
-    return {"checkpoint": synthetic.FILE_NAME, "sizes": ["80x72", "72x88"], "backend": "eager", **changes}
-
-
-def wait_until_idle(client):
-    deadline = time.monotonic() + 120
-    while client.get("/prompt")["exec_info"]["queue_remaining"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+def prompt(words):
+    """Two runs of the warm-up; a server runs none again whose words it knows."""
+    model = {"model": ["checkpoint", 0], "shapes": "any size", "backend": "eager", "on_trouble": "run eagerly"}
+    runs = {"model": ["model", 0], "conditioning": ["text", 0], "sizes": "80x72, 72x88", "batches": "1"}
+    return {
+        "checkpoint": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": synthetic.FILE_NAME}},
+        "text": {"class_type": "CLIPTextEncode", "inputs": {"clip": ["checkpoint", 1], "text": words}},
+        "model": {"class_type": "AccelModel", "inputs": model},
+        "warm_up": {"class_type": "AccelWarmUpGraphs", "inputs": {**runs, "prompt_lengths": ""}},
+        "report": {"class_type": "PreviewAny", "inputs": {"source": ["warm_up", 1]}},
+    }
 
 
 async def text_of(socket, seconds=None):
@@ -71,167 +73,34 @@ def refused(answer, status=400):
     return sentence
 
 
-def test_warm_up_compiles(server):
-    client = Client(server.url)
-    status, answer = request(server, "/accel/warm_up", wanted(batches=[1, 2]))
-    assert status == 200
-    busy = refused(request(server, "/accel/warm_up", wanted()), 409)
-    assert "busy" in busy
-    wait_until_idle(client)
-    history = client.get(f"/history/{answer['prompt_id']}")[answer["prompt_id"]]
-    assert history["status"]["status_str"] == "success"
-    assert "4 runs" in history["outputs"]["report"]["text"][0]
-    state = client.get("/accel/state")
-    assert state["graph_cache"]["compilations"] > 0
-    assert state["graph_store"]["saved"] == 0  # graphs of this backend do not leave the process
-
-
-def test_of_ten_asked_at_once_one_is_queued(server):
-    client = Client(server.url)
-    before = len(client.get("/history"))
-    with ThreadPoolExecutor(10) as pool:
-        answers = list(pool.map(lambda _: request(server, "/accel/warm_up", wanted()), range(10)))
-    assert sorted(status for status, _ in answers) == [200] + [409] * 9
-    assert all("busy" in refused(answer, 409) for answer in answers if answer[0] != 200)
-    wait_until_idle(client)
-    assert len(client.get("/history")) == before + 1
-
-
-def test_progress_is_told_to_the_client_that_asked(server):
-    """From the prompt's start over each run to its end; nobody else's WebSocket hears of it."""
-    asked = wanted(sizes=["80x72", "72x88", "96x64"], client_id="asked")
-
-    async def listen():
-        told, overheard = [], []
-        async with aiohttp.ClientSession(server.url) as session:
-            async with session.ws_connect("/ws?clientId=asked") as mine, session.ws_connect("/ws?clientId=x") as other:
-                async with session.post("/accel/warm_up", json=asked) as response:
-                    prompt_id = (await response.json())["prompt_id"]
-                while not told or told[-1]["type"] not in ("execution_success", "execution_error"):
-                    told += [event for event in [await text_of(mine)] if event["data"].get("prompt_id") == prompt_id]
-                while not overheard or overheard[-1]["type"] != "nothing":
-                    overheard.append(await text_of(other, seconds=0.5))
-        return told, [event for event in overheard if event["data"].get("prompt_id") == prompt_id]
-
-    told, overheard = asyncio.run(asyncio.wait_for(listen(), 120))
-    assert overheard == []
-    kinds = [event["type"] for event in told]
-    assert kinds[0] == "execution_start" and kinds[-1] == "execution_success"
-    progress = [event["data"] for event in told if event["type"] == "progress" and event["data"]["node"] == "warm_up"]
-    assert progress[-1]["value"] == progress[-1]["max"] == 3
-    assert [row["value"] for row in progress] == sorted(row["value"] for row in progress)
-    executing = [event["data"]["node"] for event in told if event["type"] == "executing"]
-    assert "warm_up" in executing
-    (report,) = [event["data"]["output"] for event in told if event["type"] == "executed"]
-    assert "3 runs" in report["text"][0]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        [],
-        "text",
-        7,
-        None,
-        {},
-        {"sizes": ["64x64"]},
-        wanted(checkpoint=7),
-        wanted(checkpoint=""),
-        wanted(checkpoint="x" * 10**4),
-        wanted(sizes="64x64"),
-        wanted(sizes=[]),
-        wanted(sizes=[64]),
-        wanted(sizes=["64"]),
-        wanted(sizes=["0x64"]),
-        wanted(sizes=["64x64, 72x72"]),
-        wanted(sizes=["999999x64"]),
-        wanted(sizes=["64x64"] * 1000),
-        wanted(sizes=[f"{side}x64" for side in range(64, 8064, 8)]),
-        wanted(sizes=["64x64"] * 65),
-        wanted(sizes=[["64x64"]]),
-        wanted(sizes={"64x64": 1}),
-        wanted(sizes=[None]),
-        wanted(sizes=["9" * 33 + "x64"]),
-        wanted(sizes=["64x64\n72x72"]),
-        wanted(batches=1),
-        wanted(batches=[True]),
-        wanted(batches=[0]),
-        wanted(batches=[1.5]),
-        wanted(batches=[10**30]),
-        wanted(batches=[1] * 501),
-        wanted(batches=[None]),
-        wanted(batches={}),
-        wanted(prompt_lengths=[4097]),
-        wanted(prompt_lengths=list(range(1, 502))),
-        wanted(prompt_lengths=77),
-        wanted(prompt_lengths=[-1]),
-        wanted(prompt_lengths=["77"]),
-        wanted(backend="other"),
-        wanted(backend=None),
-        wanted(backend=["eager"]),
-        wanted(client_id=[]),
-        wanted(client_id=None),
-        wanted(client_id="x" * 1025),
-        wanted(trust=True),
-    ],
-)
-def test_wrong_request_is_refused_with_a_sentence(server, body):
-    refused(request(server, "/accel/warm_up", b"null" if body is None else body))
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"sizes": ["16384x16384"]}, "256 megapixels"),
-        ({"sizes": ["64x64", "8192x4096"], "batches": [1, 3]}, "96 megapixels"),
-        ({"sizes": ["1024x1025"], "batches": [64]}, "65 megapixels"),
-        ({"sizes": ["4096x4096"] * 5, "batches": [4, 3, 2, 1] * 3}, "2400 megapixels"),
-        ({"sizes": ["1024x1024"], "batches": [64], "prompt_lengths": list(range(77, 94))}, "1088 megapixels"),
-    ],
-)
-def test_more_pixels_than_any_machine_has_room_for_are_refused(server, changes, said):
-    sentence = refused(request(server, "/accel/warm_up", wanted(**changes)))
-    assert said in sentence and "at most" in sentence
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["../secret.safetensors", "/etc/passwd", "..\\x", "sub/../../x", "x\0y", "%2e%2e/x", "unknown.safetensors"],
-)
-def test_name_that_comfyui_does_not_list_is_refused(server, name):
-    refused(request(server, "/accel/warm_up", wanted(checkpoint=name)), 404)
-
-
 @pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b"[" * 60_000, b"NaN-"])
-@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear", "/accel/evict", "/accel/settings"])
+@pytest.mark.parametrize("path", ["/accel/clear", "/accel/evict", "/accel/settings"])
 def test_body_that_is_no_json_is_refused(server, path, body):
     refused(request(server, path, body))
 
 
-@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear"])
-def test_body_of_ten_megabytes_is_refused(server, path):
-    refused(request(server, path, b" " * 10_000_000), 413)
+def test_body_of_ten_megabytes_is_refused(server):
+    refused(request(server, "/accel/clear", b" " * 10_000_000), 413)
 
 
-def test_body_of_unknown_length_is_refused_once_it_is_too_long(server):
+def test_body_of_unknown_length_is_refused(server):
     host = urllib.parse.urlsplit(server.url)
     connection = http.client.HTTPConnection(host.hostname, host.port, timeout=60)
     headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/accel/warm_up", (b" " * 8192 for _ in range(9)), headers, encode_chunked=True)
+    connection.request("POST", "/accel/clear", (b" " * 8192 for _ in range(9)), headers, encode_chunked=True)
     assert connection.getresponse().status == 413
     connection.close()
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 def test_form_of_a_page_is_refused(server, kind):
-    refused(request(server, "/accel/warm_up", wanted(), **{"Content-Type": kind}), 415)
+    refused(request(server, "/accel/evict", NOBODY, **{"Content-Type": kind}), 415)
 
 
-@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear", "/accel/evict", "/accel/settings"])
+@pytest.mark.parametrize("path", ["/accel/clear", "/accel/evict", "/accel/settings"])
 @pytest.mark.parametrize("origin", ["https://example.org", "null", "http://my-server:9999", "http://my-server.x.org"])
 def test_foreign_origin_is_refused_on_any_address(server, path, origin):
-    body = wanted() if "warm" in path else None
-    answer = request(server, path, body, Origin=origin, Host="my-server:8188")  # core looks at loopback addresses alone
+    answer = request(server, path, Origin=origin, Host="my-server:8188")  # core looks at loopback addresses alone
     assert "other sites" in refused(answer, 403)
 
 
@@ -243,7 +112,7 @@ def test_own_origin_is_served(server):
     assert request(server, "/accel/evict", NOBODY, Origin=server.url)[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/accel/warm_up", "/accel/clear", "/accel/evict", "/accel/settings"])
+@pytest.mark.parametrize("path", ["/accel/clear", "/accel/evict", "/accel/settings"])
 def test_get_changes_nothing(server, path):
     assert request(server, path, method="GET")[0] in (404, 405)
 
@@ -254,9 +123,8 @@ def test_clear_takes_nothing(server):
 
 def filled(server):
     """The state once the cache has what two sizes need."""
-    request(server, "/accel/warm_up", wanted())
     client = Client(server.url)
-    wait_until_idle(client)
+    client.run(prompt(uuid.uuid4().hex), timeout=120)
     return client.get("/accel/state")
 
 
@@ -383,14 +251,14 @@ def test_clear_drops_everything_and_pages_are_told_what_happens_and_not_too_ofte
             assert Client(server.url).get("/accel/state")["graph_cache"]["entries"] == 0
             await hear("cache_changed")
             told.clear()
-            async with session.post("/accel/warm_up", json=wanted()) as response:
+            body = {"prompt": prompt("other words"), "client_id": "page"}
+            async with session.post("/prompt", json=body) as response:
                 assert response.status == 200
             started = time.monotonic()
             await hear("run_end")
             return told, time.monotonic() - started
 
     told, seconds = asyncio.run(asyncio.wait_for(listen(), 120))
-    wait_until_idle(Client(server.url))
     events = [message["event"] for message in told]
     assert {"compiling", "compiled"} <= set(events)
     assert len(events) / (seconds + 0.2) < 6

@@ -365,33 +365,3 @@ def forget_prefetched(model: torch.nn.Module) -> None:
 def _executing() -> Any:
     asked = getattr(sys.modules.get("comfy_execution.utils"), "get_executing_context", None)
     return None if asked is None else asked()
-
-
-async def queue_prompt(
-    server: Any, graph: dict, client_id: str | None, last_check: Callable[[], None] = lambda: None
-) -> tuple[str, str | None]:
-    """Queue a prompt as `POST /prompt` does; returns its id, and the reason if it is not valid.
-
-    last_check: called right before the prompt enters the queue, with no other request served in between. If it
-        raises, nothing is queued and the exception passes through.
-
-    Queue items have had a sixth element, for secrets, since before 0.3.75.
-    """
-    import time
-    import uuid
-
-    import execution
-
-    prompt_id = str(uuid.uuid4())
-    valid, error, outputs, node_errors = await execution.validate_prompt(prompt_id, graph, None)
-    if not valid:
-        reasons = [reason["message"] for node in node_errors.values() for reason in node["errors"]]
-        return prompt_id, "; ".join(reasons) or error.get("message", "the prompt is not valid")
-    extra = {"create_time": int(time.time() * 1000)}
-    if client_id is not None:
-        extra["client_id"] = client_id
-    last_check()
-    number = server.number
-    server.number += 1
-    server.prompt_queue.put((number, prompt_id, graph, extra, outputs, {}))
-    return prompt_id, None

@@ -1,4 +1,4 @@
-"""The routes of the pack: state and report, warming up without a workflow, changes of cache and settings.
+"""The routes of the pack: state and report, changes of cache and settings.
 
 No route names a file, and none can make a saved graph be imported or trusted.
 """
@@ -10,14 +10,19 @@ import re
 import urllib.parse
 from typing import Any
 
-from ....core.sentences import counted
 from .. import preferences
-from ..versions import queue_prompt
 from . import panel, panel_messages, report
-from .warm_up_request import Refused, read
 
 LARGEST_BODY = 64 << 10
 """Bytes; the longest sensible request has a few thousand."""
+
+
+class Refused(Exception):
+    """The request is invalid or cannot be served; the message is one sentence that says what is valid."""
+
+    def __init__(self, sentence: str, status: int = 400):
+        super().__init__(sentence)
+        self.status = status
 
 
 def register() -> None:
@@ -85,11 +90,6 @@ def register() -> None:
                 ) from None
             raise Refused(f"The change is in force, but could not be saved: {error}.", 500) from None
 
-    @server.routes.post("/accel/warm_up")
-    @answering
-    async def post_warm_up(body):
-        return await warm_up(server, body)
-
     @server.routes.post("/accel/clear")
     @answering
     async def post_clear(body):
@@ -120,24 +120,6 @@ def read_entry_id(body: Any) -> str:
     return found
 
 
-async def warm_up(server: Any, body: Any) -> dict:
-    """Queue a warm-up as a prompt: {"prompt_id"}. Raises Refused while another prompt runs or waits."""
-    import folder_paths
-
-    def refuse_when_busy():
-        waiting = server.prompt_queue.get_tasks_remaining()
-        if waiting:
-            raise Refused(f"ComfyUI is busy ({counted(waiting, 'prompt')} in its queue): warm up when it is idle.", 409)
-
-    request = read(body, lambda: folder_paths.get_filename_list("checkpoints"))
-    refuse_when_busy()
-    # A node may take its time to validate, and others are served meanwhile: asked again where nothing comes between.
-    prompt_id, error = await queue_prompt(server, request.graph(), request.client_id, refuse_when_busy)
-    if error is not None:
-        raise Refused(f"ComfyUI refused the workflow: {error}.")
-    return {"prompt_id": prompt_id}
-
-
 def refuse_foreign_origin(headers: Any) -> None:
     """Raise Refused for a request from another site's page in the visitor's browser.
 
@@ -155,20 +137,14 @@ def refuse_foreign_origin(headers: Any) -> None:
 
 async def read_body(request: Any) -> Any:
     """The body of a request as parsed JSON; None without a body. Raises Refused: it is too large, or is not JSON."""
-    too_large = Refused(f"The body must have at most {LARGEST_BODY} bytes.", 413)
-    if (request.content_length or 0) > LARGEST_BODY:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.content.iter_chunked(8192):
-        body += chunk
-        if len(body) > LARGEST_BODY:
-            raise too_large
-    if not body:
+    if not request.can_read_body:
         return None
+    if request.content_length is None or request.content_length > LARGEST_BODY:
+        raise Refused(f"The body must have at most {LARGEST_BODY} bytes, and say how many.", 413)
     # A form of another site can be sent without asking first, and is never of this type.
     if request.content_type != "application/json":
         raise Refused("The body must be JSON, with the content type application/json.", 415)
     try:
-        return json.loads(body)
+        return json.loads(await request.read())
     except (ValueError, RecursionError):
         raise Refused("The body is not JSON.") from None
