@@ -60,7 +60,7 @@ class GraphCache:
         self.generation = 0
         """Grows whenever a compiled graph is dropped, or found wrong, so that whoever has some looks them up again."""
         self.listeners: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        """Those that keep references to graphs beyond a run; each is cleared (`clear`) when a compiled one is dropped."""
+        """Those that keep references to graphs beyond a run; each is cleared (`clear`) when one is dropped."""
         self.stateful_blocks: set[Hashable] = set()
         """Class and code of blocks that keep state: what they keep may be part of their keys, which change."""
         self.store: Any = None
